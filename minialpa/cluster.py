@@ -1,0 +1,216 @@
+"""What a plan is made for: devices, links, the cluster that they form, and logical views of a part of it.
+
+All times are in seconds and all sizes in bytes. Collectives follow the alpha-beta model: `alpha` seconds to start,
+`beta` seconds for each byte that leaves a device (Thakur et al., 2005; Alpa, OSDI'22, section 4.1).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Sequence
+
+from minialpa.errors import ShardingError
+
+PresetName = Literal["v100-p3.16xlarge", "a100-40gb", "a100-80gb", "h100", "h200", "cpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """One accelerator. `peak_flops` maps a dtype name to floating point operations per second."""
+
+    name: str
+    peak_flops: tuple[tuple[str, float], ...]
+    memory_bytes: float
+    memory_bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not self.peak_flops or min(self.memory_bytes, self.memory_bandwidth, *dict(self.peak_flops).values()) <= 0:
+            raise ShardingError(f"Device `{self.name}` needs positive `peak_flops`, `memory_bytes` and `memory_bandwidth`.")
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Peak rate for `dtype`; a dtype that is not listed runs at the float32 rate, or the slowest one."""
+        table = dict(self.peak_flops)
+        return table.get(dtype, table.get("float32", min(table.values())))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """A link between two devices: start-up latency and inverse bandwidth."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def __post_init__(self) -> None:
+        if self.alpha_s < 0 or self.beta_s_per_byte < 0:
+            raise ShardingError(f"Link times cannot be negative: {self}.")
+
+    def transfer_s(self, n_bytes: float) -> float:
+        return self.alpha_s + self.beta_s_per_byte * n_bytes
+
+
+def _device(name: str, memory_gb: float, bandwidth: float, **tflops: float) -> DeviceSpec:
+    return DeviceSpec(name, tuple(sorted((k, v * 1e12) for k, v in tflops.items())), memory_gb * 1e9, bandwidth)
+
+
+# Vendor data sheets (dense rates): peak rates, memory and links of one device.
+_PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
+    "v100-p3.16xlarge": (
+        _device("v100", 16, 0.9e12, float32=15.7, float16=125, bfloat16=15.7),
+        LinkSpec(6e-6, 1 / 120e9),
+        LinkSpec(2e-5, 1 / 3.1e9),
+    ),
+    "a100-40gb": (
+        _device("a100-40gb", 40, 1.55e12, float32=19.5, float16=312, bfloat16=312),
+        LinkSpec(5e-6, 1 / 250e9),
+        LinkSpec(1.5e-5, 1 / 25e9),
+    ),
+    "a100-80gb": (
+        _device("a100-80gb", 80, 2.0e12, float32=19.5, float16=312, bfloat16=312),
+        LinkSpec(5e-6, 1 / 250e9),
+        LinkSpec(1.5e-5, 1 / 25e9),
+    ),
+    "h100": (
+        _device("h100", 80, 3.35e12, float32=67, float16=989, bfloat16=989),
+        LinkSpec(5e-6, 1 / 400e9),
+        LinkSpec(1.5e-5, 1 / 50e9),
+    ),
+    "h200": (
+        _device("h200", 141, 4.8e12, float32=67, float16=989, bfloat16=989),
+        LinkSpec(5e-6, 1 / 400e9),
+        LinkSpec(1.5e-5, 1 / 50e9),
+    ),
+    "cpu": (
+        _device("cpu", 4, 1e10, float32=0.05, float16=0.01, bfloat16=0.01),
+        LinkSpec(5e-5, 1 / 2e9),
+        LinkSpec(2e-4, 1 / 1e9),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalMesh:
+    """A 1-D or 2-D view of a group of devices, with the alpha (seconds) and beta (seconds per byte) of each axis.
+
+    Axis 0 is the outer axis, the one across hosts where there are several; axis 1 is the inner, faster one.
+    """
+
+    shape: tuple[int, ...]
+    alpha: tuple[float, ...] = ()
+    beta: tuple[float, ...] = ()
+    device: DeviceSpec = field(default_factory=lambda: _PRESETS["a100-80gb"][0])
+
+    def __post_init__(self) -> None:
+        shape = tuple(int(n) for n in self.shape)
+        if len(shape) not in (1, 2) or min(shape) < 1:
+            raise ShardingError(f"A logical mesh has 1 or 2 axes of positive length; got {self.shape}.")
+        object.__setattr__(self, "shape", shape)
+        for name, default in (("alpha", (1e-5, 5e-6)), ("beta", (1 / 25e9, 1 / 250e9))):
+            values: Sequence[float] = getattr(self, name) or default[-len(shape) :]
+            if len(values) != len(shape):
+                raise ShardingError(f"`{name}` needs one value for each axis of {shape}; got {values}.")
+            object.__setattr__(self, name, tuple(float(v) for v in values))
+
+    @property
+    def n_devices(self) -> int:
+        return math.prod(self.shape)
+
+    def all_gather_s(self, n_bytes: float, axes: Sequence[int]) -> float:
+        """Seconds until each device of the group holds all `n_bytes` (size of the gathered result)."""
+        return sum(
+            self._linear_s(axis, n_bytes / math.prod(self._lengths(inner)))
+            for axis, inner in self._outer_to_inner(axes)
+        )
+
+    def reduce_scatter_s(self, n_bytes: float, axes: Sequence[int]) -> float:
+        """Seconds to sum buffers of `n_bytes` over the group and leave one shard on each device."""
+        return self.all_gather_s(n_bytes, axes)
+
+    def all_reduce_s(self, n_bytes: float, axes: Sequence[int]) -> float:
+        """Seconds to sum buffers of `n_bytes` over the group; over two axes, the outer one on the inner one's shard."""
+        return sum(
+            self._linear_s(axis, 2 * n_bytes / math.prod(self._lengths(inner)))
+            for axis, inner in self._outer_to_inner(axes)
+        )
+
+    def all_to_all_s(self, n_bytes: float, axes: Sequence[int]) -> float:
+        """Seconds to exchange blocks when each device holds `n_bytes`, axis by axis."""
+        return sum(self._linear_s(axis, n_bytes) for axis, _ in self._outer_to_inner(axes))
+
+    def _linear_s(self, axis: int, n_bytes: float) -> float:
+        k = self.shape[axis]
+        return self.alpha[axis] + self.beta[axis] * (k - 1) / k * n_bytes
+
+    def _lengths(self, axes: Sequence[int]) -> list[int]:
+        return [self.shape[axis] for axis in axes]
+
+    def _outer_to_inner(self, axes: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """Each axis longer than 1, with the axes of the group that lie inside it."""
+        live = sorted(axis for axis in set(axes) if self.shape[axis] > 1)
+        return [(axis, live[i + 1 :]) for i, axis in enumerate(live)]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """`num_hosts` equal hosts of `devices_per_host` devices, and the links inside and between hosts."""
+
+    num_hosts: int
+    devices_per_host: int
+    device: DeviceSpec
+    intra_host: LinkSpec
+    inter_host: LinkSpec
+
+    def __post_init__(self) -> None:
+        if self.num_hosts < 1 or self.devices_per_host < 1:
+            raise ShardingError(f"A cluster has at least one host with one device; got {self.num_hosts} x {self.devices_per_host}.")
+
+    @property
+    def n_devices(self) -> int:
+        return self.num_hosts * self.devices_per_host
+
+    @staticmethod
+    def preset(name: PresetName, *, num_hosts: int = 1, devices_per_host: int = 8) -> ClusterSpec:
+        """A cluster of well-known hosts, from vendor data sheets. Raises ShardingError on an unknown name."""
+        if name not in _PRESETS:
+            raise ShardingError(f"No preset `{name}`. Known: {', '.join(_PRESETS)}.")
+        device, intra_host, inter_host = _PRESETS[name]
+        return ClusterSpec(num_hosts, devices_per_host, device, intra_host, inter_host)
+
+    def link(self, *, same_host: bool) -> LinkSpec:
+        return self.intra_host if same_host else self.inter_host
+
+    def logical_mesh(self, submesh: tuple[int, int], shape: tuple[int, ...]) -> LogicalMesh:
+        """View a submesh of (hosts, devices per host) as `shape`, with the links that each axis really crosses.
+
+        An axis stays inside hosts when the axes inside it and itself fit in one host's share of the submesh.
+        """
+        hosts, per_host = submesh
+        if math.prod(shape) != hosts * per_host:
+            raise ShardingError(f"A submesh of {hosts} x {per_host} devices cannot be viewed as {shape}.")
+        alpha, beta = [], []
+        for axis in range(len(shape)):
+            crosses = math.prod(shape[axis:]) > per_host
+            link = self.link(same_host=not crosses)
+            # Devices of a host that are in different groups of this axis share the host's network link.
+            sharing = min(per_host, math.prod(shape[axis + 1 :])) if crosses else 1
+            alpha.append(link.alpha_s)
+            beta.append(link.beta_s_per_byte * sharing)
+        return LogicalMesh(shape, tuple(alpha), tuple(beta), self.device)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> ClusterSpec:
+        return ClusterSpec.from_dict(json.loads(text))
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> ClusterSpec:
+        try:
+            device = dict(data["device"])
+            device["peak_flops"] = tuple((str(k), float(v)) for k, v in device["peak_flops"])
+            links = {name: LinkSpec(**data[name]) for name in ("intra_host", "inter_host")}
+            return ClusterSpec(data["num_hosts"], data["devices_per_host"], DeviceSpec(**device), **links)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ShardingError(f"Not a cluster description ({error!r}). Write one with `ClusterSpec.to_json`.") from error

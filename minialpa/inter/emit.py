@@ -1,0 +1,321 @@
+"""Emission: a traced step and its plan in, the program that does it out.
+
+Buffers are named by (variable, micro-batch, mesh). A value that another mesh reads is transferred as soon as it is
+made. Free instructions and donation follow from the last read of each buffer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from typing import Any, Callable
+
+import numpy as np
+from jax.extend.core import Var
+
+from minialpa.inter import functions
+from minialpa.inter.schedule import global_order, make_schedule
+from minialpa.inter.split import StagedStep, Task
+from minialpa.inter.staging import bind_specs, mesh_problems, realise
+from minialpa.intra.graph import EquationSpecs
+from minialpa.jaxprs import is_literal
+from minialpa.plan import Plan
+from minialpa.program import (
+    Accumulate,
+    ConstantSlot,
+    Free,
+    Function,
+    InputSlot,
+    Instruction,
+    MeshShape,
+    OutputSlot,
+    Program,
+    Run,
+    Transfer,
+    reads,
+    verify_program,
+    writes,
+)
+from minialpa.sharding import Spec
+from minialpa.trace import TracedStep
+
+Name = tuple[Var, int | None, int]  # variable, micro-batch, mesh
+
+
+def emit_program(traced: TracedStep, plan: Plan) -> Program:
+    """The program of `plan` for `traced`. Raises VerifyError if the plan is for another step."""
+    program = _Emitter(realise(traced, plan), plan).run()
+    verify_program(program)
+    return program
+
+
+class _Emitter:
+    def __init__(self, staged: StagedStep, plan: Plan) -> None:
+        self.staged, self.plan = staged, plan
+        self.split = staged.split
+        self.n = self.split.n_micro_batches
+        self.specs: list[dict[Var, Spec]] = []
+        self.equations: dict[int, dict[int, EquationSpecs]] = {}
+        for mesh, (problem, stage) in enumerate(zip(mesh_problems(staged), plan.stages, strict=True)):
+            specs, equations = bind_specs(problem, stage)
+            self.specs.append(specs)
+            self.equations[mesh] = {id(e): s for e, s in zip(problem.eqns, equations, strict=True)}
+        self.functions: list[Function] = []
+        self.made_once: dict[tuple[str, int], int] = {}
+        self.instructions: list[Instruction] = []
+        self.buffers: dict[Name, int] = {}
+        self.input_slots: list[InputSlot] = []
+        self.constants: list[ConstantSlot] = []
+        self.n_buffers = 0
+        self.remote_readers = self._remote_readers()
+        self.micro_source = {micro: full for full, micro in self.split.micro_inputs}
+        self.number_of_input = {v: i for i, v in enumerate(self.split.traced.flat.invars)}
+        self.consts = dict(zip(self.split.traced.flat.constvars, self.split.traced.flat.consts, strict=True))
+
+    def run(self) -> Program:
+        tasks = self.staged.tasks
+        number = {id(task): self._add_function(self._task_function(task)) for task in tasks}
+        for task in tasks:
+            if task.kind == "prologue":
+                self._run_task(task, number[id(task)], None)
+        self._loop(number)
+        self._finish_loop()
+        updates = sorted((t for t in tasks if t.kind == "update"), key=lambda t: (t.level, t.mesh))
+        for task in updates:
+            self._run_task(task, number[id(task)], None)
+        outputs = self._outputs()
+        self._insert_frees(outputs)
+        meshes = tuple(MeshShape(s.first_device, s.logical_shape) for s in self.plan.stages)
+        donated = frozenset(a for a in self.split.traced.aliases if a is not None)
+        return Program(
+            meshes, tuple(self.functions), tuple(self.input_slots), tuple(self.constants), tuple(self.instructions),
+            tuple(outputs), donated, self.n_buffers,
+        )  # fmt: skip
+
+    # ---- functions ------------------------------------------------------------------------------------------------
+
+    def _add_function(self, function: Function) -> int:
+        self.functions.append(function)
+        return len(self.functions) - 1
+
+    def _task_function(self, task: Task) -> Function:
+        specs = self.specs[task.mesh]
+        out_specs = [self._made_spec(v, task) for v in task.outvars]
+        shape = self.plan.stages[task.mesh].logical_shape
+        return functions.task_function(
+            task.name, task.mesh, shape, task.eqns, task.invars, task.outvars, specs, self.equations[task.mesh], out_specs
+        )
+
+    def _made_spec(self, var: Var, task: Task) -> Spec:
+        """A result of the step that nothing else reads is made in its final layout at once."""
+        if task.kind in ("step", "update") and not any(var in t.invars for t in self.staged.tasks):
+            if not (task.per_micro_batch and self.n > 1):
+                for atom, value in zip(self.split.outvars, self.plan.outputs, strict=True):
+                    if atom is var and task.mesh in value.mesh_ids:
+                        return value.specs[value.mesh_ids.index(task.mesh)]
+        return self.specs[task.mesh][var]
+
+    # ---- buffers --------------------------------------------------------------------------------------------------
+
+    def _new(self) -> int:
+        self.n_buffers += 1
+        return self.n_buffers - 1
+
+    def _buffer(self, var: Var, micro: int | None, mesh: int) -> int:
+        """The buffer that holds `var` on `mesh`; inputs and constants get theirs at the first read."""
+        for name in ((var, micro, mesh), (var, None, mesh)):
+            if name in self.buffers:
+                return self.buffers[name]
+        spec = self.specs[mesh].get(var, Spec.replicated(len(var.aval.shape))).partition_spec()
+        buffer = self._new()
+        if var is self.split.micro_index:
+            assert micro is not None
+            self.constants.append(ConstantSlot(buffer, np.int32(micro), mesh, spec))
+            self.buffers[var, micro, mesh] = buffer
+        elif var in self.micro_source:
+            assert micro is not None
+            leaf = self.number_of_input[self.micro_source[var]]
+            dim = self.split.batch_dims[var]
+            size = var.aval.shape[dim]
+            self.input_slots.append(InputSlot(buffer, leaf, (micro * size, (micro + 1) * size, dim), mesh, spec))
+            self.buffers[var, micro, mesh] = buffer
+        elif var in self.consts:
+            self.constants.append(ConstantSlot(buffer, self.consts[var], mesh, spec))
+            self.buffers[var, None, mesh] = buffer
+        else:
+            assert var in self.number_of_input, f"{var} is not on mesh {mesh}"
+            self.input_slots.append(InputSlot(buffer, self.number_of_input[var], None, mesh, spec))
+            self.buffers[var, None, mesh] = buffer
+        return buffer
+
+    # ---- instructions ---------------------------------------------------------------------------------------------
+
+    def _remote_readers(self) -> dict[tuple[Var, int], set[int]]:
+        """(variable, mesh that makes it) -> other meshes that read it and do not make it."""
+        made: dict[Var, set[int]] = defaultdict(set)
+        for task in self.staged.tasks:
+            for v in task.outvars:
+                made[v].add(task.mesh)
+        for acc in self.split.accumulators:
+            made[acc.total] |= made[acc.loop]
+        for stack in self.split.stacks:
+            made[stack.total] |= made[stack.loop]
+        out: dict[tuple[Var, int], set[int]] = defaultdict(set)
+        for task in self.staged.tasks:
+            for v in task.invars:
+                if v in made and task.mesh not in made[v]:
+                    out[v, min(made[v])].add(task.mesh)
+        return out
+
+    def _run_task(self, task: Task, function: int, micro: int | None) -> None:
+        inputs = tuple(self._buffer(v, micro, task.mesh) for v in task.invars)
+        outputs = []
+        for v in task.outvars:
+            self.buffers[v, micro, task.mesh] = self._new()
+            outputs.append(self.buffers[v, micro, task.mesh])
+        self.instructions.append(Run(function, inputs, tuple(outputs)))
+        for v in task.outvars:
+            self._send(v, micro, task.mesh)
+
+    def _send(self, var: Var, micro: int | None, mesh: int) -> None:
+        for reader in sorted(self.remote_readers.get((var, mesh), ())):
+            self._transfer((var, micro, mesh), reader, self.specs[reader][var])
+
+    def _transfer(self, source: Name, mesh: int, spec: Spec) -> int:
+        target = self._new()
+        self.instructions.append(Transfer(self.buffers[source], target, mesh, spec.partition_spec()))
+        self.buffers[source[0], source[1], mesh] = target
+        return target
+
+    def _loop(self, number: dict[int, int]) -> None:
+        by_pass = {(t.kind, t.mesh): t for t in self.staged.tasks if t.per_micro_batch}
+        if ("step", 0) in by_pass:
+            for m in range(self.n):
+                self._run_loop_task(by_pass["step", 0], number, m)
+            return
+        has_backward = any(kind == "backward" for kind, _ in by_pass)
+        name = self.plan.schedule if has_backward else "inference"
+        for entry in global_order(make_schedule(name, self.staged.n_meshes, self.n)):
+            task = by_pass.get((entry.kind, entry.stage))
+            if task is not None:
+                self._run_loop_task(task, number, entry.micro_batch)
+
+    def _run_loop_task(self, task: Task, number: dict[int, int], micro: int) -> None:
+        # With one micro-batch its values are the step's values.
+        self._run_task(task, number[id(task)], micro if self.n > 1 else None)
+        if self.n > 1:
+            self._accumulate(task, micro)
+
+    def _accumulate(self, task: Task, micro: int) -> None:
+        mine = [a for a in self.split.accumulators if a.loop in task.outvars]
+        if not mine:
+            return
+        mesh, specs = task.mesh, self.specs[task.mesh]
+        loops, totals = [a.loop for a in mine], [a.total for a in mine]
+        values = tuple(self.buffers[v, micro, mesh] for v in loops)
+        if (totals[0], None, mesh) in self.buffers:
+            function = self._once("accumulate", task, lambda: functions.accumulate_function(
+                mesh, loops, totals, [a.reduction for a in mine], specs))  # fmt: skip
+            kept = tuple(self.buffers[v, None, mesh] for v in totals)
+            self.instructions.append(Accumulate(function, kept, values))
+            return
+        # The first values become the totals, in new buffers where the dtype is wider or others read the value.
+        function = self._once("widen", task, lambda: functions.widen_function(mesh, loops, totals, specs))
+        fresh = tuple(self._new() for _ in totals)
+        self.instructions.append(Run(function, values, fresh))
+        self.buffers.update(((v, None, mesh), b) for v, b in zip(totals, fresh, strict=True))
+
+    def _once(self, kind: str, task: Task, make: Callable[[], Function]) -> int:
+        if (kind, id(task)) not in self.made_once:
+            self.made_once[kind, id(task)] = self._add_function(make())
+        return self.made_once[kind, id(task)]
+
+    def _finish_loop(self) -> None:
+        for stack in self.split.stacks:
+            mesh = min(task.mesh for task in self.staged.tasks if stack.loop in task.outvars)
+            spec = self.specs[mesh][stack.loop]
+            function = self._add_function(functions.concatenate_function(mesh, stack.loop, stack.total, stack.dim, self.n, spec))
+            parts = tuple(self.buffers[stack.loop, m, mesh] for m in range(self.n))
+            self.buffers[stack.total, None, mesh] = self._new()
+            self.instructions.append(Run(function, parts, (self.buffers[stack.total, None, mesh],)))
+        totals = [a.total for a in self.split.accumulators] + [s.total for s in self.split.stacks]
+        for var in dict.fromkeys(totals):
+            for mesh in range(self.staged.n_meshes):
+                if (var, None, mesh) in self.buffers and (var, mesh) in self.remote_readers:
+                    self._send(var, None, mesh)
+
+    # ---- results --------------------------------------------------------------------------------------------------
+
+    def _outputs(self) -> list[OutputSlot]:
+        slots = []
+        made_as = {v: self._made_spec(v, task) for task in self.staged.tasks for v in task.outvars}
+        for atom, value in zip(self.split.outvars, self.plan.outputs, strict=True):
+            buffers = []
+            for mesh, spec in zip(value.mesh_ids, value.specs, strict=True):
+                if is_literal(atom):
+                    buffers.append(self._constant(atom.val, atom.aval.dtype, mesh, spec))
+                    continue
+                if (atom, None, mesh) not in self.buffers and self._home(atom) is not None:
+                    buffers.append(self._transfer((atom, None, self._home(atom) or 0), mesh, spec))
+                    continue
+                buffer = self._buffer(atom, None, mesh)
+                if made_as.get(atom, self.specs[mesh].get(atom, spec)) != spec:
+                    target = self._new()
+                    self.instructions.append(Transfer(buffer, target, mesh, spec.partition_spec()))
+                    buffer = target
+                buffers.append(buffer)
+            slots.append(OutputSlot(tuple(buffers), value.mesh_ids))
+        return slots
+
+    def _home(self, var: Var) -> int | None:
+        """First mesh that holds `var` already."""
+        return next((m for m in range(self.staged.n_meshes) if (var, None, m) in self.buffers), None)
+
+    def _constant(self, value: Any, dtype: Any, mesh: int, spec: Spec) -> int:
+        buffer = self._new()
+        self.constants.append(ConstantSlot(buffer, np.asarray(value, dtype), mesh, spec.partition_spec()))
+        return buffer
+
+    def _insert_frees(self, outputs: list[OutputSlot]) -> None:
+        """Free each buffer behind its last read, and let functions take over buffers that end with them."""
+        kept = {b for slot in outputs for b in slot.buffers} | {c.buffer for c in self.constants}
+        last = {b: i for i, instruction in enumerate(self.instructions) for b in (*reads(instruction), *writes(instruction))}
+        ends: dict[int, list[int]] = defaultdict(list)
+        for buffer, i in last.items():
+            if buffer not in kept:
+                ends[i].append(buffer)
+        self._donate(ends)
+        out: list[Instruction] = []
+        for i, instruction in enumerate(self.instructions):
+            out.append(instruction)
+            if ends[i]:
+                out.append(Free(tuple(sorted(ends[i]))))
+        self.instructions = out
+
+    def _donate(self, ends: dict[int, list[int]]) -> None:
+        aliased = {a for a in self.split.traced.aliases if a is not None}
+        foreign = {s.buffer for s in self.input_slots if s.leaf not in aliased and s.rows is None}
+        may: dict[int, set[int]] = {}
+        for i, instruction in enumerate(self.instructions):
+            if isinstance(instruction, Run):
+                over = set(ends[i]) - foreign
+                counts = Counter(instruction.inputs)
+                mine = {k for k, b in enumerate(instruction.inputs) if b in over and counts[b] == 1}
+                may[instruction.function] = may.get(instruction.function, mine) & mine
+        for number, positions in may.items():
+            function = self.functions[number]
+            usable = _usable_donations(function, sorted(positions))
+            self.functions[number] = dataclasses.replace(function, donated=usable)
+
+
+def _usable_donations(function: Function, positions: list[int]) -> tuple[int, ...]:
+    """Inputs for which there is an output of the same shape, dtype and layout that no earlier input takes."""
+    free = Counter((o.shape, str(o.dtype), s) for o, s in zip(function.out_avals, function.out_specs, strict=True))
+    usable = []
+    for k in positions:
+        aval = function.in_avals[k]
+        key = (aval.shape, str(aval.dtype), function.in_specs[k])
+        if free[key] > 0:
+            free[key] -= 1
+            usable.append(k)
+    return tuple(usable)

@@ -1,0 +1,516 @@
+"""Micro-batches: a traced full-batch step in, the same step as a loop over micro-batches out.
+
+The full-batch program is rewritten, not traced again, so every constant in it keeps its full-batch value: a mean over 64
+examples still divides by 64, and the parts that the micro-batches compute simply add up. What is once per step and what
+is once per micro-batch follows from how values depend on the examples (`batching`):
+
+  * a value with a batch dimension is computed on the micro-batch's rows;
+  * a reduction over examples leaves a *partial* result, to be summed (or maximised, ...) over micro-batches; partial
+    results pass through linear equations;
+  * what needs the total of a partial result, and is not needed by the micro-batches themselves, waits for the update;
+  * a total that the micro-batches do need (batch statistics) is replaced by the micro-batch's own, *private* value,
+    and private float results are averaged. A sum divided by its number of terms is then divided by that number in the
+    micro-batch. If it only depends on the batch and not on parameters, it is computed beforehand, exactly;
+  * values that do not depend on the examples but have their shape (dropout masks, position numbers) are computed whole
+    and cut, so that each example meets the values of the full-batch run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.errors import TraceError
+from minialpa.inter.batching import AGGREGATE, Kinds, batch_factor, batch_kinds
+from minialpa.intra.factors import Factors, factors_of, localize
+from minialpa.jaxprs import (
+    Atom,
+    dtype_name,
+    equations_for,
+    fresh_var,
+    is_inexact,
+    is_literal,
+    live_equations,
+    rebuild,
+    shape_of,
+    source_line,
+)
+from minialpa.trace import TracedStep
+
+
+class Phase(Enum):
+    """When an operation runs: once before, once per micro-batch, or once after the micro-batches."""
+
+    PROLOGUE = "prologue"
+    LOOP = "loop"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One equation of a split step; `source` is the number of the traced equation that it comes from."""
+
+    eqn: JaxprEqn
+    phase: Phase
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulator:
+    """`total` = combination over micro-batches of `loop` by `reduction`; it may be of a wider dtype than `loop`."""
+
+    loop: Var
+    total: Var
+    reduction: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """`total` = concatenation over micro-batches of `loop` along dimension `dim`."""
+
+    loop: Var
+    total: Var
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitStep:
+    """A step as a loop over micro-batches, with what happens before and after it.
+
+    micro_inputs: batch inputs and the variables that hold the rows of one micro-batch.
+    micro_index: int32 scalar, the number of the micro-batch; None when nothing needs it.
+    outvars: results of the step, over the variables of the update, inputs and literals.
+    batch_dims: for variables of the loop, and inputs, the dimension that holds examples.
+    """
+
+    traced: TracedStep
+    n_micro_batches: int
+    ops: tuple[Op, ...]
+    micro_inputs: tuple[tuple[Var, Var], ...]
+    micro_index: Var | None
+    accumulators: tuple[Accumulator, ...]
+    stacks: tuple[Stack, ...]
+    outvars: tuple[Atom, ...]
+    batch_dims: dict[Var, int]
+
+
+def split_micro_batches(step: TracedStep, n: int, stage_of: Sequence[int | None] | None = None) -> SplitStep:
+    """Split `step` into `n` micro-batches. `stage_of[i]` is the stage of traced equation `i`, if it is known.
+
+    Partial results of different stages are not added in the loop but after it.
+    Raises TraceError if the examples cannot be split, or a result has no clear meaning over micro-batches.
+    """
+    if n == 1:
+        return _single(step)
+    if step.batch_size is None:
+        raise TraceError(f"`num_micro_batches={n}` needs an argument with examples; none is listed in `batch_argnums`.")
+    if step.batch_size % n:
+        raise TraceError(
+            f"A batch of {step.batch_size} examples cannot be split into {n} equal micro-batches. "
+            f"Choose `num_micro_batches` among the divisors of {step.batch_size}."
+        )
+    return _Splitter(step, n, stage_of).run()
+
+
+def _single(step: TracedStep) -> SplitStep:
+    """One micro-batch: the loop is what forward and backward equations need, the update the rest."""
+    eqns = step.flat.eqns
+    in_loop = [origin.direction != "other" for origin in step.origins]
+    needed = {v for i, eqn in enumerate(eqns) if in_loop[i] for v in eqn.invars if not is_literal(v)}
+    for i in range(len(eqns) - 1, -1, -1):
+        if not in_loop[i] and any(v in needed for v in eqns[i].outvars):
+            in_loop[i] = True
+            needed.update(v for v in eqns[i].invars if not is_literal(v))
+    ops = tuple(Op(eqn, Phase.LOOP if in_loop[i] else Phase.UPDATE, i) for i, eqn in enumerate(eqns))
+    kinds = batch_kinds(step, 1, strict=False)
+    dims = {v: kind for v, kind in kinds.items() if isinstance(kind, int)}
+    return SplitStep(step, 1, ops, (), None, (), (), step.flat.outvars, dims)
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """A value whose total is the reduction of its micro-batch values.
+
+    count: number of elements that were added into each entry, over the full batch.
+    rescale: total-to-micro-batch factor, once the sum was divided by its count (a mean), else None.
+    """
+
+    reduction: str
+    count: int = 0
+    rescale: float | None = None
+
+
+_PRIVATE = "private"
+_Form = _Partial | str
+
+
+class _Splitter:
+    def __init__(self, step: TracedStep, n: int, stage_of: Sequence[int | None] | None) -> None:
+        self.step, self.n = step, n
+        self.stage_of = stage_of
+        self.eqns = step.flat.eqns
+        self.kinds: Kinds = batch_kinds(step, n)
+        self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.needed = self._needed_in_loop()
+        self.before = self._computed_before()
+        self.ops: list[Op] = []
+        self.loop: dict[Var, Atom] = {}  # full-batch variable -> its value in the loop
+        self.form: dict[Var, _Form] = {}  # aggregates that the loop computes
+        self.private: dict[Var, Atom] = {}
+        self.slices: dict[tuple[Var, int], Atom] = {}
+        self.batch_dims: dict[Var, int] = {}
+        self.micro_index: Var | None = None
+        self.accumulators: dict[Var, Accumulator] = {}
+        self.averages: list[Op] = []
+        self.current = -1
+
+    def run(self) -> SplitStep:
+        micro_inputs = self._split_inputs()
+        for i, eqn in enumerate(self.eqns):
+            if i in self.before:
+                self.ops.append(Op(eqn, Phase.PROLOGUE, i))
+        for i, eqn in enumerate(self.eqns):
+            self.current = i
+            reads_batch = any(v in self.kinds for v in eqn.invars if not is_literal(v))
+            if reads_batch and (not eqn.outvars or any(v in self.kinds for v in eqn.outvars)):
+                self._emit(i, eqn)
+        stacks = self._check_outputs()
+        self._emit_update()
+        used = {v for op in self.ops if op.phase is Phase.LOOP for v in op.eqn.invars if not is_literal(v)}
+        micro_inputs = [(full, micro) for full, micro in micro_inputs if micro in used]
+        wanted = [*(a.loop for a in self.accumulators.values()), *(s.loop for s in stacks)]
+        return SplitStep(
+            self.step, self.n, tuple(self._live(wanted)), tuple(micro_inputs), self.micro_index,
+            tuple(self.accumulators.values()), tuple(stacks), self.step.flat.outvars, self.batch_dims,
+        )  # fmt: skip
+
+    # ---- analysis -------------------------------------------------------------------------------------------------
+
+    def _needed_in_loop(self) -> set[Var]:
+        """Aggregates whose total enters a computation on examples, and the aggregates that those come from."""
+        needed: set[Var] = set()
+        for eqn in reversed(self.eqns):
+            mine = [v for v in eqn.invars if not is_literal(v)]
+            on_examples = any(isinstance(self.kinds.get(v), int) for v in mine)
+            if on_examples or any(v in needed for v in eqn.outvars):
+                needed.update(v for v in mine if self.kinds.get(v) == AGGREGATE)
+        return needed
+
+    def _computed_before(self) -> set[int]:
+        """Equations of needed aggregates that are cheap and depend on the batch alone, not on other float inputs."""
+        independent: set[Var] = {v for v, dim in zip(self.step.flat.invars, self.step.batch_dims) if dim is not None}
+        independent.update(self.step.flat.constvars)
+        for eqn in self.eqns:
+            heavy = eqn.primitive.name in ("dot_general", "conv_general_dilated") or bool(eqn.params.get("jaxpr"))
+            if not heavy and all(is_literal(v) or v in independent for v in eqn.invars):
+                independent.update(eqn.outvars)
+        roots = [v for v in self.needed if v in independent and v in self.producer]
+        keep = live_equations([e for e in self.eqns], roots) if roots else [False] * len(self.eqns)
+        chosen = {i for i, k in enumerate(keep) if k and not self.eqns[i].effects}
+        # Totals are known beforehand: for the loop they are constants like any other input.
+        for v in roots:
+            self.kinds.pop(v, None)
+        return self._forget(chosen)
+
+    def _forget(self, chosen: set[int]) -> set[int]:
+        """Drop batch dependence of values computed beforehand, and of what follows from such values alone."""
+        for eqn in self.eqns:
+            inputs = [v for v in eqn.invars if not is_literal(v)]
+            if any(v in self.kinds for v in eqn.outvars) and not any(v in self.kinds for v in inputs):
+                for v in eqn.outvars:
+                    self.kinds.pop(v, None)
+        self.needed &= self.kinds.keys()
+        return chosen
+
+    # ---- values in the loop ---------------------------------------------------------------------------------------
+
+    def _split_inputs(self) -> list[tuple[Var, Var]]:
+        pairs = []
+        for var, dim in zip(self.step.flat.invars, self.step.batch_dims, strict=True):
+            if dim is not None:
+                shape = list(shape_of(var))
+                shape[dim] //= self.n
+                micro = fresh_var(var.aval.update(shape=tuple(shape)))
+                self.loop[var] = micro
+                self.batch_dims[micro] = self.batch_dims[var] = dim
+                pairs.append((var, micro))
+        return pairs
+
+    def _add(self, eqn: JaxprEqn) -> list[Var]:
+        self.ops.append(Op(eqn, Phase.LOOP, self.current))
+        return list(eqn.outvars)
+
+    def _compute(self, fun: Callable[..., Any], *operands: Atom) -> Atom:
+        eqns, (out,) = equations_for(fun, *operands)
+        for eqn in eqns:
+            self._add(eqn)
+        return out
+
+    def _value(self, atom: Atom) -> Atom:
+        """The whole value of an atom in the loop: a constant of the loop, or a micro-batch's private aggregate."""
+        if is_literal(atom):
+            return atom
+        if atom in self.kinds:
+            return self._private(atom)
+        if atom not in self.loop and atom in self.producer and self.producer[atom] not in self.before:
+            self._copy_invariants(atom)
+        return self.loop.get(atom, atom)
+
+    def _copy_invariants(self, atom: Var) -> None:
+        """Emit copies of the equations that compute a value which does not depend on the examples."""
+        wanted, stack = set[int](), [atom]
+        while stack:
+            i = self.producer.get(stack.pop(), -1)
+            if i < 0 or i in wanted or i in self.before or self.eqns[i].outvars[0] in self.loop:
+                continue
+            wanted.add(i)
+            stack.extend(v for v in self.eqns[i].invars if not is_literal(v))
+        for i in sorted(wanted):
+            eqn = self.eqns[i]
+            copy = rebuild(eqn, [v if is_literal(v) else self.loop.get(v, v) for v in eqn.invars])
+            self.loop.update(zip(eqn.outvars, self._add(copy), strict=True))
+
+    def _private(self, var: Var) -> Atom:
+        form = self.form[var]
+        if form == _PRIVATE or not isinstance(form, _Partial) or form.rescale is None:
+            return self.loop[var]
+        if var not in self.private:
+            scale = form.rescale
+            self.private[var] = self._compute(lambda x: x * jnp.asarray(scale, x.dtype), self.loop[var])
+        return self.private[var]
+
+    def _rows(self, var: Var, dim: int) -> Atom:
+        """The micro-batch's part, along `dim`, of a full-shape value that does not have examples of its own."""
+        if (var, dim) not in self.slices:
+            self.slices[var, dim] = self._local_copy(var, dim) or self._cut(var, dim)
+        return self.slices[var, dim]
+
+    def _local_copy(self, var: Var, dim: int) -> Atom | None:
+        """Recompute `var` on the rows of the micro-batch alone, where its equation allows that."""
+        i = self.producer.get(var)
+        if i is None or i in self.before:
+            return None
+        eqn = self.eqns[i]
+        factors = factors_of(eqn)
+        r = eqn.outvars.index(var)
+        factor = next((f for f in factors.results[r][dim] if factors.sizes[f] > 1), None)
+        if factor is None or factor in factors.reductions or not factors.may_split(factor, self.n):
+            return None
+        args = []
+        for k, atom in enumerate(eqn.invars):
+            d = _dim_of(factors.operands[k], factor)
+            args.append(self._value(atom) if d is None else self._rows(atom, d))
+        copy = rebuild(eqn, args, localize(eqn, factors, {factor: self.n}))
+        return self._add(copy)[r]
+
+    def _cut(self, var: Var, dim: int) -> Atom:
+        if self.micro_index is None:
+            self.micro_index = fresh_var(jax.core.ShapedArray((), np.dtype("int32")))
+        size = shape_of(var)[dim] // self.n
+
+        def cut(x: Any, m: Any) -> Any:
+            return jax.lax.dynamic_slice_in_dim(x, m * size, size, dim)
+
+        return self._compute(cut, self._value(var), self.micro_index)
+
+    # ---- equations of the loop ------------------------------------------------------------------------------------
+
+    def _emit(self, i: int, eqn: JaxprEqn) -> None:
+        mine = [self.kinds.get(v) for v in eqn.invars if not is_literal(v)]
+        if not eqn.outvars:  # a callback sees each micro-batch
+            args = [self.loop[v] if v in self.loop else self._value(v) for v in eqn.invars if not is_literal(v)]
+            values = iter(args)
+            self._add(eqn.replace(invars=[v if is_literal(v) else next(values) for v in eqn.invars]))
+        elif any(isinstance(kind, int) for kind in mine):
+            self._emit_on_examples(eqn)
+        else:
+            self._emit_aggregate(i, eqn)
+
+    def _emit_on_examples(self, eqn: JaxprEqn) -> None:
+        factors = factors_of(eqn)
+        factor = batch_factor(eqn, factors, self.kinds, self.n)
+        args = []
+        for k, atom in enumerate(eqn.invars):
+            d = _dim_of(factors.operands[k], factor)
+            if not is_literal(atom) and isinstance(self.kinds.get(atom), int):
+                args.append(self.loop[atom])
+            elif d is not None:
+                args.append(self._rows(atom, d))
+            elif factor in factors.reductions and k in factors.linear_operands and factors.linear == "joint":
+                args.append(self._only_first(atom))
+            else:
+                args.append(self._value(atom))
+        copy = rebuild(eqn, args, localize(eqn, factors, {factor: self.n}))
+        for r, (var, new) in enumerate(zip(eqn.outvars, self._add(copy), strict=True)):
+            self.loop[var] = new
+            d = _dim_of(factors.results[r], factor)
+            if d is not None:
+                self.batch_dims[new] = d
+            elif factor in factors.reductions:
+                reduced = [f for f in factors.reductions if f < len(factors.sizes)]
+                count = int(np.prod([factors.sizes[f] for f in reduced]))
+                self.form[var] = _Partial(factors.reductions[factor], count)
+            else:
+                self.form[var] = _PRIVATE
+
+    def _only_first(self, atom: Atom) -> Atom:
+        """An operand that must count once over all micro-batches: itself in the first one, zero in the others."""
+        if self._is_partial(atom):
+            return self.loop[atom]
+        if is_literal(atom) or self._is_zero(atom):
+            return self._value(atom)
+        if self.micro_index is None:
+            self.micro_index = fresh_var(jax.core.ShapedArray((), np.dtype("int32")))
+        return self._compute(lambda x, m: jnp.where(m == 0, x, jnp.zeros_like(x)), self._value(atom), self.micro_index)
+
+    def _is_zero(self, atom: Atom) -> bool:
+        while not is_literal(atom):
+            i = self.producer.get(atom)
+            if i is None or self.eqns[i].primitive.name not in ("broadcast_in_dim", "convert_element_type", "copy"):
+                return False
+            atom = self.eqns[i].invars[0]
+        return bool(np.all(np.asarray(atom.val) == 0))
+
+    def _emit_aggregate(self, i: int, eqn: JaxprEqn) -> None:
+        needed = any(v in self.needed for v in eqn.outvars)
+        operands = [v for v in eqn.invars if not is_literal(v) and self.kinds.get(v) == AGGREGATE]
+        if any(v not in self.form for v in operands):
+            return  # an operand is only known after the loop
+        factors = factors_of(eqn)
+        partial = self._stays_partial(i, eqn, factors, needed)
+        if partial is not None:
+            args = [self._as_partial(v, factors, k) for k, v in enumerate(eqn.invars)]
+            form: _Form = partial
+        elif needed or all(self.form[v] == _PRIVATE for v in operands):
+            args = [self._value(v) for v in eqn.invars]
+            form = _PRIVATE
+        else:
+            return  # the update computes it from totals
+        for var, new in zip(eqn.outvars, self._add(rebuild(eqn, args)), strict=True):
+            self.loop[var] = new
+            self.form[var] = form
+
+    def _stays_partial(self, i: int, eqn: JaxprEqn, factors: Factors, needed: bool) -> _Partial | None:
+        """The form of the results if `eqn` is linear in partial operands and nothing else stands in the way."""
+        linear = [k for k in factors.linear_operands if not is_literal(eqn.invars[k])]
+        partials = {k: self.form[eqn.invars[k]] for k in range(len(eqn.invars)) if self._is_partial(eqn.invars[k])}
+        forms = [f for f in partials.values() if isinstance(f, _Partial)]
+        if not forms or any(k not in linear for k in partials) or any(f.reduction != "sum" for f in forms):
+            return None
+        others = [k for k in linear if k not in partials]
+        same_scale = len({f.rescale for f in forms}) == 1
+        if factors.linear == "joint":
+            # Literals other than zero would be added once per micro-batch.
+            literals = [v for k, v in enumerate(eqn.invars) if is_literal(v) and k in factors.linear_operands]
+            if any(np.any(np.asarray(v.val) != 0) for v in literals) or needed and (others or not same_scale):
+                return None
+            if any(self.kinds.get(eqn.invars[k]) != AGGREGATE for k in others) or self._crosses(eqn, i):
+                return None
+            count = forms[0].count * int(np.prod([factors.sizes[f] for f in factors.reductions] or [1]))
+            return replace(forms[0], count=count)
+        if factors.linear != "each" or len(forms) != 1:
+            return None
+        if any(self.kinds.get(eqn.invars[k]) == AGGREGATE for k in others):
+            return None if needed else replace(forms[0], rescale=None)
+        scalar = all(not shape_of(eqn.invars[k]) for k in others)
+        return self._scaled(eqn, forms[0]) if needed or scalar else None
+
+    def _is_partial(self, atom: Atom) -> bool:
+        return not is_literal(atom) and isinstance(self.form.get(atom), _Partial)
+
+    def _crosses(self, eqn: JaxprEqn, i: int) -> bool:
+        """Whether operands of `eqn` come from different stages."""
+        if self.stage_of is None:
+            return False
+        stages = {self.stage_of[self.producer[v]] for v in eqn.invars if self._is_partial(v)}
+        return len(stages) > 1
+
+    def _scaled(self, eqn: JaxprEqn, form: _Partial) -> _Partial:
+        """Recognise the division of a sum by its number of terms, or by one less (unbiased variance)."""
+        literal = next((v for v in eqn.invars if is_literal(v)), None)
+        if form.rescale is not None or literal is None or form.count == 0 or np.ndim(literal.val) or not literal.val:
+            return form
+        name = eqn.primitive.name
+        divisor = float(literal.val) if name == "div" else 1 / float(literal.val) if name == "mul" else 0.0
+        for less in (0, 1):
+            if form.count > less and abs(divisor - (form.count - less)) <= 1e-6 * form.count:
+                return replace(form, rescale=divisor / max(form.count / self.n - less, 1))
+        return form
+
+    def _as_partial(self, atom: Atom, factors: Factors, k: int) -> Atom:
+        if is_literal(atom) or self._is_partial(atom):
+            return atom if is_literal(atom) else self.loop[atom]
+        value = self._value(atom)
+        if self.form.get(atom) == _PRIVATE and factors.linear == "joint" and k in factors.linear_operands:
+            return self._compute(lambda x: x / jnp.asarray(self.n, x.dtype), value)
+        return value
+
+    # ---- results and the update -----------------------------------------------------------------------------------
+
+    def _check_outputs(self) -> list[Stack]:
+        stacks: dict[Var, Stack] = {}
+        for k, atom in enumerate(self.step.flat.outvars):
+            if is_literal(atom) or atom not in self.kinds or atom in self.step.flat.invars:
+                continue
+            if isinstance(self.kinds[atom], int):
+                micro = self.loop[atom]
+                stacks[atom] = Stack(micro, atom, self.batch_dims[micro])
+            elif self.form.get(atom) == _PRIVATE and not is_inexact(atom):
+                raise TraceError(
+                    f"`{self.step.out_paths[k]}` ({dtype_name(atom)}) is computed at {self._line(atom)} from statistics of"
+                    " the whole batch, and has no clear meaning over micro-batches. Compute it from sums, or use "
+                    "`num_micro_batches=1`."
+                )
+        return list(stacks.values())
+
+    def _line(self, var: Var) -> str:
+        return source_line(self.eqns[self.producer[var]])
+
+    def _emit_update(self) -> None:
+        done = {v for i in self.before for v in self.eqns[i].outvars}
+        eqns = [e for e in self.eqns if not any(v in self.form or v in done for v in e.outvars)]
+        eqns = [e for e in eqns if not any(isinstance(self.kinds.get(v), int) for v in e.outvars)]
+        keep = live_equations(eqns, self.step.flat.outvars)
+        position = {id(e): i for i, e in enumerate(self.eqns)}
+        kept = [e for e, k in zip(eqns, keep, strict=True) if k and not (e.effects and self._ran_in_loop(e))]
+        used = [v for e in kept for v in e.invars] + list(self.step.flat.outvars)
+        for v in used:
+            if not is_literal(v) and v in self.form and v not in self.accumulators:
+                self._accumulate(v)
+        self.ops.extend(self.averages)
+        self.ops.extend(Op(e, Phase.UPDATE, position[id(e)]) for e in kept)
+
+    def _ran_in_loop(self, eqn: JaxprEqn) -> bool:
+        return any(v in self.kinds for v in eqn.invars if not is_literal(v))
+
+    def _accumulate(self, var: Var) -> None:
+        """Sum `var` over micro-batches, 16-bit floats in float32; private values are averaged afterwards."""
+        form, loop = self.form[var], self.loop[var]
+        reduction = form.reduction if isinstance(form, _Partial) else "sum"
+        narrow = is_inexact(var) and var.aval.dtype.itemsize == 2 and reduction == "sum"
+        n = self.n if form == _PRIVATE else 1
+        if is_literal(loop):
+            raise TraceError(f"The value computed at {self._line(var)} is a constant of the loop.")
+        if not narrow and n == 1:
+            self.accumulators[var] = Accumulator(loop, var, reduction)
+            return
+        dtype = np.dtype("float32") if narrow else var.aval.dtype
+        total = fresh_var(var.aval.update(dtype=dtype, weak_type=False))
+        self.accumulators[var] = Accumulator(loop, total, reduction)
+        eqns, (out,) = equations_for(lambda x: (x / jnp.asarray(n, dtype)).astype(var.aval.dtype), total)
+        renamed = [e.replace(outvars=[var if v is out else v for v in e.outvars]) for e in eqns]
+        self.averages.extend(Op(e, Phase.UPDATE, self.producer[var]) for e in renamed)
+
+    def _live(self, wanted: Sequence[Var]) -> list[Op]:
+        keep = live_equations([op.eqn for op in self.ops], [*wanted, *self.step.flat.outvars])
+        return [op for op, k in zip(self.ops, keep, strict=True) if k]
+
+
+def _dim_of(dims: Sequence[tuple[int, ...]], factor: int) -> int | None:
+    return next((d for d, dim in enumerate(dims) if factor in dim), None)

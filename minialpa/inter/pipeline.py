@@ -1,0 +1,313 @@
+"""The planner: a traced step, a cluster and options in, a plan out. Pure; no devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Callable, Sequence
+
+from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.inter.forward import assign_layers
+from minialpa.inter.mesh_problem import mesh_equations, mesh_memory
+from minialpa.inter.schedule import make_schedule, n_live
+from minialpa.inter.split import StagedStep
+from minialpa.inter.stage_cost import Candidate, border_seconds, candidates, layer_table, stage_seconds
+from minialpa.inter.stage_dp import choose_stages
+from minialpa.inter.staging import stage_step
+from minialpa.intra.graph import MeshEquations, MeshSharding
+from minialpa.intra.solve import solve_mesh
+from minialpa.intra.strategies import is_contraction
+from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of
+from minialpa.options import AutoShardingOption, AutoStageOption, ManualStageOption, PlanOptions, UniformStageOption
+from minialpa.plan import PlacedValue, Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
+from minialpa.sharding import Spec
+from minialpa.trace import TracedStep
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stage:
+    """A decided stage, before its mesh is solved."""
+
+    layers: tuple[int, ...]
+    candidate: Candidate
+    option: AutoShardingOption
+
+
+def plan_step(
+    traced: TracedStep,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    *,
+    logical_mesh: LogicalMesh | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plan `traced` on `cluster`. `logical_mesh` overrides the view of the cluster when there is no pipeline.
+
+    `progress(what, done, total)` is told about long work. Raises InfeasibleError when nothing fits in memory,
+    ShardingError when a method asks for devices that the cluster does not have.
+    """
+    report = progress or (lambda what, done, total: None)
+    layer_of_group: tuple[int, ...] = ()
+    if options.layers is None:
+        shape = options.logical_shape or (logical_mesh.shape if logical_mesh else (cluster.n_devices,))
+        submesh = (cluster.num_hosts, cluster.devices_per_host)
+        stages = [_Stage((), Candidate(submesh, shape), options.sharding)]
+    else:
+        layer_of_group = assign_layers(traced, options.layers)
+        stages = _choose(traced, cluster, options, layer_of_group, report)
+    stage_of_layer = {layer: k for k, stage in enumerate(stages) for layer in stage.layers}
+    groups = [stage_of_layer[layer] for layer in layer_of_group]
+    staged = stage_step(traced, options.n_micro_batches, groups, len(stages))
+    return _solve(staged, cluster, options, layer_of_group, stages, logical_mesh, report)
+
+
+# ---- stages ---------------------------------------------------------------------------------------------------------
+
+
+def _choose(
+    traced: TracedStep, cluster: ClusterSpec, options: PlanOptions, layer_of_group: Sequence[int], report: Progress
+) -> list[_Stage]:
+    n_layers = max(layer_of_group, default=-1) + 1
+    match options.stages:
+        case ManualStageOption() as manual:
+            return _manual(manual, cluster, options.sharding, n_layers)
+        case AutoStageOption() as auto:
+            return _search(traced, cluster, options, auto, layer_of_group, report)
+        case UniformStageOption() as uniform:
+            return _uniform(uniform, cluster, options.sharding, n_layers)
+        case None:
+            return _uniform(UniformStageOption(), cluster, options.sharding, n_layers)
+
+
+def _uniform(
+    option: UniformStageOption, cluster: ClusterSpec, sharding: AutoShardingOption, n_layers: int
+) -> list[_Stage]:
+    n = cluster.n_devices
+    n_stages = option.num_stages
+    if n_stages is None:
+        n_stages = max(s for s in range(1, n_layers + 1) if n % s == 0)
+    if n_stages > n_layers:
+        raise ShardingError(f"`num_stages={n_stages}` stages cannot be made of {n_layers} layers. Ask for more layers.")
+    if option.submesh_physical_shape is None and n % n_stages:
+        raise ShardingError(f"{n} devices cannot be divided equally among {n_stages} stages.")
+    submesh = option.submesh_physical_shape or submesh_of(n // n_stages, cluster)
+    shape = option.submesh_logical_shape or (submesh[0] * submesh[1],)
+    bounds = [round(k * n_layers / n_stages) for k in range(n_stages + 1)]
+    stages = [
+        _Stage(tuple(range(a, b)), Candidate(submesh, tuple(shape)), option.submesh_autosharding_option or sharding)
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+    return _checked(stages, cluster)
+
+
+def submesh_of(n_devices: int, cluster: ClusterSpec) -> tuple[int, int]:
+    """(hosts, devices per host) of `n_devices` devices in a row. Raises ShardingError for a fraction of hosts above one."""
+    per_host = cluster.devices_per_host
+    if n_devices <= per_host:
+        return (1, n_devices)
+    if n_devices % per_host:
+        raise ShardingError(f"A submesh of {n_devices} devices is more than one host and not a whole number of hosts of {per_host}.")
+    return (n_devices // per_host, per_host)
+
+
+def _manual(
+    option: ManualStageOption, cluster: ClusterSpec, sharding: AutoShardingOption, n_layers: int
+) -> list[_Stage]:
+    layers = [tuple(ids) for ids in option.forward_stage_layer_ids]
+    if [layer for ids in layers for layer in ids] != list(range(n_layers)):
+        raise ShardingError(
+            f"`forward_stage_layer_ids` must list the layers 0 to {n_layers - 1} once and in order; got {layers}."
+        )
+    dicts = list(option.submesh_autosharding_option_dicts) or [{}] * len(layers)
+    shapes, logical = option.submesh_physical_shapes, option.submesh_logical_shapes
+    if not len(layers) == len(shapes) == len(logical) == len(dicts):
+        raise ShardingError(
+            f"A manual stage option needs one submesh, logical shape and option dict for each of its {len(layers)} "
+            f"stages; got {len(shapes)}, {len(logical)} and {len(dicts)}."
+        )
+    stages = [
+        _Stage(ids, Candidate((s[0], s[1]), tuple(shape)), dataclasses.replace(sharding, **fields))
+        for ids, s, shape, fields in zip(layers, shapes, logical, dicts, strict=True)
+    ]
+    return _checked(stages, cluster)
+
+
+def _checked(stages: list[_Stage], cluster: ClusterSpec) -> list[_Stage]:
+    needed = sum(stage.candidate.n_devices for stage in stages)
+    if needed > cluster.n_devices:
+        raise ShardingError(f"The stages need {needed} devices and the cluster has {cluster.n_devices}. Use fewer or smaller stages.")
+    return stages
+
+
+def _search(
+    traced: TracedStep,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    auto: AutoStageOption,
+    layer_of_group: Sequence[int],
+    report: Progress,
+) -> list[_Stage]:
+    """Search stages and submeshes with the costs of single layers."""
+    n_layers = max(layer_of_group, default=-1) + 1
+    choices = candidates(cluster, auto)
+    one_per_mesh = stage_step(traced, options.n_micro_batches, layer_of_group, n_layers)
+    table = layer_table(
+        one_per_mesh, cluster, choices, options.sharding, lambda done, total: report("Costs of layers", done, total)
+    )
+    found = choose_stages(
+        table,
+        n_devices=cluster.n_devices,
+        n_micro_batches=options.n_micro_batches,
+        memory_bytes=options.sharding.memory_limit_bytes or cluster.device.memory_bytes,
+        schedule=options.schedule,
+    )
+    return [
+        _Stage(tuple(range(s.first_layer, s.last_layer + 1)), choices[s.candidate], options.sharding)
+        for s in found.stages
+    ]
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+def _solve(
+    staged: StagedStep,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    layer_of_group: tuple[int, ...],
+    stages: Sequence[_Stage],
+    logical_mesh: LogicalMesh | None,
+    report: Progress,
+) -> Plan:
+    shardings: list[MeshSharding] = []
+    plans: list[StagePlan] = []
+    collectives: list[PlannedCollective] = []
+    schedule = make_schedule(options.schedule if len(stages) > 1 else "gpipe", len(stages), options.n_micro_batches)
+    first_device = 0
+    for k, stage in enumerate(stages):
+        report("Shardings of stages", k, len(stages))
+        mesh = logical_mesh or cluster.logical_mesh(stage.candidate.submesh, stage.candidate.logical_shape)
+        problem = mesh_equations(staged, k)
+        try:
+            solution = solve_mesh(problem, mesh, stage.option)
+        except InfeasibleError as error:
+            raise InfeasibleError(f"Stage {k} on a mesh of {mesh.shape} devices: {error}") from error
+        plans.append(_stage_plan(staged, k, stage, first_device, problem, solution, mesh, n_live(schedule, k), layer_of_group))
+        shardings.append(solution)
+        collectives.extend(_merged(solution, k))
+        first_device += stage.candidate.n_devices
+    report("Shardings of stages", len(stages), len(stages))
+    return Plan(
+        staged.split.traced.fingerprint,
+        cluster,
+        options.n_micro_batches,
+        options.schedule,
+        layer_of_group,
+        tuple(plans),
+        _placed_inputs(staged, shardings),
+        _placed_outputs(staged, shardings),
+        tuple(collectives),
+        _cost(plans, border_seconds(staged, cluster), options.n_micro_batches),
+    )
+
+
+def _stage_plan(
+    staged: StagedStep,
+    k: int,
+    stage: _Stage,
+    first_device: int,
+    problem: MeshEquations,
+    solution: MeshSharding,
+    mesh: LogicalMesh,
+    live: int,
+    layer_of_group: Sequence[int],
+) -> StagePlan:
+    compute, communication, update = stage_seconds(solution, mesh)
+    memory = mesh_memory(staged, k, solution, mesh.shape)
+    return StagePlan(
+        stage.layers,
+        stage.candidate.submesh,
+        first_device,
+        mesh.shape,
+        tuple(solution.specs[v] for v, _ in problem.inputs),
+        tuple((e.operands, e.results, e.anchored) for e in solution.equations),
+        _operators(staged, problem, solution, layer_of_group),
+        compute,
+        communication,
+        update,
+        memory.fixed_bytes,
+        memory.in_flight_bytes,
+        memory.fixed_bytes + live * memory.in_flight_bytes,
+        solution.optimal,
+    )
+
+
+def _operators(
+    staged: StagedStep, problem: MeshEquations, solution: MeshSharding, layer_of_group: Sequence[int]
+) -> tuple[PlannedOperator, ...]:
+    """Matrix products and convolutions of a mesh, with their layers."""
+    origins = staged.split.traced.origins
+    source = {id(op.eqn): op.source for op in staged.split.ops}
+    out = []
+    for eqn, specs in zip(problem.eqns, solution.equations, strict=True):
+        if is_contraction(eqn):
+            group = origins[source[id(eqn)]].group
+            layer = None if group is None else layer_of_group[group] if layer_of_group else 0
+            shape = shape_of(eqn.outvars[0])
+            out.append(PlannedOperator(eqn.primitive.name, layer, shape, specs.results[0], specs.operands))
+    return tuple(out)
+
+
+def _merged(solution: MeshSharding, stage: int) -> list[PlannedCollective]:
+    """Collectives of a stage with equal ones counted together."""
+    counts: dict[tuple[str, float, tuple[int, ...]], int] = {}
+    for c, times, _ in solution.collectives:
+        key = (c.kind, c.n_bytes, c.axes)
+        counts[key] = counts.get(key, 0) + times
+    return [PlannedCollective(kind, size, axes, stage, n) for (kind, size, axes), n in counts.items()]
+
+
+def _placed(path: str, atom: Atom, like: Atom, meshes: Sequence[int], shardings: Sequence[MeshSharding]) -> PlacedValue:
+    specs = []
+    for mesh in meshes:
+        found = None if is_literal(like) else shardings[mesh].specs.get(like)
+        specs.append(Spec.replicated(len(shape_of(atom))) if found is None else found)
+    return PlacedValue(path, shape_of(atom), dtype_name(atom), tuple(meshes), tuple(specs))
+
+
+def _placed_inputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tuple[PlacedValue, ...]:
+    traced = staged.split.traced
+    micro = dict(staged.split.micro_inputs)
+    offset = len(traced.flat.constvars)
+    out = []
+    for i, (var, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
+        like, meshes = var, staged.input_meshes[offset + i]
+        if var in micro:
+            like = micro[var]
+            meshes = tuple(sorted({task.mesh for task in staged.tasks if like in task.invars}))
+        out.append(_placed(path, var, like, meshes, shardings))
+    return tuple(out)
+
+
+def _placed_outputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tuple[PlacedValue, ...]:
+    """Results; a replacement of a donated input is sharded as that input, so that the next step takes it as it is."""
+    traced = staged.split.traced
+    out = []
+    ends = zip(staged.split.outvars, traced.out_paths, traced.aliases, staged.output_meshes, strict=True)
+    for atom, path, alias, meshes in ends:
+        like = atom if alias is None else traced.flat.invars[alias]
+        out.append(_placed(path, atom, like, meshes, shardings))
+    return tuple(out)
+
+
+def _cost(stages: Sequence[StagePlan], borders: Sequence[float], n_micro_batches: int) -> PlanCost:
+    """T = sum_k t_k + sum borders + (B - 1) max_k t_k + max_k update_k (Alpa, OSDI'22, section 5.1, with transfers)."""
+    seconds = [s.compute_s + s.communication_s for s in stages]
+    slowest = max(stages, key=lambda s: s.compute_s + s.communication_s)
+    update = max(s.update_s for s in stages)
+    total = sum(seconds) + sum(borders) + (n_micro_batches - 1) * max(seconds) + update
+    compute, communication = n_micro_batches * slowest.compute_s, n_micro_batches * slowest.communication_s
+    bubble = total - compute - communication - update
+    return PlanCost(total, compute, communication, bubble, update, tuple(s.peak_bytes for s in stages))

@@ -1,0 +1,353 @@
+"""Splitting: a step over micro-batches and the stage of each layer in, the tasks of every mesh out.
+
+Positions order the loop of one micro-batch: 0..S-1 are the forward passes of the stages, S..2S-1 their backward passes
+in reverse, so position p runs on mesh p or 2S-1-p. A tagged equation goes to the position of its layer. An equation that
+autodiff left untagged goes to the earliest position where its operands are at hand. Cheap equations that depend on no
+example are copied into every task that wants them. Updates follow the mesh of their largest operand, that is, of the
+gradient; what depends on inputs alone (step counters, learning rates) is computed on every mesh that wants it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Iterable, Literal, Sequence
+
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.inter.microbatch import Op, Phase, SplitStep
+from minialpa.jaxprs import Atom, bytes_of, is_literal, live_equations, sub_jaxprs
+from minialpa.trace import TracedStep
+
+TaskKind = Literal["prologue", "forward", "backward", "step", "update"]
+_HEAVY = ("dot_general", "conv_general_dilated", "sort", "cholesky", "qr", "svd", "eigh", "lu")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Equations that run together on one mesh.
+
+    kind: `step` is forward and backward in one, for a single stage. level: order among the updates of a mesh; tasks of
+    level l + 1 wait for other meshes' results of level l.
+    invars, outvars: values read from, and left for, other tasks, in a fixed order.
+    """
+
+    kind: TaskKind
+    mesh: int
+    level: int
+    eqns: tuple[JaxprEqn, ...]
+    invars: tuple[Var, ...]
+    outvars: tuple[Var, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.mesh}" + (f".{self.level}" if self.level else "")
+
+    @property
+    def per_micro_batch(self) -> bool:
+        return self.kind in ("forward", "backward", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """A step as tasks on meshes.
+
+    input_meshes: for each input (constants first, then arguments), the meshes that read it whole.
+    output_meshes: for each result, the mesh that holds it at the end; for the replacement of a donated input, the first
+        one that reads that input.
+    """
+
+    split: SplitStep
+    n_meshes: int
+    tasks: tuple[Task, ...]
+    input_meshes: tuple[tuple[int, ...], ...]
+    output_meshes: tuple[tuple[int, ...], ...]
+
+    @property
+    def inputs(self) -> tuple[Var, ...]:
+        return (*self.split.traced.flat.constvars, *self.split.traced.flat.invars)
+
+
+def traced_positions(step: TracedStep, stage_of_group: Sequence[int], n_stages: int) -> list[int | None]:
+    """Position of each traced equation that has a forward group, else None."""
+    out: list[int | None] = []
+    for origin in step.origins:
+        if origin.group is None:
+            out.append(None)
+        else:
+            stage = stage_of_group[origin.group]
+            out.append(2 * n_stages - 1 - stage if origin.direction == "backward" else stage)
+    return out
+
+
+def stage_split(split: SplitStep, stage_of_group: Sequence[int], n_stages: int) -> StagedStep:
+    """Place every operation of `split`; `stage_of_group[g]` is the stage of forward group g (see `Origin`)."""
+    if n_stages == 1 and split.n_micro_batches == 1:
+        return _one_task(split)
+    return _Placer(split, stage_of_group, n_stages).run()
+
+
+def _one_task(split: SplitStep) -> StagedStep:
+    """Everything in one program: no pipeline and no micro-batches."""
+    flat = split.traced.flat
+    inputs = (*flat.constvars, *flat.invars)
+    eqns = tuple(op.eqn for op in split.ops)
+    read = {v for eqn in eqns for v in eqn.invars if not is_literal(v)}
+    outputs = {v for v in split.outvars if not is_literal(v)}
+    made = tuple(v for eqn in eqns for v in eqn.outvars if v in outputs)
+    task = Task("step", 0, 0, eqns, tuple(v for v in inputs if v in read), made)
+    donated = {alias for alias in split.traced.aliases if alias is not None}
+    kept = read | outputs | {flat.invars[i] for i in donated}
+    input_meshes = tuple((0,) if v in kept else () for v in inputs)
+    return StagedStep(split, 1, (task,) if eqns else (), input_meshes, ((0,),) * len(split.outvars))
+
+
+Key = tuple[int, int, int]  # (0 prologue | 1 loop | 2 update, position or level, mesh)
+
+
+class _Placer:
+    def __init__(self, split: SplitStep, stage_of_group: Sequence[int], n_stages: int) -> None:
+        self.split, self.n_stages = split, n_stages
+        self.labels = traced_positions(split.traced, stage_of_group, n_stages)
+        self.by_phase = {phase: [op for op in split.ops if op.phase is phase] for phase in Phase}
+        self.position: dict[Var, int] = {}
+        self.floating: dict[Var, JaxprEqn] = {}
+        self.forward_uses: dict[Var, set[int]] = defaultdict(set)
+        self.content: dict[Key, list[JaxprEqn]] = defaultdict(list)
+
+    def mesh_of(self, position: int) -> int:
+        return position if position < self.n_stages else 2 * self.n_stages - 1 - position
+
+    def run(self) -> StagedStep:
+        self._find_floating()
+        self._place_loop()
+        self._place_update()
+        self._add_prologues()
+        return self._finish()
+
+    # ---- loop -----------------------------------------------------------------------------------------------------
+
+    def _find_floating(self) -> None:
+        """Loop operations that read no example and are cheap; results of the step stay where they are labelled."""
+        micro = {v for _, v in self.split.micro_inputs}
+        if self.split.n_micro_batches == 1:
+            dims = self.split.traced.batch_dims
+            micro = {v for v, dim in zip(self.split.traced.flat.invars, dims, strict=True) if dim is not None}
+        kept = {a.loop for a in self.split.accumulators} | {s.loop for s in self.split.stacks}
+        kept.update(v for v in self.split.outvars if not is_literal(v))
+        kept.update(v for op in self.by_phase[Phase.UPDATE] for v in op.eqn.invars if not is_literal(v))
+        fixed = set(micro)
+        for op in self.by_phase[Phase.LOOP]:
+            eqn = op.eqn
+            heavy = eqn.primitive.name in _HEAVY or bool(sub_jaxprs(eqn)) or bool(eqn.effects)
+            if heavy or any(v in fixed for v in eqn.invars if not is_literal(v)) or any(v in kept for v in eqn.outvars):
+                fixed.update(eqn.outvars)
+            else:
+                self.floating.update((v, eqn) for v in eqn.outvars)
+
+    def _place_loop(self) -> None:
+        ops = [op for op in self.by_phase[Phase.LOOP] if not op.eqn.outvars or op.eqn.outvars[0] not in self.floating]
+        placed = [self._early_position(op) for op in ops]
+        for i in range(len(ops) - 1, -1, -1):  # what reads nothing placed goes to its first reader
+            if placed[i] is None:
+                readers = [p for op, p in zip(ops[i + 1 :], placed[i + 1 :]) if p is not None and _reads(op.eqn, ops[i].eqn)]
+                placed[i] = min(readers, default=0)
+                self.position.update((v, placed[i] or 0) for v in ops[i].eqn.outvars)
+        if self.n_stages == 1:
+            placed = [0] * len(ops)
+            self.position = dict.fromkeys(self.position, 0)
+        for op, position in zip(ops, placed, strict=True):
+            assert position is not None
+            self.content[1, position, self.mesh_of(position)].append(op.eqn)
+        self._copy_floating()
+
+    def _early_position(self, op: Op) -> int | None:
+        label = self.labels[op.source] if op.source >= 0 else None
+        behind = [self.position[v] for v in op.eqn.invars if not is_literal(v) and v in self.position]
+        is_backward = op.source >= 0 and self.split.traced.origins[op.source].direction == "backward"
+        if label is None and is_backward:
+            label = self._residual_position(op.eqn, max([self.n_stages, *behind]))
+        known = [p for p in (label, *behind) if p is not None]
+        if not known:
+            return None
+        position = max(known)
+        if position < self.n_stages:
+            for v in op.eqn.invars:
+                if not is_literal(v):
+                    self.forward_uses[v].add(position)
+        self.position.update((v, position) for v in op.eqn.outvars)
+        return position
+
+    def _residual_position(self, eqn: JaxprEqn, at_least: int) -> int:
+        """First backward position not before `at_least` whose stage holds what the forward pass left for `eqn`."""
+        position = at_least
+        for v in eqn.invars:
+            if is_literal(v):
+                continue
+            stages = set(self.forward_uses.get(v, ()))
+            if self.position.get(v, self.n_stages) < self.n_stages:
+                stages.add(self.position[v])
+            candidates = [2 * self.n_stages - 1 - s for s in stages if 2 * self.n_stages - 1 - s >= at_least]
+            position = max(position, min(candidates, default=position))
+        return position
+
+    def _copy_floating(self) -> None:
+        order = {id(op.eqn): i for i, op in enumerate(self.by_phase[Phase.LOOP])}
+        for key, eqns in self.content.items():
+            wanted: dict[int, JaxprEqn] = {}
+            stack = [v for eqn in eqns for v in eqn.invars if not is_literal(v)]
+            while stack:
+                eqn = self.floating.get(stack.pop())
+                if eqn is not None and id(eqn) not in wanted:
+                    wanted[id(eqn)] = eqn
+                    stack.extend(v for v in eqn.invars if not is_literal(v))
+            self.content[key] = sorted([*wanted.values(), *eqns], key=lambda e: order[id(e)])
+
+    # ---- update ---------------------------------------------------------------------------------------------------
+
+    def _homes(self) -> dict[Var, set[int]]:
+        """Meshes of inputs that the loop reads, and of what the loop leaves for the update."""
+        homes: dict[Var, set[int]] = defaultdict(set)
+        own = set(self.split.traced.flat.invars) | set(self.split.traced.flat.constvars)
+        for (_, _, mesh), eqns in self.content.items():
+            for eqn in eqns:
+                for v in eqn.invars:
+                    if not is_literal(v) and v in own:
+                        homes[v].add(mesh)
+        for v, position in self.position.items():
+            homes[v].add(self.mesh_of(position))
+        for acc in self.split.accumulators:
+            homes[acc.total] = set(homes[acc.loop])
+        for stack in self.split.stacks:
+            homes[stack.total] = set(homes[stack.loop])
+        return homes
+
+    def _place_update(self) -> None:
+        eqns = [op.eqn for op in self.by_phase[Phase.UPDATE]]
+        homes = self._homes()
+        meshes: list[set[int]] = []
+        for eqn in eqns:
+            ranked = sorted(
+                (-bytes_of(v), min(homes[v])) for v in eqn.invars if not is_literal(v) and homes.get(v)
+            )
+            where = {ranked[0][1]} if ranked and not self._only_inputs(eqn, homes) else set[int]()
+            meshes.append(where)
+            for v in eqn.outvars:
+                homes[v] = set(where)
+        self._pull_unplaced(eqns, meshes, homes)
+        level: dict[tuple[Var, int], int] = {}
+        for eqn, where in zip(eqns, meshes, strict=True):
+            for mesh in sorted(where):
+                depth = max((self._level(v, mesh, homes, level) for v in eqn.invars if not is_literal(v)), default=0)
+                level.update(((v, mesh), depth) for v in eqn.outvars)
+                self.content[2, depth, mesh].append(eqn)
+
+    def _only_inputs(self, eqn: JaxprEqn, homes: dict[Var, set[int]]) -> bool:
+        """Whether the equation reads inputs of the step only; then any mesh can compute it."""
+        own = set(self.split.traced.flat.invars) | set(self.split.traced.flat.constvars)
+        return all(is_literal(v) or v in own for v in eqn.invars)
+
+    def _pull_unplaced(self, eqns: list[JaxprEqn], meshes: list[set[int]], homes: dict[Var, set[int]]) -> None:
+        """Operations and inputs without a mesh go wherever their readers are."""
+        wanted: dict[Var, set[int]] = defaultdict(set)
+        traced = self.split.traced
+        for atom, alias in zip(self.split.outvars, traced.aliases, strict=True):
+            if alias is not None and not is_literal(atom):
+                wanted[atom] |= homes.get(traced.flat.invars[alias], set())
+        for i in range(len(eqns) - 1, -1, -1):
+            if not meshes[i]:
+                meshes[i] = set[int]().union(*(wanted[v] for v in eqns[i].outvars)) or {0}
+                for v in eqns[i].outvars:
+                    homes[v] = set(meshes[i])
+            for v in eqns[i].invars:
+                if not is_literal(v):
+                    wanted[v] |= meshes[i]
+
+    @staticmethod
+    def _level(v: Var, mesh: int, homes: dict[Var, set[int]], level: dict[tuple[Var, int], int]) -> int:
+        if (v, mesh) in level:
+            return level[v, mesh]
+        remote = [level[v, m] for m in homes.get(v, ()) if (v, m) in level]
+        return min(remote) + 1 if remote else 0
+
+    def _add_prologues(self) -> None:
+        prologue = [op.eqn for op in self.by_phase[Phase.PROLOGUE]]
+        if not prologue:
+            return
+        made = {v for eqn in prologue for v in eqn.outvars}
+        wanted: dict[int, set[Var]] = defaultdict(set)
+        for (_, _, mesh), eqns in self.content.items():
+            wanted[mesh].update(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v in made)
+        wanted[0].update(v for v in self.split.outvars if not is_literal(v) and v in made)
+        for mesh, needed in wanted.items():
+            keep = live_equations(prologue, needed)
+            if any(keep):
+                self.content[0, 0, mesh] = [eqn for eqn, k in zip(prologue, keep, strict=True) if k]
+
+    # ---- result ---------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> StagedStep:
+        keys = sorted(self.content)
+        defined = {key: {v for eqn in self.content[key] for v in eqn.outvars} for key in keys}
+        reads = {
+            key: _unique(v for eqn in self.content[key] for v in eqn.invars if not is_literal(v) and v not in defined[key])
+            for key in keys
+        }
+        wanted = {v for key in keys for v in reads[key]}
+        wanted.update(a.loop for a in self.split.accumulators)
+        wanted.update(s.loop for s in self.split.stacks)
+        wanted.update(v for v in self.split.outvars if not is_literal(v))
+        floating = set(self.floating)
+        tasks = []
+        for key in keys:
+            outvars = _unique(
+                v for eqn in self.content[key] for v in eqn.outvars if v in wanted and (key[0] != 1 or v not in floating)
+            )
+            kind = self._kind(key)
+            tasks.append(Task(kind, key[2], key[1] if kind == "update" else 0, tuple(self.content[key]), reads[key], outvars))
+        return self._with_homes(tasks)
+
+    def _kind(self, key: Key) -> TaskKind:
+        if key[0] != 1:
+            return "prologue" if key[0] == 0 else "update"
+        if self.n_stages == 1:
+            return "step"
+        return "forward" if key[1] < self.n_stages else "backward"
+
+    def _with_homes(self, tasks: list[Task]) -> StagedStep:
+        traced = self.split.traced
+        inputs = (*traced.flat.constvars, *traced.flat.invars)
+        readers: dict[Var, set[int]] = defaultdict(set)
+        made: dict[Var, set[int]] = defaultdict(set)
+        for task in tasks:
+            for v in task.invars:
+                readers[v].add(task.mesh)
+            for v in task.outvars:
+                made[v].add(task.mesh)
+        for acc in self.split.accumulators:
+            made[acc.total] |= made[acc.loop]
+        for stack in self.split.stacks:
+            made[stack.total] |= made[stack.loop]
+        offset = len(traced.flat.constvars)
+        outputs: list[tuple[int, ...]] = []
+        for atom, alias in zip(self.split.outvars, traced.aliases, strict=True):
+            home = () if is_literal(atom) else tuple(sorted(made.get(atom, ()) or readers.get(atom, ())))[:1]
+            if alias is not None:
+                own = inputs[offset + alias]
+                readers[own] |= readers[own] or made.get(atom, set()) if not is_literal(atom) else {0}
+                home = tuple(sorted(readers[own]))[:1] or home
+            outputs.append(home or (0,))
+        for atom, where in zip(self.split.outvars, outputs, strict=True):
+            if not is_literal(atom) and atom in inputs:
+                readers[atom] |= set(where)
+        input_meshes = tuple(tuple(sorted(readers.get(v, ()))) for v in inputs)
+        return StagedStep(self.split, self.n_stages, tuple(tasks), input_meshes, tuple(outputs))
+
+
+def _unique(variables: Iterable[Var]) -> tuple[Var, ...]:
+    return tuple(dict.fromkeys(variables))
+
+
+def _reads(reader: JaxprEqn, producer: JaxprEqn) -> bool:
+    made = set(producer.outvars)
+    return any(not is_literal(v) and v in made for v in reader.invars)

@@ -1,0 +1,161 @@
+"""Costs of stages: a traced step cut into single layers in, the table that the stage DP searches out.
+
+Each distinct layer is solved once on each candidate submesh and logical shape; a stage costs the sum of its layers.
+Borders inside a stage are thereby priced as if both sides agreed on the sharding, which the final solve of the chosen
+stage then makes them do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Sequence
+
+import numpy as np
+from jax.extend.core import Var
+
+from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.errors import InfeasibleError
+from minialpa.inter.mesh_problem import mesh_equations, mesh_memory
+from minialpa.inter.split import StagedStep
+from minialpa.inter.stage_dp import StageCostTable
+from minialpa.intra.graph import MeshEquations, MeshSharding
+from minialpa.intra.solve import solve_mesh
+from minialpa.jaxprs import bytes_of, is_literal
+from minialpa.options import AutoShardingOption, AutoStageOption
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A submesh of (hosts, devices per host) viewed as a logical shape."""
+
+    submesh: tuple[int, int]
+    logical_shape: tuple[int, ...]
+
+    @property
+    def n_devices(self) -> int:
+        return self.submesh[0] * self.submesh[1]
+
+
+def candidates(cluster: ClusterSpec, option: AutoStageOption) -> list[Candidate]:
+    """Submeshes within a host by the option's rule, then whole hosts; each with its logical shapes."""
+    per_host = cluster.devices_per_host
+    within = [n for n in range(1, per_host + 1) if option.submesh_physical_shape_space == "all" or n & (n - 1) == 0]
+    if per_host not in within:
+        within.append(per_host)
+    submeshes = [(1, n) for n in within] + [(h, per_host) for h in range(2, cluster.num_hosts + 1)]
+    return [Candidate(s, shape) for s in submeshes for shape in logical_shapes(s, option.submesh_logical_shape_space)]
+
+
+def logical_shapes(submesh: tuple[int, int], space: str) -> list[tuple[int, ...]]:
+    n = submesh[0] * submesh[1]
+    match space:
+        case "same_as_physical":
+            return [submesh]
+        case "data_parallel_only":
+            return [(n, 1)]
+        case "model_parallel_only":
+            return [(1, n)]
+        case _:
+            return [(n,)] + [(a, n // a) for a in range(2, n) if n % a == 0]
+
+
+def stage_seconds(solution: MeshSharding, mesh: LogicalMesh) -> tuple[float, float, float]:
+    """Seconds of compute and of communication per micro-batch, and of everything in the update."""
+    loop = update = 0.0
+    for collective, _, late in solution.collectives:
+        seconds = collective.seconds(mesh)
+        if late:
+            update += seconds
+        else:
+            loop += seconds
+    return solution.compute_s[0], loop, solution.compute_s[1] + update
+
+
+def layer_table(
+    staged: StagedStep,
+    cluster: ClusterSpec,
+    choices: Sequence[Candidate],
+    option: AutoShardingOption,
+    progress: Callable[[int, int], None],
+) -> StageCostTable:
+    """The cost table of a step staged with one layer on each mesh. `progress(done, total)` is called as layers are solved."""
+    n = staged.n_meshes
+    seconds = np.full((n, len(choices)), np.inf)
+    step_seconds, fixed, in_flight = np.zeros_like(seconds), np.zeros_like(seconds), np.zeros_like(seconds)
+    problems = [mesh_equations(staged, layer) for layer in range(n)]
+    keys = [problem_key(problem) for problem in problems]
+    first = [keys.index(key) for key in keys]
+    for layer, problem in enumerate(problems):
+        for m, choice in enumerate(choices):
+            progress(layer * len(choices) + m, n * len(choices))
+            if first[layer] != layer:
+                for table in (seconds, step_seconds, fixed, in_flight):
+                    table[layer, m] = table[first[layer], m]
+                continue
+            mesh = cluster.logical_mesh(choice.submesh, choice.logical_shape)
+            try:
+                solution = solve_mesh(problem, mesh, option)
+            except InfeasibleError:
+                continue
+            compute, communication, update = stage_seconds(solution, mesh)
+            memory = mesh_memory(staged, layer, solution, mesh.shape)
+            seconds[layer, m], step_seconds[layer, m] = compute + communication, update
+            fixed[layer, m], in_flight[layer, m] = memory.fixed_bytes, memory.in_flight_bytes
+    progress(n * len(choices), n * len(choices))
+    return StageCostTable(
+        n_devices=np.array([c.n_devices for c in choices]),
+        seconds=_interval_sums(seconds),
+        step_seconds=_interval_sums(step_seconds),
+        fixed_bytes=_interval_sums(fixed),
+        in_flight_bytes=_interval_sums(in_flight),
+        transfer_seconds=np.array(border_seconds(staged, cluster)),
+    )
+
+
+def _interval_sums(per_layer: np.ndarray) -> np.ndarray:
+    """out[i, j, m] = sum of rows i..j; inf below the diagonal."""
+    n, m = per_layer.shape
+    out = np.full((n, n, m), np.inf)
+    for i in range(n):
+        out[i, i:] = np.cumsum(per_layer[i:], axis=0)
+    return out
+
+
+def border_seconds(staged: StagedStep, cluster: ClusterSpec) -> list[float]:
+    """Seconds for one micro-batch's values, both directions, to cross the border after each mesh."""
+    crossing = [0.0] * staged.n_meshes
+    home: dict[Var, int] = {}
+    for task in staged.tasks:
+        if task.per_micro_batch:
+            home.update((v, task.mesh) for v in task.outvars)
+    for task in staged.tasks:
+        if not task.per_micro_batch:
+            continue
+        for v in task.invars:
+            source = home.get(v, task.mesh)
+            for border in range(min(source, task.mesh), max(source, task.mesh)):
+                crossing[border] += bytes_of(v)
+    link = cluster.link(same_host=cluster.num_hosts == 1)
+    return [2 * link.alpha_s + link.beta_s_per_byte * n_bytes for n_bytes in crossing[:-1]]
+
+
+def problem_key(problem: MeshEquations) -> str:
+    """Text that two problems share if they are the same up to the names of variables."""
+    number: dict[Var, int] = {}
+
+    def name(atom: object) -> str:
+        if is_literal(atom):
+            return f"{getattr(atom, 'val', None)!r}"
+        assert isinstance(atom, Var)
+        return f"{number.setdefault(atom, len(number))}{atom.aval}"
+
+    parts = [f"{name(v)} {role} {problem.batch_dims.get(v)}" for v, role in problem.inputs]
+    for eqn, times, late in zip(problem.eqns, problem.times, problem.in_update, strict=True):
+        params = {k: v for k, v in eqn.params.items() if not callable(v)}
+        ends = " ".join(name(v) for v in (*eqn.invars, *eqn.outvars))
+        dims = [problem.batch_dims.get(v) for v in eqn.outvars]
+        parts.append(f"{eqn.primitive.name} {ends} {params} {times} {late} {dims}")
+    parts += [f"{name(a)}={name(b)}" for a, b in (*problem.aliases, *problem.equal.items())]
+    return "\n".join(parts)
+
+

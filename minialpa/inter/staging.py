@@ -1,0 +1,64 @@
+"""From a plan's decisions back to placed equations: a traced step and stages in, a staged step out.
+
+Used twice: by the planner, which then solves each mesh, and to realise a plan, whose specs are bound to the same
+equations again. Tracing and splitting are deterministic, so numbers of equations are enough to tie them together.
+"""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+from jax.extend.core import Var
+
+from minialpa.errors import VerifyError
+from minialpa.inter.mesh_problem import mesh_equations
+from minialpa.inter.microbatch import split_micro_batches
+from minialpa.inter.split import StagedStep, stage_split, traced_positions
+from minialpa.intra.graph import EquationSpecs, MeshEquations
+from minialpa.plan import Plan, StagePlan
+from minialpa.sharding import Spec
+from minialpa.trace import TracedStep
+
+
+def stage_step(traced: TracedStep, n_micro_batches: int, stage_of_group: Sequence[int], n_stages: int) -> StagedStep:
+    """Split `traced` into micro-batches and stages. Without a pipeline, `stage_of_group` may be empty."""
+    groups = stage_of_group or [0] * n_groups(traced)
+    stage_of = None
+    if n_stages > 1:
+        positions = traced_positions(traced, groups, n_stages)
+        stage_of = [None if p is None else min(p, 2 * n_stages - 1 - p) for p in positions]
+    return stage_split(split_micro_batches(traced, n_micro_batches, stage_of), groups, n_stages)
+
+
+def n_groups(traced: TracedStep) -> int:
+    return max((o.group for o in traced.origins if o.group is not None), default=-1) + 1
+
+
+def bind_specs(problem: MeshEquations, stage: StagePlan) -> tuple[dict[Var, Spec], tuple[EquationSpecs, ...]]:
+    """Specs of a mesh's variables and equations, from the stage of a plan made for the same equations."""
+    if len(problem.inputs) != len(stage.input_specs) or len(problem.eqns) != len(stage.equation_specs):
+        raise VerifyError(
+            f"The plan holds specs for {len(stage.input_specs)} inputs and {len(stage.equation_specs)} equations of a "
+            f"stage that has {len(problem.inputs)} and {len(problem.eqns)}. Plan this step again."
+        )
+    specs = {var: spec for (var, _), spec in zip(problem.inputs, stage.input_specs, strict=True)}
+    equations = []
+    for eqn, (operands, results, anchored) in zip(problem.eqns, stage.equation_specs, strict=True):
+        specs.update(zip(eqn.outvars, results, strict=True))
+        equations.append(EquationSpecs(operands, results, anchored))
+    specs.update((total, specs[loop]) for loop, total in problem.equal.items())
+    return specs, tuple(equations)
+
+
+def realise(traced: TracedStep, plan: Plan) -> StagedStep:
+    """The staged step of a plan. Raises VerifyError if the plan was made for another step or other shapes."""
+    if traced.fingerprint != plan.fingerprint:
+        raise VerifyError(
+            f"The plan was made for a step with fingerprint {plan.fingerprint}, and this step, for these shapes, has "
+            f"{traced.fingerprint}. Plan again, or call it with the shapes of the plan."
+        )
+    return stage_step(traced, plan.n_micro_batches, plan.stage_of_group(), len(plan.stages))
+
+
+def mesh_problems(staged: StagedStep) -> list[MeshEquations]:
+    return [mesh_equations(staged, mesh) for mesh in range(staged.n_meshes)]

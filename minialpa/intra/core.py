@@ -1,0 +1,229 @@
+"""The integer program for the core that elimination leaves, through PuLP to HiGHS or CBC.
+
+    minimise   sum_v c_v . x_v + sum_(v,w) E_vw . y_vw
+    subject to sum_i x_v[i] = 1                                             one strategy per node
+               sum_j y_vw[i, j] = x_v[i],  sum_i y_vw[i, j] = x_w[j]        equal marginals on both sides of an edge
+               base[r] + sum_v u_v[r] . x_v <= limit                        usage rows r, once a solution exceeds them
+    x binary; y >= 0, which is integral where x is. Forbidden entries of E have no y.
+
+In: `Residual`, out: the same with every node decided, and a bound on the cost. The parts of the core that neither an edge
+nor a usage row joins are solved one by one.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pulp  # type: ignore[import-untyped]
+
+from minialpa.errors import InfeasibleError
+from minialpa.intra.bucket import components
+from minialpa.intra.costgraph import Floats
+from minialpa.intra.elimination import Residual
+from minialpa.intra.greedy import greedy_choices, usage_of
+
+Solver = Literal["highs", "cbc"]
+
+#: Objectives are scaled so that the largest entry is this: solvers compare reduced costs with an absolute 1e-7.
+_LARGEST_COST = 1e4
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Strategies (by current place) of some nodes, their cost, and a lower bound on it."""
+
+    choices: dict[int, int]
+    cost: float
+    bound: float
+    optimal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A usage row: `places` are the (node, strategy) that use something, `room` is limit - base."""
+
+    places: tuple[tuple[int, int], ...]
+    usage: tuple[float, ...]
+    room: float
+
+
+def decide_core(residual: Residual, *, solver: Solver, deadline: float) -> tuple[float, bool]:
+    """Decide all nodes that are left. Returns a lower bound on the cost of the whole graph, and whether it is met.
+
+    `deadline` is a time of `time.monotonic`. Raises InfeasibleError.
+    """
+    parts = [_solve_part(residual, nodes, solver, deadline) for nodes in _independent(residual)]
+    bound = residual.offset + sum(part.bound for part in parts)
+    for part in parts:
+        for v, i in part.choices.items():
+            residual.decide(v, (), np.array(i))
+    return bound, all(part.optimal for part in parts)
+
+
+def _independent(residual: Residual) -> list[list[int]]:
+    """Components by edges; those with usage terms together count as one."""
+    apart, joined = [], []
+    for component in components(residual):
+        if any(residual.terms[v] for v in component):
+            joined += component
+        else:
+            apart.append(component)
+    return [sorted(joined), *apart] if joined else apart
+
+
+def _solve_part(residual: Residual, nodes: list[int], solver: Solver, deadline: float) -> _Part:
+    """The integer program, again with more usage rows until its solution exceeds none; few of them ever matter.
+
+    Where time ends before that, a greedy solution, from the last one of the integer program if there is one.
+    """
+    model = _Model(residual, nodes)
+    last: dict[int, int] | None = None
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        part = model.solve(solver, remaining_s)
+        if part is None:
+            break
+        exceeded = _exceeded_rows(residual, part.choices)
+        if not exceeded:
+            return part
+        last = part.choices
+        for r in exceeded:
+            model.limit_row(r, last)
+    return _greedy_part(residual, nodes, model.bound, start=last)
+
+
+def _greedy_part(residual: Residual, nodes: list[int], bound: float, start: dict[int, int] | None) -> _Part:
+    choices = greedy_choices(residual, nodes, start)
+    if choices is None:
+        raise InfeasibleError(
+            f"Time ran out before any solution was found for {len(nodes)} nodes. Raise `time_limit_s`, "
+            "or loosen `usage_limit`."
+        )
+    return _Part(choices, _cost(residual, choices), max(bound, _simple_bound(residual, nodes)), optimal=False)
+
+
+def _simple_bound(residual: Residual, nodes: list[int]) -> float:
+    """Each node and each edge at its cheapest."""
+    edges = (residual.adjacent[v][w] for v in nodes for w in residual.adjacent[v] if v < w)
+    return float(sum(residual.costs[v].min() for v in nodes) + sum(edge.min() for edge in edges))
+
+
+def _cost(residual: Residual, choices: dict[int, int]) -> float:
+    cost = sum(float(residual.costs[v][i]) for v, i in choices.items())
+    for v, i in choices.items():
+        cost += sum(float(edge[i, choices[w]]) for w, edge in residual.adjacent[v].items() if v < w)
+    return cost
+
+
+def _exceeded_rows(residual: Residual, choices: dict[int, int]) -> list[int]:
+    """The worst row of each stretch of rows in which the choices exceed the limit."""
+    used = usage_of(residual, choices)
+    rows = np.flatnonzero(used > residual.limit)
+    stretches = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return [int(stretch[used[stretch].argmax()]) for stretch in stretches if len(stretch)]
+
+
+def _row(residual: Residual, nodes: Iterable[int], r: int) -> _Row:
+    total: dict[tuple[int, int], float] = {}
+    for v in nodes:
+        for (first, end), usage in residual.terms[v].items():
+            if first <= r < end:
+                for i in np.flatnonzero(usage).tolist():
+                    total[v, i] = total.get((v, i), 0.0) + float(usage[i])
+    return _Row(tuple(total), tuple(total.values()), residual.limit - float(residual.base[r]))
+
+
+class _Model:
+    """The program in PuLP; a class because cuts are added between solves."""
+
+    def __init__(self, residual: Residual, nodes: list[int]) -> None:
+        self.residual = residual
+        self.problem = pulp.LpProblem("core", pulp.LpMinimize)
+        self.bound = -np.inf
+        self._objective: list[tuple[Any, float]] = []
+        self.x = {v: self._choose_one(v) for v in nodes}
+        for v in nodes:
+            for w, cost in residual.adjacent[v].items():
+                if v < w:
+                    self._join(v, w, cost)
+        self.scale = _LARGEST_COST / max(1e-300, max((abs(c) for _, c in self._objective), default=1.0))
+        self.problem.setObjective(pulp.LpAffineExpression([(x, c * self.scale) for x, c in self._objective]))
+        self._rows: dict[int, _Row] = {}
+
+    def _choose_one(self, v: int) -> list[Any]:
+        x = [self.problem.add_variable(f"x_{v}_{i}", cat=pulp.LpBinary) for i in range(len(self.residual.costs[v]))]
+        self._constrain([(one, 1) for one in x], pulp.LpConstraintEQ, 1)
+        self._objective += zip(x, self.residual.costs[v].tolist(), strict=True)
+        return x
+
+    def _join(self, v: int, w: int, cost: Floats) -> None:
+        rows: list[list[Any]] = [[] for _ in self.x[v]]
+        columns: list[list[Any]] = [[] for _ in self.x[w]]
+        for i, j in np.argwhere(np.isfinite(cost)).tolist():
+            y = self.problem.add_variable(f"y_{v}_{w}_{i}_{j}", lowBound=0)
+            rows[i].append(y)
+            columns[j].append(y)
+            self._objective.append((y, float(cost[i, j])))
+        for x, ys in zip(self.x[v] + self.x[w], rows + columns, strict=True):
+            self._constrain([(x, -1), *((y, 1) for y in ys)], pulp.LpConstraintEQ, 0)
+
+    def _constrain(self, terms: Iterable[tuple[Any, float]], sense: int, bound: float) -> None:
+        self.problem.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(list(terms)), sense=sense, rhs=bound))
+
+    def limit_row(self, r: int, choices: dict[int, int]) -> None:
+        """Add usage row `r`, which `choices` exceed.
+
+        Solvers let a row be exceeded by a small fraction. The limit is hard: choices that exceed a row which is in the
+        program already are cut off by name.
+        """
+        if r in self._rows:
+            chosen = [(v, i) for v, i in self._rows[r].places if choices[v] == i]
+            self._constrain([(self.x[v][i], 1) for v, i in chosen], pulp.LpConstraintLE, len(chosen) - 1)
+            return
+        row = self._rows[r] = _row(self.residual, self.x, r)
+        largest = max(row.usage)
+        terms = [(self.x[v][i], u / largest) for (v, i), u in zip(row.places, row.usage, strict=True)]
+        self._constrain(terms, pulp.LpConstraintLE, row.room / largest)
+
+    def solve(self, solver: Solver, time_limit_s: float) -> _Part | None:
+        """The best choices found, or None where there are none yet; `bound` is updated either way."""
+        bound = (_run_highs if solver == "highs" else _run_cbc)(self.problem, time_limit_s) / self.scale
+        self.bound = max(self.bound, bound)
+        if self.problem.status == pulp.LpStatusInfeasible:
+            raise InfeasibleError(
+                f"No choice for the {len(self.x)} nodes that are left satisfies both the forbidden pairs and the usage "
+                "limit. Raise `usage_limit`, or allow more pairs of strategies."
+            )
+        if self.problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            return None
+        choices = {v: int(np.argmax([one.varValue or 0.0 for one in x])) for v, x in self.x.items()}
+        cost = _cost(self.residual, choices)
+        if not np.isfinite(cost):
+            return None
+        optimal = bool(self.problem.sol_status == pulp.LpSolutionOptimal)
+        return _Part(choices, cost, cost if optimal else min(cost, self.bound), optimal)
+
+
+def _run_highs(problem: Any, time_limit_s: float) -> float:
+    """Solve, and return the proven lower bound of the scaled objective."""
+    problem.solve(pulp.HiGHS(msg=False, threads=1, random_seed=0, gapRel=0.0, timeLimit=time_limit_s))
+    bound = float(problem.solverModel.getInfo().mip_dual_bound)
+    return bound if np.isfinite(bound) else -np.inf
+
+
+def _run_cbc(problem: Any, time_limit_s: float) -> float:
+    """As `_run_highs`. PuLP does not pass CBC's bound on; it stands in the log of a run that did not finish."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "cbc.log"
+        path = pulp.PULP_CBC_CMD.pulp_cbc_path
+        problem.solve(
+            pulp.COIN_CMD(path=path, msg=False, threads=1, timeLimit=max(1, time_limit_s), gapRel=0.0, logPath=str(log))
+        )
+        found = re.search(r"^Lower bound:\s+(\S+)", log.read_text(), re.MULTILINE)
+    return float(found.group(1)) if found else -np.inf

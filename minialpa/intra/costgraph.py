@@ -1,0 +1,140 @@
+"""The problem that picks one strategy per node: node costs, edge costs and a limit on usage over time.
+
+    minimise   sum_v c_v[s_v] + sum_(a,b) E_ab[s_a, s_b]
+    subject to sum_{v live at t} u_v[s_v] <= usage_limit   at every time t
+
+`CostGraph` holds c, E and u, `GraphSolution` holds s. Costs of `FORBIDDEN` and above, np.inf among them, rule a choice out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minialpa.errors import ShardingError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+#: Costs from here on mean "not allowed" (the convention of the intra-operator parallelism contest).
+FORBIDDEN = 1e18
+#: Sums of usages may exceed the limit by this fraction, which is what rounding of float sums can add.
+USAGE_SLACK = 1e-9
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edge:
+    """`cost[i, j]` is paid when node `a` takes strategy i and node `b` strategy j."""
+
+    a: int
+    b: int
+    cost: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostGraph:
+    """Nodes with strategies, and what combinations of them cost.
+
+    node_costs[v][i]: cost of strategy i of node v. Parallel edges add up; an edge from a node to itself adds its diagonal.
+    usages[v][i]: what strategy i uses while v is live, never negative; intervals[v]: half-open live interval of v.
+    Both are empty, or have one entry per node. `usage_limit=None` means that usage is not limited.
+    """
+
+    node_costs: tuple[Floats, ...]
+    edges: tuple[Edge, ...]
+    usages: tuple[Floats, ...] = ()
+    intervals: tuple[tuple[int, int], ...] = ()
+    usage_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        costs = tuple(_as_array(cost, f"`node_costs[{v}]`", 1) for v, cost in enumerate(self.node_costs))
+        sizes = [len(cost) for cost in costs]
+        if 0 in sizes:
+            raise ShardingError(f"Node {sizes.index(0)} has no strategies; give every node at least one.")
+        object.__setattr__(self, "node_costs", costs)
+        object.__setattr__(self, "edges", tuple(_checked_edge(e, edge, sizes) for e, edge in enumerate(self.edges)))
+        object.__setattr__(self, "usages", self._checked_usages(sizes))
+
+    def _checked_usages(self, sizes: list[int]) -> tuple[Floats, ...]:
+        n_nodes = len(sizes)
+        if self.usage_limit is None:
+            return tuple(_as_array(usage, f"`usages[{v}]`", 1) for v, usage in enumerate(self.usages))
+        if not self.usage_limit >= 0:
+            raise ShardingError(f"`usage_limit` cannot be negative; got {self.usage_limit}.")
+        if len(self.usages) != n_nodes or len(self.intervals) != n_nodes:
+            raise ShardingError(
+                f"A `usage_limit` needs one usage and one interval per node; got {len(self.usages)} usages and "
+                f"{len(self.intervals)} intervals for {n_nodes} nodes."
+            )
+        usages = tuple(_as_array(usage, f"`usages[{v}]`", 1) for v, usage in enumerate(self.usages))
+        for v, usage in enumerate(usages):
+            if len(usage) != sizes[v] or not np.isfinite(usage).all() or usage.min() < 0:
+                raise ShardingError(f"`usages[{v}]` needs {sizes[v]} finite values of zero or more; got {usage}.")
+        return usages
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self.node_costs)
+
+    def cost_of(self, choices: tuple[int, ...]) -> float:
+        """Objective of one strategy per node; np.inf where the choice is forbidden."""
+        cost = sum(float(c[i]) for c, i in zip(self.node_costs, choices, strict=True))
+        cost += sum(float(edge.cost[choices[edge.a], choices[edge.b]]) for edge in self.edges)
+        return cost if cost < FORBIDDEN else np.inf
+
+    def peak_usage(self, choices: tuple[int, ...]) -> float:
+        """Most usage at any time; 0 where usage is not limited."""
+        if self.usage_limit is None:
+            return 0.0
+        change: dict[int, float] = {}
+        for usage, (start, end), i in zip(self.usages, self.intervals, choices, strict=True):
+            if end > start:
+                change[start] = change.get(start, 0.0) + float(usage[i])
+                change[end] = change.get(end, 0.0) - float(usage[i])
+        return float(np.max(np.cumsum([0.0] + [change[time] for time in sorted(change)])))
+
+    def fits(self, choices: tuple[int, ...]) -> bool:
+        """Whether the usage stays within the limit at every time."""
+        return self.usage_limit is None or self.peak_usage(choices) <= self.usage_limit * (1 + USAGE_SLACK)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSolution:
+    """One strategy per node, its cost, and a bound that no solution can be below; `optimal` when it is proven."""
+
+    choices: tuple[int, ...]
+    cost: float
+    lower_bound: float
+    optimal: bool
+
+    @property
+    def gap(self) -> float:
+        """(cost - lower_bound) / |cost|: 0 is optimal. Infinite when the cost is 0 and the bound is not."""
+        if self.cost <= self.lower_bound:
+            return 0.0
+        return (self.cost - self.lower_bound) / abs(self.cost) if self.cost else np.inf
+
+
+def _as_array(values: Any, name: str, ndim: int) -> Floats:
+    array = np.array(values, np.float64)
+    if array.ndim != ndim:
+        raise ShardingError(f"{name} needs {ndim} dimension{'s' * (ndim > 1)}; got shape {array.shape}.")
+    if np.isnan(array).any() or np.isneginf(array).any():
+        raise ShardingError(f"{name} holds NaN or -inf; forbid a choice with `np.inf`.")
+    array.flags.writeable = False
+    return array
+
+
+def _checked_edge(e: int, edge: Edge, sizes: list[int]) -> Edge:
+    if not (0 <= edge.a < len(sizes) and 0 <= edge.b < len(sizes)):
+        raise ShardingError(f"Edge {e} joins nodes {edge.a} and {edge.b}; nodes are 0 to {len(sizes) - 1}.")
+    cost = _as_array(edge.cost, f"The cost of edge {e}", 2)
+    if cost.shape != (sizes[edge.a], sizes[edge.b]):
+        raise ShardingError(
+            f"Edge {e} joins nodes with {sizes[edge.a]} and {sizes[edge.b]} strategies; its cost has shape {cost.shape}."
+        )
+    return Edge(edge.a, edge.b, cost)

@@ -1,0 +1,147 @@
+"""Rules as named factors: what may be split in one equation, and how its arrays follow.
+
+`dot_general` on `[b i k],[b k j] -> [b i j]` has four factors. Splitting factor `i` splits dimension 1 of the first
+operand and dimension 1 of the result; splitting `k`, absent from the result, leaves partial sums. The same table serves
+the sharding strategies (a mesh axis is given to a factor) and micro-batches (the batch factor is split in time).
+The form is that of Shardy's sharding rules (openxla/shardy, RFC "sharding rules").
+
+In: an equation. Out: `Factors`, and with `localize` the same equation for shards of its arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax.extend.core import JaxprEqn
+
+from minialpa.errors import VerifyError
+
+Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
+Dims = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Factors of one equation, numbered from 0.
+
+    sizes: the length of each factor.
+    operands, results: for each array and each of its dimensions the factors that make it up, outermost first; the
+        product of their sizes is the dimension's length. Dimensions of length 1 may have none.
+    reductions: factors that appear in no result, and how the partial results of a split are combined. Where the
+        equation is jointly linear, an operand of `linear_operands` that lacks the reduced factor takes part once:
+        scatter_add(operand, indices, updates) split over its indices keeps `operand` in one shard, zeros elsewhere.
+    blocked: factors that must stay whole, because the operation mixes positions along them (sort, cumsum) or because a
+        shard's result would depend on its position.
+    linear: `joint`: the results are linear in all operands listed in `linear_operands` taken together (add);
+        `each`: linear in each of them alone (mul, dot), so not in a variable that is listed twice; `none` otherwise.
+    flops: floating point operations of the whole equation.
+    """
+
+    sizes: tuple[int, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    reductions: Mapping[int, Reduction] = ()  # type: ignore[assignment]
+    blocked: frozenset[int] = frozenset()
+    linear: Literal["none", "joint", "each"] = "none"
+    linear_operands: tuple[int, ...] = ()
+    flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reductions", dict(self.reductions))
+
+    @property
+    def splittable(self) -> tuple[int, ...]:
+        """Factors that may be split, in order."""
+        return tuple(f for f, size in enumerate(self.sizes) if size > 1 and f not in self.blocked)
+
+    def leading_factor(self, operand: int, dim: int) -> int | None:
+        """The factor that is split when dimension `dim` of an operand is cut into contiguous blocks, if any."""
+        return next((f for f in self.operands[operand][dim] if self.sizes[f] > 1), None)
+
+    def shape(self, dims: Dims, n_splits: Mapping[int, int]) -> tuple[int, ...]:
+        """Local shape of an array whose factors are split into `n_splits[factor]` parts."""
+        return tuple(math.prod(self.sizes[f] // n_splits.get(f, 1) for f in dim) for dim in dims)
+
+    def may_split(self, factor: int, n: int) -> bool:
+        """Whether splitting `factor` in `n` cuts every array into contiguous, equal blocks."""
+        if factor in self.blocked or self.sizes[factor] % n:
+            return False
+        for dims in (*self.operands, *self.results):
+            for dim in dims:
+                if factor in dim and any(self.sizes[f] > 1 for f in dim[: dim.index(factor)]):
+                    return False  # an outer factor of the same dimension is whole: blocks would be strided
+        return True
+
+
+#: From the shapes of the shards of operands and results to the parameters of the primitive on them.
+Localizer = Callable[[JaxprEqn, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]], dict[str, Any]]
+Rule = Callable[[JaxprEqn], Factors]
+
+_RULES: dict[str, Rule] = {}
+_LOCALIZERS: dict[str, Localizer] = {}
+
+
+def rule(*primitives: str, localize: Localizer | None = None) -> Callable[[Rule], Rule]:
+    """Register the rule of one or more primitives, by name. Registering a primitive twice raises VerifyError.
+
+    `localize` gives the parameters for local shapes, where the primitive carries shapes in its parameters.
+    """
+
+    def register(fun: Rule) -> Rule:
+        for name in primitives:
+            if name in _RULES:
+                raise VerifyError(f"Primitive `{name}` already has a rule.")
+            _RULES[name] = fun
+            if localize is not None:
+                _LOCALIZERS[name] = localize
+        return fun
+
+    return register
+
+
+def has_rule(primitive: str) -> bool:
+    return primitive in _RULES
+
+
+def known_primitives() -> tuple[str, ...]:
+    return tuple(sorted(_RULES))
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """Shape of a jaxpr atom; tokens and other shapeless values count as scalars."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def replicated_factors(eqn: JaxprEqn) -> Factors:
+    """The rule of last resort: every dimension is a blocked factor of its own, so everything is replicated."""
+    sizes: list[int] = []
+
+    def fresh(atom: Any) -> Dims:
+        dims = []
+        for size in shape_of(atom):
+            sizes.append(size)
+            dims.append((len(sizes) - 1,))
+        return tuple(dims)
+
+    operands = tuple(fresh(v) for v in eqn.invars)
+    results = tuple(fresh(v) for v in eqn.outvars)
+    return Factors(tuple(sizes), operands, results, blocked=frozenset(range(len(sizes))))
+
+
+def factors_of(eqn: JaxprEqn) -> Factors:
+    """Factors of an equation by its primitive's rule; `replicated_factors` where there is no rule."""
+    fun = _RULES.get(eqn.primitive.name)
+    return replicated_factors(eqn) if fun is None else fun(eqn)
+
+
+def localize(eqn: JaxprEqn, factors: Factors, n_splits: Mapping[int, int]) -> dict[str, Any]:
+    """Parameters of `eqn`'s primitive for the shards that splitting each factor into `n_splits[factor]` leaves."""
+    fun = _LOCALIZERS.get(eqn.primitive.name)
+    if fun is None:
+        return dict(eqn.params)
+    operands = tuple(factors.shape(dims, n_splits) for dims in factors.operands)
+    results = tuple(factors.shape(dims, n_splits) for dims in factors.results)
+    return fun(eqn, operands, results)

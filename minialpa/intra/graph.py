@@ -1,0 +1,317 @@
+"""Cost graph of one mesh: its equations and inputs in, nodes and edges out, and specs read back from a solution.
+
+Every input and most equations are nodes; their strategies are specs. An equation whose operands all come from one node
+*follows* it: it has the same strategies, and its cost is added to the node's. In the update, elementwise equations
+follow the first optimizer value that they meet, so each parameter has a handful of nodes. An edge holds the seconds of
+resharding a value from what its node makes to what a reader wants. Whatever happens per micro-batch is weighted so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+from numpy.typing import NDArray
+
+from minialpa.cluster import LogicalMesh
+from minialpa.cost import Collective
+from minialpa.intra import rules as _rules  # noqa: F401  (registers the rules)
+from minialpa.intra.factors import Factors, factors_of
+from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
+from minialpa.intra.reshard import reshard_matrix, reshard_steps
+from minialpa.intra.strategies import Strategy, enumerate_strategies, follow, is_contraction
+from minialpa.jaxprs import bytes_of, is_literal, shape_of
+from minialpa.options import AutoShardingOption
+from minialpa.sharding import Spec, specs_of
+
+Role = Literal["parameter", "state", "batch", "received"]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshEquations:
+    """What runs on one mesh.
+
+    eqns, times, in_update: equations in order, how often per step each runs, and whether it belongs to the update.
+    inputs: variables that come from outside, and their roles; `state` is read by the update only.
+    aliases: donated inputs and their replacements. equal: pairs of variables (accumulated, total) with one spec.
+    batch_dims: dimension of the examples, for variables that have one.
+    """
+
+    eqns: tuple[JaxprEqn, ...]
+    times: tuple[int, ...]
+    in_update: tuple[bool, ...]
+    inputs: tuple[tuple[Var, Role], ...]
+    aliases: tuple[tuple[Var, Var], ...]
+    equal: Mapping[Var, Var]
+    batch_dims: Mapping[Var, int]
+
+
+@dataclass(frozen=True, slots=True)
+class EquationSpecs:
+    """Chosen specs of one equation. `anchored`: the result's spec is the planner's choice, not a mere consequence."""
+
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    anchored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSharding:
+    """Solution for one mesh.
+
+    compute_s: seconds per micro-batch and, second, of the update. collectives: each with how often it runs per step, and
+    whether it belongs to the update.
+    """
+
+    specs: dict[Var, Spec]
+    equations: tuple[EquationSpecs, ...]
+    compute_s: tuple[float, float]
+    collectives: tuple[tuple[Collective, int, bool], ...]
+    optimal: bool
+    gap: float
+
+
+@dataclass(slots=True)
+class _Node:
+    costs: NDArray[np.float64]
+    usage: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Specs of a variable for each strategy of `node`; node None has the one strategy."""
+
+    node: int | None
+    specs: tuple[Spec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """Strategies of an equation for each strategy of `node`."""
+
+    node: int | None
+    strategies: tuple[Strategy, ...]
+    own: bool
+
+
+class GraphBuilder:
+    """Collects nodes and edges for `problem` on `mesh`; then `graph()`, and `read(solution)`."""
+
+    def __init__(self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption) -> None:
+        self.problem, self.mesh, self.option = problem, mesh, option
+        self.nodes: list[_Node] = []
+        self.edges: dict[tuple[int, int], NDArray[np.float64]] = {}
+        self.choices: dict[Var, _Choice] = {}
+        self.records: list[_Record] = []
+        self.clusters: set[int] = set()
+        for var, role in problem.inputs:
+            self._add_input(var, role)
+        for eqn, times, in_update in zip(problem.eqns, problem.times, problem.in_update, strict=True):
+            self._add_equation(eqn, times, in_update)
+        for source, target in problem.aliases:
+            self._add_edge(target, self.choices[source].node, self.choices[source].specs, 1)
+
+    def graph(self) -> CostGraph:
+        limit = self.option.memory_limit_bytes or self.mesh.device.memory_bytes
+        return CostGraph(
+            tuple(node.costs for node in self.nodes),
+            tuple(Edge(a, b, cost) for (a, b), cost in self.edges.items()),
+            tuple(node.usage for node in self.nodes),
+            ((0, 1),) * len(self.nodes),
+            limit,
+        )
+
+    # ---- nodes ----------------------------------------------------------------------------------------------------
+
+    def _new_node(self, costs: Sequence[float], usage: Sequence[float] | None = None) -> int:
+        self.nodes.append(_Node(np.array(costs, np.float64), np.array(usage or [0.0] * len(costs), np.float64)))
+        return len(self.nodes) - 1
+
+    def _add_input(self, var: Var, role: Role) -> None:
+        specs = self._input_specs(var, role)
+        if len(specs) == 1 and role in ("batch", "received"):
+            self.choices[var] = _Choice(None, specs)
+            return
+        local = [bytes_of(var) / spec.n_shards(self.mesh.shape) for spec in specs]
+        # Reading an input once costs its bytes; a kept input costs only room, so it just breaks ties.
+        weight = (1.0 if role in ("batch", "received") else 1e-3) / self.mesh.device.memory_bandwidth
+        usage = local if role in ("parameter", "state") else None
+        self.choices[var] = _Choice(self._new_node([weight * b for b in local], usage), specs)
+
+    def _input_specs(self, var: Var, role: Role) -> tuple[Spec, ...]:
+        shape, option = shape_of(var), self.option
+        replicated = Spec.replicated(len(shape))
+        if not option.enable_auto_sharding or jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended):
+            return (replicated,)
+        specs = tuple(specs_of(shape, self.mesh.shape))
+        if role in ("batch", "received"):
+            return self._batch_specs(var, specs)
+        sharded = tuple(s for s in specs if s.n_shards(self.mesh.shape) == self.mesh.n_devices)
+        if option.force_data_parallel:
+            shard = option.force_zero_stage_3 or role == "state" and option.prefer_reduce_scatter
+            return sharded if shard and sharded else (replicated,)
+        if role == "parameter" and not option.allow_replicated_parameters and len(specs) > 1:
+            return specs[1:]
+        return specs
+
+    def _batch_specs(self, var: Var, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+        dim = self.problem.batch_dims.get(var)
+        axes = self._batch_axes()
+        if dim is None or not axes:
+            return specs
+        wanted = [s for s in specs if s.dims[dim][: len(axes)] == axes]
+        if self.option.force_data_parallel:
+            wanted = [s for s in wanted if s.axes == axes]
+        return tuple(wanted) or specs[:1]
+
+    def _batch_axes(self) -> tuple[int, ...]:
+        """Mesh axes that must split the examples."""
+        if self.option.force_data_parallel:
+            return tuple(axis for axis, n in enumerate(self.mesh.shape) if n > 1)
+        axis = self.option.force_batch_dim_to_mesh_dim
+        return () if axis is None or self.mesh.shape[axis] == 1 else (axis,)
+
+    def _add_equation(self, eqn: JaxprEqn, times: int, in_update: bool) -> None:
+        factors = factors_of(eqn)
+        heavy = [k for k, v in enumerate(eqn.invars) if not is_literal(v) and self.choices[v].node is not None]
+        nodes = {self.choices[eqn.invars[k]].node for k in heavy}
+        if not self.option.enable_auto_sharding or not heavy and not _makes_array(eqn):
+            record = _Record(None, (follow(eqn, factors, self.mesh, {}),), own=False)
+        elif len(nodes) == 1 and not is_contraction(eqn) and not _widens(eqn, factors):
+            record = self._follow(eqn, factors, heavy, times)
+        else:
+            lead = self._cluster_operand(eqn, factors, heavy) if in_update else None
+            record = self._own(eqn, factors, times, in_update) if lead is None else self._follow(eqn, factors, lead, times)
+        self.records.append(record)
+        for r, var in enumerate(eqn.outvars):
+            self.choices[var] = _Choice(record.node, tuple(s.results[r] for s in record.strategies))
+            total = self.problem.equal.get(var)
+            if total is not None:
+                self.choices[total] = self.choices[var]
+        self._connect(eqn, record, times)
+
+    def _cluster_operand(self, eqn: JaxprEqn, factors: Factors, heavy: Sequence[int]) -> list[int] | None:
+        """Operands of the first optimizer cluster that an elementwise equation of the update can follow."""
+        if not _is_elementwise(eqn, factors):
+            return None
+        for k in heavy:
+            node = self.choices[eqn.invars[k]].node
+            if node in self.clusters and shape_of(eqn.invars[k]) == shape_of(eqn.outvars[0]):
+                return [j for j in heavy if self.choices[eqn.invars[j]].node == node]
+        return None
+
+    def _follow(self, eqn: JaxprEqn, factors: Factors, lead: Sequence[int], times: int) -> _Record:
+        choices = {k: self.choices[eqn.invars[k]] for k in lead}
+        node = choices[lead[0]].node
+        assert node is not None
+        n = len(self.nodes[node].costs)
+        strategies = tuple(
+            follow(eqn, factors, self.mesh, {k: c.specs[s] for k, c in choices.items()}) for s in range(n)
+        )
+        self.nodes[node].costs += times * np.array([s.seconds(self.mesh) for s in strategies])
+        return _Record(node, strategies, own=False)
+
+    def _own(self, eqn: JaxprEqn, factors: Factors, times: int, in_update: bool) -> _Record:
+        required = self._required(eqn, factors, in_update)
+        strategies = enumerate_strategies(eqn, factors, self.mesh, required)
+        if self.option.force_data_parallel and not self.option.prefer_reduce_scatter:
+            strategies = [s for s in strategies if not any(c.kind == "reduce-scatter" for c in s.collectives)]
+        node = self._new_node([times * s.seconds(self.mesh) for s in strategies])
+        if in_update and _is_elementwise(eqn, factors):
+            self.clusters.add(node)
+        return _Record(node, tuple(strategies), own=True)
+
+    def _required(self, eqn: JaxprEqn, factors: Factors, in_update: bool) -> dict[int, int | None]:
+        """Factors that the options fix for mesh axes in this equation."""
+        axes = self._batch_axes()
+        if not axes:
+            return {}
+        for k, v in enumerate(eqn.invars):
+            dim = None if is_literal(v) else self.problem.batch_dims.get(v)
+            if dim is not None:
+                factor = factors.leading_factor(k, dim)
+                if factor is not None and factors.may_split(factor, math.prod(self.mesh.shape[a] for a in axes)):
+                    return dict.fromkeys(axes, factor)
+                return dict.fromkeys(axes, None)
+        if self.option.force_data_parallel and not (in_update and self.option.prefer_reduce_scatter):
+            if any(not is_literal(v) and self.choices[v].node is not None for v in eqn.invars):
+                return dict.fromkeys(axes, None)
+        return {}
+
+    # ---- edges ----------------------------------------------------------------------------------------------------
+
+    def _connect(self, eqn: JaxprEqn, record: _Record, times: int) -> None:
+        for k, var in enumerate(eqn.invars):
+            if not is_literal(var):
+                self._add_edge(var, record.node, tuple(s.operands[k] for s in record.strategies), times)
+
+    def _add_edge(self, var: Var, reader: int | None, wanted: tuple[Spec, ...], times: int) -> None:
+        """Pay for resharding `var` from what its node makes to `wanted`, by strategy of `reader`."""
+        made = self.choices[var]
+        cost = times * reshard_matrix(made.specs, wanted, bytes_of(var), self.mesh, self.option)
+        if not cost.any():
+            return
+        if made.node is None or reader is None:
+            node = made.node if reader is None else reader
+            if node is not None:
+                self.nodes[node].costs += cost.reshape(-1)
+            return
+        if made.node == reader:
+            self.nodes[reader].costs += np.diagonal(cost)
+            return
+        key, matrix = ((made.node, reader), cost) if made.node < reader else ((reader, made.node), cost.T)
+        self.edges[key] = self.edges[key] + matrix if key in self.edges else matrix
+
+    # ---- reading a solution ---------------------------------------------------------------------------------------
+
+    def read(self, solution: GraphSolution) -> MeshSharding:
+        pick = [0 if node is None else solution.choices[node] for node in (r.node for r in self.records)]
+        chosen = [record.strategies[i] for record, i in zip(self.records, pick, strict=True)]
+        specs = {v: c.specs[0 if c.node is None else solution.choices[c.node]] for v, c in self.choices.items()}
+        equations = tuple(
+            EquationSpecs(s.operands, s.results, record.own or bool(s.collectives))
+            for record, s in zip(self.records, chosen, strict=True)
+        )
+        collectives = self._collectives(chosen, specs)
+        compute = [0.0, 0.0]
+        for strategy, late in zip(chosen, self.problem.in_update, strict=True):
+            compute[late] += strategy.compute_s
+        return MeshSharding(
+            specs, equations, (compute[0], compute[1]), collectives, solution.optimal, solution.gap
+        )  # fmt: skip
+
+    def _collectives(
+        self, chosen: Sequence[Strategy], specs: Mapping[Var, Spec]
+    ) -> tuple[tuple[Collective, int, bool], ...]:
+        out: list[tuple[Collective, int, bool]] = []
+        problem = self.problem
+        for eqn, times, late, strategy in zip(problem.eqns, problem.times, problem.in_update, chosen, strict=True):
+            for k, var in enumerate(eqn.invars):
+                if not is_literal(var):
+                    steps = reshard_steps(specs[var], strategy.operands[k], bytes_of(var), self.mesh)
+                    out.extend((step, times, late) for step in steps)
+            out.extend((c, times, late) for c in strategy.collectives)
+        for source, target in problem.aliases:
+            steps = reshard_steps(specs[target], specs[source], bytes_of(target), self.mesh)
+            out.extend((step, 1, True) for step in steps)
+        return tuple(out)
+
+
+def _makes_array(eqn: JaxprEqn) -> bool:
+    return any(math.prod(shape_of(v)) > 1 for v in eqn.outvars)
+
+
+def _widens(eqn: JaxprEqn, factors: Factors) -> bool:
+    """Whether the results have dimensions that no operand has, as a broadcast; these may be split freely."""
+    read = {f for dims in factors.operands for dim in dims for f in dim}
+    return any(f not in read and factors.sizes[f] > 1 and f not in factors.blocked
+               for dims in factors.results for dim in dims for f in dim)  # fmt: skip
+
+
+def _is_elementwise(eqn: JaxprEqn, factors: Factors) -> bool:
+    result = factors.results[0] if len(factors.results) == 1 else None
+    return result is not None and all(not dims or dims == result for dims in factors.operands)

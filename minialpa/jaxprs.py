@@ -1,0 +1,257 @@
+"""The only module that touches how jax represents programs: flat equations in, flat equations out.
+
+`flatten_calls` turns a closed jaxpr into a list of equations without jit, custom_jvp, custom_vjp, remat or closed_call
+around them. `eval_equation` runs one equation again. Everything is on `jax.extend.core`, but for `name_stack` and `ctx`
+of an equation, which have no public accessor.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+Atom = Any  # Var | Literal
+
+#: Primitives that only wrap other equations, and the parameter that holds them.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+_JITS = ("jit", "pjit", "closed_call", "core_call")
+_REMATS = ("remat2", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class FlatJaxpr:
+    """A program as a flat list of equations. `consts` are the values of `constvars`, arrays captured by closure.
+
+    Every variable is defined once; `scopes[i]` is the name scope that equation `i` was traced in, as text.
+    """
+
+    constvars: tuple[Var, ...]
+    consts: tuple[Any, ...]
+    invars: tuple[Var, ...]
+    eqns: tuple[JaxprEqn, ...]
+    scopes: tuple[str, ...]
+    outvars: tuple[Atom, ...]
+
+
+def is_literal(atom: Atom) -> bool:
+    return isinstance(atom, Literal)
+
+
+def fresh_var(aval: Any) -> Var:
+    return Var(aval)
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def dtype_name(atom: Atom) -> str:
+    return str(getattr(atom.aval, "dtype", "token"))
+
+
+def aval_bytes(aval: Any) -> int:
+    """Bytes of an array of this aval; typed PRNG keys count as 16 bytes each."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return 0
+    itemsize = 16 if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
+    return math.prod(aval.shape) * itemsize
+
+
+def bytes_of(atom: Atom) -> int:
+    return aval_bytes(atom.aval)
+
+
+def is_inexact(atom: Atom) -> bool:
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def sub_jaxprs(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """Jaxprs that the equation carries in its parameters (bodies of scan, while, cond)."""
+    return tuple(jex.jaxprs_in_params(eqn.params))
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """`file:line` of the user's code that made this equation, as good as jax knows it."""
+    try:
+        from jax._src import source_info_util
+
+        return str(source_info_util.summarize(eqn.source_info))
+    except Exception:  # the summary is a courtesy in error messages; its absence must not replace the error
+        return "unknown source line"
+
+
+def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[FlatJaxpr, Any]:
+    """Trace `fun` on abstract or concrete arguments. Returns the flat program and the pytree of output shapes."""
+    closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return flatten_calls(closed.jaxpr, tuple(closed.consts)), out_shape
+
+
+def flatten_calls(jaxpr: Jaxpr, consts: Sequence[Any], *, only_jit: bool = False) -> FlatJaxpr:
+    """Inline call-like equations, with fresh variables for each. `only_jit` keeps custom derivatives and remat whole.
+
+    Rematerialisation stays meaningful after inlining: the inputs of a recomputed block pass through an
+    `optimization_barrier`, so that XLA does not merge it with the forward computation.
+    """
+    flattener = _Flattener(_JITS if only_jit else tuple(_CALLS))
+    env: dict[Var, Atom] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
+    flattener.run(jaxpr.eqns, env, "")
+    outvars = tuple(flattener.read(env, v) for v in jaxpr.outvars)
+    return FlatJaxpr(
+        (*jaxpr.constvars, *flattener.constvars),
+        (*consts, *flattener.consts),
+        tuple(jaxpr.invars),
+        tuple(flattener.eqns),
+        tuple(flattener.scopes),
+        outvars,
+    )
+
+
+class _Flattener:
+    """Collects equations; consts of inner closed jaxprs become further constvars."""
+
+    def __init__(self, calls: Sequence[str]) -> None:
+        self.calls = calls
+        self.eqns: list[JaxprEqn] = []
+        self.scopes: list[str] = []
+        self.constvars: list[Var] = []
+        self.consts: list[Any] = []
+
+    @staticmethod
+    def read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
+        return atom if is_literal(atom) else env[atom]
+
+    def run(self, eqns: Iterable[JaxprEqn], env: dict[Var, Atom], scope: str) -> None:
+        for eqn in eqns:
+            own = f"{scope}/{eqn.source_info.name_stack}"
+            if eqn.primitive.name in self.calls:
+                self._inline(eqn, env, own)
+            else:
+                self.emit(eqn, env, own)
+
+    def emit(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
+        outvars = [fresh_var(v.aval) for v in eqn.outvars]
+        self.eqns.append(eqn.replace(invars=[self.read(env, v) for v in eqn.invars], outvars=outvars))
+        self.scopes.append(scope)
+        env.update(zip(eqn.outvars, outvars))
+
+    def _inline(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
+        inner = eqn.params[_CALLS[eqn.primitive.name]]
+        consts = tuple(getattr(inner, "consts", ()))
+        body = getattr(inner, "jaxpr", inner)
+        args = [self.read(env, v) for v in eqn.invars]
+        if eqn.primitive.name in _REMATS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+            args = self._barrier(args, scope)
+        inner_env: dict[Var, Atom] = dict(zip(body.invars, args, strict=True))
+        for var, value in zip(body.constvars, consts, strict=True):
+            inner_env[var] = self._const(var, value)
+        self.run(body.eqns, inner_env, scope)
+        env.update((v, self.read(inner_env, o)) for v, o in zip(eqn.outvars, body.outvars, strict=True))
+
+    def _const(self, var: Var, value: Any) -> Var:
+        new = fresh_var(var.aval)
+        self.constvars.append(new)
+        self.consts.append(value)
+        return new
+
+    def _barrier(self, args: list[Atom], scope: str) -> list[Atom]:
+        variables = [v for v in args if not is_literal(v)]
+        if not variables:
+            return args
+        barrier = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(
+            *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+        )
+        env: dict[Var, Atom] = dict(zip(barrier.jaxpr.invars, variables, strict=True))
+        self.run(barrier.jaxpr.eqns, env, scope)
+        held = iter([self.read(env, v) for v in barrier.jaxpr.outvars])
+        return [v if is_literal(v) else next(held) for v in args]
+
+
+def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
+    """Bind the equation's primitive again on new arguments."""
+    bind_params = eqn.primitive.get_bind_params(dict(eqn.params) if params is None else dict(params))
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*args, **bind_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def eval_flat(flat: FlatJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Run a flat program on values or tracers."""
+    env: dict[Var, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
+    env.update(zip(flat.invars, args, strict=True))
+    for eqn in flat.eqns:
+        out = eval_equation(eqn, [v.val if is_literal(v) else env[v] for v in eqn.invars])
+        env.update(zip(eqn.outvars, out, strict=True))
+    return [v.val if is_literal(v) else env[v] for v in flat.outvars]
+
+
+def rebuild(eqn: JaxprEqn, invars: Sequence[Atom], params: Mapping[str, Any] | None = None) -> JaxprEqn:
+    """The same primitive on other operands, with fresh result variables of the shapes that follow."""
+    new_params = dict(eqn.params) if params is None else dict(params)
+    out: Any
+    with eqn.ctx.manager:
+        out, _ = eqn.primitive.abstract_eval(*[v.aval for v in invars], **new_params)
+    avals = list(out) if eqn.primitive.multiple_results else [out]
+    return eqn.replace(invars=list(invars), outvars=[fresh_var(a) for a in avals], params=new_params)
+
+
+def equations_for(fun: Callable[..., Any], *operands: Atom) -> tuple[list[JaxprEqn], list[Atom]]:
+    """Equations that compute `fun` on existing atoms, and the atoms of its results."""
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    flat, _ = trace_flat(fun, *structs)
+    env: dict[Var, Atom] = dict(zip(flat.invars, operands, strict=True))
+    assert not flat.constvars, flat.constvars
+    eqns = []
+    for eqn in flat.eqns:
+        eqns.append(eqn.replace(invars=[v if is_literal(v) else env.get(v, v) for v in eqn.invars]))
+    return eqns, [v if is_literal(v) else env.get(v, v) for v in flat.outvars]
+
+
+def live_equations(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[bool]:
+    """Which equations are needed for `outputs`; equations with side effects always are."""
+    needed = {v for v in outputs if not is_literal(v)}
+    keep = [False] * len(eqns)
+    for i in range(len(eqns) - 1, -1, -1):
+        if eqns[i].effects or any(v in needed for v in eqns[i].outvars):
+            keep[i] = True
+            needed.update(v for v in eqns[i].invars if not is_literal(v))
+    return keep
+
+
+_TAG = re.compile(r"minialpa\.(\d+)\.(\d+)\.(\d+)")
+
+
+def tag_scope(call: int, layer: int, index: int) -> str:
+    """Name scope for forward equation `index`, in `layer`, of the `call`-th gradient of a step."""
+    return f"minialpa.{call}.{layer}.{index}"
+
+
+def read_tag(scope: str) -> tuple[int, int, int] | None:
+    """(call, layer, index) of the innermost tag of a scope. Autodiff keeps the scope, so backward equations have it."""
+    found = _TAG.findall(scope)
+    return (int(found[-1][0]), int(found[-1][1]), int(found[-1][2])) if found else None
+
+
+def is_transposed(scope: str) -> bool:
+    """Whether autodiff made this equation in the backward pass."""
+    return "transpose(" in scope

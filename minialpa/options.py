@@ -1,0 +1,108 @@
+"""Options of planning, as the user gives them. Field names follow Alpa's where the meaning is the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class AutoShardingOption:
+    """How the operators of one stage may be sharded.
+
+    enable_auto_sharding: False keeps everything replicated.
+    allow_all_gather, allow_all_to_all: whether a value may be resharded by that collective.
+    allow_replicated_parameters: False asks for a sharded spec of every parameter that has one.
+    force_data_parallel: split the examples over all devices and nothing else.
+    force_batch_dim_to_mesh_dim: mesh axis that splits the examples, wherever there are examples.
+    force_zero_stage_3: with data parallelism, store parameters sharded too.
+    prefer_reduce_scatter: reduce-scatter gradients and shard the optimizer state (ZeRO-2 under data parallelism).
+    memory_limit_bytes: bytes per device for parameters and optimizer state; None takes the device's memory.
+    solver_time_limit_s: seconds for the solver of one stage.
+    """
+
+    enable_auto_sharding: bool = True
+    allow_all_gather: bool = True
+    allow_all_to_all: bool = True
+    allow_replicated_parameters: bool = True
+    force_data_parallel: bool = False
+    force_batch_dim_to_mesh_dim: int | None = None
+    force_zero_stage_3: bool = False
+    prefer_reduce_scatter: bool = False
+    memory_limit_bytes: float | None = None
+    solver_time_limit_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ManualLayerOption:
+    """Layers end at `mark_pipeline_boundary()`. `remat_layer` recomputes each layer's activations in its backward pass."""
+
+    remat_layer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AutoLayerOption:
+    """Cluster the forward equations into `layer_num` layers of about equal work with few bytes between them.
+
+    eps: a layer may do up to (1 + eps) of its equal share of the floating point operations.
+    """
+
+    layer_num: int
+    eps: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class AutoStageOption:
+    """Search stages, submeshes and their logical shapes.
+
+    submesh_physical_shape_space: `power_of_two` device counts within a host, or `all` counts; whole hosts beyond that.
+    submesh_logical_shape_space: `all` factorisations of a submesh, `same_as_physical`, `data_parallel_only` (n, 1) or
+        `model_parallel_only` (1, n).
+    """
+
+    submesh_physical_shape_space: Literal["power_of_two", "all"] = "power_of_two"
+    submesh_logical_shape_space: Literal[
+        "all", "same_as_physical", "data_parallel_only", "model_parallel_only"
+    ] = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class ManualStageOption:
+    """Stages given by hand: the layers of each, its (hosts, devices per host), its logical shape, and options.
+
+    submesh_autosharding_option_dicts: for each stage, fields of `AutoShardingOption` that differ from the default.
+    """
+
+    forward_stage_layer_ids: Sequence[Sequence[int]]
+    submesh_physical_shapes: Sequence[tuple[int, int]]
+    submesh_logical_shapes: Sequence[tuple[int, ...]]
+    submesh_autosharding_option_dicts: Sequence[dict[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class UniformStageOption:
+    """Equal stages: `num_stages` (default: one for each layer that has devices), each on the same submesh."""
+
+    num_stages: int | None = None
+    submesh_physical_shape: tuple[int, int] | None = None
+    submesh_logical_shape: tuple[int, ...] | None = None
+    submesh_autosharding_option: AutoShardingOption | None = None
+
+
+LayerOption = ManualLayerOption | AutoLayerOption
+StageOption = AutoStageOption | ManualStageOption | UniformStageOption
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Everything that a method asks of the planner.
+
+    layers, stages: None for a step without pipeline. logical_shape: the mesh shape of such a step; None for 1-D.
+    """
+
+    n_micro_batches: int = 1
+    schedule: str = "1f1b"
+    layers: LayerOption | None = None
+    stages: StageOption | None = None
+    sharding: AutoShardingOption = field(default_factory=AutoShardingOption)
+    logical_shape: tuple[int, ...] | None = None

@@ -1,0 +1,275 @@
+"""Plans: everything that was decided about one step, as a value that prints, saves and loads.
+
+A plan holds no jaxpr. Its variables and equations are numbered in the order in which tracing the same step for the same
+shapes yields them; `fingerprint` tells whether a step is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from minialpa.cluster import ClusterSpec
+from minialpa.errors import VerifyError
+from minialpa.sharding import Spec
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSpec:
+    """Where one argument or result lives: shape, dtype, meshes, and its sharding on each of them."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    mesh_ids: tuple[int, ...]
+    partition_specs: tuple[PartitionSpec, ...]
+
+    def __str__(self) -> str:
+        where = ", ".join(f"mesh {m}: {spec}" for m, spec in zip(self.mesh_ids, self.partition_specs, strict=True))
+        return f"{self.path} {self.dtype}{list(self.shape)}: {where or 'not used'}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedValue:
+    """A `PlacementSpec` in the form that a plan keeps: specs instead of PartitionSpecs."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    mesh_ids: tuple[int, ...]
+    specs: tuple[Spec, ...]
+
+    def placement(self) -> PlacementSpec:
+        specs = tuple(spec.partition_spec() for spec in self.specs)
+        return PlacementSpec(self.path, self.shape, self.dtype, self.mesh_ids, specs)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCollective:
+    """One kind of collective of a stage: the bytes of each (see `cost.Collective`), and how often a step runs it."""
+
+    kind: str
+    n_bytes: float
+    axes: tuple[int, ...]
+    stage: int
+    times_per_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOperator:
+    """A matrix product or convolution and its shardings: result first, operands after it."""
+
+    name: str
+    layer: int | None
+    shape: tuple[int, ...]
+    result: Spec
+    operands: tuple[Spec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One pipeline stage.
+
+    first_device: number of its first device in the cluster. input_specs: specs of the inputs of the mesh in order;
+    equation_specs: for each equation of the mesh the specs of operands and results, and whether it is constrained.
+    compute_s, communication_s: seconds of one micro-batch, forward and backward; update_s: seconds once per step.
+    fixed_bytes, in_flight_bytes: bytes per device for state and gradients, and for each micro-batch in flight.
+    """
+
+    layers: tuple[int, ...]
+    submesh: tuple[int, int]
+    first_device: int
+    logical_shape: tuple[int, ...]
+    input_specs: tuple[Spec, ...]
+    equation_specs: tuple[tuple[tuple[Spec, ...], tuple[Spec, ...], bool], ...]
+    operators: tuple[PlannedOperator, ...]
+    compute_s: float
+    communication_s: float
+    update_s: float
+    fixed_bytes: float
+    in_flight_bytes: float
+    peak_bytes: float
+    optimal: bool
+
+    @property
+    def n_devices(self) -> int:
+        return self.submesh[0] * self.submesh[1]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCost:
+    """Predicted seconds of a step, and where they go; bytes per device of each stage at its peak."""
+
+    total_s: float
+    compute_s: float
+    communication_s: float
+    bubble_s: float
+    update_s: float
+    peak_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole plan of one step on one cluster. Equal inputs give equal plans and equal JSON.
+
+    layer_of_group: layer of each forward equation group, in order; empty without a pipeline.
+    """
+
+    fingerprint: str
+    cluster: ClusterSpec
+    n_micro_batches: int
+    schedule: str
+    layer_of_group: tuple[int, ...]
+    stages: tuple[StagePlan, ...]
+    inputs: tuple[PlacedValue, ...]
+    outputs: tuple[PlacedValue, ...]
+    collectives: tuple[PlannedCollective, ...]
+    cost: PlanCost
+
+    @property
+    def input_specs(self) -> tuple[PlacementSpec, ...]:
+        """Placement of each argument leaf, in the order of `jax.tree.leaves`."""
+        return tuple(value.placement() for value in self.inputs)
+
+    @property
+    def output_specs(self) -> tuple[PlacementSpec, ...]:
+        """Placement of each result leaf."""
+        return tuple(value.placement() for value in self.outputs)
+
+    def stage_of_group(self) -> tuple[int, ...]:
+        """Stage of each forward equation group."""
+        stage_of_layer = {layer: k for k, stage in enumerate(self.stages) for layer in stage.layers}
+        return tuple(stage_of_layer[layer] for layer in self.layer_of_group)
+
+    def summary(self) -> str:
+        """The plan as a text of a few lines for each stage."""
+        lines = [
+            f"Plan for {self.cluster.num_hosts} x {self.cluster.devices_per_host} {self.cluster.device.name} devices: "
+            f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}, {self.n_micro_batches} micro-batches"
+            + (f", schedule {self.schedule}" if len(self.stages) > 1 else ""),
+            f"Predicted {_seconds(self.cost.total_s)} per step: compute {_seconds(self.cost.compute_s)}, communication "
+            f"{_seconds(self.cost.communication_s)}, bubble {_seconds(self.cost.bubble_s)}, "
+            f"update {_seconds(self.cost.update_s)}",
+        ]
+        for k, stage in enumerate(self.stages):
+            lines.append(
+                f"Stage {k}: layers {_range(stage.layers)}, submesh {stage.submesh[0]}x{stage.submesh[1]} (device "
+                f"{stage.first_device} on), logical shape {stage.logical_shape}, {_seconds(stage.compute_s)} compute + "
+                f"{_seconds(stage.communication_s)} communication per micro-batch, "
+                f"{_bytes(stage.peak_bytes)} per device"
+            )
+            lines.extend(f"  {line}" for line in _operator_lines(stage.operators))
+            for c in (c for c in self.collectives if c.stage == k):
+                lines.append(f"  {c.kind} over axes {c.axes}: {_bytes(c.n_bytes)}, {c.times_per_step} per step")
+        return "\n".join(lines)
+
+    def explain(self, what: str) -> str:
+        """Placement of the arguments and results whose path contains `what`, and the operators of that name."""
+        lines = [str(v) for v in (*self.input_specs, *self.output_specs) if what in v.path]
+        for k, stage in enumerate(self.stages):
+            lines.extend(f"stage {k}: {line}" for line in _operator_lines(stage.operators) if what in line)
+        return "\n".join(lines) or f"Nothing in the plan is called `{what}`."
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, "plan": _encode(self)}, sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan that `to_json` wrote. Raises VerifyError if the text is not one, or of another version."""
+        try:
+            data = json.loads(text)
+            if data["version"] != VERSION:
+                raise VerifyError(f"The plan has version {data['version']}; this minialpa reads version {VERSION}.")
+            return _decode_plan(data["plan"])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise VerifyError(f"Not a plan ({error!r}). Write one with `Plan.save`.") from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        return Plan.from_json(Path(path).read_text())
+
+
+def _operator_lines(operators: tuple[PlannedOperator, ...]) -> list[str]:
+    """Operators of each layer; runs of equal lines are counted."""
+    counts: dict[str, int] = {}
+    for op in operators:
+        layer = "update" if op.layer is None else f"layer {op.layer}"
+        text = f"{layer}: {op.name} {list(op.shape)} {op.result} = " + " x ".join(map(str, op.operands))
+        counts[text] = counts.get(text, 0) + 1
+    return [text if n == 1 else f"{text}  ({n} times)" for text, n in counts.items()]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    raise AssertionError(value)
+
+
+def _range(layers: tuple[int, ...]) -> str:
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}" if layers else "all"
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Spec):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_encode(v) for v in value]
+    return value
+
+
+def _specs(texts: list[str]) -> tuple[Spec, ...]:
+    return tuple(Spec.parse(text) for text in texts)
+
+
+def _decode_value(data: dict[str, Any]) -> PlacedValue:
+    specs, shape, meshes = _specs(data["specs"]), tuple(data["shape"]), tuple(data["mesh_ids"])
+    return PlacedValue(data["path"], shape, data["dtype"], meshes, specs)
+
+
+def _decode_operator(data: dict[str, Any]) -> PlannedOperator:
+    result, operands = Spec.parse(data["result"]), _specs(data["operands"])
+    return PlannedOperator(data["name"], data["layer"], tuple(data["shape"]), result, operands)
+
+
+def _decode_stage(data: dict[str, Any]) -> StagePlan:
+    fields = dict(data)
+    fields["layers"], fields["logical_shape"] = tuple(data["layers"]), tuple(data["logical_shape"])
+    fields["submesh"] = (data["submesh"][0], data["submesh"][1])
+    fields["input_specs"] = _specs(data["input_specs"])
+    fields["equation_specs"] = tuple((_specs(a), _specs(b), bool(c)) for a, b, c in data["equation_specs"])
+    fields["operators"] = tuple(_decode_operator(op) for op in data["operators"])
+    return StagePlan(**fields)
+
+
+def _decode_plan(data: dict[str, Any]) -> Plan:
+    collectives = tuple(PlannedCollective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"])
+    return Plan(
+        data["fingerprint"],
+        ClusterSpec.from_dict(data["cluster"]),
+        data["n_micro_batches"],
+        data["schedule"],
+        tuple(data["layer_of_group"]),
+        tuple(_decode_stage(stage) for stage in data["stages"]),
+        tuple(_decode_value(v) for v in data["inputs"]),
+        tuple(_decode_value(v) for v in data["outputs"]),
+        collectives,
+        PlanCost(**{**data["cost"], "peak_bytes": tuple(data["cost"]["peak_bytes"])}),
+    )

@@ -1,0 +1,183 @@
+"""Programs: what a plan does, as a static list of instructions over numbered buffers.
+
+A program knows meshes by number and nothing of why. Its functions are pure jax functions with specs for their inputs
+and outputs; a runtime compiles them for real devices. Instructions of all meshes stand in one order that respects every
+dependency, so a single reader can issue them one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import jax
+from jax.sharding import PartitionSpec
+
+from minialpa.errors import VerifyError
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Devices `first_device`, ... of the cluster, in row-major order of the logical shape."""
+
+    first_device: int
+    logical_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Function:
+    """A function that runs on one mesh. `donated` lists inputs whose buffers its outputs may take over."""
+
+    name: str
+    mesh: int
+    fun: Callable[..., Any]
+    in_avals: tuple[jax.ShapeDtypeStruct, ...]
+    in_specs: tuple[PartitionSpec, ...]
+    out_avals: tuple[jax.ShapeDtypeStruct, ...]
+    out_specs: tuple[PartitionSpec, ...]
+    donated: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """outputs = functions[function](*inputs)."""
+
+    function: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """totals = functions[function](*totals, *values), in place."""
+
+    function: int
+    totals: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """target = source, laid out on `mesh` by `spec`."""
+
+    source: int
+    target: int
+    mesh: int
+    spec: PartitionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """These buffers are not read again."""
+
+    buffers: tuple[int, ...]
+
+
+Instruction = Run | Accumulate | Transfer | Free
+
+
+@dataclass(frozen=True, slots=True)
+class InputSlot:
+    """A buffer that a call fills: argument leaf `leaf`, or `rows` (start, stop, dimension) of it, laid out on a mesh."""
+
+    buffer: int
+    leaf: int
+    rows: tuple[int, int, int] | None
+    mesh: int
+    spec: PartitionSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConstantSlot:
+    """A buffer that holds `value` from the start, for every call."""
+
+    buffer: int
+    value: Any
+    mesh: int
+    spec: PartitionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSlot:
+    """A result: the buffers that hold it, one for each mesh, each laid out as the plan says."""
+
+    buffers: tuple[int, ...]
+    meshes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """Instructions with their functions, inputs and outputs. `donated_leaves` are argument leaves that a call uses up."""
+
+    meshes: tuple[MeshShape, ...]
+    functions: tuple[Function, ...]
+    inputs: tuple[InputSlot, ...]
+    constants: tuple[ConstantSlot, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[OutputSlot, ...]
+    donated_leaves: frozenset[int]
+    n_buffers: int
+
+
+def reads(instruction: Instruction) -> tuple[int, ...]:
+    match instruction:
+        case Run():
+            return instruction.inputs
+        case Accumulate():
+            return (*instruction.totals, *instruction.values)
+        case Transfer():
+            return (instruction.source,)
+        case Free():
+            return ()
+
+
+def writes(instruction: Instruction) -> tuple[int, ...]:
+    match instruction:
+        case Run():
+            return instruction.outputs
+        case Accumulate():
+            return instruction.totals
+        case Transfer():
+            return (instruction.target,)
+        case Free():
+            return ()
+
+
+def verify_program(program: Program) -> None:
+    """Raise VerifyError unless
+
+    * every buffer is written before it is read, and not read after it was freed or donated;
+    * every buffer is freed at most once, and only after it was written;
+    * every result is in a live buffer at the end;
+    * the number of inputs and outputs of every run is that of its function.
+    """
+    live = {slot.buffer for slot in (*program.inputs, *program.constants)}
+    for i, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Free):
+            gone = [b for b in instruction.buffers if b not in live]
+            if gone:
+                raise VerifyError(f"Instruction {i} frees buffers {gone}, which hold nothing.")
+            live.difference_update(instruction.buffers)
+            continue
+        missing = [b for b in reads(instruction) if b not in live]
+        if missing:
+            raise VerifyError(f"Instruction {i} ({instruction}) reads buffers {missing}, which hold nothing.")
+        if isinstance(instruction, Run):
+            function = program.functions[instruction.function]
+            if len(instruction.inputs) != len(function.in_avals) or len(instruction.outputs) != len(function.out_specs):
+                raise VerifyError(f"Instruction {i} calls `{function.name}` with a wrong number of buffers.")
+        live.update(writes(instruction))
+        _check_donated(program, i, instruction)
+    lost = [b for slot in program.outputs for b in slot.buffers if b not in live]
+    if lost:
+        raise VerifyError(f"Result buffers {lost} hold nothing at the end.")
+
+
+def _check_donated(program: Program, i: int, instruction: Instruction) -> None:
+    """A donated buffer must be freed right after its run."""
+    if not isinstance(instruction, Run):
+        return
+    donated = {instruction.inputs[k] for k in program.functions[instruction.function].donated}
+    behind = program.instructions[i + 1] if i + 1 < len(program.instructions) else None
+    if donated and not (isinstance(behind, Free) and donated <= set(behind.buffers)):
+        raise VerifyError(f"Instruction {i} donates buffers {sorted(donated)}, which are not freed behind it.")

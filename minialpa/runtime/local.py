@@ -1,0 +1,173 @@
+"""The local runtime: a program and this process's devices in, an executable that runs it out.
+
+Each mesh is a `jax.sharding.Mesh` over some of the devices. Instructions are issued in order; jax runs them
+asynchronously, so meshes that do not wait for each other's data work at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from minialpa.errors import ShardingError, WorkerError
+from minialpa.program import Accumulate, Free, Function, InputSlot, Instruction, Program, Run, Transfer
+from minialpa.sharding import AXIS_NAMES
+
+
+def make_meshes(program: Program, devices: Sequence[jax.Device]) -> list[Mesh]:
+    """A jax mesh for each mesh of the program. Raises ShardingError if there are too few devices."""
+    meshes = []
+    for shape in program.meshes:
+        n = int(np.prod(shape.logical_shape))
+        if shape.first_device + n > len(devices):
+            raise ShardingError(
+                f"The plan needs devices {shape.first_device} to {shape.first_device + n - 1} and there are "
+                f"{len(devices)}. Give it more devices or plan for fewer."
+            )
+        grid = np.array(devices[shape.first_device : shape.first_device + n]).reshape(shape.logical_shape)
+        names = AXIS_NAMES[: grid.ndim]
+        meshes.append(Mesh(grid, names, axis_types=(AxisType.Auto,) * grid.ndim))
+    return meshes
+
+
+class LocalExecutable:
+    """A program compiled for local devices. Owns the constants; arguments and results belong to the caller."""
+
+    def __init__(self, program: Program, devices: Sequence[jax.Device]) -> None:
+        self.program = program
+        self.meshes = make_meshes(program, devices)
+        self.compiled = _compile_all(program.functions, self.meshes)
+        self._input_shardings = [NamedSharding(self.meshes[s.mesh], s.spec) for s in program.inputs]
+        self._transfers = {
+            id(i): NamedSharding(self.meshes[i.mesh], i.spec) for i in program.instructions if isinstance(i, Transfer)
+        }
+        self._initial: list[Any] = [None] * program.n_buffers
+        for slot in program.constants:
+            sharding = NamedSharding(self.meshes[slot.mesh], slot.spec)
+            self._initial[slot.buffer] = jax.device_put(slot.value, sharding)
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """Run the program on argument leaves; returns one array for each result, on the result's first mesh."""
+        buffers = list(self._initial)
+        placed = self._place(leaves)
+        for slot, array in zip(self.program.inputs, placed, strict=True):
+            buffers[slot.buffer] = array
+        del placed
+        for i, instruction in enumerate(self.program.instructions):
+            try:
+                self._issue(instruction, buffers)
+            except Exception as error:
+                raise self._failure(i, instruction, error) from error
+        return [buffers[slot.buffers[0]] for slot in self.program.outputs]
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Argument leaves laid out as the program wants them, where it reads a leaf whole on one mesh."""
+        out = list(leaves)
+        for slot, sharding in zip(self.program.inputs, self._input_shardings, strict=True):
+            if slot.rows is None and out[slot.leaf] is leaves[slot.leaf]:
+                out[slot.leaf] = jax.device_put(leaves[slot.leaf], sharding)
+        return out
+
+    def _place(self, leaves: Sequence[Any]) -> list[Any]:
+        """The array of each input slot. Leaves that already lie right are used as they are."""
+        out: list[Any] = []
+        missing: list[int] = []
+        seen: set[int] = set()
+        for i, (slot, sharding) in enumerate(zip(self.program.inputs, self._input_shardings, strict=True)):
+            leaf = leaves[slot.leaf]
+            value = leaf if slot.rows is None else _rows(leaf, slot)
+            if not _lies(value, sharding):
+                missing.append(i)
+            elif slot.leaf in self.program.donated_leaves:
+                # One array passed for two donated arguments: only one of them can take over its buffer.
+                value = value.copy() if id(value) in seen else value
+                seen.add(id(value))
+            out.append(value)
+        if missing:
+            shardings = [self._input_shardings[i] for i in missing]
+            for i, array in zip(missing, jax.device_put([out[i] for i in missing], shardings), strict=True):
+                out[i] = self._owned(array, leaves[self.program.inputs[i].leaf], self.program.inputs[i])
+        return out
+
+    def _owned(self, array: Any, leaf: Any, slot: InputSlot) -> Any:
+        """`array`, not sharing memory with the caller's `leaf` if the program would donate it.
+
+        `device_put` may keep the leaf's own buffer for the device where it already lies; donating that one would
+        destroy an array that the caller has not given in this layout.
+        """
+        if slot.leaf not in self.program.donated_leaves or not isinstance(leaf, jax.Array):
+            return array
+        return array.copy() if _shares_buffer(array, leaf) else array
+
+    def _issue(self, instruction: Instruction, buffers: list[Any]) -> None:
+        match instruction:
+            case Run(function, inputs, outputs):
+                for b, array in zip(outputs, self.compiled[function](*[buffers[b] for b in inputs]), strict=True):
+                    buffers[b] = array
+            case Accumulate(function, totals, values):
+                args = [buffers[b] for b in (*totals, *values)]
+                for b, array in zip(totals, self.compiled[function](*args), strict=True):
+                    buffers[b] = array
+            case Transfer(source, target):
+                buffers[target] = jax.device_put(buffers[source], self._transfers[id(instruction)])
+            case Free(freed):
+                for b in freed:
+                    buffers[b] = None
+
+    def _failure(self, i: int, instruction: Instruction, error: Exception) -> WorkerError:
+        name = type(instruction).__name__
+        if isinstance(instruction, Run | Accumulate):
+            name += f" `{self.program.functions[instruction.function].name}`"
+        recent = ", ".join(type(x).__name__ for x in self.program.instructions[max(0, i - 4) : i])
+        return WorkerError(
+            f"Instruction {i} ({name}) failed: {error}\nInstructions before it: {recent or 'none'}. If an argument was "
+            "donated to an earlier call, pass that call's result instead."
+        )
+
+
+def _rows(leaf: Any, slot: InputSlot) -> Any:
+    assert slot.rows is not None
+    start, stop, dim = slot.rows
+    index = (slice(None),) * dim + (slice(start, stop),)
+    return leaf[index] if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)[index]
+
+
+def _lies(value: Any, sharding: NamedSharding) -> bool:
+    if not isinstance(value, jax.Array):
+        return False
+    own = value.sharding
+    return own is sharding or own == sharding or (
+        len(own.device_set) == len(sharding.device_set) == 1
+        and own.device_set == sharding.device_set
+    )  # fmt: skip
+
+
+def _shares_buffer(array: jax.Array, leaf: jax.Array) -> bool:
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        return True
+    mine = {s.data.unsafe_buffer_pointer() for s in array.addressable_shards}
+    return any(s.data.unsafe_buffer_pointer() in mine for s in leaf.addressable_shards)
+
+
+def _compile_all(functions: Sequence[Function], meshes: Sequence[Mesh]) -> list[Any]:
+    """Compile each function for its mesh. Lowering holds the interpreter lock, compiling does not."""
+
+    def lower(function: Function) -> Any:
+        mesh = meshes[function.mesh]
+        jitted = jax.jit(
+            function.fun,
+            in_shardings=tuple(NamedSharding(mesh, spec) for spec in function.in_specs),
+            out_shardings=tuple(NamedSharding(mesh, spec) for spec in function.out_specs),
+            donate_argnums=function.donated,
+            keep_unused=True,
+        )
+        return jitted.lower(*function.in_avals)
+
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        pending = [pool.submit(lowered.compile) for lowered in map(lower, functions)]
+        return [future.result() for future in pending]

@@ -1,0 +1,287 @@
+"""Tracing: a Python step and the shapes of its arguments in, a flat program with its marks read out.
+
+Nothing here needs a device. The result, `TracedStep`, is the one description of the step that planning works on: the
+full-batch program, where each equation came from, which inputs are split over micro-batches, which are donated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Literal, Sequence
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.errors import TraceError
+from minialpa.gradients import boundary_p, gradient_p, tracing_step
+from minialpa.jaxprs import (
+    FlatJaxpr,
+    is_literal,
+    is_transposed,
+    live_equations,
+    read_tag,
+    shape_of,
+    trace_flat,
+)
+
+Direction = Literal["forward", "backward", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an equation came from.
+
+    group: number of the forward equation that it is, or whose derivative it is; None where autodiff left no trace.
+    layer: number of pipeline boundaries passed before that forward equation.
+    """
+
+    direction: Direction
+    group: int | None
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """A training step as a flat program on full-batch shapes.
+
+    flat: the program; its invars are the dynamic argument leaves in order.
+    origins: for each equation, where it came from.
+    in_paths, out_paths: names of the argument and result leaves for messages, such as `state.params['w']`.
+    batch_dims: for each invar, the dimension that holds the examples, or None.
+    batch_size: number of examples, or None when no argument is a batch.
+    aliases: for each outvar the invar that it replaces when that argument is donated, or None.
+    gradients: the marked gradients, as variables of the program.
+    out_tree: pytree of the results.
+    """
+
+    flat: FlatJaxpr
+    origins: tuple[Origin, ...]
+    in_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    batch_dims: tuple[int | None, ...]
+    batch_size: int | None
+    aliases: tuple[int | None, ...]
+    gradients: tuple[Var, ...]
+    n_boundaries: int
+    out_tree: Any
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of primitives, shapes and dataflow: equal steps have equal fingerprints."""
+        numbers: dict[Var, int] = {}
+        digest = hashlib.sha256()
+
+        def name(atom: Any) -> str:
+            if is_literal(atom):
+                return f"{atom.val!r}"
+            return f"{numbers.setdefault(atom, len(numbers))}:{atom.aval.str_short()}"
+
+        for var in (*self.flat.constvars, *self.flat.invars):
+            digest.update(name(var).encode())
+        for eqn in self.flat.eqns:
+            parts = [eqn.primitive.name, *map(name, eqn.invars), *map(name, eqn.outvars)]
+            digest.update(" ".join(parts).encode())
+        digest.update(" ".join(map(name, self.flat.outvars)).encode())
+        digest.update(repr((self.batch_dims, self.aliases)).encode())
+        return digest.hexdigest()[:16]
+
+
+def trace_step(
+    fun: Callable[..., Any],
+    leaves: Sequence[Any],
+    in_paths: Sequence[str],
+    is_batch: Sequence[bool],
+    arg_of_leaf: Sequence[int],
+    donate: Sequence[int] | Literal["auto"],
+    state_like: Sequence[int] = (),
+) -> TracedStep:
+    """Trace `fun(*leaves)`, a function of flat leaves that returns a pytree.
+
+    is_batch, arg_of_leaf: for each leaf, whether its argument is a batch, and the number of its argument.
+    donate: numbers of donated arguments, or "auto" (see `_auto_donation`); state_like: arguments that "auto" donates
+        whenever the step returns a replacement of the same shapes.
+    Raises TraceError where a value is not an array or the step's Python code needs a traced value.
+    """
+    structs = [_abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True)]
+    batch_dims, batch_size = _batch_dims(structs, in_paths, is_batch)
+    try:
+        with tracing_step():
+            flat, out_shape = trace_flat(fun, *structs)
+    except jax.errors.JAXTypeError as error:
+        raise TraceError(
+            f"The step's Python code uses the value of a traced argument: {error}\n"
+            "Make that argument static with `static_argnums`, or use `jax.lax.cond`."
+        ) from error
+    flat, origins, gradients, n_boundaries = _read_marks(flat)
+    out_paths = tuple(
+        "result" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out_shape)
+    )
+    step = TracedStep(
+        flat, origins, tuple(in_paths), out_paths, batch_dims, batch_size,
+        (None,) * len(flat.outvars), gradients, n_boundaries, jax.tree.structure(out_shape),
+    )  # fmt: skip
+    return replace(step, aliases=_aliases(step, out_shape, arg_of_leaf, donate, state_like))
+
+
+def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        aval = jax.typeof(leaf)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    except TypeError as error:
+        raise TraceError(
+            f"Argument leaf `{path}` is a {type(leaf).__name__}, not an array. Pass arrays and numbers in pytrees, and "
+            "other values as whole arguments listed in `static_argnums`."
+        ) from error
+
+
+def _batch_dims(
+    structs: Sequence[jax.ShapeDtypeStruct], paths: Sequence[str], is_batch: Sequence[bool]
+) -> tuple[tuple[int | None, ...], int | None]:
+    """Dimension 0 of every array in a batch argument, except scalars and PRNG keys."""
+    dims: list[int | None] = []
+    sizes: dict[str, int] = {}
+    for struct, path, batch in zip(structs, paths, is_batch, strict=True):
+        is_raw_key = struct.dtype == np.uint32 and struct.shape == (2,)
+        if not batch or struct.ndim == 0 or is_raw_key or 0 in struct.shape[1:]:
+            dims.append(None)
+        else:
+            dims.append(0)
+            sizes[path] = struct.shape[0]
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"`{path}` {size}" for path, size in list(sizes.items())[:4])
+        raise TraceError(f"The leading dimensions of the batch differ: {listed}. Pass per-batch values of other shapes in an argument that is not in `batch_argnums`.")  # fmt: skip  # noqa: E501
+    return tuple(dims), next(iter(sizes.values()), None)
+
+
+def _read_marks(flat: FlatJaxpr) -> tuple[FlatJaxpr, tuple[Origin, ...], tuple[Var, ...], int]:
+    """Take the marks out of a program: returns it without them, origins, gradients, number of boundaries."""
+    env: dict[Var, Any] = {}
+    eqns: list[JaxprEqn] = []
+    scopes: list[str] = []
+    gradients: list[Var] = []
+    boundaries_before: list[int] = []
+    n_boundaries = 0
+    for eqn, scope in zip(flat.eqns, flat.scopes, strict=True):
+        args = [v if is_literal(v) else env.get(v, v) for v in eqn.invars]
+        if eqn.primitive is boundary_p:
+            n_boundaries += 1
+        elif eqn.primitive is gradient_p:
+            env.update(zip(eqn.outvars, args, strict=True))
+            gradients.extend(v for v in args if not is_literal(v))
+        else:
+            eqns.append(eqn.replace(invars=args))
+            scopes.append(scope)
+            boundaries_before.append(n_boundaries)
+    outvars = tuple(v if is_literal(v) else env.get(v, v) for v in flat.outvars)
+    keep = live_equations(eqns, outvars)
+    kept = [i for i, k in enumerate(keep) if k]
+    origins = _origins([eqns[i] for i in kept], [scopes[i] for i in kept], [boundaries_before[i] for i in kept])
+    stripped = replace(
+        flat, eqns=tuple(eqns[i] for i in kept), scopes=tuple(scopes[i] for i in kept), outvars=outvars
+    )
+    n_layers = max([n_boundaries, *(o.layer for o in origins)])
+    return stripped, origins, tuple(gradients), n_layers
+
+
+def _origins(
+    eqns: Sequence[JaxprEqn], scopes: Sequence[str], boundaries_before: Sequence[int]
+) -> tuple[Origin, ...]:
+    """Origin of each equation.
+
+    Without tags (plain `jax.grad`, or no gradient at all) each equation outside the backward pass is its own forward
+    group, unless it depends on the backward pass: then it belongs to the update.
+    """
+    groups: dict[tuple[int, int, int] | int, int] = {}
+    tags = [read_tag(scope) for scope in scopes]
+    has_tags = any(tag is not None for tag in tags)
+    behind: set[Var] = set()  # results that depend on the backward pass
+    out = []
+    for i, (eqn, scope, tag) in enumerate(zip(eqns, scopes, tags, strict=True)):
+        backward = is_transposed(scope)
+        if backward or any(v in behind for v in eqn.invars if not is_literal(v)):
+            behind.update(eqn.outvars)
+        if tag is not None:
+            group = groups.setdefault(tag, len(groups))
+            out.append(Origin("backward" if backward else "forward", group, tag[1]))
+        elif backward:
+            out.append(Origin("backward", None, boundaries_before[i]))
+        elif has_tags or eqn.outvars and eqn.outvars[0] in behind:
+            out.append(Origin("other", None, boundaries_before[i]))
+        else:
+            out.append(Origin("forward", groups.setdefault(i, len(groups)), boundaries_before[i]))
+    return tuple(out)
+
+
+def _aliases(
+    step: TracedStep,
+    out_shape: Any,
+    arg_of_leaf: Sequence[int],
+    donate: Sequence[int] | Literal["auto"],
+    state_like: Sequence[int],
+) -> tuple[int | None, ...]:
+    """For each result leaf, the donated argument leaf that it replaces."""
+    invars, outvars = step.flat.invars, step.flat.outvars
+    args = sorted(set(arg_of_leaf)) if donate == "auto" else sorted(donate)
+    aliases: list[int | None] = [None] * len(outvars)
+    for arg in args:
+        mine = [i for i, a in enumerate(arg_of_leaf) if a == arg]
+        if not mine or any(step.batch_dims[i] is not None for i in mine):
+            continue
+        start = _find_run([_signature(invars[i]) for i in mine], [_signature(v) for v in outvars], aliases)
+        if start is None:
+            continue
+        matched = [outvars[start + k] for k in range(len(mine))]
+        if donate == "auto" and arg not in state_like and not _is_updated(step, [invars[i] for i in mine], matched):
+            continue
+        for k, i in enumerate(mine):
+            aliases[start + k] = i
+    return tuple(aliases)
+
+
+def _signature(var: Any) -> tuple[Any, ...]:
+    return (shape_of(var), str(getattr(var.aval, "dtype", "")))
+
+
+def _find_run(wanted: list[Any], outputs: list[Any], taken: Sequence[int | None]) -> int | None:
+    """First position where `wanted` occurs as a run of outputs that replace nothing yet."""
+    n = len(wanted)
+    for start in range(len(outputs) - n + 1):
+        if outputs[start : start + n] == wanted and all(t is None for t in taken[start : start + n]):
+            return start
+    return None
+
+
+def _is_updated(step: TracedStep, inputs: Sequence[Var], outputs: Sequence[Any]) -> bool:
+    """Whether `outputs` are new values of `inputs`, and not, say, gradients with respect to them.
+
+    True when gradients are marked, no output is a marked gradient, and each float input takes part in its own
+    replacement by operations behind the gradients.
+    """
+    marked = set(step.gradients)
+    if not marked or any(not is_literal(v) and v in marked for v in outputs):
+        return False
+    producers = {v: eqn for eqn in step.flat.eqns for v in eqn.outvars}
+    for source, target in zip(inputs, outputs, strict=True):
+        if not jax.numpy.issubdtype(source.aval.dtype, jax.numpy.inexact):
+            continue
+        if is_literal(target) or not _reaches(target, source, producers, marked):
+            return False
+    return True
+
+
+def _reaches(target: Var, source: Var, producers: dict[Var, JaxprEqn], stop: set[Var]) -> bool:
+    seen: set[Var] = set()
+    stack = [target]
+    while stack:
+        var = stack.pop()
+        if var is source:
+            return True
+        if var in seen or var in stop or var not in producers:
+            continue
+        seen.add(var)
+        stack.extend(v for v in producers[var].invars if not is_literal(v))
+    return False

@@ -1,0 +1,60 @@
+"""Eight virtual CPU devices, strict JAX, repeatable hypothesis. Ray and GPU tests run where they can."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+# Read once, when jax starts its backend: this has to come before any import of jax.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # `JAX_PLATFORMS=cuda python -m pytest -m gpu` runs the GPU tests.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        # Eight virtual devices on few cores: threads inside one device only get in each other's way.
+        "--xla_cpu_multi_thread_eigen=false",
+        # Test programs run for milliseconds; most of their time is LLVM's. Partitioning and fusion stay as they are.
+        "--xla_backend_optimization_level=0",
+    )
+).strip()
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def _missing(marker: str) -> str | None:
+    """What this machine lacks for the tests with `marker`, if anything."""
+    if marker == "ray" and importlib.util.find_spec("ray") is None:
+        return "ray is not installed"
+    if marker == "gpu" and (importlib.util.find_spec("cupy") is None or jax.default_backend() != "gpu"):
+        return "no GPU, or no cupy"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test whose marker names a part that this machine does not have."""
+    for marker in item.iter_markers():
+        if reason := _missing(marker.name):
+            pytest.skip(reason)
+
+
+@pytest.fixture
+def seed() -> int:
+    """The seed of every random number in a test."""
+    return 0
+
+
+@pytest.fixture
+def key(seed: int) -> jax.Array:
+    """A jax key made from `seed`."""
+    return jax.random.key(seed)

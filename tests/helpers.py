@@ -1,0 +1,66 @@
+"""Helpers of the tests: tracing plain steps, and running split steps straight, one micro-batch after the other."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from minialpa.inter.microbatch import Phase, SplitStep
+from minialpa.jaxprs import eval_equation, is_literal
+from minialpa.trace import TracedStep, trace_step
+
+COMBINE: dict[str, Callable[..., Any]] = {
+    "sum": lambda *xs: sum(xs[1:], xs[0]),
+    "max": lambda *xs: jnp.stack(xs).max(0),
+    "min": lambda *xs: jnp.stack(xs).min(0),
+    "and": lambda *xs: jnp.stack(xs).all(0),
+    "or": lambda *xs: jnp.stack(xs).any(0),
+    "prod": lambda *xs: jnp.stack(xs).prod(0),
+}
+
+
+def trace(fun: Callable[..., Any], *args: Any, batch: tuple[int, ...] = (1,), donate: Any = "auto") -> TracedStep:
+    """Trace `fun(*args)` with the arguments numbered in `batch` as batches."""
+    leaves, tree = jax.tree.flatten(args)
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(args)]
+    arg_of = [p[0].idx for p, _ in jax.tree_util.tree_leaves_with_path(args)]
+    return trace_step(
+        lambda *xs: fun(*jax.tree.unflatten(tree, xs)), leaves, paths, [a in batch for a in arg_of], arg_of, donate
+    )
+
+
+def run_split(split: SplitStep, args: Any) -> Any:
+    """Run a split step on full-batch arguments: the meaning that every executor must reproduce."""
+    flat = split.traced.flat
+    env: dict[Any, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
+    env.update(zip(flat.invars, jax.tree.leaves(args), strict=True))
+
+    def run(phase: Phase, env: dict[Any, Any]) -> None:
+        for op in split.ops:
+            if op.phase is phase:
+                out = eval_equation(op.eqn, [v.val if is_literal(v) else env[v] for v in op.eqn.invars])
+                env.update(zip(op.eqn.outvars, out, strict=True))
+
+    run(Phase.PROLOGUE, env)
+    runs = []
+    for m in range(split.n_micro_batches):
+        local = dict(env)
+        for full, micro in split.micro_inputs:
+            size = micro.aval.shape[split.batch_dims[micro]]
+            local[micro] = env[full][m * size : (m + 1) * size]
+        if split.micro_index is not None:
+            local[split.micro_index] = np.int32(m)
+        run(Phase.LOOP, local)
+        runs.append(local)
+    if split.n_micro_batches == 1:
+        env = runs[0]
+    for acc in split.accumulators:
+        env[acc.total] = COMBINE[acc.reduction](*[r[acc.loop].astype(acc.total.aval.dtype) for r in runs])
+    for stack in split.stacks:
+        env[stack.total] = jnp.concatenate([r[stack.loop] for r in runs], stack.dim)
+    run(Phase.UPDATE, env)
+    outs = [v.val if is_literal(v) else env[v] for v in split.outvars]
+    return jax.tree.unflatten(split.traced.out_tree, outs)

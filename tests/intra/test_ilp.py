@@ -1,0 +1,300 @@
+"""solve_graph agrees with exhaustive search, proves what it claims, and says why when it cannot."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.intra import core, elimination, ilp
+from minialpa.intra.bucket import eliminate_narrow_components
+from minialpa.intra.costgraph import CostGraph, Edge
+from minialpa.intra.elimination import reduce_graph, residual_of
+from minialpa.intra.greedy import greedy_choices
+from minialpa.intra.ilp import solve_graph
+from tests.oracles import cheapest_choices
+
+SOLVERS: tuple[Literal["highs", "cbc"], ...] = ("highs", "cbc")
+
+
+@st.composite
+def cost_graphs(draw: st.DrawFn, *, max_nodes: int = 6, max_strategies: int = 4) -> CostGraph:
+    """Small graphs with ties, parallel edges, loops, forbidden entries (inf or 1e18) and perhaps a usage limit."""
+    n_nodes = draw(st.integers(1, max_nodes))
+    sizes = draw(st.lists(st.integers(1, max_strategies), min_size=n_nodes, max_size=n_nodes))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    p_forbidden = draw(st.sampled_from([0.0, 0.1, 0.4]))
+    scale = draw(st.sampled_from([1.0, 1e-6, 1e9]))
+    forbidden = draw(st.sampled_from([np.inf, 1e18]))
+
+    def cost(*shape: int) -> np.ndarray:
+        values = rng.integers(0, draw(st.sampled_from([3, 50])), shape) * scale
+        return np.where(rng.random(shape) < p_forbidden, forbidden, values)
+
+    node = st.integers(0, n_nodes - 1)
+    pairs = draw(st.lists(st.tuples(node, node), max_size=2 * n_nodes))
+    edges = tuple(Edge(a, b, cost(sizes[a], sizes[b])) for a, b in pairs)
+    node_costs = tuple(cost(n) for n in sizes)
+    if not draw(st.booleans()):
+        return CostGraph(node_costs, edges)
+    usages = tuple(rng.integers(0, 8, n) * 1.0 for n in sizes)
+    starts = rng.integers(0, 6, n_nodes)
+    intervals = tuple((int(a), int(a + n)) for a, n in zip(starts, rng.integers(0, 5, n_nodes), strict=True))
+    return CostGraph(node_costs, edges, usages, intervals, float(draw(st.integers(0, 20))))
+
+
+def check_against_search(graph: CostGraph, solver: Literal["highs", "cbc"]) -> None:
+    best = cheapest_choices(graph)
+    if math.isinf(best):
+        with pytest.raises(InfeasibleError):
+            solve_graph(graph, solver=solver)
+        return
+    solution = solve_graph(graph, solver=solver)
+    assert solution.cost == pytest.approx(best, rel=1e-9, abs=1e-12)
+    assert graph.cost_of(solution.choices) == solution.cost
+    assert graph.fits(solution.choices)
+    assert solution.optimal and solution.gap == 0
+
+
+def without_elimination(patch: pytest.MonkeyPatch) -> None:
+    """Forbidden strategies still go, all else is left to the integer program, which small graphs would not reach."""
+    patch.setattr(elimination, "_undominated", lambda residual, v: np.ones(len(residual.costs[v]), bool))
+    patch.setattr(elimination, "_can_eliminate", lambda residual, v: False)
+    patch.setattr(elimination, "_merge_follower", lambda residual, v: False)
+    patch.setattr(ilp, "eliminate_narrow_components", lambda residual: None)
+
+
+@settings(max_examples=400, deadline=None)
+@given(cost_graphs())
+def test_solution_matches_exhaustive_search(graph: CostGraph) -> None:
+    check_against_search(graph, "highs")
+
+
+@settings(max_examples=60, deadline=None)
+@given(cost_graphs())
+def test_integer_program_matches_exhaustive_search(graph: CostGraph) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        check_against_search(graph, "highs")
+
+
+@settings(max_examples=25, deadline=None)
+@given(cost_graphs())
+def test_cbc_matches_exhaustive_search(graph: CostGraph) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        check_against_search(graph, "cbc")
+
+
+@settings(max_examples=100, deadline=None)
+@given(cost_graphs(max_nodes=8), st.randoms(use_true_random=False))
+def test_relabelling_keeps_the_cost(graph: CostGraph, random: object) -> None:
+    order = list(range(graph.n_nodes))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    place = {v: at for at, v in enumerate(order)}
+    moved = CostGraph(
+        tuple(graph.node_costs[v] for v in order),
+        tuple(Edge(place[edge.b], place[edge.a], edge.cost.T) for edge in reversed(graph.edges)),
+        tuple(graph.usages[v] for v in order) if graph.usages else (),
+        tuple(graph.intervals[v] for v in order) if graph.intervals else (),
+        graph.usage_limit,
+    )
+    try:
+        cost = solve_graph(graph).cost
+    except InfeasibleError:
+        with pytest.raises(InfeasibleError):
+            solve_graph(moved)
+        return
+    assert solve_graph(moved).cost == pytest.approx(cost, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cost_graphs())
+def test_greedy_choices_are_allowed(graph: CostGraph) -> None:
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            without_elimination(patch)
+            residual = ilp._reduced(graph, with_usage=True)
+    except InfeasibleError:
+        return
+    for start in (None, dict.fromkeys(residual.alive, 0)):
+        choices = greedy_choices(residual, list(residual.alive), start)
+        if choices is not None and (start is None or np.isfinite(core._cost(residual, choices))):
+            strategies = tuple(int(residual.kept[v][i]) for v, i in choices.items())
+            assert graph.fits(strategies) and np.isfinite(graph.cost_of(strategies))
+
+
+def grid(side: int, n_strategies: int, *, limit: float | None = None, seed: int = 0) -> CostGraph:
+    """A square grid of nodes with random costs: wide enough that elimination cannot take it all."""
+    rng = np.random.default_rng(seed)
+    n = side * side
+    pairs = [(v, v + 1) for v in range(n) if (v + 1) % side] + [(v, v + side) for v in range(n - side)]
+    edges = tuple(Edge(a, b, rng.random((n_strategies, n_strategies))) for a, b in pairs)
+    costs = tuple(rng.random(n_strategies) for _ in range(n))
+    usages = tuple(rng.random(n_strategies) for _ in range(n))
+    return CostGraph(costs, edges, usages, tuple((v, v + n // 2) for v in range(n)), limit)
+
+
+def transformer(n_blocks: int, *, limit: float | None) -> CostGraph:
+    """12 nodes per block in a chain, a parameter at every second one, and residual skips; cheap strategies use more."""
+    rng = np.random.default_rng(0)
+    n_strategies, costs, usages, intervals, edges = 10, [], [], [], []
+    time_end = 12 * n_blocks
+
+    def add(start: int, end: int) -> int:
+        cost = np.sort(rng.integers(0, 100, n_strategies)) * 1.0
+        costs.append(cost)
+        usages.append(np.sort(rng.integers(1, 64, n_strategies))[::-1] * 1.0)
+        intervals.append((start, end))
+        return len(costs) - 1
+
+    def join(a: int, b: int) -> None:
+        edges.append(Edge(a, b, rng.integers(1, 60, (n_strategies, n_strategies)) * (1.0 - np.eye(n_strategies))))
+
+    previous = skip = add(0, 1)
+    for t in range(1, time_end):
+        node = add(t, min(time_end, t + 3))
+        join(previous, node)
+        if t % 2:
+            join(add(0, time_end), node)
+        if t % 6 == 0:
+            join(skip, node)
+            skip = node
+        previous = node
+    return CostGraph(tuple(costs), tuple(edges), tuple(usages), tuple(intervals), limit)
+
+
+def test_elimination_alone_solves_a_deep_transformer() -> None:
+    graph = transformer(170, limit=None)
+    assert graph.n_nodes > 3000
+    start = time.monotonic()
+    residual = residual_of(graph, with_usage=True)
+    reduce_graph(residual)
+    assert not residual.alive
+    assert solve_graph(graph).optimal
+    assert time.monotonic() - start < 10
+
+
+def test_binding_usage_limit_on_a_transformer_is_solved() -> None:
+    graph = transformer(12, limit=None)
+    free = solve_graph(graph)
+    unlimited = CostGraph(graph.node_costs, graph.edges, graph.usages, graph.intervals, 1e9)
+    limited = CostGraph(
+        graph.node_costs, graph.edges, graph.usages, graph.intervals, 0.7 * unlimited.peak_usage(free.choices)
+    )
+    solution = solve_graph(limited)
+    assert solution.optimal and limited.fits(solution.choices)
+    assert solution.cost > free.cost
+
+
+def test_bucket_elimination_takes_what_pairwise_elimination_leaves() -> None:
+    graph = grid(5, 4)
+    residual = residual_of(graph, with_usage=True)
+    reduce_graph(residual)
+    assert len(residual.alive) > 4
+    eliminate_narrow_components(residual)
+    assert not residual.alive
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        expected = solve_graph(graph).cost
+    assert graph.cost_of(residual.choices()) == pytest.approx(expected)
+
+
+def test_same_answer_every_time() -> None:
+    graph = CostGraph(*(getattr(grid(6, 5), name) for name in ("node_costs", "edges", "usages", "intervals")), 9.0)
+    assert solve_graph(graph) == solve_graph(graph)
+
+
+def test_equal_strategies_give_the_first() -> None:
+    graph = CostGraph((np.ones(3), np.ones(2)), (Edge(0, 1, np.zeros((3, 2))),))
+    assert solve_graph(graph).choices == (0, 0)
+
+
+def test_usage_limit_moves_a_node_to_the_thrifty_strategy() -> None:
+    costs = (np.array([1.0, 5.0]), np.array([1.0, 4.0]))
+    usages = (np.array([10.0, 2.0]), np.array([10.0, 2.0]))
+    together = CostGraph(costs, (), usages, ((0, 2), (1, 3)), 12.0)
+    apart = CostGraph(costs, (), usages, ((0, 2), (2, 4)), 12.0)
+    assert solve_graph(together).choices == (0, 1)
+    assert solve_graph(apart).choices == (0, 0)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_no_time_gives_a_feasible_solution_with_a_gap(solver: Literal["highs", "cbc"]) -> None:
+    graph = grid(12, 6, limit=30.0)
+    solution = solve_graph(graph, time_limit_s=0.0, solver=solver)
+    assert not solution.optimal and 0 < solution.gap < np.inf
+    assert solution.lower_bound < solution.cost == graph.cost_of(solution.choices)
+    assert graph.fits(solution.choices)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_little_time_gives_a_bound_below_the_cost(solver: Literal["highs", "cbc"]) -> None:
+    graph = grid(14, 8, limit=40.0)
+    start = time.monotonic()
+    solution = solve_graph(graph, time_limit_s=2.0, solver=solver)
+    assert time.monotonic() - start < 15
+    assert -np.inf < solution.lower_bound <= solution.cost
+    assert graph.fits(solution.choices)
+
+
+def test_choices_that_exceed_a_row_by_rounding_are_cut_off() -> None:
+    """4e-7 of the limit is within the solvers' tolerance and still too much."""
+    usages = (np.array([0.5 + 2e-7, 0.1]), np.array([0.5 + 2e-7, 0.1]))
+    graph = CostGraph((np.array([0.0, 1.0]), np.array([0.0, 1.5])), (), usages, ((0, 1), (0, 1)), 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        for solver in SOLVERS:
+            assert solve_graph(graph, solver=solver).choices == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (CostGraph((np.full(2, np.inf),), ()), "No strategy of node 0 is left"),
+        (CostGraph((np.zeros(1), np.zeros(1)), (Edge(0, 1, np.full((1, 1), 1e18)),)), "No strategy of node"),
+        (CostGraph((np.zeros(2),), (), (np.array([3.0, 4.0]),), ((0, 1),), 2.0), "need a usage of 3 .* limit is 2"),
+    ],
+    ids=["node", "edge", "usage"],
+)
+def test_infeasible_graph_says_why(graph: CostGraph, message: str) -> None:
+    with pytest.raises(InfeasibleError, match=message):
+        solve_graph(graph)
+
+
+def test_infeasible_core_says_so() -> None:
+    differ = np.where(np.eye(2, dtype=bool), np.inf, 0.0)
+    odd_cycle = CostGraph((np.zeros(2),) * 3, (Edge(0, 1, differ), Edge(1, 2, differ), Edge(0, 2, differ)))
+    with pytest.raises(InfeasibleError):
+        solve_graph(odd_cycle)
+    residual = residual_of(odd_cycle, with_usage=False)
+    with pytest.raises(InfeasibleError, match="both the forbidden pairs and the usage limit"):
+        core.decide_core(residual, solver="highs", deadline=time.monotonic() + 10)
+
+
+ONE = (np.zeros(1),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((ONE, (Edge(0, 1, np.zeros((1, 1))),)), "Edge 0 joins nodes 0 and 1; nodes are 0 to 0"),
+        ((ONE * 2, (Edge(0, 1, np.zeros((1, 2))),)), r"with 1 and 1 strategies; its cost has shape \(1, 2\)"),
+        (((np.zeros(0),), ()), "Node 0 has no strategies"),
+        (((np.array([np.nan]),), ()), "NaN or -inf"),
+        (((np.zeros((1, 1)),), ()), "needs 1 dimension"),
+        ((ONE, (), (), (), 1.0), "got 0 usages and 0 intervals for 1 nodes"),
+        ((ONE, (), (np.array([-1.0]),), ((0, 1),), 1.0), r"`usages\[0\]` needs 1 finite values of zero or more"),
+        ((ONE, (), ONE, ((0, 1),), -1.0), "cannot be negative"),
+    ],
+    ids=["nodes", "edge shape", "empty", "nan", "ndim", "no usages", "negative usage", "negative limit"],
+)
+def test_wrong_input_is_refused(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        CostGraph(*arguments)  # type: ignore[arg-type]
