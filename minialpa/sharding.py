@@ -63,9 +63,10 @@ class Spec:
         return tuple(out)
 
     def fits(self, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
-        """Whether every split dimension of `shape` divides evenly."""
+        """Whether every split dimension of `shape` divides evenly, into parts that are not empty."""
         return len(shape) == len(self.dims) and all(
-            size % math.prod(mesh_shape[axis] for axis in axes) == 0 for size, axes in zip(shape, self.dims)
+            not axes or size > 0 and size % math.prod(mesh_shape[axis] for axis in axes) == 0
+            for size, axes in zip(shape, self.dims)
         )
 
     def partition_spec(self) -> PartitionSpec:

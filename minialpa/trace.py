@@ -146,7 +146,7 @@ def _batch_dims(
     sizes: dict[str, int] = {}
     for struct, path, batch in zip(structs, paths, is_batch, strict=True):
         is_raw_key = struct.dtype == np.uint32 and struct.shape == (2,)
-        if not batch or struct.ndim == 0 or is_raw_key or 0 in struct.shape[1:]:
+        if not batch or struct.ndim == 0 or is_raw_key:
             dims.append(None)
         else:
             dims.append(0)
@@ -154,6 +154,8 @@ def _batch_dims(
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"`{path}` {size}" for path, size in list(sizes.items())[:4])
         raise TraceError(f"The leading dimensions of the batch differ: {listed}. Pass per-batch values of other shapes in an argument that is not in `batch_argnums`.")  # fmt: skip  # noqa: E501
+    if 0 in sizes.values():
+        raise TraceError(f"The batch has no examples: `{next(iter(sizes))}` has shape {structs[dims.index(0)].shape}.")
     return tuple(dims), next(iter(sizes.values()), None)
 
 

@@ -232,5 +232,6 @@ def _verify_live(schedule: Schedule) -> None:
         limit = max_live(schedule.name, schedule.n_stages - stage, schedule.n_micro_batches)
         if (live := n_live(schedule, stage)) > limit:
             raise VerifyError(
-                f"Stage {stage} of schedule `{schedule.name}` holds {live} live micro-batches; at most {limit} are allowed."
+                f"Stage {stage} of schedule `{schedule.name}` holds {live} live micro-batches; "
+                f"at most {limit} are allowed."
             )

@@ -12,7 +12,7 @@ import heapq
 import math
 from dataclasses import dataclass
 
-import networkx as nx  # type: ignore[import-untyped]
+import networkx as nx
 import numpy as np
 
 from minialpa.intra.costgraph import Floats

@@ -6,8 +6,8 @@
                base[r] + sum_v u_v[r] . x_v <= limit                        usage rows r, once a solution exceeds them
     x binary; y >= 0, which is integral where x is. Forbidden entries of E have no y.
 
-In: `Residual`, out: the same with every node decided, and a bound on the cost. The parts of the core that neither an edge
-nor a usage row joins are solved one by one.
+In: `Residual`, out: the same with every node decided, and a bound on the cost. The parts of the core that neither an
+edge nor a usage row joins are solved one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pulp  # type: ignore[import-untyped]
+import pulp
 
 from minialpa.errors import InfeasibleError
 from minialpa.intra.bucket import components

@@ -3,7 +3,8 @@
     minimise   sum_v c_v[s_v] + sum_(a,b) E_ab[s_a, s_b]
     subject to sum_{v live at t} u_v[s_v] <= usage_limit   at every time t
 
-`CostGraph` holds c, E and u, `GraphSolution` holds s. Costs of `FORBIDDEN` and above, np.inf among them, rule a choice out.
+`CostGraph` holds c, E and u, `GraphSolution` holds s. Costs of `FORBIDDEN` and above, np.inf among them, rule a choice
+out.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Edge:
 class CostGraph:
     """Nodes with strategies, and what combinations of them cost.
 
-    node_costs[v][i]: cost of strategy i of node v. Parallel edges add up; an edge from a node to itself adds its diagonal.
+    node_costs[v][i]: cost of strategy i of node v. Parallel edges add up; an edge from a node to itself adds its
+    diagonal.
     usages[v][i]: what strategy i uses while v is live, never negative; intervals[v]: half-open live interval of v.
     Both are empty, or have one entry per node. `usage_limit=None` means that usage is not limited.
     """
@@ -135,6 +137,7 @@ def _checked_edge(e: int, edge: Edge, sizes: list[int]) -> Edge:
     cost = _as_array(edge.cost, f"The cost of edge {e}", 2)
     if cost.shape != (sizes[edge.a], sizes[edge.b]):
         raise ShardingError(
-            f"Edge {e} joins nodes with {sizes[edge.a]} and {sizes[edge.b]} strategies; its cost has shape {cost.shape}."
+            f"Edge {e} joins nodes with {sizes[edge.a]} and {sizes[edge.b]} strategies; "
+            f"its cost has shape {cost.shape}."
         )
     return Edge(edge.a, edge.b, cost)

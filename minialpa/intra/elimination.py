@@ -13,6 +13,7 @@ Each removed node leaves a `Step`, and `Residual.choices` walks the steps backwa
 from __future__ import annotations
 
 import heapq
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -124,7 +125,7 @@ def _add_usage_rows(residual: Residual, graph: CostGraph) -> None:
     """One row for each time after a start and before the next end: its live set contains that of its neighbours."""
     live = [v for v, (start, end) in enumerate(graph.intervals) if end > start and graph.usages[v].max() > 0]
     events = sorted({(graph.intervals[v][0], 1) for v in live} | {(graph.intervals[v][1], 0) for v in live})
-    starts = np.array([time for (time, kind), after in zip(events, events[1:]) if kind == 1 and after[1] == 0])
+    starts = np.array([time for (time, kind), after in itertools.pairwise(events) if kind == 1 and after[1] == 0])
     residual.base = np.zeros(len(starts))
     for v in live:
         first, end = np.searchsorted(starts, graph.intervals[v])
@@ -152,7 +153,7 @@ def _visit(residual: Residual, v: int) -> list[int]:
     neighbours = list(residual.adjacent[v])
     usable = _usable(residual, v)
     if not usable.any():
-        raise InfeasibleError(f"No strategy of node {v} is left: its own cost, an edge or the usage limit forbids each.")
+        raise InfeasibleError(f"No strategy of node {v} is left: its cost, an edge or the usage limit forbids each.")
     changed = not usable.all()
     if changed:
         _keep(residual, v, usable)
@@ -286,13 +287,11 @@ def _merge_follower(residual: Residual, v: int) -> bool:
 
     Only where the tables do not grow: b has as many strategies, or v has at most one other edge.
     """
-    for b, cost in residual.adjacent[v].items():
-        finite = np.isfinite(cost)
-        if (finite.sum(axis=0) == 1).all() and (cost.shape[0] == cost.shape[1] or len(residual.adjacent[v]) <= 2):
-            break
-    else:
+    b = next((w for w, cost in residual.adjacent[v].items() if _follows(cost, len(residual.adjacent[v]))), None)
+    if b is None:
         return False
-    follows = finite.argmax(axis=0)
+    cost = residual.adjacent[v][b]
+    follows = np.isfinite(cost).argmax(axis=0)
     residual.costs[b] = residual.costs[b] + residual.costs[v][follows] + cost[follows, np.arange(cost.shape[1])]
     for w, other in residual.adjacent[v].items():
         if w != b:
@@ -302,6 +301,11 @@ def _merge_follower(residual: Residual, v: int) -> bool:
     residual.terms[v] = {}
     residual.decide(v, (b,), follows)
     return True
+
+
+def _follows(cost: Floats, degree: int) -> bool:
+    single = bool((np.isfinite(cost).sum(axis=0) == 1).all())
+    return single and (cost.shape[0] == cost.shape[1] or degree <= 2)
 
 
 def _can_eliminate(residual: Residual, v: int) -> bool:

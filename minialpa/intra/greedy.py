@@ -1,8 +1,8 @@
 """A quick solution for when the integer program has none in time: construct or repair, then improve.
 
-In: `Residual`, the nodes of one part of it, and perhaps choices that exceed the usage limit. Out: a strategy (by current
-place) for each node, or None at a dead end. The least usage of every term is 0, so the limit alone always leaves a way;
-forbidden pairs may not.
+In: `Residual`, the nodes of one part of it, and perhaps choices that exceed the usage limit. Out: a strategy (by
+current place) for each node, or None at a dead end. The least usage of every term is 0, so the limit alone always
+leaves a way; forbidden pairs may not.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 
-from minialpa.errors import InfeasibleError
 from minialpa.intra.bucket import eliminate_narrow_components
 from minialpa.intra.core import decide_core
 from minialpa.intra.costgraph import CostGraph, Edge, GraphSolution
@@ -39,7 +38,7 @@ def solve_graph(
         if graph.fits(unlimited):
             return GraphSolution(unlimited, lower_bound, lower_bound, optimal=True)
     residual = _reduced(graph, with_usage=True)
-    core_bound, optimal = decide_core(residual, solver=solver, deadline=deadline) if residual.alive else (0.0, True)
+    core_bound, optimal = decide_core(residual, solver=solver, deadline=deadline)
     choices = residual.choices()
     cost = graph.cost_of(choices)
     assert np.isfinite(cost) and graph.fits(choices), f"solution breaks a limit: {cost=}, {graph.peak_usage(choices)=}"

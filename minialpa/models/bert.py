@@ -24,7 +24,7 @@ class BertBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         drop = nn.Dropout(self.dropout, deterministic=self.dropout == 0)
-        attention = nn.MultiHeadDotProductAttention(self.n_heads, dtype=self.dtype, name="attention")
+        attention = nn.MultiHeadDotProductAttention(self.n_heads, use_bias=False, dtype=self.dtype, name="attention")
         x = nn.LayerNorm(dtype=self.dtype)(x + drop(attention(x)))
         x = nn.LayerNorm(dtype=self.dtype)(x + drop(FeedForward(self.dtype, name="feed_forward")(x)))
         return x

@@ -38,7 +38,8 @@ class FusedAttention(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         *leading, hidden = x.shape
-        qkv = nn.Dense(3 * hidden, dtype=self.dtype, name="qkv")(x)
+        # No bias: a bias on keys cancels in the softmax, so its gradient is rounding noise, which Adam would scale up.
+        qkv = nn.Dense(3 * hidden, use_bias=False, dtype=self.dtype, name="qkv")(x)
         query, key, value = jnp.split(qkv.reshape(*leading, self.n_heads, -1), 3, axis=-1)
         out = attend(query, key, value, causal=self.causal)
         return nn.Dense(hidden, dtype=self.dtype, name="out")(out.reshape(x.shape))

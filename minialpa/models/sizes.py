@@ -1,7 +1,7 @@
 """Published model sizes: a name in, the builder and its keyword arguments out.
 
-GPT, MoE and Wide-ResNet are the suites of Alpa (OSDI'22, table 4, and its benchmark folder); Llama 3 is
-arXiv:2407.21783, table 3. `batch_size` is the global batch of the publication's runs.
+GPT, MoE and Wide-ResNet are the benchmark suites of Alpa (OSDI'22), with its global batch sizes; Llama 3 is
+arXiv:2407.21783, table 3, with 4M tokens in a batch.
 """
 
 from __future__ import annotations

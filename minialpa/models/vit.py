@@ -26,7 +26,7 @@ class VitBlock(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         drop = nn.Dropout(self.dropout, deterministic=self.dropout == 0)
-        attention = nn.MultiHeadDotProductAttention(self.n_heads, dtype=self.dtype, name="attention")
+        attention = nn.MultiHeadDotProductAttention(self.n_heads, use_bias=False, dtype=self.dtype, name="attention")
         x = x + drop(attention(nn.LayerNorm(dtype=self.dtype)(x)))
         x = x + drop(FeedForward(self.dtype, name="feed_forward")(nn.LayerNorm(dtype=self.dtype)(x)))
         return x

@@ -94,7 +94,7 @@ def test_1f1b_on_three_stages() -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ShardingError, match="No schedule `zb`. Known: `1f1b`, `gpipe`, `inference`"):
+    with pytest.raises(ShardingError, match=r"No schedule `zb`\. Known: `1f1b`, `gpipe`, `inference`"):
         make_schedule("zb", 2, 2)
 
 

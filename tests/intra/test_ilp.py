@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import time
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -11,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.iopddl import load_instance
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.intra import core, elimination, ilp
 from minialpa.intra.bucket import eliminate_narrow_components
-from minialpa.intra.costgraph import CostGraph, Edge
+from minialpa.intra.costgraph import CostGraph, Edge, Floats
 from minialpa.intra.elimination import reduce_graph, residual_of
 from minialpa.intra.greedy import greedy_choices
 from minialpa.intra.ilp import solve_graph
@@ -33,7 +37,7 @@ def cost_graphs(draw: st.DrawFn, *, max_nodes: int = 6, max_strategies: int = 4)
     scale = draw(st.sampled_from([1.0, 1e-6, 1e9]))
     forbidden = draw(st.sampled_from([np.inf, 1e18]))
 
-    def cost(*shape: int) -> np.ndarray:
+    def cost(*shape: int) -> Floats:
         values = rng.integers(0, draw(st.sampled_from([3, 50])), shape) * scale
         return np.where(rng.random(shape) < p_forbidden, forbidden, values)
 
@@ -43,7 +47,7 @@ def cost_graphs(draw: st.DrawFn, *, max_nodes: int = 6, max_strategies: int = 4)
     node_costs = tuple(cost(n) for n in sizes)
     if not draw(st.booleans()):
         return CostGraph(node_costs, edges)
-    usages = tuple(rng.integers(0, 8, n) * 1.0 for n in sizes)
+    usages = tuple(rng.integers(0, 8, n).astype(np.float64) for n in sizes)
     starts = rng.integers(0, 6, n_nodes)
     intervals = tuple((int(a), int(a + n)) for a, n in zip(starts, rng.integers(0, 5, n_nodes), strict=True))
     return CostGraph(node_costs, edges, usages, intervals, float(draw(st.integers(0, 20))))
@@ -144,13 +148,14 @@ def grid(side: int, n_strategies: int, *, limit: float | None = None, seed: int 
 def transformer(n_blocks: int, *, limit: float | None) -> CostGraph:
     """12 nodes per block in a chain, a parameter at every second one, and residual skips; cheap strategies use more."""
     rng = np.random.default_rng(0)
-    n_strategies, costs, usages, intervals, edges = 10, [], [], [], []
+    n_strategies, costs, usages = 10, list[Floats](), list[Floats]()
+    intervals, edges = list[tuple[int, int]](), list[Edge]()
     time_end = 12 * n_blocks
 
     def add(start: int, end: int) -> int:
-        cost = np.sort(rng.integers(0, 100, n_strategies)) * 1.0
+        cost = np.sort(rng.integers(0, 100, n_strategies)).astype(np.float64)
         costs.append(cost)
-        usages.append(np.sort(rng.integers(1, 64, n_strategies))[::-1] * 1.0)
+        usages.append(np.sort(rng.integers(1, 64, n_strategies))[::-1].astype(np.float64))
         intervals.append((start, end))
         return len(costs) - 1
 
@@ -182,7 +187,7 @@ def test_elimination_alone_solves_a_deep_transformer() -> None:
 
 
 def test_binding_usage_limit_on_a_transformer_is_solved() -> None:
-    graph = transformer(12, limit=None)
+    graph = transformer(6, limit=None)
     free = solve_graph(graph)
     unlimited = CostGraph(graph.node_costs, graph.edges, graph.usages, graph.intervals, 1e9)
     limited = CostGraph(
@@ -206,8 +211,20 @@ def test_bucket_elimination_takes_what_pairwise_elimination_leaves() -> None:
     assert graph.cost_of(residual.choices()) == pytest.approx(expected)
 
 
+def test_contest_file_is_read(tmp_path: Path) -> None:
+    problem = {
+        "nodes": {"intervals": [[0, 2], [1, 3]], "costs": [[1, 9], [3]], "usages": [[8, 2], [4]]},
+        "edges": {"nodes": [[0, 1]], "costs": [[5, 7]]},
+        "usage_limit": 10,
+    }
+    path = tmp_path / "tiny.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"problem": problem}).encode()))
+    solution = solve_graph(load_instance(path))
+    assert (solution.choices, solution.cost) == ((1, 0), 19.0)
+
+
 def test_same_answer_every_time() -> None:
-    graph = CostGraph(*(getattr(grid(6, 5), name) for name in ("node_costs", "edges", "usages", "intervals")), 9.0)
+    graph = grid(4, 5, limit=4.0)
     assert solve_graph(graph) == solve_graph(graph)
 
 

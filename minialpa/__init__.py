@@ -1,0 +1,75 @@
+"""minialpa: automatic intra- and inter-operator parallelism for JAX training steps."""
+
+from minialpa import testing, util
+from minialpa.api import ParallelizedFunc, parallelize, plan
+from minialpa.cluster import ClusterSpec, DeviceSpec, LinkSpec, LogicalMesh
+from minialpa.errors import (
+    CheckpointError,
+    InfeasibleError,
+    MinialpaError,
+    ShardingError,
+    TraceError,
+    VerifyError,
+    WorkerError,
+)
+from minialpa.gradients import grad, mark_pipeline_boundary, value_and_grad
+from minialpa.methods import (
+    DataParallel,
+    PipeshardParallel,
+    ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+    get_3d_parallel_method,
+)
+from minialpa.options import (
+    AutoLayerOption,
+    AutoShardingOption,
+    AutoStageOption,
+    ManualLayerOption,
+    ManualStageOption,
+    UniformStageOption,
+)
+from minialpa.plan import PlacementSpec, Plan
+from minialpa.session import init, shutdown
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoLayerOption",
+    "AutoShardingOption",
+    "AutoStageOption",
+    "CheckpointError",
+    "ClusterSpec",
+    "DataParallel",
+    "DeviceSpec",
+    "DeviceSpec",
+    "InfeasibleError",
+    "LinkSpec",
+    "LogicalMesh",
+    "ManualLayerOption",
+    "ManualStageOption",
+    "MinialpaError",
+    "ParallelizedFunc",
+    "PipeshardParallel",
+    "PlacementSpec",
+    "Plan",
+    "ShardParallel",
+    "ShardingError",
+    "TraceError",
+    "UniformStageOption",
+    "VerifyError",
+    "WorkerError",
+    "Zero2Parallel",
+    "Zero3Parallel",
+    "__version__",
+    "get_3d_parallel_method",
+    "grad",
+    "init",
+    "mark_pipeline_boundary",
+    "parallelize",
+    "plan",
+    "shutdown",
+    "testing",
+    "util",
+    "value_and_grad",
+]

@@ -1,0 +1,184 @@
+"""Parallel methods: what a user asks for in, devices and planner options out. Names and meaning follow Alpa's."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal, Sequence
+
+import jax
+
+from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.errors import ShardingError
+from minialpa.options import (
+    AutoLayerOption,
+    AutoShardingOption,
+    AutoStageOption,
+    LayerOption,
+    ManualLayerOption,
+    PlanOptions,
+    StageOption,
+    UniformStageOption,
+)
+from minialpa.session import Session, current_session, describe_devices
+
+Devices = Sequence[jax.Device] | ClusterSpec | LogicalMesh | None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a method plans for, and on which devices the plan runs."""
+
+    cluster: ClusterSpec
+    logical_mesh: LogicalMesh | None
+    devices: tuple[jax.Device, ...] | None
+
+
+def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
+    """Devices as a user names them: None for those of the session, jax devices, a cluster, or a logical mesh.
+
+    A cluster or logical mesh runs on the first devices of the session, if it has enough; planning needs none.
+    """
+    if isinstance(devices, ClusterSpec):
+        return Target(devices, None, None)
+    if isinstance(devices, LogicalMesh):
+        cluster = ClusterSpec.preset("cpu", devices_per_host=devices.n_devices)
+        return Target(dataclasses.replace(cluster, device=devices.device), devices, None)
+    if devices is None:
+        session = session or current_session()
+        return Target(session.cluster, None, session.devices)
+    chosen = tuple(devices)
+    if not chosen or not all(isinstance(d, jax.Device) for d in chosen):
+        raise ShardingError(
+            f"`devices` takes jax devices, a ClusterSpec, a LogicalMesh or None; got {type(devices).__name__}."
+        )
+    return Target(describe_devices(chosen), None, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardParallel:
+    """No pipeline: every operator is sharded over all devices, as the planner finds cheapest.
+
+    devices: see `resolve_devices`; None views all devices as one axis. num_micro_batches: gradients are accumulated over
+    that many parts of the batch.
+    """
+
+    devices: Devices = None
+    num_micro_batches: int | None = None
+    auto_sharding_option: AutoShardingOption | None = None
+
+    def options(self) -> PlanOptions:
+        sharding = self.auto_sharding_option or AutoShardingOption()
+        return PlanOptions(n_micro_batches=self.num_micro_batches or 1, sharding=sharding)
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel(ShardParallel):
+    """The batch is split over all devices, everything else is replicated; gradients are all-reduced."""
+
+    def options(self) -> PlanOptions:
+        return _forced(self, force_data_parallel=True, prefer_reduce_scatter=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Zero2Parallel(ShardParallel):
+    """Data parallel with gradients and optimizer state sharded (ZeRO stage 2)."""
+
+    def options(self) -> PlanOptions:
+        return _forced(self, force_data_parallel=True, prefer_reduce_scatter=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Zero3Parallel(ShardParallel):
+    """Data parallel with parameters, gradients and optimizer state sharded (ZeRO stage 3)."""
+
+    def options(self) -> PlanOptions:
+        return _forced(self, force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=True)
+
+
+def _forced(method: ShardParallel, **fields: bool) -> PlanOptions:
+    sharding = dataclasses.replace(method.auto_sharding_option or AutoShardingOption(), **fields)  # type: ignore[arg-type]
+    return PlanOptions(n_micro_batches=method.num_micro_batches or 1, sharding=sharding)
+
+
+@dataclass(frozen=True, slots=True)
+class PipeshardParallel:
+    """Pipeline stages on submeshes, each sharded like `ShardParallel`.
+
+    layer_option: how the model is cut into layers; "manual" reads `mark_pipeline_boundary`. stage_option: how layers
+    become stages; "uniform", "auto", or an option object. pipeline_schedule: "1f1b", "gpipe" or "inference".
+    """
+
+    devices: Devices = None
+    num_micro_batches: int = 1
+    pipeline_schedule: str = "1f1b"
+    layer_option: LayerOption | Literal["manual"] | None = None
+    stage_option: StageOption | Literal["uniform", "auto"] | None = None
+    default_auto_sharding_option: AutoShardingOption | None = None
+
+    def options(self) -> PlanOptions:
+        return PlanOptions(
+            n_micro_batches=self.num_micro_batches,
+            schedule=self.pipeline_schedule,
+            layers=self._layers(),
+            stages=self._stages(),
+            sharding=self.default_auto_sharding_option or AutoShardingOption(),
+        )
+
+    def _layers(self) -> LayerOption:
+        if isinstance(self.layer_option, str):
+            if self.layer_option != "manual":
+                raise ShardingError(f"`layer_option` is \"manual\" or an option object; got {self.layer_option!r}.")
+            return ManualLayerOption()
+        return self.layer_option or AutoLayerOption(layer_num=2)
+
+    def _stages(self) -> StageOption:
+        if isinstance(self.stage_option, str):
+            named: dict[str, StageOption] = {"uniform": UniformStageOption(), "auto": AutoStageOption()}
+            if self.stage_option not in named:
+                raise ShardingError(f"`stage_option` is \"uniform\", \"auto\" or an option object; got {self.stage_option!r}.")
+            return named[self.stage_option]
+        return self.stage_option or UniformStageOption()
+
+
+def get_3d_parallel_method(
+    num_micro_batches: int,
+    data_parallel: int,
+    operator_parallel: int,
+    pipeline_parallel: int,
+    allow_degenerate_into_shard_parallel: bool = True,
+    manual_layer_num: int | None = None,
+    devices: Devices = None,
+) -> ShardParallel | PipeshardParallel:
+    """Fixed degrees of data, operator and pipeline parallelism; `data_parallel=-1` takes what the devices leave.
+
+    Every stage is a (data_parallel, operator_parallel) mesh whose first axis splits the batch. One stage becomes
+    `ShardParallel` on such a mesh. `manual_layer_num`: the layers are marked in the model and there are that many.
+    """
+    target = resolve_devices(devices)
+    rest = operator_parallel * pipeline_parallel
+    if data_parallel == -1:
+        data_parallel = target.cluster.n_devices // rest
+    needed = data_parallel * rest
+    if data_parallel < 1 or needed > target.cluster.n_devices:
+        raise ShardingError(
+            f"{data_parallel} x {operator_parallel} x {pipeline_parallel} needs {needed} devices and there are "
+            f"{target.cluster.n_devices}."
+        )
+    shape = (data_parallel, operator_parallel)
+    option = AutoShardingOption(force_batch_dim_to_mesh_dim=0, prefer_reduce_scatter=True)
+    if pipeline_parallel == 1 and allow_degenerate_into_shard_parallel:
+        hosts = max(1, data_parallel * operator_parallel // target.cluster.devices_per_host)
+        submesh = (hosts, data_parallel * operator_parallel // hosts)
+        return ShardParallel(target.cluster.logical_mesh(submesh, shape), num_micro_batches, option)
+    layers: LayerOption = ManualLayerOption() if manual_layer_num else AutoLayerOption(pipeline_parallel, eps=0.1)
+    stages = UniformStageOption(pipeline_parallel, _submesh(shape, target.cluster), shape, option)
+    return PipeshardParallel(devices, num_micro_batches, layer_option=layers, stage_option=stages)
+
+
+def _submesh(shape: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
+    n = shape[0] * shape[1]
+    return (1, n) if n <= cluster.devices_per_host else (n // cluster.devices_per_host, cluster.devices_per_host)
+
+
+Method = ShardParallel | PipeshardParallel

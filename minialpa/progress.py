@@ -1,0 +1,45 @@
+"""Progress bars for long planning and compiling: shown on a terminal, silent elsewhere and when disabled."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+
+class _Switch:
+    disabled = False
+
+
+def disable_progress() -> None:
+    """Show no progress bars in this process from now on."""
+    _Switch.disabled = True
+
+
+class ProgressBar:
+    """A context in which `report(what, done, total)` moves one bar for each `what`."""
+
+    def __init__(self) -> None:
+        visible = sys.stderr.isatty() and not _Switch.disabled
+        self._progress = Progress(console=Console(stderr=True), transient=True) if visible else None
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> ProgressBar:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def report(self, what: str, done: int, total: int) -> None:
+        if self._progress is None:
+            return
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total)
+        self._progress.update(self._tasks[what], completed=done)

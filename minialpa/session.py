@@ -1,0 +1,102 @@
+"""The session: which devices parallelized functions run on. One per process, made by `init` or by the first call."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, Sequence
+
+import jax
+
+from minialpa.cluster import ClusterSpec, PresetName
+from minialpa.errors import MinialpaError, ShardingError
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Devices in use, and their description for the planner."""
+
+    devices: tuple[jax.Device, ...]
+    cluster: ClusterSpec
+    arguments: tuple[Any, ...] = ()
+
+
+class _Current:
+    session: Session | None = None
+
+
+def init(
+    cluster: Literal["local", "ray"] = "local",
+    *,
+    address: str | None = None,
+    num_hosts: int | None = None,
+    devices_per_host: int | None = None,
+    namespace: str = "minialpa",
+    cluster_address: str | None = None,
+    num_nodes: int | None = None,
+    num_devices_per_node: int | None = None,
+    devices_per_node: int | None = None,
+) -> None:
+    """Choose the devices that parallelized functions run on.
+
+    `local`: the devices of this process; `num_hosts` x `devices_per_host` of them, seen by the planner as that many
+    hosts. `address`, `num_hosts`, `devices_per_host` may also be spelt `cluster_address`, `num_nodes`,
+    `num_devices_per_node`. Calling it again with the same arguments does nothing; with others it raises MinialpaError.
+    """
+    hosts = num_hosts or num_nodes or 1
+    per_host = devices_per_host or num_devices_per_node or devices_per_node
+    arguments = (cluster, address or cluster_address, hosts, per_host, namespace)
+    if _Current.session is not None:
+        if _Current.session.arguments not in ((), arguments):
+            raise MinialpaError("`init` was already called with other arguments. Call `minialpa.shutdown()` first.")
+        if _Current.session.arguments == arguments:
+            return
+    if cluster == "ray":
+        raise MinialpaError("This version runs in one process only. Use `init(cluster=\"local\")`.")
+    if cluster != "local":
+        raise MinialpaError(f"`cluster` is \"local\" or \"ray\"; got {cluster!r}.")
+    _Current.session = _local_session(hosts, per_host, arguments)
+
+
+def shutdown() -> None:
+    """End the session. Arrays stay valid; the next call or `init` starts a new session. Calling it twice is fine."""
+    _Current.session = None
+
+
+def current_session() -> Session:
+    """The session; started on all local devices if there is none."""
+    if _Current.session is None:
+        _Current.session = _local_session(1, None, ())
+    return _Current.session
+
+
+def _local_session(hosts: int, per_host: int | None, arguments: tuple[Any, ...]) -> Session:
+    devices = jax.local_devices()
+    per_host = per_host or len(devices) // hosts
+    if hosts * per_host > len(devices) or per_host < 1:
+        raise ShardingError(
+            f"{hosts} x {per_host} devices were asked for and this process has {len(devices)}. Ask for fewer, or on CPU "
+            "start Python with XLA_FLAGS=--xla_force_host_platform_device_count=N."
+        )
+    chosen = tuple(devices[: hosts * per_host])
+    return Session(chosen, describe_devices(chosen, hosts), arguments)
+
+
+_KINDS: tuple[tuple[str, PresetName], ...] = (
+    ("h200", "h200"),
+    ("h100", "h100"),
+    ("a100-sxm4-80gb", "a100-80gb"),
+    ("a100", "a100-40gb"),
+    ("v100", "v100-p3.16xlarge"),
+)
+
+
+def describe_devices(devices: Sequence[jax.Device], hosts: int = 1) -> ClusterSpec:
+    """The cluster that `devices` form, by their kind; memory as the device reports it."""
+    kind = devices[0].device_kind.lower()
+    name = next((preset for part, preset in _KINDS if part in kind), "cpu")
+    spec = ClusterSpec.preset(name, num_hosts=hosts, devices_per_host=len(devices) // hosts)
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    if limit:
+        spec = dataclasses.replace(spec, device=dataclasses.replace(spec.device, memory_bytes=float(limit)))
+    return spec
