@@ -50,36 +50,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    """Automatic pipeline over virtual devices against the same step under `jax.jit`."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
-    import minialpa
-    from minialpa import models
+    from minialpa.demo import run_demo
 
-    case = models.build("gpt", hidden=128, n_blocks=4, heads=4, seq_len=64, vocab=128)
-    method = minialpa.PipeshardParallel(
-        num_micro_batches=4, layer_option=minialpa.AutoLayerOption(layer_num=4), stage_option="auto"
-    )
-    parallel_step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
-    serial_step = jax.jit(case.train_step(jax.value_and_grad))
-    parallel_state = serial_state = case.init(jax.random.key(0))
-    start = time.perf_counter()
-    executable = parallel_step.get_executable(parallel_state, case.make_batch(0, case.batch_size))
-    print(executable.get_parallel_plan().summary())
-    print(f"\nPlanned and compiled in {time.perf_counter() - start:.1f} s.\n")
-    print(f"{'step':>4}  {args.devices} devices   1 device   difference")
-    worst = 0.0
-    for step in range(args.steps):
-        batch = case.make_batch(step, case.batch_size)
-        parallel_state, parallel = parallel_step(parallel_state, batch)
-        serial_state, serial = serial_step(serial_state, batch)
-        difference = abs(float(parallel["loss"]) - float(serial["loss"]))
-        worst = max(worst, difference)
-        print(f"{step:>4}  {float(parallel['loss']):9.5f}  {float(serial['loss']):9.5f}   {difference:.1e}")
-    print(f"\nThe losses agree to {worst:.1e}.")
-    return 0 if worst < 1e-3 else 1
+    return run_demo(args.devices, args.steps)
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ The batch dimension is followed through each equation by its rule of named facto
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Literal
 
 from jax.extend.core import JaxprEqn, Var
@@ -24,12 +25,13 @@ Kind = int | Literal["aggregate"]
 Kinds = dict[Var, Kind]
 
 
-def batch_factor(eqn: JaxprEqn, factors: Factors, kinds: Kinds, n: int) -> int:
-    """The factor of `eqn` that holds the examples. Raises TraceError where they cannot be told apart.
+def batch_factors(eqn: JaxprEqn, factors: Factors, kinds: Kinds, n: int) -> tuple[int, ...]:
+    """The factors of `eqn` that hold the examples. Raises TraceError where they cannot be told apart.
 
-    n: number of micro-batches, which must divide the factor into contiguous blocks.
+    There is one, or several that no array has two of, such as those of two independent arrays carried by one loop.
+    n: number of micro-batches, which must divide each factor into contiguous blocks.
     """
-    found: set[int] = set()
+    found: dict[int, None] = {}
     for k, atom in enumerate(eqn.invars):
         kind = None if is_literal(atom) else kinds.get(atom)
         if not isinstance(kind, int):
@@ -43,21 +45,52 @@ def batch_factor(eqn: JaxprEqn, factors: Factors, kinds: Kinds, n: int) -> int:
                 f"{kind}), so it cannot run on one micro-batch at a time. Use `num_micro_batches=1`, or move it out of "
                 "the gradient computation."
             )
-        found.add(leading)
-    if len(found) != 1:
+        found[leading] = None
+    for array in (*factors.operands, *factors.results):
+        _check_apart(eqn, [f for f in found if any(f in dim for dim in array)])
+    for r in range(len(factors.results)):
+        _check_apart(eqn, [f for f in found if factors.affects(f, r)])
+    return tuple(found)
+
+
+def _check_apart(eqn: JaxprEqn, meeting: Sequence[int]) -> None:
+    if len(meeting) > 1:
         raise TraceError(
             f"`{eqn.primitive.name}` at {source_line(eqn)} pairs examples of the batch with each other, so micro-batches "
             "would change its meaning. Use `num_micro_batches=1`."
         )
-    return found.pop()
 
 
-def result_kind(factors: Factors, factor: int, result: int) -> Kind:
-    """Kind of a result of an equation whose batch factor is `factor`."""
+def result_kind(factors: Factors, split: Sequence[int], result: int) -> Kind | None:
+    """Kind of a result of an equation whose batch factors are `split`; None if it does not depend on examples."""
     for d, dim in enumerate(factors.results[result]):
-        if factor in dim:
+        if any(f in dim for f in split):
             return d
-    return AGGREGATE
+    return AGGREGATE if any(factors.affects(f, result) for f in split) else None
+
+
+def part_barriers(eqns: Sequence[JaxprEqn], kinds: Kinds) -> list[tuple[int, JaxprEqn]]:
+    """Equations with their numbers, each optimization barrier parted by the kind of its operands.
+
+    A barrier only passes arrays on, side by side, so the ones of the micro-batches can pass without the others.
+    """
+    out = []
+    for i, eqn in enumerate(eqns):
+        if not is_barrier(eqn):
+            out.append((i, eqn))
+            continue
+        groups: dict[object, list[int]] = {}
+        for k, atom in enumerate(eqn.invars):
+            kind = None if is_literal(atom) else kinds.get(atom)
+            groups.setdefault(kind if kind is None or kind == AGGREGATE else "examples", []).append(k)
+        for positions in groups.values():
+            invars, outvars = [eqn.invars[k] for k in positions], [eqn.outvars[k] for k in positions]
+            out.append((i, eqn.replace(invars=invars, outvars=outvars)))
+    return out
+
+
+def is_barrier(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "optimization_barrier"
 
 
 def batch_kinds(step: TracedStep, n: int, *, strict: bool = True) -> Kinds:
@@ -73,16 +106,25 @@ def batch_kinds(step: TracedStep, n: int, *, strict: bool = True) -> Kinds:
         mine = [kinds[v] for v in eqn.invars if not is_literal(v) and v in kinds]
         if not mine or not eqn.outvars:
             continue
+        if is_barrier(eqn):
+            pairs = zip(eqn.invars, eqn.outvars, strict=True)
+            kinds.update((out, kinds[v]) for v, out in pairs if not is_literal(v) and v in kinds)
+            continue
         if all(kind == AGGREGATE for kind in mine):
             kinds.update((v, AGGREGATE) for v in eqn.outvars)
             continue
         factors = factors_of(eqn)
         try:
-            factor = batch_factor(eqn, factors, kinds, n)
+            split = batch_factors(eqn, factors, kinds, n)
         except TraceError:
             if strict:
                 raise
             kinds.update((v, AGGREGATE) for v in eqn.outvars)
             continue
-        kinds.update((v, result_kind(factors, factor, r)) for r, v in enumerate(eqn.outvars))
+        found = [result_kind(factors, split, r) for r in range(len(eqn.outvars))]
+        # What examples do not affect may still depend on an operand that comes from them all.
+        all_depend = AGGREGATE in mine or all(kind is None for kind in found)
+        for var, kind in zip(eqn.outvars, found, strict=True):
+            if kind is not None or all_depend:
+                kinds[var] = kind if kind is not None else AGGREGATE
     return kinds

@@ -27,7 +27,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
-from minialpa.inter.batching import AGGREGATE, Kinds, batch_factor, batch_kinds
+from minialpa.inter.batching import AGGREGATE, Kinds, batch_factors, batch_kinds, part_barriers
 from minialpa.intra.factors import Factors, factors_of, localize
 from minialpa.jaxprs import (
     Atom,
@@ -154,14 +154,16 @@ class _Splitter:
     def __init__(self, step: TracedStep, n: int, stage_of: Sequence[int | None] | None) -> None:
         self.step, self.n = step, n
         self.stage_of = stage_of
-        self.eqns = step.flat.eqns
         self.kinds: Kinds = batch_kinds(step, n)
+        # The equations to split, and the number of the traced equation that each one comes from.
+        self.sources, self.eqns = zip(*part_barriers(step.flat.eqns, self.kinds), strict=True)
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.needed = self._needed_in_loop()
         self.before = self._computed_before()
         self.ops: list[Op] = []
         self.loop: dict[Var, Atom] = {}  # full-batch variable -> its value in the loop
         self.form: dict[Var, _Form] = {}  # aggregates that the loop computes
+        self.same: set[Var] = set()  # results next to those of examples that are the same in each micro-batch
         self.private: dict[Var, Atom] = {}
         self.slices: dict[tuple[Var, int], Atom] = {}
         self.batch_dims: dict[Var, int] = {}
@@ -174,9 +176,9 @@ class _Splitter:
         micro_inputs = self._split_inputs()
         for i, eqn in enumerate(self.eqns):
             if i in self.before:
-                self.ops.append(Op(eqn, Phase.PROLOGUE, i))
+                self.ops.append(Op(eqn, Phase.PROLOGUE, self.sources[i]))
         for i, eqn in enumerate(self.eqns):
-            self.current = i
+            self.current = self.sources[i]
             reads_batch = any(v in self.kinds for v in eqn.invars if not is_literal(v))
             if reads_batch and (not eqn.outvars or any(v in self.kinds for v in eqn.outvars)):
                 self._emit(i, eqn)
@@ -297,6 +299,8 @@ class _Splitter:
         if i is None or i in self.before:
             return None
         eqn = self.eqns[i]
+        if any(isinstance(self.kinds.get(v), int) for v in eqn.invars if not is_literal(v)):
+            return None
         factors = factors_of(eqn)
         r = eqn.outvars.index(var)
         factor = next((f for f in factors.results[r][dim] if factors.sizes[f] > 1), None)
@@ -304,7 +308,7 @@ class _Splitter:
             return None
         args = []
         for k, atom in enumerate(eqn.invars):
-            d = _dim_of(factors.operands[k], factor)
+            d = _dim_of(factors.operands[k], (factor,))
             args.append(self._value(atom) if d is None else self._rows(atom, d))
         copy = rebuild(eqn, args, localize(eqn, factors, {factor: self.n}))
         return self._add(copy)[r]
@@ -334,36 +338,45 @@ class _Splitter:
 
     def _emit_on_examples(self, eqn: JaxprEqn) -> None:
         factors = factors_of(eqn)
-        factor = batch_factor(eqn, factors, self.kinds, self.n)
+        split = batch_factors(eqn, factors, self.kinds, self.n)
         args = []
         for k, atom in enumerate(eqn.invars):
-            d = _dim_of(factors.operands[k], factor)
+            d = _dim_of(factors.operands[k], split)
             if not is_literal(atom) and isinstance(self.kinds.get(atom), int):
                 args.append(self.loop[atom])
             elif d is not None:
                 args.append(self._rows(atom, d))
-            elif factor in factors.reductions and k in factors.linear_operands and factors.linear == "joint":
-                args.append(self._only_first(atom))
+            elif any(factors.takes_part_once(f, k) for f in split):
+                args.append(self._only_once(atom))
             else:
                 args.append(self._value(atom))
-        copy = rebuild(eqn, args, localize(eqn, factors, {factor: self.n}))
+        copy = rebuild(eqn, args, localize(eqn, factors, dict.fromkeys(split, self.n)))
         for r, (var, new) in enumerate(zip(eqn.outvars, self._add(copy), strict=True)):
             self.loop[var] = new
-            d = _dim_of(factors.results[r], factor)
+            d = _dim_of(factors.results[r], split)
+            partial = next((f for f in split if factors.is_partial(f, r)), None)
             if d is not None:
                 self.batch_dims[new] = d
-            elif factor in factors.reductions:
-                reduced = [f for f in factors.reductions if f < len(factors.sizes)]
-                count = int(np.prod([factors.sizes[f] for f in reduced]))
-                self.form[var] = _Partial(factors.reductions[factor], count)
-            else:
+            elif partial is not None:
+                # Inside a loop the number of terms is not that of the factors alone.
+                count = 0 if _is_control(eqn) else int(np.prod([factors.sizes[f] for f in factors.reductions]))
+                self.form[var] = _Partial(factors.reductions[partial], count)
+            elif var in self.kinds:
                 self.form[var] = _PRIVATE
+            else:
+                self.same.add(var)
 
-    def _only_first(self, atom: Atom) -> Atom:
-        """An operand that must count once over all micro-batches: itself in the first one, zero in the others."""
-        if self._is_partial(atom):
+    def _only_once(self, atom: Atom) -> Atom:
+        """An operand that must count once over all micro-batches: itself in the first one, zero in the others.
+
+        A private value counts as its average, a part in each micro-batch.
+        """
+        form = None if is_literal(atom) else self.form.get(atom)
+        if isinstance(form, _Partial) and form.reduction == "sum":
             return self.loop[atom]
-        if is_literal(atom) or self._is_zero(atom):
+        if form is not None:
+            return self._compute(lambda x: x / jnp.asarray(self.n, x.dtype), self._value(atom))
+        if self._is_zero(atom):
             return self._value(atom)
         if self.micro_index is None:
             self.micro_index = fresh_var(jax.core.ShapedArray((), np.dtype("int32")))
@@ -428,7 +441,7 @@ class _Splitter:
         """Whether operands of `eqn` come from different stages."""
         if self.stage_of is None:
             return False
-        stages = {self.stage_of[self.producer[v]] for v in eqn.invars if self._is_partial(v)}
+        stages = {self.stage_of[self.sources[self.producer[v]]] for v in eqn.invars if self._is_partial(v)}
         return len(stages) > 1
 
     def _scaled(self, eqn: JaxprEqn, form: _Partial) -> _Partial:
@@ -477,12 +490,16 @@ class _Splitter:
         eqns = [e for e in self.eqns if not any(v in self.form or v in done for v in e.outvars)]
         eqns = [e for e in eqns if not any(isinstance(self.kinds.get(v), int) for v in e.outvars)]
         keep = live_equations(eqns, self.step.flat.outvars)
-        position = {id(e): i for i, e in enumerate(self.eqns)}
+        position = {id(e): i for i, e in zip(self.sources, self.eqns, strict=True)}
         kept = [e for e, k in zip(eqns, keep, strict=True) if k and not (e.effects and self._ran_in_loop(e))]
         used = [v for e in kept for v in e.invars] + list(self.step.flat.outvars)
         for v in used:
-            if not is_literal(v) and v in self.form and v not in self.accumulators:
+            if is_literal(v) or v in self.accumulators:
+                continue
+            if v in self.form:
                 self._accumulate(v)
+            elif v in self.same:
+                self._take_any(v)
         self.ops.extend(self.averages)
         self.ops.extend(Op(e, Phase.UPDATE, position[id(e)]) for e in kept)
 
@@ -504,13 +521,35 @@ class _Splitter:
         total = fresh_var(var.aval.update(dtype=dtype, weak_type=False))
         self.accumulators[var] = Accumulator(loop, total, reduction)
         eqns, (out,) = equations_for(lambda x: (x / jnp.asarray(n, dtype)).astype(var.aval.dtype), total)
+        self._add_after(var, eqns, out)
+
+    def _take_any(self, var: Var) -> None:
+        """A value that all micro-batches compute alike is the largest of theirs; that of keys, of their data."""
+        if not jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.prng_key):
+            self.accumulators[var] = Accumulator(self.loop[var], var, "or" if var.aval.dtype == np.bool_ else "max")
+            return
+        self.current = self.sources[self.producer[var]]
+        data = self._compute(jax.random.key_data, self.loop[var])
+        total = fresh_var(data.aval)
+        self.accumulators[var] = Accumulator(data, total, "max")
+        impl = jax.random.key_impl(jax.eval_shape(lambda: jax.random.key(0)))
+        eqns, (out,) = equations_for(lambda x: jax.random.wrap_key_data(x, impl=impl), total)
+        self._add_after(var, eqns, out)
+
+    def _add_after(self, var: Var, eqns: Sequence[JaxprEqn], out: Atom) -> None:
+        """Equations that make `var`, under the name `out`, from a total."""
         renamed = [e.replace(outvars=[var if v is out else v for v in e.outvars]) for e in eqns]
-        self.averages.extend(Op(e, Phase.UPDATE, self.producer[var]) for e in renamed)
+        self.averages.extend(Op(e, Phase.UPDATE, self.sources[self.producer[var]]) for e in renamed)
 
     def _live(self, wanted: Sequence[Var]) -> list[Op]:
         keep = live_equations([op.eqn for op in self.ops], [*wanted, *self.step.flat.outvars])
         return [op for op, k in zip(self.ops, keep, strict=True) if k]
 
 
-def _dim_of(dims: Sequence[tuple[int, ...]], factor: int) -> int | None:
-    return next((d for d, dim in enumerate(dims) if factor in dim), None)
+def _dim_of(dims: Sequence[tuple[int, ...]], factors: Sequence[int]) -> int | None:
+    """The dimension that has one of `factors`."""
+    return next((d for d, dim in enumerate(dims) if any(f in dim for f in factors)), None)
+
+
+def _is_control(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in ("cond", "scan", "while")

@@ -309,5 +309,5 @@ def _cost(stages: Sequence[StagePlan], borders: Sequence[float], n_micro_batches
     update = max(s.update_s for s in stages)
     total = sum(seconds) + sum(borders) + (n_micro_batches - 1) * max(seconds) + update
     compute, communication = n_micro_batches * slowest.compute_s, n_micro_batches * slowest.communication_s
-    bubble = total - compute - communication - update
+    bubble = max(0.0, total - compute - communication - update)
     return PlanCost(total, compute, communication, bubble, update, tuple(s.peak_bytes for s in stages))

@@ -27,7 +27,7 @@ from minialpa.errors import InfeasibleError
 from minialpa.intra.bucket import components
 from minialpa.intra.costgraph import Floats
 from minialpa.intra.elimination import Residual
-from minialpa.intra.greedy import greedy_choices, usage_of
+from minialpa.intra.greedy import cost_of, greedy_choices, usage_of
 
 Solver = Literal["highs", "cbc"]
 
@@ -105,20 +105,13 @@ def _greedy_part(residual: Residual, nodes: list[int], bound: float, start: dict
             f"Time ran out before any solution was found for {len(nodes)} nodes. Raise `time_limit_s`, "
             "or loosen `usage_limit`."
         )
-    return _Part(choices, _cost(residual, choices), max(bound, _simple_bound(residual, nodes)), optimal=False)
+    return _Part(choices, cost_of(residual, choices), max(bound, _simple_bound(residual, nodes)), optimal=False)
 
 
 def _simple_bound(residual: Residual, nodes: list[int]) -> float:
     """Each node and each edge at its cheapest."""
     edges = (residual.adjacent[v][w] for v in nodes for w in residual.adjacent[v] if v < w)
     return float(sum(residual.costs[v].min() for v in nodes) + sum(edge.min() for edge in edges))
-
-
-def _cost(residual: Residual, choices: dict[int, int]) -> float:
-    cost = sum(float(residual.costs[v][i]) for v, i in choices.items())
-    for v, i in choices.items():
-        cost += sum(float(edge[i, choices[w]]) for w, edge in residual.adjacent[v].items() if v < w)
-    return cost
 
 
 def _exceeded_rows(residual: Residual, choices: dict[int, int]) -> list[int]:
@@ -203,7 +196,7 @@ class _Model:
         if self.problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             return None
         choices = {v: int(np.argmax([one.varValue or 0.0 for one in x])) for v, x in self.x.items()}
-        cost = _cost(self.residual, choices)
+        cost = cost_of(self.residual, choices)
         if not np.isfinite(cost):
             return None
         optimal = bool(self.problem.sol_status == pulp.LpSolutionOptimal)

@@ -30,7 +30,7 @@ class Factors:
     sizes: the length of each factor.
     operands, results: for each array and each of its dimensions the factors that make it up, outermost first; the
         product of their sizes is the dimension's length. Dimensions of length 1 may have none.
-    reductions: factors that appear in no result, and how the partial results of a split are combined. Where the
+    reductions: factors that some result lacks, and how the partial results of a split are combined. Where the
         equation is jointly linear, an operand of `linear_operands` that lacks the reduced factor takes part once:
         scatter_add(operand, indices, updates) split over its indices keeps `operand` in one shard, zeros elsewhere.
     blocked: factors that must stay whole, because the operation mixes positions along them (sort, cumsum) or because a
@@ -38,6 +38,9 @@ class Factors:
     linear: `joint`: the results are linear in all operands listed in `linear_operands` taken together (add);
         `each`: linear in each of them alone (mul, dot), so not in a variable that is listed twice; `none` otherwise.
     flops: floating point operations of the whole equation.
+    unaffected: pairs (factor, result) where the result lacks a reduced factor and does not depend on arrays that have
+        it: every shard computes the same. The counter of a loop is one.
+    once: pairs (factor, operand) of further operands that take part once: initial values of sums over a loop.
     """
 
     sizes: tuple[int, ...]
@@ -48,6 +51,8 @@ class Factors:
     linear: Literal["none", "joint", "each"] = "none"
     linear_operands: tuple[int, ...] = ()
     flops: float = 0.0
+    unaffected: frozenset[tuple[int, int]] = frozenset()
+    once: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reductions", dict(self.reductions))
@@ -60,6 +65,21 @@ class Factors:
     def leading_factor(self, operand: int, dim: int) -> int | None:
         """The factor that is split when dimension `dim` of an operand is cut into contiguous blocks, if any."""
         return next((f for f in self.operands[operand][dim] if self.sizes[f] > 1), None)
+
+    def is_partial(self, factor: int, result: int) -> bool:
+        """Whether shards along `factor` leave partial values of a result, to be combined by `reductions[factor]`."""
+        has_factor = any(factor in dim for dim in self.results[result])
+        return factor in self.reductions and not has_factor and (factor, result) not in self.unaffected
+
+    def affects(self, factor: int, result: int) -> bool:
+        """Whether a result depends on arrays that have `factor`."""
+        return any(factor in dim for dim in self.results[result]) or self.is_partial(factor, result)
+
+    def takes_part_once(self, factor: int, operand: int) -> bool:
+        """Whether, of all shards along `factor`, only one may see the value of an operand, and the others zero."""
+        if factor not in self.reductions or any(factor in dim for dim in self.operands[operand]):
+            return False
+        return self.linear == "joint" and operand in self.linear_operands or (factor, operand) in self.once
 
     def shape(self, dims: Dims, n_splits: Mapping[int, int]) -> tuple[int, ...]:
         """Local shape of an array whose factors are split into `n_splits[factor]` parts."""

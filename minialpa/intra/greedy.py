@@ -19,13 +19,21 @@ _MAX_SWEEPS = 20
 
 
 def greedy_choices(residual: Residual, nodes: list[int], start: dict[int, int] | None = None) -> dict[int, int] | None:
-    """Repair `start`; where there is none or that fails, construct: cheapest first, then thriftiest first."""
-    choices = _repair(residual, start) if start else None
-    for thrifty in (False, True):
-        choices = choices or _construct(residual, nodes, thrifty=thrifty)
-    if choices:
+    """The best of: `start` repaired, constructed with the cheapest first, and with the thriftiest first."""
+    starts = [_repair(residual, start) if start else None]
+    starts += [_construct(residual, nodes, thrifty=thrifty) for thrifty in (False, True)]
+    found = [choices for choices in starts if choices]
+    for choices in found:
         _improve(residual, nodes, choices)
-    return choices
+    return min(found, key=lambda choices: cost_of(residual, choices), default=None)
+
+
+def cost_of(residual: Residual, choices: Mapping[int, int]) -> float:
+    """Cost of the nodes of `choices` and of the edges among them."""
+    cost = sum(float(residual.costs[v][i]) for v, i in choices.items())
+    for v, i in choices.items():
+        cost += sum(float(edge[i, choices[w]]) for w, edge in residual.adjacent[v].items() if v < w)
+    return cost
 
 
 def usage_of(residual: Residual, choices: Mapping[int, int]) -> Floats:
@@ -54,7 +62,8 @@ def _repair(residual: Residual, start: dict[int, int]) -> dict[int, int] | None:
                 continue
             cost = _cost_around(residual, choices, v)
             saved = np.minimum(usage[i] - usage, excess)
-            price = np.where(saved > 0, (cost - cost[i]) / np.maximum(saved, 1e-300), np.inf)
+            price = np.full(len(cost), np.inf)
+            np.divide(cost - cost[i], saved, out=price, where=saved > 0)
             candidate = (float(price.min()), v, int(price.argmin()))
             best = candidate if best is None or candidate < best else best
         if best is None or not np.isfinite(best[0]):

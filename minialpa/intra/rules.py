@@ -5,6 +5,7 @@ Each family has its file; a primitive without a rule is replicated (factors.repl
 
 from minialpa.intra import (
     rules_contraction,
+    rules_control,
     rules_elementwise,
     rules_index,
     rules_layout,
@@ -17,6 +18,7 @@ from minialpa.intra import (
 
 __all__ = [
     "rules_contraction",
+    "rules_control",
     "rules_elementwise",
     "rules_index",
     "rules_layout",

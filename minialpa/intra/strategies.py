@@ -80,9 +80,11 @@ def _strategies_of(
     results = tuple(_spec(dims, assignment) for dims in factors.results)
     n_splits = math.prod(_splits(assignment, mesh).values())
     compute = compute_s(eqn, factors, mesh, n_splits)
-    partial = [axis for axis, f in enumerate(assignment) if f is not None and f in factors.reductions]
-    yield Strategy(operands, results, compute, _all_reduces(eqn, results, partial, mesh))
-    if not partial or len(results) != 1:
+    yield Strategy(operands, results, compute, _all_reduces(eqn, factors, results, assignment, mesh))
+    if len(results) != 1:
+        return
+    partial = [axis for axis, f in enumerate(assignment) if f is not None and factors.is_partial(f, 0)]
+    if not partial:
         return
     shape = shape_of(eqn.outvars[0])
     for d in range(len(shape)):
@@ -94,14 +96,15 @@ def _strategies_of(
 
 
 def _all_reduces(
-    eqn: JaxprEqn, results: Sequence[Spec], partial: Sequence[int], mesh: LogicalMesh
+    eqn: JaxprEqn, factors: Factors, results: Sequence[Spec], assignment: Sequence[int | None], mesh: LogicalMesh
 ) -> tuple[Collective, ...]:
-    if not partial:
-        return ()
-    return tuple(
-        Collective("all-reduce", bytes_of(v) / spec.n_shards(mesh.shape), tuple(partial))
-        for v, spec in zip(eqn.outvars, results, strict=True)
-    )
+    """The all-reduces of results that are partial along some axes."""
+    out = []
+    for r, (v, spec) in enumerate(zip(eqn.outvars, results, strict=True)):
+        axes = tuple(a for a, f in enumerate(assignment) if f is not None and factors.is_partial(f, r))
+        if axes:
+            out.append(Collective("all-reduce", bytes_of(v) / spec.n_shards(mesh.shape), axes))
+    return tuple(out)
 
 
 def compute_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, n_splits: int) -> float:

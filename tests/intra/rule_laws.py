@@ -143,10 +143,9 @@ def _half(x: Any, dims: Dims, factor: int, half: int) -> Any:
 
 def _operands_of_half(case: Case, factors: Factors, factor: int, half: int) -> list[Any]:
     """Halves of the operands. What a sum is added to, and lacks the factor, takes part in the first half only."""
-    once = half == 1 and factor in factors.reductions and factors.linear == "joint"
     arrays = []
     for i, (x, dims) in enumerate(zip(case.operands, factors.operands, strict=True)):
-        is_added_to = once and i in factors.linear_operands and not any(factor in dim for dim in dims)
+        is_added_to = half == 1 and factors.takes_part_once(factor, i)
         arrays.append(np.zeros_like(x) if is_added_to else _half(x, dims, factor, half))
     return arrays
 
@@ -157,11 +156,11 @@ def _numbers(x: Any) -> np.ndarray:
     return x.astype(np.float32) if x.dtype == jnp.bfloat16 else x
 
 
-def _joined(factors: Factors, factor: int, dims: Dims, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    axes = [axis for axis, dim in enumerate(dims) if factor in dim]
+def _joined(factors: Factors, factor: int, result: int, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    axes = [axis for axis, dim in enumerate(factors.results[result]) if factor in dim]
     if axes:
         return np.concatenate([first, second], axis=axes[0])
-    if factor in factors.reductions:
+    if factors.is_partial(factor, result):
         return np.asarray(_COMBINE[factors.reductions[factor]](first, second))
     np.testing.assert_array_equal(first, second)
     return first
@@ -183,8 +182,8 @@ def check_halving(found: Sequence[Case]) -> None:
     ]
     computed = compute(jobs)
     for (case, factors, f), first, second in zip(todo, computed[::2], computed[1::2], strict=True):
-        for dims, expected, *halves in zip(factors.results, case.results, first, second, strict=True):
-            joined = _joined(factors, f, dims, *map(_numbers, halves))
+        for r, (expected, *halves) in enumerate(zip(case.results, first, second, strict=True)):
+            joined = _joined(factors, f, r, *map(_numbers, halves))
             message = f"factor {f} of {case.eqn}: {notation(case)}"
             np.testing.assert_allclose(joined, _numbers(expected), rtol=2e-4, atol=2e-5, err_msg=message)
 
@@ -196,7 +195,10 @@ def check_structure(case: Case) -> None:
         assert factors.shape(dims, {}) == array.shape, (case.eqn, dims, array.shape)
     in_results = {f for dims in factors.results for dim in dims for f in dim}
     in_operands = {f for dims in factors.operands for dim in dims for f in dim}
-    assert not in_results & set(factors.reductions), case.eqn
+    assert {f for f, _ in factors.unaffected | factors.once} <= set(factors.reductions), case.eqn
+    # What is combined is missing in some result.
+    for f in factors.reductions:
+        assert any(not any(f in dim for dim in dims) for dims in factors.results), case.eqn
     # A factor of operands alone is lost unless it is combined.
     assert in_operands - in_results <= {*factors.reductions, *factors.blocked} | _ones(factors), case.eqn
 

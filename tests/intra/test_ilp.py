@@ -20,7 +20,7 @@ from minialpa.intra import core, elimination, ilp
 from minialpa.intra.bucket import eliminate_narrow_components
 from minialpa.intra.costgraph import CostGraph, Edge, Floats
 from minialpa.intra.elimination import reduce_graph, residual_of
-from minialpa.intra.greedy import greedy_choices
+from minialpa.intra.greedy import cost_of, greedy_choices
 from minialpa.intra.ilp import solve_graph
 from tests.oracles import cheapest_choices
 
@@ -129,7 +129,7 @@ def test_greedy_choices_are_allowed(graph: CostGraph) -> None:
         return
     for start in (None, dict.fromkeys(residual.alive, 0)):
         choices = greedy_choices(residual, list(residual.alive), start)
-        if choices is not None and (start is None or np.isfinite(core._cost(residual, choices))):
+        if choices is not None and (start is None or np.isfinite(cost_of(residual, choices))):
             strategies = tuple(int(residual.kept[v][i]) for v, i in choices.items())
             assert graph.fits(strategies) and np.isfinite(graph.cost_of(strategies))
 

@@ -1,0 +1,88 @@
+"""Every model under every method trains as on one device: parameters and metrics after three steps.
+
+Models with BatchNorm normalise within a micro-batch. Their reference runs the step on each micro-batch from the same
+state and averages the results, which is exact for momentum SGD, whose update is linear in the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import AutoLayerOption, LogicalMesh, PipeshardParallel, ShardParallel, UniformStageOption, models
+from minialpa.testing import assert_allclose
+
+N_MICRO_BATCHES = 4
+SIZES: dict[str, dict[str, Any]] = {
+    "mlp": {"n_layers": 4},
+    "gpt": {"n_layers": 2},
+    "bert": {"n_layers": 2},
+    "resnet": {},
+    "two_tower": {},
+    "unet": {},
+}
+
+
+def pipeline(n_stages: int, schedule: str) -> PipeshardParallel:
+    return PipeshardParallel(
+        num_micro_batches=N_MICRO_BATCHES,
+        pipeline_schedule=schedule,
+        layer_option=AutoLayerOption(layer_num=n_stages),
+        stage_option=UniformStageOption(num_stages=n_stages),
+    )
+
+
+METHODS = {
+    "shard-8": ShardParallel(devices=LogicalMesh((8,))),
+    "shard-2x4": ShardParallel(devices=LogicalMesh((2, 4))),
+    "gpipe-2": pipeline(2, "gpipe"),
+    "gpipe-4": pipeline(4, "gpipe"),
+    "1f1b-2": pipeline(2, "1f1b"),
+    "1f1b-4": pipeline(4, "1f1b"),
+}
+
+
+def serial_step(case: models.ModelCase, n_micro_batches: int) -> Any:
+    step = jax.jit(case.train_step(jax.value_and_grad))
+    if case.name != "resnet" or n_micro_batches == 1:
+        return step
+
+    def averaged(state: Any, batch: Any) -> Any:
+        size = case.batch_size // n_micro_batches
+        parts = [jax.tree.map(lambda x, m=m: x[m * size : (m + 1) * size], batch) for m in range(n_micro_batches)]
+        outs = [step(state, part) for part in parts]
+
+        def combine(*leaves: Any) -> Any:
+            if np.issubdtype(leaves[0].dtype, np.inexact):
+                return sum(leaves[1:], leaves[0]) / len(leaves)
+            return leaves[0]
+
+        new_state, metrics = jax.tree.map(combine, *outs)
+        metrics["correct"] = sum(out[1]["correct"] for out in outs)
+        return new_state, metrics
+
+    return averaged
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", SIZES)
+def test_three_steps_equal_the_serial_run(name: str, method: str, key: jax.Array) -> None:
+    case = models.build(name, **SIZES[name])
+    n_micro_batches = 1 if method.startswith("shard") else N_MICRO_BATCHES
+    expected_step = serial_step(case, n_micro_batches)
+    actual_step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=METHODS[method])
+    expected = actual = case.init(key)
+    for i in range(3):
+        batch = case.make_batch(i, case.batch_size)
+        expected, expected_metrics = expected_step(expected, batch)
+        actual, actual_metrics = actual_step(actual, batch)
+        assert_allclose(actual_metrics, expected_metrics, rtol=2e-4, atol=1e-6)
+    assert_allclose(actual.params, expected.params, rtol=2e-4, atol=1e-5)
+    if case.name == "resnet":
+        assert_allclose(actual.batch_stats, expected.batch_stats, rtol=2e-4, atol=1e-6)
+    n_stages = len(actual_step.get_last_executable().get_parallel_plan().stages)
+    assert n_stages == (1 if method.startswith("shard") else int(method[-1]))
