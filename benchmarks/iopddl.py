@@ -1,6 +1,9 @@
-"""Solve instances of the intra-operator parallelism contest (google/iopddl) and print cost, gap and seconds.
+"""Instances of the intra-operator parallelism contest (google/iopddl): cost, proven gap and seconds of the solver.
 
     python -m benchmarks.iopddl asplos-2025-iopddl-G.json.gz ... [--solver highs] [--time-limit-s 120]
+
+The registered benchmark solves a random instance, so that it needs no download; `IOPDDL_INSTANCES`, paths separated by
+`:`, gives the full size instances of the contest.
 """
 
 from __future__ import annotations
@@ -8,12 +11,43 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import time
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.registry import Rows, Size, benchmark
+from benchmarks.run import table
 from minialpa.intra.ilp import CostGraph, Edge, solve_graph
+
+
+@benchmark("iopddl")
+def iopddl(size: Size) -> Rows:
+    """Choosing strategies: cost, proven gap and seconds, on random instances or those of the contest."""
+    if size == "tiny":
+        return [_row("random", random_instance(0, n_nodes=30), "highs", 10.0)]
+    paths = [Path(path) for path in os.environ.get("IOPDDL_INSTANCES", "").split(os.pathsep) if path]
+    if not paths:
+        return [_row("random", random_instance(0, n_nodes=2000), "highs", 60.0)]
+    return [_row(path.name, load_instance(path), "highs", 120.0) for path in paths]
+
+
+def random_instance(seed: int, n_nodes: int) -> CostGraph:
+    """A chain with shortcuts whose nodes have 2 to 8 strategies. Cheap ones use much; the limit lets about half in."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(2, 9, n_nodes)
+    costs = tuple(rng.integers(0, 100, n).astype(np.float64) for n in sizes)
+    pairs = [(v, v + 1) for v in range(n_nodes - 1)]
+    pairs += [(v, int(rng.integers(v + 2, min(v + 10, n_nodes)))) for v in range(0, n_nodes - 2, 5)]
+    edges = tuple(Edge(a, b, rng.integers(0, 50, (sizes[a], sizes[b])).astype(np.float64)) for a, b in pairs)
+    usages = tuple(100.0 - cost for cost in costs)
+    intervals = tuple((v, min(v + int(rng.integers(1, 12)), n_nodes)) for v in range(n_nodes))
+    live = np.zeros(n_nodes)
+    for usage, (start, end) in zip(usages, intervals, strict=True):
+        live[start:end] += (usage.min() + usage.max()) / 2
+    return CostGraph(costs, edges, usages, intervals, float(live.max()))
 
 
 def load_instance(path: Path) -> CostGraph:
@@ -34,18 +68,27 @@ def load_instance(path: Path) -> CostGraph:
     )
 
 
+def _row(name: str, graph: CostGraph, solver: Literal["highs", "cbc"], time_limit_s: float) -> dict[str, Any]:
+    start = time.perf_counter()
+    solution = solve_graph(graph, time_limit_s=time_limit_s, solver=solver)
+    return {
+        "instance": name,
+        "nodes": len(graph.node_costs),
+        "edges": len(graph.edges),
+        "cost": solution.cost,
+        "gap": solution.gap,
+        "solve_s": time.perf_counter() - start,
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.iopddl", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--solver", choices=("highs", "cbc"), default="highs")
     parser.add_argument("--time-limit-s", type=float, default=120.0)
-    arguments = parser.parse_args()
-    for path in arguments.paths:
-        graph = load_instance(path)
-        start = time.perf_counter()
-        solution = solve_graph(graph, time_limit_s=arguments.time_limit_s, solver=arguments.solver)
-        seconds = time.perf_counter() - start
-        print(f"{path.name}: cost {solution.cost:.0f}, gap {solution.gap:.2%}, {seconds:.1f} s")
+    args = parser.parse_args()
+    for path in args.paths:
+        print(table([_row(path.name, load_instance(path), args.solver, args.time_limit_s)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,16 @@ import jax
 import numpy as np
 
 from minialpa.cluster import ClusterSpec
-from minialpa.errors import MinialpaError, ShardingError, TraceError
+from minialpa.errors import MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.emit import emit_program
 from minialpa.inter.pipeline import plan_step
 from minialpa.methods import Method, ShardParallel, Target, resolve_devices
 from minialpa.plan import Plan
 from minialpa.progress import ProgressBar
-from minialpa.session import current_session
+from minialpa.session import Session, current_session
 from minialpa.trace import TracedStep, trace_step
 
-Argnums = Sequence[int] | Literal["auto"]
+Argnums = int | Sequence[int] | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,30 @@ class _Call:
     def key(self) -> Hashable:
         return (self.tree, self.static, self.n_args, tuple(_leaf_key(x) for x in self.leaves))
 
+    def types(self) -> tuple[Any, ...]:
+        """Equal for two calls only if `key` is, and compared in no time where they share their types' objects."""
+        return (self.tree, self.static, self.n_args, [_leaf_type(x) for x in self.leaves])
+
+
+def _leaf_type(leaf: Any) -> Any:
+    aval = getattr(leaf, "aval", None)
+    return _leaf_key(leaf) if aval is None else aval
+
 
 def _leaf_key(leaf: Any) -> Hashable:
-    if isinstance(leaf, jax.Array):
-        return (leaf.shape, leaf.dtype)
-    if isinstance(leaf, np.ndarray | np.generic | jax.ShapeDtypeStruct):
-        dtype = leaf.dtype
-        return (leaf.shape, dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else _canonical(dtype))
+    """Shape and dtype, and whether a float is weakly typed: that changes what it makes of an array of fewer bits."""
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        dtype = _canonical(leaf.dtype)
+        return (leaf.shape, dtype, getattr(leaf, "weak_type", False) and dtype.kind in "fc")
     # A step count that starts as a Python int comes back as an array of the default integer type.
-    return ((), _canonical(np.dtype(int))) if type(leaf) is int else type(leaf)
+    if type(leaf) is int:
+        return ((), _canonical(np.dtype(int)), False)
+    return ((), _canonical(np.dtype(float)), True) if type(leaf) is float else type(leaf)
 
 
 def _canonical(dtype: Any) -> Any:
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
+        return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
@@ -60,17 +72,27 @@ class ParallelizedFunc:
         method: Method | Plan,
         static_argnums: Argnums,
         donate_argnums: Argnums,
-        batch_argnums: Sequence[int],
+        batch_argnums: int | Sequence[int],
     ) -> None:
         functools.update_wrapper(self, fun)
         self._fun, self._method = fun, method
-        self._static, self._donate, self._batch = static_argnums, donate_argnums, tuple(batch_argnums)
+        self._signature = _signature_of(fun)
+        self._names = list(self._signature.parameters) if self._signature else []
+        self._static: tuple[int, ...] | Literal["auto"] = "auto"
+        self._donate: tuple[int, ...] | Literal["auto"] = "auto"
+        if not isinstance(static_argnums, str):
+            self._static = self._argnums("static_argnums", static_argnums)
+        if not isinstance(donate_argnums, str):
+            self._donate = self._argnums("donate_argnums", donate_argnums)
+        self._batch = self._argnums("batch_argnums", batch_argnums)
         self._executables: dict[Hashable, tuple[Any, Any]] = {}
+        self._recent: tuple[Any, tuple[Any, Any]] = (None, (None, None))
         self._last: Any = None
         self._known_trees: list[Any] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._bind(args, kwargs)
+        self._check_alive(call)
         executable, out_tree = self._get(call)
         self._last = executable
         return jax.tree.unflatten(out_tree, executable.run(call.leaves))
@@ -91,6 +113,7 @@ class ParallelizedFunc:
     def preshard_dynamic_args(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments, laid out on the devices as the step wants them."""
         call = self._bind(args, kwargs)
+        self._check_alive(call)
         placed = self._get(call)[0].place(call.leaves)
         new_args, new_kwargs = _rebuild(call, placed)
         return (new_args, new_kwargs) if kwargs else new_args
@@ -114,20 +137,43 @@ class ParallelizedFunc:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Keyword arguments in their places, so that argument numbers mean the same however a call is written."""
-        try:
-            bound = inspect.signature(self._fun).bind(*args, **kwargs)
-        except ValueError:  # a builtin without a signature
+        if self._signature is None:
             return args, kwargs
-        bound.apply_defaults()
+        bound = self._signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs
 
     def _is_static(self, name: int | str, value: Any) -> bool:
         if self._static != "auto":
-            return name in self._static
+            return self._number(name) in self._static
         return jax.tree_util.all_leaves([value]) and not _is_numeric(value)
 
+    def _check_alive(self, call: _Call) -> None:
+        """Raise before anything runs: a compiled program may crash on an array that has no memory any more."""
+        for i, leaf in enumerate(call.leaves):
+            is_deleted = getattr(leaf, "is_deleted", None)
+            if is_deleted is None:
+                continue
+            if isinstance(leaf, jax.core.Tracer):
+                raise TraceError(
+                    f"`{self._paths(call)[0][i]}` is a traced value. A parallelized function runs on devices and cannot "
+                    "be called inside `jax.jit`, `jax.grad` or `jax.vmap`; call it outside, or use the plain function."
+                )
+            if is_deleted():
+                raise WorkerError(
+                    f"`{self._paths(call)[0][i]}` has been deleted: it was donated to an earlier call, whose result took "
+                    "over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
+                )
+
     def _get(self, call: _Call) -> tuple[Any, Any]:
-        key = call.key()
+        # A training loop passes a step its own results, whose types are the same objects from call to call.
+        session = current_session()
+        recent = (session, call.types())
+        if self._recent[0] != recent:
+            self._recent = (recent, self._find(call, session))
+        return self._recent[1]
+
+    def _find(self, call: _Call, session: Session) -> tuple[Any, Any]:
+        key = (call.key(), session.devices, session.cluster)
         found = self._executables.get(key)
         if found is None:
             found = self._compile(call)
@@ -146,7 +192,8 @@ class ParallelizedFunc:
             raise ShardingError(f"The plan needs {needed} devices and there are {len(devices)}. Plan for fewer devices, or pass more.")
         with ProgressBar() as bar:
             bar.report("Compiling", 0, 1)
-            return Executable(plan, emit_program(traced, plan), devices), traced.out_tree
+            program = emit_program(traced, plan)
+            return Executable(plan, program, devices, call.tree[0], traced.out_tree), traced.out_tree
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -163,12 +210,7 @@ class ParallelizedFunc:
     def _trace(self, call: _Call) -> TracedStep:
         tree, names = call.tree
         values = jax.tree.unflatten(tree, call.leaves)
-        paths, numbers = [], []
-        for name, value in zip(names, values, strict=True):
-            label = self._label(name)
-            for path, _ in jax.tree_util.tree_leaves_with_path(value):
-                paths.append(label + jax.tree_util.keystr(path))
-                numbers.append(self._number(name))
+        paths, numbers = self._paths(call)
 
         def flat_fun(*leaves: Any) -> Any:
             args, kwargs = _rebuild(call, leaves)
@@ -177,15 +219,23 @@ class ParallelizedFunc:
         state_like = [self._number(n) for n, v in zip(names, values, strict=True) if _is_train_state(v)]
         is_batch = [number in self._batch for number in numbers]
         try:
-            return trace_step(flat_fun, call.leaves, paths, is_batch, numbers, self._donated(), state_like)
+            return trace_step(flat_fun, call.leaves, paths, is_batch, numbers, self._donate, state_like)
         except MinialpaError:
             raise
         except Exception as error:
             self._explain_mismatch(call, error)
             raise
 
-    def _donated(self) -> Sequence[int] | Literal["auto"]:
-        return self._donate if isinstance(self._donate, str) else tuple(self._donate)
+    def _paths(self, call: _Call) -> tuple[list[str], list[int]]:
+        """Name of each leaf, such as `state.params['w']`, and the number of its argument."""
+        tree, names = call.tree
+        paths, numbers = [], []
+        for name, value in zip(names, jax.tree.unflatten(tree, call.leaves), strict=True):
+            label = self._label(name)
+            for path, _ in jax.tree_util.tree_leaves_with_path(value):
+                paths.append(label + jax.tree_util.keystr(path))
+                numbers.append(self._number(name))
+        return paths, numbers
 
     def _explain_mismatch(self, call: _Call, error: Exception) -> None:
         """Raise a clearer error if the arguments have another structure than those of earlier calls."""
@@ -198,17 +248,27 @@ class ParallelizedFunc:
     def _label(self, name: int | str) -> str:
         if isinstance(name, str):
             return name
-        try:
-            return list(inspect.signature(self._fun).parameters)[name]
-        except (ValueError, IndexError):
-            return f"args[{name}]"
+        return self._names[name] if name < len(self._names) else f"args[{name}]"
 
     def _number(self, name: int | str) -> int:
         """Number of an argument; keyword-only ones count by their place in the signature."""
         if isinstance(name, int):
             return name
-        parameters = list(inspect.signature(self._fun).parameters)
-        return parameters.index(name) if name in parameters else -1
+        return self._names.index(name) if name in self._names else -1
+
+    def _argnums(self, option: str, value: int | Sequence[int]) -> tuple[int, ...]:
+        """Argument numbers as a tuple; negative ones count from the last parameter, as in jax."""
+        numbers = (value,) if isinstance(value, int) else tuple(value)
+        if not all(isinstance(number, int) for number in numbers):
+            raise TraceError(f"`{option}` takes argument numbers; got {value!r}.")
+        return tuple(number + len(self._names) if number < 0 else number for number in numbers)
+
+
+def _signature_of(fun: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fun)
+    except (TypeError, ValueError):  # a builtin
+        return None
 
 
 def _rebuild(call: _Call, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -245,7 +305,7 @@ def parallelize(
     method: Method | Plan | None = None,
     static_argnums: Argnums = "auto",
     donate_argnums: Argnums = "auto",
-    batch_argnums: Sequence[int] = (1,),
+    batch_argnums: int | Sequence[int] = (1,),
 ) -> Any:
     """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
 
@@ -268,7 +328,7 @@ def plan(
     *,
     cluster: ClusterSpec,
     method: Method | None = None,
-    batch_argnums: Sequence[int] = (1,),
+    batch_argnums: int | Sequence[int] = (1,),
 ) -> Plan:
     """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays."""
     chosen = dataclasses.replace(method or ShardParallel(), devices=cluster)

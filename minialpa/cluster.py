@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from minialpa.errors import ShardingError
 
@@ -93,13 +94,15 @@ _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
 class LogicalMesh:
     """A 1-D or 2-D view of a group of devices, with the alpha (seconds) and beta (seconds per byte) of each axis.
 
-    Axis 0 is the outer axis, the one across hosts where there are several; axis 1 is the inner, faster one.
+    Axis 0 is the outer axis, the one across hosts where there are several; axis 1 is the inner, faster one. Without a
+    `device`, compute has no price: only communication is compared, and matrix products and convolutions are split over
+    all devices as far as they can be.
     """
 
     shape: tuple[int, ...]
     alpha: tuple[float, ...] = ()
     beta: tuple[float, ...] = ()
-    device: DeviceSpec = field(default_factory=lambda: _PRESETS["a100-80gb"][0])
+    device: DeviceSpec | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(int(n) for n in self.shape)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 Atom = Any  # Var | Literal
 
@@ -52,7 +56,7 @@ class FlatJaxpr:
     outvars: tuple[Atom, ...]
 
 
-def is_literal(atom: Atom) -> bool:
+def is_literal(atom: Atom) -> TypeIs[Literal]:
     return isinstance(atom, Literal)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, Sequence
+from typing import Iterable, Literal, Sequence
 
 import jax
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import ShardingError
+from minialpa.inter.schedule import make_schedule
 from minialpa.options import (
     AutoLayerOption,
     AutoShardingOption,
@@ -43,14 +44,14 @@ def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
         return Target(devices, None, None)
     if isinstance(devices, LogicalMesh):
         cluster = ClusterSpec.preset("cpu", devices_per_host=devices.n_devices)
-        return Target(dataclasses.replace(cluster, device=devices.device), devices, None)
+        return Target(dataclasses.replace(cluster, device=devices.device or cluster.device), devices, None)
     if devices is None:
         session = session or current_session()
         return Target(session.cluster, None, session.devices)
-    chosen = tuple(devices)
+    chosen = tuple(devices) if isinstance(devices, Iterable) else ()
     if not chosen or not all(isinstance(d, jax.Device) for d in chosen):
         raise ShardingError(
-            f"`devices` takes jax devices, a ClusterSpec, a LogicalMesh or None; got {type(devices).__name__}."
+            f"`devices` takes a list of jax devices, a ClusterSpec, a LogicalMesh or None; got {devices!r}."
         )
     return Target(describe_devices(chosen), None, chosen)
 
@@ -60,16 +61,17 @@ class ShardParallel:
     """No pipeline: every operator is sharded over all devices, as the planner finds cheapest.
 
     devices: see `resolve_devices`; None views all devices as one axis. num_micro_batches: gradients are accumulated over
-    that many parts of the batch.
+    that many parts of the batch. logical_shape: shape of the mesh that the devices form; None for one axis, or that of
+    the LogicalMesh.
     """
 
     devices: Devices = None
     num_micro_batches: int | None = None
     auto_sharding_option: AutoShardingOption | None = None
+    logical_shape: tuple[int, ...] | None = None
 
     def options(self) -> PlanOptions:
-        sharding = self.auto_sharding_option or AutoShardingOption()
-        return PlanOptions(n_micro_batches=self.num_micro_batches or 1, sharding=sharding)
+        return _shard_options(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class DataParallel(ShardParallel):
     """The batch is split over all devices, everything else is replicated; gradients are all-reduced."""
 
     def options(self) -> PlanOptions:
-        return _forced(self, force_data_parallel=True, prefer_reduce_scatter=False)
+        return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Zero2Parallel(ShardParallel):
     """Data parallel with gradients and optimizer state sharded (ZeRO stage 2)."""
 
     def options(self) -> PlanOptions:
-        return _forced(self, force_data_parallel=True, prefer_reduce_scatter=True)
+        return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +95,19 @@ class Zero3Parallel(ShardParallel):
     """Data parallel with parameters, gradients and optimizer state sharded (ZeRO stage 3)."""
 
     def options(self) -> PlanOptions:
-        return _forced(self, force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=True)
+        return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=True)
 
 
-def _forced(method: ShardParallel, **fields: bool) -> PlanOptions:
+def _shard_options(method: ShardParallel, **fields: bool) -> PlanOptions:
     sharding = dataclasses.replace(method.auto_sharding_option or AutoShardingOption(), **fields)  # type: ignore[arg-type]
-    return PlanOptions(n_micro_batches=method.num_micro_batches or 1, sharding=sharding)
+    n = _micro_batches(1 if method.num_micro_batches is None else method.num_micro_batches)
+    return PlanOptions(n_micro_batches=n, sharding=sharding, logical_shape=method.logical_shape)
+
+
+def _micro_batches(n: int) -> int:
+    if n < 1:
+        raise ShardingError(f"`num_micro_batches` is at least 1; got {n}.")
+    return n
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +126,9 @@ class PipeshardParallel:
     default_auto_sharding_option: AutoShardingOption | None = None
 
     def options(self) -> PlanOptions:
+        make_schedule(self.pipeline_schedule, 1, 1)  # raises for an unknown name before any long work
         return PlanOptions(
-            n_micro_batches=self.num_micro_batches,
+            n_micro_batches=_micro_batches(self.num_micro_batches),
             schedule=self.pipeline_schedule,
             layers=self._layers(),
             stages=self._stages(),
@@ -130,6 +140,8 @@ class PipeshardParallel:
             if self.layer_option != "manual":
                 raise ShardingError(f"`layer_option` is \"manual\" or an option object; got {self.layer_option!r}.")
             return ManualLayerOption()
+        if self.layer_option is not None and not isinstance(self.layer_option, LayerOption):
+            raise ShardingError(f"`layer_option` is \"manual\" or an option object; got {self.layer_option!r}.")
         return self.layer_option or AutoLayerOption(layer_num=2)
 
     def _stages(self) -> StageOption:
@@ -138,6 +150,8 @@ class PipeshardParallel:
             if self.stage_option not in named:
                 raise ShardingError(f"`stage_option` is \"uniform\", \"auto\" or an option object; got {self.stage_option!r}.")
             return named[self.stage_option]
+        if self.stage_option is not None and not isinstance(self.stage_option, StageOption):
+            raise ShardingError(f"`stage_option` is \"uniform\", \"auto\" or an option object; got {self.stage_option!r}.")
         return self.stage_option or UniformStageOption()
 
 
@@ -157,23 +171,34 @@ def get_3d_parallel_method(
     """
     target = resolve_devices(devices)
     rest = operator_parallel * pipeline_parallel
+    if min(operator_parallel, pipeline_parallel) < 1 or (data_parallel < 1 and data_parallel != -1):
+        raise ShardingError(
+            f"Degrees of parallelism are at least 1, or -1 for `data_parallel`; got {data_parallel} x "
+            f"{operator_parallel} x {pipeline_parallel}."
+        )
     if data_parallel == -1:
-        data_parallel = target.cluster.n_devices // rest
+        data_parallel = max(1, target.cluster.n_devices // rest)
     needed = data_parallel * rest
-    if data_parallel < 1 or needed > target.cluster.n_devices:
+    if needed > target.cluster.n_devices:
         raise ShardingError(
             f"{data_parallel} x {operator_parallel} x {pipeline_parallel} needs {needed} devices and there are "
-            f"{target.cluster.n_devices}."
+            f"{target.cluster.n_devices}. Choose degrees whose product is at most that."
         )
     shape = (data_parallel, operator_parallel)
     option = AutoShardingOption(force_batch_dim_to_mesh_dim=0, prefer_reduce_scatter=True)
     if pipeline_parallel == 1 and allow_degenerate_into_shard_parallel:
-        hosts = max(1, data_parallel * operator_parallel // target.cluster.devices_per_host)
-        submesh = (hosts, data_parallel * operator_parallel // hosts)
-        return ShardParallel(target.cluster.logical_mesh(submesh, shape), num_micro_batches, option)
+        first = _first_devices(devices, target.cluster, _submesh(shape, target.cluster))
+        return ShardParallel(first, num_micro_batches, option, shape)
     layers: LayerOption = ManualLayerOption() if manual_layer_num else AutoLayerOption(pipeline_parallel, eps=0.1)
     stages = UniformStageOption(pipeline_parallel, _submesh(shape, target.cluster), shape, option)
     return PipeshardParallel(devices, num_micro_batches, layer_option=layers, stage_option=stages)
+
+
+def _first_devices(devices: Devices, cluster: ClusterSpec, submesh: tuple[int, int]) -> Devices:
+    """The first (hosts, devices per host): of the jax devices that were given, else of the cluster."""
+    if devices is None or isinstance(devices, ClusterSpec | LogicalMesh):
+        return dataclasses.replace(cluster, num_hosts=submesh[0], devices_per_host=submesh[1])
+    return tuple(devices)[: submesh[0] * submesh[1]]
 
 
 def _submesh(shape: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:

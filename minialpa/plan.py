@@ -188,7 +188,7 @@ class Plan:
             if data["version"] != VERSION:
                 raise VerifyError(f"The plan has version {data['version']}; this minialpa reads version {VERSION}.")
             return _decode_plan(data["plan"])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise VerifyError(f"Not a plan ({error!r}). Write one with `Plan.save`.") from error
 
     def save(self, path: str | Path) -> None:
@@ -196,7 +196,8 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        return Plan.from_json(Path(path).read_text())
+        """The plan that `save` wrote. Raises VerifyError like `from_json`."""
+        return Plan.from_json(Path(path).read_text(errors="replace"))
 
 
 def _operator_lines(operators: tuple[PlannedOperator, ...]) -> list[str]:
@@ -235,8 +236,15 @@ def _encode(value: Any) -> Any:
     return value
 
 
+def _spec(text: str) -> Spec:
+    spec = Spec.parse(text)
+    if str(spec) != text:
+        raise ValueError(f"`{text}` is not a sharding spec")
+    return spec
+
+
 def _specs(texts: list[str]) -> tuple[Spec, ...]:
-    return tuple(Spec.parse(text) for text in texts)
+    return tuple(map(_spec, texts))
 
 
 def _decode_value(data: dict[str, Any]) -> PlacedValue:
@@ -245,7 +253,7 @@ def _decode_value(data: dict[str, Any]) -> PlacedValue:
 
 
 def _decode_operator(data: dict[str, Any]) -> PlannedOperator:
-    result, operands = Spec.parse(data["result"]), _specs(data["operands"])
+    result, operands = _spec(data["result"]), _specs(data["operands"])
     return PlannedOperator(data["name"], data["layer"], tuple(data["shape"]), result, operands)
 
 

@@ -7,8 +7,9 @@ dependency, so a single reader can issue them one after the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec

@@ -43,8 +43,9 @@ def init(
     hosts. `address`, `num_hosts`, `devices_per_host` may also be spelt `cluster_address`, `num_nodes`,
     `num_devices_per_node`. Calling it again with the same arguments does nothing; with others it raises MinialpaError.
     """
-    hosts = num_hosts or num_nodes or 1
-    per_host = devices_per_host or num_devices_per_node or devices_per_node
+    hosts = next((n for n in (num_hosts, num_nodes) if n is not None), 1)
+    spelt = (devices_per_host, num_devices_per_node, devices_per_node)
+    per_host = next((n for n in spelt if n is not None), None)
     arguments = (cluster, address or cluster_address, hosts, per_host, namespace)
     if _Current.session is not None:
         if _Current.session.arguments not in ((), arguments):
@@ -72,8 +73,9 @@ def current_session() -> Session:
 
 def _local_session(hosts: int, per_host: int | None, arguments: tuple[Any, ...]) -> Session:
     devices = jax.local_devices()
-    per_host = per_host or len(devices) // hosts
-    if hosts * per_host > len(devices) or per_host < 1:
+    if per_host is None:
+        per_host = len(devices) // max(hosts, 1)
+    if hosts < 1 or per_host < 1 or hosts * per_host > len(devices):
         raise ShardingError(
             f"{hosts} x {per_host} devices were asked for and this process has {len(devices)}. Ask for fewer, or on CPU "
             "start Python with XLA_FLAGS=--xla_force_host_platform_device_count=N."

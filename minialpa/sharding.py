@@ -7,8 +7,8 @@ dimension 0 is split over mesh axis 0 and dimension 1 is whole; `S01` splits ove
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Iterable
 
 from jax.sharding import PartitionSpec
 
@@ -65,7 +65,7 @@ class Spec:
     def fits(self, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> bool:
         """Whether every split dimension of `shape` divides evenly, into parts that are not empty."""
         return len(shape) == len(self.dims) and all(
-            not axes or size > 0 and size % math.prod(mesh_shape[axis] for axis in axes) == 0
+            not axes or (size > 0 and size % math.prod(mesh_shape[axis] for axis in axes) == 0)
             for size, axes in zip(shape, self.dims)
         )
 

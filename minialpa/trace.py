@@ -7,12 +7,13 @@ full-batch program, where each equation came from, which inputs are split over m
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
 from typing import Any, Callable, Literal, Sequence
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from minialpa.errors import TraceError
 from minialpa.gradients import boundary_p, gradient_p, tracing_step
@@ -69,23 +70,48 @@ class TracedStep:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of primitives, shapes and dataflow: equal steps have equal fingerprints."""
-        numbers: dict[Var, int] = {}
-        digest = hashlib.sha256()
+        """Hash of primitives, parameters, shapes and dataflow: equal steps have equal fingerprints."""
+        flat = self.flat
+        program = _program_text((*flat.constvars, *flat.invars), flat.eqns, flat.outvars)
+        text = f"{program} {self.batch_dims} {self.aliases}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-        def name(atom: Any) -> str:
-            if is_literal(atom):
-                return f"{atom.val!r}"
-            return f"{numbers.setdefault(atom, len(numbers))}:{atom.aval.str_short()}"
 
-        for var in (*self.flat.constvars, *self.flat.invars):
-            digest.update(name(var).encode())
-        for eqn in self.flat.eqns:
-            parts = [eqn.primitive.name, *map(name, eqn.invars), *map(name, eqn.outvars)]
-            digest.update(" ".join(parts).encode())
-        digest.update(" ".join(map(name, self.flat.outvars)).encode())
-        digest.update(repr((self.batch_dims, self.aliases)).encode())
-        return digest.hexdigest()[:16]
+def _program_text(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> str:
+    """A program as text without names: the same for equal programs, in every process."""
+    numbers: dict[Any, int] = {}
+
+    def name(atom: Any) -> str:
+        if is_literal(atom):
+            return f"{atom.val!r}:{atom.aval.str_short()}"
+        return f"{numbers.setdefault(atom, len(numbers))}:{atom.aval.str_short()}"
+
+    lines = [" ".join(map(name, inputs))]
+    for eqn in eqns:
+        params = _param_text(dict(eqn.params))
+        lines.append(" ".join((eqn.primitive.name, params, *map(name, eqn.invars), "->", *map(name, eqn.outvars))))
+    lines.append(" ".join(map(name, outputs)))
+    return "\n".join(lines)
+
+
+def _param_text(value: Any) -> str:
+    """Text of an equation's parameter; functions, shardings and the like by type, as their texts may hold addresses."""
+    jaxpr = getattr(value, "jaxpr", value)
+    if isinstance(jaxpr, Jaxpr):
+        return "{" + _program_text((*jaxpr.constvars, *jaxpr.invars), jaxpr.eqns, jaxpr.outvars) + "}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}={_param_text(v)}" for key, v in sorted(value.items(), key=str)) + "}"
+    if isinstance(value, tuple | list):
+        return "(" + ",".join(map(_param_text, value)) + ")"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{value.tolist()}"
+    if isinstance(value, Enum):
+        return value.name
+    if is_dataclass(value) and not isinstance(value, type):
+        return _param_text({f.name: getattr(value, f.name) for f in fields(value)})
+    if value is None or isinstance(value, bool | int | float | complex | str | np.generic | np.dtype):
+        return str(value)
+    return type(value).__name__
 
 
 def trace_step(
@@ -109,7 +135,7 @@ def trace_step(
     try:
         with tracing_step():
             flat, out_shape = trace_flat(fun, *structs)
-    except jax.errors.JAXTypeError as error:
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise TraceError(
             f"The step's Python code uses the value of a traced argument: {error}\n"
             "Make that argument static with `static_argnums`, or use `jax.lax.cond`."

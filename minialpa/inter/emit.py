@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from jax.extend.core import Var
@@ -83,7 +84,7 @@ class _Emitter:
         updates = sorted((t for t in tasks if t.kind == "update"), key=lambda t: (t.level, t.mesh))
         for task in updates:
             self._run_task(task, number[id(task)], None)
-        outputs = self._outputs()
+        outputs = self._own_buffers(self._outputs())
         self._insert_frees(outputs)
         meshes = tuple(MeshShape(s.first_device, s.logical_shape) for s in self.plan.stages)
         donated = frozenset(a for a in self.split.traced.aliases if a is not None)
@@ -267,6 +268,32 @@ class _Emitter:
             slots.append(OutputSlot(tuple(buffers), value.mesh_ids))
         return slots
 
+    def _own_buffers(self, slots: list[OutputSlot]) -> list[OutputSlot]:
+        """Copies of results that would share a buffer with a constant, an argument that stays, or another result.
+
+        A caller may donate any result to a later call, which must not take another array with it.
+        """
+        given = set(a for a in self.split.traced.aliases if a is not None)
+        taken = {c.buffer for c in self.constants} | {s.buffer for s in self.input_slots if s.leaf not in given}
+        for instruction in self.instructions:  # a transfer within one device may keep the buffer
+            if isinstance(instruction, Transfer) and instruction.source in taken:
+                taken.add(instruction.target)
+        copies: dict[int, list[tuple[int, int, Any, Spec]]] = defaultdict(list)
+        out = []
+        ends = zip(slots, self.split.outvars, self.plan.outputs, strict=True)
+        for slot, atom, value in ends:
+            buffers = list(slot.buffers)
+            for i, (buffer, mesh) in enumerate(zip(slot.buffers, slot.meshes, strict=True)):
+                if buffer in taken:
+                    buffers[i] = self._new()
+                    copies[mesh].append((buffer, buffers[i], atom.aval, value.specs[i]))
+                taken.add(buffer)
+            out.append(OutputSlot(tuple(buffers), slot.meshes))
+        for mesh, wanted in sorted(copies.items()):
+            function = self._add_function(functions.copy_function(mesh, [(aval, spec) for _, _, aval, spec in wanted]))
+            self.instructions.append(Run(function, tuple(w[0] for w in wanted), tuple(w[1] for w in wanted)))
+        return out
+
     def _home(self, var: Var) -> int | None:
         """First mesh that holds `var` already."""
         return next((m for m in range(self.staged.n_meshes) if (var, None, m) in self.buffers), None)
@@ -295,16 +322,21 @@ class _Emitter:
     def _donate(self, ends: dict[int, list[int]]) -> None:
         aliased = {a for a in self.split.traced.aliases if a is not None}
         foreign = {s.buffer for s in self.input_slots if s.leaf not in aliased and s.rows is None}
+        given = {s.buffer for s in self.input_slots if s.leaf in aliased}
         may: dict[int, set[int]] = {}
+        arguments: dict[int, set[int]] = defaultdict(set)
         for i, instruction in enumerate(self.instructions):
             if isinstance(instruction, Run):
+                arguments[instruction.function] |= {k for k, b in enumerate(instruction.inputs) if b in given}
                 over = set(ends[i]) - foreign
                 counts = Counter(instruction.inputs)
                 mine = {k for k, b in enumerate(instruction.inputs) if b in over and counts[b] == 1}
                 may[instruction.function] = may.get(instruction.function, mine) & mine
         for number, positions in may.items():
             function = self.functions[number]
-            usable = _usable_donations(function, sorted(positions))
+            # The caller's arrays first: what the step makes itself is freed anyway.
+            first = sorted(positions, key=lambda k: (k not in arguments[number], k))  # noqa: B023
+            usable = _usable_donations(function, first)
             self.functions[number] = dataclasses.replace(function, donated=usable)
 
 
@@ -318,4 +350,4 @@ def _usable_donations(function: Function, positions: list[int]) -> tuple[int, ..
         if free[key] > 0:
             free[key] -= 1
             usable.append(k)
-    return tuple(usable)
+    return tuple(sorted(usable))

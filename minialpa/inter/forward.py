@@ -13,9 +13,9 @@ from minialpa.options import AutoLayerOption, LayerOption, ManualLayerOption
 from minialpa.trace import TracedStep
 
 
-def forward_graph(traced: TracedStep) -> nx.DiGraph:
+def forward_graph(traced: TracedStep) -> nx.MultiDiGraph:
     """Forward groups as nodes with `flops`; edges carry `bytes` and `value`, the number of the variable."""
-    graph = nx.DiGraph()
+    graph = nx.MultiDiGraph()
     graph.add_nodes_from((g, {"flops": 0.0}) for g in range(n_groups(traced)))
     producer: dict[object, int] = {}
     number: dict[object, int] = {}
@@ -27,8 +27,7 @@ def forward_graph(traced: TracedStep) -> nx.DiGraph:
             source = None if is_literal(v) else producer.get(v)
             if source is not None and source != origin.group:
                 low, high = min(source, origin.group), max(source, origin.group)
-                size = max(bytes_of(v), graph.edges[low, high]["bytes"] if graph.has_edge(low, high) else 0)
-                graph.add_edge(low, high, bytes=float(size), value=number.setdefault(v, len(number)))
+                graph.add_edge(low, high, bytes=float(bytes_of(v)), value=number.setdefault(v, len(number)))
         producer.update((v, origin.group) for v in eqn.outvars)
     return graph
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,3 +118,10 @@ def concatenate_function(mesh: int, loop: Var, total: Var, dim: int, n: int, spe
         (struct_of(total),),
         (named,),
     )
+
+
+def copy_function(mesh: int, values: Sequence[tuple[Any, Spec]]) -> Function:
+    """New arrays with the values of the given ones; an aval and a spec for each."""
+    structs = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval, _ in values)
+    specs = tuple(spec.partition_spec() for _, spec in values)
+    return Function(f"copy{mesh}", mesh, lambda *xs: tuple(map(jnp.copy, xs)), structs, specs, structs, specs)

@@ -70,7 +70,7 @@ def _check(graph: nx.DiGraph, n_layers: int, tolerance: float) -> None:
         raise TraceError(f"`tolerance` cannot be negative; got {tolerance}.")
     if set(graph.nodes) != set(range(len(graph))):
         raise TraceError(f"Equations are numbered 0 to {len(graph) - 1}; got nodes {sorted(graph.nodes)[:8]}...")
-    if backward := next(((u, v) for u, v in graph.edges if u >= v), None):
+    if backward := next(((u, v) for u, v in graph.edges() if u >= v), None):
         shape = "goes back in program order" if nx.is_directed_acyclic_graph(graph) else "closes a cycle"
         raise TraceError(f"The edge {backward[0]} -> {backward[1]} {shape}; a value is used after it is produced.")
 

@@ -17,6 +17,7 @@ is once per micro-batch follows from how values depend on the examples (`batchin
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Callable, Sequence
@@ -113,9 +114,13 @@ def split_micro_batches(step: TracedStep, n: int, stage_of: Sequence[int | None]
     if step.batch_size % n:
         raise TraceError(
             f"A batch of {step.batch_size} examples cannot be split into {n} equal micro-batches. "
-            f"Choose `num_micro_batches` among the divisors of {step.batch_size}."
+            f"Choose `num_micro_batches` among its divisors: {', '.join(map(str, _divisors(step.batch_size)))}."
         )
     return _Splitter(step, n, stage_of).run()
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _single(step: TracedStep) -> SplitStep:
@@ -147,6 +152,16 @@ class _Partial:
 
 
 _PRIVATE = "private"
+
+#: What may compute the number of terms of a mean.
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "add": operator.add,
+    "convert_element_type": float,
+    "max": max,
+    "mul": operator.mul,
+    "sub": operator.sub,
+}
+
 _Form = _Partial | str
 
 
@@ -398,7 +413,8 @@ class _Splitter:
         factors = factors_of(eqn)
         partial = self._stays_partial(i, eqn, factors, needed)
         if partial is not None:
-            args = [self._as_partial(v, factors, k) for k, v in enumerate(eqn.invars)]
+            kept = self._kept_partial(eqn, factors, needed)
+            args = [self.loop[v] if k in kept else self._as_partial(v, factors, k) for k, v in enumerate(eqn.invars)]
             form: _Form = partial
         elif needed or all(self.form[v] == _PRIVATE for v in operands):
             args = [self._value(v) for v in eqn.invars]
@@ -411,28 +427,38 @@ class _Splitter:
 
     def _stays_partial(self, i: int, eqn: JaxprEqn, factors: Factors, needed: bool) -> _Partial | None:
         """The form of the results if `eqn` is linear in partial operands and nothing else stands in the way."""
-        linear = [k for k in factors.linear_operands if not is_literal(eqn.invars[k])]
-        partials = {k: self.form[eqn.invars[k]] for k in range(len(eqn.invars)) if self._is_partial(eqn.invars[k])}
-        forms = [f for f in partials.values() if isinstance(f, _Partial)]
-        if not forms or any(k not in linear for k in partials) or any(f.reduction != "sum" for f in forms):
+        partials = self._kept_partial(eqn, factors, needed)
+        forms = [f for f in map(self.form.get, partials.values()) if isinstance(f, _Partial)]
+        if not forms or any(k not in factors.linear_operands for k in partials):
             return None
-        others = [k for k in linear if k not in partials]
-        same_scale = len({f.rescale for f in forms}) == 1
+        if any(f.reduction != "sum" for f in forms):
+            return None
+        others = [k for k in factors.linear_operands if k not in partials and not self._is_zero(eqn.invars[k])]
         if factors.linear == "joint":
-            # Literals other than zero would be added once per micro-batch.
-            literals = [v for k, v in enumerate(eqn.invars) if is_literal(v) and k in factors.linear_operands]
-            if any(np.any(np.asarray(v.val) != 0) for v in literals) or needed and (others or not same_scale):
-                return None
-            if any(self.kinds.get(eqn.invars[k]) != AGGREGATE for k in others) or self._crosses(eqn, i):
+            # Anything else that is added would count once per micro-batch; private values can be shared out.
+            private = all(self._is_private(eqn.invars[k]) for k in others)
+            same_scale = len({f.rescale for f in forms}) == 1
+            if not private or needed and (others or not same_scale) or self._crosses(eqn, i):
                 return None
             count = forms[0].count * int(np.prod([factors.sizes[f] for f in factors.reductions] or [1]))
             return replace(forms[0], count=count)
         if factors.linear != "each" or len(forms) != 1:
             return None
-        if any(self.kinds.get(eqn.invars[k]) == AGGREGATE for k in others):
-            return None if needed else replace(forms[0], rescale=None)
+        if any(not is_literal(v) and self.form.get(v) is not None for k, v in enumerate(eqn.invars) if k not in partials):
+            return forms[0]  # a micro-batch's own coefficient: only in the loop can they meet
         scalar = all(not shape_of(eqn.invars[k]) for k in others)
         return self._scaled(eqn, forms[0]) if needed or scalar else None
+
+    def _kept_partial(self, eqn: JaxprEqn, factors: Factors, needed: bool) -> dict[int, Var]:
+        """Partial operands by position. Of a needed product of two, a mean is taken as the micro-batch's own value."""
+        partials = {k: v for k, v in enumerate(eqn.invars) if self._is_partial(v)}
+        if needed and factors.linear == "each" and len(partials) > 1:
+            sums = {k: v for k, v in partials.items() if getattr(self.form[v], "rescale", None) is None}
+            return sums if len(sums) == 1 else partials
+        return partials
+
+    def _is_private(self, atom: Atom) -> bool:
+        return not is_literal(atom) and self.form.get(atom) == _PRIVATE
 
     def _is_partial(self, atom: Atom) -> bool:
         return not is_literal(atom) and isinstance(self.form.get(atom), _Partial)
@@ -446,21 +472,31 @@ class _Splitter:
 
     def _scaled(self, eqn: JaxprEqn, form: _Partial) -> _Partial:
         """Recognise the division of a sum by its number of terms, or by one less (unbiased variance)."""
-        literal = next((v for v in eqn.invars if is_literal(v)), None)
-        if form.rescale is not None or literal is None or form.count == 0 or np.ndim(literal.val) or not literal.val:
+        known = next((c for c in map(self._constant, eqn.invars) if c is not None), None)
+        if form.rescale is not None or form.count == 0 or not known:
             return form
-        name = eqn.primitive.name
-        divisor = float(literal.val) if name == "div" else 1 / float(literal.val) if name == "mul" else 0.0
+        divisor = {"div": known, "mul": 1 / known}.get(eqn.primitive.name, 0.0)
         for less in (0, 1):
             if form.count > less and abs(divisor - (form.count - less)) <= 1e-6 * form.count:
                 return replace(form, rescale=divisor / max(form.count / self.n - less, 1))
         return form
 
+    def _constant(self, atom: Atom) -> float | None:
+        """The value of a real scalar that is known now. `jnp.var` computes its divisor in the program, from literals."""
+        if is_literal(atom):
+            return None if np.ndim(atom.val) or np.iscomplexobj(atom.val) else float(atom.val)
+        i = self.producer.get(atom)
+        if i is None or shape_of(atom) or self.eqns[i].primitive.name not in _ARITHMETIC:
+            return None
+        values = [self._constant(v) for v in self.eqns[i].invars]
+        return None if None in values else _ARITHMETIC[self.eqns[i].primitive.name](*values)
+
     def _as_partial(self, atom: Atom, factors: Factors, k: int) -> Atom:
-        if is_literal(atom) or self._is_partial(atom):
-            return atom if is_literal(atom) else self.loop[atom]
+        """An operand beside partial ones: added, a private value counts one n-th; as a factor, it counts whole."""
         value = self._value(atom)
-        if self.form.get(atom) == _PRIVATE and factors.linear == "joint" and k in factors.linear_operands:
+        if not self._is_private(atom):
+            return value
+        if factors.linear == "joint" and k in factors.linear_operands:
             return self._compute(lambda x: x / jnp.asarray(self.n, x.dtype), value)
         return value
 
@@ -529,11 +565,16 @@ class _Splitter:
             self.accumulators[var] = Accumulator(self.loop[var], var, "or" if var.aval.dtype == np.bool_ else "max")
             return
         self.current = self.sources[self.producer[var]]
-        data = self._compute(jax.random.key_data, self.loop[var])
+        impls = []
+
+        def to_data(keys: Any) -> Any:
+            impls.append(jax.random.key_impl(keys))
+            return jax.random.key_data(keys)
+
+        data = self._compute(to_data, self.loop[var])
         total = fresh_var(data.aval)
         self.accumulators[var] = Accumulator(data, total, "max")
-        impl = jax.random.key_impl(jax.eval_shape(lambda: jax.random.key(0)))
-        eqns, (out,) = equations_for(lambda x: jax.random.wrap_key_data(x, impl=impl), total)
+        eqns, (out,) = equations_for(lambda x: jax.random.wrap_key_data(x, impl=impls[0]), total)
         self._add_after(var, eqns, out)
 
     def _add_after(self, var: Var, eqns: Sequence[JaxprEqn], out: Atom) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError, ShardingError
@@ -60,6 +60,10 @@ def plan_step(
     stage_of_layer = {layer: k for k, stage in enumerate(stages) for layer in stage.layers}
     groups = [stage_of_layer[layer] for layer in layer_of_group]
     staged = stage_step(traced, options.n_micro_batches, groups, len(stages))
+    if options.schedule == "inference" and any(task.kind == "backward" for task in staged.tasks):
+        raise ShardingError(
+            "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
+        )
     return _solve(staged, cluster, options, layer_of_group, stages, logical_mesh, report)
 
 
@@ -88,6 +92,8 @@ def _uniform(
     n_stages = option.num_stages
     if n_stages is None:
         n_stages = max(s for s in range(1, n_layers + 1) if n % s == 0)
+    if n_stages < 1:
+        raise ShardingError(f"`num_stages` is at least 1; got {n_stages}.")
     if n_stages > n_layers:
         raise ShardingError(f"`num_stages={n_stages}` stages cannot be made of {n_layers} layers. Ask for more layers.")
     if option.submesh_physical_shape is None and n % n_stages:

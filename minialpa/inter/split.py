@@ -10,13 +10,14 @@ gradient; what depends on inputs alone (step counters, learning rates) is comput
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Iterable, Literal, Sequence
+from typing import Literal
 
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch import Op, Phase, SplitStep
-from minialpa.jaxprs import Atom, bytes_of, is_literal, live_equations, sub_jaxprs
+from minialpa.jaxprs import bytes_of, is_literal, live_equations, sub_jaxprs
 from minialpa.trace import TracedStep
 
 TaskKind = Literal["prologue", "forward", "backward", "step", "update"]

@@ -7,8 +7,8 @@ stage then makes them do.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, Sequence
 
 import numpy as np
 from jax.extend.core import Var

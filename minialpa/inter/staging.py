@@ -6,7 +6,7 @@ equations again. Tracing and splitting are deterministic, so numbers of equation
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from jax.extend.core import Var
 

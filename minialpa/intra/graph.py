@@ -9,8 +9,9 @@ resharding a value from what its node makes to what a reader wants. Whatever hap
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Mapping, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -116,7 +117,7 @@ class GraphBuilder:
             self._add_edge(target, self.choices[source].node, self.choices[source].specs, 1)
 
     def graph(self) -> CostGraph:
-        limit = self.option.memory_limit_bytes or self.mesh.device.memory_bytes
+        limit = self.option.memory_limit_bytes or (self.mesh.device.memory_bytes if self.mesh.device else None)
         return CostGraph(
             tuple(node.costs for node in self.nodes),
             tuple(Edge(a, b, cost) for (a, b), cost in self.edges.items()),
@@ -138,7 +139,8 @@ class GraphBuilder:
             return
         local = [bytes_of(var) / spec.n_shards(self.mesh.shape) for spec in specs]
         # Reading an input once costs its bytes; a kept input costs only room, so it just breaks ties.
-        weight = (1.0 if role in ("batch", "received") else 1e-3) / self.mesh.device.memory_bandwidth
+        bandwidth = self.mesh.device.memory_bandwidth if self.mesh.device else 1e12
+        weight = (1.0 if role in ("batch", "received") else 1e-3) / bandwidth
         usage = local if role in ("parameter", "state") else None
         self.choices[var] = _Choice(self._new_node([weight * b for b in local], usage), specs)
 
@@ -152,7 +154,7 @@ class GraphBuilder:
             return self._batch_specs(var, specs)
         sharded = tuple(s for s in specs if s.n_shards(self.mesh.shape) == self.mesh.n_devices)
         if option.force_data_parallel:
-            shard = option.force_zero_stage_3 or role == "state" and option.prefer_reduce_scatter
+            shard = option.force_zero_stage_3 or (role == "state" and option.prefer_reduce_scatter)
             return sharded if shard and sharded else (replicated,)
         if role == "parameter" and not option.allow_replicated_parameters and len(specs) > 1:
             return specs[1:]
@@ -179,8 +181,9 @@ class GraphBuilder:
         factors = factors_of(eqn)
         heavy = [k for k, v in enumerate(eqn.invars) if not is_literal(v) and self.choices[v].node is not None]
         nodes = {self.choices[eqn.invars[k]].node for k in heavy}
-        if not self.option.enable_auto_sharding or not heavy and not _makes_array(eqn):
-            record = _Record(None, (follow(eqn, factors, self.mesh, {}),), own=False)
+        if not self.option.enable_auto_sharding or (not heavy and not _makes_array(eqn)):
+            fixed = {k: self.choices[v].specs[0] for k, v in enumerate(eqn.invars) if not is_literal(v)}
+            record = _Record(None, (follow(eqn, factors, self.mesh, {} if heavy else fixed),), own=False)
         elif len(nodes) == 1 and not is_contraction(eqn) and not _widens(eqn, factors):
             record = self._follow(eqn, factors, heavy, times)
         else:

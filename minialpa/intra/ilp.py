@@ -27,6 +27,8 @@ def solve_graph(
 ) -> GraphSolution:
     """The cheapest strategies; after `time_limit_s` the best ones found, with the bound that was proven by then.
 
+    The limit holds for the solver's search. Reductions, writing the program and the greedy fallback come on top: little
+    up to some thousand nodes, minutes where a core with millions of edge entries is left.
     The answer depends on the graph and the solver only, unless time runs out. Raises InfeasibleError when no choice
     satisfies edges and usage limit, or when time ran out before one was found; the message says which.
     """

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Iterator, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn
 
@@ -38,10 +38,12 @@ def enumerate_strategies(
     eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, required: Mapping[int, int | None] | None = None
 ) -> list[Strategy]:
     """All strategies of `eqn` on `mesh`. `required[axis]` fixes the factor of an axis (None: no factor)."""
-    out = []
-    for assignment in _assignments(factors, mesh, required or {}):
-        out.extend(_strategies_of(eqn, factors, mesh, assignment))
-    return out
+    assignments = list(_assignments(factors, mesh, required or {}))
+    if mesh.device is None and is_contraction(eqn):
+        # With compute for nothing, doing everything everywhere would always be cheapest.
+        n_splits = [math.prod(_splits(assignment, mesh).values()) for assignment in assignments]
+        assignments = [a for a, n in zip(assignments, n_splits, strict=True) if n == max(n_splits)]
+    return [s for assignment in assignments for s in _strategies_of(eqn, factors, mesh, assignment)]
 
 
 def _assignments(
@@ -110,8 +112,11 @@ def _all_reduces(
 def compute_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, n_splits: int) -> float:
     """Seconds on one device when the work is split in `n_splits` parts.
 
-    Contractions read and write memory; other operations count what they write, as XLA fuses their reads.
+    Contractions read and write memory; other operations count what they write, as XLA fuses their reads. On a mesh
+    without a device, compute has no price.
     """
+    if mesh.device is None:
+        return 0.0
     dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
     written = sum(bytes_of(v) for v in eqn.outvars)
     read = sum(bytes_of(v) for v in eqn.invars) if is_contraction(eqn) else 0
@@ -126,14 +131,14 @@ def is_contraction(eqn: JaxprEqn) -> bool:
 def follow(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, given: Mapping[int, Spec]) -> Strategy:
     """The strategy that takes the operands in `given` (by position) as they are, as far as the rule allows.
 
-    An axis stays where all given operands agree on its factor and the factor may be split; elsewhere the operand is
-    gathered. Reduced factors are all-reduced at once.
+    An axis that splits operands splits the same factor here; where operands disagree, the largest one wins and the
+    others are resharded. A factor that may not be split is gathered. Reduced factors are all-reduced at once.
     """
+    by_size = sorted(given, key=lambda k: -bytes_of(eqn.invars[k]))
     assignment: list[int | None] = []
     for axis in range(len(mesh.shape)):
-        found = {_factor_on_axis(factors, k, spec, axis) for k, spec in given.items()}
-        factor = found.pop() if len(found) == 1 else None
-        assignment.append(factor)
+        found = (_factor_on_axis(factors, k, given[k], axis) for k in by_size)
+        assignment.append(next((f for f in found if f is not None), None))
     for axis in reversed(range(len(assignment))):
         splits = _splits(assignment, mesh)
         factor = assignment[axis]

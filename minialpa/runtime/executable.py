@@ -9,32 +9,50 @@ from typing import Any, Sequence
 import jax
 import numpy as np
 
-from minialpa.plan import PlacementSpec, Plan
-from minialpa.program import Program, Run
+from minialpa.plan import Plan
+from minialpa.program import Accumulate, Program, Run
 from minialpa.runtime.local import LocalExecutable
 
 
 class Executable:
-    """A plan compiled for devices. `run(leaves)` runs one step on argument leaves and returns result leaves."""
+    """A plan compiled for devices. `run(leaves)` runs one step on argument leaves and returns result leaves.
 
-    def __init__(self, plan: Plan, program: Program, devices: Sequence[jax.Device]) -> None:
+    in_tree, out_tree: pytrees of the arguments, as a tuple without the static ones, and of the results.
+    """
+
+    def __init__(
+        self, plan: Plan, program: Program, devices: Sequence[jax.Device], in_tree: Any, out_tree: Any
+    ) -> None:
         self._plan = plan
+        self._in_tree, self._out_tree = in_tree, out_tree
         self._program = program
         self._local = LocalExecutable(program, devices)
+        self._platform = devices[0].platform
         self._costs: list[float] = []
         self.run = self._local.__call__
-        self.place = self._local.place
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Argument leaves laid out as the step wants them. What the step donates never shares memory with `leaves`."""
+        out = []
+        for i, (leaf, placed) in enumerate(zip(leaves, self._local.place(leaves), strict=True)):
+            if not isinstance(leaf, jax.Array):
+                out.append(placed)
+            elif leaf.sharding == placed.sharding:
+                out.append(leaf)
+            else:
+                out.append(placed.copy() if i in self._program.donated_leaves else placed)
+        return out
 
     def get_parallel_plan(self) -> Plan:
         return self._plan
 
-    def get_input_placement_specs(self) -> tuple[PlacementSpec, ...]:
-        """Mesh and PartitionSpec of every argument leaf, in the order of `jax.tree.leaves`."""
-        return self._plan.input_specs
+    def get_input_placement_specs(self) -> Any:
+        """The arguments, as a tuple, with a `PlacementSpec` (meshes and PartitionSpecs) in place of every leaf."""
+        return jax.tree.unflatten(self._in_tree, self._plan.input_specs)
 
-    def get_output_placement_specs(self) -> tuple[PlacementSpec, ...]:
-        """Mesh and PartitionSpec of every result leaf."""
-        return self._plan.output_specs
+    def get_output_placement_specs(self) -> Any:
+        """The results with a `PlacementSpec` in place of every leaf."""
+        return jax.tree.unflatten(self._out_tree, self._plan.output_specs)
 
     @property
     def function_names(self) -> tuple[str, ...]:
@@ -84,17 +102,21 @@ class Executable:
         (root / "placements.txt").write_text(self._plan.explain("") + "\n")
         lines = []
         for i, instruction in enumerate(self._program.instructions):
-            name = self._program.functions[instruction.function].name if isinstance(instruction, Run) else ""
-            lines.append(f"{i}: {name} {instruction}")
+            name = ""
+            if isinstance(instruction, Run | Accumulate):
+                name = f"{self._program.functions[instruction.function].name} "
+            lines.append(f"{i}: {name}{instruction}")
         (root / "instructions.txt").write_text("\n".join(lines) + "\n")
         for i, (function, text) in enumerate(zip(self._program.functions, self.get_hlo_text(), strict=True)):
             (root / f"{i:02d}-{function.name}.hlo.txt").write_text(text)
 
     def sync(self) -> None:
-        """Wait until all devices of the executable have finished what was issued before."""
-        for mesh in self._local.meshes:
-            for device in mesh.devices.flat:
-                jax.block_until_ready(jax.device_put(np.zeros(()), device))
+        """Wait until the devices of the executable have made every array that was asked of them before."""
+        mine = {device for mesh in self._local.meshes for device in mesh.devices.flat}
+        for array in jax.live_arrays(self._platform):
+            if not array.is_deleted() and mine & array.sharding.device_set:
+                jax.block_until_ready(array)
+        jax.effects_barrier()
 
 
 def _zeros(shape: tuple[int, ...], dtype: str) -> Any:

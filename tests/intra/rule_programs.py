@@ -365,3 +365,8 @@ _program(
     lambda k: [lax.rng_bit_generator(k, (4, 6)), lax.rng_uniform(0.0, 1.0, (4, 6))],
     np.arange(4, dtype=np.uint32),
 )
+
+# Control flow; its own tests are in test_rules_control.py.
+_program("scan", vjp(lambda w, x: lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, w)[0]), (2, 6, 6), (4, 6))
+_program("while", lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, x)), (4, 6))
+_program("cond", lambda i, x: lax.cond(i > 2, jnp.sin, jnp.cos, x), np.int32(3), (4, 6))

@@ -1,0 +1,1 @@
+"""Benchmarks: one case per file, run by `python -m benchmarks.run NAME...`."""

@@ -1,0 +1,53 @@
+"""How long it takes to trace and plan a step. Arguments are abstract and meshes are logical: no device is used."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+
+import minialpa
+from benchmarks.registry import Rows, Size, benchmark
+from minialpa import ClusterSpec, LogicalMesh, models
+
+CLUSTER = ClusterSpec.preset("a100-80gb", devices_per_host=8)
+
+
+@benchmark("plan_time")
+def plan_time(size: Size) -> Rows:
+    """Seconds to trace and plan the small models, on logical meshes and as pipelines of 2 and 4 layers."""
+    names = ("mlp", "gpt", "resnet", "bert") if size == "full" else ("mlp",)
+    layer_numbers = (2, 4) if size == "full" else (2,)
+    methods: dict[str, Any] = {
+        f"shard {shape}": minialpa.ShardParallel(devices=LogicalMesh(shape)) for shape in ((8,), (2, 4))
+    }
+    for n in layer_numbers:
+        methods[f"pipeline of {n} layers"] = minialpa.PipeshardParallel(
+            devices=CLUSTER,
+            num_micro_batches=4,
+            layer_option=minialpa.AutoLayerOption(layer_num=n),
+            stage_option="auto",
+        )
+    return [_row(name, label, method) for name in names for label, method in methods.items()]
+
+
+def _row(name: str, label: str, method: Any) -> dict[str, Any]:
+    case = models.build(name)
+    state = jax.eval_shape(case.init, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
+    batch = case.make_batch(0, case.batch_size)
+    start = time.perf_counter()
+    jax.make_jaxpr(case.train_step(jax.value_and_grad))(state, batch)
+    jax_s = time.perf_counter() - start
+    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
+    start = time.perf_counter()
+    plan = step.plan(state, batch)
+    total_s = time.perf_counter() - start
+    return {
+        "model": name,
+        "method": label,
+        "jax_trace_s": jax_s,
+        "trace_and_plan_s": total_s,
+        "stages": len(plan.stages),
+        "optimal": all(stage.optimal for stage in plan.stages),
+    }

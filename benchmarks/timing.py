@@ -1,0 +1,21 @@
+"""Timing on a machine that is busy with other things, too: alternate what is compared, and keep every time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+
+
+def interleaved(calls: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """Seconds of each of `repeats` runs of each call, until its results are ready. The order turns round every time."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for i in range(warm_up + repeats):
+        for name in names if i % 2 else reversed(names):
+            start = time.perf_counter()
+            jax.block_until_ready(calls[name]())
+            if i >= warm_up:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds

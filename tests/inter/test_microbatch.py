@@ -1,0 +1,428 @@
+"""Micro-batches: the split step, run by `run_split`, computes what the serial step does, or is refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import run_split, trace
+from hypothesis import strategies as st
+
+from minialpa.errors import TraceError
+from minialpa.gradients import value_and_grad
+from minialpa.inter.microbatch import Phase, SplitStep, split_micro_batches
+from minialpa.jaxprs import shape_of
+
+B, D, V = 8, 4, 10
+
+
+def _normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def _params() -> dict[str, np.ndarray]:
+    return {"w": _normal(D, D), "b": _normal(D, seed=1), "v": _normal(D, seed=2)}
+
+
+def _batch() -> dict[str, np.ndarray]:
+    mask = np.array([1, 0, 1, 1, 0, 0, 1, 0], np.float32)
+    return {"x": _normal(B, D, seed=3), "y": _normal(B, seed=4), "mask": mask, "id": np.arange(B, dtype=np.int32)}
+
+
+def _errors(params: Any, batch: Any) -> Any:
+    """Squared error of each example."""
+    hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"][None])
+    return (hidden @ params["v"] - batch["y"]) ** 2
+
+
+def _sgd(params: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def _training(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+    def step(params: Any, batch: Any) -> Any:
+        value, grads = value_and_grad(loss, has_aux=has_aux)(params, batch)
+        return _sgd(params, grads), value
+
+    return step
+
+
+def _assert_close(got: Any, expected: Any, rtol: float = 2e-5, atol: float = 1e-6) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for (path, b), a in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(got), strict=True):
+        assert a.dtype == b.dtype, path
+        a, b = (np.asarray(x, np.float32) if x.dtype == jnp.bfloat16 else np.asarray(x) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def _check(step: Callable[..., Any], *args: Any, n: int = 4, **tolerance: float) -> SplitStep:
+    """The split step, after a check that its results are those of the serial step."""
+    split = split_micro_batches(trace(step, *args), n)
+    _assert_close(run_split(split, args), jax.jit(step)(*args), **tolerance)
+    return split
+
+
+def _primitives(split: SplitStep, phase: Phase) -> list[str]:
+    return [op.eqn.primitive.name for op in split.ops if op.phase is phase]
+
+
+# ---- losses -----------------------------------------------------------------------------------------------------------
+
+
+def _weight_decay(params: Any) -> Any:
+    return 0.01 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "mean": lambda p, b: jnp.mean(_errors(p, b)),
+    "sum": lambda p, b: jnp.sum(_errors(p, b)),
+    "masked mean": lambda p, b: jnp.sum(_errors(p, b) * b["mask"]) / jnp.sum(b["mask"]),
+    "masked mean, at least one": lambda p, b: jnp.sum(_errors(p, b) * b["mask"]) / jnp.maximum(b["mask"].sum(), 1),
+    "weight decay": lambda p, b: jnp.mean(_errors(p, b)) + _weight_decay(p),
+    "scaled": lambda p, b: 1024 * jnp.mean(_errors(p, b)),
+    "two means": lambda p, b: jnp.mean(_errors(p, b)) + 0.5 * jnp.mean(jnp.abs(b["x"] @ p["w"])),
+    "vmap": lambda p, b: jax.vmap(lambda x, y: (jnp.tanh(x @ p["w"]) @ p["v"] - y) ** 2)(b["x"], b["y"]).mean(),
+    "remat": lambda p, b: jnp.mean(jax.checkpoint(_errors)(p, b)),
+    "remat of the loss": jax.checkpoint(lambda p, b: jnp.mean(_errors(p, b)) + _weight_decay(p)),
+    "root": lambda p, b: jnp.sqrt(jnp.mean(_errors(p, b)) + 1),
+    "constant": lambda p, b: _weight_decay(p),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize("name", LOSSES)
+def test_training_equals_the_serial_run(name: str, n: int) -> None:
+    if name == "root" and n > 1:
+        pytest.skip("the gradient needs the total of the loss: see test_a_loss_of_a_total_uses_that_of_the_micro_batch")
+    _check(_training(LOSSES[name]), _params(), _batch(), n=n)
+
+
+def test_the_loop_works_on_rows_and_the_update_runs_once() -> None:
+    split = _check(_training(LOSSES["mean"]), _params(), _batch())
+    loop = [op.eqn for op in split.ops if op.phase is Phase.LOOP]
+    assert not any(B in shape_of(v) for eqn in loop for v in eqn.outvars)
+    assert "dot_general" not in _primitives(split, Phase.UPDATE)
+    assert len(split.accumulators) == 4  # three gradients and the loss
+    assert {a.reduction for a in split.accumulators} == {"sum"}
+
+
+def test_one_micro_batch_leaves_the_program_as_it_is() -> None:
+    traced = trace(_training(LOSSES["mean"]), _params(), _batch())
+    split = split_micro_batches(traced, 1)
+    assert [op.eqn for op in split.ops] == list(traced.flat.eqns)
+    assert not split.accumulators and not split.stacks and not split.micro_inputs
+
+
+def test_plain_jax_gradients_need_no_marks() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        return _sgd(params, jax.grad(LOSSES["mean"])(params, batch))
+
+    _check(step, _params(), _batch())
+
+
+def test_several_gradients_in_a_step() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        first, grads = value_and_grad(LOSSES["mean"])(params, batch)
+        moved = jax.tree.map(lambda p, g: p - 0.1 * g / (1 + jnp.abs(g)), params, grads)
+        second, more = value_and_grad(lambda p, b: jnp.mean(jnp.abs(b["x"] @ p["w"])))(params, batch)
+        return _sgd(moved, more), first, second
+
+    split = _check(step, _params(), _batch())
+    assert "dot_general" not in _primitives(split, Phase.UPDATE)
+
+
+def test_a_gradient_norm_is_that_of_the_whole_batch() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        value, grads = value_and_grad(LOSSES["mean"])(params, batch)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        return _sgd(params, jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), grads)), value, norm
+
+    _check(step, _params(), _batch())
+
+
+# ---- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_come_back_in_order() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        errors = _errors(params, batch)
+        outer = batch["x"][:, :, None] * batch["x"][:, None]
+        return jnp.mean(errors), {"errors": errors, "id": batch["id"] * 2, "columns": outer.transpose(1, 0, 2)}
+
+    split = _check(_training(loss, has_aux=True), _params(), _batch())
+    assert sorted(stack.dim for stack in split.stacks) == [0, 0, 1]
+
+
+def test_metrics_combine_by_their_reduction() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        errors = _errors(params, batch)
+        metrics = {
+            "count": jnp.sum(errors > 0.5),
+            "any": jnp.any(errors > 2),
+            "all": jnp.all(errors > 0),
+            "max": jnp.max(errors),
+            "min": jnp.min(errors),
+            "prod": jnp.prod(jax.lax.stop_gradient(errors)),
+            "accuracy": jnp.mean(errors > 0.5),
+            "histogram": jnp.zeros(3, jnp.int32).at[batch["id"] % 3].add(1),
+            "perplexity": jnp.exp(jnp.mean(errors)),
+            "ratio": jnp.max(errors) / jnp.mean(errors),
+            "std": jnp.sqrt(jnp.mean(errors**2) - jnp.mean(errors) ** 2),
+        }
+        return jnp.mean(errors), metrics
+
+    split = _check(_training(loss, has_aux=True), _params(), _batch())
+    assert {a.reduction for a in split.accumulators} == {"sum", "max", "min", "and", "or", "prod"}
+    assert "exp" in _primitives(split, Phase.UPDATE)
+
+
+def test_metrics_without_gradients() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        errors = _errors(params, batch)
+        return {"loss": errors.mean(), "worst": errors.max(), "errors": errors}
+
+    _check(step, _params(), _batch())
+
+
+def test_results_may_be_inputs_constants_and_literals() -> None:
+    table = jnp.arange(3.0)
+
+    def step(params: Any, batch: Any) -> Any:
+        value, _ = value_and_grad(LOSSES["mean"])(params, batch)
+        return {"params": params, "x": batch["x"], "one": 1.0, "table": table, "v": value, "again": value}
+
+    _check(step, _params(), _batch())
+
+
+# ---- values that do not depend on the examples but have their shape -----------------------------------------------------
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
+def test_dropout_draws_the_rows_of_the_whole_batch(make_key: Callable[[int], Any]) -> None:
+    def step(state: Any, batch: Any) -> Any:
+        key, drawn = jax.random.split(state["key"])
+
+        def loss(params: Any, batch: Any) -> Any:
+            kept = jax.random.bernoulli(drawn, 0.5, batch["x"].shape)
+            hidden = jnp.where(kept, batch["x"] @ params["w"], 0.0)
+            return jnp.mean(hidden @ params["v"]), kept
+
+        (value, kept), grads = value_and_grad(loss, has_aux=True)(state["params"], batch)
+        return {"params": _sgd(state["params"], grads), "key": jax.random.key_data(key)}, value, kept
+
+    state = {"params": _params(), "key": make_key(0)}
+    split = split_micro_batches(trace(step, state, _batch()), 4)
+    _assert_close(run_split(split, (state, _batch())), jax.jit(step)(state, _batch()))
+    assert split.micro_index is not None
+
+
+def test_position_numbers_and_weights_of_rows_are_cut() -> None:
+    weights = jnp.linspace(0, 1, B)
+
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean(_errors(params, batch) * weights * jnp.arange(B).astype(jnp.float32))
+
+    _check(_training(loss), _params(), _batch())
+
+
+# ---- batch statistics ---------------------------------------------------------------------------------------------------
+
+
+def _normalised_loss(params: Any, batch: Any, ddof: int = 0) -> Any:
+    hidden = batch["x"] @ params["w"]
+    mean, variance = hidden.mean(0, keepdims=True), hidden.var(0, keepdims=True, ddof=ddof)
+    normed = (hidden - mean) * jax.lax.rsqrt(variance + 1e-3) * params["b"][None]
+    return jnp.mean((normed @ params["v"] - batch["y"]) ** 2), (mean[0], variance[0])
+
+
+def _norm_training(ddof: int) -> Callable[..., Any]:
+    def step(state: Any, batch: Any) -> Any:
+        loss = lambda p, b: _normalised_loss(p, b, ddof)  # noqa: E731
+        (value, stats), grads = value_and_grad(loss, has_aux=True)(state["params"], batch)
+        running = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state["running"], stats)
+        return {"params": _sgd(state["params"], grads), "running": running}, value
+
+    return step
+
+
+@pytest.mark.parametrize("ddof", [0, 1], ids=["biased", "unbiased"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_batch_norm_uses_statistics_of_the_micro_batch(n: int, ddof: int) -> None:
+    state = {"params": _params(), "running": (np.zeros(D, np.float32), np.ones(D, np.float32))}
+    step, batch = _norm_training(ddof), _batch()
+    got = run_split(split_micro_batches(trace(step, state, batch), n), (state, batch))
+    parts = [jax.tree.map(lambda x, m=m: x[m * B // n : (m + 1) * B // n], batch) for m in range(n)]
+    # The update is linear in gradients and statistics, so the average of the steps is the step of the averages.
+    runs = [jax.jit(step)(state, part) for part in parts]
+    expected = jax.tree.map(lambda *xs: sum(xs) / np.float32(n), *runs)
+    _assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_of_a_total_uses_that_of_the_micro_batch() -> None:
+    """The gradient of sqrt(mean) needs the mean: each micro-batch takes its own, and float results are averaged."""
+    step, n = _training(LOSSES["root"]), 4
+    params, batch = _params(), _batch()
+    got, _ = run_split(split_micro_batches(trace(step, params, batch), n), (params, batch))
+    parts = [jax.tree.map(lambda x, m=m: x[m * B // n : (m + 1) * B // n], batch) for m in range(n)]
+    runs = [jax.jit(step)(params, part) for part in parts]
+    _assert_close(got, jax.tree.map(lambda *xs: sum(xs) / np.float32(n), *[run[0] for run in runs]), rtol=1e-4)
+
+
+def test_statistics_of_the_batch_alone_are_exact() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        x = (batch["x"] - batch["x"].mean(0, keepdims=True)) / batch["x"].std(0, keepdims=True)
+        return jnp.mean(_errors(params, {**batch, "x": x}))
+
+    split = _check(_training(loss), _params(), _batch())
+    assert "reduce_sum" in _primitives(split, Phase.PROLOGUE)
+
+
+def test_an_integer_from_batch_statistics_is_refused() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        hidden = batch["x"] @ params["w"]
+        bucket = (10 * hidden.mean(0)).astype(jnp.int32)
+        return jnp.mean(hidden * bucket.astype(hidden.dtype)[None]), {"bucket": bucket}
+
+    with pytest.raises(TraceError, match=r"`result\[1\]\[1\]\['bucket'\]` \(int32\) is computed at .*statistics"):
+        split_micro_batches(trace(_training(loss, has_aux=True), _params(), _batch()), 4)
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (lambda e, b: jnp.argmax(e), "`argmax` at .* mixes the examples"),
+        (lambda e, b: jnp.sort(e), "`sort` at .* mixes the examples"),
+        (lambda e, b: jnp.cumsum(e), "`cumsum` at .* mixes the examples"),
+        (lambda e, b: jnp.flip(e), "`rev` at .* mixes the examples"),
+        (lambda e, b: e[:3], "`slice` at .* mixes the examples"),
+        (lambda e, b: jnp.median(e), "mixes the examples"),
+        (lambda e, b: b["x"] @ b["x"].T, "`dot_general` at .* pairs examples"),
+        (lambda e, b: e[:, None] - e[None], "`sub` at .* pairs examples"),
+        (lambda e, b: e[b["id"]], "mixes the examples"),
+    ],
+)
+def test_mixing_examples_is_refused(metric: Callable[..., Any], message: str) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        errors = _errors(params, batch)
+        return jnp.mean(errors), metric(errors, batch)
+
+    with pytest.raises(TraceError, match=message):
+        split_micro_batches(trace(_training(loss, has_aux=True), _params(), _batch()), 4)
+
+
+def test_an_indivisible_batch_is_refused_with_the_divisors() -> None:
+    with pytest.raises(TraceError, match="8 examples cannot be split into 3 .* divisors: 1, 2, 4, 8"):
+        split_micro_batches(trace(_training(LOSSES["mean"]), _params(), _batch()), 3)
+
+
+def test_a_step_without_a_batch_is_refused() -> None:
+    traced = trace(lambda p: jax.tree.map(jnp.sin, p), _params(), batch=())
+    with pytest.raises(TraceError, match="needs an argument with examples"):
+        split_micro_batches(traced, 2)
+
+
+# ---- shapes and dtypes --------------------------------------------------------------------------------------------------
+
+
+def test_examples_may_be_folded_with_positions() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"].reshape(-1, D) @ params["w"]
+        logits = jax.nn.log_softmax(x).reshape(B, 3, 2, D // 2)
+        return -jnp.mean(logits), jnp.moveaxis(logits, 0, 2)
+
+    params, batch = _params(), {"x": _normal(B, 3, D)}
+    _check(_training(loss, has_aux=True), params, batch)
+
+
+@pytest.mark.parametrize("lookup", [lambda t, i: t[i], lambda t, i: jnp.take(t, i, axis=0)], ids=["index", "take"])
+def test_embedding_gradients_add_up(lookup: Callable[..., Any]) -> None:
+    def loss(table: Any, ids: Any) -> Any:
+        logits = lookup(table, ids) @ table.T
+        rows = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.roll(ids, 1, 1)[..., None], axis=-1)
+        return -jnp.mean(rows)
+
+    ids = np.random.default_rng(0).integers(0, V, (B, 3)).astype(np.int32)
+    _check(_training(loss), _normal(V, D), ids)
+
+
+def test_what_a_sum_is_added_to_counts_once() -> None:
+    def step(counts: Any, ids: Any) -> Any:
+        return counts.at[ids].add(1.0)
+
+    ids = np.random.default_rng(0).integers(0, V, B).astype(np.int32)
+    _check(step, _normal(V), ids)
+
+
+def test_convolutions_split_the_batch() -> None:
+    def loss(kernel: Any, x: Any) -> Any:
+        y = jax.lax.conv(x, kernel, (1, 1), "SAME")
+        pooled = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
+        return jnp.mean(pooled**2)
+
+    _check(_training(loss), _normal(2, 3, 3, 3), _normal(B, 3, 4, 4))
+
+
+def test_narrow_gradients_accumulate_in_float32() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ params)).astype(jnp.float32)
+
+    def step(params: Any, x: Any) -> Any:
+        value, grads = value_and_grad(loss)(params, x)
+        return params - jnp.bfloat16(0.1) * grads, value
+
+    params, x = jnp.asarray(_normal(D, D), jnp.bfloat16), jnp.asarray(_normal(B, D), jnp.bfloat16)
+    split = _check(step, params, x, rtol=2e-2, atol=1e-2)
+    dtypes = {(str(a.loop.aval.dtype), str(a.total.aval.dtype)) for a in split.accumulators}  # type: ignore[attr-defined]
+    assert ("bfloat16", "float32") in dtypes
+    assert ("bfloat16", "bfloat16") not in dtypes
+
+
+def test_a_scalar_batch_leaf_is_the_same_for_all_micro_batches() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean(_errors(params, batch)) * batch["scale"]
+
+    _check(_training(loss), _params(), {**_batch(), "scale": np.float32(2)})
+
+
+# ---- generated programs -------------------------------------------------------------------------------------------------
+
+_ACTIVATIONS: list[Callable[..., Any]] = [jnp.tanh, jax.nn.relu, jax.nn.gelu, jax.nn.softmax, lambda x: x]
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "mean": jnp.mean,
+    "sum": jnp.sum,
+    "rows": lambda x: jnp.mean(jnp.sum(x, -1)),
+    "logsumexp": lambda x: jnp.mean(jax.nn.logsumexp(x, -1)),
+    "half": lambda x: jnp.sum(x) / 2 + jnp.mean(x),
+}
+_METRICS: list[Callable[..., Any]] = [jnp.max, jnp.min, jnp.mean, lambda x: jnp.max(x, 0), lambda x: jnp.exp(jnp.mean(x))]
+
+
+@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.given(
+    activations=st.lists(st.sampled_from(range(len(_ACTIVATIONS))), min_size=1, max_size=3),
+    skip=st.booleans(),
+    reduction=st.sampled_from(sorted(_REDUCTIONS)),
+    metrics=st.lists(st.sampled_from(range(len(_METRICS))), max_size=2),
+    remat=st.booleans(),
+    n=st.sampled_from([1, 2, 3, 6, 12]),
+)
+def test_generated_networks_equal_the_serial_run(
+    activations: list[int], skip: bool, reduction: str, metrics: list[int], remat: bool, n: int
+) -> None:
+    def loss(params: Any, x: Any) -> Any:
+        for w, a in zip(params, activations, strict=True):
+            y = _ACTIVATIONS[a](x @ w)
+            x = x + y if skip else y
+        return _REDUCTIONS[reduction](x), [_METRICS[m](x) for m in metrics]
+
+    params = [0.5 * _normal(D, D, seed=i) for i in range(len(activations))]
+    wrapped = jax.checkpoint(loss) if remat else loss
+    _check(_training(wrapped, has_aux=True), params, _normal(12, D), n=n, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,654 @@
+"""`parallelize` and what it returns: arguments of every kind, donation, caching, planning, executables."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec
+
+import minialpa
+from minialpa import MinialpaError, ShardParallel
+from minialpa.methods import DataParallel, PipeshardParallel
+from minialpa.testing import assert_allclose
+
+WIDTH, N_EXAMPLES = 8, 16
+Params = dict[str, jax.Array]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_session() -> Iterator[None]:
+    minialpa.shutdown()
+    yield
+    minialpa.shutdown()
+
+
+def make_params(seed: int = 0) -> Params:
+    keys = jax.random.split(jax.random.key(seed), 2)
+    return {name: jax.random.normal(k, (WIDTH, WIDTH)) * 0.3 for name, k in zip(("w", "v"), keys, strict=True)}
+
+
+def make_batch(n: int = N_EXAMPLES, seed: int = 1) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal((n, WIDTH), np.float32) for name in ("x", "y")}
+
+
+def loss_fn(params: Params, batch: Any) -> jax.Array:
+    return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - batch["y"]) ** 2)
+
+
+def descend(params: Any, grads: Any, rate: Any = 0.1) -> Any:
+    return jax.tree.map(lambda p, g: p - jnp.asarray(rate, p.dtype) * g, params, grads)
+
+
+def train_step(params: Params, batch: Any) -> tuple[Params, jax.Array]:
+    value, grads = minialpa.value_and_grad(loss_fn)(params, batch)
+    return descend(params, grads), value
+
+
+def grad_step(params: Params, batch: Any) -> Params:
+    grads: Params = minialpa.grad(loss_fn)(params, batch)
+    return grads
+
+
+def assert_same(step: Callable[..., Any], *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    """The parallelized step gives what the step gives; returns the ParallelizedFunc."""
+    expected = step(*args, **kwargs)
+    parallel = minialpa.parallelize(step, method=method)
+    assert_allclose(parallel(*args, **kwargs), expected, rtol=1e-4, atol=1e-5)
+    return parallel
+
+
+# ---- arguments --------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "count"], meta_fields=["name"])
+@dataclasses.dataclass
+class Model:
+    params: Params
+    count: jax.Array
+    name: str
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def test_any_pytree_goes_in_and_comes_out() -> None:
+    def step(model: Model, batch: Pair, extras: tuple[Any, list[Any]]) -> tuple[Model, Pair, list[Any]]:
+        value, grads = minialpa.value_and_grad(loss_fn)(model.params, {"x": batch.x, "y": batch.y})
+        new = Model(descend(model.params, grads), model.count + 1, model.name)
+        return new, Pair(value, extras[0] * value), [extras[1][0], None]
+
+    model = Model(make_params(), jnp.zeros((), jnp.int32), "a")
+    extras = (jnp.float32(2), [jnp.arange(3)])
+    parallel = assert_same(step, model, Pair(**make_batch()), extras)
+    new, pair, rest = parallel(model, Pair(**make_batch()), extras)
+    assert isinstance(new, Model) and new.name == "a" and isinstance(pair, Pair) and rest[1] is None
+
+
+def test_a_flax_train_state_is_stepped_and_donated() -> None:
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+        value, grads = jax.value_and_grad(loss_fn)(state.params, batch)  # plain jax: the state tells what to donate
+        with jax.numpy_dtype_promotion("standard"):  # optax counts steps
+            return state.apply_gradients(grads=grads), value
+
+    def make_state() -> TrainState:
+        return TrainState.create(apply_fn=loss_fn, params=make_params(), tx=optax.adam(1e-2))
+
+    parallel = minialpa.parallelize(step)
+    serial_state, state = make_state(), make_state()
+    states = []
+    for seed in range(3):
+        state, value = parallel(state, make_batch(seed=seed))
+        serial_state, expected = step(serial_state, make_batch(seed=seed))
+        assert_allclose((state, value), (serial_state, expected), rtol=1e-3, atol=1e-5)
+        states.append(state)
+    assert all(x.is_deleted() for x in jax.tree.leaves((states[1].params, states[1].opt_state)))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(states[2]))
+    assert len(parallel._executables) == 1
+
+
+def test_keyword_arguments_and_defaults() -> None:
+    traced = []
+
+    def step(params: Params, batch: Any, rate: float = 0.1, *, decay: float = 0.0) -> Any:
+        traced.append(type(rate))
+        if isinstance(rate, float) and rate > 0.5:  # a default that is not passed stays a Python value
+            raise AssertionError
+        grads = minialpa.grad(loss_fn)(params, batch)
+        return descend(params, grads, rate), decay
+
+    params, batch = make_params(), make_batch()
+    parallel = minialpa.parallelize(step, donate_argnums=())
+    expected = parallel(params, batch)
+    assert traced == [float]
+    assert_allclose(parallel(params, batch=batch), expected)
+    assert_allclose(parallel(batch=batch, params=params), expected)
+    assert traced == [float]  # the same call, however it is written
+    new, decay = parallel(params, rate=0.2, decay=np.float32(3), batch=batch)
+    assert_allclose(new, step(params, batch, 0.2)[0])
+    assert float(decay) == 3
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        parallel(params, batch, speed=1)
+
+
+def test_micro_batches_are_cut_from_a_batch_given_by_keyword() -> None:
+    assert_same(train_step, make_params(), batch=make_batch(), method=ShardParallel(num_micro_batches=4))
+
+
+@pytest.mark.parametrize("batch_argnums", [0, (0,), -2])
+def test_batch_argnums_take_numbers_from_both_ends(batch_argnums: Any) -> None:
+    def step(batch: Any, params: Params) -> Any:
+        return train_step(params, batch)
+
+    method = ShardParallel(num_micro_batches=2, devices=jax.local_devices()[:1])
+    parallel = minialpa.parallelize(step, method=method, batch_argnums=batch_argnums)
+    assert_allclose(parallel(make_batch(), make_params()), train_step(make_params(), make_batch()))
+
+
+def test_static_arguments_are_found() -> None:
+    seen = []
+
+    def step(params: Params, batch: Any, mode: str, train: bool, act: Callable[[Any], Any]) -> Any:
+        seen.append((mode, train))
+        out = act(batch["x"] @ params["w"])
+        return {"mean": jnp.mean, "sum": jnp.sum}[mode](out) if train else out
+
+    params, batch = make_params(), make_batch()
+    parallel = minialpa.parallelize(step)
+    for mode, train, act in (("mean", True, jnp.tanh), ("sum", True, jnp.tanh), ("sum", False, jnp.tanh)):
+        assert_allclose(parallel(params, batch, mode, train, act), step(params, batch, mode, train, act))
+    assert len(parallel._executables) == 3
+    parallel(params, batch, "mean", True, act=jnp.tanh)
+    assert len(parallel._executables) == 3
+
+
+def test_static_arguments_can_be_named() -> None:
+    def step(params: Params, n: int, batch: Any) -> Any:
+        x = batch["x"]
+        for _ in range(n):  # needs a Python number
+            x = jnp.tanh(x @ params["w"])
+        return x
+
+    params, batch = make_params(), make_batch()
+    parallel = minialpa.parallelize(step, static_argnums=(1,), batch_argnums=(2,))
+    assert_allclose(parallel(params, 2, batch), step(params, 2, batch))
+    assert_allclose(parallel(params, n=3, batch=batch), step(params, 3, batch))
+
+
+def test_the_decorator_works_with_and_without_arguments() -> None:
+    @minialpa.parallelize
+    def plain(params: Params, batch: Any) -> Any:
+        """Says what it does."""
+        return loss_fn(params, batch)
+
+    @minialpa.parallelize(method=DataParallel())
+    def with_method(params: Params, batch: Any) -> Any:
+        return loss_fn(params, batch)
+
+    params, batch = make_params(), make_batch()
+    assert_allclose(plain(params, batch), loss_fn(params, batch))
+    assert_allclose(with_method(params, batch), loss_fn(params, batch))
+    assert plain.__name__ == "plain" and plain.__doc__ == "Says what it does."
+
+
+def test_a_partial_function_is_parallelized() -> None:
+    assert_same(functools.partial(lambda scale, p, b: loss_fn(p, b) * scale, 2.0), make_params(), make_batch())
+
+
+def test_a_step_counter_compiles_once_whether_number_or_array() -> None:
+    def step(state: dict[str, Any], batch: Any) -> Any:
+        grads = minialpa.grad(loss_fn)(state["params"], batch)
+        return {"params": descend(state["params"], grads), "step": state["step"] + 1}
+
+    parallel = minialpa.parallelize(step)
+    state: Any = {"params": make_params(), "step": 0}
+    for _ in range(3):
+        state = parallel(state, make_batch())
+    assert int(state["step"]) == 3 and len(parallel._executables) == 1
+    parallel({"params": make_params(), "step": np.int32(7)}, make_batch())
+    assert len(parallel._executables) == 1
+
+
+def test_a_weak_float_and_an_array_keep_their_own_results() -> None:
+    def scale(x: jax.Array, batch: Any, rate: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return x * rate
+
+    x, batch = jnp.ones((8,), jnp.bfloat16), make_batch()
+    parallel = minialpa.parallelize(scale)
+    for rate in (0.5, jnp.asarray(0.5), jnp.float32(0.5), np.float32(0.5)):
+        assert parallel(x, batch, rate).dtype == scale(x, batch, rate).dtype, repr(rate)
+    assert len(parallel._executables) == 2
+
+
+def test_typed_keys_are_arguments_and_results() -> None:
+    def step(params: Params, batch: Any, key: jax.Array) -> Any:
+        own, key = jax.random.split(key)
+        mask = jax.random.bernoulli(own, 0.5, batch["x"].shape).astype(jnp.float32)
+        new, value = train_step(params, {**batch, "x": batch["x"] * mask})
+        return new, value, key
+
+    params, key = make_params(), jax.random.key(5)
+    for method in (None, ShardParallel(num_micro_batches=2)):
+        parallel = assert_same(step, params, make_batch(), key, method=method)
+    new, _, next_key = parallel(params, make_batch(), key)
+    parallel(new, make_batch(), next_key)
+    assert len(parallel._executables) == 1
+    assert len(parallel.get_last_executable().profile_with_dummy_inputs(1)) == 1
+
+
+def test_bfloat16_parameters() -> None:
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), make_params())
+    batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), make_batch())
+    parallel = minialpa.parallelize(train_step, method=ShardParallel(num_micro_batches=2))
+    actual, expected = parallel(params, batch), train_step(params, batch)
+    assert_allclose(actual, expected, rtol=3e-2, atol=3e-2)
+    assert all(a.dtype == e.dtype for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True))
+    assert len(parallel.get_last_executable().profile_with_dummy_inputs(1)) == 1
+
+
+# ---- what a step may contain --------------------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def clipped(x: jax.Array) -> jax.Array:
+    return jnp.clip(x, -1, 1)
+
+
+@clipped.defjvp
+def _clipped_jvp(primals: Any, tangents: Any) -> Any:
+    return clipped(primals[0]), tangents[0] * 0.5
+
+
+@jax.custom_vjp
+def scaled(x: jax.Array, by: jax.Array) -> jax.Array:
+    return x * by
+
+
+scaled.defvjp(lambda x, by: (scaled(x, by), (x, by)), lambda saved, g: (g * saved[1] * 2, jnp.sum(g * saved[0])))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ShardParallel(),
+        ShardParallel(num_micro_batches=2),
+        PipeshardParallel(num_micro_batches=2, layer_option="manual"),
+    ],
+    ids=["shard", "accumulate", "pipeline"],
+)
+def test_wrapped_functions_inside_the_step(method: Any) -> None:
+    def step(params: Params, batch: Any) -> Any:
+        def loss(p: Params) -> jax.Array:
+            x = jax.jit(lambda x, w: jnp.tanh(x @ w))(batch["x"], p["w"])
+            x = clipped(x)
+            minialpa.mark_pipeline_boundary()
+            x = jax.checkpoint(lambda x: jnp.sin(scaled(x, jnp.float32(1.5)) @ p["v"]))(x)
+            x = jax.vmap(lambda row: row / (1 + jnp.sum(row**2)))(x)
+            return jnp.mean((jax.named_call(jnp.cos, name="c")(x) - batch["y"]) ** 2)
+
+        value, grads = minialpa.value_and_grad(loss)(params)
+        return descend(params, grads), value
+
+    assert_same(step, make_params(), make_batch(), method=method)
+
+
+def test_debug_prints_do_not_break_the_step(capfd: pytest.CaptureFixture[str]) -> None:
+    def step(params: Params, batch: Any) -> Any:
+        jax.debug.print("outside {}", params["w"].shape)
+
+        def loss(p: Params) -> jax.Array:
+            value = loss_fn(p, batch)
+            jax.debug.print("loss {}", value)
+            return value
+
+        return minialpa.grad(loss)(params)
+
+    for n in (1, 2):
+        parallel = minialpa.parallelize(step, method=ShardParallel(num_micro_batches=n))
+        assert_allclose(parallel(make_params(), make_batch()), jax.grad(loss_fn)(make_params(), make_batch()))
+    parallel.get_last_executable().sync()
+    assert "loss" in capfd.readouterr().out
+
+
+def test_captured_arrays_are_constants() -> None:
+    table, host = jnp.arange(WIDTH, dtype=jnp.float32), np.full((WIDTH, WIDTH), 0.1, np.float32)
+
+    def step(params: Params, batch: Any) -> Any:
+        value, grads = minialpa.value_and_grad(lambda p: jnp.mean((batch["x"] @ (p["w"] * host) + table[None]) ** 2))(
+            params
+        )
+        return descend(params, grads), value
+
+    parallel = assert_same(step, make_params(), make_batch(), method=ShardParallel(num_micro_batches=2))
+    parallel(make_params(), make_batch())
+    assert not table.is_deleted()
+
+
+def test_results_that_are_arguments_or_constants_belong_to_the_caller() -> None:
+    table, host = jnp.arange(3.0), np.arange(4)
+
+    def step(params: Params, batch: Any, more: jax.Array) -> Any:
+        new = jnp.tanh(params["w"])
+        return params, batch["x"], 3.0, table, host, jnp.zeros(2), more, (new, new)
+
+    params, batch, more = make_params(), jax.tree.map(jnp.asarray, make_batch()), jnp.ones(5)
+    parallel = minialpa.parallelize(step)
+    expected = step(params, batch, more)
+    for _ in range(2):
+        out = parallel(params, batch, more)
+        assert_allclose(out, expected)
+        out[-1][0].delete()
+        np.asarray(out[-1][1])
+        for leaf in jax.tree.leaves(out[:-1]):  # as a later call does that donates them
+            leaf.delete()
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, batch, more, table)))
+
+
+def test_a_constant_in_the_new_state_can_be_donated() -> None:
+    def step(state: dict[str, Any], batch: Any) -> Any:
+        grads = minialpa.grad(loss_fn)(state["params"], batch)
+        rate = 0.1 * (1 + state["warm"].astype(jnp.float32))
+        params = descend(state["params"], grads, rate)
+        return {"params": params, "warm": jnp.int32(0), "total": state["total"] + state["warm"]}
+
+    def start() -> Any:
+        return {"params": make_params(), "warm": jnp.int32(1), "total": jnp.int32(0)}
+
+    parallel = minialpa.parallelize(step)
+    state, expected = start(), start()
+    for _ in range(3):
+        state, expected = parallel(state, make_batch()), step(expected, make_batch())
+    assert_allclose(state, expected)
+
+
+# ---- donation -----------------------------------------------------------------------------------------------------------
+
+
+def is_deleted(tree: Any) -> bool:
+    flags = {leaf.is_deleted() for leaf in jax.tree.leaves(tree)}
+    assert len(flags) == 1, flags
+    return flags.pop()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_replaced_state_is_donated(n: int) -> None:
+    parallel = minialpa.parallelize(train_step, method=ShardParallel(num_micro_batches=n))
+    first, _ = parallel(make_params(), make_batch())
+    second, _ = parallel(first, make_batch())
+    assert is_deleted(first) and not is_deleted(second)
+
+
+def test_gradients_do_not_donate_parameters() -> None:
+    params = jax.tree.map(jnp.asarray, make_params())
+    parallel = minialpa.parallelize(grad_step)
+    placed, batch = parallel.preshard_dynamic_args(params, make_batch())
+    parallel(placed, batch)
+    assert not is_deleted(params) and not is_deleted(placed) and not is_deleted(batch)
+
+
+def test_evaluation_donates_nothing() -> None:
+    parallel = minialpa.parallelize(lambda params, batch: (params, loss_fn(params, batch)))
+    params, _ = parallel(make_params(), make_batch())
+    parallel(params, make_batch())
+    assert not is_deleted(params)
+
+
+def test_donation_is_what_the_caller_says() -> None:
+    keep = minialpa.parallelize(train_step, donate_argnums=())
+    params, _ = keep(make_params(), make_batch())
+    keep(params, make_batch())
+    assert not is_deleted(params)
+    for donate in (0, (0,)):
+        give = minialpa.parallelize(grad_step, donate_argnums=donate)
+        placed, batch = give.preshard_dynamic_args(make_params(), make_batch())
+        give(placed, batch)
+        assert is_deleted(placed)
+
+
+def test_arrays_that_were_presharded_share_nothing_with_their_sources() -> None:
+    sources = [make_params(), jax.tree.map(np.array, make_params())]
+    parallel = minialpa.parallelize(train_step)
+    for source in sources:
+        parallel(*parallel.preshard_dynamic_args(source, make_batch()))
+        assert_allclose(source, make_params(), rtol=0, atol=0)
+        parallel(source, make_batch())
+        assert_allclose(source, make_params(), rtol=0, atol=0)
+
+
+def test_an_array_may_be_passed_twice() -> None:
+    shared = make_params()["w"]
+    params = {"w": shared, "v": shared}
+    parallel = minialpa.parallelize(train_step)
+    expected = train_step(params, make_batch())
+    assert_allclose(parallel(params, make_batch()), expected)
+    placed = parallel.preshard_dynamic_args(params, make_batch())[0]
+    tied = {"w": placed["w"], "v": placed["w"]}
+    assert_allclose(parallel(tied, make_batch()), expected)
+    both = minialpa.parallelize(lambda a, batch, b: (a @ b, jnp.mean(batch["x"])))
+    assert_allclose(both(shared, make_batch(), shared)[0], shared @ shared)
+
+
+# ---- shapes and caching -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [None, DataParallel(), PipeshardParallel(layer_option=minialpa.AutoLayerOption(2))])
+def test_a_ragged_last_batch_is_planned_again_and_going_back_is_free(method: Any) -> None:
+    parallel = minialpa.parallelize(train_step, method=method)
+    params, expected = make_params(), make_params()
+    executables = []
+    for n in (16, 5, 16):
+        params, value = parallel(params, make_batch(n))
+        expected, right = train_step(expected, make_batch(n))
+        assert_allclose((params, value), (expected, right))
+        executables.append(parallel.get_last_executable())
+    assert executables[0] is executables[2] and executables[0] is not executables[1]
+
+
+def test_a_new_session_runs_on_its_own_devices() -> None:
+    parallel = minialpa.parallelize(train_step)
+    for n in (2, 4, 2):
+        minialpa.init(devices_per_host=n)
+        out, _ = parallel(make_params(), make_batch())
+        assert len(parallel.get_last_executable().get_parallel_plan().stages[0].logical_shape) == 1
+        assert len(out["w"].sharding.device_set) == n
+        minialpa.shutdown()
+    assert len(parallel._executables) == 2
+
+
+def test_init_twice_with_the_same_arguments_is_fine() -> None:
+    minialpa.init(cluster="local", num_nodes=2, num_devices_per_node=2)
+    minialpa.init(cluster="local", num_hosts=2, devices_per_host=2)
+    plan = minialpa.parallelize(train_step).plan(make_params(), make_batch())
+    assert (plan.cluster.num_hosts, plan.cluster.devices_per_host) == (2, 2)
+
+
+def test_methods_choose_devices() -> None:
+    few = jax.local_devices()[4:6]
+    for method in (ShardParallel(devices=few), minialpa.get_3d_parallel_method(1, 2, 1, 1, devices=few)):
+        new, _ = minialpa.parallelize(train_step, method=method)(make_params(), make_batch())
+        assert new["w"].sharding.device_set == set(few)
+    method = ShardParallel(devices=minialpa.LogicalMesh((2, 2)))
+    parallel = minialpa.parallelize(train_step, method=method)
+    parallel(make_params(), make_batch())
+    assert parallel.get_last_executable().get_parallel_plan().stages[0].logical_shape == (2, 2)
+
+
+# ---- planning -----------------------------------------------------------------------------------------------------------
+
+
+def structs(*trees: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trees)
+
+
+def test_planning_compiles_nothing_and_may_be_for_a_larger_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("compiles")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    args = structs(make_params(), make_batch(64))
+    cluster = minialpa.ClusterSpec.preset("a100-40gb", num_hosts=4, devices_per_host=8)
+    plan = minialpa.plan(train_step, args, cluster=cluster)
+    assert plan.stages[0].n_devices == 32 and plan.cluster == cluster
+    assert minialpa.parallelize(train_step, method=ShardParallel(devices=cluster)).plan(*args) == plan
+    assert minialpa.parallelize(train_step).plan(*args).stages[0].n_devices == 8
+
+
+def test_the_plan_is_that_of_the_executable() -> None:
+    parallel = minialpa.parallelize(train_step, method=ShardParallel(num_micro_batches=2))
+    executable = parallel.get_executable(*structs(make_params(), make_batch()))
+    assert executable.get_parallel_plan() == parallel.plan(make_params(), make_batch())
+    assert parallel.get_last_executable() is executable
+    parallel(make_params(), make_batch())
+    assert parallel.get_last_executable() is executable and len(parallel._executables) == 1
+
+
+# ---- executables --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Any:
+    def step(params: Params, batch: Any, mode: str) -> tuple[Params, dict[str, jax.Array]]:
+        assert mode == "train"
+
+        def loss(p: Params) -> jax.Array:
+            x = jnp.tanh(batch["x"] @ p["w"])
+            minialpa.mark_pipeline_boundary()
+            return jnp.mean((x @ p["v"] - batch["y"]) ** 2)
+
+        value, grads = minialpa.value_and_grad(loss)(params)
+        return descend(params, grads), {"loss": value}
+
+    minialpa.shutdown()
+    method = PipeshardParallel(num_micro_batches=2, layer_option="manual", stage_option="uniform")
+    parallel = minialpa.parallelize(step, method=method)
+    parallel.get_executable(make_params(), make_batch(), "train")
+    return parallel
+
+
+def test_placement_specs_have_the_structure_of_arguments_and_results(pipeline: Any) -> None:
+    executable = pipeline.get_last_executable()
+    params, batch = executable.get_input_placement_specs()
+    assert params["w"].mesh_ids == (0,) and params["v"].mesh_ids == (1,)
+    assert isinstance(params["w"].partition_specs[0], PartitionSpec) and params["w"].shape == (WIDTH, WIDTH)
+    assert batch["x"].mesh_ids == (0,) and batch["y"].mesh_ids == (1,)
+    new, metrics = executable.get_output_placement_specs()
+    assert new["v"].partition_specs == params["v"].partition_specs and new["v"].mesh_ids == (1,)
+    assert metrics["loss"].path == "result[1]['loss']" and "mesh" in str(metrics["loss"])
+
+
+def test_presharded_arguments_lie_where_the_step_reads_them(pipeline: Any) -> None:
+    args = (make_params(), make_batch(), "train")
+    params, _, mode = pipeline.preshard_dynamic_args(*args)
+    assert mode == "train"
+    expected = pipeline(*args)
+    devices = [params[name].sharding.device_set for name in ("w", "v")]
+    assert len(devices[0]) == len(devices[1]) == 4 and not devices[0] & devices[1]
+    assert_allclose(pipeline(params, make_batch(), "train"), expected)
+    assert is_deleted(params)  # used as they are, so donated
+
+
+def test_hlo_text_is_a_list_with_one_text_for_each_program(pipeline: Any) -> None:
+    executable = pipeline.get_last_executable()
+    texts = executable.get_hlo_text()
+    assert isinstance(texts, list) and len(texts) == len(executable.function_names)
+    assert all("HloModule" in text for text in texts)
+    assert {"forward0", "backward1", "update0"} <= set(executable.function_names)
+
+
+def test_allocation_sizes_are_bytes_of_the_largest_program(pipeline: Any) -> None:
+    executable = pipeline.get_last_executable()
+    sizes = executable.get_stage_allocation_size()
+    assert len(sizes) == 2 and min(sizes) > WIDTH * WIDTH * 4 / 4
+    assert executable.get_total_allocation_size() == max(sizes)
+
+
+def test_profiling_runs_on_dummy_inputs(pipeline: Any) -> None:
+    executable = pipeline.get_last_executable()
+    seconds = executable.profile_with_dummy_inputs(repeats=2)
+    assert len(seconds) == 2 and min(seconds) > 0
+    assert executable.get_execution_time_costs() == seconds
+
+
+def test_debug_info_is_complete(pipeline: Any, tmp_path: Any) -> None:
+    executable = pipeline.get_last_executable()
+    executable.dump_debug_info(str(tmp_path / "deep" / "info"))
+    root = tmp_path / "deep" / "info"
+    assert minialpa.Plan.load(root / "plan.json") == executable.get_parallel_plan()
+    assert "Stage 1" in (root / "summary.txt").read_text()
+    assert "params['w']" in (root / "placements.txt").read_text()
+    instructions = (root / "instructions.txt").read_text()
+    assert "forward0 Run" in instructions and "accumulate1 Accumulate" in instructions
+    assert len(list(root.glob("*.hlo.txt"))) == len(executable.function_names)
+    assert json.loads((root / "plan.json").read_text())["version"] == 1
+
+
+def test_sync_waits_for_results(pipeline: Any) -> None:
+    new, metrics = pipeline(make_params(), make_batch(), "train")
+    pipeline.get_last_executable().sync()
+    assert all(leaf.is_ready() for leaf in jax.tree.leaves((new, metrics)))
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------------------
+
+
+def test_several_argnums_auxiliary_values_and_constants() -> None:
+    def loss(params: Params, scale: jax.Array, batch: Any, unused: jax.Array) -> Any:
+        out = batch["x"] @ params["w"] * scale
+        return jnp.mean(out**2), {"out": out, "constant": 1.0, "host": np.arange(3), "total": jnp.sum(out)}
+
+    def step(params: Params, batch: Any, scale: jax.Array) -> Any:
+        grad_fn = minialpa.value_and_grad(loss, argnums=(0, 1, 3), has_aux=True)
+        return grad_fn(params, scale, batch, jnp.ones(2))
+
+    params, batch, scale = make_params(), make_batch(), jnp.float32(2)
+    expected = jax.value_and_grad(loss, argnums=(0, 1, 3), has_aux=True)(params, scale, batch, jnp.ones(2))
+    for n in (1, 2):
+        parallel = minialpa.parallelize(step, method=ShardParallel(num_micro_batches=n))
+        assert_allclose(parallel(params, batch, scale), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_integer_leaves_have_no_gradients_where_jax_allows_them() -> None:
+    def loss(tree: Any, batch: Any) -> jax.Array:
+        return jnp.mean((batch["x"] @ tree["w"][tree["order"]]) ** 2)
+
+    def step(tree: Any, batch: Any) -> Any:
+        grads = minialpa.grad(loss, allow_int=True)(tree, batch)
+        return {"w": tree["w"] - 0.1 * grads["w"], "order": tree["order"]}
+
+    tree = {"w": make_params()["w"], "order": jnp.arange(WIDTH)[::-1]}
+    expected = tree["w"] - 0.1 * jax.grad(loss, allow_int=True)(tree, make_batch())["w"]
+    assert_allclose(minialpa.parallelize(step)(tree, make_batch()), {"w": expected, "order": tree["order"]})
+    with pytest.raises(TypeError, match="real- or complex-valued inputs"):
+        minialpa.parallelize(lambda t, b: minialpa.grad(loss)(t, b))(tree, make_batch())
+
+
+def test_gradients_outside_parallelize_are_those_of_jax() -> None:
+    params, batch = make_params(), make_batch()
+    with_aux = lambda p, b: (loss_fn(p, b), b["x"])  # noqa: E731
+    assert_allclose(minialpa.grad(loss_fn)(params, batch), jax.grad(loss_fn)(params, batch), rtol=0, atol=0)
+    ours = minialpa.value_and_grad(with_aux, (0, 1), True)(params, batch)
+    assert_allclose(ours, jax.value_and_grad(with_aux, (0, 1), True)(params, batch), rtol=0, atol=0)
+    assert jax.tree.structure(ours) == jax.tree.structure(jax.value_and_grad(with_aux, (0, 1), True)(params, batch))
+    jitted = jax.jit(minialpa.grad(loss_fn))(params, batch)
+    assert_allclose(jitted, jax.grad(loss_fn)(params, batch))
+    with pytest.raises(TypeError, match="scalar-output"):
+        minialpa.grad(lambda x: x)(jnp.ones(3))
+
+
+def test_a_parallelized_function_inside_a_transformation_says_so() -> None:
+    parallel = minialpa.parallelize(loss_fn)
+    with pytest.raises(MinialpaError, match="cannot be called inside `jax.jit`"):
+        jax.jit(parallel)(make_params(), make_batch())

@@ -1,0 +1,316 @@
+"""Input that cannot work: the message says what to change, the caller's arrays survive, and a right call still works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import (
+    AutoLayerOption,
+    LogicalMesh,
+    ManualStageOption,
+    MinialpaError,
+    PipeshardParallel,
+    ShardingError,
+    ShardParallel,
+    TraceError,
+    UniformStageOption,
+    VerifyError,
+    WorkerError,
+)
+from minialpa.testing import assert_allclose
+
+WIDTH, N_EXAMPLES = 8, 16
+
+
+@pytest.fixture(autouse=True)
+def _fresh_session() -> Iterator[None]:
+    minialpa.shutdown()
+    yield
+    minialpa.shutdown()
+
+
+def make_params() -> Any:
+    return {"w": jnp.eye(WIDTH) * 0.5, "v": jnp.ones((WIDTH, WIDTH)) * 0.1}
+
+
+def make_batch(n: int = N_EXAMPLES) -> Any:
+    rng = np.random.default_rng(0)
+    return {name: jnp.asarray(rng.standard_normal((n, WIDTH), np.float32)) for name in ("x", "y")}
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    x = jnp.tanh(batch["x"] @ params["w"])
+    minialpa.mark_pipeline_boundary()
+    return jnp.mean((x @ params["v"] - batch["y"]) ** 2)
+
+
+def train_step(params: Any, batch: Any) -> Any:
+    value, grads = minialpa.value_and_grad(loss_fn)(params, batch)
+    return {name: p - 0.1 * grads[name] if name in grads else p for name, p in params.items()}, value
+
+
+def works(parallel: Any, *args: Any) -> None:
+    """A correct call gives what the plain step gives, on arguments that a refused call has seen."""
+    assert_allclose(parallel(*args), train_step(make_params(), make_batch()), rtol=1e-4, atol=1e-5)
+
+
+def refused(
+    error: type[Exception], message: str, call: Callable[..., Any], *args: Any, kinds: tuple[Any, ...] = ()
+) -> None:
+    """`call(*args)` raises, and takes no array with it."""
+    with pytest.raises(error, match=message):
+        call(*args)
+    for leaf in jax.tree.leaves(args):
+        assert not isinstance(leaf, jax.Array) or not leaf.is_deleted()
+
+
+def placed_args(parallel: Any) -> tuple[Any, Any]:
+    """Arguments as a training loop has them: on the devices, ready to be donated."""
+    params, _ = parallel(make_params(), make_batch())
+    del params
+    args: tuple[Any, Any] = parallel.preshard_dynamic_args(make_params(), make_batch())
+    return args
+
+
+# ---- batches ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [ShardParallel(num_micro_batches=4), PipeshardParallel(num_micro_batches=4)])
+def test_a_batch_that_micro_batches_do_not_divide(method: Any) -> None:
+    parallel = minialpa.parallelize(train_step, method=method)
+    params, batch = placed_args(parallel)
+    message = r"batch of 10 examples cannot be split into 4 equal.*divisors of 10"
+    refused(TraceError, message, parallel, params, jax.tree.map(lambda x: x[:10], batch))
+    works(parallel, params, batch)
+
+
+def test_leading_sizes_that_differ() -> None:
+    parallel = minialpa.parallelize(train_step)
+    params, batch = placed_args(parallel)
+    message = r"leading dimensions of the batch differ: `batch\['x'\]` 16, `batch\['y'\]` 8"
+    refused(TraceError, message, parallel, params, {"x": batch["x"], "y": batch["y"][:8]})
+    works(parallel, params, batch)
+
+
+def test_a_batch_without_examples() -> None:
+    parallel = minialpa.parallelize(train_step)
+    params, batch = placed_args(parallel)
+    refused(TraceError, r"no examples: `batch\['x'\]` has shape \(0, 8\)", parallel, params, make_batch(0))
+    works(parallel, params, batch)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [ShardParallel(), ShardParallel(num_micro_batches=2), PipeshardParallel(num_micro_batches=2, layer_option="manual")],
+    ids=["shard", "accumulate", "pipeline"],
+)
+def test_parameters_of_size_zero_simply_work(method: Any) -> None:
+    def step(params: Any, batch: Any) -> Any:
+        def loss(p: Any) -> jax.Array:
+            return loss_fn(p, batch) + jnp.sum(p["none"]) + jnp.sum(p["nothing"] ** 2)
+
+        value, grads = minialpa.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    params = {**make_params(), "none": jnp.zeros((0,)), "nothing": jnp.zeros((3, 0))}
+    parallel = minialpa.parallelize(step, method=method)
+    new, value = parallel(params, make_batch())
+    expected, right = step(params, make_batch())
+    assert_allclose((new, value), (expected, right), rtol=1e-4, atol=1e-5)
+    assert new["nothing"].shape == (3, 0)
+    assert_allclose(parallel(new, make_batch()), step(expected, make_batch()), rtol=1e-4, atol=1e-5)
+
+
+def test_micro_batches_without_a_batch() -> None:
+    parallel = minialpa.parallelize(train_step, method=ShardParallel(num_micro_batches=2), batch_argnums=())
+    refused(TraceError, "none is listed in `batch_argnums`", parallel, make_params(), make_batch())
+
+
+# ---- leaves and trees ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["adam", {1, 2}, np.array(["a"]), np.array([None])])
+def test_a_leaf_that_is_no_array(value: Any) -> None:
+    parallel = minialpa.parallelize(train_step)
+    params, batch = placed_args(parallel)
+    message = rf"leaf `params\['name'\]` is a {type(value).__name__}.*static_argnums"
+    refused(TraceError, message, parallel, {**params, "name": value}, batch)
+    works(parallel, params, batch)
+
+
+def test_a_tree_that_lacks_a_key() -> None:
+    parallel = minialpa.parallelize(train_step)
+    params, batch = placed_args(parallel)
+    message = r"KeyError\('v'\).*differs from that of earlier calls:\n  now .*'w'.*\n  earlier .*'v'.*'w'"
+    refused(TraceError, message, parallel, {"w": params["w"]}, batch)
+    works(parallel, params, batch)
+
+
+def test_an_error_of_the_step_itself_is_passed_on() -> None:
+    parallel = minialpa.parallelize(train_step)
+    refused(KeyError, "'v'", parallel, {"w": jnp.eye(WIDTH)}, make_batch())
+    works(parallel, make_params(), make_batch())
+
+
+def test_a_static_argument_that_cannot_be_hashed() -> None:
+    def step(params: Any, batch: Any, names: Any) -> Any:
+        return train_step(params, batch)
+
+    parallel = minialpa.parallelize(step, static_argnums=(2,))
+    params, batch = make_params(), make_batch()
+    refused(TraceError, r"Argument `names` is static and must be hashable; got a list", parallel, params, batch, ["a"])
+    refused(TraceError, "`names` is static", lambda *a: parallel(*a, names={}), params, batch)
+    works(parallel, params, batch, ("a",))
+
+
+def test_python_control_flow_on_values() -> None:
+    def step(params: Any, batch: Any, big: Any) -> Any:
+        if big > 1:
+            params = jax.tree.map(lambda p: p * 2, params)
+        return train_step(params, batch)
+
+    parallel = minialpa.parallelize(step)
+    params, batch = make_params(), make_batch()
+    for value in (1, 1.0, np.float32(1), jnp.ones(())):
+        refused(TraceError, "Make that argument static with `static_argnums`", parallel, params, batch, value)
+    works(minialpa.parallelize(step, static_argnums=2), params, batch, 1)
+    indexed = minialpa.parallelize(lambda p, b, mask: b["x"][mask])
+    refused(TraceError, "static_argnums", indexed, params, batch, jnp.ones(N_EXAMPLES, bool))
+
+
+def test_argument_numbers_that_are_no_numbers() -> None:
+    for option in ("static_argnums", "donate_argnums", "batch_argnums"):
+        refused(TraceError, f"`{option}` takes argument numbers; got ", lambda o=option: minialpa.parallelize(train_step, **{o: ("batch",)}))  # type: ignore[misc]  # noqa: E501
+        refused(TraceError, f"`{option}` takes argument numbers; got 'x'", lambda o=option: minialpa.parallelize(train_step, **{o: "x"}))  # type: ignore[misc]  # noqa: E501
+
+
+# ---- devices ------------------------------------------------------------------------------------------------------------
+
+
+def manual(*submeshes: tuple[int, int], layers: Any = ((0,), (1,))) -> PipeshardParallel:
+    option = ManualStageOption(layers, submeshes, [(a * b,) for a, b in submeshes], [{}] * len(submeshes))
+    return PipeshardParallel(layer_option="manual", stage_option=option)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (ShardParallel(devices=LogicalMesh((4, 4))), "needs 16 devices and there are 8"),
+        (ShardParallel(devices=minialpa.ClusterSpec.preset("h100", num_hosts=2)), "needs 16 devices and there are 8"),
+        (manual((1, 8), (1, 8)), "stages need 16 devices and the cluster has 8"),
+        (manual((1, 4)), "one submesh, logical shape and option dict for each of its 2 stages; got 1, 1 and 1"),
+        (manual((1, 4), (1, 4), layers=((0,), (0,))), r"must list the layers 0 to 1 once and in order"),
+        (ShardParallel(devices=[]), r"`devices` takes a list of jax devices.*got \[\]"),
+        (ShardParallel(devices=["gpu:0"]), r"`devices` takes a list of jax devices.*got \['gpu:0'\]"),
+        (ShardParallel(devices=4), "`devices` takes a list of jax devices.*got 4"),
+        (PipeshardParallel(layer_option=AutoLayerOption(10_000)), "`layer_num=10000` layers cannot be made of"),
+        (PipeshardParallel(layer_option=AutoLayerOption(0)), "`layer_num=0` layers cannot be made of"),
+        (PipeshardParallel(stage_option=UniformStageOption(5)), "`num_stages=5` stages cannot be made of 2 layers"),
+        (PipeshardParallel(stage_option=UniformStageOption(0)), "`num_stages` is at least 1; got 0"),
+        (PipeshardParallel(layer_option="guess"), "`layer_option` is \"manual\" or an option object; got 'guess'"),
+        (PipeshardParallel(layer_option=3), "`layer_option` is \"manual\" or an option object; got 3"),
+        (PipeshardParallel(stage_option="best"), "`stage_option` is \"uniform\", \"auto\" or .*; got 'best'"),
+        (PipeshardParallel(stage_option=3), "`stage_option` is \"uniform\", \"auto\" or .*; got 3"),
+        (PipeshardParallel(pipeline_schedule="2f2b"), "No schedule `2f2b`. Known: `1f1b`, `gpipe`"),
+        (PipeshardParallel(pipeline_schedule="inference"), "`inference` has no backward pass.*Use `1f1b`"),
+        (PipeshardParallel(num_micro_batches=0), "`num_micro_batches` is at least 1; got 0"),
+        (ShardParallel(num_micro_batches=-1), "`num_micro_batches` is at least 1; got -1"),
+    ],
+)
+def test_methods_that_ask_for_what_is_not_there(method: Any, message: str) -> None:
+    refused(ShardingError | TraceError, message, minialpa.parallelize(train_step, method=method), make_params(), make_batch())  # type: ignore[arg-type]  # noqa: E501
+
+
+def test_degrees_of_parallelism_that_do_not_fit() -> None:
+    get = minialpa.get_3d_parallel_method
+    refused(ShardingError, "4 x 2 x 2 needs 16 devices and there are 8", get, 1, 4, 2, 2)
+    refused(ShardingError, "1 x 16 x 1 needs 16 devices and there are 8", get, 1, -1, 16, 1)
+    refused(ShardingError, "Degrees of parallelism are at least 1", get, 1, 1, 0, 1)
+    works(minialpa.parallelize(train_step, method=get(2, -1, 2, 2)), make_params(), make_batch())
+
+
+def test_after_a_refused_method_the_function_still_runs_elsewhere() -> None:
+    cluster = minialpa.ClusterSpec.preset("cpu", devices_per_host=8)
+    parallel = minialpa.parallelize(train_step, method=ShardParallel(devices=cluster))
+    minialpa.init(devices_per_host=4)
+    params, batch = make_params(), make_batch()
+    refused(ShardingError, "needs 8 devices and there are 4", parallel, params, batch)
+    minialpa.shutdown()
+    works(parallel, params, batch)
+
+
+# ---- donated state ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method", [ShardParallel(), PipeshardParallel(num_micro_batches=2, layer_option="manual")], ids=["shard", "pipeline"]
+)
+def test_a_state_that_an_earlier_call_took(method: Any) -> None:
+    parallel = minialpa.parallelize(train_step, method=method)
+    old, batch = placed_args(parallel)
+    new, _ = parallel(old, batch)
+    with pytest.raises(WorkerError, match=r"`params\['\w'\]` has been deleted: it was donated to an earlier call"):
+        parallel(old, batch)
+    with pytest.raises(WorkerError, match="donated to an earlier call"):
+        parallel.preshard_dynamic_args(old, batch)
+    half = {"w": new["w"], "v": old["v"]}
+    with pytest.raises(WorkerError, match=r"`params\['v'\]` has been deleted"):
+        parallel(half, batch)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((new, batch)))
+    assert_allclose(new, train_step(make_params(), make_batch())[0], rtol=1e-4, atol=1e-5)
+    parallel(new, batch)
+
+
+# ---- session ------------------------------------------------------------------------------------------------------------
+
+
+def test_init_again_with_other_arguments() -> None:
+    minialpa.init(cluster="local", devices_per_host=4)
+    minialpa.init(cluster="local", devices_per_host=4)
+    with pytest.raises(MinialpaError, match=r"already called with other arguments. Call `minialpa.shutdown\(\)` first"):
+        minialpa.init(cluster="local", devices_per_host=2)
+    works(minialpa.parallelize(train_step), make_params(), make_batch())
+    minialpa.shutdown()
+    minialpa.shutdown()
+    minialpa.init(cluster="local", devices_per_host=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cluster": "slurm"}, "`cluster` is \"local\" or \"ray\"; got 'slurm'"),
+        ({"num_hosts": 2, "devices_per_host": 8}, "2 x 8 devices were asked for and this process has 8"),
+        ({"num_hosts": 0}, "0 x 8 devices were asked for"),
+        ({"num_hosts": -1}, "-1 x 8 devices were asked for"),
+        ({"devices_per_host": 0}, "1 x 0 devices were asked for"),
+        ({"num_nodes": 9}, "9 x 0 devices were asked for"),
+    ],
+)
+def test_init_with_what_is_not_there(arguments: dict[str, Any], message: str) -> None:
+    refused(MinialpaError, message, lambda: minialpa.init(**arguments))
+    minialpa.init()
+    works(minialpa.parallelize(train_step), make_params(), make_batch())
+
+
+# ---- plans --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_of_another_step_or_shape() -> None:
+    plan = minialpa.parallelize(train_step).plan(make_params(), make_batch())
+    parallel = minialpa.parallelize(train_step, method=plan)
+    params, batch = placed_args(parallel)
+    message = r"plan was made for a step with fingerprint \w+, and this step.*Plan again"
+    refused(VerifyError, message, parallel, params, jax.tree.map(lambda x: x[:8], batch))
+
+    def other(params: Any, batch: Any) -> Any:
+        return jax.tree.map(jnp.sin, train_step(params, batch))
+
+    refused(VerifyError, message, minialpa.parallelize(other, method=plan), params, batch)
+    works(parallel, params, batch)

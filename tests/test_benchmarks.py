@@ -1,0 +1,47 @@
+"""Every benchmark runs at its tiny size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.registry import Rows, Size, all_benchmarks, benchmark
+from benchmarks.run import main, table
+
+
+@pytest.mark.parametrize("name", all_benchmarks())
+def test_benchmark_gives_rows_of_numbers_and_text(name: str) -> None:
+    rows = all_benchmarks()[name]("tiny")
+    assert rows
+    for row in rows:
+        assert all(isinstance(value, str | bool | int | float) for value in row.values()), row
+
+
+def test_every_benchmark_says_in_a_line_what_it_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(all_benchmarks())
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_two_benchmarks_of_one_name_are_refused() -> None:
+    name = next(iter(all_benchmarks()))
+
+    def other(size: Size) -> Rows:
+        return []
+
+    with pytest.raises(ValueError, match=f"two benchmarks `{name}`"):
+        benchmark(name)(other)
+
+
+def test_table_lines_up_columns_that_only_some_rows_have() -> None:
+    rows = [{"case": "a", "us": 1.23456}, {"case": "long", "n": 2}]
+    assert table(rows) == "  case  us     n\n  a     1.235\n  long         2"
+
+
+def test_results_are_written_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax.config.update", lambda *_: None)  # the devices of the test run are there already
+    assert main(["plan_time", "--size", "tiny", "--json", str(tmp_path / "out.json")]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["plan_time"][0]["model"] == "mlp"

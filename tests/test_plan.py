@@ -1,0 +1,171 @@
+"""Plans as values: JSON both ways, equal in every process, readable, and runnable by `parallelize`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import ClusterSpec, PipeshardParallel, Plan, ShardParallel, VerifyError
+from minialpa.testing import assert_allclose
+
+WIDTH, N_EXAMPLES = 8, 16
+
+
+def train_step(params: Any, batch: Any) -> Any:
+    def loss(p: Any) -> jax.Array:
+        x = jnp.tanh(batch["x"] @ p["w"])
+        minialpa.mark_pipeline_boundary()
+        return jnp.mean((x @ p["v"] - batch["y"]) ** 2)
+
+    value, grads = minialpa.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def make_args(n: int = N_EXAMPLES) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    params = {name: rng.standard_normal((WIDTH, WIDTH), np.float32) for name in ("w", "v")}
+    return params, {name: rng.standard_normal((n, WIDTH), np.float32) for name in ("x", "y")}
+
+
+def pipeline_plan(**cluster: int) -> Plan:
+    spec = ClusterSpec.preset("a100-40gb", **cluster or {"num_hosts": 2, "devices_per_host": 4})
+    method = PipeshardParallel(num_micro_batches=4, layer_option="manual", stage_option="uniform")
+    return minialpa.plan(train_step, make_args(), cluster=spec, method=method)
+
+
+def local_plan() -> Plan:
+    return pipeline_plan(num_hosts=1, devices_per_host=8)
+
+
+def test_json_both_ways_gives_an_equal_plan(tmp_path: Path) -> None:
+    plan = pipeline_plan()
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(str(tmp_path / "plan.json")) == plan
+    assert hash(plan) == hash(Plan.load(tmp_path / "plan.json"))
+
+
+def test_equal_inputs_give_equal_plans() -> None:
+    assert pipeline_plan() == pipeline_plan()
+    assert pipeline_plan().to_json() == pipeline_plan().to_json()
+
+
+def test_plans_are_equal_in_processes_with_other_hash_seeds() -> None:
+    """Sets and dicts of strings are ordered by the hash seed, addresses differ anyway."""
+    code = "import test_plan; print(test_plan.pipeline_plan().to_json())"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    texts = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert texts[0] == texts[1] == pipeline_plan().to_json()
+
+
+def test_the_summary_tells_stages_submeshes_and_shapes() -> None:
+    text = pipeline_plan().summary()
+    assert "2 x 4 a100-40gb devices: 2 stages, 4 micro-batches, schedule 1f1b" in text
+    assert "Stage 0: layers 0, submesh 1x4 (device 0 on), logical shape (4,)" in text
+    assert "Stage 1: layers 1, submesh 1x4 (device 4 on), logical shape (4,)" in text
+    assert "layer 0: dot_general [4, 8]" in text and "per step: compute" in text
+
+
+def test_explain_finds_arguments_results_and_operators() -> None:
+    plan = pipeline_plan()
+    text = plan.explain("params['w']")
+    assert text.startswith("params['w'] float32[8, 8]: mesh 0: P(") and "\n" not in text
+    assert "result[1] float32[]: mesh 1" in plan.explain("result[1]")
+    assert "stage 1: layer 1: dot_general" in plan.explain("dot_general")
+    assert plan.explain("nothing of that name") == "Nothing in the plan is called `nothing of that name`."
+
+
+def test_placements_are_partition_specs_on_meshes() -> None:
+    plan = pipeline_plan()
+    placed = {spec.path: spec for spec in plan.input_specs}
+    assert placed["params['w']"].mesh_ids == (0,) and placed["params['v']"].mesh_ids == (1,)
+    assert isinstance(placed["batch['x']"].partition_specs[0], jax.sharding.PartitionSpec)
+    assert [spec.path for spec in plan.output_specs] == ["result[0]['v']", "result[0]['w']", "result[1]"]
+
+
+def test_the_cost_adds_up() -> None:
+    cost = pipeline_plan().cost
+    parts = cost.compute_s + cost.communication_s + cost.bubble_s + cost.update_s
+    assert parts == pytest.approx(cost.total_s) and len(cost.peak_bytes) == 2 and min(cost.peak_bytes) > 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "garbage", "[]", "3", "null", "{}", '{"version":1}', '{"version":1,"plan":{}}', '{"version":1,"plan":[1]}'],
+)
+def test_text_that_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(VerifyError, match="Not a plan"):
+        Plan.from_json(text)
+
+
+def test_broken_plans_and_other_versions_are_refused(tmp_path: Path) -> None:
+    data = json.loads(pipeline_plan().to_json())
+    with pytest.raises(VerifyError, match="has version 99; this minialpa reads version 1"):
+        Plan.from_json(json.dumps({**data, "version": 99}))
+    data["plan"]["stages"][0]["input_specs"][0] = "X9"
+    with pytest.raises(VerifyError, match="Not a plan"):
+        Plan.from_json(json.dumps(data))
+    data = json.loads(pipeline_plan().to_json())
+    data["plan"]["stages"][0]["surprise"] = 1
+    with pytest.raises(VerifyError, match="Not a plan"):
+        Plan.from_json(json.dumps(data))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00plan")
+    with pytest.raises(VerifyError, match="Not a plan"):
+        Plan.load(tmp_path / "binary")
+
+
+def test_a_saved_plan_runs_as_the_original(tmp_path: Path) -> None:
+    minialpa.shutdown()
+    method = PipeshardParallel(num_micro_batches=4, layer_option="manual", stage_option="uniform")
+    original = minialpa.parallelize(train_step, method=method)
+    params, batch = make_args()
+    expected = original(params, batch)
+    original.get_last_executable().get_parallel_plan().save(tmp_path / "plan.json")
+    again = minialpa.parallelize(train_step, method=Plan.load(tmp_path / "plan.json"))
+    assert_allclose(again(params, batch), expected, rtol=0, atol=0)
+    assert again.plan(params, batch) == original.plan(params, batch)
+    assert_allclose(expected, train_step(params, batch), rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_for_other_devices_runs_here_if_there_are_enough() -> None:
+    params, batch = make_args()
+    out = minialpa.parallelize(train_step, method=pipeline_plan())(params, batch)  # 2 x 4 A100 in the plan
+    assert_allclose(out, train_step(params, batch), rtol=1e-4, atol=1e-5)
+
+
+def test_fingerprints_tell_steps_apart() -> None:
+    def sums(axis: int) -> Any:
+        return lambda x, batch: jnp.sum(x, axis) + batch
+
+    def scans(reverse: bool) -> Any:
+        return lambda x, batch: jax.lax.scan(lambda c, r: (c * 0.5 + r, None), batch, x, reverse=reverse)[0]
+
+    def fingerprint(step: Any, *shapes: tuple[int, ...]) -> str:
+        structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        cluster = ClusterSpec.preset("cpu", devices_per_host=2)
+        return minialpa.plan(step, structs, cluster=cluster, method=ShardParallel(), batch_argnums=()).fingerprint
+
+    shapes = ((4, 4), (4,))
+    found = [fingerprint(step, *shapes) for step in (sums(0), sums(1), scans(False), scans(True))]
+    assert len(set(found)) == 4
+    assert fingerprint(sums(0), *shapes) == found[0] and fingerprint(scans(True), *shapes) == found[3]
+    assert fingerprint(sums(0), (8, 4), (4,)) != found[0]
