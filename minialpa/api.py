@@ -78,12 +78,8 @@ class ParallelizedFunc:
         self._fun, self._method = fun, method
         self._signature = _signature_of(fun)
         self._names = list(self._signature.parameters) if self._signature else []
-        self._static: tuple[int, ...] | Literal["auto"] = "auto"
-        self._donate: tuple[int, ...] | Literal["auto"] = "auto"
-        if not isinstance(static_argnums, str):
-            self._static = self._argnums("static_argnums", static_argnums)
-        if not isinstance(donate_argnums, str):
-            self._donate = self._argnums("donate_argnums", donate_argnums)
+        self._static = self._argnums("static_argnums", static_argnums)
+        self._donate = self._argnums("donate_argnums", donate_argnums)
         self._batch = self._argnums("batch_argnums", batch_argnums)
         self._executables: dict[Hashable, tuple[Any, Any]] = {}
         self._recent: tuple[Any, tuple[Any, Any]] = (None, (None, None))
@@ -125,9 +121,10 @@ class ParallelizedFunc:
             args, kwargs = self._as_positional(args, kwargs)
         static: list[tuple[int | str, Hashable]] = []
         dynamic: dict[int | str, Any] = {}
-        for name, value in (*enumerate(args), *kwargs.items()):
+        given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
+        for name, value in given:
             if self._is_static(name, value):
-                static.append((name, _hashable(name, value)))
+                static.append((name, _hashable(self._label(name), value)))
             else:
                 dynamic[name] = value
         leaves, tree = jax.tree.flatten(tuple(dynamic.values()))
@@ -256,8 +253,10 @@ class ParallelizedFunc:
             return name
         return self._names.index(name) if name in self._names else -1
 
-    def _argnums(self, option: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    def _argnums(self, option: str, value: Argnums) -> tuple[int, ...] | Literal["auto"]:
         """Argument numbers as a tuple; negative ones count from the last parameter, as in jax."""
+        if isinstance(value, str) and value == "auto" and option != "batch_argnums":
+            return "auto"
         numbers = (value,) if isinstance(value, int) else tuple(value)
         if not all(isinstance(number, int) for number in numbers):
             raise TraceError(f"`{option}` takes argument numbers; got {value!r}.")
@@ -285,11 +284,14 @@ def _is_numeric(value: Any) -> bool:
     return isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float | complex)
 
 
-def _hashable(name: int | str, value: Any) -> Hashable:
+def _hashable(name: str, value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError as error:
-        raise TraceError(f"Argument {name} is static and must be hashable; got a {type(value).__name__}.") from error
+        raise TraceError(
+            f"Argument `{name}` is static and must be hashable; got a {type(value).__name__}. Pass a tuple, a string or "
+            "another value with a hash, or arrays in a pytree."
+        ) from error
     assert isinstance(value, Hashable)
     return value
 

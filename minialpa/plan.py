@@ -64,9 +64,10 @@ class PlannedCollective:
 
 @dataclass(frozen=True, slots=True)
 class PlannedOperator:
-    """A matrix product or convolution and its shardings: result first, operands after it."""
+    """A matrix product or convolution and its shardings. `part`: forward, backward or other (the update)."""
 
     name: str
+    part: str
     layer: int | None
     shape: tuple[int, ...]
     result: Spec
@@ -165,7 +166,8 @@ class Plan:
                 f"{_seconds(stage.communication_s)} communication per micro-batch, "
                 f"{_bytes(stage.peak_bytes)} per device"
             )
-            lines.extend(f"  {line}" for line in _operator_lines(stage.operators))
+            forward = tuple(op for op in stage.operators if op.part == "forward")
+            lines.extend(f"  {line}" for line in _operator_lines(forward))
             for c in (c for c in self.collectives if c.stage == k):
                 lines.append(f"  {c.kind} over axes {c.axes}: {_bytes(c.n_bytes)}, {c.times_per_step} per step")
         return "\n".join(lines)
@@ -204,7 +206,7 @@ def _operator_lines(operators: tuple[PlannedOperator, ...]) -> list[str]:
     """Operators of each layer; runs of equal lines are counted."""
     counts: dict[str, int] = {}
     for op in operators:
-        layer = "update" if op.layer is None else f"layer {op.layer}"
+        layer = "update" if op.layer is None else f"layer {op.layer} {op.part}"
         text = f"{layer}: {op.name} {list(op.shape)} {op.result} = " + " x ".join(map(str, op.operands))
         counts[text] = counts.get(text, 0) + 1
     return [text if n == 1 else f"{text}  ({n} times)" for text, n in counts.items()]
@@ -254,7 +256,7 @@ def _decode_value(data: dict[str, Any]) -> PlacedValue:
 
 def _decode_operator(data: dict[str, Any]) -> PlannedOperator:
     result, operands = _spec(data["result"]), _specs(data["operands"])
-    return PlannedOperator(data["name"], data["layer"], tuple(data["shape"]), result, operands)
+    return PlannedOperator(data["name"], data["part"], data["layer"], tuple(data["shape"]), result, operands)
 
 
 def _decode_stage(data: dict[str, Any]) -> StagePlan:

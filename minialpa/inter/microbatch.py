@@ -143,7 +143,8 @@ class _Partial:
     """A value whose total is the reduction of its micro-batch values.
 
     count: number of elements that were added into each entry, over the full batch.
-    rescale: total-to-micro-batch factor, once the sum was divided by its count (a mean), else None.
+    rescale: what makes the micro-batch's own mean of a part of the full mean: the number of micro-batches, once the
+        sum was divided by its count, else None.
     """
 
     reduction: str
@@ -422,8 +423,7 @@ class _Splitter:
         else:
             return  # the update computes it from totals
         for var, new in zip(eqn.outvars, self._add(rebuild(eqn, args)), strict=True):
-            self.loop[var] = new
-            self.form[var] = form
+            self.loop[var], self.form[var] = self._evened(new, form)
 
     def _stays_partial(self, i: int, eqn: JaxprEqn, factors: Factors, needed: bool) -> _Partial | None:
         """The form of the results if `eqn` is linear in partial operands and nothing else stands in the way."""
@@ -447,7 +447,9 @@ class _Splitter:
         if any(not is_literal(v) and self.form.get(v) is not None for k, v in enumerate(eqn.invars) if k not in partials):
             return forms[0]  # a micro-batch's own coefficient: only in the loop can they meet
         scalar = all(not shape_of(eqn.invars[k]) for k in others)
-        return self._scaled(eqn, forms[0]) if needed or scalar else None
+        if needed:
+            return self._scaled(eqn, forms[0])
+        return forms[0] if scalar else None
 
     def _kept_partial(self, eqn: JaxprEqn, factors: Factors, needed: bool) -> dict[int, Var]:
         """Partial operands by position. Of a needed product of two, a mean is taken as the micro-batch's own value."""
@@ -471,15 +473,24 @@ class _Splitter:
         return len(stages) > 1
 
     def _scaled(self, eqn: JaxprEqn, form: _Partial) -> _Partial:
-        """Recognise the division of a sum by its number of terms, or by one less (unbiased variance)."""
+        """Recognise the division of a sum by its number of examples or terms, or by one less (unbiased variance)."""
         known = next((c for c in map(self._constant, eqn.invars) if c is not None), None)
         if form.rescale is not None or form.count == 0 or not known:
             return form
         divisor = {"div": known, "mul": 1 / known}.get(eqn.primitive.name, 0.0)
-        for less in (0, 1):
-            if form.count > less and abs(divisor - (form.count - less)) <= 1e-6 * form.count:
-                return replace(form, rescale=divisor / max(form.count / self.n - less, 1))
-        return form
+        whole = round(divisor)
+        if whole == 0 or abs(divisor - whole) > 1e-6 * whole:
+            return form
+        if form.count % whole == 0 and whole % (self.step.batch_size or 1) == 0:
+            return replace(form, rescale=float(self.n))
+        return replace(form, rescale=whole / max(form.count / self.n - 1, 1)) if whole == form.count - 1 else form
+
+    def _evened(self, var: Var, form: _Form) -> tuple[Atom, _Form]:
+        """Scale an unbiased variance such that n parts add up to the mean of the micro-batches' own ones."""
+        if not isinstance(form, _Partial) or form.rescale in (None, self.n):
+            return var, form
+        share = form.rescale / self.n
+        return self._compute(lambda x: x * jnp.asarray(share, x.dtype), var), replace(form, rescale=float(self.n))
 
     def _constant(self, atom: Atom) -> float | None:
         """The value of a real scalar that is known now. `jnp.var` computes its divisor in the program, from literals."""

@@ -259,10 +259,11 @@ def _operators(
     out = []
     for eqn, specs in zip(problem.eqns, solution.equations, strict=True):
         if is_contraction(eqn):
-            group = origins[source[id(eqn)]].group
+            origin = origins[source[id(eqn)]]
+            group = origin.group
             layer = None if group is None else layer_of_group[group] if layer_of_group else 0
             shape = shape_of(eqn.outvars[0])
-            out.append(PlannedOperator(eqn.primitive.name, layer, shape, specs.results[0], specs.operands))
+            out.append(PlannedOperator(eqn.primitive.name, origin.direction, layer, shape, specs.results[0], specs.operands))
     return tuple(out)
 
 
