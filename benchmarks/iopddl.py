@@ -27,7 +27,7 @@ from minialpa.intra.ilp import CostGraph, Edge, solve_graph
 def iopddl(size: Size) -> Rows:
     """Choosing strategies: cost, proven gap and seconds, on random instances or those of the contest."""
     if size == "tiny":
-        return [_row("random", random_instance(0, n_nodes=30), "highs", 10.0)]
+        return [_row("random", random_instance(0, n_nodes=12), "highs", 10.0)]
     paths = [Path(path) for path in os.environ.get("IOPDDL_INSTANCES", "").split(os.pathsep) if path]
     if not paths:
         return [_row("random", random_instance(0, n_nodes=2000), "highs", 60.0)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, Hashable, Literal, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -54,11 +55,13 @@ def _leaf_key(leaf: Any) -> Hashable:
     # A step count that starts as a Python int comes back as an array of the default integer type.
     if type(leaf) is int:
         return ((), _canonical(np.dtype(int)), False)
-    return ((), _canonical(np.dtype(float)), True) if type(leaf) is float else type(leaf)
+    if type(leaf) is float:
+        return ((), _canonical(np.dtype(float)), True)
+    return (type(leaf),)
 
 
 def _canonical(dtype: Any) -> Any:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
 
@@ -80,7 +83,7 @@ class ParallelizedFunc:
         self._names = list(self._signature.parameters) if self._signature else []
         self._static = self._argnums("static_argnums", static_argnums)
         self._donate = self._argnums("donate_argnums", donate_argnums)
-        self._batch = self._argnums("batch_argnums", batch_argnums)
+        self._batch = tuple(self._argnums("batch_argnums", batch_argnums))
         self._executables: dict[Hashable, tuple[Any, Any]] = {}
         self._recent: tuple[Any, tuple[Any, Any]] = (None, (None, None))
         self._last: Any = None
@@ -130,9 +133,7 @@ class ParallelizedFunc:
         leaves, tree = jax.tree.flatten(tuple(dynamic.values()))
         return _Call(leaves, (tree, tuple(dynamic)), tuple(static), len(args))
 
-    def _as_positional(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _as_positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Keyword arguments in their places, so that argument numbers mean the same however a call is written."""
         if self._signature is None:
             return args, kwargs
@@ -149,25 +150,31 @@ class ParallelizedFunc:
         for i, leaf in enumerate(call.leaves):
             is_deleted = getattr(leaf, "is_deleted", None)
             if is_deleted is None:
+                if isinstance(leaf, jax.ShapeDtypeStruct):
+                    raise TraceError(
+                        f"`{self._paths(call)[0][i]}` is a shape, and a call needs arrays. Only `plan` and "
+                        "`get_executable` take a `jax.ShapeDtypeStruct`."
+                    )
                 continue
             if isinstance(leaf, jax.core.Tracer):
                 raise TraceError(
-                    f"`{self._paths(call)[0][i]}` is a traced value. A parallelized function runs on devices and cannot "
-                    "be called inside `jax.jit`, `jax.grad` or `jax.vmap`; call it outside, or use the plain function."
+                    f"`{self._paths(call)[0][i]}` is a traced value. A parallelized function runs on devices and "
+                    "cannot be called inside `jax.jit`, `jax.grad` or `jax.vmap`; call it outside, or the plain one."
                 )
             if is_deleted():
                 raise WorkerError(
-                    f"`{self._paths(call)[0][i]}` has been deleted: it was donated to an earlier call, whose result took "
-                    "over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
+                    f"`{self._paths(call)[0][i]}` has been deleted: it was donated to an earlier call, whose result "
+                    "took over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
                 )
 
     def _get(self, call: _Call) -> tuple[Any, Any]:
         # A training loop passes a step its own results, whose types are the same objects from call to call.
         session = current_session()
-        recent = (session, call.types())
-        if self._recent[0] != recent:
-            self._recent = (recent, self._find(call, session))
-        return self._recent[1]
+        wanted = (session, call.types())
+        recent = self._recent  # another thread may replace it
+        if recent[0] != wanted:
+            recent = self._recent = (wanted, self._find(call, session))
+        return recent[1]
 
     def _find(self, call: _Call, session: Session) -> tuple[Any, Any]:
         key = (call.key(), session.devices, session.cluster)
@@ -186,7 +193,9 @@ class ParallelizedFunc:
         devices = target.devices or current_session().devices
         needed = sum(stage.n_devices for stage in plan.stages)
         if needed > len(devices):
-            raise ShardingError(f"The plan needs {needed} devices and there are {len(devices)}. Plan for fewer devices, or pass more.")
+            raise ShardingError(
+                f"The plan needs {needed} devices and there are {len(devices)}. Plan for fewer devices, or pass more."
+            )
         with ProgressBar() as bar:
             bar.report("Compiling", 0, 1)
             program = emit_program(traced, plan)
@@ -257,9 +266,11 @@ class ParallelizedFunc:
         """Argument numbers as a tuple; negative ones count from the last parameter, as in jax."""
         if isinstance(value, str) and value == "auto" and option != "batch_argnums":
             return "auto"
-        numbers = (value,) if isinstance(value, int) else tuple(value)
-        if not all(isinstance(number, int) for number in numbers):
-            raise TraceError(f"`{option}` takes argument numbers; got {value!r}.")
+        numbers: list[int] = []
+        for number in (value,) if isinstance(value, int) else value:
+            if not isinstance(number, int):
+                raise TraceError(f"`{option}` takes argument numbers; got {value!r}.")
+            numbers.append(number)
         return tuple(number + len(self._names) if number < 0 else number for number in numbers)
 
 
@@ -289,8 +300,8 @@ def _hashable(name: str, value: Any) -> Hashable:
         hash(value)
     except TypeError as error:
         raise TraceError(
-            f"Argument `{name}` is static and must be hashable; got a {type(value).__name__}. Pass a tuple, a string or "
-            "another value with a hash, or arrays in a pytree."
+            f"Argument `{name}` is static and must be hashable; got a {type(value).__name__}. Pass a tuple, a string "
+            "or another value with a hash, or arrays in a pytree."
         ) from error
     assert isinstance(value, Hashable)
     return value
@@ -311,7 +322,7 @@ def parallelize(
 ) -> Any:
     """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
 
-    method: how; None shards every operator over all devices of the session (`ShardParallel`). A saved `Plan` runs as it is.
+    method: how; None shards every operator over all devices of the session (`ShardParallel`). A saved `Plan` runs too.
     static_argnums: arguments that are Python values; "auto": those that are not pytrees of arrays and numbers.
     donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
     batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these.

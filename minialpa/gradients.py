@@ -82,8 +82,10 @@ def value_and_grad(
         value, grads = jax.value_and_grad(tagged, argnums, has_aux, **options)(*args, **kwargs)
         leaves, tree = jax.tree.flatten(grads)
         is_array = [getattr(x, "dtype", None) != jax.dtypes.float0 for x in leaves]
-        marked = iter(gradient_p.bind(*[x for x, ok in zip(leaves, is_array) if ok], call=call))
-        return value, jax.tree.unflatten(tree, [next(marked) if ok else x for x, ok in zip(leaves, is_array)])
+        marked = iter(gradient_p.bind(*[x for x, ok in zip(leaves, is_array, strict=True) if ok], call=call))
+        return value, jax.tree.unflatten(
+            tree, [next(marked) if ok else x for x, ok in zip(leaves, is_array, strict=True)]
+        )
 
     return wrapped
 
@@ -119,7 +121,7 @@ def _tag_equations(fun: Callable[..., Any], call: int) -> Callable[..., Any]:
 
         def flat_fun(*xs: Any) -> Any:
             filled = list(leaves)
-            for i, x in zip(dynamic, xs):
+            for i, x in zip(dynamic, xs, strict=True):
                 filled[i] = x
             new_args, new_kwargs = jax.tree.unflatten(tree, filled)
             return fun(*new_args, **new_kwargs)

@@ -1,8 +1,8 @@
 """The only module that touches how jax represents programs: flat equations in, flat equations out.
 
 `flatten_calls` turns a closed jaxpr into a list of equations without jit, custom_jvp, custom_vjp, remat or closed_call
-around them. `eval_equation` runs one equation again. Everything is on `jax.extend.core`, but for `name_stack` and `ctx`
-of an equation, which have no public accessor.
+around them. `eval_equation` runs one equation again. Everything is on `jax.extend.core`, but for the name stack, source line and
+context of an equation, which have no public accessor.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import source_info_util
 from jax.extend import core as jex
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
@@ -97,12 +98,7 @@ def sub_jaxprs(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 def source_line(eqn: JaxprEqn) -> str:
     """`file:line` of the user's code that made this equation, as good as jax knows it."""
-    try:
-        from jax._src import source_info_util
-
-        return str(source_info_util.summarize(eqn.source_info))
-    except Exception:  # the summary is a courtesy in error messages; its absence must not replace the error
-        return "unknown source line"
+    return str(source_info_util.summarize(eqn.source_info))
 
 
 def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[FlatJaxpr, Any]:
@@ -192,9 +188,9 @@ class _Flattener:
 
 
 def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
-    """Bind the equation's primitive again on new arguments."""
+    """Bind the equation's primitive again on new arguments; what comes of it keeps the equation's source line."""
     bind_params = eqn.primitive.get_bind_params(dict(eqn.params) if params is None else dict(params))
-    with eqn.ctx.manager:
+    with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
         out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
 

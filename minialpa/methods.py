@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Iterable, Literal, Sequence
+from typing import Literal
 
 import jax
 
@@ -60,9 +61,9 @@ def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
 class ShardParallel:
     """No pipeline: every operator is sharded over all devices, as the planner finds cheapest.
 
-    devices: see `resolve_devices`; None views all devices as one axis. num_micro_batches: gradients are accumulated over
-    that many parts of the batch. logical_shape: shape of the mesh that the devices form; None for one axis, or that of
-    the LogicalMesh.
+    devices: see `resolve_devices`; None views all devices as one axis. num_micro_batches: gradients are accumulated
+    over that many parts of the batch. logical_shape: shape of the mesh that the devices form; None for one axis, or
+    that of the LogicalMesh.
     """
 
     devices: Devices = None
@@ -99,7 +100,7 @@ class Zero3Parallel(ShardParallel):
 
 
 def _shard_options(method: ShardParallel, **fields: bool) -> PlanOptions:
-    sharding = dataclasses.replace(method.auto_sharding_option or AutoShardingOption(), **fields)  # type: ignore[arg-type]
+    sharding = dataclasses.replace(method.auto_sharding_option or AutoShardingOption(), **fields)
     n = _micro_batches(1 if method.num_micro_batches is None else method.num_micro_batches)
     return PlanOptions(n_micro_batches=n, sharding=sharding, logical_shape=method.logical_shape)
 
@@ -108,6 +109,9 @@ def _micro_batches(n: int) -> int:
     if n < 1:
         raise ShardingError(f"`num_micro_batches` is at least 1; got {n}.")
     return n
+
+
+_STAGE_OPTIONS = '`stage_option` is "uniform", "auto" or an option object; got {!r}.'
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +142,20 @@ class PipeshardParallel:
     def _layers(self) -> LayerOption:
         if isinstance(self.layer_option, str):
             if self.layer_option != "manual":
-                raise ShardingError(f"`layer_option` is \"manual\" or an option object; got {self.layer_option!r}.")
+                raise ShardingError(f'`layer_option` is "manual" or an option object; got {self.layer_option!r}.')
             return ManualLayerOption()
         if self.layer_option is not None and not isinstance(self.layer_option, LayerOption):
-            raise ShardingError(f"`layer_option` is \"manual\" or an option object; got {self.layer_option!r}.")
+            raise ShardingError(f'`layer_option` is "manual" or an option object; got {self.layer_option!r}.')
         return self.layer_option or AutoLayerOption(layer_num=2)
 
     def _stages(self) -> StageOption:
         if isinstance(self.stage_option, str):
             named: dict[str, StageOption] = {"uniform": UniformStageOption(), "auto": AutoStageOption()}
             if self.stage_option not in named:
-                raise ShardingError(f"`stage_option` is \"uniform\", \"auto\" or an option object; got {self.stage_option!r}.")
+                raise ShardingError(_STAGE_OPTIONS.format(self.stage_option))
             return named[self.stage_option]
         if self.stage_option is not None and not isinstance(self.stage_option, StageOption):
-            raise ShardingError(f"`stage_option` is \"uniform\", \"auto\" or an option object; got {self.stage_option!r}.")
+            raise ShardingError(_STAGE_OPTIONS.format(self.stage_option))
         return self.stage_option or UniformStageOption()
 
 

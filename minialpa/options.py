@@ -35,9 +35,7 @@ class AutoShardingOption:
 
 @dataclass(frozen=True, slots=True)
 class ManualLayerOption:
-    """Layers end at `mark_pipeline_boundary()`. `remat_layer` recomputes each layer's activations in its backward pass."""
-
-    remat_layer: bool = False
+    """Layers end at `mark_pipeline_boundary()`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Sequence
+from typing import Any, Literal
 
 import jax
 
@@ -53,9 +54,9 @@ def init(
         if _Current.session.arguments == arguments:
             return
     if cluster == "ray":
-        raise MinialpaError("This version runs in one process only. Use `init(cluster=\"local\")`.")
+        raise MinialpaError('This version runs in one process only. Use `init(cluster="local")`.')
     if cluster != "local":
-        raise MinialpaError(f"`cluster` is \"local\" or \"ray\"; got {cluster!r}.")
+        raise MinialpaError(f'`cluster` is "local" or "ray"; got {cluster!r}.')
     _Current.session = _local_session(hosts, per_host, arguments)
 
 
@@ -77,8 +78,8 @@ def _local_session(hosts: int, per_host: int | None, arguments: tuple[Any, ...])
         per_host = len(devices) // max(hosts, 1)
     if hosts < 1 or per_host < 1 or hosts * per_host > len(devices):
         raise ShardingError(
-            f"{hosts} x {per_host} devices were asked for and this process has {len(devices)}. Ask for fewer, or on CPU "
-            "start Python with XLA_FLAGS=--xla_force_host_platform_device_count=N."
+            f"{hosts} x {per_host} devices were asked for and this process has {len(devices)}. Ask for fewer, or on "
+            "CPU start Python with XLA_FLAGS=--xla_force_host_platform_device_count=N."
         )
     chosen = tuple(devices[: hosts * per_host])
     return Session(chosen, describe_devices(chosen, hosts), arguments)
@@ -96,7 +97,7 @@ _KINDS: tuple[tuple[str, PresetName], ...] = (
 def describe_devices(devices: Sequence[jax.Device], hosts: int = 1) -> ClusterSpec:
     """The cluster that `devices` form, by their kind; memory as the device reports it."""
     kind = devices[0].device_kind.lower()
-    name = next((preset for part, preset in _KINDS if part in kind), "cpu")
+    name: PresetName = next((preset for part, preset in _KINDS if part in kind), "cpu")
     spec = ClusterSpec.preset(name, num_hosts=hosts, devices_per_host=len(devices) // hosts)
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     if limit:

@@ -7,9 +7,10 @@ full-batch program, where each equation came from, which inputs are split over m
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
-from typing import Any, Callable, Literal, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from minialpa.errors import TraceError
 from minialpa.gradients import boundary_p, gradient_p, tracing_step
 from minialpa.jaxprs import (
     FlatJaxpr,
+    is_inexact,
     is_literal,
     is_transposed,
     live_equations,
@@ -208,16 +210,12 @@ def _read_marks(flat: FlatJaxpr) -> tuple[FlatJaxpr, tuple[Origin, ...], tuple[V
     keep = live_equations(eqns, outvars)
     kept = [i for i, k in enumerate(keep) if k]
     origins = _origins([eqns[i] for i in kept], [scopes[i] for i in kept], [boundaries_before[i] for i in kept])
-    stripped = replace(
-        flat, eqns=tuple(eqns[i] for i in kept), scopes=tuple(scopes[i] for i in kept), outvars=outvars
-    )
+    stripped = replace(flat, eqns=tuple(eqns[i] for i in kept), scopes=tuple(scopes[i] for i in kept), outvars=outvars)
     n_layers = max([n_boundaries, *(o.layer for o in origins)])
     return stripped, origins, tuple(gradients), n_layers
 
 
-def _origins(
-    eqns: Sequence[JaxprEqn], scopes: Sequence[str], boundaries_before: Sequence[int]
-) -> tuple[Origin, ...]:
+def _origins(eqns: Sequence[JaxprEqn], scopes: Sequence[str], boundaries_before: Sequence[int]) -> tuple[Origin, ...]:
     """Origin of each equation.
 
     Without tags (plain `jax.grad`, or no gradient at all) each equation outside the backward pass is its own forward
@@ -237,7 +235,7 @@ def _origins(
             out.append(Origin("backward" if backward else "forward", group, tag[1]))
         elif backward:
             out.append(Origin("backward", None, boundaries_before[i]))
-        elif has_tags or eqn.outvars and eqn.outvars[0] in behind:
+        elif has_tags or (eqn.outvars and eqn.outvars[0] in behind):
             out.append(Origin("other", None, boundaries_before[i]))
         else:
             out.append(Origin("forward", groups.setdefault(i, len(groups)), boundaries_before[i]))
@@ -294,7 +292,7 @@ def _is_updated(step: TracedStep, inputs: Sequence[Var], outputs: Sequence[Any])
         return False
     producers = {v: eqn for eqn in step.flat.eqns for v in eqn.outvars}
     for source, target in zip(inputs, outputs, strict=True):
-        if not jax.numpy.issubdtype(source.aval.dtype, jax.numpy.inexact):
+        if not is_inexact(source):
             continue
         if is_literal(target) or not _reaches(target, source, producers, marked):
             return False

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +69,7 @@ def assert_same(step: Callable[..., Any], *args: Any, method: Any = None, **kwar
     return parallel
 
 
-# ---- arguments --------------------------------------------------------------------------------------------------------
+# ---- arguments ------------------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "count"], meta_fields=["name"])
@@ -259,7 +260,7 @@ def test_bfloat16_parameters() -> None:
     assert len(parallel.get_last_executable().profile_with_dummy_inputs(1)) == 1
 
 
-# ---- what a step may contain --------------------------------------------------------------------------------------------
+# ---- what a step may contain ----------------------------------------------------------------------------------------
 
 
 @jax.custom_jvp
@@ -374,7 +375,7 @@ def test_a_constant_in_the_new_state_can_be_donated() -> None:
     assert_allclose(state, expected)
 
 
-# ---- donation -----------------------------------------------------------------------------------------------------------
+# ---- donation -------------------------------------------------------------------------------------------------------
 
 
 def is_deleted(tree: Any) -> bool:
@@ -441,7 +442,7 @@ def test_an_array_may_be_passed_twice() -> None:
     assert_allclose(both(shared, make_batch(), shared)[0], shared @ shared)
 
 
-# ---- shapes and caching -------------------------------------------------------------------------------------------------
+# ---- shapes and caching ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [None, DataParallel(), PipeshardParallel(layer_option=minialpa.AutoLayerOption(2))])
@@ -455,6 +456,15 @@ def test_a_ragged_last_batch_is_planned_again_and_going_back_is_free(method: Any
         assert_allclose((params, value), (expected, right))
         executables.append(parallel.get_last_executable())
     assert executables[0] is executables[2] and executables[0] is not executables[1]
+
+
+def test_threads_may_share_a_function() -> None:
+    parallel = minialpa.parallelize(grad_step)
+    params, sizes = make_params(), (8, 16) * 8
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda n: parallel(params, make_batch(n)), sizes))
+    for n, grads in zip(sizes, found, strict=True):
+        assert_allclose(grads, grad_step(params, make_batch(n)))
 
 
 def test_a_new_session_runs_on_its_own_devices() -> None:
@@ -486,7 +496,7 @@ def test_methods_choose_devices() -> None:
     assert parallel.get_last_executable().get_parallel_plan().stages[0].logical_shape == (2, 2)
 
 
-# ---- planning -----------------------------------------------------------------------------------------------------------
+# ---- planning -------------------------------------------------------------------------------------------------------
 
 
 def structs(*trees: Any) -> Any:
@@ -515,7 +525,7 @@ def test_the_plan_is_that_of_the_executable() -> None:
     assert parallel.get_last_executable() is executable and len(parallel._executables) == 1
 
 
-# ---- executables --------------------------------------------------------------------------------------------------------
+# ---- executables ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -601,7 +611,31 @@ def test_sync_waits_for_results(pipeline: Any) -> None:
     assert all(leaf.is_ready() for leaf in jax.tree.leaves((new, metrics)))
 
 
-# ---- gradients ----------------------------------------------------------------------------------------------------------
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+def summed(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.sum(x, 0), tree)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda p, b: jax.jit(lambda p: minialpa.grad(loss_fn)(p, b))(p),
+        lambda p, b: minialpa.grad(lambda p: jnp.sum(minialpa.grad(loss_fn)(p, b)["w"] ** 2))(p),
+        lambda p, b: summed(
+            jax.vmap(lambda x, y: minialpa.grad(loss_fn)(p, {"x": x[None], "y": y[None]}))(b["x"], b["y"])
+        ),
+        lambda p, b: jax.lax.scan(
+            lambda p, row: (descend(p, minialpa.grad(loss_fn)(p, {"x": row[0][None], "y": row[1][None]})), None),
+            p,
+            (b["x"], b["y"]),
+        )[0],
+    ],
+    ids=["under jit", "of a gradient", "under vmap", "in a loop"],
+)
+def test_gradients_in_unusual_places(step: Any) -> None:
+    assert_same(step, make_params(), make_batch())
 
 
 def test_several_argnums_auxiliary_values_and_constants() -> None:
@@ -650,5 +684,5 @@ def test_gradients_outside_parallelize_are_those_of_jax() -> None:
 
 def test_a_parallelized_function_inside_a_transformation_says_so() -> None:
     parallel = minialpa.parallelize(loss_fn)
-    with pytest.raises(MinialpaError, match="cannot be called inside `jax.jit`"):
+    with pytest.raises(MinialpaError, match=r"cannot be called inside `jax\.jit`"):
         jax.jit(parallel)(make_params(), make_batch())

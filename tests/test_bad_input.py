@@ -1,4 +1,4 @@
-"""Input that cannot work: the message says what to change, the caller's arrays survive, and a right call still works."""
+"""Input that cannot work: the message says what to change, the caller's arrays survive, a right call still works."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def placed_args(parallel: Any) -> tuple[Any, Any]:
     return args
 
 
-# ---- batches ------------------------------------------------------------------------------------------------------------
+# ---- batches --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [ShardParallel(num_micro_batches=4), PipeshardParallel(num_micro_batches=4)])
 def test_a_batch_that_micro_batches_do_not_divide(method: Any) -> None:
     parallel = minialpa.parallelize(train_step, method=method)
     params, batch = placed_args(parallel)
-    message = r"batch of 10 examples cannot be split into 4 equal.*divisors of 10"
+    message = "batch of 10 examples cannot be split into 4 equal micro-batches.*`num_micro_batches`.*divisors"
     refused(TraceError, message, parallel, params, jax.tree.map(lambda x: x[:10], batch))
     works(parallel, params, batch)
 
@@ -109,7 +109,11 @@ def test_a_batch_without_examples() -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [ShardParallel(), ShardParallel(num_micro_batches=2), PipeshardParallel(num_micro_batches=2, layer_option="manual")],
+    [
+        ShardParallel(),
+        ShardParallel(num_micro_batches=2),
+        PipeshardParallel(num_micro_batches=2, layer_option="manual"),
+    ],
     ids=["shard", "accumulate", "pipeline"],
 )
 def test_parameters_of_size_zero_simply_work(method: Any) -> None:
@@ -134,7 +138,7 @@ def test_micro_batches_without_a_batch() -> None:
     refused(TraceError, "none is listed in `batch_argnums`", parallel, make_params(), make_batch())
 
 
-# ---- leaves and trees ---------------------------------------------------------------------------------------------------
+# ---- leaves and trees -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", ["adam", {1, 2}, np.array(["a"]), np.array([None])])
@@ -143,6 +147,14 @@ def test_a_leaf_that_is_no_array(value: Any) -> None:
     params, batch = placed_args(parallel)
     message = rf"leaf `params\['name'\]` is a {type(value).__name__}.*static_argnums"
     refused(TraceError, message, parallel, {**params, "name": value}, batch)
+    works(parallel, params, batch)
+
+
+def test_a_shape_in_place_of_an_array() -> None:
+    parallel = minialpa.parallelize(train_step)
+    params, batch = placed_args(parallel)
+    message = r"`batch\['y'\]` is a shape, and a call needs arrays"
+    refused(TraceError, message, parallel, params, {"x": batch["x"], "y": jax.ShapeDtypeStruct((16, 8), jnp.float32)})
     works(parallel, params, batch)
 
 
@@ -193,7 +205,7 @@ def test_argument_numbers_that_are_no_numbers() -> None:
                 minialpa.parallelize(train_step, **{option: value})
 
 
-# ---- devices ------------------------------------------------------------------------------------------------------------
+# ---- devices --------------------------------------------------------------------------------------------------------
 
 
 def manual(*submeshes: tuple[int, int], layers: Any = ((0,), (1,))) -> PipeshardParallel:
@@ -217,9 +229,9 @@ def manual(*submeshes: tuple[int, int], layers: Any = ((0,), (1,))) -> Pipeshard
         (PipeshardParallel(stage_option=UniformStageOption(5)), "`num_stages=5` stages cannot be made of 2 layers"),
         (PipeshardParallel(stage_option=UniformStageOption(0)), "`num_stages` is at least 1; got 0"),
         (PipeshardParallel(layer_option="guess"), "`layer_option` is \"manual\" or an option object; got 'guess'"),
-        (PipeshardParallel(layer_option=3), "`layer_option` is \"manual\" or an option object; got 3"),
-        (PipeshardParallel(stage_option="best"), "`stage_option` is \"uniform\", \"auto\" or .*; got 'best'"),
-        (PipeshardParallel(stage_option=3), "`stage_option` is \"uniform\", \"auto\" or .*; got 3"),
+        (PipeshardParallel(layer_option=3), '`layer_option` is "manual" or an option object; got 3'),
+        (PipeshardParallel(stage_option="best"), '`stage_option` is "uniform", "auto" or .*; got \'best\''),
+        (PipeshardParallel(stage_option=3), '`stage_option` is "uniform", "auto" or .*; got 3'),
         (PipeshardParallel(pipeline_schedule="2f2b"), "No schedule `2f2b`. Known: `1f1b`, `gpipe`"),
         (PipeshardParallel(pipeline_schedule="inference"), "`inference` has no backward pass.*Use `1f1b`"),
         (PipeshardParallel(num_micro_batches=0), "`num_micro_batches` is at least 1; got 0"),
@@ -249,11 +261,13 @@ def test_after_a_refused_method_the_function_still_runs_elsewhere() -> None:
     works(parallel, params, batch)
 
 
-# ---- donated state ------------------------------------------------------------------------------------------------------
+# ---- donated state --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "method", [ShardParallel(), PipeshardParallel(num_micro_batches=2, layer_option="manual")], ids=["shard", "pipeline"]
+    "method",
+    [ShardParallel(), PipeshardParallel(num_micro_batches=2, layer_option="manual")],
+    ids=["shard", "pipeline"],
 )
 def test_a_state_that_an_earlier_call_took(method: Any) -> None:
     parallel = minialpa.parallelize(train_step, method=method)
@@ -271,7 +285,7 @@ def test_a_state_that_an_earlier_call_took(method: Any) -> None:
     parallel(new, batch)
 
 
-# ---- session ------------------------------------------------------------------------------------------------------------
+# ---- session --------------------------------------------------------------------------------------------------------
 
 
 def test_init_again_with_other_arguments() -> None:
@@ -288,7 +302,7 @@ def test_init_again_with_other_arguments() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cluster": "slurm"}, "`cluster` is \"local\" or \"ray\"; got 'slurm'"),
+        ({"cluster": "slurm"}, '`cluster` is "local" or "ray"; got \'slurm\''),
         ({"num_hosts": 2, "devices_per_host": 8}, "2 x 8 devices were asked for and this process has 8"),
         ({"num_hosts": 0}, "0 x 8 devices were asked for"),
         ({"num_hosts": -1}, "-1 x 8 devices were asked for"),
@@ -302,7 +316,7 @@ def test_init_with_what_is_not_there(arguments: dict[str, Any], message: str) ->
     works(minialpa.parallelize(train_step), make_params(), make_batch())
 
 
-# ---- plans --------------------------------------------------------------------------------------------------------------
+# ---- plans ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_of_another_step_or_shape() -> None:

@@ -82,7 +82,7 @@ def test_the_summary_tells_stages_submeshes_and_shapes() -> None:
     assert "2 x 4 a100-40gb devices: 2 stages, 4 micro-batches, schedule 1f1b" in text
     assert "Stage 0: layers 0, submesh 1x4 (device 0 on), logical shape (4,)" in text
     assert "Stage 1: layers 1, submesh 1x4 (device 4 on), logical shape (4,)" in text
-    assert "layer 0: dot_general [4, 8]" in text and "per step: compute" in text
+    assert "layer 0 forward: dot_general [4, 8]" in text and "per step: compute" in text
 
 
 def test_explain_finds_arguments_results_and_operators() -> None:
@@ -90,7 +90,7 @@ def test_explain_finds_arguments_results_and_operators() -> None:
     text = plan.explain("params['w']")
     assert text.startswith("params['w'] float32[8, 8]: mesh 0: P(") and "\n" not in text
     assert "result[1] float32[]: mesh 1" in plan.explain("result[1]")
-    assert "stage 1: layer 1: dot_general" in plan.explain("dot_general")
+    assert "stage 1: layer 1 forward: dot_general" in plan.explain("dot_general")
     assert plan.explain("nothing of that name") == "Nothing in the plan is called `nothing of that name`."
 
 

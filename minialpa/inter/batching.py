@@ -56,8 +56,8 @@ def batch_factors(eqn: JaxprEqn, factors: Factors, kinds: Kinds, n: int) -> tupl
 def _check_apart(eqn: JaxprEqn, meeting: Sequence[int]) -> None:
     if len(meeting) > 1:
         raise TraceError(
-            f"`{eqn.primitive.name}` at {source_line(eqn)} pairs examples of the batch with each other, so micro-batches "
-            "would change its meaning. Use `num_micro_batches=1`."
+            f"`{eqn.primitive.name}` at {source_line(eqn)} pairs examples of the batch with each other, so "
+            "micro-batches would change its meaning. Use `num_micro_batches=1`."
         )
 
 

@@ -1,8 +1,8 @@
 """Micro-batches: a traced full-batch step in, the same step as a loop over micro-batches out.
 
-The full-batch program is rewritten, not traced again, so every constant in it keeps its full-batch value: a mean over 64
-examples still divides by 64, and the parts that the micro-batches compute simply add up. What is once per step and what
-is once per micro-batch follows from how values depend on the examples (`batching`):
+The full-batch program is rewritten, not traced again, so every constant in it keeps its full-batch value: a mean over
+64 examples still divides by 64, and the parts that the micro-batches compute simply add up. What is once per step and
+what is once per micro-batch follows from how values depend on the examples (`batching`):
 
   * a value with a batch dimension is computed on the micro-batch's rows;
   * a reduction over examples leaves a *partial* result, to be summed (or maximised, ...) over micro-batches; partial
@@ -18,9 +18,10 @@ is once per micro-batch follows from how values depend on the examples (`batchin
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -198,7 +199,7 @@ class _Splitter:
             reads_batch = any(v in self.kinds for v in eqn.invars if not is_literal(v))
             if reads_batch and (not eqn.outvars or any(v in self.kinds for v in eqn.outvars)):
                 self._emit(i, eqn)
-        stacks = self._check_outputs()
+        stacks = self._stacked_outputs()
         self._emit_update()
         used = {v for op in self.ops if op.phase is Phase.LOOP for v in op.eqn.invars if not is_literal(v)}
         micro_inputs = [(full, micro) for full, micro in micro_inputs if micro in used]
@@ -222,7 +223,8 @@ class _Splitter:
 
     def _computed_before(self) -> set[int]:
         """Equations of needed aggregates that are cheap and depend on the batch alone, not on other float inputs."""
-        independent: set[Var] = {v for v, dim in zip(self.step.flat.invars, self.step.batch_dims) if dim is not None}
+        inputs = zip(self.step.flat.invars, self.step.batch_dims, strict=True)
+        independent: set[Var] = {v for v, dim in inputs if dim is not None}
         independent.update(self.step.flat.constvars)
         for eqn in self.eqns:
             heavy = eqn.primitive.name in ("dot_general", "conv_general_dilated") or bool(eqn.params.get("jaxpr"))
@@ -303,7 +305,7 @@ class _Splitter:
             self.private[var] = self._compute(lambda x: x * jnp.asarray(scale, x.dtype), self.loop[var])
         return self.private[var]
 
-    def _rows(self, var: Var, dim: int) -> Atom:
+    def _rows(self, var: Atom, dim: int) -> Atom:
         """The micro-batch's part, along `dim`, of a full-shape value that does not have examples of its own."""
         if (var, dim) not in self.slices:
             self.slices[var, dim] = self._local_copy(var, dim) or self._cut(var, dim)
@@ -415,7 +417,8 @@ class _Splitter:
         partial = self._stays_partial(i, eqn, factors, needed)
         if partial is not None:
             kept = self._kept_partial(eqn, factors, needed)
-            args = [self.loop[v] if k in kept else self._as_partial(v, factors, k) for k, v in enumerate(eqn.invars)]
+            atoms = enumerate(eqn.invars)
+            args = [self.loop[kept[k]] if k in kept else self._as_partial(v, factors, k) for k, v in atoms]
             form: _Form = partial
         elif needed or all(self.form[v] == _PRIVATE for v in operands):
             args = [self._value(v) for v in eqn.invars]
@@ -438,24 +441,25 @@ class _Splitter:
             # Anything else that is added would count once per micro-batch; private values can be shared out.
             private = all(self._is_private(eqn.invars[k]) for k in others)
             same_scale = len({f.rescale for f in forms}) == 1
-            if not private or needed and (others or not same_scale) or self._crosses(eqn, i):
+            if not private or (needed and (others or not same_scale)) or self._crosses(eqn, i):
                 return None
             count = forms[0].count * int(np.prod([factors.sizes[f] for f in factors.reductions] or [1]))
             return replace(forms[0], count=count)
         if factors.linear != "each" or len(forms) != 1:
             return None
-        if any(not is_literal(v) and self.form.get(v) is not None for k, v in enumerate(eqn.invars) if k not in partials):
+        coefficients = [v for k, v in enumerate(eqn.invars) if k not in partials and not is_literal(v)]
+        if any(v in self.form for v in coefficients):
             return forms[0]  # a micro-batch's own coefficient: only in the loop can they meet
         scalar = all(not shape_of(eqn.invars[k]) for k in others)
         if needed:
             return self._scaled(eqn, forms[0])
         return forms[0] if scalar else None
 
-    def _kept_partial(self, eqn: JaxprEqn, factors: Factors, needed: bool) -> dict[int, Var]:
+    def _kept_partial(self, eqn: JaxprEqn, factors: Factors, needed: bool) -> dict[int, Atom]:
         """Partial operands by position. Of a needed product of two, a mean is taken as the micro-batch's own value."""
-        partials = {k: v for k, v in enumerate(eqn.invars) if self._is_partial(v)}
+        partials: dict[int, Atom] = {k: v for k, v in enumerate(eqn.invars) if self._is_partial(v)}
         if needed and factors.linear == "each" and len(partials) > 1:
-            sums = {k: v for k, v in partials.items() if getattr(self.form[v], "rescale", None) is None}
+            sums = {k: v for k, v in partials.items() if getattr(self.form.get(v), "rescale", None) is None}
             return sums if len(sums) == 1 else partials
         return partials
 
@@ -493,7 +497,7 @@ class _Splitter:
         return self._compute(lambda x: x * jnp.asarray(share, x.dtype), var), replace(form, rescale=float(self.n))
 
     def _constant(self, atom: Atom) -> float | None:
-        """The value of a real scalar that is known now. `jnp.var` computes its divisor in the program, from literals."""
+        """The value of a real scalar that is known now: `jnp.var` computes its divisor in the program."""
         if is_literal(atom):
             return None if np.ndim(atom.val) or np.iscomplexobj(atom.val) else float(atom.val)
         i = self.producer.get(atom)
@@ -513,20 +517,13 @@ class _Splitter:
 
     # ---- results and the update -----------------------------------------------------------------------------------
 
-    def _check_outputs(self) -> list[Stack]:
+    def _stacked_outputs(self) -> list[Stack]:
         stacks: dict[Var, Stack] = {}
-        for k, atom in enumerate(self.step.flat.outvars):
-            if is_literal(atom) or atom not in self.kinds or atom in self.step.flat.invars:
+        for atom in self.step.flat.outvars:
+            if is_literal(atom) or atom in self.step.flat.invars or not isinstance(self.kinds.get(atom), int):
                 continue
-            if isinstance(self.kinds[atom], int):
-                micro = self.loop[atom]
-                stacks[atom] = Stack(micro, atom, self.batch_dims[micro])
-            elif self.form.get(atom) == _PRIVATE and not is_inexact(atom):
-                raise TraceError(
-                    f"`{self.step.out_paths[k]}` ({dtype_name(atom)}) is computed at {self._line(atom)} from statistics of"
-                    " the whole batch, and has no clear meaning over micro-batches. Compute it from sums, or use "
-                    "`num_micro_batches=1`."
-                )
+            micro = self.loop[atom]
+            stacks[atom] = Stack(micro, atom, self.batch_dims[micro])
         return list(stacks.values())
 
     def _line(self, var: Var) -> str:
@@ -555,25 +552,31 @@ class _Splitter:
 
     def _accumulate(self, var: Var) -> None:
         """Sum `var` over micro-batches, 16-bit floats in float32; private values are averaged afterwards."""
-        form, loop = self.form[var], self.loop[var]
+        form, loop, aval = self.form[var], self.loop[var], _array(var)
         reduction = form.reduction if isinstance(form, _Partial) else "sum"
-        narrow = is_inexact(var) and var.aval.dtype.itemsize == 2 and reduction == "sum"
+        narrow = is_inexact(var) and aval.dtype.itemsize == 2 and reduction == "sum"
         n = self.n if form == _PRIVATE else 1
-        if is_literal(loop):
-            raise TraceError(f"The value computed at {self._line(var)} is a constant of the loop.")
+        if form == _PRIVATE and not is_inexact(var):
+            paths = zip(self.step.flat.outvars, self.step.out_paths, strict=True)
+            name = next((f"`{path}`" for atom, path in paths if atom is var), "A value of the update")
+            raise TraceError(
+                f"{name} ({dtype_name(var)}) is computed at {self._line(var)} from statistics of the whole batch, and "
+                "has no clear meaning over micro-batches. Compute it from sums, or use `num_micro_batches=1`."
+            )
         if not narrow and n == 1:
             self.accumulators[var] = Accumulator(loop, var, reduction)
             return
-        dtype = np.dtype("float32") if narrow else var.aval.dtype
-        total = fresh_var(var.aval.update(dtype=dtype, weak_type=False))
+        dtype = np.dtype("float32") if narrow else aval.dtype
+        total = fresh_var(aval.update(dtype=dtype, weak_type=False))
         self.accumulators[var] = Accumulator(loop, total, reduction)
-        eqns, (out,) = equations_for(lambda x: (x / jnp.asarray(n, dtype)).astype(var.aval.dtype), total)
+        eqns, (out,) = equations_for(lambda x: (x / jnp.asarray(n, dtype)).astype(aval.dtype), total)
         self._add_after(var, eqns, out)
 
     def _take_any(self, var: Var) -> None:
         """A value that all micro-batches compute alike is the largest of theirs; that of keys, of their data."""
-        if not jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.prng_key):
-            self.accumulators[var] = Accumulator(self.loop[var], var, "or" if var.aval.dtype == np.bool_ else "max")
+        dtype = _array(var).dtype
+        if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            self.accumulators[var] = Accumulator(self.loop[var], var, "or" if dtype == np.bool_ else "max")
             return
         self.current = self.sources[self.producer[var]]
         impls = []
@@ -601,6 +604,11 @@ class _Splitter:
 def _dim_of(dims: Sequence[tuple[int, ...]], factors: Sequence[int]) -> int | None:
     """The dimension that has one of `factors`."""
     return next((d for d, dim in enumerate(dims) if any(f in dim for f in factors)), None)
+
+
+def _array(var: Var) -> Any:
+    """The aval of an array, which has a dtype."""
+    return var.aval
 
 
 def _is_control(eqn: JaxprEqn) -> bool:

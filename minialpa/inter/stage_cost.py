@@ -8,7 +8,7 @@ stage then makes them do.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.extend.core import Var
@@ -22,6 +22,9 @@ from minialpa.intra.graph import MeshEquations, MeshSharding
 from minialpa.intra.solve import solve_mesh
 from minialpa.jaxprs import bytes_of, is_literal
 from minialpa.options import AutoShardingOption, AutoStageOption
+
+
+_LAYER_TIME_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ def layer_table(
 ) -> StageCostTable:
     """The cost table of a step staged with one layer on each mesh. `progress(done, total)` is called as layers are solved."""
     n = staged.n_meshes
+    # A table has dozens of entries; one that is a little too dear is better than minutes of proof for each.
+    option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _LAYER_TIME_LIMIT_S))
     seconds = np.full((n, len(choices)), np.inf)
     step_seconds, fixed, in_flight = np.zeros_like(seconds), np.zeros_like(seconds), np.zeros_like(seconds)
     problems = [mesh_equations(staged, layer) for layer in range(n)]

@@ -79,7 +79,7 @@ class Factors:
         """Whether, of all shards along `factor`, only one may see the value of an operand, and the others zero."""
         if factor not in self.reductions or any(factor in dim for dim in self.operands[operand]):
             return False
-        return self.linear == "joint" and operand in self.linear_operands or (factor, operand) in self.once
+        return (self.linear == "joint" and operand in self.linear_operands) or (factor, operand) in self.once
 
     def shape(self, dims: Dims, n_splits: Mapping[int, int]) -> tuple[int, ...]:
         """Local shape of an array whose factors are split into `n_splits[factor]` parts."""

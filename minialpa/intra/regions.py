@@ -180,6 +180,11 @@ class Outcome:
     sums: frozenset[int]
 
     @property
+    def whole(self) -> tuple[int, ...]:
+        """Results that are the same in every shard."""
+        return tuple(r for r, state in enumerate(self.results) if state in _WHOLE)
+
+    @property
     def reduction(self) -> Reduction | None:
         """How the partial results are combined, if there are any."""
         found = {state for state in self.results if state not in ("split", *_WHOLE)}
@@ -223,7 +228,8 @@ def _follow_once(
     members = links.members.get(group, {})
     for i, eqn in enumerate(region.eqns):
         split = members.get(i, set())
-        if not eqn.outvars or not split and not any(v in changed for v in eqn.invars if not is_literal(v)):
+        reads_changed = any(v in changed for v in eqn.invars if not is_literal(v))
+        if not eqn.outvars or not (split or reads_changed):
             continue
         states = [state(v) for v in eqn.invars]
         for r, var in enumerate(eqn.outvars):
@@ -289,7 +295,7 @@ def zero_arrays(region: Region) -> frozenset[Atom]:
 def local_jaxpr(part: FlatJaxpr, region: Region, links: Links, n_splits: Mapping[Node, int]) -> Any:
     """One program of a region for shards of its arrays, as a closed jaxpr. `n_splits[group]` as in `localize`."""
 
-    def local(atom: Atom) -> jax.ShapeDtypeStruct:
+    def local(atom: Any) -> jax.ShapeDtypeStruct:
         parts = (n_splits.get(links.find(node_of(atom, d)), 1) for d in range(len(shape_of(atom))))
         shape = tuple(size // n for size, n in zip(shape_of(atom), parts, strict=True))
         return jax.ShapeDtypeStruct(shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
@@ -297,12 +303,16 @@ def local_jaxpr(part: FlatJaxpr, region: Region, links: Links, n_splits: Mapping
     def run(*args: Any) -> list[Any]:
         env: dict[Any, Any] = dict(zip(part.constvars, part.consts, strict=True))
         env.update(zip(part.invars, args, strict=True))
+
+        def result(atom: Any) -> Any:
+            return np.asarray(atom.val, getattr(atom.aval, "dtype", None)) if is_literal(atom) else env[atom]
+
         for eqn in part.eqns:
             factors = region.factors[id(eqn)]
             splits = {f: n_splits.get(links.find(nodes[0]), 1) for f, nodes in _leading(eqn, factors).items()}
             operands = [v.val if is_literal(v) else env[v] for v in eqn.invars]
             out = eval_equation(eqn, operands, localize(eqn, factors, splits))
             env.update(zip(eqn.outvars, out, strict=True))
-        return [np.asarray(v.val, v.aval.dtype) if is_literal(v) else env[v] for v in part.outvars]
+        return [result(v) for v in part.outvars]
 
     return jax.make_jaxpr(run)(*(local(v) for v in part.invars))

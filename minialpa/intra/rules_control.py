@@ -1,7 +1,7 @@
 """Control flow: `scan`, `while` and `cond`, by the rules of the equations inside them (see `regions`).
 
     scan   consts, carries, [T xs] -> carries, [T ys]   T is blocked; a carry keeps its factors over all iterations
-    while  consts, carries -> carries                   what decides on the next iteration must be the same in all shards
+    while  consts, carries -> carries                   what decides on the next iteration is the same in all shards
     cond   index, operands -> results                   branches agree on the factors of their operands and results
 
 Gradients of weights that the body sums over examples, in a carry or for each iteration, are partial sums.
@@ -121,9 +121,7 @@ class _Boundary:
         outcomes = [(f, self.control.outcomes[group]) for group, f in self.factors.items()]
         return replace(
             self.table.build(eqn, operands, results, flops=flops),
-            unaffected=frozenset(
-                (f, r) for f, o in outcomes for r, s in enumerate(o.results) if s in ("same", "zero") and f in self.table.reductions
-            ),
+            unaffected=frozenset((f, r) for f, o in outcomes if f in self.table.reductions for r in o.whole),
             once=frozenset((f, n_before + i) for f, o in outcomes for i in o.sums),
         )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -64,7 +65,7 @@ class Executable:
         return [compiled.as_text() for compiled in self._local.compiled]
 
     def get_stage_allocation_size(self) -> list[int]:
-        """Bytes per device of each mesh: the largest sum of arguments, results and temporaries of one of its programs."""
+        """Bytes per device of each mesh: arguments, results and temporaries of the largest of its programs."""
         sizes = [0] * len(self._program.meshes)
         for function, compiled in zip(self._program.functions, self._local.compiled, strict=True):
             stats = compiled.memory_analysis()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -145,7 +146,7 @@ class LocalExecutable:
 
 
 def _read_by_one_call(program: Program) -> frozenset[int]:
-    """Input slots that only one run reads, on one device: it takes NumPy arrays itself, much faster than `device_put`."""
+    """Input slots that only one run reads, on one device: it takes NumPy arrays itself, faster than `device_put`."""
     readers = Counter(b for instruction in program.instructions for b in reads(instruction))
     by_run = {b for instruction in program.instructions if isinstance(instruction, Run) for b in instruction.inputs}
     results = {b for slot in program.outputs for b in slot.buffers}

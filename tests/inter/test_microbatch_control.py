@@ -171,5 +171,5 @@ def test_a_loop_that_mixes_examples_is_refused() -> None:
         y, _ = lax.scan(lambda x, w: ((x - x.mean(0, keepdims=True)) @ w, None), x, params["w"])
         return jnp.mean(y**2)
 
-    with pytest.raises(TraceError, match="`scan` at .* mixes the examples of a batch"):
+    with pytest.raises(TraceError, match=r"`scan` at .* mixes the examples of a batch"):
         split_micro_batches(trace(_sgd(loss), {"w": _normal(L, H, H)}, _normal(B, H)), 4)

@@ -1,0 +1,219 @@
+"""Imports point one way: what plans never imports what runs. Neither planning nor `import minialpa` needs a device."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "minialpa"
+
+#: A module may import those of lower ranks, and its own package. The ranks are the picture of the architecture.
+RANKS: tuple[tuple[str, ...], ...] = (
+    ("errors", "progress"),
+    ("options", "cluster"),
+    ("sharding",),
+    ("cost", "jaxprs"),
+    ("plan", "program"),
+    ("gradients",),
+    ("trace",),
+    ("intra",),
+    ("inter",),
+    ("session",),
+    ("methods",),
+    ("api",),
+)
+#: What the runtime may know of the rest.
+RUNTIME_MAY = {"errors", "cluster", "options", "sharding", "plan", "program", "runtime"}
+#: What a user starts, or sees in front of the machinery.
+FRONT = {"__init__", "cli", "demo", "models", "report", "session", "testing", "util"}
+PLANNING = {
+    *("cluster", "cost", "gradients", "inter", "intra", "jaxprs", "options", "plan", "program", "sharding", "trace"),
+}
+STDLIB = sys.stdlib_module_names
+
+
+@dataclass(frozen=True)
+class Import:
+    """`module` (file, dotted below the package) imports `target` (dotted); lazy inside a function."""
+
+    module: str
+    target: str
+    lazy: bool
+    typing_only: bool
+
+    @property
+    def part(self) -> str:
+        """First name of the importing module below the package."""
+        return self.module.split(".")[0]
+
+    @property
+    def inner(self) -> str | None:
+        """First name of the target below the package, None for other packages; `__init__` for the package itself."""
+        parts = self.target.split(".")
+        return None if parts[0] != "minialpa" else parts[1] if len(parts) > 1 else "__init__"
+
+
+def _targets(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    assert node.level == 0 and node.module is not None, "imports are absolute"
+    if node.module in ("minialpa", "minialpa.inter", "minialpa.intra", "minialpa.runtime"):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [node.module]
+
+
+def _imports_of(path: Path) -> Iterator[Import]:
+    module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+    def visit(node: ast.AST, lazy: bool, typing_only: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                for target in _targets(child):
+                    yield Import(module, target, lazy, typing_only)
+            inside = lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            guard = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from visit(child, inside, typing_only or guard)
+
+    yield from visit(ast.parse(path.read_text()), False, False)
+
+
+IMPORTS = [i for path in sorted(PACKAGE.rglob("*.py")) for i in _imports_of(path)]
+RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
+
+
+def _lines(found: list[Import]) -> list[str]:
+    return [f"{i.module} imports {i.target}" for i in found]
+
+
+def test_every_module_has_a_rank() -> None:
+    parts = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")}
+    assert not parts - RANK.keys() - FRONT - {"runtime"}
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for i in IMPORTS:
+        if i.part not in RANK or i.inner in (None, i.part) or (i.part == "api" and i.lazy):
+            continue
+        if RANK.get(i.inner or "", len(RANKS)) >= RANK[i.part]:
+            wrong.append(i)
+    assert not _lines(wrong)
+
+
+def test_modules_of_one_package_do_not_import_each_other_in_a_circle() -> None:
+    edges: dict[str, set[str]] = {}
+    for i in IMPORTS:
+        if i.inner is not None and not i.lazy:
+            edges.setdefault(f"minialpa.{i.module}", set()).add(i.target)
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for target in sorted(edges.get(module, ())):
+                visit(target, (*path, module))
+            done.add(module)
+
+    for module in sorted(edges):
+        visit(module, ())
+
+
+def test_the_runtime_knows_plans_and_programs_only() -> None:
+    runtime = [i for i in IMPORTS if i.part == "runtime"]
+    assert runtime
+    assert not _lines([i for i in runtime if i.inner is not None and i.inner not in RUNTIME_MAY])
+
+
+def test_only_the_api_joins_planner_and_runtime_and_loads_it_late() -> None:
+    users = {i.part for i in IMPORTS if i.inner == "runtime" and i.part != "runtime"}
+    assert users <= {"api", "cli", "demo", "session"}
+    assert not _lines([i for i in IMPORTS if i.inner == "runtime" and i.part == "api" and not i.lazy])
+
+
+def test_planning_knows_nothing_of_clusters_that_run() -> None:
+    planning = [i for i in IMPORTS if i.part in PLANNING]
+    assert not _lines([i for i in planning if i.target.split(".")[0] in ("cupy", "flax", "optax", "os", "ray")])
+
+
+def test_planning_reads_no_environment() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).with_suffix("").parts[0] in PLANNING:
+            names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+            assert not names & {"environ", "getenv"}, path
+
+
+def test_other_packages_are_those_that_are_installed_with_it() -> None:
+    allowed = {"highspy", "jax", "minialpa", "networkx", "numpy", "pulp", "rich"}
+    front = {"cli", "demo", "models"}  # flax and optax, of the `models` extra
+    always = [i for i in IMPORTS if not i.lazy and not i.typing_only and i.part not in front]
+    found = {(i.part, i.target.split(".")[0]) for i in always}
+    assert not {(part, name) for part, name in found if name not in allowed and name not in STDLIB} - {
+        ("runtime", "cupy"),
+        ("runtime", "ray"),
+    }
+
+
+_PLANS = """
+import sys
+import minialpa
+assert "minialpa.runtime.local" not in sys.modules and "ray" not in sys.modules and "flax" not in sys.modules
+
+import jax, jax.numpy as jnp, numpy as np
+from jax._src import xla_bridge
+
+assert not xla_bridge.backends_are_initialized(), "import minialpa"
+table = np.arange(8, dtype=np.float32)
+
+def step(state, batch, key, mode="train"):
+    def loss(p):
+        x = jax.nn.gelu(batch["x"] @ p["w"])
+        x = x * jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype)
+        minialpa.mark_pipeline_boundary()
+        x = jax.checkpoint(lambda x: jax.nn.softmax(x @ p["v"] + table))(x)
+        return jnp.mean((x - batch["y"]) ** 2), {"constant": 1.0, "first": x[0], "total": jnp.sum(x)}
+    (value, aux), grads = minialpa.value_and_grad(loss, has_aux=True)(state["p"])
+    p = jax.tree.map(lambda p, g: p - 0.1 * g, state["p"], grads)
+    return {"p": p, "step": state["step"] + 1}, value, aux["total"], jax.random.split(key)[0], 3.0
+
+S = jax.ShapeDtypeStruct
+weights = {name: S((8, 8), jnp.float32) for name in ("w", "v", "unused")}
+batch = {name: S((16, 8), jnp.float32) for name in ("x", "y")}
+cluster = minialpa.ClusterSpec.preset("a100-80gb", num_hosts=2, devices_per_host=4)
+layers = minialpa.AutoLayerOption(layer_num=2)
+methods = [
+    None,
+    minialpa.Zero3Parallel(num_micro_batches=4),
+    minialpa.PipeshardParallel(num_micro_batches=4, layer_option="manual", stage_option="uniform"),
+    minialpa.PipeshardParallel(num_micro_batches=4, layer_option=layers, stage_option="auto"),
+    minialpa.get_3d_parallel_method(4, -1, 2, 2, devices=cluster),
+]
+for method in methods:
+    for key in (S((2,), jnp.uint32), S((), jax.eval_shape(jax.random.key, 0).dtype)):
+        args = ({"p": weights, "step": 0}, batch, key)
+        plan = minialpa.plan(step, args, cluster=cluster, method=method)
+        minialpa.Plan.from_json(plan.to_json()).summary()
+        assert not xla_bridge.backends_are_initialized(), method
+assert minialpa.parallelize(step, method=minialpa.ShardParallel(devices=cluster)).plan(*args).stages
+assert not xla_bridge.backends_are_initialized()
+assert "minialpa.runtime.local" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("platform", ["cpu", "a platform that does not exist"])
+def test_importing_and_planning_start_no_backend(platform: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PLANS],
+        env={**os.environ, "JAX_PLATFORMS": platform},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
