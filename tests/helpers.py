@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minialpa.inter.microbatch import Phase, SplitStep
+from minialpa.inter.split_step import Phase, SplitStep
 from minialpa.jaxprs import eval_equation, is_literal
 from minialpa.trace import TracedStep, trace_step
 

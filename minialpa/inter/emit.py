@@ -335,7 +335,7 @@ class _Emitter:
         for number, positions in may.items():
             function = self.functions[number]
             # The caller's arrays first: what the step makes itself is freed anyway.
-            first = sorted(positions, key=lambda k: (k not in arguments[number], k))  # noqa: B023
+            first = sorted(positions, key=lambda k: (k not in arguments[number], k))
             usable = _usable_donations(function, first)
             self.functions[number] = dataclasses.replace(function, donated=usable)
 

@@ -17,10 +17,8 @@ what is once per micro-batch follows from how values depend on the examples (`ba
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,6 +28,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
 from minialpa.inter.batching import AGGREGATE, Kinds, batch_factors, batch_kinds, part_barriers
+from minialpa.inter.partials import PRIVATE, Form, Forms, Partial
+from minialpa.inter.split_step import Accumulator, Op, Phase, SplitStep, Stack
 from minialpa.intra.factors import Factors, factors_of, localize
 from minialpa.jaxprs import (
     Atom,
@@ -44,62 +44,6 @@ from minialpa.jaxprs import (
     source_line,
 )
 from minialpa.trace import TracedStep
-
-
-class Phase(Enum):
-    """When an operation runs: once before, once per micro-batch, or once after the micro-batches."""
-
-    PROLOGUE = "prologue"
-    LOOP = "loop"
-    UPDATE = "update"
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One equation of a split step; `source` is the number of the traced equation that it comes from."""
-
-    eqn: JaxprEqn
-    phase: Phase
-    source: int
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulator:
-    """`total` = combination over micro-batches of `loop` by `reduction`; it may be of a wider dtype than `loop`."""
-
-    loop: Var
-    total: Var
-    reduction: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """`total` = concatenation over micro-batches of `loop` along dimension `dim`."""
-
-    loop: Var
-    total: Var
-    dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class SplitStep:
-    """A step as a loop over micro-batches, with what happens before and after it.
-
-    micro_inputs: batch inputs and the variables that hold the rows of one micro-batch.
-    micro_index: int32 scalar, the number of the micro-batch; None when nothing needs it.
-    outvars: results of the step, over the variables of the update, inputs and literals.
-    batch_dims: for variables of the loop, and inputs, the dimension that holds examples.
-    """
-
-    traced: TracedStep
-    n_micro_batches: int
-    ops: tuple[Op, ...]
-    micro_inputs: tuple[tuple[Var, Var], ...]
-    micro_index: Var | None
-    accumulators: tuple[Accumulator, ...]
-    stacks: tuple[Stack, ...]
-    outvars: tuple[Atom, ...]
-    batch_dims: dict[Var, int]
 
 
 def split_micro_batches(step: TracedStep, n: int, stage_of: Sequence[int | None] | None = None) -> SplitStep:
@@ -139,47 +83,18 @@ def _single(step: TracedStep) -> SplitStep:
     return SplitStep(step, 1, ops, (), None, (), (), step.flat.outvars, dims)
 
 
-@dataclass(frozen=True, slots=True)
-class _Partial:
-    """A value whose total is the reduction of its micro-batch values.
-
-    count: number of elements that were added into each entry, over the full batch.
-    rescale: what makes the micro-batch's own mean of a part of the full mean: the number of micro-batches, once the
-        sum was divided by its count, else None.
-    """
-
-    reduction: str
-    count: int = 0
-    rescale: float | None = None
-
-
-_PRIVATE = "private"
-
-#: What may compute the number of terms of a mean.
-_ARITHMETIC: dict[str, Callable[..., float]] = {
-    "add": operator.add,
-    "convert_element_type": float,
-    "max": max,
-    "mul": operator.mul,
-    "sub": operator.sub,
-}
-
-_Form = _Partial | str
-
-
 class _Splitter:
     def __init__(self, step: TracedStep, n: int, stage_of: Sequence[int | None] | None) -> None:
         self.step, self.n = step, n
-        self.stage_of = stage_of
         self.kinds: Kinds = batch_kinds(step, n)
         # The equations to split, and the number of the traced equation that each one comes from.
         self.sources, self.eqns = zip(*part_barriers(step.flat.eqns, self.kinds), strict=True)
-        self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.forms = Forms(self.eqns, self.sources, n, step.batch_size, stage_of)
+        self.producer = self.forms.producer
         self.needed = self._needed_in_loop()
         self.before = self._computed_before()
         self.ops: list[Op] = []
         self.loop: dict[Var, Atom] = {}  # full-batch variable -> its value in the loop
-        self.form: dict[Var, _Form] = {}  # aggregates that the loop computes
         self.same: set[Var] = set()  # results next to those of examples that are the same in each micro-batch
         self.private: dict[Var, Atom] = {}
         self.slices: dict[tuple[Var, int], Atom] = {}
@@ -297,8 +212,8 @@ class _Splitter:
             self.loop.update(zip(eqn.outvars, self._add(copy), strict=True))
 
     def _private(self, var: Var) -> Atom:
-        form = self.form[var]
-        if form == _PRIVATE or not isinstance(form, _Partial) or form.rescale is None:
+        form = self.forms.of[var]
+        if form == PRIVATE or not isinstance(form, Partial) or form.rescale is None:
             return self.loop[var]
         if var not in self.private:
             scale = form.rescale
@@ -378,9 +293,9 @@ class _Splitter:
             elif partial is not None:
                 # Inside a loop the number of terms is not that of the factors alone.
                 count = 0 if _is_control(eqn) else int(np.prod([factors.sizes[f] for f in factors.reductions]))
-                self.form[var] = _Partial(factors.reductions[partial], count)
+                self.forms.of[var] = Partial(factors.reductions[partial], count)
             elif var in self.kinds:
-                self.form[var] = _PRIVATE
+                self.forms.of[var] = PRIVATE
             else:
                 self.same.add(var)
 
@@ -389,127 +304,48 @@ class _Splitter:
 
         A private value counts as its average, a part in each micro-batch.
         """
-        form = None if is_literal(atom) else self.form.get(atom)
-        if isinstance(form, _Partial) and form.reduction == "sum":
+        form = None if is_literal(atom) else self.forms.of.get(atom)
+        if isinstance(form, Partial) and form.reduction == "sum":
             return self.loop[atom]
         if form is not None:
             return self._compute(lambda x: x / jnp.asarray(self.n, x.dtype), self._value(atom))
-        if self._is_zero(atom):
+        if self.forms.is_zero(atom):
             return self._value(atom)
         if self.micro_index is None:
             self.micro_index = fresh_var(jax.core.ShapedArray((), np.dtype("int32")))
         return self._compute(lambda x, m: jnp.where(m == 0, x, jnp.zeros_like(x)), self._value(atom), self.micro_index)
 
-    def _is_zero(self, atom: Atom) -> bool:
-        while not is_literal(atom):
-            i = self.producer.get(atom)
-            if i is None or self.eqns[i].primitive.name not in ("broadcast_in_dim", "convert_element_type", "copy"):
-                return False
-            atom = self.eqns[i].invars[0]
-        return bool(np.all(np.asarray(atom.val) == 0))
-
     def _emit_aggregate(self, i: int, eqn: JaxprEqn) -> None:
         needed = any(v in self.needed for v in eqn.outvars)
         operands = [v for v in eqn.invars if not is_literal(v) and self.kinds.get(v) == AGGREGATE]
-        if any(v not in self.form for v in operands):
+        if any(v not in self.forms.of for v in operands):
             return  # an operand is only known after the loop
         factors = factors_of(eqn)
-        partial = self._stays_partial(i, eqn, factors, needed)
+        partial = self.forms.stays_partial(i, eqn, factors, needed)
         if partial is not None:
-            kept = self._kept_partial(eqn, factors, needed)
+            kept = self.forms.kept_partial(eqn, factors, needed)
             atoms = enumerate(eqn.invars)
             args = [self.loop[kept[k]] if k in kept else self._as_partial(v, factors, k) for k, v in atoms]
-            form: _Form = partial
-        elif needed or all(self.form[v] == _PRIVATE for v in operands):
+            form: Form = partial
+        elif needed or all(self.forms.of[v] == PRIVATE for v in operands):
             args = [self._value(v) for v in eqn.invars]
-            form = _PRIVATE
+            form = PRIVATE
         else:
             return  # the update computes it from totals
         for var, new in zip(eqn.outvars, self._add(rebuild(eqn, args)), strict=True):
-            self.loop[var], self.form[var] = self._evened(new, form)
+            self.loop[var], self.forms.of[var] = self._evened(new, form)
 
-    def _stays_partial(self, i: int, eqn: JaxprEqn, factors: Factors, needed: bool) -> _Partial | None:
-        """The form of the results if `eqn` is linear in partial operands and nothing else stands in the way."""
-        partials = self._kept_partial(eqn, factors, needed)
-        forms = [f for f in map(self.form.get, partials.values()) if isinstance(f, _Partial)]
-        if not forms or any(k not in factors.linear_operands for k in partials):
-            return None
-        if any(f.reduction != "sum" for f in forms):
-            return None
-        others = [k for k in factors.linear_operands if k not in partials and not self._is_zero(eqn.invars[k])]
-        if factors.linear == "joint":
-            # Anything else that is added would count once per micro-batch; private values can be shared out.
-            private = all(self._is_private(eqn.invars[k]) for k in others)
-            same_scale = len({f.rescale for f in forms}) == 1
-            if not private or (needed and (others or not same_scale)) or self._crosses(eqn, i):
-                return None
-            count = forms[0].count * int(np.prod([factors.sizes[f] for f in factors.reductions] or [1]))
-            return replace(forms[0], count=count)
-        if factors.linear != "each" or len(forms) != 1:
-            return None
-        coefficients = [v for k, v in enumerate(eqn.invars) if k not in partials and not is_literal(v)]
-        if any(v in self.form for v in coefficients):
-            return forms[0]  # a micro-batch's own coefficient: only in the loop can they meet
-        scalar = all(not shape_of(eqn.invars[k]) for k in others)
-        if needed:
-            return self._scaled(eqn, forms[0])
-        return forms[0] if scalar else None
-
-    def _kept_partial(self, eqn: JaxprEqn, factors: Factors, needed: bool) -> dict[int, Atom]:
-        """Partial operands by position. Of a needed product of two, a mean is taken as the micro-batch's own value."""
-        partials: dict[int, Atom] = {k: v for k, v in enumerate(eqn.invars) if self._is_partial(v)}
-        if needed and factors.linear == "each" and len(partials) > 1:
-            sums = {k: v for k, v in partials.items() if getattr(self.form.get(v), "rescale", None) is None}
-            return sums if len(sums) == 1 else partials
-        return partials
-
-    def _is_private(self, atom: Atom) -> bool:
-        return not is_literal(atom) and self.form.get(atom) == _PRIVATE
-
-    def _is_partial(self, atom: Atom) -> bool:
-        return not is_literal(atom) and isinstance(self.form.get(atom), _Partial)
-
-    def _crosses(self, eqn: JaxprEqn, i: int) -> bool:
-        """Whether operands of `eqn` come from different stages."""
-        if self.stage_of is None:
-            return False
-        stages = {self.stage_of[self.sources[self.producer[v]]] for v in eqn.invars if self._is_partial(v)}
-        return len(stages) > 1
-
-    def _scaled(self, eqn: JaxprEqn, form: _Partial) -> _Partial:
-        """Recognise the division of a sum by its number of examples or terms, or by one less (unbiased variance)."""
-        known = next((c for c in map(self._constant, eqn.invars) if c is not None), None)
-        if form.rescale is not None or form.count == 0 or not known:
-            return form
-        divisor = {"div": known, "mul": 1 / known}.get(eqn.primitive.name, 0.0)
-        whole = round(divisor)
-        if whole == 0 or abs(divisor - whole) > 1e-6 * whole:
-            return form
-        if form.count % whole == 0 and whole % (self.step.batch_size or 1) == 0:
-            return replace(form, rescale=float(self.n))
-        return replace(form, rescale=whole / max(form.count / self.n - 1, 1)) if whole == form.count - 1 else form
-
-    def _evened(self, var: Var, form: _Form) -> tuple[Atom, _Form]:
+    def _evened(self, var: Var, form: Form) -> tuple[Atom, Form]:
         """Scale an unbiased variance such that n parts add up to the mean of the micro-batches' own ones."""
-        if not isinstance(form, _Partial) or form.rescale in (None, self.n):
+        if not isinstance(form, Partial) or form.rescale in (None, self.n):
             return var, form
         share = form.rescale / self.n
         return self._compute(lambda x: x * jnp.asarray(share, x.dtype), var), replace(form, rescale=float(self.n))
 
-    def _constant(self, atom: Atom) -> float | None:
-        """The value of a real scalar that is known now: `jnp.var` computes its divisor in the program."""
-        if is_literal(atom):
-            return None if np.ndim(atom.val) or np.iscomplexobj(atom.val) else float(atom.val)
-        i = self.producer.get(atom)
-        if i is None or shape_of(atom) or self.eqns[i].primitive.name not in _ARITHMETIC:
-            return None
-        values = [self._constant(v) for v in self.eqns[i].invars]
-        return None if None in values else _ARITHMETIC[self.eqns[i].primitive.name](*values)
-
     def _as_partial(self, atom: Atom, factors: Factors, k: int) -> Atom:
         """An operand beside partial ones: added, a private value counts one n-th; as a factor, it counts whole."""
         value = self._value(atom)
-        if not self._is_private(atom):
+        if not self.forms.is_private(atom):
             return value
         if factors.linear == "joint" and k in factors.linear_operands:
             return self._compute(lambda x: x / jnp.asarray(self.n, x.dtype), value)
@@ -531,7 +367,7 @@ class _Splitter:
 
     def _emit_update(self) -> None:
         done = {v for i in self.before for v in self.eqns[i].outvars}
-        eqns = [e for e in self.eqns if not any(v in self.form or v in done for v in e.outvars)]
+        eqns = [e for e in self.eqns if not any(v in self.forms.of or v in done for v in e.outvars)]
         eqns = [e for e in eqns if not any(isinstance(self.kinds.get(v), int) for v in e.outvars)]
         keep = live_equations(eqns, self.step.flat.outvars)
         position = {id(e): i for i, e in zip(self.sources, self.eqns, strict=True)}
@@ -540,7 +376,7 @@ class _Splitter:
         for v in used:
             if is_literal(v) or v in self.accumulators:
                 continue
-            if v in self.form:
+            if v in self.forms.of:
                 self._accumulate(v)
             elif v in self.same:
                 self._take_any(v)
@@ -552,11 +388,11 @@ class _Splitter:
 
     def _accumulate(self, var: Var) -> None:
         """Sum `var` over micro-batches, 16-bit floats in float32; private values are averaged afterwards."""
-        form, loop, aval = self.form[var], self.loop[var], _array(var)
-        reduction = form.reduction if isinstance(form, _Partial) else "sum"
+        form, loop, aval = self.forms.of[var], self.loop[var], _array(var)
+        reduction = form.reduction if isinstance(form, Partial) else "sum"
         narrow = is_inexact(var) and aval.dtype.itemsize == 2 and reduction == "sum"
-        n = self.n if form == _PRIVATE else 1
-        if form == _PRIVATE and not is_inexact(var):
+        n = self.n if form == PRIVATE else 1
+        if form == PRIVATE and not is_inexact(var):
             paths = zip(self.step.flat.outvars, self.step.out_paths, strict=True)
             name = next((f"`{path}`" for atom, path in paths if atom is var), "A value of the update")
             raise TraceError(

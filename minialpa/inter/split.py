@@ -16,7 +16,7 @@ from typing import Literal
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.microbatch import Op, Phase, SplitStep
+from minialpa.inter.split_step import Op, Phase, SplitStep
 from minialpa.jaxprs import bytes_of, is_literal, live_equations, sub_jaxprs
 from minialpa.trace import TracedStep
 

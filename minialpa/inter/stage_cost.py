@@ -23,7 +23,6 @@ from minialpa.intra.solve import solve_mesh
 from minialpa.jaxprs import bytes_of, is_literal
 from minialpa.options import AutoShardingOption, AutoStageOption
 
-
 _LAYER_TIME_LIMIT_S = 5.0
 
 

@@ -177,7 +177,7 @@ def _lies(value: Any, sharding: NamedSharding) -> bool:
 
 
 def _shares_buffer(array: jax.Array, leaf: jax.Array) -> bool:
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         return True
     mine = {s.data.unsafe_buffer_pointer() for s in array.addressable_shards}
     return any(s.data.unsafe_buffer_pointer() in mine for s in leaf.addressable_shards)
