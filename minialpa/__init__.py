@@ -42,7 +42,6 @@ __all__ = [
     "ClusterSpec",
     "DataParallel",
     "DeviceSpec",
-    "DeviceSpec",
     "InfeasibleError",
     "LinkSpec",
     "LogicalMesh",

@@ -67,9 +67,7 @@ def _plan(args: argparse.Namespace) -> int:
     if Path(args.cluster).is_file():
         cluster = ClusterSpec.from_json(Path(args.cluster).read_text())
     else:
-        cluster = ClusterSpec.preset(
-            args.cluster, num_hosts=args.num_hosts, devices_per_host=args.devices_per_host
-        )
+        cluster = ClusterSpec.preset(args.cluster, num_hosts=args.num_hosts, devices_per_host=args.devices_per_host)
     step, state, batch = _load(args.model, args.batch_size)
     method: Any = minialpa.ShardParallel(num_micro_batches=args.micro_batches)
     if args.layers:
@@ -88,7 +86,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _load(name: str, batch_size: int | None) -> tuple[Any, Any, Any]:
-    """(step, abstract state, abstract batch) of a benchmark model, or of `module:function`, which returns these three."""
+    """Step, abstract state and abstract batch of a benchmark model, or of `module:function`, which returns three."""
     import jax
 
     import minialpa
@@ -111,7 +109,19 @@ def _doctor(args: argparse.Namespace) -> int:
 
     from minialpa.session import describe_devices
 
-    for package in ("minialpa", "jax", "jaxlib", "numpy", "networkx", "pulp", "highspy", "flax", "optax", "ray", "cupy"):
+    for package in (
+        "minialpa",
+        "jax",
+        "jaxlib",
+        "numpy",
+        "networkx",
+        "pulp",
+        "highspy",
+        "flax",
+        "optax",
+        "ray",
+        "cupy",
+    ):
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:

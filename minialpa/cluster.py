@@ -28,7 +28,9 @@ class DeviceSpec:
 
     def __post_init__(self) -> None:
         if not self.peak_flops or min(self.memory_bytes, self.memory_bandwidth, *dict(self.peak_flops).values()) <= 0:
-            raise ShardingError(f"Device `{self.name}` needs positive `peak_flops`, `memory_bytes` and `memory_bandwidth`.")
+            raise ShardingError(
+                f"Device `{self.name}` needs positive `peak_flops`, `memory_bytes` and `memory_bandwidth`."
+            )
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak rate for `dtype`; a dtype that is not listed runs at the float32 rate, or the slowest one."""
@@ -166,7 +168,9 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         if self.num_hosts < 1 or self.devices_per_host < 1:
-            raise ShardingError(f"A cluster has at least one host with one device; got {self.num_hosts} x {self.devices_per_host}.")
+            raise ShardingError(
+                f"A cluster has at least one host with one device; got {self.num_hosts} x {self.devices_per_host}."
+            )
 
     @property
     def n_devices(self) -> int:
@@ -216,4 +220,6 @@ class ClusterSpec:
             links = {name: LinkSpec(**data[name]) for name in ("intra_host", "inter_host")}
             return ClusterSpec(data["num_hosts"], data["devices_per_host"], DeviceSpec(**device), **links)
         except (KeyError, TypeError, ValueError) as error:
-            raise ShardingError(f"Not a cluster description ({error!r}). Write one with `ClusterSpec.to_json`.") from error
+            raise ShardingError(
+                f"Not a cluster description ({error!r}). Write one with `ClusterSpec.to_json`."
+            ) from error

@@ -1,8 +1,8 @@
 """The only module that touches how jax represents programs: flat equations in, flat equations out.
 
 `flatten_calls` turns a closed jaxpr into a list of equations without jit, custom_jvp, custom_vjp, remat or closed_call
-around them. `eval_equation` runs one equation again. Everything is on `jax.extend.core`, but for the name stack, source line and
-context of an equation, which have no public accessor.
+around them. `eval_equation` runs one equation again. Everything is on `jax.extend.core`, but for the name stack, source
+line and context of an equation, which have no public accessor.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class FlatJaxpr:
     outvars: tuple[Atom, ...]
 
 
+def aval_of(atom: Atom) -> Any:
+    """The aval of an atom, which for an array has a shape and a dtype."""
+    return atom.aval
+
+
 def is_literal(atom: Atom) -> TypeIs[Literal]:
     return isinstance(atom, Literal)
 
@@ -78,8 +83,13 @@ def aval_bytes(aval: Any) -> int:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return 0
-    itemsize = 16 if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
-    return math.prod(aval.shape) * itemsize
+    itemsize = 16 if is_extended(dtype) else np.dtype(dtype).itemsize
+    return int(math.prod(aval.shape) * itemsize)
+
+
+def is_extended(dtype: Any) -> bool:
+    """Whether this is a dtype of jax's own, as that of typed PRNG keys."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
 
 
 def bytes_of(atom: Atom) -> int:
@@ -153,7 +163,7 @@ class _Flattener:
         outvars = [fresh_var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=[self.read(env, v) for v in eqn.invars], outvars=outvars))
         self.scopes.append(scope)
-        env.update(zip(eqn.outvars, outvars))
+        env.update(zip(eqn.outvars, outvars, strict=True))
 
     def _inline(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
         inner = eqn.params[_CALLS[eqn.primitive.name]]
@@ -212,7 +222,8 @@ def rebuild(eqn: JaxprEqn, invars: Sequence[Atom], params: Mapping[str, Any] | N
     with eqn.ctx.manager:
         out, _ = eqn.primitive.abstract_eval(*[v.aval for v in invars], **new_params)
     avals = list(out) if eqn.primitive.multiple_results else [out]
-    return eqn.replace(invars=list(invars), outvars=[fresh_var(a) for a in avals], params=new_params)
+    new: JaxprEqn = eqn.replace(invars=list(invars), outvars=[fresh_var(a) for a in avals], params=new_params)
+    return new
 
 
 def equations_for(fun: Callable[..., Any], *operands: Atom) -> tuple[list[JaxprEqn], list[Atom]]:

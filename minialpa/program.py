@@ -79,7 +79,7 @@ Instruction = Run | Accumulate | Transfer | Free
 
 @dataclass(frozen=True, slots=True)
 class InputSlot:
-    """A buffer that a call fills: argument leaf `leaf`, or `rows` (start, stop, dimension) of it, laid out on a mesh."""
+    """A buffer that a call fills: argument `leaf`, or `rows` (start, stop, dimension) of it, laid out on a mesh."""
 
     buffer: int
     leaf: int
@@ -108,7 +108,7 @@ class OutputSlot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """Instructions with their functions, inputs and outputs. `donated_leaves` are argument leaves that a call uses up."""
+    """Instructions with their functions, inputs and outputs. A call uses up the argument leaves `donated_leaves`."""
 
     meshes: tuple[MeshShape, ...]
     functions: tuple[Function, ...]
@@ -152,7 +152,7 @@ def verify_program(program: Program) -> None:
     * every result is in a live buffer at the end;
     * the number of inputs and outputs of every run is that of its function.
     """
-    live = {slot.buffer for slot in (*program.inputs, *program.constants)}
+    live = {slot.buffer for slot in program.inputs} | {slot.buffer for slot in program.constants}
     for i, instruction in enumerate(program.instructions):
         if isinstance(instruction, Free):
             gone = [b for b in instruction.buffers if b not in live]

@@ -66,7 +66,7 @@ class Spec:
         """Whether every split dimension of `shape` divides evenly, into parts that are not empty."""
         return len(shape) == len(self.dims) and all(
             not axes or (size > 0 and size % math.prod(mesh_shape[axis] for axis in axes) == 0)
-            for size, axes in zip(shape, self.dims)
+            for size, axes in zip(shape, self.dims, strict=True)
         )
 
     def partition_spec(self) -> PartitionSpec:
@@ -91,6 +91,6 @@ def specs_of(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterable[Sp
         yield from extend(axis + 1, dims)
         if mesh_shape[axis] > 1:
             for d in range(len(shape)):
-                yield from extend(axis + 1, dims[:d] + ((*dims[d], axis),) + dims[d + 1 :])
+                yield from extend(axis + 1, (*dims[:d], (*dims[d], axis), *dims[d + 1 :]))
 
     yield from extend(0, ((),) * len(shape))

@@ -10,17 +10,16 @@ import numpy as np
 
 def assert_allclose(actual: Any, expected: Any, rtol: float = 1e-4, atol: float = 1e-4) -> None:
     """Compare two pytrees leaf by leaf; AssertionError names the leaf that differs. PRNG keys compare by their bits."""
-    left, right = jax.tree.structure(actual), jax.tree.structure(expected)
-    leaves = jax.tree_util.tree_leaves_with_path(expected)
-    if left.num_leaves != right.num_leaves:
-        raise AssertionError(f"The trees differ: {left} against {right}.")
-    for a, (path, b) in zip(jax.tree.leaves(actual), leaves, strict=True):
+    left, right = jax.tree.leaves(actual), jax.tree_util.tree_leaves_with_path(expected)
+    if len(left) != len(right):
+        raise AssertionError(f"The trees differ: {jax.tree.structure(actual)} against {jax.tree.structure(expected)}.")
+    for a, (path, b) in zip(left, right, strict=True):
         name = jax.tree_util.keystr(path)
         np.testing.assert_allclose(_numbers(a), _numbers(b), rtol=rtol, atol=atol, err_msg=f"at {name or 'the leaf'}")
 
 
 def _numbers(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array

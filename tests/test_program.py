@@ -64,7 +64,11 @@ def test_a_wrong_number_of_buffers_is_refused(program: Program) -> None:
     at = first(program, Run)
     run = program.instructions[at]
     assert isinstance(run, Run)
-    broken = [*program.instructions[:at], dataclasses.replace(run, inputs=run.inputs[1:]), *program.instructions[at + 1 :]]
+    broken = [
+        *program.instructions[:at],
+        dataclasses.replace(run, inputs=run.inputs[1:]),
+        *program.instructions[at + 1 :],
+    ]
     with pytest.raises(VerifyError, match="wrong number of buffers"):
         verify_program(with_instructions(program, broken))
 
@@ -80,7 +84,9 @@ def test_a_donated_buffer_that_lives_on_is_refused(program: Program) -> None:
 
 def test_state_buffers_are_reused_by_the_update(program: Program) -> None:
     updates = [f for f in program.functions if f.name.startswith("update")]
-    assert sum(len(f.donated) for f in updates) >= len(program.donated_leaves) - 2  # step counts are scalars of two meshes
+    assert (
+        sum(len(f.donated) for f in updates) >= len(program.donated_leaves) - 2
+    )  # step counts are scalars of two meshes
 
 
 def test_only_results_and_constants_outlive_a_step(program: Program) -> None:

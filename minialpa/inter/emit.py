@@ -19,7 +19,7 @@ from minialpa.inter.schedule import global_order, make_schedule
 from minialpa.inter.split import StagedStep, Task
 from minialpa.inter.staging import bind_specs, mesh_problems, realise
 from minialpa.intra.graph import EquationSpecs
-from minialpa.jaxprs import is_literal
+from minialpa.jaxprs import aval_of, is_literal, shape_of
 from minialpa.plan import Plan
 from minialpa.program import (
     Accumulate,
@@ -104,16 +104,24 @@ class _Emitter:
         out_specs = [self._made_spec(v, task) for v in task.outvars]
         shape = self.plan.stages[task.mesh].logical_shape
         return functions.task_function(
-            task.name, task.mesh, shape, task.eqns, task.invars, task.outvars, specs, self.equations[task.mesh], out_specs
+            task.name,
+            task.mesh,
+            shape,
+            task.eqns,
+            task.invars,
+            task.outvars,
+            specs,
+            self.equations[task.mesh],
+            out_specs,
         )
 
     def _made_spec(self, var: Var, task: Task) -> Spec:
         """A result of the step that nothing else reads is made in its final layout at once."""
-        if task.kind in ("step", "update") and not any(var in t.invars for t in self.staged.tasks):
-            if not (task.per_micro_batch and self.n > 1):
-                for atom, value in zip(self.split.outvars, self.plan.outputs, strict=True):
-                    if atom is var and task.mesh in value.mesh_ids:
-                        return value.specs[value.mesh_ids.index(task.mesh)]
+        last = task.kind == "update" or (task.kind == "step" and self.n == 1)
+        if last and not any(var in t.invars for t in self.staged.tasks):
+            for atom, value in zip(self.split.outvars, self.plan.outputs, strict=True):
+                if atom is var and task.mesh in value.mesh_ids:
+                    return value.specs[value.mesh_ids.index(task.mesh)]
         return self.specs[task.mesh][var]
 
     # ---- buffers --------------------------------------------------------------------------------------------------
@@ -127,7 +135,7 @@ class _Emitter:
         for name in ((var, micro, mesh), (var, None, mesh)):
             if name in self.buffers:
                 return self.buffers[name]
-        spec = self.specs[mesh].get(var, Spec.replicated(len(var.aval.shape))).partition_spec()
+        spec = self.specs[mesh].get(var, Spec.replicated(len(shape_of(var)))).partition_spec()
         buffer = self._new()
         if var is self.split.micro_index:
             assert micro is not None
@@ -137,7 +145,7 @@ class _Emitter:
             assert micro is not None
             leaf = self.number_of_input[self.micro_source[var]]
             dim = self.split.batch_dims[var]
-            size = var.aval.shape[dim]
+            size = shape_of(var)[dim]
             self.input_slots.append(InputSlot(buffer, leaf, (micro * size, (micro + 1) * size, dim), mesh, spec))
             self.buffers[var, micro, mesh] = buffer
         elif var in self.consts:
@@ -235,7 +243,9 @@ class _Emitter:
         for stack in self.split.stacks:
             mesh = min(task.mesh for task in self.staged.tasks if stack.loop in task.outvars)
             spec = self.specs[mesh][stack.loop]
-            function = self._add_function(functions.concatenate_function(mesh, stack.loop, stack.total, stack.dim, self.n, spec))
+            function = self._add_function(
+                functions.concatenate_function(mesh, stack.loop, stack.total, stack.dim, self.n, spec)
+            )
             parts = tuple(self.buffers[stack.loop, m, mesh] for m in range(self.n))
             self.buffers[stack.total, None, mesh] = self._new()
             self.instructions.append(Run(function, parts, (self.buffers[stack.total, None, mesh],)))
@@ -254,7 +264,7 @@ class _Emitter:
             buffers = []
             for mesh, spec in zip(value.mesh_ids, value.specs, strict=True):
                 if is_literal(atom):
-                    buffers.append(self._constant(atom.val, atom.aval.dtype, mesh, spec))
+                    buffers.append(self._constant(atom.val, aval_of(atom).dtype, mesh, spec))
                     continue
                 if (atom, None, mesh) not in self.buffers and self._home(atom) is not None:
                     buffers.append(self._transfer((atom, None, self._home(atom) or 0), mesh, spec))
@@ -306,7 +316,9 @@ class _Emitter:
     def _insert_frees(self, outputs: list[OutputSlot]) -> None:
         """Free each buffer behind its last read, and let functions take over buffers that end with them."""
         kept = {b for slot in outputs for b in slot.buffers} | {c.buffer for c in self.constants}
-        last = {b: i for i, instruction in enumerate(self.instructions) for b in (*reads(instruction), *writes(instruction))}
+        last = {
+            b: i for i, instruction in enumerate(self.instructions) for b in (*reads(instruction), *writes(instruction))
+        }
         ends: dict[int, list[int]] = defaultdict(list)
         for buffer, i in last.items():
             if buffer not in kept:

@@ -45,7 +45,9 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
 def _inputs(staged: StagedStep, tasks: list[Task], mesh: int) -> list[tuple[Var, Role]]:
     """Inputs of the step on this mesh in order, then what other meshes send."""
     traced = staged.split.traced
-    in_loop = {v for task in tasks if task.kind != "update" for eqn in task.eqns for v in eqn.invars if not is_literal(v)}
+    in_loop = {
+        v for task in tasks if task.kind != "update" for eqn in task.eqns for v in eqn.invars if not is_literal(v)
+    }
     if all(task.kind == "step" for task in tasks) and staged.split.n_micro_batches == 1:
         in_loop = {v for op in staged.split.ops if op.phase.value == "loop" for v in op.eqn.invars if not is_literal(v)}
     batch = {v for v, dim in zip(traced.flat.invars, traced.batch_dims, strict=True) if dim is not None}

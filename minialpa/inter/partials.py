@@ -111,7 +111,8 @@ class Forms:
         """Whether operands of `eqn` come from different stages."""
         if self.stage_of is None:
             return False
-        stages = {self.stage_of[self.sources[self.producer[v]]] for v in eqn.invars if self.is_partial(v)}
+        mine = [v for v in eqn.invars if not is_literal(v) and self.is_partial(v)]
+        stages = {self.stage_of[self.sources[self.producer[v]]] for v in mine}
         return len(stages) > 1
 
     def _scaled(self, eqn: JaxprEqn, form: Partial) -> Partial:

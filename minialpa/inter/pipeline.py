@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
@@ -103,18 +104,20 @@ def _uniform(
     bounds = [round(k * n_layers / n_stages) for k in range(n_stages + 1)]
     stages = [
         _Stage(tuple(range(a, b)), Candidate(submesh, tuple(shape)), option.submesh_autosharding_option or sharding)
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        for a, b in itertools.pairwise(bounds)
     ]
     return _checked(stages, cluster)
 
 
 def submesh_of(n_devices: int, cluster: ClusterSpec) -> tuple[int, int]:
-    """(hosts, devices per host) of `n_devices` devices in a row. Raises ShardingError for a fraction of hosts above one."""
+    """(hosts, devices per host) of `n_devices` devices in a row: part of a host or whole hosts, else ShardingError."""
     per_host = cluster.devices_per_host
     if n_devices <= per_host:
         return (1, n_devices)
     if n_devices % per_host:
-        raise ShardingError(f"A submesh of {n_devices} devices is more than one host and not a whole number of hosts of {per_host}.")
+        raise ShardingError(
+            f"A submesh of {n_devices} devices is more than one host and not a whole number of hosts of {per_host}."
+        )
     return (n_devices // per_host, per_host)
 
 
@@ -143,7 +146,9 @@ def _manual(
 def _checked(stages: list[_Stage], cluster: ClusterSpec) -> list[_Stage]:
     needed = sum(stage.candidate.n_devices for stage in stages)
     if needed > cluster.n_devices:
-        raise ShardingError(f"The stages need {needed} devices and the cluster has {cluster.n_devices}. Use fewer or smaller stages.")
+        raise ShardingError(
+            f"The stages need {needed} devices and the cluster has {cluster.n_devices}. Use fewer or smaller stages."
+        )
     return stages
 
 
@@ -200,7 +205,9 @@ def _solve(
             solution = solve_mesh(problem, mesh, stage.option)
         except InfeasibleError as error:
             raise InfeasibleError(f"Stage {k} on a mesh of {mesh.shape} devices: {error}") from error
-        plans.append(_stage_plan(staged, k, stage, first_device, problem, solution, mesh, n_live(schedule, k), layer_of_group))
+        plans.append(
+            _stage_plan(staged, k, stage, first_device, problem, solution, mesh, n_live(schedule, k), layer_of_group)
+        )
         shardings.append(solution)
         collectives.extend(_merged(solution, k))
         first_device += stage.candidate.n_devices
@@ -263,7 +270,9 @@ def _operators(
             group = origin.group
             layer = None if group is None else layer_of_group[group] if layer_of_group else 0
             shape = shape_of(eqn.outvars[0])
-            out.append(PlannedOperator(eqn.primitive.name, origin.direction, layer, shape, specs.results[0], specs.operands))
+            out.append(
+                PlannedOperator(eqn.primitive.name, origin.direction, layer, shape, specs.results[0], specs.operands)
+            )
     return tuple(out)
 
 

@@ -1,4 +1,4 @@
-"""What a step over micro-batches is: operations with their phases, and how micro-batch values become those of the step."""
+"""What a step over micro-batches is: operations with their phases, and how values combine over micro-batches."""
 
 from __future__ import annotations
 

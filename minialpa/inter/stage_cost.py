@@ -80,7 +80,7 @@ def layer_table(
     option: AutoShardingOption,
     progress: Callable[[int, int], None],
 ) -> StageCostTable:
-    """The cost table of a step staged with one layer on each mesh. `progress(done, total)` is called as layers are solved."""
+    """The cost table of a step staged with one layer on each mesh. `progress(done, total)` hears of solved layers."""
     n = staged.n_meshes
     # A table has dozens of entries; one that is a little too dear is better than minutes of proof for each.
     option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _LAYER_TIME_LIMIT_S))
@@ -161,5 +161,3 @@ def problem_key(problem: MeshEquations) -> str:
         parts.append(f"{eqn.primitive.name} {ends} {params} {times} {late} {dims}")
     parts += [f"{name(a)}={name(b)}" for a, b in (*problem.aliases, *problem.equal.items())]
     return "\n".join(parts)
-
-

@@ -66,9 +66,7 @@ class Residual:
         assert not self.alive, f"{len(self.alive)} nodes are not decided"
         chosen = [0] * len(self.costs)
         for step in reversed(self.steps):
-            at = (
-                int(np.searchsorted(domain, chosen[w])) for w, domain in zip(step.scope, step.domains, strict=True)
-            )
+            at = (int(np.searchsorted(domain, chosen[w])) for w, domain in zip(step.scope, step.domains, strict=True))
             chosen[step.node] = int(step.best[tuple(at)])
         return tuple(chosen)
 

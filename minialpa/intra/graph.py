@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 from numpy.typing import NDArray
@@ -25,7 +24,7 @@ from minialpa.intra.factors import Factors, factors_of
 from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
 from minialpa.intra.reshard import reshard_matrix, reshard_steps
 from minialpa.intra.strategies import Strategy, enumerate_strategies, follow, is_contraction
-from minialpa.jaxprs import bytes_of, is_literal, shape_of
+from minialpa.jaxprs import Atom, aval_of, bytes_of, is_extended, is_literal, shape_of
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import Spec, specs_of
 
@@ -64,8 +63,8 @@ class EquationSpecs:
 class MeshSharding:
     """Solution for one mesh.
 
-    compute_s: seconds per micro-batch and, second, of the update. collectives: each with how often it runs per step, and
-    whether it belongs to the update.
+    compute_s: seconds per micro-batch and, second, of the update. collectives: each with how often it runs per step,
+    and whether it belongs to the update.
     """
 
     specs: dict[Var, Spec]
@@ -128,6 +127,10 @@ class GraphBuilder:
 
     # ---- nodes ----------------------------------------------------------------------------------------------------
 
+    def _choice(self, atom: Atom) -> _Choice:
+        """The choice of an operand that is not a literal."""
+        return self.choices[atom]
+
     def _new_node(self, costs: Sequence[float], usage: Sequence[float] | None = None) -> int:
         self.nodes.append(_Node(np.array(costs, np.float64), np.array(usage or [0.0] * len(costs), np.float64)))
         return len(self.nodes) - 1
@@ -147,7 +150,7 @@ class GraphBuilder:
     def _input_specs(self, var: Var, role: Role) -> tuple[Spec, ...]:
         shape, option = shape_of(var), self.option
         replicated = Spec.replicated(len(shape))
-        if not option.enable_auto_sharding or jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended):
+        if not option.enable_auto_sharding or is_extended(aval_of(var).dtype):
             return (replicated,)
         specs = tuple(specs_of(shape, self.mesh.shape))
         if role in ("batch", "received"):
@@ -180,7 +183,7 @@ class GraphBuilder:
     def _add_equation(self, eqn: JaxprEqn, times: int, in_update: bool) -> None:
         factors = factors_of(eqn)
         heavy = [k for k, v in enumerate(eqn.invars) if not is_literal(v) and self.choices[v].node is not None]
-        nodes = {self.choices[eqn.invars[k]].node for k in heavy}
+        nodes = {self._choice(eqn.invars[k]).node for k in heavy}
         if not self.option.enable_auto_sharding or (not heavy and not _makes_array(eqn)):
             fixed = {k: self.choices[v].specs[0] for k, v in enumerate(eqn.invars) if not is_literal(v)}
             record = _Record(None, (follow(eqn, factors, self.mesh, {} if heavy else fixed),), own=False)
@@ -188,7 +191,9 @@ class GraphBuilder:
             record = self._follow(eqn, factors, heavy, times)
         else:
             lead = self._cluster_operand(eqn, factors, heavy) if in_update else None
-            record = self._own(eqn, factors, times, in_update) if lead is None else self._follow(eqn, factors, lead, times)
+            record = (
+                self._own(eqn, factors, times, in_update) if lead is None else self._follow(eqn, factors, lead, times)
+            )
         self.records.append(record)
         for r, var in enumerate(eqn.outvars):
             self.choices[var] = _Choice(record.node, tuple(s.results[r] for s in record.strategies))
@@ -202,13 +207,13 @@ class GraphBuilder:
         if not _is_elementwise(eqn, factors):
             return None
         for k in heavy:
-            node = self.choices[eqn.invars[k]].node
+            node = self._choice(eqn.invars[k]).node
             if node in self.clusters and shape_of(eqn.invars[k]) == shape_of(eqn.outvars[0]):
-                return [j for j in heavy if self.choices[eqn.invars[j]].node == node]
+                return [j for j in heavy if self._choice(eqn.invars[j]).node == node]
         return None
 
     def _follow(self, eqn: JaxprEqn, factors: Factors, lead: Sequence[int], times: int) -> _Record:
-        choices = {k: self.choices[eqn.invars[k]] for k in lead}
+        choices = {k: self._choice(eqn.invars[k]) for k in lead}
         node = choices[lead[0]].node
         assert node is not None
         n = len(self.nodes[node].costs)
@@ -240,10 +245,9 @@ class GraphBuilder:
                 if factor is not None and factors.may_split(factor, math.prod(self.mesh.shape[a] for a in axes)):
                     return dict.fromkeys(axes, factor)
                 return dict.fromkeys(axes, None)
-        if self.option.force_data_parallel and not (in_update and self.option.prefer_reduce_scatter):
-            if any(not is_literal(v) and self.choices[v].node is not None for v in eqn.invars):
-                return dict.fromkeys(axes, None)
-        return {}
+        reads_arrays = any(not is_literal(v) and self.choices[v].node is not None for v in eqn.invars)
+        free = not self.option.force_data_parallel or (in_update and self.option.prefer_reduce_scatter)
+        return dict.fromkeys(axes, None) if reads_arrays and not free else {}
 
     # ---- edges ----------------------------------------------------------------------------------------------------
 

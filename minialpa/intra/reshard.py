@@ -26,7 +26,7 @@ def reshard_steps(src: Spec, dst: Spec, n_bytes: float, mesh: LogicalMesh) -> tu
     to_dim = {axis: d for d, axes in enumerate(dst.dims) for axis in axes}
     moved = [axis for axis in from_dim if axis in to_dim and from_dim[axis] != to_dim[axis]]
     gathered = [axis for axis in from_dim if axis not in to_dim]
-    for d, (before, after) in enumerate(zip(src.dims, dst.dims, strict=True)):
+    for before, after in zip(src.dims, dst.dims, strict=True):
         kept = [axis for axis in before if axis not in moved and axis not in gathered]
         if kept != list(after[: len(kept)]):
             gathered += kept  # the order of axes changes, or an outer one comes in: gather and cut again

@@ -56,7 +56,9 @@ def staged_chain(n_micro_batches: int) -> StagedStep:
 def test_boundaries_cut_forward_and_backward_alike() -> None:
     staged = staged_chain(4)
     kinds = [(task.kind, task.mesh) for task in staged.tasks if task.per_micro_batch]
-    assert kinds == [(kind, mesh) for kind, order in (("forward", (0, 1, 2)), ("backward", (2, 1, 0))) for mesh in order]
+    assert kinds == [
+        (kind, mesh) for kind, order in (("forward", (0, 1, 2)), ("backward", (2, 1, 0))) for mesh in order
+    ]
     products = {task.name: sum(e.primitive.name == "dot_general" for e in task.eqns) for task in staged.tasks}
     # Forward: one product a layer, and the head's. Backward: two for each, but the input of the first needs none.
     assert products["forward0"] == 1 and products["forward1"] == 1 and products["forward2"] == 2

@@ -73,7 +73,7 @@ def test_data_parallel_models_compile_to_all_reduces_only(name: str, key: jax.Ar
 
 
 def test_wide_mlp_with_a_small_batch_is_column_and_row_parallel() -> None:
-    """Forward: one all-reduce for each pair of layers. Backward: one for each pair but the first, whose input is data."""
+    """Forward: one all-reduce for each pair of layers. Backward: one for each pair but the first, which reads data."""
     executable = run(ShardParallel(devices=UNIT), 6, 8, 64)
     assert collectives(executable.get_hlo_text()) == {"all-reduce": 3 + 2}
     specs = [spec.partition_specs[0] for spec in inputs(executable) if "params" in spec.path]
