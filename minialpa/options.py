@@ -31,7 +31,7 @@ class AutoShardingOption:
     force_zero_stage_3: bool = False
     prefer_reduce_scatter: bool = False
     memory_limit_bytes: float | None = None
-    solver_time_limit_s: float = 60.0
+    solver_time_limit_s: float = 20.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ N_MICRO_BATCHES = 4
 # a gradient near zero into a full step, and BatchNorm over four examples multiplies it by a thousand in two steps.
 SIZES: dict[str, dict[str, Any]] = {
     "mlp": {"n_layers": 4},
-    "gpt": {"n_layers": 2},
+    "gpt": {"n_layers": 2, "learning_rate": 1e-4},
     "bert": {"n_layers": 2, "learning_rate": 1e-4},
     "resnet": {"learning_rate": 1e-3},
     "two_tower": {},

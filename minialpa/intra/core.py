@@ -27,6 +27,7 @@ from minialpa.errors import InfeasibleError
 from minialpa.intra.bucket import components
 from minialpa.intra.costgraph import Floats
 from minialpa.intra.elimination import Residual
+from minialpa.intra.forest import improve_on_forests
 from minialpa.intra.greedy import cost_of, greedy_choices, usage_of
 
 Solver = Literal["highs", "cbc"]
@@ -81,25 +82,34 @@ def _independent(residual: Residual) -> list[list[int]]:
 def _solve_part(residual: Residual, nodes: list[int], solver: Solver, deadline: float) -> _Part:
     """The integer program, again with more usage rows until its solution exceeds none; few of them ever matter.
 
-    Where time ends before that, a greedy solution, from the last one of the integer program if there is one.
+    Where time ends before the proof, local search goes on from what there is.
     """
     model = _Model(residual, nodes)
     last: dict[int, int] | None = None
+    unproven: dict[int, int] | None = None
     while (remaining_s := deadline - time.monotonic()) > 0:
         part = model.solve(solver, remaining_s)
         if part is None:
             break
         exceeded = _exceeded_rows(residual, part.choices)
-        if not exceeded:
+        if not exceeded and part.optimal:
             return part
+        if not exceeded:
+            unproven = part.choices
+            break
         last = part.choices
         for r in exceeded:
             model.limit_row(r, last)
-    return _greedy_part(residual, nodes, model.bound, start=last)
+    return _searched_part(residual, nodes, model.bound, unproven, start=last)
 
 
-def _greedy_part(residual: Residual, nodes: list[int], bound: float, start: dict[int, int] | None) -> _Part:
-    choices = greedy_choices(residual, nodes, start)
+def _searched_part(
+    residual: Residual, nodes: list[int], bound: float, unproven: dict[int, int] | None, start: dict[int, int] | None
+) -> _Part:
+    """The best of local search from the program's unproven solution, if there is one, and from a greedy one."""
+    starts = [c for c in (unproven, greedy_choices(residual, nodes, start)) if c is not None]
+    found = [improve_on_forests(residual, nodes, choices) for choices in starts]
+    choices = min(found, key=lambda c: cost_of(residual, c), default=None)
     if choices is None:
         raise InfeasibleError(
             f"Time ran out before any solution was found for {len(nodes)} nodes. Raise `time_limit_s`, "
