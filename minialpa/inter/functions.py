@@ -11,13 +11,13 @@ from jax.extend.core import JaxprEqn, Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from minialpa.intra.graph import EquationSpecs
-from minialpa.jaxprs import eval_equation, is_literal, shape_of
+from minialpa.jaxprs import aval_of, eval_equation, is_literal, shape_of
 from minialpa.program import Function
 from minialpa.sharding import AXIS_NAMES, Spec
 
 
 def struct_of(var: Var) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+    return jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype)
 
 
 def task_function(
@@ -99,7 +99,7 @@ def accumulate_function(
 
 def widen_function(mesh: int, loops: Sequence[Var], totals: Sequence[Var], specs: Mapping[Var, Spec]) -> Function:
     """The values of the first micro-batch in the dtype of their totals."""
-    dtypes = [v.aval.dtype for v in totals]
+    dtypes = [aval_of(v).dtype for v in totals]
     in_specs = tuple(specs[v].partition_spec() for v in loops)
 
     def fun(*args: Any) -> tuple[Any, ...]:

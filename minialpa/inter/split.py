@@ -1,10 +1,10 @@
 """Splitting: a step over micro-batches and the stage of each layer in, the tasks of every mesh out.
 
 Positions order the loop of one micro-batch: 0..S-1 are the forward passes of the stages, S..2S-1 their backward passes
-in reverse, so position p runs on mesh p or 2S-1-p. A tagged equation goes to the position of its layer. An equation that
-autodiff left untagged goes to the earliest position where its operands are at hand. Cheap equations that depend on no
-example are copied into every task that wants them. Updates follow the mesh of their largest operand, that is, of the
-gradient; what depends on inputs alone (step counters, learning rates) is computed on every mesh that wants it.
+in reverse, so position p runs on mesh p or 2S-1-p. A tagged equation goes to the position of its layer. An equation
+that autodiff left untagged goes to the earliest position where its operands are at hand. Cheap equations that depend
+on no example are copied into every task that wants them. Updates follow the mesh of their largest operand, that is, of
+the gradient; what depends on inputs alone (step counters, learning rates) is computed on every mesh that wants it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.microbatch import Op, Phase, SplitStep
+from minialpa.inter.split_step import Op, Phase, SplitStep
 from minialpa.jaxprs import bytes_of, is_literal, live_equations, sub_jaxprs
 from minialpa.trace import TracedStep
 
@@ -151,8 +151,8 @@ class _Placer:
         placed = [self._early_position(op) for op in ops]
         for i in range(len(ops) - 1, -1, -1):  # what reads nothing placed goes to its first reader
             if placed[i] is None:
-                readers = [p for op, p in zip(ops[i + 1 :], placed[i + 1 :]) if p is not None and _reads(op.eqn, ops[i].eqn)]
-                placed[i] = min(readers, default=0)
+                behind = zip(ops[i + 1 :], placed[i + 1 :], strict=True)
+                placed[i] = min((p for op, p in behind if p is not None and _reads(op.eqn, ops[i].eqn)), default=0)
                 self.position.update((v, placed[i] or 0) for v in ops[i].eqn.outvars)
         if self.n_stages == 1:
             placed = [0] * len(ops)
@@ -228,9 +228,7 @@ class _Placer:
         homes = self._homes()
         meshes: list[set[int]] = []
         for eqn in eqns:
-            ranked = sorted(
-                (-bytes_of(v), min(homes[v])) for v in eqn.invars if not is_literal(v) and homes.get(v)
-            )
+            ranked = sorted((-bytes_of(v), min(homes[v])) for v in eqn.invars if not is_literal(v) and homes.get(v))
             where = {ranked[0][1]} if ranked and not self._only_inputs(eqn, homes) else set[int]()
             meshes.append(where)
             for v in eqn.outvars:
@@ -258,11 +256,10 @@ class _Placer:
         for i in range(len(eqns) - 1, -1, -1):
             if not meshes[i]:
                 meshes[i] = set[int]().union(*(wanted[v] for v in eqns[i].outvars)) or {0}
-                for v in eqns[i].outvars:
-                    homes[v] = set(meshes[i])
-            for v in eqns[i].invars:
-                if not is_literal(v):
-                    wanted[v] |= meshes[i]
+                homes.update((v, set(meshes[i])) for v in eqns[i].outvars)
+            for atom in eqns[i].invars:
+                if not is_literal(atom):
+                    wanted[atom] |= meshes[i]
 
     @staticmethod
     def _level(v: Var, mesh: int, homes: dict[Var, set[int]], level: dict[tuple[Var, int], int]) -> int:
@@ -291,7 +288,9 @@ class _Placer:
         keys = sorted(self.content)
         defined = {key: {v for eqn in self.content[key] for v in eqn.outvars} for key in keys}
         reads = {
-            key: _unique(v for eqn in self.content[key] for v in eqn.invars if not is_literal(v) and v not in defined[key])
+            key: _unique(
+                v for eqn in self.content[key] for v in eqn.invars if not is_literal(v) and v not in defined[key]
+            )
             for key in keys
         }
         wanted = {v for key in keys for v in reads[key]}
@@ -302,11 +301,15 @@ class _Placer:
         tasks = []
         for key in keys:
             outvars = _unique(
-                v for eqn in self.content[key] for v in eqn.outvars if v in wanted and (key[0] != 1 or v not in floating)
+                v
+                for eqn in self.content[key]
+                for v in eqn.outvars
+                if v in wanted and (key[0] != 1 or v not in floating)
             )
             kind = self._kind(key)
             level = key[1] if kind == "update" else 0
-            tasks.append(Task(kind, key[2], level, tuple(self.content[key]), *_paired(self.split, reads[key], outvars)))
+            ends = _paired(self.split, reads[key], outvars)
+            tasks.append(Task(kind, key[2], level, tuple(self.content[key]), *ends))
         return self._with_homes(tasks)
 
     def _kind(self, key: Key) -> TaskKind:
