@@ -25,7 +25,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "bert": {"n_layers": 2, "learning_rate": 1e-4},
     "resnet": {"learning_rate": 1e-3},
     "two_tower": {},
-    "unet": {},
+    "unet": {"learning_rate": 1e-4},
 }
 
 

@@ -1,0 +1,78 @@
+"""Shardings are about speed: any choice of strategies, however bad, gives the numbers of the serial run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import LogicalMesh, ShardParallel
+from minialpa.intra import solve
+from minialpa.intra.costgraph import CostGraph, GraphSolution
+from minialpa.testing import assert_allclose
+
+
+def conv(x: jax.Array, w: jax.Array, stride: int = 1) -> jax.Array:
+    return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def group_norm(x: jax.Array, scale: jax.Array, groups: int) -> jax.Array:
+    b, h, w, c = x.shape
+    parts = x.reshape(b, h, w, groups, c // groups)
+    mean = parts.mean((1, 2, 4), keepdims=True)
+    spread = parts.var((1, 2, 4), keepdims=True)
+    return ((parts - mean) * jax.lax.rsqrt(spread + 1e-5)).reshape(x.shape) * scale[None, None, None]
+
+
+def small_unet(params: Any, batch: Any) -> jax.Array:
+    down = jax.nn.silu(group_norm(conv(batch["x"], params["in"]), params["scale"], 4))
+    low = jax.nn.silu(group_norm(conv(down, params["half"], 2), params["scale"], 4))
+    up = jnp.repeat(jnp.repeat(low, 2, axis=1), 2, axis=2)
+    out = conv(jnp.concatenate([up, down], axis=-1), params["out"])
+    return jnp.mean((out - batch["x"]) ** 2)
+
+
+def attention(params: Any, batch: Any) -> jax.Array:
+    b, s, d = batch["x"].shape
+    q, k, v = jnp.split((batch["x"] @ params["qkv"]).reshape(b, s, 4, -1), 3, axis=-1)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(b, s, d)
+    return jnp.mean((mixed @ params["out"] - batch["x"]) ** 2)
+
+
+def draw(*shape: int) -> Any:
+    return np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32) * 0.3
+
+
+LOSSES: dict[str, tuple[Any, Any, Any]] = {
+    "unet": (
+        small_unet,
+        {"in": draw(3, 3, 4, 16), "half": draw(3, 3, 16, 16), "out": draw(3, 3, 32, 4), "scale": draw(16)},
+        {"x": draw(16, 8, 8, 4)},
+    ),
+    "attention": (attention, {"qkv": draw(32, 96), "out": draw(32, 32)}, {"x": draw(16, 8, 32)}),
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_sharding_gives_the_same_numbers(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss_fn, params, batch = LOSSES[name]
+    rng = np.random.default_rng(seed)
+
+    def random_choices(graph: CostGraph, **_: Any) -> GraphSolution:
+        choices = tuple(int(rng.choice(np.flatnonzero(np.isfinite(cost)))) for cost in graph.node_costs)
+        return GraphSolution(choices, 0.0, 0.0, optimal=False)
+
+    def step(params: Any, batch: Any) -> Any:
+        loss, grads = minialpa.value_and_grad(loss_fn)(params, batch)
+        return loss, grads
+
+    monkeypatch.setattr(solve, "solve_graph", random_choices)
+    parallel = minialpa.parallelize(step, method=ShardParallel(devices=LogicalMesh((2, 4))))
+    expected = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
+    assert_allclose(parallel(params, batch), expected, rtol=2e-4, atol=1e-5)
