@@ -50,7 +50,9 @@ def task_function(
             if spec == specs[v] or not shape_of(v):
                 return env[v]
             if (v, spec) not in moved:
-                moved[v, spec] = constrain(env[v], spec)
+                # Both ends are pinned: left to itself, the partitioner carries the new sharding back through the
+                # equations that made the value, and has been seen to get a split of both parts of a reshape wrong.
+                moved[v, spec] = constrain(constrain(env[v], specs[v]), spec)
             return moved[v, spec]
 
         for eqn in eqns:

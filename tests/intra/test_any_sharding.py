@@ -21,11 +21,12 @@ def conv(x: jax.Array, w: jax.Array, stride: int = 1) -> jax.Array:
 
 
 def group_norm(x: jax.Array, scale: jax.Array, groups: int) -> jax.Array:
+    """Statistics of a group, repeated for its channels: a reshape whose two parts can both be split."""
     b, h, w, c = x.shape
-    parts = x.reshape(b, h, w, groups, c // groups)
-    mean = parts.mean((1, 2, 4), keepdims=True)
-    spread = parts.var((1, 2, 4), keepdims=True)
-    return ((parts - mean) * jax.lax.rsqrt(spread + 1e-5)).reshape(x.shape) * scale[None, None, None]
+    parts = x.reshape(b, h * w, groups, c // groups)
+    mean = jnp.repeat(parts.mean((1, 3)), c // groups, axis=1)[:, None, None]
+    spread = jnp.repeat(parts.var((1, 3)), c // groups, axis=1)[:, None, None]
+    return (x - mean) * jax.lax.rsqrt(spread + 1e-5) * scale[None, None, None]
 
 
 def small_unet(params: Any, batch: Any) -> jax.Array:
