@@ -106,6 +106,11 @@ def sub_jaxprs(eqn: JaxprEqn) -> tuple[Any, ...]:
     return tuple(jex.jaxprs_in_params(eqn.params))
 
 
+def is_call(eqn: JaxprEqn) -> bool:
+    """Whether the equation only wraps others, as jit and remat do."""
+    return eqn.primitive.name in _CALLS
+
+
 def source_line(eqn: JaxprEqn) -> str:
     """`file:line` of the user's code that made this equation, as good as jax knows it."""
     return str(source_info_util.summarize(eqn.source_info))

@@ -60,9 +60,7 @@ class AutoStageOption:
     """
 
     submesh_physical_shape_space: Literal["power_of_two", "all"] = "power_of_two"
-    submesh_logical_shape_space: Literal[
-        "all", "same_as_physical", "data_parallel_only", "model_parallel_only"
-    ] = "all"
+    submesh_logical_shape_space: Literal["all", "same_as_physical", "data_parallel_only", "model_parallel_only"] = "all"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,15 @@ import numpy as np
 
 from minialpa.inter.split_step import Phase, SplitStep
 from minialpa.jaxprs import eval_equation, is_literal
+from minialpa.methods import Method, PipeshardParallel, ShardParallel
 from minialpa.trace import TracedStep, trace_step
+
+#: The ways to run a step that has one pipeline boundary.
+METHODS: dict[str, Method] = {
+    "shard": ShardParallel(),
+    "accumulate": ShardParallel(num_micro_batches=2),
+    "pipeline": PipeshardParallel(num_micro_batches=2, layer_option="manual"),
+}
 
 COMBINE: dict[str, Callable[..., Any]] = {
     "sum": lambda *xs: sum(xs[1:], xs[0]),

@@ -21,6 +21,7 @@ import minialpa
 from minialpa import MinialpaError, ShardParallel
 from minialpa.methods import DataParallel, PipeshardParallel
 from minialpa.testing import assert_allclose
+from tests.helpers import METHODS
 
 WIDTH, N_EXAMPLES = 8, 16
 Params = dict[str, jax.Array]
@@ -281,15 +282,7 @@ def scaled(x: jax.Array, by: jax.Array) -> jax.Array:
 scaled.defvjp(lambda x, by: (scaled(x, by), (x, by)), lambda saved, g: (g * saved[1] * 2, jnp.sum(g * saved[0])))
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        ShardParallel(),
-        ShardParallel(num_micro_batches=2),
-        PipeshardParallel(num_micro_batches=2, layer_option="manual"),
-    ],
-    ids=["shard", "accumulate", "pipeline"],
-)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_wrapped_functions_inside_the_step(method: Any) -> None:
     def step(params: Params, batch: Any) -> Any:
         def loss(p: Params) -> jax.Array:
@@ -322,6 +315,23 @@ def test_debug_prints_do_not_break_the_step(capfd: pytest.CaptureFixture[str]) -
         assert_allclose(parallel(make_params(), make_batch()), jax.grad(loss_fn)(make_params(), make_batch()))
     parallel.get_last_executable().sync()
     assert "loss" in capfd.readouterr().out
+
+
+def test_primitives_without_a_rule_are_replicated_and_named_in_one_warning() -> None:
+    def twice(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return x + jax.lax.linalg.hessenberg(x)[0], None
+
+    def step(params: Params, batch: Any) -> Any:
+        x = jnp.tanh(batch["x"].T @ batch["x"]) + params["w"][:WIDTH, :WIDTH]
+        x, _ = jax.lax.scan(twice, x, None, length=2)
+        return params, jnp.abs(jnp.linalg.eigvals(x)).sum(), jax.lax.linalg.hessenberg(x)[0]
+
+    parallel = minialpa.parallelize(step)
+    args = make_params(), make_batch()
+    with pytest.warns(UserWarning, match="No sharding rule for `eig`, `hessenberg`: every device") as caught:
+        actual = parallel(*args)
+    assert len(caught) == 1
+    assert_allclose(actual, step(make_params(), make_batch()), rtol=1e-3)
 
 
 def test_captured_arrays_are_constants() -> None:

@@ -25,6 +25,7 @@ from minialpa import (
     WorkerError,
 )
 from minialpa.testing import assert_allclose
+from tests.helpers import METHODS
 
 WIDTH, N_EXAMPLES = 8, 16
 
@@ -107,15 +108,7 @@ def test_a_batch_without_examples() -> None:
     works(parallel, params, batch)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        ShardParallel(),
-        ShardParallel(num_micro_batches=2),
-        PipeshardParallel(num_micro_batches=2, layer_option="manual"),
-    ],
-    ids=["shard", "accumulate", "pipeline"],
-)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_parameters_of_size_zero_simply_work(method: Any) -> None:
     def step(params: Any, batch: Any) -> Any:
         def loss(p: Any) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
@@ -15,6 +16,7 @@ from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_cost import Candidate, border_seconds, candidates, layer_table, stage_seconds
 from minialpa.inter.stage_dp import choose_stages
 from minialpa.inter.staging import stage_step
+from minialpa.intra.factors import primitives_without_rule
 from minialpa.intra.graph import MeshEquations, MeshSharding
 from minialpa.intra.solve import solve_mesh
 from minialpa.intra.strategies import is_contraction
@@ -50,6 +52,7 @@ def plan_step(
     ShardingError when a method asks for devices that the cluster does not have.
     """
     report = progress or (lambda what, done, total: None)
+    _warn_of_missing_rules(traced)
     layer_of_group: tuple[int, ...] = ()
     if options.layers is None:
         shape = options.logical_shape or (logical_mesh.shape if logical_mesh else (cluster.n_devices,))
@@ -66,6 +69,18 @@ def plan_step(
             "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
         )
     return _solve(staged, cluster, options, layer_of_group, stages, logical_mesh, report)
+
+
+def _warn_of_missing_rules(traced: TracedStep) -> None:
+    names = primitives_without_rule(traced.flat.eqns)
+    if names:
+        listed = ", ".join(f"`{name}`" for name in names)
+        warnings.warn(
+            f"No sharding rule for {listed}: every device computes {'it' if len(names) == 1 else 'them'} whole. The "
+            "numbers are right; the time and the memory may be more than they need be.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------

@@ -358,9 +358,7 @@ def _reads(reader: JaxprEqn, producer: JaxprEqn) -> bool:
     return any(not is_literal(v) and v in made for v in reader.invars)
 
 
-def _paired(
-    split: SplitStep, invars: Sequence[Var], outvars: Sequence[Var]
-) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
+def _paired(split: SplitStep, invars: Sequence[Var], outvars: Sequence[Var]) -> tuple[tuple[Var, ...], tuple[Var, ...]]:
     """Inputs and outputs of a task, the arguments that it replaces and their replacements first, in the same order.
 
     `jax.jit` lets the first output of a shape take over the first donated input of that shape, and so on. Where an

@@ -11,13 +11,14 @@ In: an equation. Out: `Factors`, and with `localize` the same equation for shard
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax.extend.core import JaxprEqn
 
 from minialpa.errors import VerifyError
+from minialpa.jaxprs import is_call, shape_of, sub_jaxprs
 
 Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
 Dims = tuple[tuple[int, ...], ...]
@@ -130,9 +131,16 @@ def known_primitives() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
-def shape_of(atom: Any) -> tuple[int, ...]:
-    """Shape of a jaxpr atom; tokens and other shapeless values count as scalars."""
-    return tuple(getattr(atom.aval, "shape", ()))
+def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
+    """Sorted names of the primitives that make arrays and have no rule, those in loop bodies and branches included."""
+    names: set[str] = set()
+    for eqn in eqns:
+        if has_rule(eqn.primitive.name) or is_call(eqn):
+            for inner in sub_jaxprs(eqn):
+                names.update(primitives_without_rule(inner.eqns))
+        elif any(shape_of(v) for v in eqn.outvars):
+            names.add(eqn.primitive.name)
+    return sorted(names)
 
 
 def replicated_factors(eqn: JaxprEqn) -> Factors:

@@ -22,8 +22,8 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.factors import Factors, Reduction, factors_of, localize, shape_of
-from minialpa.jaxprs import Atom, FlatJaxpr, eval_equation, is_literal
+from minialpa.intra.factors import Factors, Reduction, factors_of, localize
+from minialpa.jaxprs import Atom, FlatJaxpr, eval_equation, is_literal, shape_of
 
 #: One dimension of an array of a region.
 Node = tuple[Any, int]
@@ -254,7 +254,7 @@ def _result_state(
     eqn: JaxprEqn, factors: Factors, split: set[int], states: Sequence[State], result: int
 ) -> tuple[State, bool]:
     """The state of one result of an equation whose factors `split` are cut; and whether the rule allows it."""
-    if eqn.primitive.name == "optimization_barrier":
+    if eqn.primitive.name in ("optimization_barrier", "minialpa_gradient"):
         return states[result], True
     partial = {k for k, s in enumerate(states) if s not in ("split", *_WHOLE)}
     affecting = [f for f in split if factors.affects(f, result)]

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.factors import Dims, Factors, Reduction, shape_of
+from minialpa.intra.factors import Dims, Factors, Reduction
+from minialpa.jaxprs import shape_of
 
 #: Shapes of several arrays.
 Shapes = tuple[tuple[int, ...], ...]

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.factors import Dims, Factors, replicated_factors, rule, shape_of
+from minialpa.intra.factors import Dims, Factors, replicated_factors, rule
 from minialpa.intra.rules_common import Dim, FactorTable, Shapes, n_elements
+from minialpa.jaxprs import shape_of
 
 
 def _laid_out(named: dict[int, Dim]) -> Dims:

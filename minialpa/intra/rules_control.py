@@ -17,10 +17,10 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.factors import Dims, Factors, rule, shape_of
+from minialpa.intra.factors import Dims, Factors, rule
 from minialpa.intra.regions import Links, Node, Outcome, Region, follow, link, local_jaxpr, node_of, zero_arrays
 from minialpa.intra.rules_common import FactorTable, Shapes
-from minialpa.jaxprs import Atom, FlatJaxpr, flatten_calls, fresh_var, is_literal
+from minialpa.jaxprs import Atom, FlatJaxpr, flatten_calls, fresh_var, is_literal, shape_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.factors import Dims, Factors, rule, shape_of
+from minialpa.intra.factors import Dims, Factors, rule
 from minialpa.intra.rules_common import FactorTable, is_inexact, is_summable, n_elements
+from minialpa.jaxprs import shape_of
 
 
 def _follow(atom: Any, shape: tuple[int, ...], result: Dims) -> Dims:
@@ -107,7 +108,7 @@ def _bitcast_convert_type(eqn: JaxprEqn) -> Factors:
     return table.build(eqn, [operand_dims], [result_dims])
 
 
-@rule("device_put", "optimization_barrier")
+@rule("device_put", "optimization_barrier", "minialpa_gradient")
 def _barrier(eqn: JaxprEqn) -> Factors:
     """n arrays pass unchanged, side by side, so a sum may wait in each array of numbers."""
     table = FactorTable()

@@ -14,8 +14,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
-from minialpa.intra.factors import Factors, Reduction, rule, shape_of
+from minialpa.intra.factors import Factors, Reduction, rule
 from minialpa.intra.rules_common import Dim, FactorTable, Shapes, is_inexact, n_elements
+from minialpa.jaxprs import shape_of
 
 
 def _interleave(n: int, placed: Sequence[int], window: Sequence[Dim], batch: Sequence[Dim]) -> tuple[Dim, ...]:

@@ -9,9 +9,10 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.factors import Factors, replicated_factors, rule, shape_of
+from minialpa.intra.factors import Factors, replicated_factors, rule
 from minialpa.intra.rules_common import FactorTable
 from minialpa.intra.rules_elementwise import elementwise
+from minialpa.jaxprs import shape_of
 
 
 def _are_keys_independent(eqn: JaxprEqn) -> bool:

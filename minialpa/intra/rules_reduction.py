@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.factors import Dims, Factors, Reduction, rule, shape_of
+from minialpa.intra.factors import Dims, Factors, Reduction, rule
 from minialpa.intra.rules_common import FactorTable, n_elements
+from minialpa.jaxprs import shape_of
 
 #: What combines the partial results of a reduction; reduce_xor is left out, as no collective computes it.
 _COMBINED: dict[str, Reduction] = {

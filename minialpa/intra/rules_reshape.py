@@ -8,8 +8,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.factors import Dims, Factors, rule, shape_of
+from minialpa.intra.factors import Dims, Factors, rule
 from minialpa.intra.rules_common import Dim, FactorTable, Shapes
+from minialpa.jaxprs import shape_of
 
 
 def common_factors(table: FactorTable, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.factors import Dims, Factors, rule, shape_of
+from minialpa.intra.factors import Dims, Factors, rule
 from minialpa.intra.rules_common import FactorTable, Shapes
+from minialpa.jaxprs import shape_of
 
 
 def _whole_or_blocked(

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.factors import Dims, Factors, rule, shape_of
+from minialpa.intra.factors import Dims, Factors, rule
 from minialpa.intra.rules_common import FactorTable, n_elements
+from minialpa.jaxprs import shape_of
 
 
 def _is_trivial(eqn: JaxprEqn, i: int) -> bool:
