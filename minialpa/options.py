@@ -33,6 +33,12 @@ class AutoShardingOption:
     memory_limit_bytes: float | None = None
     solver_time_limit_s: float = 20.0
 
+    @property
+    def forbidden_collectives(self) -> tuple[str, ...]:
+        """Kinds of collectives that may not reshard a value."""
+        allowed = {"all-gather": self.allow_all_gather, "all-to-all": self.allow_all_to_all}
+        return tuple(kind for kind, is_allowed in allowed.items() if not is_allowed)
+
 
 @dataclass(frozen=True, slots=True)
 class ManualLayerOption:

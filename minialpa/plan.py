@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from minialpa.cluster import ClusterSpec
+from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import VerifyError
 from minialpa.sharding import Spec
 
@@ -78,8 +78,10 @@ class PlannedOperator:
 class StagePlan:
     """One pipeline stage.
 
-    first_device: number of its first device in the cluster. input_specs: specs of the inputs of the mesh in order;
-    equation_specs: for each equation of the mesh the specs of operands and results, and whether it is constrained.
+    first_device: number of its first device in the cluster. alpha, beta: links of the axes of the logical shape;
+    forbidden: kinds of collectives that may not reshard anything.
+    input_specs: specs of the inputs of the mesh in order; equation_specs: for each equation of the mesh the specs of
+    its operands, of its results as the shards compute them, and of its results as they are left.
     compute_s, communication_s: seconds of one micro-batch, forward and backward; update_s: seconds once per step.
     fixed_bytes, in_flight_bytes: bytes per device for state and gradients, and for each micro-batch in flight.
     """
@@ -88,8 +90,11 @@ class StagePlan:
     submesh: tuple[int, int]
     first_device: int
     logical_shape: tuple[int, ...]
+    alpha: tuple[float, ...]
+    beta: tuple[float, ...]
+    forbidden: tuple[str, ...]
     input_specs: tuple[Spec, ...]
-    equation_specs: tuple[tuple[tuple[Spec, ...], tuple[Spec, ...], bool], ...]
+    equation_specs: tuple[tuple[tuple[Spec, ...], tuple[Spec, ...], tuple[Spec, ...]], ...]
     operators: tuple[PlannedOperator, ...]
     compute_s: float
     communication_s: float
@@ -102,6 +107,11 @@ class StagePlan:
     @property
     def n_devices(self) -> int:
         return self.submesh[0] * self.submesh[1]
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """The logical mesh with its links, as far as the choice of collectives depends on it."""
+        return LogicalMesh(self.logical_shape, self.alpha, self.beta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +271,11 @@ def _decode_operator(data: dict[str, Any]) -> PlannedOperator:
 
 def _decode_stage(data: dict[str, Any]) -> StagePlan:
     fields = dict(data)
-    fields["layers"], fields["logical_shape"] = tuple(data["layers"]), tuple(data["logical_shape"])
+    for name in ("layers", "logical_shape", "alpha", "beta", "forbidden"):
+        fields[name] = tuple(data[name])
     fields["submesh"] = (data["submesh"][0], data["submesh"][1])
     fields["input_specs"] = _specs(data["input_specs"])
-    fields["equation_specs"] = tuple((_specs(a), _specs(b), bool(c)) for a, b, c in data["equation_specs"])
+    fields["equation_specs"] = tuple((_specs(a), _specs(b), _specs(c)) for a, b, c in data["equation_specs"])
     fields["operators"] = tuple(_decode_operator(op) for op in data["operators"])
     return StagePlan(**fields)
 

@@ -1,7 +1,8 @@
 """Sharding specs: how one array lies on a logical mesh.
 
 A spec says, for each dimension of the array, which mesh axes split it, outermost first. `S0,R` in text means that
-dimension 0 is split over mesh axis 0 and dimension 1 is whole; `S01` splits over both axes, axis 0 outermost.
+dimension 0 is split over mesh axis 0 and dimension 1 is whole; `S01` splits over both axes, axis 0 outermost. `R,R+P1`
+is a partial sum: along mesh axis 1 the devices hold summands, and the array is their sum.
 """
 
 from __future__ import annotations
@@ -20,24 +21,32 @@ AXIS_NAMES = ("x", "y")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Sharding of one array: `dims[d]` holds the mesh axes that split dimension `d`, outermost first."""
+    """Sharding of one array.
+
+    dims: for each dimension the mesh axes that split it, outermost first. partial: axes, ascending, along which the
+    devices hold summands.
+    """
 
     dims: tuple[tuple[int, ...], ...]
+    partial: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        used = [axis for dim in self.dims for axis in dim]
+        used = [axis for dim in (*self.dims, self.partial) for axis in dim]
         if len(used) != len(set(used)):
-            raise ShardingError(f"A mesh axis splits two dimensions in {self.dims}; each axis may be used once.")
+            raise ShardingError(f"A mesh axis is used twice in {self.dims}, partial {self.partial}; use each once.")
 
     def __str__(self) -> str:
-        return ",".join("S" + "".join(map(str, dim)) if dim else "R" for dim in self.dims)
+        text = ",".join("S" + "".join(map(str, dim)) if dim else "R" for dim in self.dims)
+        return text + ("+P" + "".join(map(str, self.partial)) if self.partial else "")
 
     @staticmethod
     def parse(text: str) -> Spec:
         """The spec that `str` printed as `text`; the empty text is the spec of a scalar."""
-        if not text:
-            return Spec(())
-        return Spec(tuple(() if part == "R" else tuple(int(c) for c in part[1:]) for part in text.split(",")))
+        text, _, partial = text.partition("+P")
+        dims = text.split(",") if text else ()
+        return Spec(
+            tuple(() if part == "R" else tuple(int(c) for c in part[1:]) for part in dims), tuple(map(int, partial))
+        )
 
     @staticmethod
     def replicated(ndim: int) -> Spec:
@@ -45,7 +54,7 @@ class Spec:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Mesh axes in use, in order of dimension."""
+        """Mesh axes that split a dimension, in order of dimension."""
         return tuple(axis for dim in self.dims for axis in dim)
 
     def n_shards(self, mesh_shape: tuple[int, ...]) -> int:
@@ -69,10 +78,14 @@ class Spec:
             for size, axes in zip(shape, self.dims, strict=True)
         )
 
+    def stored_shape(self, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the one jax array that holds all shards: summands lie along a leading dimension for each axis."""
+        return (*(mesh_shape[axis] for axis in self.partial), *shape)
+
     def partition_spec(self) -> PartitionSpec:
-        """The same sharding as a `jax.sharding.PartitionSpec` over `AXIS_NAMES`."""
+        """The sharding of the array of `stored_shape`, as a `jax.sharding.PartitionSpec` over `AXIS_NAMES`."""
         names: list[str | tuple[str, ...] | None] = []
-        for dim in self.dims:
+        for dim in (*((axis,) for axis in self.partial), *self.dims):
             named = tuple(AXIS_NAMES[axis] for axis in dim)
             names.append(None if not named else named[0] if len(named) == 1 else named)
         while names and names[-1] is None:
@@ -81,7 +94,7 @@ class Spec:
 
 
 def specs_of(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterable[Spec]:
-    """Every legal spec of an array of `shape`: each mesh axis longer than 1 splits one dimension or none."""
+    """Every legal spec of an array of `shape` without partial sums: each mesh axis splits one dimension or none."""
 
     def extend(axis: int, dims: tuple[tuple[int, ...], ...]) -> Iterable[Spec]:
         if axis == len(mesh_shape):

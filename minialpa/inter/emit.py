@@ -15,10 +15,11 @@ import numpy as np
 from jax.extend.core import Var
 
 from minialpa.inter import functions
+from minialpa.inter.mesh_problem import ShardedView, task_program
 from minialpa.inter.schedule import global_order, make_schedule
 from minialpa.inter.split import StagedStep, Task
 from minialpa.inter.staging import bind_specs, mesh_problems, realise
-from minialpa.intra.graph import EquationSpecs
+from minialpa.intra.spmd import EquationSpecs, ShardedEquations
 from minialpa.jaxprs import aval_of, is_literal, shape_of
 from minialpa.plan import Plan
 from minialpa.program import (
@@ -75,7 +76,12 @@ class _Emitter:
 
     def run(self) -> Program:
         tasks = self.staged.tasks
-        number = {id(task): self._add_function(self._task_function(task)) for task in tasks}
+        programs = [self._program(task) for task in tasks]
+        self.made_as = {v: s for p in programs for v, s in zip(p.outvars, p.out_specs, strict=True)}
+        number = {
+            id(task): self._add_function(functions.task_function(task.name, task.mesh, program))
+            for task, program in zip(tasks, programs, strict=True)
+        }
         for task in tasks:
             if task.kind == "prologue":
                 self._run_task(task, number[id(task)], None)
@@ -99,30 +105,10 @@ class _Emitter:
         self.functions.append(function)
         return len(self.functions) - 1
 
-    def _task_function(self, task: Task) -> Function:
-        specs = self.specs[task.mesh]
-        out_specs = [self._made_spec(v, task) for v in task.outvars]
-        shape = self.plan.stages[task.mesh].logical_shape
-        return functions.task_function(
-            task.name,
-            task.mesh,
-            shape,
-            task.eqns,
-            task.invars,
-            task.outvars,
-            specs,
-            self.equations[task.mesh],
-            out_specs,
-        )
-
-    def _made_spec(self, var: Var, task: Task) -> Spec:
-        """A result of the step that nothing else reads is made in its final layout at once."""
-        last = task.kind == "update" or (task.kind == "step" and self.n == 1)
-        if last and not any(var in t.invars for t in self.staged.tasks):
-            for atom, value in zip(self.split.outvars, self.plan.outputs, strict=True):
-                if atom is var and task.mesh in value.mesh_ids:
-                    return value.specs[value.mesh_ids.index(task.mesh)]
-        return self.specs[task.mesh][var]
+    def _program(self, task: Task) -> ShardedEquations:
+        stage = self.plan.stages[task.mesh]
+        view = ShardedView(stage.mesh, stage.forbidden)
+        return task_program(self.staged, task, self.specs[task.mesh], self.equations[task.mesh], view)
 
     # ---- buffers --------------------------------------------------------------------------------------------------
 
@@ -220,16 +206,17 @@ class _Emitter:
         if not mine:
             return
         mesh, specs = task.mesh, self.specs[task.mesh]
+        shape = self.plan.stages[mesh].logical_shape
         loops, totals = [a.loop for a in mine], [a.total for a in mine]
         values = tuple(self.buffers[v, micro, mesh] for v in loops)
         if (totals[0], None, mesh) in self.buffers:
             function = self._once("accumulate", task, lambda: functions.accumulate_function(
-                mesh, loops, totals, [a.reduction for a in mine], specs))  # fmt: skip
+                mesh, shape, loops, totals, [a.reduction for a in mine], specs))  # fmt: skip
             kept = tuple(self.buffers[v, None, mesh] for v in totals)
             self.instructions.append(Accumulate(function, kept, values))
             return
         # The first values become the totals, in new buffers where the dtype is wider or others read the value.
-        function = self._once("widen", task, lambda: functions.widen_function(mesh, loops, totals, specs))
+        function = self._once("widen", task, lambda: functions.widen_function(mesh, shape, loops, totals, specs))
         fresh = tuple(self._new() for _ in totals)
         self.instructions.append(Run(function, values, fresh))
         self.buffers.update(((v, None, mesh), b) for v, b in zip(totals, fresh, strict=True))
@@ -259,7 +246,6 @@ class _Emitter:
 
     def _outputs(self) -> list[OutputSlot]:
         slots = []
-        made_as = {v: self._made_spec(v, task) for task in self.staged.tasks for v in task.outvars}
         for atom, value in zip(self.split.outvars, self.plan.outputs, strict=True):
             buffers = []
             for mesh, spec in zip(value.mesh_ids, value.specs, strict=True):
@@ -270,7 +256,7 @@ class _Emitter:
                     buffers.append(self._transfer((atom, None, self._home(atom) or 0), mesh, spec))
                     continue
                 buffer = self._buffer(atom, None, mesh)
-                if made_as.get(atom, self.specs[mesh].get(atom, spec)) != spec:
+                if self.made_as.get(atom, self.specs[mesh].get(atom, spec)) != spec:
                     target = self._new()
                     self.instructions.append(Transfer(buffer, target, mesh, spec.partition_spec()))
                     buffer = target

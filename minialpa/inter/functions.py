@@ -1,4 +1,8 @@
-"""Functions of a program: placed equations and their specs in, pure jax functions with sharding constraints out."""
+"""Functions of a program: tasks with their specs in, pure jax functions with shardings for their arrays out.
+
+Arrays are as they are stored (`Spec.stored_shape`): summands of a partial sum lie along leading dimensions, so that
+micro-batches accumulate them without communication.
+"""
 
 from __future__ import annotations
 
@@ -7,70 +11,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Var
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.extend.core import Var
 
-from minialpa.intra.graph import EquationSpecs
-from minialpa.jaxprs import aval_of, eval_equation, is_literal, shape_of
+from minialpa.intra.spmd import ShardedEquations, shard_program
+from minialpa.jaxprs import aval_of, shape_of
 from minialpa.program import Function
-from minialpa.sharding import AXIS_NAMES, Spec
+from minialpa.sharding import Spec
 
 
-def struct_of(var: Var) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype)
+def stored(var: Var, spec: Spec, mesh_shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """The array that holds `var`."""
+    return jax.ShapeDtypeStruct(spec.stored_shape(shape_of(var), mesh_shape), aval_of(var).dtype)
 
 
-def task_function(
-    name: str,
-    mesh: int,
-    mesh_shape: tuple[int, ...],
-    eqns: Sequence[JaxprEqn],
-    invars: Sequence[Var],
-    outvars: Sequence[Var],
-    specs: Mapping[Var, Spec],
-    equations: Mapping[int, EquationSpecs],
-    out_specs: Sequence[Spec],
-) -> Function:
-    """The equations of a task as a function. `equations` maps the id of an equation to its specs."""
-    mesh_view = AbstractMesh(mesh_shape, AXIS_NAMES[: len(mesh_shape)], axis_types=(AxisType.Auto,) * len(mesh_shape))
-
-    def constrain(x: Any, spec: Spec) -> Any:
-        # On one device a constraint says nothing, and still keeps XLA from simplifying across it.
-        if max(mesh_shape) == 1:
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_view, spec.partition_spec()))
-
-    def fun(*args: Any) -> tuple[Any, ...]:
-        env: dict[Var, Any] = dict(zip(invars, args, strict=True))
-        moved: dict[tuple[Var, Spec], Any] = {}
-
-        def operand(v: Any, spec: Spec) -> Any:
-            if is_literal(v):
-                return v.val
-            if spec == specs[v] or not shape_of(v):
-                return env[v]
-            if (v, spec) not in moved:
-                # Both ends are pinned: left to itself, the partitioner carries the new sharding back through the
-                # equations that made the value, and has been seen to get a split of both parts of a reshape wrong.
-                moved[v, spec] = constrain(constrain(env[v], specs[v]), spec)
-            return moved[v, spec]
-
-        for eqn in eqns:
-            chosen = equations[id(eqn)]
-            out = eval_equation(eqn, [operand(v, s) for v, s in zip(eqn.invars, chosen.operands, strict=True)])
-            if chosen.anchored:
-                out = [constrain(x, s) if s.dims else x for x, s in zip(out, chosen.results, strict=True)]
-            env.update(zip(eqn.outvars, out, strict=True))
-        return tuple(env[v] for v in outvars)
-
+def task_function(name: str, mesh: int, program: ShardedEquations) -> Function:
+    """The equations of a task as a function."""
+    in_specs = [program.specs[v] for v in program.invars]
     return Function(
         name,
         mesh,
-        fun,
-        tuple(struct_of(v) for v in invars),
-        tuple(specs[v].partition_spec() for v in invars),
-        tuple(struct_of(v) for v in outvars),
-        tuple(spec.partition_spec() for spec in out_specs),
+        shard_program(program),
+        tuple(stored(v, s, program.mesh.shape) for v, s in zip(program.invars, in_specs, strict=True)),
+        tuple(spec.partition_spec() for spec in in_specs),
+        tuple(stored(v, s, program.mesh.shape) for v, s in zip(program.outvars, program.out_specs, strict=True)),
+        tuple(spec.partition_spec() for spec in program.out_specs),
     )
 
 
@@ -85,7 +49,12 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def accumulate_function(
-    mesh: int, loops: Sequence[Var], totals: Sequence[Var], reductions: Sequence[str], specs: Mapping[Var, Spec]
+    mesh: int,
+    mesh_shape: tuple[int, ...],
+    loops: Sequence[Var],
+    totals: Sequence[Var],
+    reductions: Sequence[str],
+    specs: Mapping[Var, Spec],
 ) -> Function:
     """(*totals, *values) -> totals, elementwise by each one's reduction. Totals are donated."""
     n = len(totals)
@@ -94,12 +63,14 @@ def accumulate_function(
         return tuple(_COMBINE[r](a, b) for r, a, b in zip(reductions, args[:n], args[n:], strict=True))
 
     total_specs = tuple(specs[v].partition_spec() for v in loops)
-    out = tuple(struct_of(v) for v in totals)
-    structs = (*out, *(struct_of(v) for v in loops))
+    out = tuple(stored(v, specs[loop], mesh_shape) for v, loop in zip(totals, loops, strict=True))
+    structs = (*out, *(stored(v, specs[v], mesh_shape) for v in loops))
     return Function(f"accumulate{mesh}", mesh, fun, structs, total_specs * 2, out, total_specs, tuple(range(n)))
 
 
-def widen_function(mesh: int, loops: Sequence[Var], totals: Sequence[Var], specs: Mapping[Var, Spec]) -> Function:
+def widen_function(
+    mesh: int, mesh_shape: tuple[int, ...], loops: Sequence[Var], totals: Sequence[Var], specs: Mapping[Var, Spec]
+) -> Function:
     """The values of the first micro-batch in the dtype of their totals."""
     dtypes = [aval_of(v).dtype for v in totals]
     in_specs = tuple(specs[v].partition_spec() for v in loops)
@@ -107,7 +78,8 @@ def widen_function(mesh: int, loops: Sequence[Var], totals: Sequence[Var], specs
     def fun(*args: Any) -> tuple[Any, ...]:
         return tuple(x.astype(dtype) for x, dtype in zip(args, dtypes, strict=True))
 
-    structs, out = tuple(struct_of(v) for v in loops), tuple(struct_of(v) for v in totals)
+    structs = tuple(stored(v, specs[v], mesh_shape) for v in loops)
+    out = tuple(stored(v, specs[loop], mesh_shape) for v, loop in zip(totals, loops, strict=True))
     return Function(f"widen{mesh}", mesh, fun, structs, in_specs, out, in_specs)
 
 
@@ -118,9 +90,9 @@ def concatenate_function(mesh: int, loop: Var, total: Var, dim: int, n: int, spe
         f"concatenate{mesh}",
         mesh,
         lambda *parts: (jnp.concatenate(parts, axis=dim),),
-        (struct_of(loop),) * n,
+        (stored(loop, spec, ()),) * n,
         (named,) * n,
-        (struct_of(total),),
+        (stored(total, spec, ()),),
         (named,),
     )
 

@@ -1,14 +1,20 @@
-"""From the tasks of a staged step to the intra-operator problem of one mesh, and what the mesh must keep in memory."""
+"""Between the tasks of a staged step and the intra-operator problem of one mesh: the problem, the programs of its
+tasks once it is solved, what these communicate, and what the mesh must keep in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.cluster import LogicalMesh
+from minialpa.cost import Collective
 from minialpa.inter.split import StagedStep, Task
 from minialpa.intra.graph import MeshEquations, MeshSharding, Role
+from minialpa.intra.spmd import EquationSpecs, ShardedEquations, collectives_of
 from minialpa.jaxprs import bytes_of, is_literal
+from minialpa.sharding import Spec
 
 
 def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
@@ -39,7 +45,72 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
         aliases,
         equal,
         staged.split.batch_dims,
+        _whole(staged, mesh),
     )
+
+
+def _whole(staged: StagedStep, mesh: int) -> frozenset[Var]:
+    """What is a result of the step, goes to another mesh, or is put together over micro-batches other than by a sum."""
+    split = staged.split
+    whole = {v for v in split.outvars if not is_literal(v)}
+    whole.update(stack.loop for stack in split.stacks)
+    whole.update(a.loop for a in split.accumulators if a.reduction != "sum" or a.total in whole)
+    for task in staged.tasks:
+        if task.mesh != mesh:
+            read = set(task.invars)
+            whole |= read
+            whole.update(a.loop for a in split.accumulators if a.total in read)
+    return frozenset(whole)
+
+
+def mesh_collectives(
+    staged: StagedStep, mesh: int, problem: MeshEquations, sharding: MeshSharding, view: ShardedView
+) -> list[tuple[Collective, int, bool]]:
+    """What the tasks of a mesh communicate: each collective, how often a step runs it, and whether in the update."""
+    equations = {id(eqn): specs for eqn, specs in zip(problem.eqns, sharding.equations, strict=True)}
+    out: list[tuple[Collective, int, bool]] = []
+    for task in staged.tasks:
+        if task.mesh == mesh:
+            program = task_program(staged, task, sharding.specs, equations, view)
+            times = staged.split.n_micro_batches if task.per_micro_batch else 1
+            out.extend((c, times, task.kind == "update") for c in collectives_of(program))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedView:
+    """The logical mesh of a stage, and the kinds of collectives that may not reshard anything on it."""
+
+    mesh: LogicalMesh
+    forbidden: tuple[str, ...] = ()
+
+
+def task_program(
+    staged: StagedStep,
+    task: Task,
+    specs: Mapping[Var, Spec],
+    equations: Mapping[int, EquationSpecs],
+    view: ShardedView,
+) -> ShardedEquations:
+    """The equations of a task with their specs; replacements of donated inputs come out sharded as those inputs."""
+    final = final_specs(staged, task, specs)
+    out_specs = tuple(final.get(v, specs[v]) for v in task.outvars)
+    return ShardedEquations(
+        task.eqns, task.invars, task.outvars, specs, equations, out_specs, view.mesh, view.forbidden
+    )
+
+
+def final_specs(staged: StagedStep, task: Task, specs: Mapping[Var, Spec]) -> dict[Var, Spec]:
+    """Specs in which a task leaves results of the step that nothing else reads, where these differ from their own."""
+    if task.kind != "update" and not (task.kind == "step" and staged.split.n_micro_batches == 1):
+        return {}
+    traced, read = staged.split.traced, {v for t in staged.tasks for v in t.invars}
+    out: dict[Var, Spec] = {}
+    ends = zip(staged.split.outvars, traced.aliases, staged.output_meshes, strict=True)
+    for atom, alias, meshes in ends:
+        if alias is not None and not is_literal(atom) and atom not in read and task.mesh in meshes:
+            out.setdefault(atom, specs.get(traced.flat.invars[alias], specs.get(atom, Spec(()))))
+    return {v: spec for v, spec in out.items() if v in specs}
 
 
 def _inputs(staged: StagedStep, tasks: list[Task], mesh: int) -> list[tuple[Var, Role]]:

@@ -27,6 +27,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
+from minialpa.gradients import gradient_p
 from minialpa.inter.batching import AGGREGATE, Kinds, batch_factors, batch_kinds, part_barriers
 from minialpa.inter.partials import PRIVATE, Form, Forms, Partial
 from minialpa.inter.split_step import Accumulator, Op, Phase, SplitStep, Stack
@@ -77,10 +78,28 @@ def _single(step: TracedStep) -> SplitStep:
         if not in_loop[i] and any(v in needed for v in eqns[i].outvars):
             in_loop[i] = True
             needed.update(v for v in eqns[i].invars if not is_literal(v))
-    ops = tuple(Op(eqn, Phase.LOOP if in_loop[i] else Phase.UPDATE, i) for i, eqn in enumerate(eqns))
+    loop = [Op(eqn, Phase.LOOP, i) for i, eqn in enumerate(eqns) if in_loop[i]]
+    update = [Op(eqn, Phase.UPDATE, i) for i, eqn in enumerate(eqns) if not in_loop[i]]
     kinds = batch_kinds(step, 1, strict=False)
     dims = {v: kind for v, kind in kinds.items() if isinstance(kind, int)}
-    return SplitStep(step, 1, ops, (), None, (), (), step.flat.outvars, dims)
+    return SplitStep(step, 1, (*loop, *_marked(loop, update)), (), None, (), (), step.flat.outvars, dims)
+
+
+def _marked(loop: Sequence[Op], update: Sequence[Op]) -> list[Op]:
+    """The update on copies of the floats that the loop leaves for it: the one place to sum them over devices."""
+    made = {v: op.source for op in loop for v in op.eqn.outvars if is_inexact(v)}
+    read = dict.fromkeys(v for op in update for v in op.eqn.invars if not is_literal(v) and v in made)
+    marks: list[Op] = []
+    copies: dict[Var, Atom] = {}
+    for v in read:
+        (eqn,), (copies[v],) = equations_for(lambda x: gradient_p.bind(x, call=0)[0], v)
+        marks.append(Op(eqn, Phase.UPDATE, made[v]))
+
+    def copied(op: Op) -> Op:
+        invars = [v if is_literal(v) else copies.get(v, v) for v in op.eqn.invars]
+        return replace(op, eqn=op.eqn.replace(invars=invars))
+
+    return [*marks, *map(copied, update)]
 
 
 class _Splitter:
@@ -399,13 +418,18 @@ class _Splitter:
                 f"{name} ({dtype_name(var)}) is computed at {self._line(var)} from statistics of the whole batch, and "
                 "has no clear meaning over micro-batches. Compute it from sums, or use `num_micro_batches=1`."
             )
-        if not narrow and n == 1:
+        if reduction != "sum":
             self.accumulators[var] = Accumulator(loop, var, reduction)
             return
         dtype = np.dtype("float32") if narrow else aval.dtype
         total = fresh_var(aval.update(dtype=dtype, weak_type=False))
         self.accumulators[var] = Accumulator(loop, total, reduction)
-        eqns, (out,) = equations_for(lambda x: (x / jnp.asarray(n, dtype)).astype(aval.dtype), total)
+
+        def finished(x: Any) -> Any:
+            (x,) = gradient_p.bind(x, call=0)  # where the planner may put the sum over devices, once for all parts
+            return (x / jnp.asarray(n, dtype) if n > 1 else x).astype(aval.dtype)
+
+        eqns, (out,) = equations_for(finished, total)
         self._add_after(var, eqns, out)
 
     def _take_any(self, var: Var) -> None:

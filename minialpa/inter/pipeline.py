@@ -8,9 +8,10 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.cost import Collective
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.inter.forward import assign_layers
-from minialpa.inter.mesh_problem import mesh_equations, mesh_memory
+from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations, mesh_memory
 from minialpa.inter.schedule import make_schedule, n_live
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_cost import Candidate, border_seconds, candidates, layer_table, stage_seconds
@@ -220,11 +221,15 @@ def _solve(
             solution = solve_mesh(problem, mesh, stage.option)
         except InfeasibleError as error:
             raise InfeasibleError(f"Stage {k} on a mesh of {mesh.shape} devices: {error}") from error
+        view = ShardedView(mesh, stage.option.forbidden_collectives)
+        moved = mesh_collectives(staged, k, problem, solution, view)
+        seconds = stage_seconds(solution, moved, mesh)
         plans.append(
-            _stage_plan(staged, k, stage, first_device, problem, solution, mesh, n_live(schedule, k), layer_of_group)
-        )
+            _stage_plan(staged, k, stage, first_device, problem, solution, view, seconds, n_live(schedule, k),
+                        layer_of_group)
+        )  # fmt: skip
         shardings.append(solution)
-        collectives.extend(_merged(solution, k))
+        collectives.extend(_merged(moved, k))
         first_device += stage.candidate.n_devices
     report("Shardings of stages", len(stages), len(stages))
     return Plan(
@@ -248,23 +253,25 @@ def _stage_plan(
     first_device: int,
     problem: MeshEquations,
     solution: MeshSharding,
-    mesh: LogicalMesh,
+    view: ShardedView,
+    seconds: tuple[float, float, float],
     live: int,
     layer_of_group: Sequence[int],
 ) -> StagePlan:
-    compute, communication, update = stage_seconds(solution, mesh)
+    mesh = view.mesh
     memory = mesh_memory(staged, k, solution, mesh.shape)
     return StagePlan(
         stage.layers,
         stage.candidate.submesh,
         first_device,
         mesh.shape,
+        mesh.alpha,
+        mesh.beta,
+        view.forbidden,
         tuple(solution.specs[v] for v, _ in problem.inputs),
-        tuple((e.operands, e.results, e.anchored) for e in solution.equations),
+        tuple((e.operands, e.made, e.results) for e in solution.equations),
         _operators(staged, problem, solution, layer_of_group),
-        compute,
-        communication,
-        update,
+        *seconds,
         memory.fixed_bytes,
         memory.in_flight_bytes,
         memory.fixed_bytes + live * memory.in_flight_bytes,
@@ -291,10 +298,10 @@ def _operators(
     return tuple(out)
 
 
-def _merged(solution: MeshSharding, stage: int) -> list[PlannedCollective]:
+def _merged(collectives: Sequence[tuple[Collective, int, bool]], stage: int) -> list[PlannedCollective]:
     """Collectives of a stage with equal ones counted together."""
     counts: dict[tuple[str, float, tuple[int, ...]], int] = {}
-    for c, times, _ in solution.collectives:
+    for c, times, _ in collectives:
         key = (c.kind, c.n_bytes, c.axes)
         counts[key] = counts.get(key, 0) + times
     return [PlannedCollective(kind, size, axes, stage, n) for (kind, size, axes), n in counts.items()]

@@ -14,8 +14,9 @@ import numpy as np
 from jax.extend.core import Var
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.cost import Collective
 from minialpa.errors import InfeasibleError
-from minialpa.inter.mesh_problem import mesh_equations, mesh_memory
+from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations, mesh_memory
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_dp import StageCostTable
 from minialpa.intra.graph import MeshEquations, MeshSharding
@@ -61,10 +62,12 @@ def logical_shapes(submesh: tuple[int, int], space: str) -> list[tuple[int, ...]
             return [(n,)] + [(a, n // a) for a in range(2, n) if n % a == 0]
 
 
-def stage_seconds(solution: MeshSharding, mesh: LogicalMesh) -> tuple[float, float, float]:
+def stage_seconds(
+    solution: MeshSharding, collectives: Sequence[tuple[Collective, int, bool]], mesh: LogicalMesh
+) -> tuple[float, float, float]:
     """Seconds of compute and of communication per micro-batch, and of everything in the update."""
     loop = update = 0.0
-    for collective, _, late in solution.collectives:
+    for collective, _, late in collectives:
         seconds = collective.seconds(mesh)
         if late:
             update += seconds
@@ -101,7 +104,9 @@ def layer_table(
                 solution = solve_mesh(problem, mesh, option)
             except InfeasibleError:
                 continue
-            compute, communication, update = stage_seconds(solution, mesh)
+            view = ShardedView(mesh, option.forbidden_collectives)
+            collectives = mesh_collectives(staged, layer, problem, solution, view)
+            compute, communication, update = stage_seconds(solution, collectives, mesh)
             memory = mesh_memory(staged, layer, solution, mesh.shape)
             seconds[layer, m], step_seconds[layer, m] = compute + communication, update
             fixed[layer, m], in_flight[layer, m] = memory.fixed_bytes, memory.in_flight_bytes

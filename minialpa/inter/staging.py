@@ -14,7 +14,8 @@ from minialpa.errors import VerifyError
 from minialpa.inter.mesh_problem import mesh_equations
 from minialpa.inter.microbatch import split_micro_batches
 from minialpa.inter.split import StagedStep, stage_split, traced_positions
-from minialpa.intra.graph import EquationSpecs, MeshEquations
+from minialpa.intra.graph import MeshEquations
+from minialpa.intra.spmd import EquationSpecs
 from minialpa.plan import Plan, StagePlan
 from minialpa.sharding import Spec
 from minialpa.trace import TracedStep
@@ -43,9 +44,9 @@ def bind_specs(problem: MeshEquations, stage: StagePlan) -> tuple[dict[Var, Spec
         )
     specs = {var: spec for (var, _), spec in zip(problem.inputs, stage.input_specs, strict=True)}
     equations = []
-    for eqn, (operands, results, anchored) in zip(problem.eqns, stage.equation_specs, strict=True):
+    for eqn, (operands, made, results) in zip(problem.eqns, stage.equation_specs, strict=True):
         specs.update(zip(eqn.outvars, results, strict=True))
-        equations.append(EquationSpecs(operands, results, anchored))
+        equations.append(EquationSpecs(operands, made, results))
     specs.update((total, specs[loop]) for loop, total in problem.equal.items())
     return specs, tuple(equations)
 

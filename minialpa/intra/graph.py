@@ -9,6 +9,7 @@ resharding a value from what its node makes to what a reader wants. Whatever hap
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,12 +19,12 @@ from jax.extend.core import JaxprEqn, Var
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import Collective
 from minialpa.intra import rules as _rules  # noqa: F401  (registers the rules)
 from minialpa.intra.factors import Factors, factors_of
 from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
-from minialpa.intra.reshard import reshard_matrix, reshard_steps
-from minialpa.intra.strategies import Strategy, enumerate_strategies, follow, is_contraction
+from minialpa.intra.reshard import reshard_table
+from minialpa.intra.spmd import EquationSpecs
+from minialpa.intra.strategies import StrategySet, enumerate_strategies, follow, is_contraction
 from minialpa.jaxprs import Atom, aval_of, bytes_of, is_extended, is_literal, shape_of
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import Spec, specs_of
@@ -38,7 +39,8 @@ class MeshEquations:
     eqns, times, in_update: equations in order, how often per step each runs, and whether it belongs to the update.
     inputs: variables that come from outside, and their roles; `state` is read by the update only.
     aliases: donated inputs and their replacements. equal: pairs of variables (accumulated, total) with one spec.
-    batch_dims: dimension of the examples, for variables that have one.
+    batch_dims: dimension of the examples, for variables that have one. whole: variables that leave the mesh, or are
+    combined over micro-batches other than by a sum, and so may not be left as partial sums.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -48,29 +50,19 @@ class MeshEquations:
     aliases: tuple[tuple[Var, Var], ...]
     equal: Mapping[Var, Var]
     batch_dims: Mapping[Var, int]
-
-
-@dataclass(frozen=True, slots=True)
-class EquationSpecs:
-    """Chosen specs of one equation. `anchored`: the result's spec is the planner's choice, not a mere consequence."""
-
-    operands: tuple[Spec, ...]
-    results: tuple[Spec, ...]
-    anchored: bool
+    whole: frozenset[Var]
 
 
 @dataclass(frozen=True, slots=True)
 class MeshSharding:
     """Solution for one mesh.
 
-    compute_s: seconds per micro-batch and, second, of the update. collectives: each with how often it runs per step,
-    and whether it belongs to the update.
+    compute_s: seconds per micro-batch and, second, of the update.
     """
 
     specs: dict[Var, Spec]
     equations: tuple[EquationSpecs, ...]
     compute_s: tuple[float, float]
-    collectives: tuple[tuple[Collective, int, bool], ...]
     optimal: bool
     gap: float
 
@@ -94,8 +86,7 @@ class _Record:
     """Strategies of an equation for each strategy of `node`."""
 
     node: int | None
-    strategies: tuple[Strategy, ...]
-    own: bool
+    strategies: StrategySet
 
 
 class GraphBuilder:
@@ -108,6 +99,7 @@ class GraphBuilder:
         self.choices: dict[Var, _Choice] = {}
         self.records: list[_Record] = []
         self.clusters: set[int] = set()
+        self.n_readers = Counter(v for eqn in problem.eqns for v in eqn.invars if not is_literal(v))
         for var, role in problem.inputs:
             self._add_input(var, role)
         for eqn, times, in_update in zip(problem.eqns, problem.times, problem.in_update, strict=True):
@@ -129,9 +121,10 @@ class GraphBuilder:
 
     def _choice(self, atom: Atom) -> _Choice:
         """The choice of an operand that is not a literal."""
+        assert isinstance(atom, Var), atom
         return self.choices[atom]
 
-    def _new_node(self, costs: Sequence[float], usage: Sequence[float] | None = None) -> int:
+    def _new_node(self, costs: Sequence[float] | NDArray[np.float64], usage: Sequence[float] | None = None) -> int:
         self.nodes.append(_Node(np.array(costs, np.float64), np.array(usage or [0.0] * len(costs), np.float64)))
         return len(self.nodes) - 1
 
@@ -184,10 +177,12 @@ class GraphBuilder:
         factors = factors_of(eqn)
         heavy = [k for k, v in enumerate(eqn.invars) if not is_literal(v) and self.choices[v].node is not None]
         nodes = {self._choice(eqn.invars[k]).node for k in heavy}
+        fixed = {k: self.choices[v].specs[:1] for k, v in enumerate(eqn.invars) if not is_literal(v)}
         if not self.option.enable_auto_sharding or (not heavy and not _makes_array(eqn)):
-            fixed = {k: self.choices[v].specs[0] for k, v in enumerate(eqn.invars) if not is_literal(v)}
-            record = _Record(None, (follow(eqn, factors, self.mesh, {} if heavy else fixed),), own=False)
-        elif len(nodes) == 1 and not is_contraction(eqn) and not _widens(eqn, factors):
+            record = _Record(
+                None, follow(eqn, factors, self.mesh, {} if heavy else fixed, 1, whole=self._is_whole(eqn))
+            )
+        elif len(nodes) == 1 and not self._has_own_strategies(eqn, factors):
             record = self._follow(eqn, factors, heavy, times)
         else:
             lead = self._cluster_operand(eqn, factors, heavy) if in_update else None
@@ -196,11 +191,27 @@ class GraphBuilder:
             )
         self.records.append(record)
         for r, var in enumerate(eqn.outvars):
-            self.choices[var] = _Choice(record.node, tuple(s.results[r] for s in record.strategies))
+            self.choices[var] = _Choice(record.node, record.strategies.results[r])
+            if var in self.problem.whole:
+                self._forbid_partial(self.choices[var])
             total = self.problem.equal.get(var)
             if total is not None:
                 self.choices[total] = self.choices[var]
         self._connect(eqn, record, times)
+
+    def _is_whole(self, eqn: JaxprEqn) -> bool:
+        return any(v in self.problem.whole for v in eqn.outvars)
+
+    def _has_own_strategies(self, eqn: JaxprEqn, factors: Factors) -> bool:
+        """Whether an equation does not just follow the one node that it reads from."""
+        if is_contraction(eqn) or _widens(eqn, factors) or _is_marker(eqn):
+            return True
+        # The sum is wanted by several readers: it should not be priced once for each.
+        return "sum" in factors.reductions.values() and any(self.n_readers[v] > 1 for v in eqn.outvars)
+
+    def _forbid_partial(self, choice: _Choice) -> None:
+        if choice.node is not None:
+            self.nodes[choice.node].costs[[bool(spec.partial) for spec in choice.specs]] = np.inf
 
     def _cluster_operand(self, eqn: JaxprEqn, factors: Factors, heavy: Sequence[int]) -> list[int] | None:
         """Operands of the first optimizer cluster that an elementwise equation of the update can follow."""
@@ -216,22 +227,28 @@ class GraphBuilder:
         choices = {k: self._choice(eqn.invars[k]) for k in lead}
         node = choices[lead[0]].node
         assert node is not None
-        n = len(self.nodes[node].costs)
-        strategies = tuple(
-            follow(eqn, factors, self.mesh, {k: c.specs[s] for k, c in choices.items()}) for s in range(n)
-        )
-        self.nodes[node].costs += times * np.array([s.seconds(self.mesh) for s in strategies])
-        return _Record(node, strategies, own=False)
+        given = {k: choice.specs for k, choice in choices.items()}
+        strategies = follow(eqn, factors, self.mesh, given, len(self.nodes[node].costs), whole=self._is_whole(eqn))
+        self.nodes[node].costs += times * strategies.seconds
+        return _Record(node, strategies)
 
     def _own(self, eqn: JaxprEqn, factors: Factors, times: int, in_update: bool) -> _Record:
         required = self._required(eqn, factors, in_update)
-        strategies = enumerate_strategies(eqn, factors, self.mesh, required)
-        if self.option.force_data_parallel and not self.option.prefer_reduce_scatter:
-            strategies = [s for s in strategies if not any(c.kind == "reduce-scatter" for c in s.collectives)]
-        node = self._new_node([times * s.seconds(self.mesh) for s in strategies])
+        scatter = not self.option.force_data_parallel or self.option.prefer_reduce_scatter
+        pending = {} if _is_marker(eqn) else self._n_pending(eqn, factors)
+        strategies = enumerate_strategies(eqn, factors, self.mesh, required, pending, scatter=scatter)
+        node = self._new_node(times * strategies.seconds)
         if in_update and _is_elementwise(eqn, factors):
             self.clusters.add(node)
-        return _Record(node, tuple(strategies), own=True)
+        return _Record(node, strategies)
+
+    def _n_pending(self, eqn: JaxprEqn, factors: Factors) -> dict[int, int]:
+        """For each mesh axis how many operands may come as partial sums that can pass."""
+        counts: dict[int, int] = {}
+        for v in {eqn.invars[k] for k in factors.linear_operands if not is_literal(eqn.invars[k])}:
+            for axis in {axis for spec in set(self._choice(v).specs) for axis in spec.partial}:
+                counts[axis] = counts.get(axis, 0) + 1
+        return counts
 
     def _required(self, eqn: JaxprEqn, factors: Factors, in_update: bool) -> dict[int, int | None]:
         """Factors that the options fix for mesh axes in this equation."""
@@ -252,14 +269,15 @@ class GraphBuilder:
     # ---- edges ----------------------------------------------------------------------------------------------------
 
     def _connect(self, eqn: JaxprEqn, record: _Record, times: int) -> None:
-        for k, var in enumerate(eqn.invars):
-            if not is_literal(var):
-                self._add_edge(var, record.node, tuple(s.operands[k] for s in record.strategies), times)
+        for v, wanted in zip(eqn.invars, record.strategies.operands, strict=True):
+            if not is_literal(v):
+                self._add_edge(v, record.node, wanted, times)
 
     def _add_edge(self, var: Var, reader: int | None, wanted: tuple[Spec, ...], times: int) -> None:
         """Pay for resharding `var` from what its node makes to `wanted`, by strategy of `reader`."""
         made = self.choices[var]
-        cost = times * reshard_matrix(made.specs, wanted, bytes_of(var), self.mesh, self.option)
+        table = reshard_table(shape_of(var), bytes_of(var), self.mesh, self.option.forbidden_collectives)
+        cost = times * table.matrix(made.specs, wanted)
         if not cost.any():
             return
         if made.node is None or reader is None:
@@ -276,36 +294,21 @@ class GraphBuilder:
     # ---- reading a solution ---------------------------------------------------------------------------------------
 
     def read(self, solution: GraphSolution) -> MeshSharding:
-        pick = [0 if node is None else solution.choices[node] for node in (r.node for r in self.records)]
-        chosen = [record.strategies[i] for record, i in zip(self.records, pick, strict=True)]
+        pick = [0 if r.node is None else solution.choices[r.node] for r in self.records]
         specs = {v: c.specs[0 if c.node is None else solution.choices[c.node]] for v, c in self.choices.items()}
         equations = tuple(
-            EquationSpecs(s.operands, s.results, record.own or bool(s.collectives))
-            for record, s in zip(self.records, chosen, strict=True)
+            EquationSpecs(*(tuple(column[s] for column in kind) for kind in (r.operands, r.made, r.results)))
+            for r, s in zip((record.strategies for record in self.records), pick, strict=True)
         )
-        collectives = self._collectives(chosen, specs)
         compute = [0.0, 0.0]
-        for strategy, late in zip(chosen, self.problem.in_update, strict=True):
-            compute[late] += strategy.compute_s
-        return MeshSharding(
-            specs, equations, (compute[0], compute[1]), collectives, solution.optimal, solution.gap
-        )  # fmt: skip
+        for record, s, late in zip(self.records, pick, self.problem.in_update, strict=True):
+            compute[late] += float(record.strategies.compute_s[s])
+        return MeshSharding(specs, equations, (compute[0], compute[1]), solution.optimal, solution.gap)
 
-    def _collectives(
-        self, chosen: Sequence[Strategy], specs: Mapping[Var, Spec]
-    ) -> tuple[tuple[Collective, int, bool], ...]:
-        out: list[tuple[Collective, int, bool]] = []
-        problem = self.problem
-        for eqn, times, late, strategy in zip(problem.eqns, problem.times, problem.in_update, chosen, strict=True):
-            for k, var in enumerate(eqn.invars):
-                if not is_literal(var):
-                    steps = reshard_steps(specs[var], strategy.operands[k], bytes_of(var), self.mesh)
-                    out.extend((step, times, late) for step in steps)
-            out.extend((c, times, late) for c in strategy.collectives)
-        for source, target in problem.aliases:
-            steps = reshard_steps(specs[target], specs[source], bytes_of(target), self.mesh)
-            out.extend((step, 1, True) for step in steps)
-        return tuple(out)
+
+def _is_marker(eqn: JaxprEqn) -> bool:
+    """Whether this is where an accumulated gradient is reduced, once for all micro-batches."""
+    return eqn.primitive.name == "minialpa_gradient"
 
 
 def _makes_array(eqn: JaxprEqn) -> bool:

@@ -1,70 +1,172 @@
-"""Resharding: from two specs of one array to the collectives, and the seconds, that changing one into the other takes.
+"""Resharding: from two specs of one array to the cheapest chain of steps between them, and its seconds.
 
-Axes that appear are cut locally (free), axes that move from one dimension to another are all-to-alls, axes that
-disappear are all-gathers. Cuts come first and gathers last, so that every collective moves the fewest bytes.
+A step is what devices can do with their shards: cut a dimension or drop all but one copy of a value (free), all-gather,
+all-reduce, reduce-scatter, all-to-all. Specs are the nodes of a graph and steps its edges; with one or two mesh axes
+there are some dozens of specs, so all shortest paths of an array are one small table (Floyd-Warshall).
+
+In: shape and bytes of an array, a mesh. Out: `Resharding`, its table; and the steps, which both the prices and the
+program come from.
 """
 
 from __future__ import annotations
 
 import functools
-import math
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import Collective
-from minialpa.options import AutoShardingOption
-from minialpa.sharding import Spec
+from minialpa.cost import Collective, CollectiveKind
+from minialpa.errors import ShardingError
+from minialpa.intra.factors import Reduction
+from minialpa.sharding import Spec, specs_of
+
+StepKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"]
+#: Of ways that cost the same, the one with fewer steps; and a sum is not left pending without a reason.
+_STEP_S, _MASK_S = 1e-13, 1e-12
 
 
-def reshard_steps(src: Spec, dst: Spec, n_bytes: float, mesh: LogicalMesh) -> tuple[Collective, ...]:
-    """Collectives that turn `src` into `dst` for an array of `n_bytes` in all."""
-    if src == dst:
-        return ()
-    from_dim = {axis: d for d, axes in enumerate(src.dims) for axis in axes}
-    to_dim = {axis: d for d, axes in enumerate(dst.dims) for axis in axes}
-    moved = [axis for axis in from_dim if axis in to_dim and from_dim[axis] != to_dim[axis]]
-    gathered = [axis for axis in from_dim if axis not in to_dim]
-    for before, after in zip(src.dims, dst.dims, strict=True):
-        kept = [axis for axis in before if axis not in moved and axis not in gathered]
-        if kept != list(after[: len(kept)]):
-            gathered += kept  # the order of axes changes, or an outer one comes in: gather and cut again
-        elif len(kept) < len(before) and kept and before[: len(kept)] != tuple(kept):
-            gathered += kept  # an outer axis leaves from under an inner one
-    cut = [axis for axis in to_dim if axis not in from_dim]
-    local = n_bytes / math.prod(mesh.shape[axis] for axis in (*from_dim, *cut))
-    steps = [Collective("all-to-all", local, (axis,)) for axis in moved]
-    if gathered:
-        full = local * math.prod(mesh.shape[axis] for axis in gathered)
-        steps.append(Collective("all-gather", full, tuple(sorted(gathered))))
-    return tuple(steps)
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation on the shards of an array, from spec `src` to spec `dst`, along mesh `axes`.
+
+    dim: the dimension that is cut, gathered, scattered to, or which an all-to-all splits. source: the dimension that an
+    all-to-all puts together again. reduction: of an all-reduce; all others sum.
+    """
+
+    kind: StepKind
+    axes: tuple[int, ...]
+    src: Spec
+    dst: Spec
+    dim: int = 0
+    source: int = 0
+    reduction: Reduction = "sum"
+
+    def collective(self, n_bytes: float, mesh_shape: tuple[int, ...]) -> Collective | None:
+        """What is communicated for an array of `n_bytes` in all; None where nothing is."""
+        match self.kind:
+            case "cut" | "mask":
+                return None
+            case "all-gather":
+                return Collective("all-gather", n_bytes / self.dst.n_shards(mesh_shape), self.axes)
+            case _:
+                kind: CollectiveKind = self.kind
+                return Collective(kind, n_bytes / self.src.n_shards(mesh_shape), self.axes)
 
 
-@functools.lru_cache(maxsize=1 << 18)
-def reshard_s(src: Spec, dst: Spec, n_bytes: float, mesh: LogicalMesh, option: AutoShardingOption) -> float:
-    """Seconds to turn `src` into `dst` for an array of `n_bytes` in all; inf where the options forbid the way."""
-    seconds = 0.0
-    for step in reshard_steps(src, dst, n_bytes, mesh):
-        if step.kind == "all-gather" and not option.allow_all_gather:
-            return float("inf")
-        if step.kind == "all-to-all" and not option.allow_all_to_all:
-            return float("inf")
-        seconds += step.seconds(mesh)
-    return seconds
+def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[Step]:
+    """Every step from `src` to another legal spec whose axes stand in ascending order in each dimension."""
+    live = tuple(axis for axis, n in enumerate(mesh_shape) if n > 1)
+    for axes in (*((axis,) for axis in live), *((live,) if len(live) > 1 else ())):
+        if set(axes) <= set(src.partial):
+            yield Step("all-reduce", axes, src, Spec(src.dims, _without(src.partial, axes)))
+            yield from _onto_dims("reduce-scatter", axes, src, _without(src.partial, axes), shape, mesh_shape)
+        if not set(axes) & {*src.axes, *src.partial}:
+            yield Step("mask", axes, src, Spec(src.dims, tuple(sorted((*src.partial, *axes)))))
+            yield from _onto_dims("cut", axes, src, src.partial, shape, mesh_shape)
+        for d, dim in enumerate(src.dims):
+            if dim[-len(axes) :] == axes:
+                rest = Spec((*src.dims[:d], dim[: -len(axes)], *src.dims[d + 1 :]), src.partial)
+                yield Step("all-gather", axes, src, rest, d)
+                if len(axes) == 1:
+                    moved = _onto_dims("all-to-all", axes, rest, src.partial, shape, mesh_shape)
+                    yield from (Step("all-to-all", axes, src, step.dst, step.dim, d) for step in moved if step.dim != d)
 
 
-def reshard_matrix(
-    src: tuple[Spec, ...], dst: tuple[Spec, ...], n_bytes: float, mesh: LogicalMesh, option: AutoShardingOption
-) -> NDArray[np.float64]:
-    """`reshard_s` for every pair, shape [len(src), len(dst)]."""
-    rows, row_of = _distinct(src)
-    columns, column_of = _distinct(dst)
-    table = np.array([[reshard_s(a, b, n_bytes, mesh, option) for b in columns] for a in rows])
-    return table[np.ix_(row_of, column_of)]
+def _without(axes: Sequence[int], gone: Sequence[int]) -> tuple[int, ...]:
+    return tuple(axis for axis in axes if axis not in gone)
 
 
-def _distinct(specs: tuple[Spec, ...]) -> tuple[list[Spec], list[int]]:
-    numbers: dict[Spec, int] = {}
-    places = [numbers.setdefault(spec, len(numbers)) for spec in specs]
-    return list(numbers), places
+def _onto_dims(
+    kind: StepKind,
+    axes: tuple[int, ...],
+    src: Spec,
+    partial: tuple[int, ...],
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+) -> Iterator[Step]:
+    """Steps after which `axes` split one dimension more, innermost."""
+    for d, dim in enumerate(src.dims):
+        if dim and dim[-1] > axes[0]:
+            continue
+        dst = Spec((*src.dims[:d], (*dim, *axes), *src.dims[d + 1 :]), partial)
+        if dst.fits(shape, mesh_shape):
+            yield Step(kind, axes, src, dst, d)
+
+
+def partial_specs_of(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[Spec]:
+    """Every legal spec of an array of `shape`, partial sums included."""
+    live = [axis for axis, n in enumerate(mesh_shape) if n > 1]
+    for spec in specs_of(shape, mesh_shape):
+        free = [axis for axis in live if axis not in spec.axes]
+        for k in range(len(free) + 1):
+            yield from (Spec(spec.dims, partial) for partial in itertools.combinations(free, k))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReshardTable:
+    """All shortest ways between the specs of one array. seconds[i, j]: from spec i to spec j; inf where there is none.
+
+    first[i, j]: number, in `steps`, of the first step of the way.
+    """
+
+    number: dict[Spec, int]
+    seconds: NDArray[np.float64]
+    first: NDArray[np.int64]
+    steps: tuple[Step, ...]
+
+    def cost(self, src: Spec, dst: Spec) -> float:
+        """Seconds to turn `src` into `dst`; inf where the options forbid every way."""
+        return float(self.seconds[self.number[src], self.number[dst]])
+
+    def matrix(self, src: Sequence[Spec], dst: Sequence[Spec]) -> NDArray[np.float64]:
+        """`cost` for every pair, shape [len(src), len(dst)]."""
+        return self.seconds[np.ix_([self.number[s] for s in src], [self.number[s] for s in dst])]
+
+    def way(self, src: Spec, dst: Spec) -> tuple[Step, ...]:
+        """The steps that turn `src` into `dst`. Raises ShardingError where there is no way."""
+        out: list[Step] = []
+        at, end = self.number[src], self.number[dst]
+        while at != end:
+            if not np.isfinite(self.seconds[at, end]):
+                raise ShardingError(f"The options leave no way to reshard `{src}` to `{dst}`.")
+            out.append(self.steps[self.first[at, end]])
+            at = self.number[out[-1].dst]
+        return tuple(out)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def reshard_table(
+    shape: tuple[int, ...],
+    n_bytes: float,
+    mesh: LogicalMesh,
+    forbidden: tuple[str, ...] = (),
+) -> ReshardTable:
+    """The table of an array of `shape` and `n_bytes` in all; steps of the `forbidden` kinds are not taken."""
+    specs = list(partial_specs_of(shape, mesh.shape))
+    number = {spec: i for i, spec in enumerate(specs)}
+    n = len(specs)
+    seconds, first = np.full((n, n), np.inf), np.zeros((n, n), np.int64)
+    np.fill_diagonal(seconds, 0.0)
+    steps: list[Step] = []
+    for i, src in enumerate(specs):
+        for step in steps_from(src, shape, mesh.shape):
+            j, price = number[step.dst], _price(step, n_bytes, mesh)
+            if step.kind not in forbidden and price < seconds[i, j]:
+                seconds[i, j], first[i, j] = price, len(steps)
+                steps.append(step)
+    for k in range(n):
+        through = seconds[:, k, None] + seconds[None, k, :]
+        shorter = through < seconds
+        seconds = np.where(shorter, through, seconds)
+        first = np.where(shorter, first[:, k, None], first)
+    return ReshardTable(number, seconds, first, tuple(steps))
+
+
+def _price(step: Step, n_bytes: float, mesh: LogicalMesh) -> float:
+    collective = step.collective(n_bytes, mesh.shape)
+    return _STEP_S + (_MASK_S if step.kind == "mask" else 0.0) + (collective.seconds(mesh) if collective else 0.0)
