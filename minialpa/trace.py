@@ -7,6 +7,7 @@ full-batch program, where each equation came from, which inputs are split over m
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
@@ -219,27 +220,45 @@ def _origins(eqns: Sequence[JaxprEqn], scopes: Sequence[str], boundaries_before:
     """Origin of each equation.
 
     Without tags (plain `jax.grad`, or no gradient at all) each equation outside the backward pass is its own forward
-    group, unless it depends on the backward pass: then it belongs to the update.
+    group, unless it belongs to the update.
     """
     groups: dict[tuple[int, int, int] | int, int] = {}
     tags = [read_tag(scope) for scope in scopes]
     has_tags = any(tag is not None for tag in tags)
-    behind: set[Var] = set()  # results that depend on the backward pass
+    is_backward = [is_transposed(scope) for scope in scopes]
+    in_update = _in_update(eqns, is_backward)
     out = []
-    for i, (eqn, scope, tag) in enumerate(zip(eqns, scopes, tags, strict=True)):
-        backward = is_transposed(scope)
-        if backward or any(v in behind for v in eqn.invars if not is_literal(v)):
-            behind.update(eqn.outvars)
+    for i, tag in enumerate(tags):
         if tag is not None:
             group = groups.setdefault(tag, len(groups))
-            out.append(Origin("backward" if backward else "forward", group, tag[1]))
-        elif backward:
+            out.append(Origin("backward" if is_backward[i] else "forward", group, tag[1]))
+        elif is_backward[i]:
             out.append(Origin("backward", None, boundaries_before[i]))
-        elif has_tags or (eqn.outvars and eqn.outvars[0] in behind):
+        elif has_tags or in_update[i]:
             out.append(Origin("other", None, boundaries_before[i]))
         else:
             out.append(Origin("forward", groups.setdefault(i, len(groups)), boundaries_before[i]))
     return tuple(out)
+
+
+def _in_update(eqns: Sequence[JaxprEqn], is_backward: Sequence[bool]) -> list[bool]:
+    """Which equations depend on the backward pass, or are read by such equations only."""
+    behind: set[Var] = set()
+    out = []
+    for eqn, backward in zip(eqns, is_backward, strict=True):
+        depends = any(v in behind for v in eqn.invars if not is_literal(v))
+        out.append(depends and not backward)
+        if backward or depends:
+            behind.update(eqn.outvars)
+    readers: dict[Var, list[int]] = defaultdict(list)
+    for i in range(len(eqns) - 1, -1, -1):
+        numbers = [r for v in eqns[i].outvars for r in readers[v]]
+        if numbers and not is_backward[i]:
+            out[i] = out[i] or all(out[r] for r in numbers)
+        for v in eqns[i].invars:
+            if not is_literal(v):
+                readers[v].append(i)
+    return out
 
 
 def _aliases(

@@ -149,9 +149,10 @@ class GraphBuilder:
         if role in ("batch", "received"):
             return self._batch_specs(var, specs)
         sharded = tuple(s for s in specs if s.n_shards(self.mesh.shape) == self.mesh.n_devices)
+        if role == "state" and option.prefer_reduce_scatter and sharded:
+            return sharded
         if option.force_data_parallel:
-            shard = option.force_zero_stage_3 or (role == "state" and option.prefer_reduce_scatter)
-            return sharded if shard and sharded else (replicated,)
+            return sharded if option.force_zero_stage_3 and sharded else (replicated,)
         if role == "parameter" and not option.allow_replicated_parameters and len(specs) > 1:
             return specs[1:]
         return specs
@@ -161,7 +162,7 @@ class GraphBuilder:
         axes = self._batch_axes()
         if dim is None or not axes:
             return specs
-        wanted = [s for s in specs if s.dims[dim][: len(axes)] == axes]
+        wanted = [s for s in specs if s.dims[dim] == axes]
         if self.option.force_data_parallel:
             wanted = [s for s in wanted if s.axes == axes]
         return tuple(wanted) or specs[:1]
