@@ -210,6 +210,19 @@ def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] 
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def eval_on_shards(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """`eval_equation` in the program of one device, where shardings on a mesh of the user have no meaning."""
+    if is_constraint(eqn):
+        return list(args)
+    local = {k: None if isinstance(v, jax.sharding.Sharding) else v for k, v in params.items()}
+    return eval_equation(eqn, args, local)
+
+
+def is_constraint(eqn: JaxprEqn) -> bool:
+    """Whether this is `jax.lax.with_sharding_constraint`."""
+    return eqn.primitive.name == "sharding_constraint"
+
+
 def eval_flat(flat: FlatJaxpr, args: Sequence[Any]) -> list[Any]:
     """Run a flat program on values or tracers."""
     env: dict[Var, Any] = dict(zip(flat.constvars, flat.consts, strict=True))

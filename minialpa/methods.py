@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -99,7 +99,7 @@ class Zero3Parallel(ShardParallel):
         return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=True)
 
 
-def _shard_options(method: ShardParallel, **fields: bool) -> PlanOptions:
+def _shard_options(method: ShardParallel, **fields: Any) -> PlanOptions:
     sharding = dataclasses.replace(method.auto_sharding_option or AutoShardingOption(), **fields)
     n = _micro_batches(1 if method.num_micro_batches is None else method.num_micro_batches)
     return PlanOptions(n_micro_batches=n, sharding=sharding, logical_shape=method.logical_shape)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from jax.sharding import PartitionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,9 @@ class AutoShardingOption:
     force_batch_dim_to_mesh_dim: mesh axis that splits the examples, wherever there are examples.
     force_zero_stage_3: with data parallelism, store parameters sharded too.
     prefer_reduce_scatter: reduce-scatter gradients and shard the optimizer state (ZeRO-2 under data parallelism).
+    fixed_specs: PartitionSpecs for arguments and results by path, as `Plan.input_specs` and `Plan.output_specs` list
+        them, over the axes "x" and "y" of the logical mesh (1-D: "x"). In a key `*` stands for any text; the first key
+        that matches counts. A mapping, or pairs.
     memory_limit_bytes: bytes per device for parameters and optimizer state; None takes the device's memory.
     solver_time_limit_s: seconds for the solver of one stage.
     """
@@ -30,8 +35,13 @@ class AutoShardingOption:
     force_batch_dim_to_mesh_dim: int | None = None
     force_zero_stage_3: bool = False
     prefer_reduce_scatter: bool = False
+    fixed_specs: Mapping[str, PartitionSpec] | tuple[tuple[str, PartitionSpec], ...] = ()
     memory_limit_bytes: float | None = None
     solver_time_limit_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        pairs = self.fixed_specs.items() if isinstance(self.fixed_specs, Mapping) else self.fixed_specs
+        object.__setattr__(self, "fixed_specs", tuple(pairs))
 
     @property
     def forbidden_collectives(self) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ class TracedStep:
     batch_dims: for each invar, the dimension that holds the examples, or None.
     batch_size: number of examples, or None when no argument is a batch.
     aliases: for each outvar the invar that it replaces when that argument is donated, or None.
+    layouts: for each outvar the invar whose sharding it takes, donated or not: that of an argument like it.
     gradients: the marked gradients, as variables of the program.
     out_tree: pytree of the results.
     """
@@ -67,6 +68,7 @@ class TracedStep:
     batch_dims: tuple[int | None, ...]
     batch_size: int | None
     aliases: tuple[int | None, ...]
+    layouts: tuple[int | None, ...]
     gradients: tuple[Var, ...]
     n_boundaries: int
     out_tree: Any
@@ -76,7 +78,7 @@ class TracedStep:
         """Hash of primitives, parameters, shapes and dataflow: equal steps have equal fingerprints."""
         flat = self.flat
         program = _program_text((*flat.constvars, *flat.invars), flat.eqns, flat.outvars)
-        text = f"{program} {self.batch_dims} {self.aliases}"
+        text = f"{program} {self.batch_dims} {self.aliases} {self.layouts}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -147,11 +149,13 @@ def trace_step(
     out_paths = tuple(
         "result" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out_shape)
     )
+    none = (None,) * len(flat.outvars)
     step = TracedStep(
         flat, origins, tuple(in_paths), out_paths, batch_dims, batch_size,
-        (None,) * len(flat.outvars), gradients, n_boundaries, jax.tree.structure(out_shape),
+        none, none, gradients, n_boundaries, jax.tree.structure(out_shape),
     )  # fmt: skip
-    return replace(step, aliases=_aliases(step, out_shape, arg_of_leaf, donate, state_like))
+    aliases = _aliases(step, arg_of_leaf, donate, state_like)
+    return replace(step, aliases=aliases, layouts=_layouts(step, arg_of_leaf, aliases))
 
 
 def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
@@ -261,9 +265,22 @@ def _in_update(eqns: Sequence[JaxprEqn], is_backward: Sequence[bool]) -> list[bo
     return out
 
 
+def _layouts(step: TracedStep, arg_of_leaf: Sequence[int], aliases: Sequence[int | None]) -> tuple[int | None, ...]:
+    """`aliases`, and then results that have the structure of some argument: gradients, or a state that is kept."""
+    invars, outvars = step.flat.invars, step.flat.outvars
+    layouts, given = list(aliases), {arg_of_leaf[i] for i in aliases if i is not None}
+    for arg in sorted(set(arg_of_leaf) - given):
+        mine = [i for i, a in enumerate(arg_of_leaf) if a == arg]
+        if any(step.batch_dims[i] is not None for i in mine) or not any(shape_of(invars[i]) for i in mine):
+            continue
+        start = _find_run([_signature(invars[i]) for i in mine], [_signature(v) for v in outvars], layouts)
+        if start is not None:
+            layouts[start : start + len(mine)] = mine
+    return tuple(layouts)
+
+
 def _aliases(
     step: TracedStep,
-    out_shape: Any,
     arg_of_leaf: Sequence[int],
     donate: Sequence[int] | Literal["auto"],
     state_like: Sequence[int],

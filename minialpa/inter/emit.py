@@ -108,7 +108,13 @@ class _Emitter:
     def _program(self, task: Task) -> ShardedEquations:
         stage = self.plan.stages[task.mesh]
         view = ShardedView(stage.mesh, stage.forbidden)
-        return task_program(self.staged, task, self.specs[task.mesh], self.equations[task.mesh], view)
+        results = {
+            atom: spec
+            for atom, value in zip(self.split.outvars, self.plan.outputs, strict=True)
+            for mesh, spec in zip(value.mesh_ids, value.specs, strict=True)
+            if mesh == task.mesh and not is_literal(atom)
+        }
+        return task_program(self.staged, task, self.specs[task.mesh], self.equations[task.mesh], view, results)
 
     # ---- buffers --------------------------------------------------------------------------------------------------
 

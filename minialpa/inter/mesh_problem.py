@@ -33,10 +33,11 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
     offset = len(traced.flat.constvars)
     aliases = tuple(
         (traced.flat.invars[alias], atom)
-        for atom, alias in zip(staged.split.outvars, traced.aliases, strict=True)
+        for atom, alias in zip(staged.split.outvars, traced.layouts, strict=True)
         if alias is not None and not is_literal(atom) and atom in made and mesh in staged.input_meshes[offset + alias]
     )
     inputs = tuple((v, role) for v, role in _inputs(staged, tasks, mesh) if v not in made)
+    made_or_read = made | {v for v, _ in inputs}
     return MeshEquations(
         tuple(e for e, _, _ in eqns.values()),
         tuple(t for _, t, _ in eqns.values()),
@@ -46,7 +47,20 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
         equal,
         staged.split.batch_dims,
         _whole(staged, mesh),
+        _input_paths(staged),
+        tuple(
+            (v, path)
+            for v, path in zip(staged.split.outvars, traced.out_paths, strict=True)
+            if not is_literal(v) and v in made_or_read
+        ),
     )
+
+
+def _input_paths(staged: StagedStep) -> dict[Var, str]:
+    """Names of arguments, and of their parts for a micro-batch."""
+    traced = staged.split.traced
+    paths = dict(zip(traced.flat.invars, traced.in_paths, strict=True))
+    return {**paths, **{micro: paths[full] for full, micro in staged.split.micro_inputs}}
 
 
 def _whole(staged: StagedStep, mesh: int) -> frozenset[Var]:
@@ -71,7 +85,7 @@ def mesh_collectives(
     out: list[tuple[Collective, int, bool]] = []
     for task in staged.tasks:
         if task.mesh == mesh:
-            program = task_program(staged, task, sharding.specs, equations, view)
+            program = task_program(staged, task, sharding.specs, equations, view, sharding.results)
             times = staged.split.n_micro_batches if task.per_micro_batch else 1
             out.extend((c, times, task.kind == "update") for c in collectives_of(program))
     return out
@@ -91,26 +105,16 @@ def task_program(
     specs: Mapping[Var, Spec],
     equations: Mapping[int, EquationSpecs],
     view: ShardedView,
+    results: Mapping[Var, Spec],
 ) -> ShardedEquations:
-    """The equations of a task with their specs; replacements of donated inputs come out sharded as those inputs."""
-    final = final_specs(staged, task, specs)
+    """The equations of a task with their specs. `results`: in which specs results of the step are left in the end."""
+    last = task.kind == "update" or (task.kind == "step" and staged.split.n_micro_batches == 1)
+    read = {v for t in staged.tasks for v in t.invars}
+    final = {v: spec for v, spec in results.items() if last and v not in read}
     out_specs = tuple(final.get(v, specs[v]) for v in task.outvars)
     return ShardedEquations(
         task.eqns, task.invars, task.outvars, specs, equations, out_specs, view.mesh, view.forbidden
     )
-
-
-def final_specs(staged: StagedStep, task: Task, specs: Mapping[Var, Spec]) -> dict[Var, Spec]:
-    """Specs in which a task leaves results of the step that nothing else reads, where these differ from their own."""
-    if task.kind != "update" and not (task.kind == "step" and staged.split.n_micro_batches == 1):
-        return {}
-    traced, read = staged.split.traced, {v for t in staged.tasks for v in t.invars}
-    out: dict[Var, Spec] = {}
-    ends = zip(staged.split.outvars, traced.aliases, staged.output_meshes, strict=True)
-    for atom, alias, meshes in ends:
-        if alias is not None and not is_literal(atom) and atom not in read and task.mesh in meshes:
-            out.setdefault(atom, specs.get(traced.flat.invars[alias], specs.get(atom, Spec(()))))
-    return {v: spec for v, spec in out.items() if v in specs}
 
 
 def _inputs(staged: StagedStep, tasks: list[Task], mesh: int) -> list[tuple[Var, Role]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import Collective
@@ -307,12 +307,10 @@ def _merged(collectives: Sequence[tuple[Collective, int, bool]], stage: int) -> 
     return [PlannedCollective(kind, size, axes, stage, n) for (kind, size, axes), n in counts.items()]
 
 
-def _placed(path: str, atom: Atom, like: Atom, meshes: Sequence[int], shardings: Sequence[MeshSharding]) -> PlacedValue:
-    specs = []
-    for mesh in meshes:
-        found = None if is_literal(like) else shardings[mesh].specs.get(like)
-        specs.append(Spec.replicated(len(shape_of(atom))) if found is None else found)
-    return PlacedValue(path, shape_of(atom), dtype_name(atom), tuple(meshes), tuple(specs))
+def _placed(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> PlacedValue:
+    """A value on meshes; where its spec is not known it is whole."""
+    whole = Spec.replicated(len(shape_of(atom)))
+    return PlacedValue(path, shape_of(atom), dtype_name(atom), tuple(specs), tuple(s or whole for s in specs.values()))
 
 
 def _placed_inputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tuple[PlacedValue, ...]:
@@ -325,18 +323,18 @@ def _placed_inputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tup
         if var in micro:
             like = micro[var]
             meshes = tuple(sorted({task.mesh for task in staged.tasks if like in task.invars}))
-        out.append(_placed(path, var, like, meshes, shardings))
+        out.append(_placed(path, var, {mesh: shardings[mesh].specs.get(like) for mesh in meshes}))
     return tuple(out)
 
 
 def _placed_outputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tuple[PlacedValue, ...]:
     """Results; a replacement of a donated input is sharded as that input, so that the next step takes it as it is."""
-    traced = staged.split.traced
     out = []
-    ends = zip(staged.split.outvars, traced.out_paths, traced.aliases, staged.output_meshes, strict=True)
-    for atom, path, alias, meshes in ends:
-        like = atom if alias is None else traced.flat.invars[alias]
-        out.append(_placed(path, atom, like, meshes, shardings))
+    for atom, path, meshes in zip(
+        staged.split.outvars, staged.split.traced.out_paths, staged.output_meshes, strict=True
+    ):
+        results = [None if is_literal(atom) else shardings[mesh].results.get(atom) for mesh in meshes]
+        out.append(_placed(path, atom, dict(zip(meshes, results, strict=True))))
     return tuple(out)
 
 

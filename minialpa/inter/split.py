@@ -250,7 +250,7 @@ class _Placer:
         """Operations and inputs without a mesh go wherever their readers are."""
         wanted: dict[Var, set[int]] = defaultdict(set)
         traced = self.split.traced
-        for atom, alias in zip(self.split.outvars, traced.aliases, strict=True):
+        for atom, alias in zip(self.split.outvars, traced.layouts, strict=True):
             if alias is not None and not is_literal(atom):
                 wanted[atom] |= homes.get(traced.flat.invars[alias], set())
         for i in range(len(eqns) - 1, -1, -1):
@@ -335,7 +335,7 @@ class _Placer:
             made[stack.total] |= made[stack.loop]
         offset = len(traced.flat.constvars)
         outputs: list[tuple[int, ...]] = []
-        for atom, alias in zip(self.split.outvars, traced.aliases, strict=True):
+        for atom, alias in zip(self.split.outvars, traced.layouts, strict=True):
             home = () if is_literal(atom) else tuple(sorted(made.get(atom, ()) or readers.get(atom, ())))[:1]
             if alias is not None:
                 own = inputs[offset + alias]

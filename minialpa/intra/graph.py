@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra import rules as _rules  # noqa: F401  (registers the rules)
+from minialpa.intra.constraints import Constraint, constraint_of_equation, constraint_of_path
 from minialpa.intra.factors import Factors, factors_of
 from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
 from minialpa.intra.reshard import reshard_table
 from minialpa.intra.spmd import EquationSpecs
 from minialpa.intra.strategies import StrategySet, enumerate_strategies, follow, is_contraction
-from minialpa.jaxprs import Atom, aval_of, bytes_of, is_extended, is_literal, shape_of
+from minialpa.jaxprs import Atom, aval_of, bytes_of, is_constraint, is_extended, is_literal, shape_of
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import Spec, specs_of
 
@@ -38,9 +39,11 @@ class MeshEquations:
 
     eqns, times, in_update: equations in order, how often per step each runs, and whether it belongs to the update.
     inputs: variables that come from outside, and their roles; `state` is read by the update only.
-    aliases: donated inputs and their replacements. equal: pairs of variables (accumulated, total) with one spec.
+    aliases: inputs, and the results that take their shardings.
+    equal: pairs of variables (accumulated, total) with one spec.
     batch_dims: dimension of the examples, for variables that have one. whole: variables that leave the mesh, or are
-    combined over micro-batches other than by a sum, and so may not be left as partial sums.
+    combined over micro-batches other than by a sum, and so may not be left as partial sums. paths: names of inputs.
+    results: results of the step on this mesh, with their names.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -51,16 +54,19 @@ class MeshEquations:
     equal: Mapping[Var, Var]
     batch_dims: Mapping[Var, int]
     whole: frozenset[Var]
+    paths: Mapping[Var, str]
+    results: tuple[tuple[Var, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MeshSharding:
     """Solution for one mesh.
 
-    compute_s: seconds per micro-batch and, second, of the update.
+    results: specs in which results of the step are left. compute_s: seconds per micro-batch and, second, of the update.
     """
 
     specs: dict[Var, Spec]
+    results: dict[Var, Spec]
     equations: tuple[EquationSpecs, ...]
     compute_s: tuple[float, float]
     optimal: bool
@@ -104,8 +110,8 @@ class GraphBuilder:
             self._add_input(var, role)
         for eqn, times, in_update in zip(problem.eqns, problem.times, problem.in_update, strict=True):
             self._add_equation(eqn, times, in_update)
-        for source, target in problem.aliases:
-            self._add_edge(target, self.choices[source].node, self.choices[source].specs, 1)
+        self.final: dict[Var, _Choice] = {}
+        self._settle_results()
 
     def graph(self) -> CostGraph:
         limit = self.option.memory_limit_bytes or (self.mesh.device.memory_bytes if self.mesh.device else None)
@@ -116,6 +122,24 @@ class GraphBuilder:
             ((0, 1),) * len(self.nodes),
             limit,
         )
+
+    def _settle_results(self) -> None:
+        """A result is left as its path says, or as the donated input that it replaces, or as it is made."""
+        replaced = {target: source for source, target in self.problem.aliases}
+        for var, path in self.problem.results:
+            fixed = self._fixed(var, path)
+            if fixed is not None:
+                self.final[var] = _Choice(None, (fixed.spec,))
+            elif var in replaced:
+                self.final[var] = self.choices[replaced[var]]
+            else:
+                continue
+            self._add_edge(var, self.final[var].node, self.final[var].specs, 1)
+
+    def _fixed(self, var: Var, path: str | None) -> Constraint | None:
+        fixed = self.option.fixed_specs
+        assert isinstance(fixed, tuple)
+        return constraint_of_path(path, shape_of(var), fixed, self.mesh.shape) if path and fixed else None
 
     # ---- nodes ----------------------------------------------------------------------------------------------------
 
@@ -146,6 +170,9 @@ class GraphBuilder:
         if not option.enable_auto_sharding or is_extended(aval_of(var).dtype):
             return (replicated,)
         specs = tuple(specs_of(shape, self.mesh.shape))
+        fixed = self._fixed(var, self.problem.paths.get(var))
+        if fixed is not None:
+            return tuple(s for s in specs if fixed.allows(s))
         if role in ("batch", "received"):
             return self._batch_specs(var, specs)
         sharded = tuple(s for s in specs if s.n_shards(self.mesh.shape) == self.mesh.n_devices)
@@ -205,7 +232,7 @@ class GraphBuilder:
 
     def _has_own_strategies(self, eqn: JaxprEqn, factors: Factors) -> bool:
         """Whether an equation does not just follow the one node that it reads from."""
-        if is_contraction(eqn) or _widens(eqn, factors) or _is_marker(eqn):
+        if is_contraction(eqn) or _widens(eqn, factors) or _is_marker(eqn) or is_constraint(eqn):
             return True
         # The sum is wanted by several readers: it should not be priced once for each.
         return "sum" in factors.reductions.values() and any(self.n_readers[v] > 1 for v in eqn.outvars)
@@ -234,10 +261,15 @@ class GraphBuilder:
         return _Record(node, strategies)
 
     def _own(self, eqn: JaxprEqn, factors: Factors, times: int, in_update: bool) -> _Record:
-        required = self._required(eqn, factors, in_update)
+        required = {} if is_constraint(eqn) else self._required(eqn, factors, in_update)
         scatter = not self.option.force_data_parallel or self.option.prefer_reduce_scatter
         pending = {} if _is_marker(eqn) else self._n_pending(eqn, factors)
         strategies = enumerate_strategies(eqn, factors, self.mesh, required, pending, scatter=scatter)
+        if is_constraint(eqn):
+            constraint = constraint_of_equation(eqn, self.mesh.shape)
+            strategies = strategies.select(
+                [s for s, spec in enumerate(strategies.results[0]) if constraint.allows(spec)]
+            )
         node = self._new_node(times * strategies.seconds)
         if in_update and _is_elementwise(eqn, factors):
             self.clusters.add(node)
@@ -304,7 +336,9 @@ class GraphBuilder:
         compute = [0.0, 0.0]
         for record, s, late in zip(self.records, pick, self.problem.in_update, strict=True):
             compute[late] += float(record.strategies.compute_s[s])
-        return MeshSharding(specs, equations, (compute[0], compute[1]), solution.optimal, solution.gap)
+        final = {v: c.specs[0 if c.node is None else solution.choices[c.node]] for v, c in self.final.items()}
+        results = {v: final.get(v, specs[v]) for v, _ in self.problem.results}
+        return MeshSharding(specs, results, equations, (compute[0], compute[1]), solution.optimal, solution.gap)
 
 
 def _is_marker(eqn: JaxprEqn) -> bool:

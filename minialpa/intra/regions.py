@@ -23,7 +23,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.intra.factors import Factors, Reduction, factors_of, localize
-from minialpa.jaxprs import Atom, FlatJaxpr, eval_equation, is_literal, shape_of
+from minialpa.jaxprs import Atom, FlatJaxpr, eval_on_shards, is_literal, shape_of
 
 #: One dimension of an array of a region.
 Node = tuple[Any, int]
@@ -311,7 +311,7 @@ def local_jaxpr(part: FlatJaxpr, region: Region, links: Links, n_splits: Mapping
             factors = region.factors[id(eqn)]
             splits = {f: n_splits.get(links.find(nodes[0]), 1) for f, nodes in _leading(eqn, factors).items()}
             operands = [v.val if is_literal(v) else env[v] for v in eqn.invars]
-            out = eval_equation(eqn, operands, localize(eqn, factors, splits))
+            out = eval_on_shards(eqn, operands, localize(eqn, factors, splits))
             env.update(zip(eqn.outvars, out, strict=True))
         return [result(v) for v in part.outvars]
 

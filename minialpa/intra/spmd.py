@@ -27,7 +27,7 @@ from minialpa.errors import VerifyError
 from minialpa.intra.factors import Factors, Reduction, factors_of, localize
 from minialpa.intra.reshard import Step, reshard_table
 from minialpa.intra.strategies import eager_reductions
-from minialpa.jaxprs import Atom, aval_of, bytes_of, eval_equation, is_extended, is_literal, shape_of
+from minialpa.jaxprs import Atom, aval_of, bytes_of, eval_equation, eval_on_shards, is_extended, is_literal, shape_of
 from minialpa.sharding import AXIS_NAMES, Spec
 
 T = TypeVar("T")
@@ -172,7 +172,7 @@ def _run(mesh_shape: tuple[int, ...]) -> Callable[[JaxprEqn, Factors, EquationSp
         if eqn.effects and max(mesh_shape) > 1:
             return _run_once(eqn, operands, len(mesh_shape))
         params = localize(eqn, factors, n_splits(factors, chosen, mesh_shape))
-        results = eval_equation(eqn, operands, params)
+        results = eval_on_shards(eqn, operands, params)
         for v, x, spec in zip(eqn.outvars, results, chosen.made, strict=True):
             expected = spec.shard_shape(shape_of(v), mesh_shape)
             if tuple(np.shape(x)) != expected:

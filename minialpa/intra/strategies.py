@@ -58,6 +58,16 @@ class StrategySet:
     def seconds(self) -> NDArray[np.float64]:
         return self.compute_s + self.communication_s
 
+    def select(self, keep: Sequence[int]) -> StrategySet:
+        """The strategies of these numbers."""
+
+        def kept(columns: tuple[Specs, ...]) -> tuple[Specs, ...]:
+            return tuple(tuple(column[s] for s in keep) for column in columns)
+
+        numbers = list(keep)
+        compute, communication = self.compute_s[numbers], self.communication_s[numbers]
+        return StrategySet(kept(self.operands), kept(self.made), kept(self.results), compute, communication)
+
 
 @dataclass(frozen=True, slots=True)
 class _Strategy:
@@ -89,8 +99,8 @@ def enumerate_strategies(
 ) -> StrategySet:
     """All strategies of `eqn` on `mesh`.
 
-    required[axis]: the factor that an axis must split (None: no factor). n_pending[axis]: how many operands may come as
-    partial sums along an axis. scatter: whether partial sums may be reduce-scattered.
+    required[axis]: the factor that this axis and no other must split (None: no factor). n_pending[axis]: how many
+    operands may come as partial sums along an axis. scatter: whether partial sums may be reduce-scattered.
     """
     pending = n_pending or {}
     assignments = list(_assignments(factors, mesh, required or {}, pending))
@@ -126,7 +136,8 @@ def _assignments(
             options.append((required[axis],))
         else:
             passes = (linear,) if factors.linear == "joint" and n_pending.get(axis, 0) else ()
-            options.append((None, *factors.splittable, *passes))
+            free = [f for f in factors.splittable if f not in required.values()]
+            options.append((None, *free, *passes))
     for assignment in itertools.product(*options):
         if all(factors.may_split(f, n) for f, n in _splits(assignment, mesh).items()):
             yield assignment

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hlo import collectives
 from jax.sharding import PartitionSpec as P
@@ -96,6 +98,95 @@ def test_two_axes_combine_data_and_operator_parallelism() -> None:
     batch_specs = [s.partition_specs[0] for s in inputs(executable) if s.path.startswith("batch")]
     assert all(spec[0] == "x" for spec in batch_specs)
     assert set(collectives(executable.get_hlo_text())) == {"all-reduce"}
+
+
+# The six-layer perceptron with biases that Alpa's tests plan on four devices, and the objectives that they expect.
+# Bytes are those of float32; 1 s for each collective and each byte.
+
+
+def six_layers(batch_size: int, hidden: int, mesh: LogicalMesh, **fields: Any) -> tuple[minialpa.Plan, Counter[str]]:
+    """Plan and collectives of one Adam step."""
+    params = [{"b": jnp.zeros(hidden), "w": jnp.eye(hidden)} for _ in range(6)]
+    optimizer = optax.adam(1e-2)
+    batch = {name: np.ones((batch_size, hidden), np.float32) for name in ("x", "y")}
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            h = batch["x"]
+            for layer in params:
+                h = jax.nn.relu(h @ layer["w"] + layer["b"][None])
+            return jnp.mean((h - batch["y"]) ** 2)
+
+        grads = jax.grad(loss_fn)(state["params"])
+        with jax.numpy_dtype_promotion("standard"):  # optax raises float32 to an int32 power
+            updates, opt_state = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt_state}
+
+    method = ShardParallel(devices=mesh, auto_sharding_option=AutoShardingOption(**fields))
+    executable = minialpa.parallelize(step, method=method).get_executable(
+        {"params": params, "opt": optimizer.init(params)}, batch
+    )
+    return executable.get_parallel_plan(), collectives(executable.get_hlo_text())
+
+
+def all_reduce(n_bytes: float, n: int, beta: float = 1.0) -> float:
+    return 1 + beta * 2 * (n - 1) / n * n_bytes
+
+
+def weight_specs(plan: minialpa.Plan, path: str) -> list[str]:
+    return [str(v.specs[0]) for v in plan.inputs if path in v.path and v.path.endswith("['w']")]
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4)])
+def test_six_layers_with_a_large_batch_are_data_parallel(shape: tuple[int, int]) -> None:
+    plan, found = six_layers(256, 32, LogicalMesh(shape, (1, 1), (1, 1)))
+    assert found == {"all-reduce": 1}  # the compiler combines them
+    assert weight_specs(plan, "params") == ["R,R"] * 6
+    assert plan.cost.total_s == pytest.approx(6 * (all_reduce(4 * 32 * 32, 4) + all_reduce(4 * 32, 4)))
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4)])
+def test_six_wide_layers_are_operator_parallel(shape: tuple[int, int]) -> None:
+    plan, found = six_layers(32, 256, LogicalMesh(shape, (1, 1), (1, 1)))
+    assert found == {"all-reduce": 5}
+    axis = shape.index(4)
+    assert weight_specs(plan, "params") == [f"R,S{axis}", f"S{axis},R"] * 3
+    assert plan.cost.total_s == pytest.approx(5 * all_reduce(4 * 32 * 256, 4))
+
+
+def test_six_layers_on_two_axes() -> None:
+    """Examples on the slow axis, operators on the fast one: no dearer than column and row parallel layers.
+
+    Freely planned, both axes split the examples, as gradients are summed on the fast axis first.
+    """
+    mesh = LogicalMesh((2, 2), (1, 1), (1, 0.1))
+    gradients = 6 * (all_reduce(4 * 32 * 16, 2) + all_reduce(4 * 32, 2))
+    plan, _ = six_layers(256, 32, mesh, force_batch_dim_to_mesh_dim=0)
+    assert plan.cost.total_s <= gradients + 5 * all_reduce(4 * 128 * 32, 2, 0.1)
+    assert {str(v.specs[0]) for v in plan.inputs if "batch" in v.path} == {"S0,R"}
+    assert {axis for spec in weight_specs(plan, "params") for axis in spec if axis in "01"} == {"1"}
+    free, found = six_layers(256, 32, mesh)
+    assert found == {"all-reduce": 1}
+    assert free.cost.total_s < plan.cost.total_s
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
+def test_six_layers_forced_to_be_data_parallel(shape: tuple[int, int]) -> None:
+    plan, found = six_layers(32, 256, LogicalMesh(shape, (1, 1), (1, 1)), force_data_parallel=True)
+    assert found == {"all-reduce": 1}
+    expected = 6 * (all_reduce(4 * 256 * 256, 4) + all_reduce(4 * 256, 4))
+    assert plan.cost.total_s == pytest.approx(expected, rel=1e-4)
+    assert weight_specs(plan, "params") == ["R,R"] * 6
+
+
+def test_six_layers_that_prefer_to_reduce_scatter() -> None:
+    plan, found = six_layers(256, 32, LogicalMesh((4, 1), (1, 1), (1, 1)), prefer_reduce_scatter=True)
+    assert found["reduce-scatter"] == found["all-gather"] == 12
+    assert found["all-reduce"] == 0
+    assert not {"R,R"} & set(weight_specs(plan, "opt"))
+    wide, found = six_layers(32, 256, LogicalMesh((4, 1), (1, 1), (1, 1)), prefer_reduce_scatter=True)
+    assert found["all-reduce"] == 5
+    assert weight_specs(wide, "opt") == ["R,S0", "S0,R"] * 6
 
 
 def test_replicated_when_sharding_is_disabled() -> None:

@@ -1,0 +1,118 @@
+"""Shardings that the user fixes are those of the plan and of the arrays, and change no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import minialpa
+from minialpa import AutoShardingOption, LogicalMesh, ShardingError, ShardParallel
+from minialpa.testing import assert_allclose
+
+MESH = LogicalMesh((2, 4))
+USER_MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def params() -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {"v": jax.random.normal(keys[0], (32, 16)) * 0.1, "w": jax.random.normal(keys[1], (16, 32)) * 0.1}
+
+
+def batch() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {"x": rng.normal(size=(16, 16)).astype(np.float32)}
+
+
+def make_step(value_and_grad: Any, constrain: Any = lambda h: h) -> Any:
+    def step(p: Any, b: Any) -> Any:
+        def loss_fn(p: Any) -> jax.Array:
+            hidden = constrain(jnp.tanh(b["x"] @ p["w"]))
+            return jnp.mean((hidden @ p["v"] - b["x"]) ** 2)
+
+        loss, grads = value_and_grad(loss_fn)(p)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), loss
+
+    return step
+
+
+def run(method: Any, constrain: Any = lambda h: h) -> tuple[Any, Any]:
+    """Results and executable of one step, after comparing it with the serial one."""
+    parallel = minialpa.parallelize(make_step(minialpa.value_and_grad, constrain), method=method)
+    expected = jax.jit(make_step(jax.value_and_grad))(params(), batch())
+    actual = parallel(params(), batch())
+    assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    return actual, parallel.get_last_executable()
+
+
+@pytest.mark.parametrize("n_micro_batches", [1, 2])
+def test_specs_of_arguments_and_results_are_fixed_by_path(n_micro_batches: int) -> None:
+    fixed = {"p['w']": P(None, "y"), "*['v']": P(("x", "y")), "b*": P("x"), "result[0]['w']": P("x")}
+    option = AutoShardingOption(fixed_specs=fixed)
+    method = ShardParallel(devices=MESH, num_micro_batches=n_micro_batches, auto_sharding_option=option)
+    (new, _), executable = run(method)
+    placed = {s.path: s.partition_specs[0] for s in jax.tree.leaves(executable.get_input_placement_specs())}
+    assert placed == {"p['v']": P(("x", "y")), "p['w']": P(None, "y"), "b['x']": P("x")}
+    assert new["w"].sharding.spec == P("x")
+    assert new["v"].sharding.spec == P(("x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("partition", "wanted"),
+    [
+        (P("data", None), ["S0,R"]),
+        (P(None, ("data", "model")), ["R,S01"]),
+        (P(P.UNCONSTRAINED, "model"), ["R,S1", "S0,S1"]),
+    ],
+)
+def test_constraints_in_the_model_hold(partition: P, wanted: list[str]) -> None:
+    sharding = NamedSharding(USER_MESH, partition)
+    _, executable = run(ShardParallel(devices=MESH), lambda h: jax.lax.with_sharding_constraint(h, sharding))
+    stage = executable.get_parallel_plan().stages[0]
+    kept = [results[0] for operands, made, results in stage.equation_specs if operands[:1] == made == results]
+    assert any(str(spec) in wanted for spec in kept)
+
+
+def test_a_constraint_inside_a_loop_is_ignored_and_harmless() -> None:
+    sharding = NamedSharding(USER_MESH, P("data"))
+
+    def constrain(h: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (jax.lax.with_sharding_constraint(c, sharding), None), h, None, length=2)[0]
+
+    run(ShardParallel(devices=MESH), constrain)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ({"p['w']": P("z")}, r"the spec of `p\['w'\]` names the axes \['z'\]; the mesh has x, y"),
+        ({"p['w']": P(None, None, "x")}, r"has 3 entries for an array of shape \(16, 32\)"),
+        ({"b['x']": P(None, ("y", "x"))}, "list them in the order of the mesh"),
+    ],
+)
+def test_specs_that_cannot_be(fixed: Any, message: str) -> None:
+    method = ShardParallel(devices=MESH, auto_sharding_option=AutoShardingOption(fixed_specs=fixed))
+    with pytest.raises(ShardingError, match=message):
+        minialpa.parallelize(make_step(jax.value_and_grad), method=method).plan(params(), batch())
+
+
+def test_a_spec_that_does_not_divide() -> None:
+    odd = {"v": jnp.ones((33, 16)), "w": jnp.ones((16, 33))}
+    option = AutoShardingOption(fixed_specs={"p['v']": P("y")})
+    method = ShardParallel(devices=MESH, auto_sharding_option=option)
+    with pytest.raises(
+        ShardingError, match=r"splits dimension 0 of shape \(33, 16\) over \('y',\), which does not divide"
+    ):
+        minialpa.parallelize(make_step(jax.value_and_grad), method=method).plan(odd, batch())
+
+
+def test_a_constraint_for_another_mesh() -> None:
+    sharding = NamedSharding(USER_MESH, P("data"))
+    step = make_step(jax.value_and_grad, lambda h: jax.lax.with_sharding_constraint(h, sharding))
+    with pytest.raises(ShardingError, match=r"mesh of \{'data': 2, 'model': 4\} and is planned for .* \(8,\)"):
+        minialpa.parallelize(step, method=ShardParallel(devices=LogicalMesh((8,)))).plan(params(), batch())
