@@ -108,32 +108,29 @@ def recipes_for(case: Case, n_devices: int) -> Iterator[Recipe]:
 
 
 def measure(case: Case, recipe: Recipe) -> Measured:
-    """Compile the training step as the recipe says."""
+    """The compiled step of a recipe."""
+    compiled = compile_step(case, recipe)
+    return Measured(recipe.name, hlo.collectives(compiled.as_text(), scatter=True), memory_bytes(compiled))
+
+
+def compile_step(case: Case, recipe: Recipe) -> Any:
+    """The training step, laid out as the recipe says and compiled by `jax.jit`. It donates its state."""
     built, mesh = case.build(), recipe.mesh()
     state, batch = arguments(built)
     examples = NamedSharding(mesh, P("data"))
-    state_layout = _state_layout(case, recipe, state, mesh)
+    layout = state_layout(case, recipe, state, mesh)
     step = built.train_step(jax.value_and_grad)
 
     def pinned(state: Any, batch: Any) -> Any:
         with ExitStack() as stack:
             if recipe.model > 1:
-                stack.enter_context(nn.intercept_methods(partial(_pin_residual, recipe, mesh)))
+                stack.enter_context(nn.intercept_methods(partial(_pin_layers, case, recipe, mesh)))
             if recipe.experts:
                 stack.enter_context(nn.intercept_methods(partial(_pin_experts, mesh)))
             return step(state, batch)
 
-    compiled = (
-        jax.jit(
-            pinned,
-            in_shardings=(state_layout, examples),
-            out_shardings=(state_layout, NamedSharding(mesh, P())),
-            donate_argnums=0,
-        )
-        .lower(state, batch)
-        .compile()
-    )
-    return Measured(recipe.name, hlo.collectives(compiled.as_text(), scatter=True), memory_bytes(compiled))
+    lay_out = {"in_shardings": (layout, examples), "out_shardings": (layout, NamedSharding(mesh, P()))}
+    return jax.jit(pinned, **lay_out, donate_argnums=0).lower(state, batch).compile()
 
 
 def memory_bytes(compiled: Any) -> int:
@@ -151,14 +148,14 @@ def _path(keys: Any) -> str:
     return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in keys)
 
 
-def _state_layout(case: Case, recipe: Recipe, state: Any, mesh: Mesh) -> Any:
+def state_layout(case: Case, recipe: Recipe, state: Any, mesh: Mesh) -> Any:
     """A sharding for each leaf of the state; one whose path ends like a parameter's, and of its shape, follows it."""
     parameters = {
         _path(keys): (leaf.shape, parameter_spec(case, recipe, _path(keys), leaf.shape))
         for keys, leaf in jax.tree_util.tree_leaves_with_path(state.params)
     }
 
-    def layout(keys: Any, leaf: Any) -> NamedSharding:
+    def lie(keys: Any, leaf: Any) -> NamedSharding:
         names = _path(keys).split("/")
         for i in range(len(names)):
             shape, spec = parameters.get("/".join(names[i:]), (None, P()))
@@ -166,7 +163,7 @@ def _state_layout(case: Case, recipe: Recipe, state: Any, mesh: Mesh) -> Any:
                 return NamedSharding(mesh, spec)
         return NamedSharding(mesh, P())
 
-    return jax.tree_util.tree_map_with_path(layout, state)
+    return jax.tree_util.tree_map_with_path(lie, state)
 
 
 def parameter_spec(case: Case, recipe: Recipe, path: str, shape: tuple[int, ...]) -> P:
@@ -194,15 +191,24 @@ def _tensor_dim(case: Case, n_devices: int, path: str) -> int | None:
 # ---- where activations lie -------------------------------------------------------------------------------------------
 
 
-def _pin_residual(recipe: Recipe, mesh: Mesh, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-    """Pin what flows between the pairs of split layers, [b s m]: results of blocks, norms and row-parallel layers."""
+def _pin_layers(
+    case: Case, recipe: Recipe, mesh: Mesh, call: Callable[..., Any], args: Any, kwargs: Any, context: Any
+) -> Any:
+    """Pin the results of layers: features or heads split after a column-parallel one, [b s m] or [b s h d].
+
+    After row-parallel layers, norms and blocks flows the residual stream: whole, or split along s.
+    """
     out = call(*args, **kwargs)
     module = context.module
-    residual = module.name in _ROW_PARALLEL or isinstance(module, _NORMS) or type(module).__name__.endswith("Block")
-    if not residual or context.method_name != "__call__" or not isinstance(out, jax.Array) or out.ndim != 3:
+    if context.method_name != "__call__" or not isinstance(out, jax.Array) or out.ndim < 3:
         return out
-    sequence = "model" if recipe.sequence and out.shape[1] % recipe.model == 0 else None
-    return jax.lax.with_sharding_constraint(out, NamedSharding(mesh, P("data", sequence)))
+    if module.name in _ROW_PARALLEL or isinstance(module, _NORMS) or type(module).__name__.endswith("Block"):
+        sequence = "model" if recipe.sequence and out.shape[1] % recipe.model == 0 else None
+        return jax.lax.with_sharding_constraint(out, NamedSharding(mesh, P("data", sequence)))
+    kernel = "/".join((*module.path, "kernel"))
+    if _tensor_dim(case, recipe.model, kernel) is not None and out.shape[2] % recipe.model == 0:
+        return jax.lax.with_sharding_constraint(out, NamedSharding(mesh, P("data", None, "model")))
+    return out
 
 
 def _pin_experts(mesh: Mesh, call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
