@@ -5,7 +5,8 @@ Both are compiled, and the collectives of both are read from the compiled progra
     uniform     all links alike
     two-level   two halves; links between them have a tenth of the bandwidth of links inside
 
-Compute is not priced: plan and recipe both split every large matrix product over all devices.
+Compute is not priced: plan and recipe should both split every large matrix product over all devices. `flops_ratio`
+shows whether they do: floating point operations of each device in products and convolutions, plan over recipe.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def _row(case: Case, links: Links) -> dict[str, Any]:
                 f"{label}_us": seconds[best.name] * 1e6,
                 f"{label}_mb": best.memory_bytes / 1e6,
                 f"{label}_ratio": ours_s / seconds[best.name] if seconds[best.name] else float(ours_s > 0),
+                f"{label}_flops_ratio": ours.flops / best.flops,
             }
     return row
 
@@ -96,5 +98,7 @@ def _measure_plan(case: Case, links: Links) -> Measured:
     }
     mesh = min(plans, key=lambda mesh: plans[mesh].cost.total_s)
     executable = minialpa.parallelize(step, method=plans[mesh]).get_executable(*args)
-    found = (one for text in executable.get_hlo_text() for one in hlo.collectives(text, scatter=True))
-    return Measured("x".join(map(str, mesh.shape)), tuple(found), executable.get_total_allocation_size())
+    texts = executable.get_hlo_text()
+    found = tuple(one for text in texts for one in hlo.collectives(text, scatter=True))
+    name = "x".join(map(str, mesh.shape))
+    return Measured(name, found, executable.get_total_allocation_size(), sum(map(hlo.flops, texts)))

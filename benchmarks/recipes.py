@@ -72,11 +72,12 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A compiled step: its collectives, and bytes per device (arguments, results and temporaries)."""
+    """A compiled step: its collectives; of each device bytes (arguments, results, temporaries) and flops."""
 
     name: str
     collectives: tuple[HloCollective, ...]
     memory_bytes: int
+    flops: float
 
     def communication_s(self, mesh: LogicalMesh) -> float:
         return hlo.seconds(self.collectives, mesh)
@@ -110,7 +111,8 @@ def recipes_for(case: Case, n_devices: int) -> Iterator[Recipe]:
 def measure(case: Case, recipe: Recipe) -> Measured:
     """The compiled step of a recipe."""
     compiled = compile_step(case, recipe)
-    return Measured(recipe.name, hlo.collectives(compiled.as_text(), scatter=True), memory_bytes(compiled))
+    text = compiled.as_text()
+    return Measured(recipe.name, hlo.collectives(text, scatter=True), memory_bytes(compiled), hlo.flops(text))
 
 
 def compile_step(case: Case, recipe: Recipe) -> Any:

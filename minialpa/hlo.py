@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,8 +19,17 @@ from typing import Literal, get_args
 
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective, CollectiveKind
-from minialpa.hlo_text import Computation, Groups, Instruction, Module, array_sizes, parse_groups, parse_module
-from minialpa.hlo_text import split_tuple as _split
+from minialpa.hlo_text import (
+    Computation,
+    Groups,
+    Instruction,
+    Module,
+    array_dims,
+    array_sizes,
+    parse_groups,
+    parse_module,
+    split_tuple,
+)
 
 HloKind = CollectiveKind | Literal["collective-permute"]
 _KINDS: dict[str, HloKind] = {
@@ -132,6 +142,33 @@ def _sub_grid(group: Sequence[int], mesh: LogicalMesh) -> LogicalMesh:
     return LogicalMesh((len(group),), (alpha,), (beta,))
 
 
+def flops(text: str) -> float:
+    """Floating point operations of each device in the matrix products and convolutions of the program `text`.
+
+    2 * elements of the result * terms of each sum. A term is an element of the contracted dimensions of a product, or
+    of the kernel of a convolution for one output feature.
+    """
+    module = parse_module(text)
+    total = 0.0
+    for name, times in _times(module).items():
+        shapes = {i.name: i.shape for i in module.computations[name].instructions}
+        for instruction in module.computations[name].instructions:
+            if instruction.opcode in ("dot", "convolution"):
+                result = math.prod(array_dims(instruction.shape))
+                total += 2 * times * result * _n_terms(instruction, shapes)
+    return total
+
+
+def _n_terms(instruction: Instruction, shapes: dict[str, str]) -> float:
+    left, right = (array_dims(shapes[operand]) for operand in instruction.operands)
+    if instruction.opcode == "dot":
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+        return math.prod(left[int(d)] for d in contracted[1].split(",") if d) if contracted else 1
+    labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
+    assert labels is not None, instruction
+    return math.prod(right) / right[labels[1].index("o")]
+
+
 # ---- how often a computation runs ------------------------------------------------------------------------------------
 
 
@@ -187,7 +224,7 @@ def _collective(instruction: Instruction, kind: HloKind, times: int, n_devices: 
     groups = parse_groups(instruction.attributes, n_devices)
     shape = instruction.shape
     if instruction.opcode.endswith("-start") and kind != "all-reduce":
-        shape = _split(shape)[1]  # (operands, results, contexts...)
+        shape = split_tuple(shape)[1]  # (operands, results, contexts...)
     sizes = list(array_sizes(shape))
     # Of a reduce-scatter the text shows the shards.
     factor = len(groups[0]) if kind == "reduce-scatter" else 1

@@ -123,6 +123,11 @@ def array_sizes(shape: str) -> Iterator[tuple[int, float]]:
         yield n, n * _dtype_bytes(dtype)
 
 
+def array_dims(shape: str) -> tuple[int, ...]:
+    """Dimensions of an array's shape: (8, 4) of `f32[8,4]{1,0}`."""
+    return tuple(_numbers(shape[shape.index("[") : shape.index("]")]))
+
+
 def _dtype_bytes(dtype: str) -> float:
     """Bytes of one element: the first number of the name is its bits (`bf16`, `f8e4m3fn`, `c64`); `pred` has eight."""
     bits = re.search(r"\d+", dtype)

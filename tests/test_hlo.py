@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from minialpa import LogicalMesh
 from minialpa.cost import Collective
 from minialpa.errors import VerifyError
-from minialpa.hlo import HloCollective, bytes_by_kind, collectives, mesh_axes, seconds
+from minialpa.hlo import HloCollective, bytes_by_kind, collectives, flops, mesh_axes, seconds
 from minialpa.hlo_text import array_sizes, parse_groups, parse_module
 
 X = np.ones((16, 64), np.float32)  # [8, 16] and 512 bytes on each device of a (2, 4) mesh
@@ -194,6 +194,21 @@ def test_asynchronous_forms_count_once() -> None:
 )
 def test_every_form_of_groups_is_read(text: str, groups: Any) -> None:
     assert parse_groups(f", channel_id=1, replica_groups={text}, use_global_device_ids=true", 8) == groups
+
+
+def test_flops_are_those_of_products_and_convolutions() -> None:
+    """On (8, 16) shards: two products in a loop of 3, and a 3x3 convolution of 2 to 5 channels."""
+
+    def product(x: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, _: (jnp.einsum("ij,kj->ik", c, c) @ c, None), x, None, length=3)[0]
+
+    def convolution(x: jax.Array) -> jax.Array:
+        image, kernel = x.reshape(1, 8, 8, 2), jnp.ones((3, 3, 2, 5))
+        return lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    assert flops(compiled(product)) == 3 * (2 * 8 * 8 * 16 + 2 * 8 * 8 * 16)
+    assert flops(compiled(convolution, out=P())) == 2 * (8 * 8 * 5) * (3 * 3 * 2)
+    assert flops(compiled(lambda x: jnp.sin(x))) == 0
 
 
 def test_what_cannot_be_read_is_said() -> None:
