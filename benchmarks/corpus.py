@@ -41,13 +41,23 @@ def _case(name: str, model: str, **sizes: Any) -> Case:
     return Case(name, model, tuple(sorted(sizes.items())))
 
 
+_LLAMA = {
+    "batch_size": 16,
+    "seq_len": 128,
+    "hidden": 512,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "ffn": 1024,
+    "vocab_size": 1024,
+}
 _FULL = (
     _case("mlp", "mlp", batch_size=8192, hidden=512, n_layers=4),
     _case("mlp, wide", "mlp", batch_size=64, hidden=4096, n_layers=4),
     _case("gpt", "gpt", batch_size=64, seq_len=128, hidden=256, n_heads=8, vocab_size=1024),
     _case("gpt, wide", "gpt", batch_size=8, seq_len=64, hidden=1024, n_heads=16, vocab_size=2048),
     _case("gpt, vocabulary", "gpt", batch_size=16, seq_len=64, hidden=256, n_heads=8, n_layers=1, vocab_size=32768),
-    _case("llama", "llama", batch_size=16, seq_len=128, hidden=512, n_heads=8, n_kv_heads=4, ffn=1024, vocab_size=1024),
+    _case("llama", "llama", **_LLAMA),
+    _case("llama, scan", "llama", **_LLAMA, n_layers=4, scan_layers=True),
     _case("bert", "bert", batch_size=32, seq_len=64, hidden=512, n_heads=8, vocab_size=1024),
     _case("moe", "moe", batch_size=16, seq_len=128, hidden=256, n_heads=8, vocab_size=1024),
     _case("vit", "vit", batch_size=64, image_size=64, patch=8, hidden=256, n_heads=8),

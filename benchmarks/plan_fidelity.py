@@ -10,7 +10,7 @@ plan may mean either.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +81,7 @@ def fidelity(case: Case, mesh: LogicalMesh, method: str) -> Fidelity:
     with captured_stderr() as printed:
         executable = step.get_executable(*arguments(built))
     plan = executable.get_parallel_plan()
-    predicted: Counter[Key] = Counter()
+    predicted: defaultdict[Key, float] = defaultdict(float)
     for one in plan.collectives:
         axes = tuple(sorted(axis for axis in set(one.axes) if mesh.shape[axis] > 1))
         predicted[one.kind, axes] += one.times_per_step * one.n_bytes
@@ -100,7 +100,7 @@ def fidelity(case: Case, mesh: LogicalMesh, method: str) -> Fidelity:
 
 def compiled_bytes(found: Sequence[hlo.HloCollective], mesh: LogicalMesh) -> dict[Key, float]:
     """Bytes by kind and axes. Collectives of groups of one are none."""
-    total: Counter[Key] = Counter()
+    total: defaultdict[Key, float] = defaultdict(float)
     for one in found:
         axes = None if one.kind == "collective-permute" else hlo.mesh_axes(one.groups, mesh.shape)
         if axes != ():

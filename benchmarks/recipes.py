@@ -131,8 +131,9 @@ def compile_step(case: Case, recipe: Recipe) -> Any:
                 stack.enter_context(nn.intercept_methods(partial(_pin_experts, mesh)))
             return step(state, batch)
 
-    lay_out = {"in_shardings": (layout, examples), "out_shardings": (layout, NamedSharding(mesh, P()))}
-    return jax.jit(pinned, **lay_out, donate_argnums=0).lower(state, batch).compile()
+    results = (layout, NamedSharding(mesh, P()))
+    jitted = jax.jit(pinned, in_shardings=(layout, examples), out_shardings=results, donate_argnums=0)
+    return jitted.lower(state, batch).compile()
 
 
 def memory_bytes(compiled: Any) -> int:
@@ -223,7 +224,7 @@ def _pin_experts(mesh: Mesh, call: Callable[..., Any], args: Any, kwargs: Any, c
     einsum, by_expert, by_group = jnp.einsum, NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "data"))
     pin = jax.lax.with_sharding_constraint
 
-    def pinned(formula: str, *operands: jax.Array) -> jax.Array:
+    def pinned(formula: str, *operands: jax.Array) -> Any:
         if formula.endswith("->gsm"):
             combine, y = operands
             return einsum(formula, combine, pin(pin(y, by_expert), by_group))

@@ -12,13 +12,14 @@ import dataclasses
 import itertools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective, CollectiveKind
+from minialpa.errors import ShardingError
 from minialpa.hlo_text import (
     Computation,
     Groups,
@@ -75,9 +76,9 @@ def collectives(text: str, *, scatter: bool = False) -> tuple[HloCollective, ...
 
 def bytes_by_kind(found: Iterable[HloCollective]) -> dict[HloKind, float]:
     """Bytes of all collectives of each kind, each as often as it runs."""
-    total: Counter[HloKind] = Counter()
+    total: defaultdict[HloKind, float] = defaultdict(float)
     for one in found:
-        total[one.kind] += one.times * one.n_bytes  # type: ignore[assignment]  # a Counter adds floats as well
+        total[one.kind] += one.times * one.n_bytes
     return dict(total)
 
 
@@ -99,7 +100,14 @@ def _axis_groups(axes: tuple[int, ...], mesh_shape: Sequence[int]) -> set[frozen
 
 
 def seconds(found: Iterable[HloCollective], mesh: LogicalMesh) -> float:
-    """Seconds of all collectives on `mesh`, whose device numbers are row-major."""
+    """Seconds of all collectives on `mesh`, whose device numbers are row-major. A mesh too small raises."""
+    found = tuple(found)
+    last = max((device for one in found for group in one.groups for device in group), default=0)
+    if last >= mesh.n_devices:
+        raise ShardingError(
+            f"The program exchanges data with device {last} and the mesh {mesh.shape} has {mesh.n_devices} devices. "
+            "Give the mesh that the program was compiled for."
+        )
     return sum(one.times * _one_s(one, mesh) for one in found)
 
 

@@ -42,7 +42,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """Instructions in the order of the text; the last one is taken for the root."""
+    """Instructions in the order of the text."""
 
     name: str
     instructions: tuple[Instruction, ...]

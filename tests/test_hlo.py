@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from minialpa import LogicalMesh
 from minialpa.cost import Collective
-from minialpa.errors import VerifyError
+from minialpa.errors import ShardingError, VerifyError
 from minialpa.hlo import HloCollective, bytes_by_kind, collectives, flops, mesh_axes, seconds
 from minialpa.hlo_text import array_sizes, parse_groups, parse_module
 
@@ -254,6 +254,11 @@ def test_other_groups_are_grids_or_rings_over_the_slowest_link() -> None:
     for groups, price in cases.items():
         assert mesh_axes(groups, (2, 4)) is None
         assert seconds([HloCollective("all-gather", 8.0, groups, 1, 2)], mesh) == pytest.approx(price)
+
+
+def test_a_mesh_that_is_too_small_is_refused() -> None:
+    with pytest.raises(ShardingError, match=r"with device 7 and the mesh \(2, 2\) has 4 devices"):
+        seconds([HloCollective("all-gather", 8.0, ROWS, 1, 2)], LogicalMesh((2, 2)))
 
 
 def test_a_permutation_costs_its_slowest_pair() -> None:
