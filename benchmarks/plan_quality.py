@@ -56,7 +56,7 @@ def plan_quality(size: Size) -> Rows:
 
 
 def _row(case: Case, links: Links) -> dict[str, Any]:
-    ours = _measure_plan(case, links)
+    ours, optimal = _measure_plan(case, links)
     recipes = _measured(case, links.price.n_devices)
     seconds = {recipe.name: recipe.communication_s(links.price) for recipe in recipes}
     ours_s = ours.communication_s(links.price)
@@ -66,6 +66,7 @@ def _row(case: Case, links: Links) -> dict[str, Any]:
         "devices": links.price.n_devices,
         "links": links.name,
         "shape": ours.name,
+        "optimal": optimal,
         "ours_us": ours_s * 1e6,
         "ours_mb": ours.memory_bytes / 1e6,
     }
@@ -88,8 +89,8 @@ def _measured(case: Case, n_devices: int) -> tuple[Measured, ...]:
     return tuple(measure(case, recipe) for recipe in recipes_for(case, n_devices))
 
 
-def _measure_plan(case: Case, links: Links) -> Measured:
-    """The plan of the logical mesh for which the planner predicts the least, compiled."""
+def _measure_plan(case: Case, links: Links) -> tuple[Measured, bool]:
+    """The plan of the logical mesh for which the planner predicts the least, compiled, and whether it is proven."""
     built = case.build()
     args = arguments(built)
     step = built.train_step(minialpa.value_and_grad)
@@ -101,4 +102,5 @@ def _measure_plan(case: Case, links: Links) -> Measured:
     texts = executable.get_hlo_text()
     found = tuple(one for text in texts for one in hlo.collectives(text, scatter=True))
     name = "x".join(map(str, mesh.shape))
-    return Measured(name, found, executable.get_total_allocation_size(), sum(map(hlo.flops, texts)))
+    measured = Measured(name, found, executable.get_total_allocation_size(), sum(map(hlo.flops, texts)))
+    return measured, all(stage.optimal for stage in plans[mesh].stages)
