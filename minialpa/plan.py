@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import VerifyError
-from minialpa.sharding import Spec
+from minialpa.sharding import EquationSpecs, Spec
 
 VERSION = 1
 
@@ -80,8 +80,7 @@ class StagePlan:
 
     first_device: number of its first device in the cluster. alpha, beta: links of the axes of the logical shape;
     forbidden: kinds of collectives that may not reshard anything.
-    input_specs: specs of the inputs of the mesh in order; equation_specs: for each equation of the mesh the specs of
-    its operands, of its results as the shards compute them, and of its results as they are left.
+    input_specs, equation_specs: specs of the inputs, and of the equations, of the mesh in order.
     compute_s, communication_s: seconds of one micro-batch, forward and backward; update_s: seconds once per step.
     fixed_bytes, in_flight_bytes: bytes per device for state and gradients, and for each micro-batch in flight.
     """
@@ -94,7 +93,7 @@ class StagePlan:
     beta: tuple[float, ...]
     forbidden: tuple[str, ...]
     input_specs: tuple[Spec, ...]
-    equation_specs: tuple[tuple[tuple[Spec, ...], tuple[Spec, ...], tuple[Spec, ...]], ...]
+    equation_specs: tuple[EquationSpecs, ...]
     operators: tuple[PlannedOperator, ...]
     compute_s: float
     communication_s: float
@@ -241,6 +240,8 @@ def _range(layers: tuple[int, ...]) -> str:
 def _encode(value: Any) -> Any:
     if isinstance(value, Spec):
         return str(value)
+    if isinstance(value, EquationSpecs):
+        return [_encode(value.operands), _encode(value.made), _encode(value.results), _encode(value.body)]
     if dataclasses.is_dataclass(value):
         return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, tuple):
@@ -269,13 +270,18 @@ def _decode_operator(data: dict[str, Any]) -> PlannedOperator:
     return PlannedOperator(data["name"], data["part"], data["layer"], tuple(data["shape"]), result, operands)
 
 
+def _decode_equation(data: list[Any]) -> EquationSpecs:
+    operands, made, results, body = data
+    return EquationSpecs(_specs(operands), _specs(made), _specs(results), tuple(map(_decode_equation, body)))
+
+
 def _decode_stage(data: dict[str, Any]) -> StagePlan:
     fields = dict(data)
     for name in ("layers", "logical_shape", "alpha", "beta", "forbidden"):
         fields[name] = tuple(data[name])
     fields["submesh"] = (data["submesh"][0], data["submesh"][1])
     fields["input_specs"] = _specs(data["input_specs"])
-    fields["equation_specs"] = tuple((_specs(a), _specs(b), _specs(c)) for a, b, c in data["equation_specs"])
+    fields["equation_specs"] = tuple(map(_decode_equation, data["equation_specs"]))
     fields["operators"] = tuple(_decode_operator(op) for op in data["operators"])
     return StagePlan(**fields)
 

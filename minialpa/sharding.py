@@ -93,6 +93,19 @@ class Spec:
         return PartitionSpec(*names)
 
 
+@dataclass(frozen=True, slots=True)
+class EquationSpecs:
+    """Chosen specs of one equation: its operands, its results as the shards compute them, and as they are left.
+
+    body: for a loop, the specs of the equations of an iteration.
+    """
+
+    operands: tuple[Spec, ...]
+    made: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    body: tuple[EquationSpecs, ...] = ()
+
+
 def specs_of(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterable[Spec]:
     """Every legal spec of an array of `shape` without partial sums: each mesh axis splits one dimension or none."""
 

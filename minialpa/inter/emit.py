@@ -19,7 +19,7 @@ from minialpa.inter.mesh_problem import ShardedView, task_program
 from minialpa.inter.schedule import global_order, make_schedule
 from minialpa.inter.split import StagedStep, Task
 from minialpa.inter.staging import bind_specs, mesh_problems, realise
-from minialpa.intra.spmd import EquationSpecs, ShardedEquations
+from minialpa.intra.spmd import ShardedEquations
 from minialpa.jaxprs import aval_of, is_literal, shape_of
 from minialpa.plan import Plan
 from minialpa.program import (
@@ -38,7 +38,7 @@ from minialpa.program import (
     verify_program,
     writes,
 )
-from minialpa.sharding import Spec
+from minialpa.sharding import EquationSpecs, Spec
 from minialpa.trace import TracedStep
 
 Name = tuple[Var, int | None, int]  # variable, micro-batch, mesh

@@ -12,9 +12,9 @@ from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective
 from minialpa.inter.split import StagedStep, Task
 from minialpa.intra.graph import MeshEquations, MeshSharding, Role
-from minialpa.intra.spmd import EquationSpecs, ShardedEquations, collectives_of
+from minialpa.intra.spmd import ShardedEquations, collectives_of
 from minialpa.jaxprs import bytes_of, is_literal
-from minialpa.sharding import Spec
+from minialpa.sharding import EquationSpecs, Spec
 
 
 def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
@@ -87,7 +87,7 @@ def mesh_collectives(
         if task.mesh == mesh:
             program = task_program(staged, task, sharding.specs, equations, view, sharding.results)
             times = staged.split.n_micro_batches if task.per_micro_batch else 1
-            out.extend((c, times, task.kind == "update") for c in collectives_of(program))
+            out.extend((c, n * times, task.kind == "update") for c, n in collectives_of(program))
     return out
 
 

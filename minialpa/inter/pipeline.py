@@ -223,7 +223,7 @@ def _solve(
             raise InfeasibleError(f"Stage {k} on a mesh of {mesh.shape} devices: {error}") from error
         view = ShardedView(mesh, stage.option.forbidden_collectives)
         moved = mesh_collectives(staged, k, problem, solution, view)
-        seconds = stage_seconds(solution, moved, mesh)
+        seconds = stage_seconds(solution, moved, mesh, options.n_micro_batches)
         plans.append(
             _stage_plan(staged, k, stage, first_device, problem, solution, view, seconds, n_live(schedule, k),
                         layer_of_group)
@@ -269,7 +269,7 @@ def _stage_plan(
         mesh.beta,
         view.forbidden,
         tuple(solution.specs[v] for v, _ in problem.inputs),
-        tuple((e.operands, e.made, e.results) for e in solution.equations),
+        solution.equations,
         _operators(staged, problem, solution, layer_of_group),
         *seconds,
         memory.fixed_bytes,

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.cost import Collective
+from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import InfeasibleError
 from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations, mesh_memory
 from minialpa.inter.split import StagedStep
@@ -63,16 +63,24 @@ def logical_shapes(submesh: tuple[int, int], space: str) -> list[tuple[int, ...]
 
 
 def stage_seconds(
-    solution: MeshSharding, collectives: Sequence[tuple[Collective, int, bool]], mesh: LogicalMesh
+    solution: MeshSharding,
+    collectives: Sequence[tuple[Collective, int, bool]],
+    mesh: LogicalMesh,
+    n_micro_batches: int,
 ) -> tuple[float, float, float]:
-    """Seconds of compute and of communication per micro-batch, and of everything in the update."""
-    loop = update = 0.0
-    for collective, _, late in collectives:
-        seconds = collective.seconds(mesh)
+    """Seconds of compute and of communication per micro-batch, and of everything in the update.
+
+    collectives: each with how often a step runs it, and whether in the update. Those of the update do not wait for
+    each other, and compilers combine them.
+    """
+    loop = 0.0
+    combined: dict[tuple[CollectiveKind, tuple[int, ...]], float] = {}
+    for c, times, late in collectives:
         if late:
-            update += seconds
+            combined[c.kind, c.axes] = combined.get((c.kind, c.axes), 0.0) + times * c.n_bytes
         else:
-            loop += seconds
+            loop += times * c.seconds(mesh) / n_micro_batches
+    update = sum(Collective(kind, n_bytes, axes).seconds(mesh) for (kind, axes), n_bytes in combined.items())
     return solution.compute_s[0], loop, solution.compute_s[1] + update
 
 
@@ -106,7 +114,7 @@ def layer_table(
                 continue
             view = ShardedView(mesh, option.forbidden_collectives)
             collectives = mesh_collectives(staged, layer, problem, solution, view)
-            compute, communication, update = stage_seconds(solution, collectives, mesh)
+            compute, communication, update = stage_seconds(solution, collectives, mesh, staged.split.n_micro_batches)
             memory = mesh_memory(staged, layer, solution, mesh.shape)
             seconds[layer, m], step_seconds[layer, m] = compute + communication, update
             fixed[layer, m], in_flight[layer, m] = memory.fixed_bytes, memory.in_flight_bytes

@@ -15,9 +15,8 @@ from minialpa.inter.mesh_problem import mesh_equations
 from minialpa.inter.microbatch import split_micro_batches
 from minialpa.inter.split import StagedStep, stage_split, traced_positions
 from minialpa.intra.graph import MeshEquations
-from minialpa.intra.spmd import EquationSpecs
 from minialpa.plan import Plan, StagePlan
-from minialpa.sharding import Spec
+from minialpa.sharding import EquationSpecs, Spec
 from minialpa.trace import TracedStep
 
 
@@ -43,12 +42,10 @@ def bind_specs(problem: MeshEquations, stage: StagePlan) -> tuple[dict[Var, Spec
             f"stage that has {len(problem.inputs)} and {len(problem.eqns)}. Plan this step again."
         )
     specs = {var: spec for (var, _), spec in zip(problem.inputs, stage.input_specs, strict=True)}
-    equations = []
-    for eqn, (operands, made, results) in zip(problem.eqns, stage.equation_specs, strict=True):
-        specs.update(zip(eqn.outvars, results, strict=True))
-        equations.append(EquationSpecs(operands, made, results))
+    for eqn, chosen in zip(problem.eqns, stage.equation_specs, strict=True):
+        specs.update(zip(eqn.outvars, chosen.results, strict=True))
     specs.update((total, specs[loop]) for loop, total in problem.equal.items())
-    return specs, tuple(equations)
+    return specs, stage.equation_specs
 
 
 def realise(traced: TracedStep, plan: Plan) -> StagedStep:

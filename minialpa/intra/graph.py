@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -23,12 +23,12 @@ from minialpa.intra import rules as _rules  # noqa: F401  (registers the rules)
 from minialpa.intra.constraints import Constraint, constraint_of_equation, constraint_of_path
 from minialpa.intra.factors import Factors, factors_of
 from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
-from minialpa.intra.reshard import reshard_table
-from minialpa.intra.spmd import EquationSpecs
+from minialpa.intra.loops import ScanBody, scan_body
+from minialpa.intra.reshard import partial_specs_of, reshard_table
 from minialpa.intra.strategies import StrategySet, enumerate_strategies, follow, is_contraction
-from minialpa.jaxprs import Atom, aval_of, bytes_of, is_constraint, is_extended, is_literal, shape_of
+from minialpa.jaxprs import Atom, aval_of, bytes_of, is_constraint, is_extended, is_inexact, is_literal, shape_of
 from minialpa.options import AutoShardingOption
-from minialpa.sharding import Spec, specs_of
+from minialpa.sharding import EquationSpecs, Spec, specs_of
 
 Role = Literal["parameter", "state", "batch", "received"]
 
@@ -86,6 +86,9 @@ class _Choice:
     node: int | None
     specs: tuple[Spec, ...]
 
+    def read(self, choices: Sequence[int]) -> Spec:
+        return self.specs[0 if self.node is None else choices[self.node]]
+
 
 @dataclass(frozen=True, slots=True)
 class _Record:
@@ -93,6 +96,31 @@ class _Record:
 
     node: int | None
     strategies: StrategySet
+
+    def read(self, choices: Sequence[int]) -> EquationSpecs:
+        s = 0 if self.node is None else choices[self.node]
+        return self.strategies.read(s)
+
+    def compute_s(self, choices: Sequence[int]) -> float:
+        return float(self.strategies.compute_s[0 if self.node is None else choices[self.node]])
+
+
+@dataclass(frozen=True, slots=True)
+class _LoopRecord:
+    """A scan: what its body reads and leaves, and the records of the body."""
+
+    scan: ScanBody
+    operands: tuple[_Choice, ...]
+    results: tuple[_Choice, ...]
+    body: tuple[_Record | _LoopRecord, ...]
+
+    def read(self, choices: Sequence[int]) -> EquationSpecs:
+        operands = tuple(choice.read(choices) for choice in self.operands)
+        results = tuple(choice.read(choices) for choice in self.results)
+        return EquationSpecs(operands, results, results, tuple(record.read(choices) for record in self.body))
+
+    def compute_s(self, choices: Sequence[int]) -> float:
+        return self.scan.length * sum(record.compute_s(choices) for record in self.body)
 
 
 class GraphBuilder:
@@ -103,13 +131,17 @@ class GraphBuilder:
         self.nodes: list[_Node] = []
         self.edges: dict[tuple[int, int], NDArray[np.float64]] = {}
         self.choices: dict[Var, _Choice] = {}
-        self.records: list[_Record] = []
         self.clusters: set[int] = set()
+        # Compilers combine the collectives that sum gradients: together they start about once.
+        n_synced = max(1, sum(map(_is_marker, problem.eqns)))
+        self.sync_mesh = replace(mesh, alpha=tuple(alpha / n_synced for alpha in mesh.alpha))
         self.n_readers = Counter(v for eqn in problem.eqns for v in eqn.invars if not is_literal(v))
         for var, role in problem.inputs:
             self._add_input(var, role)
-        for eqn, times, in_update in zip(problem.eqns, problem.times, problem.in_update, strict=True):
+        self.records = [
             self._add_equation(eqn, times, in_update)
+            for eqn, times, in_update in zip(problem.eqns, problem.times, problem.in_update, strict=True)
+        ]
         self.final: dict[Var, _Choice] = {}
         self._settle_results()
 
@@ -201,31 +233,69 @@ class GraphBuilder:
         axis = self.option.force_batch_dim_to_mesh_dim
         return () if axis is None or self.mesh.shape[axis] == 1 else (axis,)
 
-    def _add_equation(self, eqn: JaxprEqn, times: int, in_update: bool) -> None:
+    def _add_equation(self, eqn: JaxprEqn, times: int, in_update: bool) -> _Record | _LoopRecord:
+        scan = scan_body(eqn)
+        if scan is not None and self.option.enable_auto_sharding and not self._batch_axes():
+            loop = self._add_loop(eqn, scan, times, in_update)
+            self._set_results(eqn, loop.results)
+            return loop
+        record = self._add_plain(eqn, times, in_update)
+        self._set_results(eqn, [_Choice(record.node, specs) for specs in record.strategies.results])
+        self._connect(eqn, record, times)
+        return record
+
+    def _add_loop(self, eqn: JaxprEqn, scan: ScanBody, times: int, in_update: bool) -> _LoopRecord:
+        """The body as equations that run in each iteration; a carry has one spec for all of them."""
+        flat, inner_times = scan.flat, times * scan.length
+        self.n_readers.update(v for e in flat.eqns for v in e.invars if not is_literal(v))
+        self.choices.update((v, _Choice(None, (Spec.replicated(len(shape_of(v))),))) for v in flat.constvars)
+        operands = []
+        for k, (outer, inner) in enumerate(zip(eqn.invars, flat.invars, strict=True)):
+            carried = scan.n_consts <= k < scan.n_lead
+            find = partial_specs_of if carried and is_inexact(inner) else specs_of
+            specs = tuple(find(shape_of(inner), self.mesh.shape))
+            if is_extended(aval_of(inner).dtype):
+                specs = specs[:1]
+            self.choices[inner] = _Choice(self._new_node([0.0] * len(specs)), specs)
+            operands.append(_Choice(self.choices[inner].node, tuple(scan.outer_operand(k, s) for s in specs)))
+            if not is_literal(outer):
+                self._add_edge(outer, operands[k].node, operands[k].specs, times)
+        body = tuple(self._add_equation(e, inner_times, in_update) for e in flat.eqns)
+        results = []
+        for r, inner_out in enumerate(flat.outvars):
+            carry = operands[scan.n_consts + r] if r < scan.n_carry else None
+            if carry is not None:
+                results.append(carry)
+                if not is_literal(inner_out):
+                    self._add_edge(inner_out, carry.node, carry.specs, inner_times)
+            elif is_literal(inner_out):
+                results.append(_Choice(None, (Spec.replicated(len(shape_of(eqn.outvars[r]))),)))
+            else:
+                left = self._choice(inner_out)
+                results.append(_Choice(left.node, tuple(scan.outer_result(r, s) for s in left.specs)))
+        return _LoopRecord(scan, tuple(operands), tuple(results), body)
+
+    def _set_results(self, eqn: JaxprEqn, choices: Sequence[_Choice]) -> None:
+        for var, choice in zip(eqn.outvars, choices, strict=True):
+            self.choices[var] = choice
+            if var in self.problem.whole:
+                self._forbid_partial(choice)
+            total = self.problem.equal.get(var)
+            if total is not None:
+                self.choices[total] = choice
+
+    def _add_plain(self, eqn: JaxprEqn, times: int, in_update: bool) -> _Record:
         factors = factors_of(eqn)
         heavy = [k for k, v in enumerate(eqn.invars) if not is_literal(v) and self.choices[v].node is not None]
         nodes = {self._choice(eqn.invars[k]).node for k in heavy}
         fixed = {k: self.choices[v].specs[:1] for k, v in enumerate(eqn.invars) if not is_literal(v)}
         if not self.option.enable_auto_sharding or (not heavy and not _makes_array(eqn)):
-            record = _Record(
-                None, follow(eqn, factors, self.mesh, {} if heavy else fixed, 1, whole=self._is_whole(eqn))
-            )
-        elif len(nodes) == 1 and not self._has_own_strategies(eqn, factors):
-            record = self._follow(eqn, factors, heavy, times)
-        else:
-            lead = self._cluster_operand(eqn, factors, heavy) if in_update else None
-            record = (
-                self._own(eqn, factors, times, in_update) if lead is None else self._follow(eqn, factors, lead, times)
-            )
-        self.records.append(record)
-        for r, var in enumerate(eqn.outvars):
-            self.choices[var] = _Choice(record.node, record.strategies.results[r])
-            if var in self.problem.whole:
-                self._forbid_partial(self.choices[var])
-            total = self.problem.equal.get(var)
-            if total is not None:
-                self.choices[total] = self.choices[var]
-        self._connect(eqn, record, times)
+            given = {} if heavy else fixed
+            return _Record(None, follow(eqn, factors, self.mesh, given, 1, whole=self._is_whole(eqn)))
+        if len(nodes) == 1 and not self._has_own_strategies(eqn, factors):
+            return self._follow(eqn, factors, heavy, times)
+        lead = self._cluster_operand(eqn, factors, heavy) if in_update else None
+        return self._own(eqn, factors, times, in_update) if lead is None else self._follow(eqn, factors, lead, times)
 
     def _is_whole(self, eqn: JaxprEqn) -> bool:
         return any(v in self.problem.whole for v in eqn.outvars)
@@ -304,12 +374,15 @@ class GraphBuilder:
     def _connect(self, eqn: JaxprEqn, record: _Record, times: int) -> None:
         for v, wanted in zip(eqn.invars, record.strategies.operands, strict=True):
             if not is_literal(v):
-                self._add_edge(v, record.node, wanted, times)
+                self._add_edge(v, record.node, wanted, times, synced=_is_marker(eqn))
 
-    def _add_edge(self, var: Var, reader: int | None, wanted: tuple[Spec, ...], times: int) -> None:
+    def _add_edge(
+        self, var: Var, reader: int | None, wanted: tuple[Spec, ...], times: int, *, synced: bool = False
+    ) -> None:
         """Pay for resharding `var` from what its node makes to `wanted`, by strategy of `reader`."""
         made = self.choices[var]
-        table = reshard_table(shape_of(var), bytes_of(var), self.mesh, self.option.forbidden_collectives)
+        mesh = self.sync_mesh if synced else self.mesh
+        table = reshard_table(shape_of(var), bytes_of(var), mesh, self.option.forbidden_collectives)
         cost = times * table.matrix(made.specs, wanted)
         if not cost.any():
             return
@@ -327,17 +400,13 @@ class GraphBuilder:
     # ---- reading a solution ---------------------------------------------------------------------------------------
 
     def read(self, solution: GraphSolution) -> MeshSharding:
-        pick = [0 if r.node is None else solution.choices[r.node] for r in self.records]
-        specs = {v: c.specs[0 if c.node is None else solution.choices[c.node]] for v, c in self.choices.items()}
-        equations = tuple(
-            EquationSpecs(*(tuple(column[s] for column in kind) for kind in (r.operands, r.made, r.results)))
-            for r, s in zip((record.strategies for record in self.records), pick, strict=True)
-        )
+        picks = solution.choices
+        specs = {v: choice.read(picks) for v, choice in self.choices.items()}
+        results = {v: self.final[v].read(picks) if v in self.final else specs[v] for v, _ in self.problem.results}
         compute = [0.0, 0.0]
-        for record, s, late in zip(self.records, pick, self.problem.in_update, strict=True):
-            compute[late] += float(record.strategies.compute_s[s])
-        final = {v: c.specs[0 if c.node is None else solution.choices[c.node]] for v, c in self.final.items()}
-        results = {v: final.get(v, specs[v]) for v, _ in self.problem.results}
+        for record, late in zip(self.records, self.problem.in_update, strict=True):
+            compute[late] += record.compute_s(picks)
+        equations = tuple(record.read(picks) for record in self.records)
         return MeshSharding(specs, results, equations, (compute[0], compute[1]), solution.optimal, solution.gap)
 
 

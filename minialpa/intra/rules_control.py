@@ -143,7 +143,7 @@ def _local(control: _Control, inputs: Shapes, results: Shapes) -> Callable[[int]
     return lambda i: local_jaxpr(control.region.parts[i], control.region, control.links, n_splits)
 
 
-def _scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """Number of consts and of carries."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -152,7 +152,7 @@ def _scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def _local_scan(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    n_consts, n_carry = _scan_counts(eqn)
+    n_consts, n_carry = scan_counts(eqn)
     lead = n_consts + n_carry
     inputs = (*operands[:lead], *(shape[1:] for shape in operands[lead:]))
     out = (*results[:n_carry], *(shape[1:] for shape in results[n_carry:]))
@@ -162,7 +162,7 @@ def _local_scan(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
 
 @rule("scan", localize=_local_scan)
 def _scan(eqn: JaxprEqn) -> Factors:
-    n_consts, n_carry = _scan_counts(eqn)
+    n_consts, n_carry = scan_counts(eqn)
     control = _scan_control(eqn.params["jaxpr"], n_consts, n_carry)
     boundary = _Boundary(control, FactorTable(), {})
     time = boundary.table.dim(eqn.params["length"], blocked=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -25,30 +25,23 @@ from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective
 from minialpa.errors import VerifyError
 from minialpa.intra.factors import Factors, Reduction, factors_of, localize
+from minialpa.intra.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.reshard import Step, reshard_table
 from minialpa.intra.strategies import eager_reductions
 from minialpa.jaxprs import Atom, aval_of, bytes_of, eval_equation, eval_on_shards, is_extended, is_literal, shape_of
-from minialpa.sharding import AXIS_NAMES, Spec
+from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class EquationSpecs:
-    """Chosen specs of one equation: its operands, its results as the shards compute them, and as they are left."""
-
-    operands: tuple[Spec, ...]
-    made: tuple[Spec, ...]
-    results: tuple[Spec, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Interpreter(Generic[T]):
-    """What `walk` does with a shard: `literal` makes one, `move` takes a step, `run` an equation."""
+    """What `walk` does with a shard: `literal` makes one, `move` takes a step, `run` an equation, `loop` a scan."""
 
     literal: Callable[[Atom], T]
     move: Callable[[T, Step, Atom], T]
     run: Callable[[JaxprEqn, Factors, EquationSpecs, list[T]], list[T]]
+    loop: Callable[[JaxprEqn, ScanBody, ShardedEquations, list[T]], list[T]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +53,7 @@ class ShardedEquations:
 
     eqns: tuple[JaxprEqn, ...]
     invars: tuple[Var, ...]
-    outvars: tuple[Var, ...]
+    outvars: tuple[Atom, ...]
     specs: Mapping[Var, Spec]
     equations: Mapping[int, EquationSpecs]
     out_specs: tuple[Spec, ...]
@@ -94,10 +87,15 @@ def walk(program: ShardedEquations, inputs: Sequence[T], interpreter: Interprete
 
     held.update(((v, specs[v]), x) for v, x in zip(program.invars, inputs, strict=True))
     for eqn in program.eqns:
-        chosen, factors = program.equations[id(eqn)], factors_of(eqn)
-        values = interpreter.run(
-            eqn, factors, chosen, [operand(v, s) for v, s in zip(eqn.invars, chosen.operands, strict=True)]
-        )
+        chosen = program.equations[id(eqn)]
+        operands = [operand(v, s) for v, s in zip(eqn.invars, chosen.operands, strict=True)]
+        if chosen.body:
+            body, inside = _iteration(eqn, chosen, program)
+            results = interpreter.loop(eqn, body, inside, operands)
+            held.update(((v, s), x) for v, s, x in zip(eqn.outvars, chosen.results, results, strict=True))
+            continue
+        factors = factors_of(eqn)
+        values = interpreter.run(eqn, factors, chosen, operands)
         finish = eager_reductions(factors, chosen.operands, chosen.made, mesh.shape)
         for v, x, step, made, left in zip(eqn.outvars, values, finish, chosen.made, chosen.results, strict=True):
             whole = x if step is None else interpreter.move(x, step, v)
@@ -106,20 +104,40 @@ def walk(program: ShardedEquations, inputs: Sequence[T], interpreter: Interprete
     return [operand(v, spec) for v, spec in zip(program.outvars, program.out_specs, strict=True)]
 
 
+def _iteration(eqn: JaxprEqn, chosen: EquationSpecs, program: ShardedEquations) -> tuple[ScanBody, ShardedEquations]:
+    """The body of a scan, and its program."""
+    body = scan_body(eqn)
+    assert body is not None, eqn.primitive
+    specs, out_specs = body_specs(body, chosen)
+    flat = body.flat
+    equations = {id(e): s for e, s in zip(flat.eqns, chosen.body, strict=True)}
+    invars = (*flat.constvars, *flat.invars)
+    return body, replace(
+        program, eqns=flat.eqns, invars=invars, outvars=flat.outvars, specs=specs, equations=equations,
+        out_specs=out_specs,
+    )  # fmt: skip
+
+
 # ---- counting -------------------------------------------------------------------------------------------------------
 
 
-def collectives_of(program: ShardedEquations) -> list[Collective]:
-    """What the program communicates when it runs once, in order."""
-    found: list[Collective] = []
+def collectives_of(program: ShardedEquations) -> list[tuple[Collective, int]]:
+    """What the program communicates when it runs once, in order, and how often each happens."""
+    found: list[tuple[Collective, int]] = []
 
     def move(_: None, step: Step, v: Atom) -> None:
         collective = step.collective(bytes_of(v), program.mesh.shape)
         if collective is not None:
-            found.append(collective)
+            found.append((collective, 1))
 
-    interpreter = Interpreter(lambda _: None, move, lambda eqn, *_: [None] * len(eqn.outvars))
-    walk(program, [None] * len(program.invars), interpreter)
+    def run(eqn: JaxprEqn, *_: Any) -> list[None]:
+        return [None] * len(eqn.outvars)
+
+    def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, _: Any) -> list[None]:
+        found.extend((collective, body.length * times) for collective, times in collectives_of(inside))
+        return [None] * len(eqn.outvars)
+
+    walk(program, [None] * len(program.invars), Interpreter(lambda _: None, move, run, loop))
     return found
 
 
@@ -135,7 +153,7 @@ def shard_program(program: ShardedEquations) -> Callable[..., tuple[Any, ...]]:
         shards = [
             x.reshape(x.shape[len(s.partial) :]) if s.partial else x for x, s in zip(stored, in_specs, strict=True)
         ]
-        interpreter = Interpreter(_literal, _move(mesh_shape), _run(mesh_shape))
+        interpreter = Interpreter(_literal, _move(mesh_shape), _run(mesh_shape), _loop(mesh_shape))
         results = walk(program, shards, interpreter)
         return tuple(
             jnp.expand_dims(x, range(len(s.partial))) if s.partial else x
@@ -183,6 +201,31 @@ def _run(mesh_shape: tuple[int, ...]) -> Callable[[JaxprEqn, Factors, EquationSp
         return results
 
     return run
+
+
+def _loop(mesh_shape: tuple[int, ...]) -> Callable[[JaxprEqn, ScanBody, ShardedEquations, list[Any]], list[Any]]:
+    def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: list[Any]) -> list[Any]:
+        interpreter = Interpreter(_literal, _move(mesh_shape), _run(mesh_shape), loop)
+
+        def iteration(carry: Any, slices: Any) -> Any:
+            out = walk(inside, [*body.flat.consts, *operands[: body.n_consts], *carry, *slices], interpreter)
+            out = [
+                jnp.asarray(x, aval_of(v).dtype) if is_literal(v) else x
+                for x, v in zip(out, inside.outvars, strict=True)
+            ]
+            return out[: body.n_carry], out[body.n_carry :]
+
+        carry, stacked = lax.scan(
+            iteration,
+            operands[body.n_consts : body.n_lead],
+            operands[body.n_lead :],
+            length=body.length,
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+        return [*carry, *stacked]
+
+    return loop
 
 
 def n_splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]) -> dict[int, int]:

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.factors import Dims, Factors
 from minialpa.intra.reshard import Step, reshard_table
-from minialpa.jaxprs import bytes_of, dtype_name, is_literal, shape_of
-from minialpa.sharding import Spec
+from minialpa.jaxprs import bytes_of, dtype_name, is_literal, shape_of, sub_jaxprs
+from minialpa.sharding import EquationSpecs, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,14 @@ class StrategySet:
     @property
     def seconds(self) -> NDArray[np.float64]:
         return self.compute_s + self.communication_s
+
+    def read(self, s: int) -> EquationSpecs:
+        """Strategy number `s`."""
+
+        def row(columns: tuple[Specs, ...]) -> Specs:
+            return tuple(column[s] for column in columns)
+
+        return EquationSpecs(row(self.operands), row(self.made), row(self.results))
 
     def select(self, keep: Sequence[int]) -> StrategySet:
         """The strategies of these numbers."""
@@ -104,7 +112,7 @@ def enumerate_strategies(
     """
     pending = n_pending or {}
     assignments = list(_assignments(factors, mesh, required or {}, pending))
-    if mesh.device is None and is_contraction(eqn):
+    if mesh.device is None and has_contraction(eqn):
         # With compute for nothing, doing everything everywhere would always be cheapest.
         n_splits = [math.prod(_splits(assignment, mesh).values()) for assignment in assignments]
         assignments = [a for a, n in zip(assignments, n_splits, strict=True) if n == max(n_splits)]
@@ -266,6 +274,11 @@ def compute_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, n_splits: int)
 
 def is_contraction(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in ("dot_general", "conv_general_dilated")
+
+
+def has_contraction(eqn: JaxprEqn) -> bool:
+    """Whether the equation, or one inside it, is a contraction."""
+    return is_contraction(eqn) or any(has_contraction(e) for inner in sub_jaxprs(eqn) for e in inner.eqns)
 
 
 def follow(

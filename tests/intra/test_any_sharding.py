@@ -45,6 +45,20 @@ def attention(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((mixed @ params["out"] - batch["x"]) ** 2)
 
 
+def scanned(params: Any, batch: Any) -> jax.Array:
+    """Layers in a scan, with constants, a sum that is carried along, stacked results, and a loop inside."""
+
+    def layer(carry: Any, weights: Any) -> Any:
+        x, total = carry
+        hidden = jnp.tanh(x @ weights["in"] + params["shift"][None, None])
+        for_each = jax.lax.scan(lambda h, w: (h + jnp.sin(h @ w), h.mean()), hidden, params["square"])
+        x = x + for_each[0] @ weights["out"]
+        return (x, total + jnp.sum(hidden**2)), (x[:, 0], for_each[1])
+
+    (x, total), (first, means) = jax.lax.scan(layer, (batch["x"], jnp.float32(0)), params["layers"])
+    return jnp.mean((x - batch["x"]) ** 2) + 1e-3 * total + jnp.mean(first**2) + jnp.sum(means)
+
+
 def draw(*shape: int) -> Any:
     return np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32) * 0.3
 
@@ -54,6 +68,15 @@ LOSSES: dict[str, tuple[Any, Any, Any]] = {
         small_unet,
         {"in": draw(3, 3, 4, 16), "half": draw(3, 3, 16, 16), "out": draw(3, 3, 32, 4), "scale": draw(16)},
         {"x": draw(16, 8, 8, 4)},
+    ),
+    "scan": (
+        scanned,
+        {
+            "layers": {"in": draw(3, 16, 32), "out": draw(3, 32, 16)},
+            "shift": draw(32),
+            "square": draw(2, 32, 32),
+        },
+        {"x": draw(16, 8, 16)},
     ),
     "attention": (attention, {"qkv": draw(32, 96), "out": draw(32, 32)}, {"x": draw(16, 8, 32)}),
 }

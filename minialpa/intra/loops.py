@@ -1,0 +1,73 @@
+"""Scans as equations of their own: a scan in, its body as a program over the same mesh.
+
+A body that has matrix products is planned like the equations around it, each iteration alike: its constants and the
+slices of its stacked inputs come in the specs that the scan's operands have, carries leave an iteration in the spec in
+which they enter it, and collectives inside run in every iteration.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.intra.rules_control import scan_counts
+from minialpa.intra.strategies import has_contraction
+from minialpa.jaxprs import FlatJaxpr, flatten_calls, shape_of
+from minialpa.sharding import EquationSpecs, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class ScanBody:
+    """One iteration: `flat` takes constants, carries and slices, and leaves carries and slices of the results."""
+
+    flat: FlatJaxpr
+    n_consts: int
+    n_carry: int
+    length: int
+
+    @property
+    def n_lead(self) -> int:
+        """Number of operands that are not stacked."""
+        return self.n_consts + self.n_carry
+
+    def inner_operand(self, k: int, spec: Spec) -> Spec:
+        """The spec that operand `k` of the scan has inside: of a stacked one, that of a slice."""
+        return spec if k < self.n_lead else Spec(spec.dims[1:], spec.partial)
+
+    def outer_operand(self, k: int, spec: Spec) -> Spec:
+        """The spec of operand `k` of the scan that comes inside in `spec`."""
+        return spec if k < self.n_lead else Spec(((), *spec.dims), spec.partial)
+
+    def inner_result(self, r: int, spec: Spec) -> Spec:
+        """As `inner_operand`, for results."""
+        return spec if r < self.n_carry else Spec(spec.dims[1:], spec.partial)
+
+    def outer_result(self, r: int, spec: Spec) -> Spec:
+        """The spec of result `r` of the scan that is left inside in `spec`."""
+        return spec if r < self.n_carry else Spec(((), *spec.dims), spec.partial)
+
+
+def scan_body(eqn: JaxprEqn) -> ScanBody | None:
+    """The body of a scan that is worth planning: it runs at all, and has matrix products or convolutions."""
+    if eqn.primitive.name != "scan" or not eqn.params["length"] or not has_contraction(eqn):
+        return None
+    return ScanBody(_flat(eqn.params["jaxpr"]), *scan_counts(eqn), eqn.params["length"])
+
+
+@functools.lru_cache(maxsize=256)
+def _flat(body: Any) -> FlatJaxpr:
+    return flatten_calls(body.jaxpr, tuple(body.consts))
+
+
+def body_specs(body: ScanBody, chosen: EquationSpecs) -> tuple[dict[Var, Spec], tuple[Spec, ...]]:
+    """Specs of the variables of an iteration, and of what it leaves."""
+    flat = body.flat
+    specs = {v: Spec.replicated(len(shape_of(v))) for v in flat.constvars}
+    for k, (v, spec) in enumerate(zip(flat.invars, chosen.operands, strict=True)):
+        specs[v] = body.inner_operand(k, spec)
+    for eqn, inner in zip(flat.eqns, chosen.body, strict=True):
+        specs.update(zip(eqn.outvars, inner.results, strict=True))
+    return specs, tuple(body.inner_result(r, s) for r, s in enumerate(chosen.results))
