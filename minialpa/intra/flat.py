@@ -23,7 +23,7 @@ class Core(NamedTuple):
     table[table_at[h] + i * size of other + j]: cost of the edge for strategy i here and j there.
     message_at[h]: place of the message that comes in over link h, one entry per strategy of the node that owns it.
     segments[v] to segments[v + 1]: stretches of rows in which v uses usage[usage_at[s] + i], rows start[s] to end[s] - 1.
-    room[r]: most that all nodes together may use in row r.
+    room[r]: most that all nodes together may use in row r. widest: strategies of the node that has most.
     """
 
     at: Ints
@@ -42,6 +42,7 @@ class Core(NamedTuple):
     usage: Floats
     room: Floats
     forbidden: float
+    widest: int
 
     @property
     def n_nodes(self) -> int:
@@ -77,6 +78,7 @@ def flatten(residual: Residual, nodes: list[int]) -> Core:
         usage=np.concatenate([np.zeros(0), *(usage for _, _, usage in stretches)]),
         room=residual.limit - residual.base,
         forbidden=forbidden,
+        widest=max(len(residual.costs[v]) for v in nodes),
     )
 
 

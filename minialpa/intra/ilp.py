@@ -29,7 +29,7 @@ _SMALL_PROGRAM, _SMALL_RELAXATION = 2_000, 500_000
 #: Edge entries for each second left up to which the integer program is written: a few seconds of a minute go to PuLP.
 _ENTRIES_PER_S = 2_000
 #: Rounds of 3 and 1, and the part of the edge entries that a round has to remove for another one.
-_MAX_ROUNDS, _WORTHWHILE = 4, 0.2
+_MAX_ROUNDS, _WORTHWHILE = 4, 0.5
 #: A gap up to this part of the cost counts as none: what sums of floats can tell apart.
 _EQUAL = 1e-9
 

@@ -23,9 +23,11 @@ from minialpa.intra.flat import Core
 def price_usage(core: Core, prices: Floats, priced: Floats) -> None:
     """Write cost + sum_r prices[r] * usage in row r to `priced`, for every strategy."""
     total = np.zeros(len(prices) + 1)
-    total[1:] = np.cumsum(prices)
-    priced[:] = core.cost
+    for r in range(len(prices)):
+        total[r + 1] = total[r] + prices[r]
     for v in range(len(core.at) - 1):
+        for i in range(core.at[v], core.at[v + 1]):
+            priced[i] = core.cost[i]
         for s in range(core.segments[v], core.segments[v + 1]):
             price = total[core.end[s]] - total[core.start[s]]
             if price > 0:
@@ -37,16 +39,19 @@ def price_usage(core: Core, prices: Floats, priced: Floats) -> None:
 def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, reduced: Floats, x: Ints) -> float:
     """One pass; returns its bound. `messages` change; `reduced` and `x`, a choice for each node, are written."""
     n_nodes = len(core.at) - 1
-    theta = np.empty(np.max(core.at[1:] - core.at[:-1]))
-    ahead = np.empty_like(theta)
+    theta, ahead = np.empty(core.widest), np.empty(core.widest)
     bound = 0.0
     for step in range(n_nodes):
         v = step if forward else n_nodes - 1 - step
         _collect(core, priced, messages, forward, v, x, theta, ahead)
         size = core.at[v + 1] - core.at[v]
-        x[v] = np.argmin(ahead[:size])
-        least = np.min(theta[:size])
-        reduced[core.at[v] : core.at[v + 1]] = theta[:size] - least
+        x[v], least = 0, np.inf
+        for i in range(size):
+            least = min(least, theta[i])
+            if ahead[i] < ahead[x[v]]:
+                x[v] = i
+        for i in range(size):
+            reduced[core.at[v] + i] = theta[i] - least
         first, middle, end = core.links[v], core.middle[v], core.links[v + 1]
         n_chains = max(middle - first, end - middle, 1)
         if forward:
@@ -55,7 +60,7 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
             end = middle
         bound += least * (n_chains - (end - first)) / n_chains
         for h in range(first, end):
-            bound += _send(core, messages, h, theta[:size], 1.0 / n_chains, ahead)
+            bound += _send(core, messages, h, theta, size, 1.0 / n_chains, ahead)
     return bound
 
 
@@ -65,8 +70,8 @@ def _collect(
 ) -> None:
     """Write theta_v, and the same with the edges to visited neighbours, as chosen, in the place of their messages."""
     a, size = core.at[v], core.at[v + 1] - core.at[v]
-    theta[:size] = priced[a : a + size]
-    ahead[:size] = priced[a : a + size]
+    for i in range(size):
+        theta[i] = ahead[i] = priced[a + i]
     for h in range(core.links[v], core.links[v + 1]):
         m = core.message_at[h]
         if (h < core.middle[v]) == forward:
@@ -81,19 +86,22 @@ def _collect(
 
 
 @njit(cache=True)
-def _send(core: Core, messages: Floats, h: int, theta: Floats, share: float, out: Floats) -> float:
+def _send(core: Core, messages: Floats, h: int, theta: Floats, size: int, share: float, out: Floats) -> float:
     """Send the message over link h; returns delta."""
     w = core.other[h]
     width = core.at[w + 1] - core.at[w]
     t, m = core.table_at[h], core.message_at[h]
-    out[:width] = np.inf
-    for i in range(len(theta)):
+    for j in range(width):
+        out[j] = np.inf
+    for i in range(size):
         own = share * theta[i] - messages[m + i]
         for j in range(width):
             cost = own + core.table[t + j]
             out[j] = cost if cost < out[j] else out[j]
         t += width
-    delta = np.min(out[:width])
+    delta = np.inf
+    for j in range(width):
+        delta = min(delta, out[j])
     m = core.message_at[core.back[h]]
     for j in range(width):
         messages[m + j] = out[j] - delta

@@ -45,13 +45,10 @@ class _Tree(NamedTuple):
 @njit(cache=True)
 def usage_of(core: Core, x: Ints) -> Floats:
     """Usage of every row."""
-    change = np.zeros(len(core.room) + 1)
+    used = np.zeros(len(core.room))
     for v in range(len(core.at) - 1):
-        for s in range(core.segments[v], core.segments[v + 1]):
-            usage = core.usage[core.usage_at[s] + x[v]]
-            change[core.start[s]] += usage
-            change[core.end[s]] -= usage
-    return np.cumsum(change)[:-1]
+        _use(core, used, v, x[v], 1.0)
+    return used
 
 
 @njit(cache=True)
@@ -73,18 +70,19 @@ def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x
     """Formula 1, in node order or backwards. Where nothing fits, the usage limit is exceeded."""
     n_nodes = len(core.at) - 1
     used = np.zeros(len(core.room))
+    ahead = np.empty(core.widest)
     for step in range(n_nodes):
         v = step if forward else n_nodes - 1 - step
-        size = core.at[v + 1] - core.at[v]
-        ahead = priced[core.at[v] : core.at[v + 1]].copy()
+        a, size = core.at[v], core.at[v + 1] - core.at[v]
+        for i in range(size):
+            ahead[i] = priced[a + i]
         for h in range(core.links[v], core.links[v + 1]):
-            if (h < core.middle[v]) == forward:
-                t = core.table_at[core.back[h]] + x[core.other[h]] * size
-                ahead += core.table[t : t + size]
-            else:
-                ahead += messages[core.message_at[h] : core.message_at[h] + size]
+            m, t = core.message_at[h], core.table_at[core.back[h]] + x[core.other[h]] * size
+            visited = (h < core.middle[v]) == forward
+            for i in range(size):
+                ahead[i] += core.table[t + i] if visited else messages[m + i]
         _forbid_full(core, used, v, -1, ahead)
-        x[v] = np.argmin(ahead)
+        x[v] = _least(ahead, size)
         _use(core, used, v, x[v], 1.0)
 
 
@@ -93,21 +91,21 @@ def improve_on_trees(core: Core, priced: Floats, x: Ints, n_trees: int, seed: in
     """Formula 2 for `n_trees` trees; `x` changes. Returns how many were changed."""
     np.random.seed(seed)
     n_nodes = len(core.at) - 1
-    widest = np.max(core.at[1:] - core.at[:-1])
-    places = [np.empty(_LARGEST_TREE, np.int64) for _ in range(5)]
-    cost = np.empty((_LARGEST_TREE, widest))
-    best = np.empty((_LARGEST_TREE, widest), np.int64)
+    places = np.empty((5, _LARGEST_TREE), np.int64)
+    cost = np.empty((_LARGEST_TREE, core.widest))
+    best = np.empty((_LARGEST_TREE, core.widest), np.int64)
     tree = _Tree(places[0], places[1], places[2], np.full(n_nodes, -1), cost, best, places[3], places[4])
     used = usage_of(core, x)
     n_changed = 0
     for _ in range(n_trees):
         count = _grow(core, tree, np.random.randint(n_nodes), np.random.randint(1, _LARGEST_TREE + 1))
         _solve(core, tree, count, priced, used, x)
-        if _gain(core, tree, count, priced, x) > 0 and _move(core, tree, count, used):
-            n_changed += 1
-            for k in range(count):
+        moves = _gain(core, tree, count, priced, x) > 0 and _move(core, tree, count, used)
+        n_changed += moves
+        for k in range(count):
+            tree.place[tree.nodes[k]] = -1
+            if moves:
                 x[tree.nodes[k]] = tree.new[k]
-        tree.place[tree.nodes[:count]] = -1
     return n_changed
 
 
@@ -145,9 +143,10 @@ def _solve(core: Core, tree: _Tree, count: int, priced: Floats, used: Floats, x:
     """Write the strategies that the tree has to `old` and the best ones to `new`."""
     for k in range(count):
         v = tree.nodes[k]
-        size = core.at[v + 1] - core.at[v]
-        cost = tree.cost[k, :size]
-        cost[:] = priced[core.at[v] : core.at[v + 1]]
+        a, size = core.at[v], core.at[v + 1] - core.at[v]
+        cost = tree.cost[k]
+        for i in range(size):
+            cost[i] = priced[a + i]
         for h in range(core.links[v], core.links[v + 1]):
             if tree.place[core.other[h]] < 0:
                 t = core.table_at[core.back[h]] + x[core.other[h]] * size
@@ -169,7 +168,7 @@ def _solve(core: Core, tree: _Tree, count: int, priced: Floats, used: Floats, x:
             tree.cost[tree.parent[k], i] += least
             t += size
     root = tree.nodes[0]
-    tree.new[0] = np.argmin(tree.cost[0, : core.at[root + 1] - core.at[root]])
+    tree.new[0] = _least(tree.cost[0], core.at[root + 1] - core.at[root])
     for k in range(1, count):
         tree.new[k] = tree.best[k, tree.new[tree.parent[k]]]
 
@@ -233,11 +232,21 @@ def _use(core: Core, used: Floats, v: int, i: int, sign: float) -> None:
 def _forbid_full(core: Core, used: Floats, v: int, i: int, cost: Floats) -> None:
     """Add `forbidden` to strategies of v that do not fit when v leaves i (-1: it has none) and all else stays."""
     for s in range(core.segments[v], core.segments[v + 1]):
-        usage = core.usage[core.usage_at[s] : core.usage_at[s] + len(cost)]
+        u = core.usage_at[s]
         room = np.inf
         for r in range(core.start[s], core.end[s]):
             room = min(room, core.room[r] - used[r])
-        room = max(room, 0.0) + (usage[i] if i >= 0 else 0.0)
-        for k in range(len(cost)):
-            if usage[k] > room:
+        room = max(room, 0.0) + (core.usage[u + i] if i >= 0 else 0.0)
+        for k in range(core.at[v + 1] - core.at[v]):
+            if core.usage[u + k] > room:
                 cost[k] += core.forbidden
+
+
+@njit(cache=True)
+def _least(cost: Floats, size: int) -> int:
+    """The first place of the least among the first `size` entries."""
+    best = 0
+    for i in range(1, size):
+        if cost[i] < cost[best]:
+            best = i
+    return best
