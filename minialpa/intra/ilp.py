@@ -19,6 +19,7 @@ from minialpa.errors import InfeasibleError
 from minialpa.intra.bucket import eliminate_narrow_components
 from minialpa.intra.costgraph import CostGraph, Edge, Floats, GraphSolution
 from minialpa.intra.elimination import reduce_graph
+from minialpa.intra.flat import flatten
 from minialpa.intra.program import solve_program
 from minialpa.intra.residual import Residual, keep, residual_of, without_rows
 
@@ -32,6 +33,10 @@ _ENTRIES_PER_S = 2_000
 _MAX_ROUNDS, _WORTHWHILE = 4, 0.5
 #: A gap up to this part of the cost counts as none: what sums of floats can tell apart.
 _EQUAL = 1e-9
+#: A graph that every compiled loop sees once when they are loaded.
+_TINY = CostGraph(
+    (np.array([0.0, 1.0]),) * 2, (Edge(0, 1, np.eye(2)),), (np.array([2.0, 1.0]),) * 2, ((0, 1),) * 2, 3.0
+)
 
 
 def solve_graph(
@@ -39,7 +44,8 @@ def solve_graph(
 ) -> GraphSolution:
     """The cheapest strategies; after `time_limit_s` the best ones found, with the bound that was proven by then.
 
-    The limit holds for everything, but for reading the graph and one quick attempt that is made however late it is.
+    The limit holds for everything but three things: reading the graph, one quick attempt that is made however late it
+    is, and loading compiled loops: half a second, and the first time after an installation some seconds to compile.
     The answer depends on the graph and the solver only, unless time runs out. Raises InfeasibleError when no choice
     satisfies edges and usage limit, or when time ran out before one was found; the message says which.
     """
@@ -56,6 +62,7 @@ def solve_graph(
         n_entries, before = _n_entries(residual), n_entries
         if best.proven or n_entries <= _SMALL_PROGRAM or n_entries > (1 - _WORTHWHILE) * before:
             break
+        deadline += _loading_s() if k == 0 else 0.0
         _bracket(residual, best, prices, deadline)
     if not best.proven:
         _solve_rest(residual, best, solver, deadline)
@@ -116,14 +123,22 @@ def _try_without_rows(residual: Residual, best: _Best, deadline: float) -> None:
             best.raise_bound(best.graph.cost_of(choices))
 
 
+def _loading_s() -> float:
+    """Seconds to load what is compiled, or to compile it: not the graph's fault, and not to depend on."""
+    start = time.monotonic()
+    # Here, because most graphs of the planner are solved without.
+    from minialpa.intra.lagrange import bracket
+
+    bracket(flatten(residual_of(_TINY), [0, 1]), np.zeros(1), np.inf)
+    return time.monotonic() - start
+
+
 def _bracket(residual: Residual, best: _Best, prices: Floats, deadline: float) -> None:
     """Offer choices, raise the bound, and drop the strategies that are not in any better solution.
 
     `prices`, one for each row that there was at first, are where the passes start, and are moved on.
     """
-    # Here, because numba takes half a second to import and most graphs of the planner are solved without.
-    from minialpa.intra.flat import flatten
-    from minialpa.intra.lagrange import bracket
+    from minialpa.intra.lagrange import bracket  # see _loading_s
 
     nodes = list(residual.alive)
     core = flatten(residual, nodes)

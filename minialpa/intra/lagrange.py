@@ -93,6 +93,13 @@ class _Passes:
         round_choices(self.core, self.priced, self.messages, forward, choices)
         incumbent.offer(choices)
 
+    def improve(self, incumbent: _Incumbent, seed: int) -> None:
+        """A round of local search under the prices, from a rounding of its own: other prices lead to other choices."""
+        choices = np.zeros_like(self.choices)
+        round_choices(self.core, self.priced, self.messages, True, choices)
+        improve_on_trees(self.core, self.priced, choices, self.core.n_nodes, seed)
+        incumbent.offer(choices)
+
 
 def bracket(core: Core, prices: Floats, deadline: float) -> Bracket:
     """Bounds and choices for `core`, starting from `prices`. However late it is, a few passes are made."""
@@ -128,6 +135,7 @@ def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: fl
         if k % _ROUNDING_PAIRS == _ROUNDING_PAIRS - 1:
             passes.round(True, incumbent)
         if k % _PROGRESS_PAIRS == _PROGRESS_PAIRS - 1:
+            passes.improve(incumbent, seed=k)
             gap = incumbent.allowed_cost - best_bound
             if gap > (1 - _LEAST_PROGRESS) * last_gap or gap <= _ROUNDING * core.forbidden:
                 break
@@ -136,7 +144,7 @@ def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: fl
             break
         excess = usage_of(core, passes.choices) - core.room
         slope = excess if k == 0 else slope + _NEWEST * (excess - slope)
-        if k >= _UNPRICED_PAIRS:
+        if k >= _UNPRICED_PAIRS and scale > 0:
             if since_best >= _PATIENCE:
                 step, since_best = step * _SHRINK, 0
             passes.prices = _moved(passes.prices, slope, step * abs(bound) / scale)
