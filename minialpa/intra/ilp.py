@@ -30,7 +30,7 @@ _SMALL_PROGRAM, _SMALL_RELAXATION = 2_000, 500_000
 #: Edge entries for each second left up to which the integer program is written: a few seconds of a minute go to PuLP.
 _ENTRIES_PER_S = 2_000
 #: Rounds of 3 and 1, and the part of the edge entries that a round has to remove for another one.
-_MAX_ROUNDS, _WORTHWHILE = 4, 0.5
+_MAX_ROUNDS, _WORTHWHILE = 4, 0.7
 #: A gap up to this part of the cost counts as none: what sums of floats can tell apart.
 _EQUAL = 1e-9
 #: A graph that every compiled loop sees once when they are loaded.
@@ -95,7 +95,9 @@ class _Best:
     def solution(self) -> GraphSolution:
         if self.choices is None:
             limit = self.graph.usage_limit
-            usage = f" The least usage found is {limit + self.excess:.6g}; the limit is {limit:.6g}." if limit else ""
+            usage = (
+                "" if limit is None else f" The least usage found is {limit + self.excess:.6g}, the limit {limit:.6g}."
+            )
             raise InfeasibleError(
                 f"Time ran out before any solution was found for {self.graph.n_nodes} nodes.{usage} "
                 "Raise `time_limit_s`, or loosen `usage_limit`."

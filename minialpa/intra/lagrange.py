@@ -6,6 +6,8 @@ Prices rise where the choices of a pass exceed the room of a row and fall where 
 Barahona and Anbil, 2000, without its centre):                                                     -> _raise_bound
     p <- max(0, p + step * |L(p)| / u * g / |g|_1),   g = running average of usage(s) - room, u a unit of usage
 Rounding and local search (search.py) turn priced graphs into choices that keep to the limit.      -> _improve
+Where one price separates two very different optima, what is between is found by forcing a few
+nodes to strategies that they would not take, and seeing what the messages make of it.             -> _probe
 All is counted in passes and rounds, so that the outcome does not depend on the clock unless time runs out.
 """
 
@@ -22,17 +24,20 @@ from minialpa.intra.messages import pass_messages, price_usage
 from minialpa.intra.search import cost_of, improve_on_trees, round_choices, usage_of
 
 #: Pairs of passes at most; those before prices move; those between two roundings, and between two looks at progress.
-_MAX_PAIRS, _UNPRICED_PAIRS, _ROUNDING_PAIRS, _PROGRESS_PAIRS = 1500, 30, 20, 100
+_MAX_PAIRS, _UNPRICED_PAIRS, _ROUNDING_PAIRS, _PROGRESS_PAIRS = 1200, 30, 20, 100
 #: First step; what it shrinks by when so many pairs did not raise the bound; the least one worth taking.
 _STEP, _SHRINK, _PATIENCE, _LEAST_STEP = 0.1, 0.8, 15, 1e-4
 #: Weight of the newest choices in the average.
 _NEWEST = 0.1
 #: Progress is too slow when the gap shrinks by less than this part between two looks.
-_LEAST_PROGRESS = 0.01
+_LEAST_PROGRESS = 0.03
 #: Pairs of passes at the best prices, each with two roundings.
 _LAST_PAIRS = 20
 #: Local search: weights that the prices have in turn, rounds at most, trees of one round by node, rounds without gain.
 _WEIGHTS, _MAX_ROUNDS, _IDLE_ROUNDS = (1.0, 0.5, 0.0), 60, 9
+#: Probes at most, table entries that all of them together may pass over, probes without gain; nodes forced, pairs of
+#: passes.
+_MAX_PROBES, _PROBE_ENTRIES, _IDLE_PROBES, _FORCED, _PROBE_PAIRS = 200, 10_000_000, 40, 3, 2
 #: Trees between two looks at the clock.
 _TREES = 2000
 #: Sums of floats are trusted to this part of the largest possible one.
@@ -114,9 +119,9 @@ def bracket(core: Core, prices: Floats, deadline: float) -> Bracket:
     passes.run(False)
     if incumbent.allowed_cost - bound > 2 * _ROUNDING * core.forbidden:
         _improve(core, passes.prices, incumbent, deadline)
-    return Bracket(
-        incumbent.choices, incumbent.allowed_cost, bound, passes.reduced, passes.prices, incumbent.excess
-    )
+        _probe(passes, incumbent, deadline)
+    cost, excess = incumbent.allowed_cost, incumbent.excess
+    return Bracket(incumbent.choices, cost, bound, passes.reduced, passes.prices, excess)
 
 
 def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float) -> _Passes:
@@ -176,3 +181,31 @@ def _improve(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float)
         idle = 0 if (incumbent.cost, incumbent.excess) != before else idle + 1
         if idle >= _IDLE_ROUNDS:
             return
+
+
+def _probe(passes: _Passes, incumbent: _Incumbent, deadline: float) -> None:
+    """Rounding and local search after a few passes in which random nodes are held at random strategies."""
+    core, priced = passes.core, np.empty_like(passes.core.cost)
+    messages, choices = np.empty_like(passes.messages), np.zeros_like(passes.choices)
+    unused = np.empty_like(passes.reduced)
+    rng = np.random.default_rng(0)
+    idle = 0
+    for k in range(min(_MAX_PROBES, _PROBE_ENTRIES // max(1, len(core.table)))):
+        if time.monotonic() > deadline or idle >= _IDLE_PROBES:
+            return
+        before = incumbent.cost, incumbent.excess
+        price_usage(core, passes.prices, priced)
+        forced = priced.copy()
+        for v in rng.integers(0, core.n_nodes, _FORCED):
+            i = rng.integers(core.at[v], core.at[v + 1])
+            forced[core.at[v] : core.at[v + 1]] += core.forbidden
+            forced[i] -= core.forbidden
+        messages[:] = passes.messages
+        for _ in range(_PROBE_PAIRS):
+            for forward in (True, False):
+                pass_messages(core, forced, messages, forward, unused, choices)
+        round_choices(core, forced, messages, True, choices)
+        for costs in (priced, core.cost):
+            improve_on_trees(core, costs, choices, core.n_nodes // 2 + 1, k)
+            incumbent.offer(choices)
+        idle = 0 if (incumbent.cost, incumbent.excess) != before else idle + 1
