@@ -22,7 +22,8 @@ class Core(NamedTuple):
     other[h], back[h]: where link h leads, and the same edge as a link of that node.
     table[table_at[h] + i * size of other + j]: cost of the edge for strategy i here and j there.
     message_at[h]: place of the message that comes in over link h, one entry per strategy of the node that owns it.
-    segments[v] to segments[v + 1]: stretches of rows in which v uses usage[usage_at[s] + i], rows start[s] to end[s] - 1.
+    segments[v] to segments[v + 1]: stretches of rows in which v uses the same: usage[usage_at[s] + i] in each of rows
+    start[s] to end[s] - 1.
     room[r]: most that all nodes together may use in row r. widest: strategies of the node that has most.
     """
 
@@ -90,8 +91,10 @@ def _above_all(residual: Residual, nodes: list[int]) -> float:
     """More than any allowed solution costs above the least conceivable."""
     tables = [residual.costs[v] for v in nodes]
     tables += [edge for v in nodes for w, edge in residual.adjacent[v].items() if v < w]
-    spread = sum(float(np.ptp(table[np.isfinite(table)])) for table in tables)
-    return 2 * spread + max((abs(float(t[np.isfinite(t)].max())) for t in tables), default=0.0) + 1e-300
+    allowed = [table[np.isfinite(table)] for table in tables]
+    spread = sum(float(np.ptp(values)) for values in allowed if len(values))
+    largest = max((float(np.abs(values).max()) for values in allowed if len(values)), default=0.0)
+    return 2 * (spread + largest) or 1.0
 
 
 def _segments(residual: Residual, v: int) -> list[tuple[int, int, Floats]]:

@@ -171,7 +171,7 @@ def _improve(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float)
     for k in range(_MAX_ROUNDS):
         before = incumbent.cost, incumbent.excess
         used = usage_of(core, choices)
-        penalty = core.forbidden / max(float(core.usage.max(initial=0.0)), 1e-300) * 4.0 ** (k - 5)
+        penalty = core.forbidden / (float(core.usage.max(initial=0.0)) or 1.0) * 4.0 ** (k - 5)
         price_usage(core, _WEIGHTS[k % len(_WEIGHTS)] * prices + penalty * (used > core.room), priced)
         for first in range(0, core.n_nodes, _TREES):
             if time.monotonic() > deadline:

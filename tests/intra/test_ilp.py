@@ -76,13 +76,13 @@ def without_elimination(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ilp, "eliminate_narrow_components", lambda residual: None)
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=900, deadline=None)
 @given(cost_graphs())
 def test_solution_matches_exhaustive_search(graph: CostGraph) -> None:
     check_against_search(graph, "highs")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cost_graphs())
 def test_messages_and_program_match_exhaustive_search(graph: CostGraph) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -124,8 +124,9 @@ def relabelled(graph: CostGraph, seed: int) -> CostGraph:
 
 
 def test_relabelling_a_large_graph_keeps_the_quality() -> None:
-    graph = random_instance(0, n_nodes=400)
-    costs = [solve_graph(graph).cost, *(solve_graph(relabelled(graph, seed)).cost for seed in (1, 2))]
+    graph = random_instance(0, n_nodes=300)
+    graphs = [graph, *(relabelled(graph, seed) for seed in (1, 2))]
+    costs = [solve_graph(graph, time_limit_s=2.0).cost for graph in graphs]
     assert max(costs) <= 1.01 * min(costs)
 
 
