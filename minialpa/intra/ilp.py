@@ -31,6 +31,8 @@ _SMALL_PROGRAM, _SMALL_RELAXATION = 2_000, 500_000
 _ENTRIES_PER_S = 2_000
 #: Rounds of 3 and 1, and the part of the edge entries that a round has to remove for another one.
 _MAX_ROUNDS, _WORTHWHILE = 4, 0.7
+#: Reductions have this long whatever the time limit: without them, hardly an attempt avoids all forbidden pairs.
+_REDUCTIONS_S = 10.0
 #: A gap up to this part of the cost counts as none: what sums of floats can tell apart.
 _EQUAL = 1e-9
 #: A graph that every compiled loop sees once when they are loaded.
@@ -44,18 +46,20 @@ def solve_graph(
 ) -> GraphSolution:
     """The cheapest strategies; after `time_limit_s` the best ones found, with the bound that was proven by then.
 
-    The limit holds for everything but three things: reading the graph, one quick attempt that is made however late it
-    is, and loading compiled loops: half a second, and the first time after an installation some seconds to compile.
+    The limit holds for everything but three things: a first attempt and the reductions before it, which take seconds
+    where there are 30,000 nodes and next to nothing where there are 1,000, and loading compiled loops, which takes half
+    a second, and the first time after an installation some seconds to compile.
     The answer depends on the graph and the solver only, unless time runs out. Raises InfeasibleError when no choice
     satisfies edges and usage limit, or when time ran out before one was found; the message says which.
     """
-    deadline = time.monotonic() + time_limit_s
+    start = time.monotonic()
+    deadline = start + time_limit_s
     best = _Best(graph)
     residual = residual_of(graph)
     prices = np.zeros(len(residual.base))
     n_entries = np.inf
     for k in range(_MAX_ROUNDS):
-        reduce_graph(residual, deadline)
+        reduce_graph(residual, max(deadline, start + _REDUCTIONS_S))
         eliminate_narrow_components(residual)
         if k == 0:
             _try_without_rows(residual, best, deadline)
@@ -66,7 +70,7 @@ def solve_graph(
         _bracket(residual, best, prices, deadline)
     if not best.proven:
         _solve_rest(residual, best, solver, deadline)
-    if best.choices is None:
+    if best.choices is None and np.isinf(best.excess):  # no attempt so far
         _bracket(residual, best, prices, deadline)
     return best.solution()
 

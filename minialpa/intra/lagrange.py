@@ -31,8 +31,8 @@ _STEP, _SHRINK, _PATIENCE, _LEAST_STEP = 0.1, 0.8, 15, 1e-4
 _NEWEST = 0.1
 #: Progress is too slow when the gap shrinks by less than this part between two looks.
 _LEAST_PROGRESS = 0.03
-#: Pairs of passes at the best prices, each with two roundings.
-_LAST_PAIRS = 20
+#: Pairs of passes at the best prices, each with two roundings; price levels for thrifty rounding.
+_LAST_PAIRS, _THRIFTY = 20, 6
 #: Local search: weights that the prices have in turn, rounds at most, trees of one round by node, rounds without gain.
 _WEIGHTS, _MAX_ROUNDS, _IDLE_ROUNDS = (1.0, 0.5, 0.0), 60, 9
 #: Probes at most, table entries that all of them together may pass over, probes without gain; nodes forced, pairs of
@@ -115,6 +115,8 @@ def bracket(core: Core, prices: Floats, deadline: float) -> Bracket:
         for forward in (True, False):
             passes.run(forward)
             passes.round(not forward, incumbent)
+    if incumbent.excess > 0:
+        _round_thriftily(core, incumbent)
     bound = passes.run(True) - _ROUNDING * core.forbidden
     passes.run(False)
     if incumbent.allowed_cost - bound > 2 * _ROUNDING * core.forbidden:
@@ -154,6 +156,19 @@ def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: fl
                 step, since_best = step * _SHRINK, 0
             passes.prices = _moved(passes.prices, slope, step * abs(bound) / scale)
     return best
+
+
+def _round_thriftily(core: Core, incumbent: _Incumbent) -> None:
+    """Where nothing keeps to the limit yet: rounding under the same price on all rows, higher and higher."""
+    passes = _Passes(core, np.zeros_like(core.room))
+    for k in range(_THRIFTY):
+        unit = float(core.usage.max(initial=0.0)) * len(core.room) or 1.0
+        passes.prices = np.full_like(core.room, core.forbidden / unit * 10.0 ** (k - _THRIFTY // 2))
+        for forward in (True, False):
+            passes.run(forward)
+            passes.round(not forward, incumbent)
+        if incumbent.excess == 0:
+            return
 
 
 def _moved(prices: Floats, slope: Floats, length: float) -> Floats:
