@@ -150,7 +150,7 @@ def test_planning_reads_no_environment() -> None:
 
 
 def test_other_packages_are_those_that_are_installed_with_it() -> None:
-    allowed = {"highspy", "jax", "minialpa", "networkx", "numpy", "pulp", "rich"}
+    allowed = {"highspy", "jax", "minialpa", "networkx", "numba", "numpy", "pulp", "rich"}
     front = {"cli", "demo", "models"}  # flax and optax, of the `models` extra
     always = [i for i in IMPORTS if not i.lazy and not i.typing_only and i.part not in front]
     found = {(i.part, i.target.split(".")[0]) for i in always}

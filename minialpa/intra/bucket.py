@@ -16,7 +16,7 @@ import networkx as nx
 import numpy as np
 
 from minialpa.intra.costgraph import Floats
-from minialpa.intra.elimination import Residual
+from minialpa.intra.residual import Residual
 
 #: Largest joint table, and entries of all joint tables of one component together (about a second of numpy).
 _MAX_TABLE = 1_000_000

@@ -1,6 +1,6 @@
 """Exact reductions of a cost graph: what is left afterwards has the same optimum and is smaller, often empty.
 
-In: `CostGraph`. `Residual` is the graph while it shrinks; it lives inside one solve and is the one mutable thing here.
+In: `Residual`, which they change.
     1. Arc consistency: a strategy without a finite partner over some edge is dropped.             -> _usable
     2. Dominance: strategy A is dropped when some B uses no more and, whatever the neighbours choose, costs no more:
        c[B] - c[A] + sum_w max_j (E_w[B, j] - E_w[A, j]) <= 0   (dead-end elimination, Goldstein 1994)  -> _undominated
@@ -13,130 +13,35 @@ Each removed node leaves a `Step`, and `Residual.choices` walks the steps backwa
 from __future__ import annotations
 
 import heapq
-import itertools
-from dataclasses import dataclass, field
+import time
 
 import numpy as np
 
 from minialpa.errors import InfeasibleError
-from minialpa.intra.costgraph import FORBIDDEN, USAGE_SLACK, Bools, CostGraph, Floats, Ints
+from minialpa.intra.costgraph import Bools, Floats
+from minialpa.intra.residual import Residual, add_term, keep, loosen_rows, room_for
 
 #: Largest min-plus table that eliminating one node of degree 2 may build.
 _MAX_TABLE = 4_000_000
 
 
-#: Usage rows `first` to `end - 1`.
-Rows = tuple[int, int]
+def reduce_graph(residual: Residual, deadline: float = np.inf) -> None:
+    """Apply all reductions until none helps, or until `deadline`, a time of `time.monotonic`; exact either way.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """How `node` was decided: strategy `best[p_1, ..., p_n]`, where p_i is the place in `domains[i]` of what
-    `scope[i]` chose. Strategies in `best` and `domains` are those of the original graph."""
-
-    node: int
-    scope: tuple[int, ...]
-    domains: tuple[Ints, ...]
-    best: Ints
-
-
-@dataclass(slots=True, eq=False)
-class Residual:
-    """A cost graph under reduction.
-
-    costs[v], kept[v]: costs and original numbers of the strategies that are left at node v.
-    adjacent[v][w][i, j]: cost of the edge; `adjacent[w][v]` is its transposed view.
-    terms[v][rows][i]: what strategy i of v uses in each of these rows, above the least, which `base` holds: a term is 0
-        somewhere and positive elsewhere. In row r, base[r] and the terms of all nodes may not exceed `limit`.
-    offset: cost of what is decided already. alive: nodes that are not decided, in order.
+    Raises InfeasibleError when a node or a row has no way out.
     """
-
-    costs: list[Floats]
-    kept: list[Ints]
-    adjacent: list[dict[int, Floats]]
-    terms: list[dict[Rows, Floats]]
-    base: Floats
-    limit: float
-    offset: float = 0.0
-    steps: list[Step] = field(default_factory=list)
-    alive: dict[int, None] = field(default_factory=dict)
-
-    def choices(self) -> tuple[int, ...]:
-        """The strategy of every node in the original graph; every node must be decided."""
-        assert not self.alive, f"{len(self.alive)} nodes are not decided"
-        chosen = [0] * len(self.costs)
-        for step in reversed(self.steps):
-            at = (int(np.searchsorted(domain, chosen[w])) for w, domain in zip(step.scope, step.domains, strict=True))
-            chosen[step.node] = int(step.best[tuple(at)])
-        return tuple(chosen)
-
-    def decide(self, node: int, scope: tuple[int, ...], best: Ints) -> None:
-        """Take `node` out; `best` holds its strategy, by current place, for each choice of `scope`."""
-        domains = tuple(self.kept[w] for w in scope)
-        self.steps.append(Step(node, scope, domains, self.kept[node][best]))
-        for w in self.adjacent[node]:
-            del self.adjacent[w][node]
-        self.adjacent[node] = {}
-        del self.alive[node]
-
-    def add_edge(self, a: int, b: int, cost: Floats) -> None:
-        """Add `cost[i, j]` to the edge between a and b, which may be new."""
-        if b in self.adjacent[a]:
-            cost = self.adjacent[a][b] + cost
-        self.adjacent[a][b], self.adjacent[b][a] = cost, cost.T
-
-
-def residual_of(graph: CostGraph, *, with_usage: bool) -> Residual:
-    """`graph` with parallel edges merged, loops folded and one usage row per maximal set of live nodes."""
-    costs = [np.where(cost >= FORBIDDEN, np.inf, cost) for cost in graph.node_costs]
-    n_nodes = len(costs)
-    residual = Residual(
-        costs=costs,
-        kept=[np.arange(len(cost)) for cost in costs],
-        adjacent=[{} for _ in range(n_nodes)],
-        terms=[{} for _ in range(n_nodes)],
-        base=np.zeros(0),
-        limit=np.inf,
-        alive=dict.fromkeys(range(n_nodes)),
-    )
-    for edge in graph.edges:
-        cost = np.where(edge.cost >= FORBIDDEN, np.inf, edge.cost)
-        if edge.a == edge.b:
-            costs[edge.a] = costs[edge.a] + np.diagonal(cost)
-        else:
-            residual.add_edge(edge.a, edge.b, cost)
-    if with_usage and graph.usage_limit is not None:
-        residual.limit = graph.usage_limit * (1 + USAGE_SLACK)
-        _add_usage_rows(residual, graph)
-    return residual
-
-
-def reduce_graph(residual: Residual) -> None:
-    """Apply all reductions until none helps. Raises InfeasibleError when a node or a row has no way out."""
     dirty = list(residual.alive)
-    while dirty:
-        _reduce_from(residual, dirty)
-        dirty = _loosen_rows(residual)
+    while dirty and time.monotonic() < deadline:
+        _reduce_from(residual, dirty, deadline)
+        dirty = loosen_rows(residual)
 
 
-def _add_usage_rows(residual: Residual, graph: CostGraph) -> None:
-    """One row for each time after a start and before the next end: its live set contains that of its neighbours."""
-    live = [v for v, (start, end) in enumerate(graph.intervals) if end > start and graph.usages[v].max() > 0]
-    events = sorted({(graph.intervals[v][0], 1) for v in live} | {(graph.intervals[v][1], 0) for v in live})
-    starts = np.array([time for (time, kind), after in itertools.pairwise(events) if kind == 1 and after[1] == 0])
-    residual.base = np.zeros(len(starts))
-    for v in live:
-        first, end = np.searchsorted(starts, graph.intervals[v])
-        _add_term(residual, v, (int(first), int(end)), graph.usages[v])
-    _check_base(residual)
-
-
-def _reduce_from(residual: Residual, dirty: list[int]) -> None:
+def _reduce_from(residual: Residual, dirty: list[int], deadline: float) -> None:
     """Visit `dirty` nodes, and those whose surroundings change, smallest degree first."""
     waiting = set(dirty)
     heap = [(len(residual.adjacent[v]), v) for v in dirty]
     heapq.heapify(heap)
-    while heap:
+    while heap and time.monotonic() < deadline:
         _, v = heapq.heappop(heap)
         if v in waiting and v in residual.alive:
             waiting.discard(v)
@@ -154,14 +59,14 @@ def _visit(residual: Residual, v: int) -> list[int]:
         raise InfeasibleError(f"No strategy of node {v} is left: its cost, an edge or the usage limit forbids each.")
     changed = not usable.all()
     if changed:
-        _keep(residual, v, usable)
+        keep(residual, v, usable)
     if _can_eliminate(residual, v):
         _eliminate(residual, v)
         return neighbours
     undominated = _undominated(residual, v)
     if not undominated.all():
         changed = True
-        _keep(residual, v, undominated)
+        keep(residual, v, undominated)
     changed |= _fold_separable_edges(residual, v)
     if _can_eliminate(residual, v):
         _eliminate(residual, v)
@@ -173,96 +78,43 @@ def _visit(residual: Residual, v: int) -> list[int]:
 
 def _usable(residual: Residual, v: int) -> Bools:
     """Strategies with a finite cost, a finite partner over every edge, and room in every usage row."""
-    usable = np.isfinite(residual.costs[v])
+    usable = np.isfinite(residual.costs[v]) & room_for(residual, v)
     for cost in residual.adjacent[v].values():
         usable &= np.isfinite(cost).any(axis=1)
-    for (first, end), usage in residual.terms[v].items():
-        usable &= usage <= residual.limit - residual.base[first:end].max()
     return usable
 
 
 def _undominated(residual: Residual, v: int) -> Bools:
     """Formula 2. Of strategies that dominate each other, the first stays."""
-    cost = residual.costs[v]
-    excess = cost[:, None] - cost[None, :]  # [B, A]
+    better, worse = np.nonzero(_may_dominate(residual, v))
+    excess = residual.costs[v][better] - residual.costs[v][worse]
     with np.errstate(invalid="ignore"):
         for edge in residual.adjacent[v].values():
             # inf - inf: the neighbour's choice rules A out, so it cannot speak for A; fmax skips the NaN.
-            excess += np.fmax.reduce(edge[:, None, :] - edge[None, :, :], axis=2)
+            excess += np.fmax.reduce(edge[better] - edge[worse], axis=1)
     dominates = excess <= 0
-    for usage in residual.terms[v].values():
-        dominates &= usage[:, None] <= usage[None, :]
-    np.fill_diagonal(dominates, False)
-    stays = np.ones(len(cost), bool)
-    if dominates.any():
-        for a in reversed(range(len(cost))):
-            stays[a] = not (dominates[:, a] & stays).any()
+    stays = np.ones(len(residual.costs[v]), bool)
+    # Pairs by descending `worse`: when a strategy is judged, all later ones have been.
+    order = np.argsort(-worse[dominates], kind="stable")
+    for b, a in zip(better[dominates][order].tolist(), worse[dominates][order].tolist(), strict=True):
+        stays[a] &= not stays[b]
     return stays
 
 
-def _keep(residual: Residual, v: int, mask: Bools) -> None:
-    residual.costs[v] = residual.costs[v][mask]
-    residual.kept[v] = residual.kept[v][mask]
-    for w, cost in residual.adjacent[v].items():
-        residual.adjacent[v][w] = cost[mask]
-        residual.adjacent[w][v] = residual.adjacent[v][w].T
-    terms, residual.terms[v] = residual.terms[v], {}
-    for rows, usage in terms.items():
-        _add_term(residual, v, rows, usage[mask])
-
-
-def _add_term(residual: Residual, v: int, rows: Rows, usage: Floats) -> None:
-    """Let v use `usage` more in `rows`: the least of it goes to `base`, the rest, if any, stays a term."""
-    if rows in residual.terms[v]:
-        usage = usage + residual.terms[v].pop(rows)
-    least = usage.min()
-    if least > 0:
-        residual.base[rows[0] : rows[1]] += least
-        usage = usage - least
-    if usage.any():
-        residual.terms[v][rows] = usage
-
-
-def _check_base(residual: Residual) -> None:
-    least = residual.base.max(initial=0.0)
-    if least > residual.limit:
-        raise InfeasibleError(
-            f"Even the thriftiest strategies need a usage of {least:.6g} at some time and the limit is "
-            f"{residual.limit:.6g}. Raise `usage_limit`, or offer strategies that use less."
-        )
-
-
-def _loosen_rows(residual: Residual) -> list[int]:
-    """Drop rows that can no longer exceed the limit, and terms that lie in none of the others.
-
-    Returns the nodes that deserve a new visit: they lost a term, or have a strategy without room left.
-    """
-    _check_base(residual)
-    binds = _peak(residual) > residual.limit
-    rows_before = np.concatenate(([0], np.cumsum(binds)))
-    residual.base = residual.base[binds]
-    most_base = residual.base.max(initial=0.0)
-    dirty = []
-    for v in residual.alive:
-        terms, residual.terms[v] = residual.terms[v], {}
-        for (first, end), usage in terms.items():
-            if rows_before[first] < rows_before[end]:
-                _add_term(residual, v, (int(rows_before[first]), int(rows_before[end])), usage)
-        left = residual.terms[v]
-        may_lack_room = any(usage.max() > residual.limit - most_base for usage in left.values())
-        if len(left) < len(terms) or (may_lack_room and not _usable(residual, v).all()):
-            dirty.append(v)
-    return dirty
-
-
-def _peak(residual: Residual) -> Floats:
-    """Usage of each row if every node took its most."""
-    change = np.zeros(len(residual.base) + 1)
-    for v in residual.alive:
-        for (first, end), usage in residual.terms[v].items():
-            change[first] += usage.max()
-            change[end] -= usage.max()
-    return residual.base + np.cumsum(change[:-1])
+def _may_dominate(residual: Residual, v: int) -> Bools:
+    """[B, A]: B uses no more than A, and the excess of formula 2 is not positive where each neighbour suits A best."""
+    cost = residual.costs[v]
+    excess = cost[:, None] - cost[None, :]
+    size = np.abs(cost)
+    for edge in residual.adjacent[v].values():
+        least = edge.min(axis=1)
+        excess += edge[:, edge.argmin(axis=1)] - least
+        size = size + np.abs(least)
+    may = excess <= 1e-12 * size
+    for usage in residual.terms[v].values():
+        may &= usage[:, None] <= usage[None, :]
+    np.fill_diagonal(may, False)
+    return may
 
 
 def _fold_separable_edges(residual: Residual, v: int) -> bool:
@@ -295,7 +147,7 @@ def _merge_follower(residual: Residual, v: int) -> bool:
         if w != b:
             residual.add_edge(b, w, other[follows])
     for rows, usage in residual.terms[v].items():
-        _add_term(residual, b, rows, usage[follows])
+        add_term(residual, b, rows, usage[follows])
     residual.terms[v] = {}
     residual.decide(v, (b,), follows)
     return True

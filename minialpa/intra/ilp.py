@@ -1,10 +1,11 @@
-"""Choose one strategy per node of a cost graph, with a proof: exact reductions first, an integer program for the rest.
+"""Choose one strategy per node of a cost graph, with a proof where there is time for one.
 
-In: `CostGraph` (problem and formula in costgraph.py). Out: `GraphSolution`.
-    1. The graph without its usage limit, by elimination alone; where the result fits, it is optimal.  -> _unlimited
-    2. Reductions that keep the optimum (elimination.py, bucket.py).
-    3. The core that is left, as an integer program (core.py); where time runs out before any solution,
-       a greedy one (greedy.py).
+In: `CostGraph` (problem and formula in costgraph.py). Out: `GraphSolution`. One after the other, until one suffices:
+    1. Reductions that keep the optimum (elimination.py, bucket.py).
+    2. The same without usage rows; where the result fits, it is optimal.                      -> _try_without_rows
+    3. Bounds from messages and prices, choices from rounding and local search (lagrange.py).  -> _bracket
+       A strategy that every solution with it pays more for than the best choices goes, and 1 again.
+    4. The core that is left, if it is small enough, as an integer program (program.py).       -> _solve_rest
 """
 
 from __future__ import annotations
@@ -14,12 +15,30 @@ from typing import Literal
 
 import numpy as np
 
+from minialpa.errors import InfeasibleError
 from minialpa.intra.bucket import eliminate_narrow_components
-from minialpa.intra.core import decide_core
-from minialpa.intra.costgraph import CostGraph, Edge, GraphSolution
-from minialpa.intra.elimination import Residual, reduce_graph, residual_of
+from minialpa.intra.costgraph import CostGraph, Edge, Floats, GraphSolution
+from minialpa.intra.elimination import reduce_graph
+from minialpa.intra.flat import flatten
+from minialpa.intra.program import solve_program
+from minialpa.intra.residual import Residual, keep, residual_of, without_rows
 
 __all__ = ["CostGraph", "Edge", "GraphSolution", "solve_graph"]
+
+#: Edge entries up to which the integer program is as quick as messages, and up to which the relaxation of 2 is tried.
+_SMALL_PROGRAM, _SMALL_RELAXATION = 2_000, 500_000
+#: Edge entries for each second left up to which the integer program is written: a few seconds of a minute go to PuLP.
+_ENTRIES_PER_S = 2_000
+#: Rounds of 3 and 1, and the part of the edge entries that a round has to remove for another one.
+_MAX_ROUNDS, _WORTHWHILE = 4, 0.7
+#: Reductions have this long whatever the time limit: without them, hardly an attempt avoids all forbidden pairs.
+_REDUCTIONS_S = 10.0
+#: A gap up to this part of the cost counts as none: what sums of floats can tell apart.
+_EQUAL = 1e-9
+#: A graph that every compiled loop sees once when they are loaded.
+_TINY = CostGraph(
+    (np.array([0.0, 1.0]),) * 2, (Edge(0, 1, np.eye(2)),), (np.array([2.0, 1.0]),) * 2, ((0, 1),) * 2, 3.0
+)
 
 
 def solve_graph(
@@ -27,35 +46,124 @@ def solve_graph(
 ) -> GraphSolution:
     """The cheapest strategies; after `time_limit_s` the best ones found, with the bound that was proven by then.
 
-    The limit holds for the solver's search. Reductions, writing the program and the greedy fallback come on top: little
-    up to some thousand nodes, minutes where a core with millions of edge entries is left.
+    The limit holds for everything but three things: a first attempt and the reductions before it, which take seconds
+    where there are 30,000 nodes and next to nothing where there are 1,000, and loading compiled loops, which takes half
+    a second, and the first time after an installation some seconds to compile.
     The answer depends on the graph and the solver only, unless time runs out. Raises InfeasibleError when no choice
     satisfies edges and usage limit, or when time ran out before one was found; the message says which.
     """
-    deadline = time.monotonic() + time_limit_s
-    lower_bound = -np.inf
-    unlimited = _unlimited(graph)
-    if unlimited is not None:
-        lower_bound = graph.cost_of(unlimited)
-        if graph.fits(unlimited):
-            return GraphSolution(unlimited, lower_bound, lower_bound, optimal=True)
-    residual = _reduced(graph, with_usage=True)
-    core_bound, optimal = decide_core(residual, solver=solver, deadline=deadline)
-    choices = residual.choices()
-    cost = graph.cost_of(choices)
-    assert np.isfinite(cost) and graph.fits(choices), f"solution breaks a limit: {cost=}, {graph.peak_usage(choices)=}"
-    lower_bound = cost if optimal else min(cost, max(lower_bound, core_bound))
-    return GraphSolution(choices, cost, lower_bound, optimal)
+    start = time.monotonic()
+    deadline = start + time_limit_s
+    best = _Best(graph)
+    residual = residual_of(graph)
+    prices = np.zeros(len(residual.base))
+    n_entries = np.inf
+    for k in range(_MAX_ROUNDS):
+        reduce_graph(residual, max(deadline, start + _REDUCTIONS_S))
+        eliminate_narrow_components(residual)
+        if k == 0:
+            _try_without_rows(residual, best, deadline)
+        n_entries, before = _n_entries(residual), n_entries
+        if best.proven or n_entries <= _SMALL_PROGRAM or n_entries > (1 - _WORTHWHILE) * before:
+            break
+        deadline += _loading_s() if k == 0 else 0.0
+        _bracket(residual, best, prices, deadline)
+    if not best.proven:
+        _solve_rest(residual, best, solver, deadline)
+    if best.choices is None and np.isinf(best.excess):  # no attempt so far
+        _bracket(residual, best, prices, deadline)
+    return best.solution()
 
 
-def _reduced(graph: CostGraph, *, with_usage: bool) -> Residual:
-    residual = residual_of(graph, with_usage=with_usage)
-    reduce_graph(residual)
-    eliminate_narrow_components(residual)
-    return residual
+class _Best:
+    """The best choices so far and the best bound; `excess` is the least by which choices break the usage limit."""
+
+    def __init__(self, graph: CostGraph) -> None:
+        self.graph = graph
+        self.choices: tuple[int, ...] | None = None
+        self.cost, self.bound, self.excess = np.inf, -np.inf, np.inf
+
+    def offer(self, choices: tuple[int, ...]) -> None:
+        cost = self.graph.cost_of(choices)
+        if cost < self.cost and self.graph.fits(choices):
+            self.choices, self.cost = choices, cost
+
+    def raise_bound(self, bound: float) -> None:
+        """`bound` holds for the solutions that are cheaper than `cost`."""
+        self.bound = max(self.bound, min(bound, self.cost))
+
+    @property
+    def proven(self) -> bool:
+        return self.choices is not None and self.cost - self.bound <= _EQUAL * abs(self.cost)
+
+    def solution(self) -> GraphSolution:
+        if self.choices is None:
+            limit = self.graph.usage_limit
+            usage = (
+                "" if limit is None else f" The least usage found is {limit + self.excess:.6g}, the limit {limit:.6g}."
+            )
+            raise InfeasibleError(
+                f"Time ran out before any solution was found for {self.graph.n_nodes} nodes.{usage} "
+                "Raise `time_limit_s`, or loosen `usage_limit`."
+            )
+        return GraphSolution(self.choices, self.cost, self.cost if self.proven else self.bound, self.proven)
 
 
-def _unlimited(graph: CostGraph) -> tuple[int, ...] | None:
-    """Optimal choices without the usage limit, or None where elimination alone does not find them."""
-    residual = _reduced(graph, with_usage=False)
-    return None if residual.alive else residual.choices()
+def _n_entries(residual: Residual) -> int:
+    """Entries of all edges that are left."""
+    return sum(edge.size for v in residual.alive for w, edge in residual.adjacent[v].items() if v < w)
+
+
+def _try_without_rows(residual: Residual, best: _Best, deadline: float) -> None:
+    """Where the optimum without usage limit is found by reductions alone, it is a bound, and perhaps the answer."""
+    if not residual.alive:
+        best.offer(residual.choices())
+        best.raise_bound(best.cost)
+    elif len(residual.base) and _n_entries(residual) <= _SMALL_RELAXATION:
+        relaxed = without_rows(residual)
+        reduce_graph(relaxed, deadline)
+        eliminate_narrow_components(relaxed)
+        if not relaxed.alive:
+            choices = relaxed.choices()
+            best.offer(choices)
+            best.raise_bound(best.graph.cost_of(choices))
+
+
+def _loading_s() -> float:
+    """Seconds to load what is compiled, or to compile it: not the graph's fault, and not to depend on."""
+    start = time.monotonic()
+    # Here, because most graphs of the planner are solved without.
+    from minialpa.intra.lagrange import bracket
+
+    bracket(flatten(residual_of(_TINY), [0, 1]), np.zeros(1), np.inf)
+    return time.monotonic() - start
+
+
+def _bracket(residual: Residual, best: _Best, prices: Floats, deadline: float) -> None:
+    """Offer choices, raise the bound, and drop the strategies that are not in any better solution.
+
+    `prices`, one for each row that there was at first, are where the passes start, and are moved on.
+    """
+    from minialpa.intra.lagrange import bracket  # see _loading_s
+
+    nodes = list(residual.alive)
+    core = flatten(residual, nodes)
+    found = bracket(core, prices[residual.rows], deadline)
+    prices[residual.rows] = found.prices
+    best.excess = min(best.excess, found.excess)
+    best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
+    best.raise_bound(residual.offset + found.bound)
+    stays = residual.offset + found.bound + found.reduced <= best.cost
+    for v, low, high in zip(nodes, core.at[:-1], core.at[1:], strict=True):
+        if not stays[low:high].all() and stays[low:high].any():
+            keep(residual, v, stays[low:high])
+
+
+def _solve_rest(residual: Residual, best: _Best, solver: Literal["highs", "cbc"], deadline: float) -> None:
+    """The integer program, if it is small for the time that is left."""
+    if _n_entries(residual) > _ENTRIES_PER_S * (deadline - time.monotonic()):
+        return
+    found = solve_program(residual, solver=solver, deadline=deadline)
+    if found.choices is not None:
+        best.offer(residual.choices(found.choices))
+    best.raise_bound(found.bound)

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,14 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.iopddl import load_instance
+from benchmarks.iopddl import load_instance, random_instance
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.intra import core, elimination, ilp
+from minialpa.intra import elimination, ilp, lagrange, program
 from minialpa.intra.bucket import eliminate_narrow_components
 from minialpa.intra.costgraph import CostGraph, Edge, Floats
-from minialpa.intra.elimination import reduce_graph, residual_of
-from minialpa.intra.greedy import cost_of, greedy_choices
+from minialpa.intra.elimination import reduce_graph
+from minialpa.intra.flat import flatten
 from minialpa.intra.ilp import solve_graph
+from minialpa.intra.residual import residual_of
 from tests.oracles import cheapest_choices
 
 SOLVERS: tuple[Literal["highs", "cbc"], ...] = ("highs", "cbc")
@@ -74,10 +76,19 @@ def without_elimination(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ilp, "eliminate_narrow_components", lambda residual: None)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=900, deadline=None)
 @given(cost_graphs())
 def test_solution_matches_exhaustive_search(graph: CostGraph) -> None:
     check_against_search(graph, "highs")
+
+
+@settings(max_examples=200, deadline=None)
+@given(cost_graphs())
+def test_messages_and_program_match_exhaustive_search(graph: CostGraph) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        patch.setattr(ilp, "_SMALL_PROGRAM", -1)
+        check_against_search(graph, "highs")
 
 
 @settings(max_examples=60, deadline=None)
@@ -96,19 +107,33 @@ def test_cbc_matches_exhaustive_search(graph: CostGraph) -> None:
         check_against_search(graph, "cbc")
 
 
-@settings(max_examples=100, deadline=None)
-@given(cost_graphs(max_nodes=8), st.randoms(use_true_random=False))
-def test_relabelling_keeps_the_cost(graph: CostGraph, random: object) -> None:
-    order = list(range(graph.n_nodes))
-    random.shuffle(order)  # type: ignore[attr-defined]
+def relabelled(graph: CostGraph, seed: int) -> CostGraph:
+    """The same problem: nodes, strategies and edges in another order, edges the other way round."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(graph.n_nodes).tolist()
     place = {v: at for at, v in enumerate(order)}
-    moved = CostGraph(
-        tuple(graph.node_costs[v] for v in order),
-        tuple(Edge(place[edge.b], place[edge.a], edge.cost.T) for edge in reversed(graph.edges)),
-        tuple(graph.usages[v] for v in order) if graph.usages else (),
+    strategies = [rng.permutation(len(costs)) for costs in graph.node_costs]
+    edges = [graph.edges[e] for e in rng.permutation(len(graph.edges))]
+    return CostGraph(
+        tuple(graph.node_costs[v][strategies[v]] for v in order),
+        tuple(Edge(place[e.b], place[e.a], e.cost[np.ix_(strategies[e.a], strategies[e.b])].T) for e in edges),
+        tuple(graph.usages[v][strategies[v]] for v in order) if graph.usages else (),
         tuple(graph.intervals[v] for v in order) if graph.intervals else (),
         graph.usage_limit,
     )
+
+
+def test_relabelling_a_large_graph_keeps_the_quality() -> None:
+    graph = random_instance(0, n_nodes=300)
+    graphs = [graph, *(relabelled(graph, seed) for seed in (1, 2))]
+    costs = [solve_graph(graph, time_limit_s=2.0).cost for graph in graphs]
+    assert max(costs) <= 1.01 * min(costs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cost_graphs(max_nodes=8), st.integers(0, 2**32 - 1))
+def test_relabelling_keeps_the_cost(graph: CostGraph, seed: int) -> None:
+    moved = relabelled(graph, seed)
     try:
         cost = solve_graph(graph).cost
     except InfeasibleError:
@@ -118,20 +143,39 @@ def test_relabelling_keeps_the_cost(graph: CostGraph, random: object) -> None:
     assert solve_graph(moved).cost == pytest.approx(cost, rel=1e-9, abs=1e-12)
 
 
+@settings(max_examples=150, deadline=None)
+@given(cost_graphs(), st.sampled_from([0.0, 0.05]))
+def test_bounds_are_honest_however_little_time_there_is(graph: CostGraph, time_limit_s: float) -> None:
+    best = cheapest_choices(graph)
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        patch.setattr(ilp, "_SMALL_PROGRAM", -1)
+        patch.setattr(ilp, "_ENTRIES_PER_S", 0)
+        try:
+            solution = solve_graph(graph, time_limit_s=time_limit_s)
+        except InfeasibleError:
+            return
+    tolerance = 1e-9 * abs(best)
+    assert solution.lower_bound - tolerance <= best <= solution.cost + tolerance
+    assert graph.fits(solution.choices) and graph.cost_of(solution.choices) == solution.cost
+    assert solution.gap >= 0 and (not solution.optimal or solution.cost == pytest.approx(best))
+
+
 @settings(max_examples=100, deadline=None)
-@given(cost_graphs())
-def test_greedy_choices_are_allowed(graph: CostGraph) -> None:
+@given(cost_graphs(max_nodes=4))
+def test_reduced_costs_bound_every_strategy(graph: CostGraph) -> None:
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            without_elimination(patch)
-            residual = ilp._reduced(graph, with_usage=True)
+        residual = residual_of(graph)
     except InfeasibleError:
         return
-    for start in (None, dict.fromkeys(residual.alive, 0)):
-        choices = greedy_choices(residual, list(residual.alive), start)
-        if choices is not None and (start is None or np.isfinite(cost_of(residual, choices))):
-            strategies = tuple(int(residual.kept[v][i]) for v, i in choices.items())
-            assert graph.fits(strategies) and np.isfinite(graph.cost_of(strategies))
+    core = flatten(residual, list(residual.alive))
+    found = lagrange.bracket(core, np.zeros(len(residual.base)), math.inf)
+    for v, costs in enumerate(graph.node_costs):
+        for i in range(len(costs)):
+            only = np.where(np.arange(len(costs)) == i, costs, np.inf)
+            held = replace(graph, node_costs=(*graph.node_costs[:v], only, *graph.node_costs[v + 1 :]))
+            bound = found.bound + found.reduced[core.at[v] + i]
+            assert bound <= cheapest_choices(held) + 1e-9 * abs(found.bound)
 
 
 def grid(side: int, n_strategies: int, *, limit: float | None = None, seed: int = 0) -> CostGraph:
@@ -178,7 +222,7 @@ def transformer(n_blocks: int, *, limit: float | None) -> CostGraph:
 def test_elimination_alone_solves_a_deep_transformer() -> None:
     graph = transformer(170, limit=None)
     assert graph.n_nodes > 3000
-    residual = residual_of(graph, with_usage=True)
+    residual = residual_of(graph)
     reduce_graph(residual)
     assert not residual.alive
     assert solve_graph(graph).optimal
@@ -198,7 +242,7 @@ def test_binding_usage_limit_on_a_transformer_is_solved() -> None:
 
 def test_bucket_elimination_takes_what_pairwise_elimination_leaves() -> None:
     graph = grid(5, 4)
-    residual = residual_of(graph, with_usage=True)
+    residual = residual_of(graph)
     reduce_graph(residual)
     assert len(residual.alive) > 4
     eliminate_narrow_components(residual)
@@ -286,9 +330,9 @@ def test_infeasible_core_says_so() -> None:
     odd_cycle = CostGraph((np.zeros(2),) * 3, (Edge(0, 1, differ), Edge(1, 2, differ), Edge(0, 2, differ)))
     with pytest.raises(InfeasibleError):
         solve_graph(odd_cycle)
-    residual = residual_of(odd_cycle, with_usage=False)
+    residual = residual_of(odd_cycle)
     with pytest.raises(InfeasibleError, match="both the forbidden pairs and the usage limit"):
-        core.decide_core(residual, solver="highs", deadline=time.monotonic() + 10)
+        program.solve_program(residual, solver="highs", deadline=time.monotonic() + 10)
 
 
 ONE = (np.zeros(1),)

@@ -6,8 +6,8 @@
                base[r] + sum_v u_v[r] . x_v <= limit                        usage rows r, once a solution exceeds them
     x binary; y >= 0, which is integral where x is. Forbidden entries of E have no y.
 
-In: `Residual`, out: the same with every node decided, and a bound on the cost. The parts of the core that neither an
-edge nor a usage row joins are solved one by one.
+In: `Residual`. Out: a strategy for each node that is left, if any was found, and a bound on the cost. The parts that
+neither an edge nor a usage row joins are solved one by one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ import pulp
 from minialpa.errors import InfeasibleError
 from minialpa.intra.bucket import components
 from minialpa.intra.costgraph import Floats
-from minialpa.intra.elimination import Residual
-from minialpa.intra.forest import improve_on_forests
-from minialpa.intra.greedy import cost_of, greedy_choices, usage_of
+from minialpa.intra.residual import Residual
 
 Solver = Literal["highs", "cbc"]
 
@@ -37,13 +35,11 @@ _LARGEST_COST = 1e4
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Strategies (by current place) of some nodes, their cost, and a lower bound on it."""
+class ProgramSolution:
+    """Strategies by current place, or None where time ran out first, and a lower bound on the cost; -inf if none."""
 
-    choices: dict[int, int]
-    cost: float
+    choices: dict[int, int] | None
     bound: float
-    optimal: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +51,19 @@ class _Row:
     room: float
 
 
-def decide_core(residual: Residual, *, solver: Solver, deadline: float) -> tuple[float, bool]:
-    """Decide all nodes that are left. Returns a lower bound on the cost of the whole graph, and whether it is met.
+def solve_program(residual: Residual, *, solver: Solver, deadline: float) -> ProgramSolution:
+    """Solve what is left, until `deadline`, a time of `time.monotonic`. The bound is on the cost of the whole graph.
 
-    `deadline` is a time of `time.monotonic`. Raises InfeasibleError.
+    Raises InfeasibleError.
     """
     parts = [_solve_part(residual, nodes, solver, deadline) for nodes in _independent(residual)]
     bound = residual.offset + sum(part.bound for part in parts)
+    choices: dict[int, int] = {}
     for part in parts:
-        for v, i in part.choices.items():
-            residual.decide(v, (), np.array(i))
-    return bound, all(part.optimal for part in parts)
+        if part.choices is None:
+            return ProgramSolution(None, bound)
+        choices |= part.choices
+    return ProgramSolution(choices, bound)
 
 
 def _independent(residual: Residual) -> list[list[int]]:
@@ -79,54 +77,29 @@ def _independent(residual: Residual) -> list[list[int]]:
     return [sorted(joined), *apart] if joined else apart
 
 
-def _solve_part(residual: Residual, nodes: list[int], solver: Solver, deadline: float) -> _Part:
-    """The integer program, again with more usage rows until its solution exceeds none; few of them ever matter.
-
-    Where time ends before the proof, local search goes on from what there is.
-    """
+def _solve_part(residual: Residual, nodes: list[int], solver: Solver, deadline: float) -> ProgramSolution:
+    """The program, again with more usage rows until its solution exceeds none; few of them ever matter."""
     model = _Model(residual, nodes)
-    last: dict[int, int] | None = None
-    unproven: dict[int, int] | None = None
     while (remaining_s := deadline - time.monotonic()) > 0:
-        part = model.solve(solver, remaining_s)
-        if part is None:
+        choices = model.solve(solver, remaining_s)
+        if choices is None:
             break
-        exceeded = _exceeded_rows(residual, part.choices)
-        if not exceeded and part.optimal:
-            return part
+        exceeded = _exceeded_rows(residual, choices)
         if not exceeded:
-            unproven = part.choices
-            break
-        last = part.choices
+            return ProgramSolution(choices, model.bound)
         for r in exceeded:
-            model.limit_row(r, last)
-    return _searched_part(residual, nodes, model.bound, unproven, start=last)
-
-
-def _searched_part(
-    residual: Residual, nodes: list[int], bound: float, unproven: dict[int, int] | None, start: dict[int, int] | None
-) -> _Part:
-    """The best of local search from the program's unproven solution, if there is one, and from a greedy one."""
-    starts = [c for c in (unproven, greedy_choices(residual, nodes, start)) if c is not None]
-    found = [improve_on_forests(residual, nodes, choices) for choices in starts]
-    choices = min(found, key=lambda c: cost_of(residual, c), default=None)
-    if choices is None:
-        raise InfeasibleError(
-            f"Time ran out before any solution was found for {len(nodes)} nodes. Raise `time_limit_s`, "
-            "or loosen `usage_limit`."
-        )
-    return _Part(choices, cost_of(residual, choices), max(bound, _simple_bound(residual, nodes)), optimal=False)
-
-
-def _simple_bound(residual: Residual, nodes: list[int]) -> float:
-    """Each node and each edge at its cheapest."""
-    edges = (residual.adjacent[v][w] for v in nodes for w in residual.adjacent[v] if v < w)
-    return float(sum(residual.costs[v].min() for v in nodes) + sum(edge.min() for edge in edges))
+            model.limit_row(r, choices)
+    return ProgramSolution(None, model.bound)
 
 
 def _exceeded_rows(residual: Residual, choices: dict[int, int]) -> list[int]:
     """The worst row of each stretch of rows in which the choices exceed the limit."""
-    used = usage_of(residual, choices)
+    change = np.zeros(len(residual.base) + 1)
+    for v, i in choices.items():
+        for (first, end), usage in residual.terms[v].items():
+            change[first] += usage[i]
+            change[end] -= usage[i]
+    used = residual.base + np.cumsum(change[:-1])
     rows = np.flatnonzero(used > residual.limit)
     stretches = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
     return [int(stretch[used[stretch].argmax()]) for stretch in stretches if len(stretch)]
@@ -194,23 +167,31 @@ class _Model:
         terms = [(self.x[v][i], u / largest) for (v, i), u in zip(row.places, row.usage, strict=True)]
         self._constrain(terms, pulp.LpConstraintLE, row.room / largest)
 
-    def solve(self, solver: Solver, time_limit_s: float) -> _Part | None:
+    def solve(self, solver: Solver, time_limit_s: float) -> dict[int, int] | None:
         """The best choices found, or None where there are none yet; `bound` is updated either way."""
         bound = (_run_highs if solver == "highs" else _run_cbc)(self.problem, time_limit_s) / self.scale
-        self.bound = max(self.bound, bound)
         if self.problem.status == pulp.LpStatusInfeasible:
             raise InfeasibleError(
                 f"No choice for the {len(self.x)} nodes that are left satisfies both the forbidden pairs and the usage "
                 "limit. Raise `usage_limit`, or allow more pairs of strategies."
             )
         if self.problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            self.bound = max(self.bound, bound)
             return None
         choices = {v: int(np.argmax([one.varValue or 0.0 for one in x])) for v, x in self.x.items()}
-        cost = cost_of(self.residual, choices)
-        if not np.isfinite(cost):
-            return None
-        optimal = bool(self.problem.sol_status == pulp.LpSolutionOptimal)
-        return _Part(choices, cost, cost if optimal else min(cost, self.bound), optimal)
+        cost = _cost_of(self.residual, choices)
+        if self.problem.sol_status == pulp.LpSolutionOptimal and np.isfinite(cost):
+            bound = cost
+        self.bound = max(self.bound, bound)
+        return choices if np.isfinite(cost) else None
+
+
+def _cost_of(residual: Residual, choices: dict[int, int]) -> float:
+    """Cost of the nodes of `choices` and of the edges among them."""
+    cost = sum(float(residual.costs[v][i]) for v, i in choices.items())
+    for v, i in choices.items():
+        cost += sum(float(edge[i, choices[w]]) for w, edge in residual.adjacent[v].items() if v < w)
+    return cost
 
 
 def _run_highs(problem: Any, time_limit_s: float) -> float:
