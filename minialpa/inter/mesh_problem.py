@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective
 from minialpa.inter.split import StagedStep, Task
-from minialpa.intra.graph import MeshEquations, MeshSharding, Role
+from minialpa.intra.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.spmd import ShardedEquations, collectives_of
 from minialpa.jaxprs import bytes_of, is_literal
 from minialpa.sharding import EquationSpecs, Spec

@@ -18,7 +18,7 @@ from minialpa.inter.stage_cost import Candidate, border_seconds, candidates, lay
 from minialpa.inter.stage_dp import choose_stages
 from minialpa.inter.staging import stage_step
 from minialpa.intra.factors import primitives_without_rule
-from minialpa.intra.graph import MeshEquations, MeshSharding
+from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.solve import solve_mesh
 from minialpa.intra.strategies import is_contraction
 from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of

@@ -19,7 +19,7 @@ from minialpa.errors import InfeasibleError
 from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations, mesh_memory
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_dp import StageCostTable
-from minialpa.intra.graph import MeshEquations, MeshSharding
+from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.solve import solve_mesh
 from minialpa.jaxprs import bytes_of, is_literal
 from minialpa.options import AutoShardingOption, AutoStageOption

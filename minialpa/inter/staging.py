@@ -14,7 +14,7 @@ from minialpa.errors import VerifyError
 from minialpa.inter.mesh_problem import mesh_equations
 from minialpa.inter.microbatch import split_micro_batches
 from minialpa.inter.split import StagedStep, stage_split, traced_positions
-from minialpa.intra.graph import MeshEquations
+from minialpa.intra.problem import MeshEquations
 from minialpa.plan import Plan, StagePlan
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.trace import TracedStep

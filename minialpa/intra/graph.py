@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -24,53 +23,13 @@ from minialpa.intra.constraints import Constraint, constraint_of_equation, const
 from minialpa.intra.factors import Factors, factors_of
 from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
 from minialpa.intra.loops import ScanBody, scan_body
-from minialpa.intra.reshard import partial_specs_of, reshard_table
-from minialpa.intra.strategies import StrategySet, enumerate_strategies, follow, is_contraction
+from minialpa.intra.menu import Menu
+from minialpa.intra.problem import MeshEquations, MeshSharding, Role
+from minialpa.intra.reshard import partial_specs_of
+from minialpa.intra.strategies import StrategySet, is_contraction
 from minialpa.jaxprs import Atom, aval_of, bytes_of, is_constraint, is_extended, is_inexact, is_literal, shape_of
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import EquationSpecs, Spec, specs_of
-
-Role = Literal["parameter", "state", "batch", "received"]
-
-
-@dataclass(frozen=True, slots=True)
-class MeshEquations:
-    """What runs on one mesh.
-
-    eqns, times, in_update: equations in order, how often per step each runs, and whether it belongs to the update.
-    inputs: variables that come from outside, and their roles; `state` is read by the update only.
-    aliases: inputs, and the results that take their shardings.
-    equal: pairs of variables (accumulated, total) with one spec.
-    batch_dims: dimension of the examples, for variables that have one. whole: variables that leave the mesh, or are
-    combined over micro-batches other than by a sum, and so may not be left as partial sums. paths: names of inputs.
-    results: results of the step on this mesh, with their names.
-    """
-
-    eqns: tuple[JaxprEqn, ...]
-    times: tuple[int, ...]
-    in_update: tuple[bool, ...]
-    inputs: tuple[tuple[Var, Role], ...]
-    aliases: tuple[tuple[Var, Var], ...]
-    equal: Mapping[Var, Var]
-    batch_dims: Mapping[Var, int]
-    whole: frozenset[Var]
-    paths: Mapping[Var, str]
-    results: tuple[tuple[Var, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MeshSharding:
-    """Solution for one mesh.
-
-    results: specs in which results of the step are left. compute_s: seconds per micro-batch and, second, of the update.
-    """
-
-    specs: dict[Var, Spec]
-    results: dict[Var, Spec]
-    equations: tuple[EquationSpecs, ...]
-    compute_s: tuple[float, float]
-    optimal: bool
-    gap: float
 
 
 @dataclass(slots=True)
@@ -134,7 +93,8 @@ class GraphBuilder:
         self.clusters: set[int] = set()
         # Compilers combine the collectives that sum gradients: together they start about once.
         n_synced = max(1, sum(map(_is_marker, problem.eqns)))
-        self.sync_mesh = replace(mesh, alpha=tuple(alpha / n_synced for alpha in mesh.alpha))
+        sync_mesh = replace(mesh, alpha=tuple(alpha / n_synced for alpha in mesh.alpha))
+        self.menu, self.sync_menu = (Menu(m, option.forbidden_collectives) for m in (mesh, sync_mesh))
         self.n_readers = Counter(v for eqn in problem.eqns for v in eqn.invars if not is_literal(v))
         for var, role in problem.inputs:
             self._add_input(var, role)
@@ -291,7 +251,7 @@ class GraphBuilder:
         fixed = {k: self.choices[v].specs[:1] for k, v in enumerate(eqn.invars) if not is_literal(v)}
         if not self.option.enable_auto_sharding or (not heavy and not _makes_array(eqn)):
             given = {} if heavy else fixed
-            return _Record(None, follow(eqn, factors, self.mesh, given, 1, whole=self._is_whole(eqn)))
+            return _Record(None, self.menu.follow(eqn, factors, given, 1, whole=self._is_whole(eqn)))
         if len(nodes) == 1 and not self._has_own_strategies(eqn, factors):
             return self._follow(eqn, factors, heavy, times)
         lead = self._cluster_operand(eqn, factors, heavy) if in_update else None
@@ -326,7 +286,8 @@ class GraphBuilder:
         node = choices[lead[0]].node
         assert node is not None
         given = {k: choice.specs for k, choice in choices.items()}
-        strategies = follow(eqn, factors, self.mesh, given, len(self.nodes[node].costs), whole=self._is_whole(eqn))
+        n = len(self.nodes[node].costs)
+        strategies = self.menu.follow(eqn, factors, given, n, whole=self._is_whole(eqn))
         self.nodes[node].costs += times * strategies.seconds
         return _Record(node, strategies)
 
@@ -334,7 +295,7 @@ class GraphBuilder:
         required = {} if is_constraint(eqn) else self._required(eqn, factors, in_update)
         scatter = not self.option.force_data_parallel or self.option.prefer_reduce_scatter
         pending = {} if _is_marker(eqn) else self._n_pending(eqn, factors)
-        strategies = enumerate_strategies(eqn, factors, self.mesh, required, pending, scatter=scatter)
+        strategies = self.menu.enumerate(eqn, factors, required, pending, scatter=scatter)
         if is_constraint(eqn):
             constraint = constraint_of_equation(eqn, self.mesh.shape)
             strategies = strategies.select(
@@ -381,9 +342,8 @@ class GraphBuilder:
     ) -> None:
         """Pay for resharding `var` from what its node makes to `wanted`, by strategy of `reader`."""
         made = self.choices[var]
-        mesh = self.sync_mesh if synced else self.mesh
-        table = reshard_table(shape_of(var), bytes_of(var), mesh, self.option.forbidden_collectives)
-        cost = times * table.matrix(made.specs, wanted)
+        menu = self.sync_menu if synced else self.menu
+        cost = times * menu.reshard_s(shape_of(var), bytes_of(var), made.specs, wanted)
         if not cost.any():
             return
         if made.node is None or reader is None:

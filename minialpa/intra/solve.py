@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from minialpa.cluster import LogicalMesh
-from minialpa.intra.graph import GraphBuilder, MeshEquations, MeshSharding
+from minialpa.intra.graph import GraphBuilder
 from minialpa.intra.ilp import solve_graph
+from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.options import AutoShardingOption
 
 
