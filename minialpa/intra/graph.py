@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra import rules as _rules  # noqa: F401  (registers the rules)
+from minialpa.intra.combining import n_together
 from minialpa.intra.constraints import Constraint, constraint_of_equation, constraint_of_path
 from minialpa.intra.factors import Factors, factors_of
 from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
@@ -91,10 +92,10 @@ class GraphBuilder:
         self.edges: dict[tuple[int, int], NDArray[np.float64]] = {}
         self.choices: dict[Var, _Choice] = {}
         self.clusters: set[int] = set()
-        # Compilers combine the collectives that sum gradients: together they start about once.
-        n_synced = max(1, sum(map(_is_marker, problem.eqns)))
-        sync_mesh = replace(mesh, alpha=tuple(alpha / n_synced for alpha in mesh.alpha))
-        self.menu, self.sync_menu = (Menu(m, option.forbidden_collectives) for m in (mesh, sync_mesh))
+        self.sums: set[Var] = set()  # reductions that follow their operand, and what follows them
+        self.menus: dict[int, Menu] = {}
+        self.n_gradients = max(1, sum(map(_is_marker, problem.eqns)))
+        self.n_together = n_together(problem.eqns)
         self.n_readers = Counter(v for eqn in problem.eqns for v in eqn.invars if not is_literal(v))
         for var, role in problem.inputs:
             self._add_input(var, role)
@@ -207,6 +208,7 @@ class GraphBuilder:
     def _add_loop(self, eqn: JaxprEqn, scan: ScanBody, times: int, in_update: bool) -> _LoopRecord:
         """The body as equations that run in each iteration; a carry has one spec for all of them."""
         flat, inner_times = scan.flat, times * scan.length
+        self.n_together.update(n_together(flat.eqns))
         self.n_readers.update(v for e in flat.eqns for v in e.invars if not is_literal(v))
         self.choices.update((v, _Choice(None, (Spec.replicated(len(shape_of(v))),))) for v in flat.constvars)
         operands = []
@@ -251,7 +253,7 @@ class GraphBuilder:
         fixed = {k: self.choices[v].specs[:1] for k, v in enumerate(eqn.invars) if not is_literal(v)}
         if not self.option.enable_auto_sharding or (not heavy and not _makes_array(eqn)):
             given = {} if heavy else fixed
-            return _Record(None, self.menu.follow(eqn, factors, given, 1, whole=self._is_whole(eqn)))
+            return _Record(None, self._menu(eqn.outvars).follow(eqn, factors, given, 1, whole=self._is_whole(eqn)))
         if len(nodes) == 1 and not self._has_own_strategies(eqn, factors):
             return self._follow(eqn, factors, heavy, times)
         lead = self._cluster_operand(eqn, factors, heavy) if in_update else None
@@ -264,8 +266,13 @@ class GraphBuilder:
         """Whether an equation does not just follow the one node that it reads from."""
         if is_contraction(eqn) or _widens(eqn, factors) or _is_marker(eqn) or is_constraint(eqn):
             return True
-        # The sum is wanted by several readers: it should not be priced once for each.
-        return "sum" in factors.reductions.values() and any(self.n_readers[v] > 1 for v in eqn.outvars)
+        # A sum that several readers want should not be priced once for each.
+        sums = "sum" in factors.reductions.values() or any(v in self.sums for v in eqn.invars if not is_literal(v))
+        if sums and any(self.n_readers[v] > 1 for v in eqn.outvars):
+            return True
+        if sums:
+            self.sums.update(eqn.outvars)
+        return False
 
     def _forbid_partial(self, choice: _Choice) -> None:
         if choice.node is not None:
@@ -287,7 +294,7 @@ class GraphBuilder:
         assert node is not None
         given = {k: choice.specs for k, choice in choices.items()}
         n = len(self.nodes[node].costs)
-        strategies = self.menu.follow(eqn, factors, given, n, whole=self._is_whole(eqn))
+        strategies = self._menu(eqn.outvars).follow(eqn, factors, given, n, whole=self._is_whole(eqn))
         self.nodes[node].costs += times * strategies.seconds
         return _Record(node, strategies)
 
@@ -295,7 +302,7 @@ class GraphBuilder:
         required = {} if is_constraint(eqn) else self._required(eqn, factors, in_update)
         scatter = not self.option.force_data_parallel or self.option.prefer_reduce_scatter
         pending = {} if _is_marker(eqn) else self._n_pending(eqn, factors)
-        strategies = self.menu.enumerate(eqn, factors, required, pending, scatter=scatter)
+        strategies = self._menu(eqn.outvars).enumerate(eqn, factors, required, pending, scatter=scatter)
         if is_constraint(eqn):
             constraint = constraint_of_equation(eqn, self.mesh.shape)
             strategies = strategies.select(
@@ -305,6 +312,14 @@ class GraphBuilder:
         if in_update and _is_elementwise(eqn, factors):
             self.clusters.add(node)
         return _Record(node, strategies)
+
+    def _menu(self, made: Sequence[Var], n_together: int = 1) -> Menu:
+        """Prices of collectives on the results of an equation, of which several share the time to start."""
+        n = max([n_together, *(self.n_together.get(v, 1) for v in made)])
+        if n not in self.menus:
+            mesh = replace(self.mesh, alpha=tuple(alpha / n for alpha in self.mesh.alpha))
+            self.menus[n] = Menu(mesh, self.option.forbidden_collectives)
+        return self.menus[n]
 
     def _n_pending(self, eqn: JaxprEqn, factors: Factors) -> dict[int, int]:
         """For each mesh axis how many operands may come as partial sums that can pass."""
@@ -342,7 +357,7 @@ class GraphBuilder:
     ) -> None:
         """Pay for resharding `var` from what its node makes to `wanted`, by strategy of `reader`."""
         made = self.choices[var]
-        menu = self.sync_menu if synced else self.menu
+        menu = self._menu([var], self.n_gradients if synced else 1)
         cost = times * menu.reshard_s(shape_of(var), bytes_of(var), made.specs, wanted)
         if not cost.any():
             return
