@@ -107,7 +107,7 @@ def enumerate_strategies(
 ) -> StrategySet:
     """All strategies of `eqn` on `mesh`.
 
-    required[axis]: the factor that this axis and no other must split (None: no factor). n_pending[axis]: how many
+    required[axis]: the factor that this axis and no other must split (None: a sum may pass). n_pending[axis]: how many
     operands may come as partial sums along an axis. scatter: whether partial sums may be reduce-scattered.
     """
     pending = n_pending or {}
@@ -138,12 +138,12 @@ def _assignments(
     linear = Pass(frozenset(factors.linear_operands))
     options: list[Assignment] = []
     for axis, length in enumerate(mesh.shape):
+        passes = (linear,) if factors.linear == "joint" and n_pending.get(axis, 0) else ()
         if length == 1:
             options.append((None,))
         elif axis in required:
-            options.append((required[axis],))
+            options.append((required[axis], *(passes if required[axis] is None else ())))
         else:
-            passes = (linear,) if factors.linear == "joint" and n_pending.get(axis, 0) else ()
             free = [f for f in factors.splittable if f not in required.values()]
             options.append((None, *free, *passes))
     for assignment in itertools.product(*options):
