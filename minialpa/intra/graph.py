@@ -202,7 +202,7 @@ class GraphBuilder:
         return () if axis is None or self.mesh.shape[axis] == 1 else (axis,)
 
     def _add_equation(self, eqn: JaxprEqn, times: int, in_update: bool) -> None:
-        factors = factors_of(eqn)
+        factors = factors_of(eqn).on_mesh()
         heavy = [k for k, v in enumerate(eqn.invars) if not is_literal(v) and self.choices[v].node is not None]
         nodes = {self._choice(eqn.invars[k]).node for k in heavy}
         fixed = {k: self.choices[v].specs[:1] for k, v in enumerate(eqn.invars) if not is_literal(v)}
