@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from rule_laws import Case, cases_of, check_all, check_positions, notation, only, vjp
 from rule_programs import PROGRAMS, cases
 
 import minialpa.intra.rules  # noqa: F401 (fills the rule table)
+from minialpa import LogicalMesh, ShardParallel, hlo, models, parallelize, value_and_grad
 from minialpa.intra.factors import factors_of
 
 _MODES = ["clip", "fill", "promise_in_bounds"]
@@ -175,3 +177,20 @@ def test_loops_and_micro_batches_do_not_split_by_position() -> None:
     assert rows in factors.on_mesh().splittable
     assert factors.on_mesh().may_split(rows, 2)
     assert not factors.on_mesh().may_split(rows, 4)
+
+
+def test_a_large_vocabulary_is_split_and_never_gathered(key: jax.Array) -> None:
+    """Megatron's embedding, head and cross entropy: no collective carries as much as a shard of the table."""
+    n_rows, hidden, n_examples, seq_len = 32768, 64, 8, 16
+    sizes = {"batch_size": n_examples, "seq_len": seq_len, "hidden": hidden, "n_layers": 1, "vocab_size": n_rows}
+    case = models.build("gpt", n_heads=8, **sizes)
+    state, batch = jax.jit(case.init)(key), case.make_batch(0, n_examples)
+    expected = jax.jit(case.train_step(jax.value_and_grad))(state, batch)[1]
+    step = parallelize(case.train_step(value_and_grad), method=ShardParallel(devices=LogicalMesh((8,))))
+    executable = step.get_executable(state, batch)
+    table = executable.get_input_placement_specs()[0].params["tokens"]["embedding"]
+    assert table.partition_specs == (P("x"),)
+    (text,) = executable.get_hlo_text()
+    activations, shard = n_examples * seq_len * hidden * 4, n_rows * hidden * 4 // 8
+    assert max(one.n_bytes for one in hlo.collectives(text)) < 2 * activations < shard
+    np.testing.assert_allclose(step(state, batch)[1], expected, rtol=1e-5)

@@ -71,7 +71,11 @@ def _f32(*shape: int) -> np.ndarray:
         (lambda x: lax.cumsum(x, 1), (_f32(4, 6),), "[a B] -> [a B]"),
         (lambda: lax.broadcasted_iota(jnp.int32, (4, 6), 1), (), " -> [a B']"),
         # Embedding lookup and its gradient; take_along_axis with indices of the batch.
-        (lambda t, i: t.at[i].get(mode="clip"), (_f32(10, 4), np.zeros((2, 6), np.int32)), "[A' b], [c d 1] -> [c d b] sum(a)"),
+        (
+            lambda t, i: t.at[i].get(mode="clip"),
+            (_f32(10, 4), np.zeros((2, 6), np.int32)),
+            "[A' b], [c d 1] -> [c d b] sum(a)",
+        ),
         (
             lambda t, i, u: t.at[i].add(u),
             (_f32(10, 4), np.zeros(6, np.int32), _f32(6, 4)),
