@@ -81,7 +81,8 @@ class Forms:
             same_scale = len({f.rescale for f in forms}) == 1
             if not private or (needed and (others or not same_scale)) or self._crosses(eqn, i):
                 return None
-            count = forms[0].count * int(np.prod([factors.sizes[f] for f in factors.reductions] or [1]))
+            summed = [factors.sizes[f] for f in factors.reductions if f not in factors.positional]
+            count = forms[0].count * int(np.prod(summed or [1]))
             return replace(forms[0], count=count)
         if factors.linear != "each" or len(forms) != 1:
             return None

@@ -5,20 +5,21 @@ operand and dimension 1 of the result; splitting `k`, absent from the result, le
 the sharding strategies (a mesh axis is given to a factor) and micro-batches (the batch factor is split in time).
 The form is that of Shardy's sharding rules (openxla/shardy, RFC "sharding rules").
 
-In: an equation. Out: `Factors`, and with `localize` the same equation for shards of its arrays.
+In: an equation. Out: `Factors`; with `localize` the same equation for shards of its arrays; and with `run_shard` its
+results, also where they depend on the position of the shard.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jax.extend.core import JaxprEqn
 
 from minialpa.errors import VerifyError
-from minialpa.jaxprs import is_call, shape_of, sub_jaxprs
+from minialpa.jaxprs import eval_on_shards, is_call, shape_of, sub_jaxprs
 
 Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
 Dims = tuple[tuple[int, ...], ...]
@@ -36,6 +37,8 @@ class Factors:
         scatter_add(operand, indices, updates) split over its indices keeps `operand` in one shard, zeros elsewhere.
     blocked: factors that must stay whole, because the operation mixes positions along them (sort, cumsum) or because a
         shard's result would depend on its position.
+    positional: those of the second kind that can be split where shards know their positions, as devices do: see
+        `on_mesh` and `OnShards`. Where examples are split in time, and in loops, they are as blocked as the others.
     linear: `joint`: the results are linear in all operands listed in `linear_operands` taken together (add);
         `each`: linear in each of them alone (mul, dot), so not in a variable that is listed twice; `none` otherwise.
     flops: floating point operations of the whole equation.
@@ -54,6 +57,7 @@ class Factors:
     flops: float = 0.0
     unaffected: frozenset[tuple[int, int]] = frozenset()
     once: frozenset[tuple[int, int]] = frozenset()
+    positional: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reductions", dict(self.reductions))
@@ -62,6 +66,10 @@ class Factors:
     def splittable(self) -> tuple[int, ...]:
         """Factors that may be split, in order."""
         return tuple(f for f, size in enumerate(self.sizes) if size > 1 and f not in self.blocked)
+
+    def on_mesh(self) -> Factors:
+        """What mesh axes may split: positional factors too."""
+        return replace(self, blocked=self.blocked - self.positional)
 
     def leading_factor(self, operand: int, dim: int) -> int | None:
         """The factor that is split when dimension `dim` of an operand is cut into contiguous blocks, if any."""
@@ -97,18 +105,32 @@ class Factors:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """Where shards begin in their arrays: an int32 for each dimension, 0 where it is not split by position."""
+
+    operands: tuple[tuple[Any, ...], ...]
+    results: tuple[tuple[Any, ...], ...]
+
+
 #: From the shapes of the shards of operands and results to the parameters of the primitive on them.
 Localizer = Callable[[JaxprEqn, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]], dict[str, Any]]
+#: From shards of the operands, local parameters and positions to shards of the results.
+OnShards = Callable[[JaxprEqn, Sequence[Any], Mapping[str, Any], Starts], Sequence[Any]]
 Rule = Callable[[JaxprEqn], Factors]
 
 _RULES: dict[str, Rule] = {}
 _LOCALIZERS: dict[str, Localizer] = {}
+_ON_SHARDS: dict[str, OnShards] = {}
 
 
-def rule(*primitives: str, localize: Localizer | None = None) -> Callable[[Rule], Rule]:
+def rule(
+    *primitives: str, localize: Localizer | None = None, on_shards: OnShards | None = None
+) -> Callable[[Rule], Rule]:
     """Register the rule of one or more primitives, by name. Registering a primitive twice raises VerifyError.
 
-    `localize` gives the parameters for local shapes, where the primitive carries shapes in its parameters.
+    `localize` gives the parameters for local shapes, where the primitive carries shapes in its parameters; `on_shards`
+    computes shards where positional factors are split.
     """
 
     def register(fun: Rule) -> Rule:
@@ -118,6 +140,8 @@ def rule(*primitives: str, localize: Localizer | None = None) -> Callable[[Rule]
             _RULES[name] = fun
             if localize is not None:
                 _LOCALIZERS[name] = localize
+            if on_shards is not None:
+                _ON_SHARDS[name] = on_shards
         return fun
 
     return register
@@ -173,3 +197,25 @@ def localize(eqn: JaxprEqn, factors: Factors, n_splits: Mapping[int, int]) -> di
     operands = tuple(factors.shape(dims, n_splits) for dims in factors.operands)
     results = tuple(factors.shape(dims, n_splits) for dims in factors.results)
     return fun(eqn, operands, results)
+
+
+def run_shard(
+    eqn: JaxprEqn, factors: Factors, operands: Sequence[Any], n_splits: Mapping[int, int], parts: Mapping[int, Any]
+) -> list[Any]:
+    """The shard of each result, from shards of the operands.
+
+    n_splits[f]: into how many parts a factor is split; parts[f]: the number of this part, for each positional factor
+    that is split: an int32, which may be traced.
+    """
+    params = localize(eqn, factors, n_splits)
+    if not parts:
+        return eval_on_shards(eqn, operands, params)
+
+    def start(dim: tuple[int, ...]) -> Any:
+        return next((parts[f] * (factors.sizes[f] // n_splits[f]) for f in dim if f in parts), 0)
+
+    def starts(arrays: Iterable[Dims]) -> tuple[tuple[Any, ...], ...]:
+        return tuple(tuple(start(dim) for dim in dims) for dims in arrays)
+
+    on_shards = _ON_SHARDS[eqn.primitive.name]
+    return list(on_shards(eqn, operands, params, Starts(starts(factors.operands), starts(factors.results))))

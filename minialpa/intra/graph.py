@@ -247,7 +247,7 @@ class GraphBuilder:
                 self.choices[total] = choice
 
     def _add_plain(self, eqn: JaxprEqn, times: int, in_update: bool) -> _Record:
-        factors = factors_of(eqn)
+        factors = factors_of(eqn).on_mesh()
         heavy = [k for k, v in enumerate(eqn.invars) if not is_literal(v) and self.choices[v].node is not None]
         nodes = {self._choice(eqn.invars[k]).node for k in heavy}
         fixed = {k: self.choices[v].specs[:1] for k, v in enumerate(eqn.invars) if not is_literal(v)}

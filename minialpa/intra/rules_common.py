@@ -30,21 +30,26 @@ class FactorTable:
 
     sizes: list[int] = field(default_factory=list)
     blocked: set[int] = field(default_factory=set)
+    positional: set[int] = field(default_factory=set)
     reductions: dict[int, Reduction] = field(default_factory=dict)
 
-    def dim(self, size: int, *, blocked: bool = False, reduction: Reduction | None = None) -> Dim:
-        """A dimension that is one new factor."""
+    def dim(
+        self, size: int, *, blocked: bool = False, positional: bool = False, reduction: Reduction | None = None
+    ) -> Dim:
+        """A dimension that is one new factor. What is positional is blocked."""
         factor = len(self.sizes)
         self.sizes.append(size)
-        if blocked:
+        if blocked or positional:
             self.blocked.add(factor)
+        if positional:
+            self.positional.add(factor)
         if reduction is not None:
             self.reductions[factor] = reduction
         return (factor,)
 
-    def dims(self, shape: Iterable[int], *, blocked: bool = False) -> Dims:
+    def dims(self, shape: Iterable[int], *, blocked: bool = False, positional: bool = False) -> Dims:
         """One new factor for each dimension of `shape`."""
-        return tuple(self.dim(size, blocked=blocked) for size in shape)
+        return tuple(self.dim(size, blocked=blocked, positional=positional) for size in shape)
 
     def build(
         self,
@@ -66,6 +71,7 @@ class FactorTable:
             tuple(results),
             reductions=self.reductions,
             blocked=frozenset(self.blocked),
+            positional=frozenset(self.positional),
             linear=linear,
             linear_operands=tuple(linear_operands),
             flops=flops,

@@ -1,17 +1,19 @@
 """Rearrangements of whole dimensions: broadcast, transpose, concatenate, split and the like, and arrays from nothing.
 
 A dimension that passes whole is one factor of operand and result; a dimension that is joined, cut or reversed is
-blocked. All are linear in the arrays they move, and cost no flops.
+blocked, one that is counted is positional. All are linear in the arrays they move, and cost no flops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.factors import Dims, Factors, rule
+from minialpa.intra.factors import Dims, Factors, Starts, rule
 from minialpa.intra.rules_common import FactorTable, Shapes
 from minialpa.jaxprs import shape_of
 
@@ -119,12 +121,19 @@ def _local_shape(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, 
     return dict(eqn.params, shape=results[0])
 
 
-@rule("iota", localize=_local_shape)
+def _iota_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
+    counted = params["dimension"]
+    # Counted as integers: in 16 bits a rounded start would not be the rounded count.
+    counts = lax.broadcasted_iota(np.int32, params["shape"], counted) + starts.results[0][counted]
+    return [lax.convert_element_type(counts, params["dtype"])]
+
+
+@rule("iota", localize=_local_shape, on_shards=_iota_on_shards)
 def _iota(eqn: JaxprEqn) -> Factors:
-    """Values count along `dimension`, which is blocked."""
+    """Values count along `dimension`, which is positional."""
     table = FactorTable()
     counted = eqn.params["dimension"]
-    result = tuple(table.dim(size, blocked=i == counted) for i, size in enumerate(shape_of(eqn.outvars[0])))
+    result = tuple(table.dim(size, positional=i == counted) for i, size in enumerate(shape_of(eqn.outvars[0])))
     return table.build(eqn, [table.dims(shape_of(v), blocked=True) for v in eqn.invars], [result])
 
 

@@ -24,11 +24,11 @@ from jax.sharding import AbstractMesh, AxisType
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective
 from minialpa.errors import VerifyError
-from minialpa.intra.factors import Factors, Reduction, factors_of, localize
+from minialpa.intra.factors import Factors, Reduction, factors_of, run_shard
 from minialpa.intra.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.reshard import Step, reshard_table
 from minialpa.intra.strategies import eager_reductions
-from minialpa.jaxprs import Atom, aval_of, bytes_of, eval_equation, eval_on_shards, is_extended, is_literal, shape_of
+from minialpa.jaxprs import Atom, aval_of, bytes_of, eval_equation, is_extended, is_literal, shape_of
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec
 
 T = TypeVar("T")
@@ -189,8 +189,10 @@ def _run(mesh_shape: tuple[int, ...]) -> Callable[[JaxprEqn, Factors, EquationSp
     def run(eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[Any]) -> list[Any]:
         if eqn.effects and max(mesh_shape) > 1:
             return _run_once(eqn, operands, len(mesh_shape))
-        params = localize(eqn, factors, n_splits(factors, chosen, mesh_shape))
-        results = eval_on_shards(eqn, operands, params)
+        axes = split_axes(factors, chosen)
+        n_splits = {f: math.prod(mesh_shape[axis] for axis in own) for f, own in axes.items()}
+        parts = {f: lax.axis_index(_names(own)) for f, own in axes.items() if f in factors.positional}
+        results = run_shard(eqn, factors, operands, n_splits, parts)
         for v, x, spec in zip(eqn.outvars, results, chosen.made, strict=True):
             expected = spec.shard_shape(shape_of(v), mesh_shape)
             if tuple(np.shape(x)) != expected:
@@ -228,15 +230,15 @@ def _loop(mesh_shape: tuple[int, ...]) -> Callable[[JaxprEqn, ScanBody, ShardedE
     return loop
 
 
-def n_splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]) -> dict[int, int]:
-    """Into how many parts each factor of an equation is split."""
-    splits: dict[int, int] = {}
+def split_axes(factors: Factors, chosen: EquationSpecs) -> dict[int, tuple[int, ...]]:
+    """The mesh axes, outermost first, that split each factor of an equation."""
+    splits: dict[int, tuple[int, ...]] = {}
     for arrays, specs in ((factors.operands, chosen.operands), (factors.results, chosen.made)):
         for dims, spec in zip(arrays, specs, strict=True):
             for dim, axes in zip(dims, spec.dims, strict=True):
                 if axes:
                     leading = next(f for f in dim if factors.sizes[f] > 1)
-                    splits[leading] = math.prod(mesh_shape[axis] for axis in axes)
+                    splits[leading] = axes
     return splits
 
 

@@ -212,7 +212,7 @@ def _strategies_of(
     """The strategies of one assignment: `leave` gives the ways to leave what is made."""
     operands = tuple(_operand_spec(factors, assignment, k) for k in range(len(eqn.invars)))
     made = tuple(_made_spec(factors, assignment, r) for r in range(len(eqn.outvars)))
-    compute = compute_s(eqn, factors, mesh, math.prod(_splits(assignment, mesh).values()))
+    compute = compute_s(eqn, factors, mesh, _n_shares(factors, _splits(assignment, mesh)))
     finishing = sum(
         _collective_s(step, bytes_of(v), mesh)
         for step, v in zip(eager_reductions(factors, operands, made, mesh.shape), eqn.outvars, strict=True)
@@ -223,6 +223,11 @@ def _strategies_of(
         for v, src, dst in zip(eqn.outvars, made, results, strict=True):
             seconds += _reshard_s(shape_of(v), bytes_of(v), src, dst, mesh)
         yield _Strategy(operands, made, results, compute, seconds)
+
+
+def _n_shares(factors: Factors, splits: Mapping[int, int]) -> int:
+    """In how many parts the work is split. Each part of a table makes a whole result, most of it zeros."""
+    return math.prod(n for f, n in splits.items() if f not in factors.positional or f not in factors.reductions)
 
 
 def _collective_s(step: Step, n_bytes: float, mesh: LogicalMesh) -> float:

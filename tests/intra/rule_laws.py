@@ -1,15 +1,18 @@
 """Laws that a rule must keep, and what they need: equations with the values of every array.
 
 Halving: splitting a factor in two, computing each half with local parameters, and joining the halves, changes nothing.
+Position: nor does splitting positional factors, also several at once, where each part is told which one it is.
 Linearity: where a rule says that an equation is linear, f(a + b) = f(a) + f(b).
 Structure: factors multiply to shapes, and none is lost between operands and results.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from minialpa.intra.factors import Dims, Factors, factors_of, localize
+from minialpa.intra.factors import Dims, Factors, factors_of, localize, run_shard
 
 _COMBINE: dict[str, Any] = {
     "and": np.bitwise_and,
@@ -40,14 +43,26 @@ class Case:
 
 @dataclass(frozen=True)
 class Job:
-    """An equation to compute, with other operands and parameters than its own."""
+    """An equation to compute, with other operands and parameters than its own; or one part of it, by position."""
 
     eqn: JaxprEqn
     operands: Sequence[Any]
-    params: Mapping[str, Any]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    part: _Part | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Which of the `n_splits[f]` parts along each factor."""
+
+    n_splits: Mapping[int, int]
+    numbers: Mapping[int, int]
 
 
 def bind(job: Job) -> tuple[Any, ...]:
+    if job.part is not None:
+        numbers = {f: np.int32(i) for f, i in job.part.numbers.items()}
+        return tuple(run_shard(job.eqn, factors_of(job.eqn), job.operands, job.part.n_splits, numbers))
     results = job.eqn.primitive.bind(*job.operands, **job.params)
     return tuple(results) if job.eqn.primitive.multiple_results else (results,)
 
@@ -188,6 +203,62 @@ def check_halving(found: Sequence[Case]) -> None:
             np.testing.assert_allclose(joined, _numbers(expected), rtol=2e-4, atol=2e-5, err_msg=message)
 
 
+def _cut(x: Any, dims: Dims, part: _Part) -> Any:
+    """The shard of an array. Positional factors have dimensions for themselves."""
+    for axis, dim in enumerate(dims):
+        for f in set(dim) & part.numbers.keys():
+            size = x.shape[axis] // part.n_splits[f]
+            start = part.numbers[f] * size
+            x = x[(slice(None),) * axis + (slice(start, start + size),)]
+    return x
+
+
+def _assembled(factors: Factors, n_splits: Mapping[int, int], shards: np.ndarray, result: int) -> np.ndarray:
+    """The whole of a result. `shards`: an array of arrays, with an axis for each factor that is split."""
+    for f in reversed(n_splits):
+        joined = np.empty(shards.shape[:-1], object)
+        for i in np.ndindex(*joined.shape):
+            parts = list(shards[i])
+            for x in parts[1:]:
+                parts[0] = _joined(factors, f, result, parts[0], x)
+            joined[i] = parts[0]
+        shards = joined
+    return np.asarray(shards[()])
+
+
+def _splits_by_position(factors: Factors) -> Iterator[dict[int, int]]:
+    """Each positional factor in two parts and in all its elements; and all of them in as few parts as they can be."""
+    fewest = {}
+    for f in sorted(factors.positional):
+        counts = [n for n in range(2, factors.sizes[f] + 1) if factors.on_mesh().may_split(f, n)]
+        fewest[f] = counts[0]
+        yield from ({f: n} for n in {counts[0], counts[-1]})
+    if len(fewest) > 1:
+        yield fewest
+
+
+def check_positions(found: Sequence[Case]) -> int:
+    """Checks the law of positions for all positional factors, and says how many ways of splitting them there were."""
+    todo = [(case, splits) for case in found for splits in _splits_by_position(factors_of(case.eqn))]
+    jobs = []
+    for case, n_splits in todo:
+        for numbers in itertools.product(*map(range, n_splits.values())):
+            part = _Part(n_splits, dict(zip(n_splits, numbers, strict=True)))
+            dims = factors_of(case.eqn).operands
+            operands = [_cut(x, d, part) for x, d in zip(case.operands, dims, strict=True)]
+            jobs.append(Job(case.eqn, operands, part=part))
+    computed = iter(compute(jobs) if jobs else [])
+    for case, n_splits in todo:
+        parts = list(itertools.islice(computed, math.prod(n_splits.values())))
+        for r, expected in enumerate(case.results):
+            shards = np.empty(len(parts), object)
+            for i, results in enumerate(parts):
+                shards[i] = _numbers(results[r])
+            whole = _assembled(factors_of(case.eqn), n_splits, shards.reshape(tuple(n_splits.values())), r)
+            np.testing.assert_array_equal(whole, _numbers(expected), err_msg=f"{n_splits} of {notation(case)}")
+    return len(todo)
+
+
 def check_structure(case: Case) -> None:
     factors = factors_of(case.eqn)
     pairs = [*zip(factors.operands, case.operands, strict=True), *zip(factors.results, case.results, strict=True)]
@@ -195,6 +266,7 @@ def check_structure(case: Case) -> None:
         assert factors.shape(dims, {}) == array.shape, (case.eqn, dims, array.shape)
     in_results = {f for dims in factors.results for dim in dims for f in dim}
     in_operands = {f for dims in factors.operands for dim in dims for f in dim}
+    assert factors.positional <= factors.blocked, case.eqn
     assert {f for f, _ in factors.unaffected | factors.once} <= set(factors.reductions), case.eqn
     # What is combined is missing in some result.
     for f in factors.reductions:
@@ -239,12 +311,15 @@ def _linear_groups(factors: Factors) -> list[tuple[int, ...]]:
 
 
 def notation(case: Case) -> str:
-    """Factors as text, `[a b], [b c] -> [a c] sum(b)`. Capitals are blocked, 1 is a dimension without a factor."""
+    """Factors as text, `[a b], [b c] -> [a c] sum(b)`.
+
+    Capitals are blocked, `A'` is blocked but positional, 1 is a dimension without a factor.
+    """
     factors, letters = factors_of(case.eqn), {}  # type: ignore[var-annotated]
 
     def letter(f: int) -> str:
         name = letters.setdefault(f, string.ascii_lowercase[len(letters)])
-        return str(name.upper() if f in factors.blocked else name)
+        return str(name.upper() + "'" * (f in factors.positional) if f in factors.blocked else name)
 
     def dim(factor_ids: Sequence[int]) -> str:
         names = [letter(f) for f in factor_ids if factors.sizes[f] != 1]
@@ -260,5 +335,6 @@ def notation(case: Case) -> str:
 
 def check_all(found: Sequence[Case]) -> None:
     check_halving(found)
+    check_positions(found)
     for case in found:
         check_structure(case)

@@ -11,8 +11,9 @@ import pytest
 
 import minialpa
 from minialpa import LogicalMesh, ShardParallel
-from minialpa.intra import solve
+from minialpa.intra import solve, spmd
 from minialpa.intra.costgraph import CostGraph, GraphSolution
+from minialpa.intra.factors import run_shard
 from minialpa.testing import assert_allclose
 
 
@@ -59,6 +60,17 @@ def scanned(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((x - batch["x"]) ** 2) + 1e-3 * total + jnp.mean(first**2) + jnp.sum(means)
 
 
+def language(params: Any, batch: Any) -> jax.Array:
+    """Embedding, dropout, head with the same table, cross entropy: tables, counts and bits are split by position."""
+    x = jnp.take(params["table"], batch["tokens"], axis=0) + params["table"][jnp.arange(8)][None]
+    keep = jax.random.bernoulli(jax.random.key(1), 0.7, x.shape)
+    x = jnp.where(keep, jax.nn.gelu(x) / 0.7, 0.0)
+    logits = jnp.einsum("bsh,vh->bsv", x, params["table"])
+    own = jnp.take_along_axis(logits, batch["labels"][..., None], axis=-1)[..., 0]
+    smooth = (jax.nn.one_hot(batch["tokens"], 32) * jax.nn.log_softmax(logits)).sum(-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - own - 0.1 * smooth)
+
+
 def draw(*shape: int) -> Any:
     return np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32) * 0.3
 
@@ -78,6 +90,14 @@ LOSSES: dict[str, tuple[Any, Any, Any]] = {
         },
         {"x": draw(16, 8, 16)},
     ),
+    "language": (
+        language,
+        {"table": draw(32, 16) * 5},
+        {
+            name: np.random.default_rng(i).integers(0, 32, (16, 8), np.int32)
+            for i, name in enumerate(("tokens", "labels"))
+        },
+    ),
     "attention": (attention, {"qkv": draw(32, 96), "out": draw(32, 32)}, {"x": draw(16, 8, 32)}),
 }
 
@@ -87,6 +107,11 @@ LOSSES: dict[str, tuple[Any, Any, Any]] = {
 def test_any_sharding_gives_the_same_numbers(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loss_fn, params, batch = LOSSES[name]
     rng = np.random.default_rng(seed)
+    by_position: set[str] = set()
+
+    def spied(eqn: Any, factors: Any, operands: Any, n_splits: Any, parts: Any) -> Any:
+        by_position.update([eqn.primitive.name] if parts else [])
+        return run_shard(eqn, factors, operands, n_splits, parts)
 
     def random_choices(graph: CostGraph, **_: Any) -> GraphSolution:
         choices = tuple(int(rng.choice(np.flatnonzero(np.isfinite(cost)))) for cost in graph.node_costs)
@@ -97,6 +122,9 @@ def test_any_sharding_gives_the_same_numbers(name: str, seed: int, monkeypatch: 
         return loss, grads
 
     monkeypatch.setattr(solve, "solve_graph", random_choices)
+    monkeypatch.setattr(spmd, "run_shard", spied)
     parallel = minialpa.parallelize(step, method=ShardParallel(devices=LogicalMesh((2, 4))))
     expected = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
     assert_allclose(parallel(params, batch), expected, rtol=2e-4, atol=1e-5)
+    if name == "language":
+        assert len(by_position & {"gather", "iota", "random_bits", "scatter-add"}) >= 2, by_position

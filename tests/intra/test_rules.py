@@ -69,18 +69,22 @@ def _f32(*shape: int) -> np.ndarray:
         (lambda x: x[:, 1:], (_f32(4, 6),), "[a B] -> [a C]"),
         (lambda x: jnp.tile(x, (2, 1)), (_f32(4, 6),), "[a b] -> [(c a) b]"),
         (lambda x: lax.cumsum(x, 1), (_f32(4, 6),), "[a B] -> [a B]"),
-        (lambda: lax.broadcasted_iota(jnp.int32, (4, 6), 1), (), " -> [a B]"),
+        (lambda: lax.broadcasted_iota(jnp.int32, (4, 6), 1), (), " -> [a B']"),
         # Embedding lookup and its gradient; take_along_axis with indices of the batch.
-        (lambda t, i: t.at[i].get(mode="clip"), (_f32(10, 4), np.zeros((2, 6), np.int32)), "[A b], [c d 1] -> [c d b]"),
+        (
+            lambda t, i: t.at[i].get(mode="clip"),
+            (_f32(10, 4), np.zeros((2, 6), np.int32)),
+            "[A' b], [c d 1] -> [c d b] sum(a)",
+        ),
         (
             lambda t, i, u: t.at[i].add(u),
             (_f32(10, 4), np.zeros(6, np.int32), _f32(6, 4)),
-            "[A b], [c 1], [c b] -> [A b] sum(c)",
+            "[A' b], [c 1], [c b] -> [A' b] sum(c)",
         ),
         (
             lambda x, i: jnp.take_along_axis(x, i, axis=1),
             (_f32(4, 6), np.zeros((4, 2), np.int32)),
-            "[a B], [a c 1] -> [a c]",
+            "[a B'], [a c 1] -> [a c] sum(b)",
         ),
         # Convolution NCW; then in two groups: the outer factor of input and result channels.
         (
@@ -98,7 +102,7 @@ def _f32(*shape: int) -> np.ndarray:
             (_f32(4, 6),),
             "[a B] -> [a C]",
         ),
-        (lambda: jax.random.bits(jax.random.key(0), (4, 6)), (), "[] -> [A B]"),
+        (lambda: jax.random.bits(jax.random.key(0), (4, 6)), (), "[] -> [A' B']"),
     ],
 )
 def test_factors_are_as_written(fun: Any, arguments: tuple[Any, ...], expected: str) -> None:
