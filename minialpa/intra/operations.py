@@ -1,0 +1,147 @@
+"""Operations of the memory model: equations and steps of a resharding in, `Operation`s over numbered values out.
+
+What the compiler does to single equations is said here: which are views, which are too dear to compute twice, that a
+dot wants its operands with batch dimensions first and one run of contracted ones, so that others are copied, and that
+collectives along an inner dimension copy as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from minialpa.intra.fusion import Kind, Operation
+from minialpa.intra.reshard import Step
+from minialpa.jaxprs import Atom, dtype_name, shape_of, source_line
+
+_VIEWS = frozenset(
+    "bitcast_convert_type copy expand_dims minialpa_gradient optimization_barrier reshape squeeze stop_gradient "
+    "random_wrap random_unwrap".split()
+)
+_FILLS = frozenset(["iota", "empty", "axis_index", "partition_id"])
+_EXPENSIVE = frozenset(
+    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 gather igamma "
+    "lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh argmax argmin reduce_max reduce_min reduce_and "
+    "reduce_or reduce_prod reduce_xor".split()
+)
+_JOINS_SUM = frozenset("add sub mul exp max min neg abs square integer_pow convert_element_type".split())
+_LOOPS = _EXPENSIVE | _JOINS_SUM | frozenset(
+    "add_any and broadcast_in_dim ceil clamp clz concatenate conj convert_element_type dynamic_slice "
+    "dynamic_update_slice eq floor ge gt imag integer_pow is_finite le lt ne nextafter not or pad population_count "
+    "real reduce_precision rev round select_n shift_left shift_right_arithmetic shift_right_logical sign slice split "
+    "transpose xor".split()
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One array on one device. source: where it was made, for people."""
+
+    n_bytes: float
+    shape: tuple[int, ...]
+    dtype: str
+    source: str
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Collects values and operations; `operations[i].reads` are made before."""
+
+    values: list[Value] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    combinable: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def value(self, n_bytes: float, shape: Sequence[int], dtype: str, source: str) -> int:
+        self.values.append(Value(n_bytes, tuple(shape), dtype, source))
+        return len(self.values) - 1
+
+    def like(self, v: int, source: str) -> int:
+        value = self.values[v]
+        return self.value(value.n_bytes, value.shape, value.dtype, source)
+
+    def add(self, kind: Kind, reads: Sequence[int], writes: Sequence[int], **facts: Any) -> None:
+        self.operations.append(Operation(kind, tuple(reads), tuple(writes), **facts))
+
+    def copied(self, v: int, source: str) -> int:
+        """`v` in another layout."""
+        out = self.like(v, source)
+        self.add("loop", (v,), (out,))
+        return out
+
+    # ---- equations ------------------------------------------------------------------------------------------------
+
+    def equation(
+        self, eqn: JaxprEqn, reads: Sequence[int], shapes: Sequence[Sequence[int]], scratch_bytes: float = 0.0
+    ) -> list[int]:
+        """Values of the results of `eqn`, which have `shapes` here."""
+        name, source = eqn.primitive.name, source_line(eqn)
+        writes = [
+            self.value(local_bytes(v, shape), shape, dtype_name(v), source)
+            for v, shape in zip(eqn.outvars, shapes, strict=True)
+        ]
+        if name in _VIEWS:
+            for v, w in zip(reads, writes, strict=False):
+                self.add("view", (v,), (w,))
+        elif name in _FILLS or (name == "broadcast_in_dim" and math.prod(self.values[reads[0]].shape) == 1):
+            self.add("fill", reads, writes)
+        elif name == "reduce_sum":
+            self.add("sum", reads, writes)
+        elif name == "dot_general":
+            self.add("own", self._dot_operands(eqn, reads, source), writes)
+        elif name in _LOOPS:
+            for w in writes:
+                self.add(
+                    "loop", reads, (w,), expensive=name in _EXPENSIVE, repeats=name == "broadcast_in_dim",
+                    joins_sum=name in _JOINS_SUM,
+                )  # fmt: skip
+        else:
+            self.add("own", reads, writes, scratch_bytes=scratch_bytes)
+        return writes
+
+    def _dot_operands(self, eqn: JaxprEqn, reads: Sequence[int], source: str) -> list[int]:
+        (contracted, batch) = eqn.params["dimension_numbers"]
+        out = []
+        for side, v in enumerate(reads):
+            b, c = tuple(batch[side]), tuple(contracted[side])
+            rest = tuple(d for d in range(len(self.values[v].shape)) if d not in b + c)
+            wanted = b + (rest + c if side == 0 else c + rest)
+            flat = len(rest) < 2 and len(c) < 2 and b == tuple(range(len(b)))
+            out.append(v if flat or _in_order(wanted, self.values[v].shape) else self.copied(v, source))
+        return out
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self, v: int, step: Step, atom: Atom, mesh_shape: tuple[int, ...]) -> int:
+        """The value after a step of a resharding."""
+        shape = step.dst.shard_shape(shape_of(atom), mesh_shape)
+        kind = step.kind
+        inner = kind not in ("all-reduce", "cut", "mask") and any(n > 1 for n in shape[: step.dim])
+        if kind in ("cut", "mask"):
+            out = self.value(local_bytes(atom, shape), shape, dtype_name(atom), kind)
+            self.add("loop", (v,), (out,), joins_sum=False)
+            return out
+        if kind in ("reduce-scatter", "all-to-all") and inner:
+            v = self.copied(v, kind)
+        out = self.value(local_bytes(atom, shape), shape, dtype_name(atom), kind)
+        self.add("own", (v,), (out,))
+        if kind == "all-reduce":
+            self.combinable[len(self.operations) - 1] = step.axes
+        if kind == "all-to-all" or (kind == "all-gather" and inner):
+            out = self.copied(out, kind)
+        return out
+
+
+def local_bytes(atom: Atom, shape: Sequence[int]) -> float:
+    from minialpa.jaxprs import bytes_of
+
+    whole = math.prod(shape_of(atom))
+    return bytes_of(atom) * (math.prod(shape) / whole) if whole else 0.0
+
+
+def _in_order(dims: Sequence[int], shape: Sequence[int]) -> bool:
+    kept = [d for d in dims if shape[d] > 1]
+    return kept == sorted(kept)
