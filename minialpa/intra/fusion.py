@@ -67,6 +67,7 @@ def kernels_of(operations: Sequence[Operation], results: Sequence[int], sizes: S
         joins = {c for c in readers if graph.may_join(p, c)}
         spread[p] = len(readers) < 2 or graph.cheap_to_repeat(p) or _on_all_paths(graph, p, spread)
         joined[p] = joins if spread[p] else set()
+        graph.in_sum[p] = operations[p].kind == "sum" or any(graph.in_sum[c] for c in joined[p])
         stored[p] = stored[p] or graph.is_result[p] or len(joined[p]) < len(readers)
     return _collect(graph, stored, joined)
 
@@ -81,6 +82,7 @@ class _Graph:
         self.live = [False] * len(operations)
         self.is_result = [any(v in wanted for v in op.writes) for op in operations]
         self.readers: list[list[int]] = [[] for _ in operations]
+        self.in_sum = [op.kind == "sum" for op in operations]
         self.below = [0] * len(operations)  # operations that a value comes from, as bits
         needed = set(results)
         for p in range(len(operations) - 1, -1, -1):
@@ -103,7 +105,7 @@ class _Graph:
         producer, consumer = self.operations[p], self.operations[c]
         if producer.kind in ("own", "sum") or consumer.kind == "own":
             return False
-        if consumer.kind == "sum":
+        if self.in_sum[c]:
             return producer.joins_sum and len(self.readers[p]) == 1
         return not (producer.expensive and (consumer.repeats or len(self.readers[p]) > 1))
 

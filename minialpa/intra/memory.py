@@ -47,6 +47,10 @@ def jaxpr_bytes(jaxpr):
 
 def combine(rec, results):
     """all-reduces that do not depend on each other become one"""
+    for key in dict.fromkeys(rec.combinable.values()):
+        merged(rec, results, key)
+
+def merged(rec, results, key):
     ops = rec.operations
     maker = {v: p for p, op in enumerate(ops) for v in op.writes}
     post, seen = [], set()
@@ -68,21 +72,11 @@ def combine(rec, results):
         for v in op.reads:
             if v in maker: b |= below[maker[v]] | 1 << maker[v]
         below[p] = b
-    groups = {}
-    done = []
+    groups=[]
     for p in post:
-        if p in rec.combinable:
-            key = (rec.combinable[p], rec.values[ops[p].writes[0]].dtype)
-            g = groups.get(key)
-            if g is not None and not any(below[p] >> q & 1 for q in g): g.append(p)
-            else:
-                groups[key] = [p]; done.append(groups[key])
-    return done
-
-def merged(rec, results):
-    ops = rec.operations
-    groups = [g for g in combine(rec, results) if len(g) > 1]
-    first = {p: min(g) for g in groups for p in g}
+        if rec.combinable.get(ops[p].writes[0]) == key:
+            if groups and not any(below[p] >> q & 1 for q in groups[-1]): groups[-1].append(p)
+            else: groups.append([p])
     drop=set()
     from minialpa.intra.fusion import Operation
     new = list(ops)
@@ -91,7 +85,6 @@ def merged(rec, results):
         last=g[-1]
         new[last] = Operation("own", tuple(v for p in g for v in ops[p].reads), tuple(v for p in g for v in ops[p].writes))
         drop.update(g[:-1])
-    # topological order again
     kept=[op for p,op in enumerate(new) if p not in drop]
     made={v for op in kept for v in op.writes}; ready=set(); out=[]; pending=kept
     have=lambda op: all(v in ready or v not in made for v in op.reads)
@@ -105,7 +98,7 @@ def merged(rec, results):
     rec.operations=out
 
 def simulate(rec, inputs, results, aliased, outset):
-    merged(rec, results)
+    combine(rec, results)
     sizes = [v.n_bytes for v in rec.values]
     kernels = kernels_of(rec.operations, results, sizes)
     order = run_order(kernels, inputs)

@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.intra.fusion import Kind, Operation
 from minialpa.intra.reshard import Step
-from minialpa.jaxprs import Atom, dtype_name, shape_of, source_line
+from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of, source_line
 
 _VIEWS = frozenset(
     "bitcast_convert_type copy expand_dims minialpa_gradient optimization_barrier reshape squeeze stop_gradient "
@@ -29,6 +29,10 @@ _EXPENSIVE = frozenset(
     "reduce_or reduce_prod reduce_xor".split()
 )
 _JOINS_SUM = frozenset("add sub mul exp max min neg abs square integer_pow convert_element_type".split())
+_ELEMENTWISE = (_EXPENSIVE - frozenset(["gather"])) | _JOINS_SUM | frozenset(
+    "add_any and ceil clamp clz conj eq floor ge gt imag is_finite le lt ne nextafter not or population_count real "
+    "reduce_precision round select_n shift_left shift_right_arithmetic shift_right_logical sign xor".split()
+) - frozenset("argmax argmin reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor".split())  # fmt: skip
 _LOOPS = _EXPENSIVE | _JOINS_SUM | frozenset(
     "add_any and broadcast_in_dim ceil clamp clz concatenate conj convert_element_type dynamic_slice "
     "dynamic_update_slice eq floor ge gt imag integer_pow is_finite le lt ne nextafter not or pad population_count "
@@ -53,7 +57,8 @@ class Recorder:
 
     values: list[Value] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
-    combinable: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    broadcasts: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    combinable: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def value(self, n_bytes: float, shape: Sequence[int], dtype: str, source: str) -> int:
         self.values.append(Value(n_bytes, tuple(shape), dtype, source))
@@ -93,14 +98,30 @@ class Recorder:
         elif name == "dot_general":
             self.add("own", self._dot_operands(eqn, reads, source), writes)
         elif name in _LOOPS:
+            # Division by a constant is multiplication by its inverse.
+            by_constant = name == "div" and is_literal(eqn.invars[1])
+            if name in _ELEMENTWISE:
+                reads = [self._broadcast(v, a, writes[0]) for v, a in zip(reads, eqn.invars, strict=True)]
             for w in writes:
                 self.add(
-                    "loop", reads, (w,), expensive=name in _EXPENSIVE, repeats=name == "broadcast_in_dim",
-                    joins_sum=name in _JOINS_SUM,
+                    "loop", reads, (w,), expensive=name in _EXPENSIVE and not by_constant,
+                    repeats=name == "broadcast_in_dim", joins_sum=name in _JOINS_SUM or by_constant,
                 )  # fmt: skip
         else:
             self.add("own", reads, writes, scratch_bytes=scratch_bytes)
         return writes
+
+    def _broadcast(self, v: int, atom: Atom, like: int) -> int:
+        """`v` in the shape of `like`; the primitives do this themselves, the compiler by an operation that is shared."""
+        shape = self.values[like].shape
+        if is_literal(atom) or self.values[v].shape == shape or math.prod(shape) == 1:
+            return v
+        if (v, shape) not in self.broadcasts:
+            itemsize = self.values[v].n_bytes / max(1, math.prod(self.values[v].shape))
+            out = self.value(itemsize * math.prod(shape), shape, self.values[v].dtype, self.values[like].source)
+            self.add("loop", (v,), (out,), repeats=True)
+            self.broadcasts[v, shape] = out
+        return self.broadcasts[v, shape]
 
     def _dot_operands(self, eqn: JaxprEqn, reads: Sequence[int], source: str) -> list[int]:
         (contracted, batch) = eqn.params["dimension_numbers"]
@@ -129,7 +150,7 @@ class Recorder:
         out = self.value(local_bytes(atom, shape), shape, dtype_name(atom), kind)
         self.add("own", (v,), (out,))
         if kind == "all-reduce":
-            self.combinable[len(self.operations) - 1] = step.axes
+            self.combinable[out] = (step.reduction, dtype_name(atom), *step.axes)
         if kind == "all-to-all" or (kind == "all-gather" and inner):
             out = self.copied(out, kind)
         return out
