@@ -110,14 +110,15 @@ class _Graph:
         return not (producer.expensive and (consumer.repeats or len(self.readers[p]) > 1))
 
     def cheap_to_repeat(self, p: int) -> bool:
-        """Whether it reads one array only, or no more bytes than it writes."""
-        op = self.operations[p]
-        arrays = [v for v in set(op.reads) if self.sizes[v] > 16 and not self._is_fill(v)]
-        read = sum(self.sizes[v] for v in set(op.reads) if not self._is_fill(v))
-        return len(arrays) < 2 or read <= sum(self.sizes[v] for v in op.writes)
+        """Whether it reads one array only, not counting repeated ones, or no more bytes than it writes."""
+        reads = set(self.operations[p].reads)
+        arrays = [v for v in reads if self.sizes[v] > 16 and not self._is_repeated(v)]
+        written = sum(self.sizes[v] for v in self.operations[p].writes)
+        return len(arrays) < 2 or sum(self.sizes[v] for v in reads) <= written
 
-    def _is_fill(self, v: int) -> bool:
-        return v in self.maker and self.operations[self.maker[v]].kind == "fill"
+    def _is_repeated(self, v: int) -> bool:
+        maker = self.operations[self.maker[v]] if v in self.maker else None
+        return maker is not None and (maker.kind == "fill" or maker.repeats)
 
 
 def _on_all_paths(graph: _Graph, p: int, spread: Sequence[bool]) -> bool:
