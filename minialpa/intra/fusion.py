@@ -40,6 +40,7 @@ class Operation:
     repeats: bool = False
     joins_sum: bool = False
     scratch_bytes: float = 0.0
+    in_place: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def kernels_of(operations: Sequence[Operation], results: Sequence[int], sizes: S
     for p in range(len(operations) - 1, -1, -1):
         readers = graph.readers[p]
         joins = {c for c in readers if graph.may_join(p, c)}
-        spread[p] = len(readers) < 2 or graph.cheap_to_repeat(p) or _on_all_paths(graph, p, spread)
+        spread[p] = graph.n_users(p) < 2 or graph.cheap_to_repeat(p) or _on_all_paths(graph, p, spread)
         joined[p] = joins if spread[p] else set()
         graph.in_sum[p] = operations[p].kind == "sum" or any(graph.in_sum[c] for c in joined[p])
         stored[p] = stored[p] or graph.is_result[p] or len(joined[p]) < len(readers)
@@ -106,8 +107,12 @@ class _Graph:
         if producer.kind in ("own", "sum") or consumer.kind == "own":
             return False
         if self.in_sum[c]:
-            return producer.joins_sum and len(self.readers[p]) == 1
-        return not (producer.expensive and (consumer.repeats or len(self.readers[p]) > 1))
+            return producer.joins_sum and self.n_users(p) == 1
+        return not (producer.expensive and (consumer.repeats or self.n_users(p) > 1))
+
+    def n_users(self, p: int) -> int:
+        """Readers, and one more for a result."""
+        return len(self.readers[p]) + self.is_result[p]
 
     def cheap_to_repeat(self, p: int) -> bool:
         """Whether it reads one array only, not counting repeated ones, or no more bytes than it writes."""
@@ -135,7 +140,7 @@ def _on_all_paths(graph: _Graph, p: int, spread: Sequence[bool]) -> bool:
                     return False
         return True
 
-    return all(joined(c) for c in graph.readers[p])
+    return not graph.is_result[p] and all(joined(c) for c in graph.readers[p])
 
 
 def _collect(graph: _Graph, stored: Sequence[bool], joined: Sequence[set[int]]) -> list[Kernel]:
@@ -155,7 +160,7 @@ def _collect(graph: _Graph, stored: Sequence[bool], joined: Sequence[set[int]]) 
         if stored[c] and graph.live[c]:
             source = next(iter(op.reads), None)
             is_alias = op.kind == "view" and source in own
-            kernels.append(Kernel(c, tuple(own), op.writes, source if is_alias else None, op.scratch_bytes))
+            kernels.append(Kernel(c, tuple(own), op.writes, source if is_alias else op.in_place, op.scratch_bytes))
     return kernels
 
 

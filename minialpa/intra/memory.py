@@ -43,7 +43,7 @@ def jaxpr_bytes(jaxpr):
         scratch = body_bytes(eqn.params) if sub_jaxprs(eqn) else 0.0
         env.update(zip(eqn.outvars, rec.equation(eqn, reads, [shape_of(v) for v in eqn.outvars], scratch)))
     outs = [env[v] for v in flat.outvars if not is_literal(v)]
-    return simulate(rec, ins, outs, set(), set(outs))[0]
+    return simulate(rec, ins, outs, ())[0]
 
 def combine(rec, results):
     """all-reduces that do not depend on each other become one"""
@@ -97,7 +97,8 @@ def merged(rec, results, key):
         pending=rest
     rec.operations=out
 
-def simulate(rec, inputs, results, aliased, outset):
+def simulate(rec, inputs, results, pairs):
+    aliased={results[o] for _,o in pairs}; outset=set(results)
     combine(rec, results)
     sizes = [v.n_bytes for v in rec.values]
     kernels = kernels_of(rec.operations, results, sizes)
@@ -106,19 +107,23 @@ def simulate(rec, inputs, results, aliased, outset):
     def find(v):
         while v in root: v = root[v]
         return v
+    inset=set(inputs)
     for k in kernels:
-        if k.alias is not None: root[k.writes[0]] = k.alias
+        if k.alias is not None and (rec.operations[k.operation].in_place is None or k.alias not in inset): root[k.writes[0]] = k.alias
     inset=set(inputs)
     start, end = {}, {}
     T = len(order)
     for t, k in enumerate(order):
         kernel = kernels[k]
         for v in kernel.reads: end[find(v)] = t
-        if kernel.alias is None:
+        if kernel.writes[0] not in root:
             for v in kernel.writes: start[v] = t; end.setdefault(v, t)
     roots = {find(v) for v in outset}
     live_out = {find(v) for v in aliased}
     bufs, outs = [], []
+    for i, o in pairs:
+        v, w = inputs[i], find(results[o])
+        if w in start and end.get(v, -1) > start[w]: bufs.append((sizes[v], 0, end[v], v))
     for v, t in start.items():
         s = math.ceil(sizes[v] / 64) * 64
         if v in live_out: continue

@@ -58,6 +58,7 @@ class Recorder:
     values: list[Value] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     broadcasts: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    repeated: set[int] = field(default_factory=set)
     combinable: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def value(self, n_bytes: float, shape: Sequence[int], dtype: str, source: str) -> int:
@@ -69,6 +70,8 @@ class Recorder:
         return self.value(value.n_bytes, value.shape, value.dtype, source)
 
     def add(self, kind: Kind, reads: Sequence[int], writes: Sequence[int], **facts: Any) -> None:
+        if facts.get("repeats") or (kind == "view" and reads[0] in self.repeated):
+            self.repeated.update(writes)
         self.operations.append(Operation(kind, tuple(reads), tuple(writes), **facts))
 
     def copied(self, v: int, source: str) -> int:
@@ -97,9 +100,15 @@ class Recorder:
             self.add("sum", reads, writes)
         elif name == "dot_general":
             self.add("own", self._dot_operands(eqn, reads, source), writes)
+        elif name == "conv_general_dilated":
+            self._convolution(eqn, reads, writes, source)
+        elif name.startswith("scatter"):
+            self.add("own", reads, writes, in_place=reads[0])
         elif name in _LOOPS:
             # Division by a constant is multiplication by its inverse.
-            by_constant = name == "div" and is_literal(eqn.invars[1])
+            by_constant = name == "div" and (
+                is_literal(eqn.invars[1]) or reads[1] in self.repeated or self.values[reads[1]].shape != shapes[0]
+            )
             if name in _ELEMENTWISE:
                 reads = [self._broadcast(v, a, writes[0]) for v, a in zip(reads, eqn.invars, strict=True)]
             for w in writes:
@@ -124,15 +133,34 @@ class Recorder:
         return self.broadcasts[v, shape]
 
     def _dot_operands(self, eqn: JaxprEqn, reads: Sequence[int], source: str) -> list[int]:
-        (contracted, batch) = eqn.params["dimension_numbers"]
+        """Operands with batch dimensions first and contracted ones next to each other, copied where they are not."""
+        contracted, batch = eqn.params["dimension_numbers"]
         out = []
         for side, v in enumerate(reads):
             b, c = tuple(batch[side]), tuple(contracted[side])
             rest = tuple(d for d in range(len(self.values[v].shape)) if d not in b + c)
-            wanted = b + (rest + c if side == 0 else c + rest)
-            flat = len(rest) < 2 and len(c) < 2 and b == tuple(range(len(b)))
-            out.append(v if flat or _in_order(wanted, self.values[v].shape) else self.copied(v, source))
+            is_matrix = not b and len(rest) < 2 and len(c) < 2  # transposed by the kernel itself
+            order = b + (rest + c if side == 0 else c + rest)
+            out.append(v if is_matrix or _in_order(order, self.values[v].shape) else self.copied(v, source))
         return out
+
+    def _convolution(self, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int], source: str) -> None:
+        """Images with batch first and features last, kernels with output features last; others are copied."""
+        numbers = eqn.params["dimension_numbers"]
+        orders = [
+            (spec[0], *spec[2:], spec[1]) if side != 1 else (*spec[2:], spec[1], spec[0])
+            for side, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
+        ]
+        operands = [
+            v if _in_order(order, self.values[v].shape) else self.copied(v, source)
+            for v, order in zip(reads, orders[:2], strict=True)
+        ]
+        if _in_order(orders[2], self.values[writes[0]].shape):
+            self.add("own", operands, writes)
+        else:
+            made = self.like(writes[0], source)
+            self.add("own", operands, (made,))
+            self.add("loop", (made,), writes)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
