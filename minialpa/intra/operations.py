@@ -58,6 +58,7 @@ class Recorder:
     values: list[Value] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     broadcasts: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    copies: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)
     combinable: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
@@ -74,11 +75,13 @@ class Recorder:
             self.repeated.update(writes)
         self.operations.append(Operation(kind, tuple(reads), tuple(writes), **facts))
 
-    def copied(self, v: int, source: str) -> int:
-        """`v` in another layout."""
-        out = self.like(v, source)
-        self.add("loop", (v,), (out,))
-        return out
+    def copied(self, v: int, source: str, order: tuple[int, ...] = ()) -> int:
+        """`v` with its dimensions in another `order` in memory; one copy serves all who want this order."""
+        if not order or (v, order) not in self.copies:
+            out = self.like(v, source)
+            self.add("loop", (v,), (out,))
+            self.copies[v, order] = out
+        return self.copies[v, order]
 
     # ---- equations ------------------------------------------------------------------------------------------------
 
@@ -141,7 +144,7 @@ class Recorder:
             rest = tuple(d for d in range(len(self.values[v].shape)) if d not in b + c)
             is_matrix = not b and len(rest) < 2 and len(c) < 2  # transposed by the kernel itself
             order = b + (rest + c if side == 0 else c + rest)
-            out.append(v if is_matrix or _in_order(order, self.values[v].shape) else self.copied(v, source))
+            out.append(v if is_matrix or _in_order(order, self.values[v].shape) else self.copied(v, source, order))
         return out
 
     def _convolution(self, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int], source: str) -> None:
@@ -152,7 +155,7 @@ class Recorder:
             for side, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
         ]
         operands = [
-            v if _in_order(order, self.values[v].shape) else self.copied(v, source)
+            v if _in_order(order, self.values[v].shape) else self.copied(v, source, order)
             for v, order in zip(reads, orders[:2], strict=True)
         ]
         if _in_order(orders[2], self.values[writes[0]].shape):
