@@ -117,7 +117,8 @@ class Recorder:
             for w in writes:
                 self.add(
                     "loop", reads, (w,), expensive=name in _EXPENSIVE and not by_constant,
-                    repeats=name == "broadcast_in_dim", joins_sum=name in _JOINS_SUM or by_constant,
+                    repeats=name == "broadcast_in_dim",
+                    joins_sum=name in _JOINS_SUM or name == "broadcast_in_dim" or by_constant,
                 )  # fmt: skip
         else:
             self.add("own", reads, writes, scratch_bytes=scratch_bytes)
@@ -131,7 +132,7 @@ class Recorder:
         if (v, shape) not in self.broadcasts:
             itemsize = self.values[v].n_bytes / max(1, math.prod(self.values[v].shape))
             out = self.value(itemsize * math.prod(shape), shape, self.values[v].dtype, self.values[like].source)
-            self.add("loop", (v,), (out,), repeats=True)
+            self.add("loop", (v,), (out,), repeats=True, joins_sum=True)
             self.broadcasts[v, shape] = out
         return self.broadcasts[v, shape]
 
