@@ -30,7 +30,8 @@ class Operation:
     """One operation.
 
     reads, writes: values. expensive: too dear to compute twice. repeats: each element of an operand is read many times.
-    joins_sum: may be joined to a sum. scratch_bytes: what it needs while it runs.
+    joins_sum: may be joined to a sum. scratch_bytes: what it needs while it runs. in_place: the operand whose buffer the
+    result takes over.
     """
 
     kind: Kind
@@ -47,13 +48,14 @@ class Operation:
 class Kernel:
     """An operation that is run, with everything that is joined to it: `reads` and `writes` are in memory.
 
-    alias: the value whose buffer the result is, for a view of one that is in memory anyway.
+    alias: the value whose buffer the result is, for a view of one that is in memory anyway, or one changed `in_place`.
     """
 
     operation: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     alias: int | None = None
+    in_place: bool = False
     scratch_bytes: float = 0.0
 
 
@@ -159,8 +161,8 @@ def _collect(graph: _Graph, stored: Sequence[bool], joined: Sequence[set[int]]) 
         reads.append(own)
         if stored[c] and graph.live[c]:
             source = next(iter(op.reads), None)
-            is_alias = op.kind == "view" and source in own
-            kernels.append(Kernel(c, tuple(own), op.writes, source if is_alias else op.in_place, op.scratch_bytes))
+            alias = source if op.kind == "view" and source in own else op.in_place
+            kernels.append(Kernel(c, tuple(own), op.writes, alias, op.in_place is not None, op.scratch_bytes))
     return kernels
 
 

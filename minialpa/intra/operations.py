@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.intra.fusion import Kind, Operation
 from minialpa.intra.reshard import Step
-from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of, source_line
+from minialpa.jaxprs import Atom, bytes_of, dtype_name, is_literal, shape_of, source_line
 
 _VIEWS = frozenset(
     "bitcast_convert_type copy expand_dims minialpa_gradient optimization_barrier reshape squeeze stop_gradient "
@@ -60,11 +60,15 @@ class Recorder:
     broadcasts: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     copies: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)
-    combinable: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    reduced: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    origin: dict[int, int] = field(default_factory=dict)
 
     def value(self, n_bytes: float, shape: Sequence[int], dtype: str, source: str) -> int:
         self.values.append(Value(n_bytes, tuple(shape), dtype, source))
         return len(self.values) - 1
+
+    def literal(self, atom: Atom) -> int:
+        return self.value(0.0, shape_of(atom), dtype_name(atom), "constant")
 
     def like(self, v: int, source: str) -> int:
         value = self.values[v]
@@ -79,6 +83,7 @@ class Recorder:
         """`v` with its dimensions in another `order` in memory; one copy serves all who want this order."""
         if not order or (v, order) not in self.copies:
             out = self.like(v, source)
+            self.origin[out] = self.origin.get(v, v)
             self.add("loop", (v,), (out,))
             self.copies[v, order] = out
         return self.copies[v, order]
@@ -134,6 +139,7 @@ class Recorder:
             out = self.value(itemsize * math.prod(shape), shape, self.values[v].dtype, self.values[like].source)
             self.add("loop", (v,), (out,), repeats=True, joins_sum=True)
             self.broadcasts[v, shape] = out
+            self.origin[out] = like
         return self.broadcasts[v, shape]
 
     def _dot_operands(self, eqn: JaxprEqn, reads: Sequence[int], source: str) -> list[int]:
@@ -163,6 +169,7 @@ class Recorder:
             self.add("own", operands, writes)
         else:
             made = self.like(writes[0], source)
+            self.origin[made] = writes[0]
             self.add("own", operands, (made,))
             self.add("loop", (made,), writes)
 
@@ -182,15 +189,13 @@ class Recorder:
         out = self.value(local_bytes(atom, shape), shape, dtype_name(atom), kind)
         self.add("own", (v,), (out,))
         if kind == "all-reduce":
-            self.combinable[out] = (step.reduction, dtype_name(atom), *step.axes)
+            self.reduced[out] = (step.reduction, dtype_name(atom), step.axes)
         if kind == "all-to-all" or (kind == "all-gather" and inner):
             out = self.copied(out, kind)
         return out
 
 
 def local_bytes(atom: Atom, shape: Sequence[int]) -> float:
-    from minialpa.jaxprs import bytes_of
-
     whole = math.prod(shape_of(atom))
     return bytes_of(atom) * (math.prod(shape) / whole) if whole else 0.0
 
