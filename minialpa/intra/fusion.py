@@ -3,8 +3,8 @@
 A compiler joins chains of elementwise operations into one kernel, and only what leaves a kernel has a buffer. The rules
 are those of XLA's instruction fusion, on the graph of operations before it:
 
-    1. An operation joins a reader that is a loop itself. Dots, convolutions, collectives, sorts and loops are kernels of
-       their own; a sum takes in what only it reads.
+    1. An operation joins a reader that is elementwise itself. Dots, convolutions, collectives, sorts and loops are
+       kernels of their own; a sum takes in what only it reads.
     2. Cheap operations are computed again for each reader; expensive ones (exp, division) only if there is one reader,
        and never inside a broadcast, which would compute them once for each copy.
     3. What reads more than it writes is not computed twice unless it is joined on every path.        -> _spread
@@ -30,8 +30,8 @@ class Operation:
     """One operation.
 
     reads, writes: values. expensive: too dear to compute twice. repeats: each element of an operand is read many times.
-    joins_sum: may be joined to a sum. scratch_bytes: what it needs while it runs. in_place: the operand whose buffer the
-    result takes over.
+    joins_sum: may be joined to a sum. scratch_bytes: what it needs while it runs. in_place: the operand whose buffer
+    the result takes over.
     """
 
     kind: Kind
@@ -130,19 +130,20 @@ class _Graph:
 
 def _on_all_paths(graph: _Graph, p: int, spread: Sequence[bool]) -> bool:
     """Rule 3: whether `p` is joined to each reader, and what lies between `p` and a reader is joined to it as well."""
+    if graph.is_result[p]:
+        return False
     seen: set[int] = set()
-
-    def joined(c: int) -> bool:
+    waiting = list(graph.readers[p])
+    while waiting:
+        c = waiting.pop()
         if c == p or c in seen:
-            return True
+            continue
         seen.add(c)
-        for o in graph.operands(c):
-            if o == p or graph.below[o] >> p & 1:
-                if not graph.may_join(o, c) or (o != p and not spread[o]) or not joined(o):
-                    return False
-        return True
-
-    return not graph.is_result[p] and all(joined(c) for c in graph.readers[p])
+        between = [o for o in graph.operands(c) if o == p or graph.below[o] >> p & 1]
+        if any(not graph.may_join(o, c) or (o != p and not spread[o]) for o in between):
+            return False
+        waiting += between
+    return True
 
 
 def _collect(graph: _Graph, stored: Sequence[bool], joined: Sequence[set[int]]) -> list[Kernel]:

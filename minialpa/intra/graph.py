@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra import rules as _rules  # noqa: F401  (registers the rules)
+from minialpa.intra.costgraph import FORBIDDEN
 from minialpa.intra.factors import Factors, factors_of
 from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
 from minialpa.intra.reshard import reshard_table
 from minialpa.intra.spmd import EquationSpecs
 from minialpa.intra.strategies import StrategySet, enumerate_strategies, follow, is_contraction
+from minialpa.intra.usage import Demand, MemoryLimit, Usage, check_least, terms_of
 from minialpa.jaxprs import Atom, aval_of, bytes_of, is_extended, is_literal, shape_of
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import Spec, specs_of
@@ -70,7 +72,6 @@ class MeshSharding:
 @dataclass(slots=True)
 class _Node:
     costs: NDArray[np.float64]
-    usage: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,10 @@ class _Record:
 class GraphBuilder:
     """Collects nodes and edges for `problem` on `mesh`; then `graph()`, and `read(solution)`."""
 
-    def __init__(self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption) -> None:
-        self.problem, self.mesh, self.option = problem, mesh, option
+    def __init__(
+        self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, limit: MemoryLimit | None = None
+    ) -> None:
+        self.problem, self.mesh, self.option, self.limit = problem, mesh, option, limit
         self.nodes: list[_Node] = []
         self.edges: dict[tuple[int, int], NDArray[np.float64]] = {}
         self.choices: dict[Var, _Choice] = {}
@@ -108,14 +111,31 @@ class GraphBuilder:
             self._add_edge(target, self.choices[source].node, self.choices[source].specs, 1)
 
     def graph(self) -> CostGraph:
-        limit = self.option.memory_limit_bytes or (self.mesh.device.memory_bytes if self.mesh.device else None)
-        return CostGraph(
-            tuple(node.costs for node in self.nodes),
-            tuple(Edge(a, b, cost) for (a, b), cost in self.edges.items()),
-            tuple(node.usage for node in self.nodes),
-            ((0, 1),) * len(self.nodes),
-            limit,
-        )
+        """The graph, with a usage limit if there is one. Raises InfeasibleError where that is hopeless."""
+        costs = tuple(node.costs for node in self.nodes)
+        edges = tuple(Edge(a, b, cost) for (a, b), cost in self.edges.items())
+        if self.limit is None:
+            return CostGraph(costs, edges)
+        demands = self._demands(self.limit)
+        check_least(demands, self.limit, self._allowed)
+        terms = terms_of(demands, self.limit.limit_bytes, self.limit.n_times)
+        empty = tuple(np.zeros(len(cost)) for cost in costs)
+        return CostGraph(costs, edges, empty, ((0, 1),) * len(costs), self.limit.limit_bytes, terms)
+
+    def _demands(self, limit: MemoryLimit) -> list[Demand]:
+        kept = [Usage(v, 1, 0, limit.n_times) for v, role in self.problem.inputs if role in ("parameter", "state")]
+        out = []
+        for usage in (*kept, *limit.usages):
+            if usage.var in self.choices:
+                choice, whole = self.choices[usage.var], usage.n_copies * bytes_of(usage.var)
+                local = np.array([whole / spec.n_shards(self.mesh.shape) for spec in choice.specs])
+                out.append(Demand(usage.var, choice.node, local, usage.start, usage.end))
+        return out
+
+    def _allowed(self, demand: Demand) -> NDArray[np.bool_]:
+        if demand.node is None:
+            return np.ones(1, bool)
+        return self.nodes[demand.node].costs < FORBIDDEN
 
     # ---- nodes ----------------------------------------------------------------------------------------------------
 
@@ -124,8 +144,8 @@ class GraphBuilder:
         assert isinstance(atom, Var), atom
         return self.choices[atom]
 
-    def _new_node(self, costs: Sequence[float] | NDArray[np.float64], usage: Sequence[float] | None = None) -> int:
-        self.nodes.append(_Node(np.array(costs, np.float64), np.array(usage or [0.0] * len(costs), np.float64)))
+    def _new_node(self, costs: Sequence[float] | NDArray[np.float64]) -> int:
+        self.nodes.append(_Node(np.array(costs, np.float64)))
         return len(self.nodes) - 1
 
     def _add_input(self, var: Var, role: Role) -> None:
@@ -137,8 +157,7 @@ class GraphBuilder:
         # Reading an input once costs its bytes; a kept input costs only room, so it just breaks ties.
         bandwidth = self.mesh.device.memory_bandwidth if self.mesh.device else 1e12
         weight = (1.0 if role in ("batch", "received") else 1e-3) / bandwidth
-        usage = local if role in ("parameter", "state") else None
-        self.choices[var] = _Choice(self._new_node([weight * b for b in local], usage), specs)
+        self.choices[var] = _Choice(self._new_node([weight * b for b in local]), specs)
 
     def _input_specs(self, var: Var, role: Role) -> tuple[Spec, ...]:
         shape, option = shape_of(var), self.option

@@ -18,27 +18,37 @@ from minialpa.intra.fusion import Kind, Operation
 from minialpa.intra.reshard import Step
 from minialpa.jaxprs import Atom, bytes_of, dtype_name, is_literal, shape_of, source_line
 
-_VIEWS = frozenset(
-    "bitcast_convert_type copy expand_dims minialpa_gradient optimization_barrier reshape squeeze stop_gradient "
-    "random_wrap random_unwrap".split()
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_VIEWS = _names(
+    """bitcast_convert_type copy expand_dims minialpa_gradient optimization_barrier random_unwrap random_wrap reshape
+    squeeze stop_gradient"""
 )
-_FILLS = frozenset(["iota", "empty", "axis_index", "partition_id"])
-_EXPENSIVE = frozenset(
-    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 gather igamma "
-    "lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh argmax argmin reduce_max reduce_min reduce_and "
-    "reduce_or reduce_prod reduce_xor".split()
+_FILLS = _names("axis_index empty iota partition_id")
+_REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_xor")
+#: Elementwise, and too dear to compute twice.
+_DEAR = _names(
+    """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma lgamma
+    log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh"""
 )
-_JOINS_SUM = frozenset("add sub mul exp max min neg abs square integer_pow convert_element_type".split())
-_ELEMENTWISE = (_EXPENSIVE - frozenset(["gather"])) | _JOINS_SUM | frozenset(
-    "add_any and ceil clamp clz conj eq floor ge gt imag is_finite le lt ne nextafter not or population_count real "
-    "reduce_precision round select_n shift_left shift_right_arithmetic shift_right_logical sign xor".split()
-) - frozenset("argmax argmin reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor".split())  # fmt: skip
-_LOOPS = _EXPENSIVE | _JOINS_SUM | frozenset(
-    "add_any and broadcast_in_dim ceil clamp clz concatenate conj convert_element_type dynamic_slice "
-    "dynamic_update_slice eq floor ge gt imag integer_pow is_finite le lt ne nextafter not or pad population_count "
-    "real reduce_precision rev round select_n shift_left shift_right_arithmetic shift_right_logical sign slice split "
-    "transpose xor".split()
-)  # fmt: skip
+_EXPENSIVE = _DEAR | _REDUCTIONS | {"gather"}
+_JOINS_SUM = _names("abs add convert_element_type exp integer_pow max min mul neg square sub")
+_ELEMENTWISE = (
+    _DEAR
+    | _JOINS_SUM
+    | _names(
+        """add_any and ceil clamp clz conj eq floor ge gt imag is_finite le lt ne nextafter not or population_count real
+        reduce_precision round select_n shift_left shift_right_arithmetic shift_right_logical sign xor"""
+    )
+)
+_LOOPS = (
+    _ELEMENTWISE
+    | _EXPENSIVE
+    | _names("broadcast_in_dim concatenate dynamic_slice dynamic_update_slice pad rev slice split transpose")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +140,7 @@ class Recorder:
         return writes
 
     def _broadcast(self, v: int, atom: Atom, like: int) -> int:
-        """`v` in the shape of `like`; the primitives do this themselves, the compiler by an operation that is shared."""
+        """`v` in the shape of `like`; to the compiler an operation of its own, which readers share."""
         shape = self.values[like].shape
         if is_literal(atom) or self.values[v].shape == shape or math.prod(shape) == 1:
             return v
