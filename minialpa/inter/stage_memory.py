@@ -88,7 +88,7 @@ def donations(staged: StagedStep, task: Task) -> tuple[int, ...]:
     split = staged.split
     traced = split.traced
     given = {traced.flat.invars[a] for a in traced.aliases if a is not None}
-    foreign = set(staged.inputs) - given | {micro for _, micro in split.micro_inputs}
+    foreign = set(staged.inputs) - given
     results = {v for v in split.outvars if not is_literal(v)}
     tasks = [t for t in staged.tasks if t.mesh == task.mesh]
     later = {v for t in tasks[tasks.index(task) + 1 :] for v in t.invars}

@@ -6,6 +6,7 @@ and where it is too large the problem is solved again with that much less room.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from jax.extend.core import Var
@@ -22,6 +23,8 @@ from minialpa.options import AutoShardingOption
 
 #: How often a stage is solved with ever less room.
 _MAX_SOLVES = 5
+#: Fixed bytes are exact; temporaries are predicted, and this fraction of them is left free.
+_RESERVE = 0.05
 
 
 def solve_stage(
@@ -30,19 +33,22 @@ def solve_stage(
     """The cheapest shardings of a stage with `n_live` micro-batches in flight. Raises InfeasibleError."""
     limit = _limit(staged, mesh, problem, view, option, n_live)
     room, least = limit, None
+    deadline = time.monotonic() + option.solver_time_limit_s
     for _ in range(_MAX_SOLVES):
+        left_s = max(1.0, deadline - time.monotonic())
         try:
-            solution = solve_mesh(problem, view.mesh, option, room)
+            solution = solve_mesh(problem, view.mesh, replace(option, solver_time_limit_s=left_s), room)
         except InfeasibleError as error:
             if least is None or limit is None:
                 raise
             raise _too_large(least, limit, n_live) from error
         memory = mesh_memory(staged, mesh, problem, solution, view)
-        if limit is None or room is None or memory.peak_bytes(n_live) <= limit.limit_bytes:
+        needed = memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes
+        if limit is None or room is None or needed <= limit.limit_bytes:
             return solution, memory
         if least is None or memory.peak_bytes(n_live) < least.peak_bytes(n_live):
             least = memory
-        room = replace(room, limit_bytes=room.limit_bytes - (memory.peak_bytes(n_live) - limit.limit_bytes))
+        room = replace(room, limit_bytes=room.limit_bytes - (needed - limit.limit_bytes))
         if room.limit_bytes <= 0:
             break
     assert least is not None and limit is not None
@@ -67,8 +73,9 @@ def _limit(
 
 def _too_large(memory: MeshMemory, limit: MemoryLimit, n_live: int) -> InfeasibleError:
     listed = "".join(f"\n  {tensor}" for tensor in memory.largest)
+    needed = memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes
     return InfeasibleError(
-        f"The smallest plan found needs {memory.peak_bytes(n_live):,.0f} bytes per device and the limit is "
-        f"{limit.limit_bytes:,.0f}. Allow more devices or micro-batches, or raise `memory_limit_bytes`. Its largest "
-        f"tensors:{listed}"
+        f"The smallest plan found needs {needed:,.0f} bytes per device, "
+        f"with {_RESERVE:.0%} of its temporaries to spare, and the limit is {limit.limit_bytes:,.0f}. Allow more "
+        f"devices or micro-batches, or raise `memory_limit_bytes`. Its largest tensors:{listed}"
     )

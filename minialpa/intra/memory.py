@@ -30,6 +30,8 @@ from minialpa.jaxprs import Atom, bytes_of, dtype_name, flatten_calls, is_litera
 
 #: Buffers start at multiples of this.
 _ALIGNMENT = 64
+#: Several results come with a table of their addresses.
+_POINTER_BYTES = 8
 _LOOPS = ("scan", "while", "cond")
 
 
@@ -107,7 +109,8 @@ def peak_bytes(program: ShardedEquations, donated: Sequence[int] = ()) -> Progra
         LargeTensor(x.shape, x.dtype, x.n_bytes, x.source) for x in (recorder.values[v] for v in present) if x.n_bytes
     )
     alias = sum(sizes[inputs[i]] for i, _ in pairs)
-    return ProgramMemory(argument, sum(sizes[v] for v in results), alias, temp, largest)
+    table = _POINTER_BYTES * len(results) if len(results) > 1 else 0
+    return ProgramMemory(argument, sum(sizes[v] for v in results) + table, alias, temp, largest)
 
 
 def donated_pairs(program: ShardedEquations, donated: Sequence[int]) -> tuple[tuple[int, int], ...]:
