@@ -18,7 +18,7 @@ from minialpa.inter import functions
 from minialpa.inter.mesh_problem import ShardedView, task_program
 from minialpa.inter.schedule import global_order, make_schedule
 from minialpa.inter.split import StagedStep, Task
-from minialpa.inter.staging import bind_specs, mesh_problems, realise
+from minialpa.inter.staging import bind_specs, final_specs, mesh_problems, realise
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.jaxprs import aval_of, is_literal, shape_of
 from minialpa.plan import Plan
@@ -108,12 +108,7 @@ class _Emitter:
     def _program(self, task: Task) -> ShardedEquations:
         stage = self.plan.stages[task.mesh]
         view = ShardedView(stage.mesh, stage.forbidden)
-        results = {
-            atom: spec
-            for atom, value in zip(self.split.outvars, self.plan.outputs, strict=True)
-            for mesh, spec in zip(value.mesh_ids, value.specs, strict=True)
-            if mesh == task.mesh and not is_literal(atom)
-        }
+        results = final_specs(self.staged, self.plan, task.mesh)
         return task_program(self.staged, task, self.specs[task.mesh], self.equations[task.mesh], view, results)
 
     # ---- buffers --------------------------------------------------------------------------------------------------

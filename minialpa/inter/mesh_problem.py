@@ -1,5 +1,5 @@
 """Between the tasks of a staged step and the intra-operator problem of one mesh: the problem, the programs of its
-tasks once it is solved, what these communicate, and what the mesh must keep in memory."""
+tasks once it is solved, and what these communicate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minialpa.cost import Collective
 from minialpa.inter.split import StagedStep, Task
 from minialpa.intra.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.spmd import ShardedEquations, collectives_of
-from minialpa.jaxprs import bytes_of, is_literal
+from minialpa.jaxprs import is_literal
 from minialpa.sharding import EquationSpecs, Spec
 
 
@@ -136,29 +136,3 @@ def _inputs(staged: StagedStep, tasks: list[Task], mesh: int) -> list[tuple[Var,
             if v not in out:
                 out[v] = "batch" if v in micro else "received"
     return list(out.items())
-
-
-@dataclass(frozen=True, slots=True)
-class MeshMemory:
-    """Bytes per device: what stays for the whole step, and what each micro-batch in flight adds."""
-
-    fixed_bytes: float
-    in_flight_bytes: float
-
-
-def mesh_memory(staged: StagedStep, mesh: int, sharding: MeshSharding, mesh_shape: tuple[int, ...]) -> MeshMemory:
-    """Parameters, optimizer state, accumulated gradients; and the values that the forward leaves for the backward."""
-    problem_inputs = {v for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes}
-    fixed = problem_inputs | {a.loop for a in staged.split.accumulators if a.loop in sharding.specs}
-    residuals: set[Var] = set()
-    forward_made: set[Var] = set()
-    for task in staged.tasks:
-        if task.mesh == mesh and task.kind == "forward":
-            forward_made.update(task.outvars)
-        if task.mesh == mesh and task.kind == "backward":
-            residuals.update(v for v in task.invars if v in forward_made)
-
-    def local(variables: set[Var]) -> float:
-        return sum(bytes_of(v) / sharding.specs[v].n_shards(mesh_shape) for v in variables if v in sharding.specs)
-
-    return MeshMemory(local(fixed), local(residuals))

@@ -11,15 +11,16 @@ from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import Collective
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.inter.forward import assign_layers
-from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations, mesh_memory
+from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations
 from minialpa.inter.schedule import make_schedule, n_live
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_cost import Candidate, border_seconds, candidates, layer_table, stage_seconds
 from minialpa.inter.stage_dp import choose_stages
+from minialpa.inter.stage_memory import MeshMemory
+from minialpa.inter.stage_solve import solve_stage
 from minialpa.inter.staging import stage_step
 from minialpa.intra.factors import primitives_without_rule
 from minialpa.intra.problem import MeshEquations, MeshSharding
-from minialpa.intra.solve import solve_mesh
 from minialpa.intra.strategies import is_contraction
 from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of
 from minialpa.options import AutoShardingOption, AutoStageOption, ManualStageOption, PlanOptions, UniformStageOption
@@ -217,15 +218,16 @@ def _solve(
         report("Shardings of stages", k, len(stages))
         mesh = logical_mesh or cluster.logical_mesh(stage.candidate.submesh, stage.candidate.logical_shape)
         problem = mesh_equations(staged, k)
+        view = ShardedView(mesh, stage.option.forbidden_collectives)
+        live = n_live(schedule, k)
         try:
-            solution = solve_mesh(problem, mesh, stage.option)
+            solution, memory = solve_stage(staged, k, problem, view, stage.option, live)
         except InfeasibleError as error:
             raise InfeasibleError(f"Stage {k} on a mesh of {mesh.shape} devices: {error}") from error
-        view = ShardedView(mesh, stage.option.forbidden_collectives)
         moved = mesh_collectives(staged, k, problem, solution, view)
         seconds = stage_seconds(solution, moved, mesh, options.n_micro_batches)
         plans.append(
-            _stage_plan(staged, k, stage, first_device, problem, solution, view, seconds, n_live(schedule, k),
+            _stage_plan(staged, stage, first_device, problem, solution, view, seconds, memory, live,
                         layer_of_group)
         )  # fmt: skip
         shardings.append(solution)
@@ -248,18 +250,17 @@ def _solve(
 
 def _stage_plan(
     staged: StagedStep,
-    k: int,
     stage: _Stage,
     first_device: int,
     problem: MeshEquations,
     solution: MeshSharding,
     view: ShardedView,
     seconds: tuple[float, float, float],
+    memory: MeshMemory,
     live: int,
     layer_of_group: Sequence[int],
 ) -> StagePlan:
     mesh = view.mesh
-    memory = mesh_memory(staged, k, solution, mesh.shape)
     return StagePlan(
         stage.layers,
         stage.candidate.submesh,
@@ -272,9 +273,9 @@ def _stage_plan(
         solution.equations,
         _operators(staged, problem, solution, layer_of_group),
         *seconds,
-        memory.fixed_bytes,
+        memory.fixed_bytes + memory.temp_bytes,
         memory.in_flight_bytes,
-        memory.fixed_bytes + live * memory.in_flight_bytes,
+        memory.peak_bytes(live),
         solution.optimal,
     )
 

@@ -16,9 +16,10 @@ from jax.extend.core import Var
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import InfeasibleError
-from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations, mesh_memory
+from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_dp import StageCostTable
+from minialpa.inter.stage_memory import mesh_memory
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.solve import solve_mesh
 from minialpa.jaxprs import bytes_of, is_literal
@@ -96,7 +97,7 @@ def layer_table(
     # A table has dozens of entries; one that is a little too dear is better than minutes of proof for each.
     option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _LAYER_TIME_LIMIT_S))
     seconds = np.full((n, len(choices)), np.inf)
-    step_seconds, fixed, in_flight = np.zeros_like(seconds), np.zeros_like(seconds), np.zeros_like(seconds)
+    step_seconds, fixed, in_flight, temp = (np.zeros_like(seconds) for _ in range(4))
     problems = [mesh_equations(staged, layer) for layer in range(n)]
     keys = [problem_key(problem) for problem in problems]
     first = [keys.index(key) for key in keys]
@@ -104,7 +105,7 @@ def layer_table(
         for m, choice in enumerate(choices):
             progress(layer * len(choices) + m, n * len(choices))
             if first[layer] != layer:
-                for table in (seconds, step_seconds, fixed, in_flight):
+                for table in (seconds, step_seconds, fixed, in_flight, temp):
                     table[layer, m] = table[first[layer], m]
                 continue
             mesh = cluster.logical_mesh(choice.submesh, choice.logical_shape)
@@ -115,15 +116,16 @@ def layer_table(
             view = ShardedView(mesh, option.forbidden_collectives)
             collectives = mesh_collectives(staged, layer, problem, solution, view)
             compute, communication, update = stage_seconds(solution, collectives, mesh, staged.split.n_micro_batches)
-            memory = mesh_memory(staged, layer, solution, mesh.shape)
+            memory = mesh_memory(staged, layer, problem, solution, view)
             seconds[layer, m], step_seconds[layer, m] = compute + communication, update
             fixed[layer, m], in_flight[layer, m] = memory.fixed_bytes, memory.in_flight_bytes
+            temp[layer, m] = memory.temp_bytes
     progress(n * len(choices), n * len(choices))
     return StageCostTable(
         n_devices=np.array([c.n_devices for c in choices]),
         seconds=_interval_sums(seconds),
         step_seconds=_interval_sums(step_seconds),
-        fixed_bytes=_interval_sums(fixed),
+        fixed_bytes=_interval_sums(fixed) + _interval_maxima(temp),
         in_flight_bytes=_interval_sums(in_flight),
         transfer_seconds=np.array(border_seconds(staged, cluster)),
     )
@@ -135,6 +137,15 @@ def _interval_sums(per_layer: np.ndarray) -> np.ndarray:
     out = np.full((n, n, m), np.inf)
     for i in range(n):
         out[i, i:] = np.cumsum(per_layer[i:], axis=0)
+    return out
+
+
+def _interval_maxima(per_layer: np.ndarray) -> np.ndarray:
+    """out[i, j, m] = largest of rows i..j; 0 below the diagonal."""
+    n, m = per_layer.shape
+    out = np.zeros((n, n, m))
+    for i in range(n):
+        out[i, i:] = np.maximum.accumulate(per_layer[i:], axis=0)
     return out
 
 

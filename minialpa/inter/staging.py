@@ -15,6 +15,7 @@ from minialpa.inter.mesh_problem import mesh_equations
 from minialpa.inter.microbatch import split_micro_batches
 from minialpa.inter.split import StagedStep, stage_split, traced_positions
 from minialpa.intra.problem import MeshEquations
+from minialpa.jaxprs import is_literal
 from minialpa.plan import Plan, StagePlan
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.trace import TracedStep
@@ -46,6 +47,16 @@ def bind_specs(problem: MeshEquations, stage: StagePlan) -> tuple[dict[Var, Spec
         specs.update(zip(eqn.outvars, chosen.results, strict=True))
     specs.update((total, specs[loop]) for loop, total in problem.equal.items())
     return specs, stage.equation_specs
+
+
+def final_specs(staged: StagedStep, plan: Plan, mesh: int) -> dict[Var, Spec]:
+    """In which specs the results of a step are left on a mesh."""
+    return {
+        atom: spec
+        for atom, value in zip(staged.split.outvars, plan.outputs, strict=True)
+        for where, spec in zip(value.mesh_ids, value.specs, strict=True)
+        if where == mesh and not is_literal(atom)
+    }
 
 
 def realise(traced: TracedStep, plan: Plan) -> StagedStep:

@@ -9,6 +9,7 @@ out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,7 @@ class CostGraph:
     diagonal.
     usages[v][i]: what strategy i uses while v is live, never negative; intervals[v]: half-open live interval of v.
     Both are empty, or have one entry per node. `usage_limit=None` means that usage is not limited.
+    extra_usages: (node, interval, usage by strategy), more of the same; a node may have any number of them.
     """
 
     node_costs: tuple[Floats, ...]
@@ -51,6 +53,7 @@ class CostGraph:
     usages: tuple[Floats, ...] = ()
     intervals: tuple[tuple[int, int], ...] = ()
     usage_limit: float | None = None
+    extra_usages: tuple[tuple[int, tuple[int, int], Floats], ...] = ()
 
     def __post_init__(self) -> None:
         costs = tuple(_as_array(cost, f"`node_costs[{v}]`", 1) for v, cost in enumerate(self.node_costs))
@@ -76,11 +79,19 @@ class CostGraph:
         for v, usage in enumerate(usages):
             if len(usage) != sizes[v] or not np.isfinite(usage).all() or usage.min() < 0:
                 raise ShardingError(f"`usages[{v}]` needs {sizes[v]} finite values of zero or more; got {usage}.")
+        for v, _, extra in self.extra_usages:
+            if not 0 <= v < n_nodes or len(extra) != sizes[v] or not np.isfinite(extra).all() or extra.min() < 0:
+                raise ShardingError(f"An extra usage of node {v} needs finite values of zero or more; got {extra}.")
         return usages
 
     @property
     def n_nodes(self) -> int:
         return len(self.node_costs)
+
+    def usage_terms(self) -> Iterator[tuple[int, tuple[int, int], Floats]]:
+        """(node, interval, usage by strategy) of everything that uses something."""
+        yield from zip(range(len(self.usages)), self.intervals, self.usages, strict=False)
+        yield from self.extra_usages
 
     def cost_of(self, choices: tuple[int, ...]) -> float:
         """Objective of one strategy per node; np.inf where the choice is forbidden."""
@@ -93,10 +104,10 @@ class CostGraph:
         if self.usage_limit is None:
             return 0.0
         change: dict[int, float] = {}
-        for usage, (start, end), i in zip(self.usages, self.intervals, choices, strict=True):
+        for v, (start, end), usage in self.usage_terms():
             if end > start:
-                change[start] = change.get(start, 0.0) + float(usage[i])
-                change[end] = change.get(end, 0.0) - float(usage[i])
+                change[start] = change.get(start, 0.0) + float(usage[choices[v]])
+                change[end] = change.get(end, 0.0) - float(usage[choices[v]])
         return float(np.max(np.cumsum([0.0] + [change[time] for time in sorted(change)])))
 
     def fits(self, choices: tuple[int, ...]) -> bool:

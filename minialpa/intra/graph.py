@@ -21,6 +21,7 @@ from minialpa.cluster import LogicalMesh
 from minialpa.intra import rules as _rules  # noqa: F401  (registers the rules)
 from minialpa.intra.combining import n_together
 from minialpa.intra.constraints import Constraint, constraint_of_equation, constraint_of_path
+from minialpa.intra.costgraph import FORBIDDEN
 from minialpa.intra.factors import Factors, factors_of
 from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
 from minialpa.intra.loops import ScanBody, scan_body
@@ -28,6 +29,7 @@ from minialpa.intra.menu import Menu
 from minialpa.intra.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.reshard import partial_specs_of
 from minialpa.intra.strategies import StrategySet, is_contraction
+from minialpa.intra.usage import Demand, MemoryLimit, Usage, check_least, terms_of
 from minialpa.jaxprs import Atom, aval_of, bytes_of, is_constraint, is_extended, is_inexact, is_literal, shape_of
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import EquationSpecs, Spec, specs_of
@@ -36,7 +38,6 @@ from minialpa.sharding import EquationSpecs, Spec, specs_of
 @dataclass(slots=True)
 class _Node:
     costs: NDArray[np.float64]
-    usage: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,10 @@ class _LoopRecord:
 class GraphBuilder:
     """Collects nodes and edges for `problem` on `mesh`; then `graph()`, and `read(solution)`."""
 
-    def __init__(self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption) -> None:
-        self.problem, self.mesh, self.option = problem, mesh, option
+    def __init__(
+        self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, limit: MemoryLimit | None = None
+    ) -> None:
+        self.problem, self.mesh, self.option, self.limit = problem, mesh, option, limit
         self.nodes: list[_Node] = []
         self.edges: dict[tuple[int, int], NDArray[np.float64]] = {}
         self.choices: dict[Var, _Choice] = {}
@@ -107,14 +110,31 @@ class GraphBuilder:
         self._settle_results()
 
     def graph(self) -> CostGraph:
-        limit = self.option.memory_limit_bytes or (self.mesh.device.memory_bytes if self.mesh.device else None)
-        return CostGraph(
-            tuple(node.costs for node in self.nodes),
-            tuple(Edge(a, b, cost) for (a, b), cost in self.edges.items()),
-            tuple(node.usage for node in self.nodes),
-            ((0, 1),) * len(self.nodes),
-            limit,
-        )
+        """The graph, with a usage limit if there is one. Raises InfeasibleError where that is hopeless."""
+        costs = tuple(node.costs for node in self.nodes)
+        edges = tuple(Edge(a, b, cost) for (a, b), cost in self.edges.items())
+        if self.limit is None:
+            return CostGraph(costs, edges)
+        demands = self._demands(self.limit)
+        check_least(demands, self.limit, self._allowed)
+        terms = terms_of(demands, self.limit.limit_bytes, self.limit.n_times)
+        empty = tuple(np.zeros(len(cost)) for cost in costs)
+        return CostGraph(costs, edges, empty, ((0, 1),) * len(costs), self.limit.limit_bytes, terms)
+
+    def _demands(self, limit: MemoryLimit) -> list[Demand]:
+        kept = [Usage(v, 1, 0, limit.n_times) for v, role in self.problem.inputs if role in ("parameter", "state")]
+        out = []
+        for usage in (*kept, *limit.usages):
+            if usage.var in self.choices:
+                choice, whole = self.choices[usage.var], usage.n_copies * bytes_of(usage.var)
+                local = np.array([whole / spec.n_shards(self.mesh.shape) for spec in choice.specs])
+                out.append(Demand(usage.var, choice.node, local, usage.start, usage.end))
+        return out
+
+    def _allowed(self, demand: Demand) -> NDArray[np.bool_]:
+        if demand.node is None:
+            return np.ones(1, bool)
+        return self.nodes[demand.node].costs < FORBIDDEN
 
     def _settle_results(self) -> None:
         """A result is left as its path says, or as the donated input that it replaces, or as it is made."""
@@ -141,8 +161,8 @@ class GraphBuilder:
         assert isinstance(atom, Var), atom
         return self.choices[atom]
 
-    def _new_node(self, costs: Sequence[float] | NDArray[np.float64], usage: Sequence[float] | None = None) -> int:
-        self.nodes.append(_Node(np.array(costs, np.float64), np.array(usage or [0.0] * len(costs), np.float64)))
+    def _new_node(self, costs: Sequence[float] | NDArray[np.float64]) -> int:
+        self.nodes.append(_Node(np.array(costs, np.float64)))
         return len(self.nodes) - 1
 
     def _add_input(self, var: Var, role: Role) -> None:
@@ -154,8 +174,7 @@ class GraphBuilder:
         # Reading an input once costs its bytes; a kept input costs only room, so it just breaks ties.
         bandwidth = self.mesh.device.memory_bandwidth if self.mesh.device else 1e12
         weight = (1.0 if role in ("batch", "received") else 1e-3) / bandwidth
-        usage = local if role in ("parameter", "state") else None
-        self.choices[var] = _Choice(self._new_node([weight * b for b in local], usage), specs)
+        self.choices[var] = _Choice(self._new_node([weight * b for b in local]), specs)
 
     def _input_specs(self, var: Var, role: Role) -> tuple[Spec, ...]:
         shape, option = shape_of(var), self.option

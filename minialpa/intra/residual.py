@@ -127,14 +127,14 @@ def residual_of(graph: CostGraph) -> Residual:
 
 def _add_usage_rows(residual: Residual, graph: CostGraph) -> None:
     """One row for each time after a start and before the next end: its live set contains that of its neighbours."""
-    live = [v for v, (start, end) in enumerate(graph.intervals) if end > start and graph.usages[v].max() > 0]
-    events = sorted({(graph.intervals[v][0], 1) for v in live} | {(graph.intervals[v][1], 0) for v in live})
+    live = [term for term in graph.usage_terms() if term[1][1] > term[1][0] and term[2].max() > 0]
+    events = sorted({(start, 1) for _, (start, _), _ in live} | {(end, 0) for _, (_, end), _ in live})
     starts = np.array([time for (time, kind), after in itertools.pairwise(events) if kind == 1 and after[1] == 0])
     residual.base = np.zeros(len(starts))
     residual.rows = np.arange(len(starts))
-    for v in live:
-        first, end = np.searchsorted(starts, graph.intervals[v])
-        add_term(residual, v, (int(first), int(end)), graph.usages[v])
+    for v, interval, usage in live:
+        first, end = np.searchsorted(starts, interval)
+        add_term(residual, v, (int(first), int(end)), usage)
     check_base(residual)
 
 

@@ -1,0 +1,146 @@
+"""Memory of one mesh over a step: its tasks with their shardings in, bytes per device out.
+
+    peak = fixed + n_live * in_flight + temp
+
+fixed: what stays for the whole step: parameters, optimizer state and, over micro-batches, the accumulated gradients.
+in_flight: what the forward pass of each micro-batch leaves for its backward pass. temp: what the hungriest task has
+besides, by intra/memory.py. `mesh_usages` says the same with variables in place of bytes, for the planner's limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.extend.core import Var
+
+from minialpa.inter.mesh_problem import ShardedView, task_program
+from minialpa.inter.split import StagedStep, Task
+from minialpa.intra.memory import LargeTensor, ProgramMemory, donated_pairs, lifetimes, peak_bytes
+from minialpa.intra.problem import MeshEquations, MeshSharding
+from minialpa.intra.spmd import ShardedEquations
+from minialpa.intra.usage import Usage
+from minialpa.jaxprs import bytes_of, is_literal
+from minialpa.sharding import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class MeshMemory:
+    """Bytes per device, as in the formula above; `largest` tensors at the peak of the hungriest task."""
+
+    fixed_bytes: float
+    in_flight_bytes: float
+    temp_bytes: float
+    largest: tuple[LargeTensor, ...]
+
+    def peak_bytes(self, n_live: int) -> float:
+        return self.fixed_bytes + n_live * self.in_flight_bytes + self.temp_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Variables of a mesh that outlive its tasks."""
+
+    fixed: frozenset[Var]
+    residuals: frozenset[Var]
+
+
+def mesh_memory(
+    staged: StagedStep, mesh: int, problem: MeshEquations, sharding: MeshSharding, view: ShardedView
+) -> MeshMemory:
+    """What `mesh` keeps and needs when its tasks run as `sharding` says."""
+    kept = _kept(staged, mesh)
+    equations = {id(eqn): specs for eqn, specs in zip(problem.eqns, sharding.equations, strict=True)}
+    temp = 0.0
+    largest: tuple[LargeTensor, ...] = ()
+    for task in _tasks(staged, mesh):
+        program = task_program(staged, task, sharding.specs, equations, view, sharding.results)
+        donated = donations(staged, task)
+        memory = peak_bytes(program, donated)
+        extra = _extra(program, memory, donated, kept)
+        if extra >= temp:
+            temp, largest = extra, memory.largest
+    fixed = sum(_local(v, sharding.specs, view) for v in kept.fixed)
+    return MeshMemory(fixed, sum(_local(v, sharding.specs, view) for v in kept.residuals), temp, largest)
+
+
+def mesh_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]:
+    """What uses memory on `mesh` and when, besides parameters and optimizer state; tasks run one after the other."""
+    kept = _kept(staged, mesh)
+    inputs = {v for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes}
+    usages: list[Usage] = []
+    now = 0
+    for task in _tasks(staged, mesh):
+        given = set(donations(staged, task))
+        pairs = _replaced(staged, task, [v for i, v in enumerate(task.invars) if i in given])
+        found = lifetimes(task.eqns, task.invars, task.outvars, pairs)
+        usages += [Usage(v, 1, now + start, now + end) for v, start, end in found.intervals if v not in kept.residuals]
+        end = now + max(1, found.n_times)
+        usages += [Usage(v, 1, now, end) for v in task.invars if v not in kept.fixed | kept.residuals]
+        now = end
+    usages += [Usage(v, 1, 0, now) for v in kept.fixed - inputs]
+    usages += [Usage(v, n_live, 0, now) for v in kept.residuals]
+    return tuple(usages)
+
+
+def donations(staged: StagedStep, task: Task) -> tuple[int, ...]:
+    """Inputs of a task whose buffers its outputs may take over: the step owns them and nothing reads them later."""
+    split = staged.split
+    traced = split.traced
+    given = {traced.flat.invars[a] for a in traced.aliases if a is not None}
+    foreign = set(staged.inputs) - given
+    results = {v for v in split.outvars if not is_literal(v)}
+    tasks = [t for t in staged.tasks if t.mesh == task.mesh]
+    later = {v for t in tasks[tasks.index(task) + 1 :] for v in t.invars}
+    once = {v for t in staged.tasks if not t.per_micro_batch for v in t.outvars} | set(staged.inputs)
+    again = once if task.per_micro_batch and split.n_micro_batches > 1 else set()  # read by the next micro-batch
+    kept = foreign | results | later | again
+    return tuple(i for i, v in enumerate(task.invars) if v not in kept)
+
+
+def _tasks(staged: StagedStep, mesh: int) -> list[Task]:
+    return [task for task in staged.tasks if task.mesh == mesh]
+
+
+def _kept(staged: StagedStep, mesh: int) -> _Kept:
+    inputs = {v for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes}
+    tasks = _tasks(staged, mesh)
+    made = {v for task in tasks for v in task.outvars}
+    accumulated: set[Var] = set()
+    if staged.split.n_micro_batches > 1:
+        accumulated = {a.total for a in staged.split.accumulators if a.loop in made}
+    forward = {v for task in tasks if task.kind == "forward" for v in task.outvars}
+    residuals = {v for task in tasks if task.kind == "backward" for v in task.invars} & forward
+    return _Kept(frozenset(inputs | accumulated), frozenset(residuals))
+
+
+def _extra(program: ShardedEquations, memory: ProgramMemory, donated: tuple[int, ...], kept: _Kept) -> float:
+    """Bytes of a task beyond what is kept anyway."""
+    mesh = program.mesh.shape
+    aliased = {o for _, o in donated_pairs(program, donated)}
+    outputs = sum(
+        bytes_of(v) / spec.n_shards(mesh)
+        for o, (v, spec) in enumerate(zip(program.outvars, program.out_specs, strict=True))
+        if o not in aliased and v not in kept.residuals
+    )
+    arguments = sum(
+        bytes_of(v) / program.specs[v].n_shards(mesh)
+        for v in program.invars
+        if v not in kept.fixed and v not in kept.residuals
+    )
+    return memory.temp_bytes + outputs + arguments
+
+
+def _replaced(staged: StagedStep, task: Task, given: list[Var]) -> list[tuple[Var, Var]]:
+    """Donated arguments of the step and the results of this task that replace them."""
+    traced = staged.split.traced
+    made = set(task.outvars)
+    out = []
+    for atom, alias in zip(staged.split.outvars, traced.aliases, strict=True):
+        if alias is not None and not is_literal(atom) and atom in made and traced.flat.invars[alias] in given:
+            out.append((traced.flat.invars[alias], atom))
+    return out
+
+
+def _local(v: Var, specs: Mapping[Var, Spec], view: ShardedView) -> float:
+    return bytes_of(v) / specs[v].n_shards(view.mesh.shape) if v in specs else 0.0

@@ -1,0 +1,81 @@
+"""One stage under its memory limit: its equations in, shardings that fit and what memory they take out.
+
+The cost graph counts tensors as they lie; what a solution communicates needs room as well. So the solution is measured,
+and where it is too large the problem is solved again with that much less room.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from jax.extend.core import Var
+
+from minialpa.errors import InfeasibleError
+from minialpa.inter.mesh_problem import ShardedView
+from minialpa.inter.split import StagedStep
+from minialpa.inter.stage_memory import MeshMemory, mesh_memory, mesh_usages
+from minialpa.intra.problem import MeshEquations, MeshSharding
+from minialpa.intra.solve import solve_mesh
+from minialpa.intra.usage import MemoryLimit
+from minialpa.jaxprs import bytes_of, source_line
+from minialpa.options import AutoShardingOption
+
+#: How often a stage is solved with ever less room.
+_MAX_SOLVES = 5
+#: Fixed bytes are exact; temporaries are predicted, and this fraction of them is left free.
+_RESERVE = 0.05
+
+
+def solve_stage(
+    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, n_live: int
+) -> tuple[MeshSharding, MeshMemory]:
+    """The cheapest shardings of a stage with `n_live` micro-batches in flight. Raises InfeasibleError."""
+    limit = _limit(staged, mesh, problem, view, option, n_live)
+    room, least = limit, None
+    deadline = time.monotonic() + option.solver_time_limit_s
+    for _ in range(_MAX_SOLVES):
+        left_s = max(1.0, deadline - time.monotonic())
+        try:
+            solution = solve_mesh(problem, view.mesh, replace(option, solver_time_limit_s=left_s), room)
+        except InfeasibleError as error:
+            if least is None or limit is None:
+                raise
+            raise _too_large(least, limit, n_live) from error
+        memory = mesh_memory(staged, mesh, problem, solution, view)
+        needed = memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes
+        if limit is None or room is None or needed <= limit.limit_bytes:
+            return solution, memory
+        if least is None or memory.peak_bytes(n_live) < least.peak_bytes(n_live):
+            least = memory
+        room = replace(room, limit_bytes=room.limit_bytes - (needed - limit.limit_bytes))
+        if room.limit_bytes <= 0:
+            break
+    assert least is not None and limit is not None
+    raise _too_large(least, limit, n_live)
+
+
+def _limit(
+    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, n_live: int
+) -> MemoryLimit | None:
+    device = view.mesh.device
+    n_bytes = option.memory_limit_bytes or (device.memory_bytes if device else None)
+    if n_bytes is None:
+        return None
+    whole = sum(bytes_of(v) for v, _ in problem.inputs) + sum(bytes_of(v) for e in problem.eqns for v in e.outvars)
+    if (1 + n_live) * whole <= n_bytes:  # nothing needs counting
+        return MemoryLimit(n_bytes)
+    names: dict[Var, str] = {v: source_line(eqn) for eqn in problem.eqns for v in eqn.outvars}
+    traced = staged.split.traced
+    names.update(zip(traced.flat.invars, traced.in_paths, strict=True))
+    return MemoryLimit(n_bytes, mesh_usages(staged, mesh, n_live), names)
+
+
+def _too_large(memory: MeshMemory, limit: MemoryLimit, n_live: int) -> InfeasibleError:
+    listed = "".join(f"\n  {tensor}" for tensor in memory.largest)
+    needed = memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes
+    return InfeasibleError(
+        f"The smallest plan found needs {needed:,.0f} bytes per device, "
+        f"with {_RESERVE:.0%} of its temporaries to spare, and the limit is {limit.limit_bytes:,.0f}. Allow more "
+        f"devices or micro-batches, or raise `memory_limit_bytes`. Its largest tensors:{listed}"
+    )

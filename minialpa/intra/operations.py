@@ -1,0 +1,215 @@
+"""Operations of the memory model: equations and steps of a resharding in, `Operation`s over numbered values out.
+
+What the compiler does to single equations is said here: which are views, which are too dear to compute twice, that a
+dot wants its operands with batch dimensions first and one run of contracted ones, so that others are copied, and that
+collectives along an inner dimension copy as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from minialpa.intra.fusion import Kind, Operation
+from minialpa.intra.reshard import Step
+from minialpa.jaxprs import Atom, bytes_of, dtype_name, is_literal, shape_of, source_line
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_VIEWS = _names(
+    """bitcast_convert_type copy expand_dims minialpa_gradient optimization_barrier random_unwrap random_wrap reshape
+    squeeze stop_gradient"""
+)
+_FILLS = _names("axis_index empty iota partition_id")
+_REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_xor")
+#: Elementwise, and too dear to compute twice.
+_DEAR = _names(
+    """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma lgamma
+    log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh"""
+)
+_EXPENSIVE = _DEAR | _REDUCTIONS | {"gather"}
+_JOINS_SUM = _names("abs add convert_element_type exp integer_pow max min mul neg square sub")
+_ELEMENTWISE = (
+    _DEAR
+    | _JOINS_SUM
+    | _names(
+        """add_any and ceil clamp clz conj eq floor ge gt imag is_finite le lt ne nextafter not or population_count real
+        reduce_precision round select_n shift_left shift_right_arithmetic shift_right_logical sign xor"""
+    )
+)
+_LOOPS = (
+    _ELEMENTWISE
+    | _EXPENSIVE
+    | _names("broadcast_in_dim concatenate dynamic_slice dynamic_update_slice pad rev slice split transpose")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One array on one device. source: where it was made, for people."""
+
+    n_bytes: float
+    shape: tuple[int, ...]
+    dtype: str
+    source: str
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Collects values and operations; `operations[i].reads` are made before."""
+
+    values: list[Value] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    broadcasts: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    copies: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    repeated: set[int] = field(default_factory=set)
+    reduced: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    origin: dict[int, int] = field(default_factory=dict)
+
+    def value(self, n_bytes: float, shape: Sequence[int], dtype: str, source: str) -> int:
+        self.values.append(Value(n_bytes, tuple(shape), dtype, source))
+        return len(self.values) - 1
+
+    def literal(self, atom: Atom) -> int:
+        return self.value(0.0, shape_of(atom), dtype_name(atom), "constant")
+
+    def like(self, v: int, source: str) -> int:
+        value = self.values[v]
+        return self.value(value.n_bytes, value.shape, value.dtype, source)
+
+    def add(self, kind: Kind, reads: Sequence[int], writes: Sequence[int], **facts: Any) -> None:
+        if facts.get("repeats") or (kind == "view" and reads[0] in self.repeated):
+            self.repeated.update(writes)
+        self.operations.append(Operation(kind, tuple(reads), tuple(writes), **facts))
+
+    def copied(self, v: int, source: str, order: tuple[int, ...] = ()) -> int:
+        """`v` with its dimensions in another `order` in memory; one copy serves all who want this order."""
+        if not order or (v, order) not in self.copies:
+            out = self.like(v, source)
+            self.origin[out] = self.origin.get(v, v)
+            self.add("loop", (v,), (out,))
+            self.copies[v, order] = out
+        return self.copies[v, order]
+
+    # ---- equations ------------------------------------------------------------------------------------------------
+
+    def equation(
+        self, eqn: JaxprEqn, reads: Sequence[int], shapes: Sequence[Sequence[int]], scratch_bytes: float = 0.0
+    ) -> list[int]:
+        """Values of the results of `eqn`, which have `shapes` here."""
+        name, source = eqn.primitive.name, source_line(eqn)
+        writes = [
+            self.value(local_bytes(v, shape), shape, dtype_name(v), source)
+            for v, shape in zip(eqn.outvars, shapes, strict=True)
+        ]
+        if name in _VIEWS:
+            for v, w in zip(reads, writes, strict=False):
+                self.add("view", (v,), (w,))
+        elif name in _FILLS or (name == "broadcast_in_dim" and math.prod(self.values[reads[0]].shape) == 1):
+            self.add("fill", reads, writes)
+        elif name == "reduce_sum":
+            self.add("sum", reads, writes)
+        elif name == "dot_general":
+            self.add("own", self._dot_operands(eqn, reads, source), writes)
+        elif name == "conv_general_dilated":
+            self._convolution(eqn, reads, writes, source)
+        elif name.startswith("scatter"):
+            self.add("own", reads, writes, in_place=reads[0])
+        elif name in _LOOPS:
+            # Division by a constant is multiplication by its inverse.
+            by_constant = name == "div" and (
+                is_literal(eqn.invars[1]) or reads[1] in self.repeated or self.values[reads[1]].shape != shapes[0]
+            )
+            if name in _ELEMENTWISE:
+                reads = [self._broadcast(v, a, writes[0]) for v, a in zip(reads, eqn.invars, strict=True)]
+            for w in writes:
+                self.add(
+                    "loop", reads, (w,), expensive=name in _EXPENSIVE and not by_constant,
+                    repeats=name == "broadcast_in_dim",
+                    joins_sum=name in _JOINS_SUM or name == "broadcast_in_dim" or by_constant,
+                )  # fmt: skip
+        else:
+            self.add("own", reads, writes, scratch_bytes=scratch_bytes)
+        return writes
+
+    def _broadcast(self, v: int, atom: Atom, like: int) -> int:
+        """`v` in the shape of `like`; to the compiler an operation of its own, which readers share."""
+        shape = self.values[like].shape
+        if is_literal(atom) or self.values[v].shape == shape or math.prod(shape) == 1:
+            return v
+        if (v, shape) not in self.broadcasts:
+            itemsize = self.values[v].n_bytes / max(1, math.prod(self.values[v].shape))
+            out = self.value(itemsize * math.prod(shape), shape, self.values[v].dtype, self.values[like].source)
+            self.add("loop", (v,), (out,), repeats=True, joins_sum=True)
+            self.broadcasts[v, shape] = out
+            self.origin[out] = like
+        return self.broadcasts[v, shape]
+
+    def _dot_operands(self, eqn: JaxprEqn, reads: Sequence[int], source: str) -> list[int]:
+        """Operands with batch dimensions first and contracted ones next to each other, copied where they are not."""
+        contracted, batch = eqn.params["dimension_numbers"]
+        out = []
+        for side, v in enumerate(reads):
+            b, c = tuple(batch[side]), tuple(contracted[side])
+            rest = tuple(d for d in range(len(self.values[v].shape)) if d not in b + c)
+            is_matrix = not b and len(rest) < 2 and len(c) < 2  # transposed by the kernel itself
+            order = b + (rest + c if side == 0 else c + rest)
+            out.append(v if is_matrix or _in_order(order, self.values[v].shape) else self.copied(v, source, order))
+        return out
+
+    def _convolution(self, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int], source: str) -> None:
+        """Images with batch first and features last, kernels with output features last; others are copied."""
+        numbers = eqn.params["dimension_numbers"]
+        orders = [
+            (spec[0], *spec[2:], spec[1]) if side != 1 else (*spec[2:], spec[1], spec[0])
+            for side, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
+        ]
+        operands = [
+            v if _in_order(order, self.values[v].shape) else self.copied(v, source, order)
+            for v, order in zip(reads, orders[:2], strict=True)
+        ]
+        if _in_order(orders[2], self.values[writes[0]].shape):
+            self.add("own", operands, writes)
+        else:
+            made = self.like(writes[0], source)
+            self.origin[made] = writes[0]
+            self.add("own", operands, (made,))
+            self.add("loop", (made,), writes)
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self, v: int, step: Step, atom: Atom, mesh_shape: tuple[int, ...]) -> int:
+        """The value after a step of a resharding."""
+        shape = step.dst.shard_shape(shape_of(atom), mesh_shape)
+        kind = step.kind
+        inner = kind not in ("all-reduce", "cut", "mask") and any(n > 1 for n in shape[: step.dim])
+        if kind in ("cut", "mask"):
+            out = self.value(local_bytes(atom, shape), shape, dtype_name(atom), kind)
+            self.add("loop", (v,), (out,), joins_sum=False)
+            return out
+        if kind in ("reduce-scatter", "all-to-all") and inner:
+            v = self.copied(v, kind)
+        out = self.value(local_bytes(atom, shape), shape, dtype_name(atom), kind)
+        self.add("own", (v,), (out,))
+        if kind == "all-reduce":
+            self.reduced[out] = (step.reduction, dtype_name(atom), step.axes)
+        if kind == "all-to-all" or (kind == "all-gather" and inner):
+            out = self.copied(out, kind)
+        return out
+
+
+def local_bytes(atom: Atom, shape: Sequence[int]) -> float:
+    whole = math.prod(shape_of(atom))
+    return bytes_of(atom) * (math.prod(shape) / whole) if whole else 0.0
+
+
+def _in_order(dims: Sequence[int], shape: Sequence[int]) -> bool:
+    kept = [d for d in dims if shape[d] > 1]
+    return kept == sorted(kept)

@@ -1,0 +1,168 @@
+"""Predicted memory is that of the compiled programs, and limits hold for everything that lies in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import (
+    AutoShardingOption,
+    DataParallel,
+    LogicalMesh,
+    PipeshardParallel,
+    ShardParallel,
+    Zero3Parallel,
+    models,
+)
+from minialpa.api import ParallelizedFunc
+from minialpa.errors import InfeasibleError
+from minialpa.inter.mesh_problem import ShardedView, mesh_equations, task_program
+from minialpa.inter.stage_memory import donations
+from minialpa.inter.staging import bind_specs, final_specs, realise
+from minialpa.intra.fusion import Operation, kernels_of, run_order
+from minialpa.intra.memory import ProgramMemory, lifetimes, peak_bytes
+from minialpa.jaxprs import trace_flat
+from minialpa.plan import Plan
+
+FOUR, EIGHT = LogicalMesh((4,)), LogicalMesh((8,))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A compiled step, its plan, and the predicted memory of its tasks by name."""
+
+    plan: Plan
+    executable: Any
+    predicted: dict[str, ProgramMemory]
+
+    @property
+    def real(self) -> dict[str, Any]:
+        local = self.executable._local
+        names = [function.name for function in self.executable._program.functions]
+        return {name: c.memory_analysis() for name, c in zip(names, local.compiled, strict=True)}
+
+
+def compiled(name: str, method: Any, **arguments: Any) -> Case:
+    case = models.build(name, **arguments)
+    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
+    args = jax.eval_shape(case.init, jax.random.key(0)), case.make_batch(0, case.batch_size)
+    executable = step.get_executable(*args)
+    plan = executable.get_parallel_plan()
+    return Case(plan, executable, predictions(step, args, plan))
+
+
+def predictions(step: ParallelizedFunc, args: tuple[Any, ...], plan: Plan) -> dict[str, ProgramMemory]:
+    staged = realise(step._trace(step._bind(args, {})), plan)
+    out = {}
+    for k, stage in enumerate(plan.stages):
+        problem = mesh_equations(staged, k)
+        specs, equations = bind_specs(problem, stage)
+        chosen = {id(eqn): e for eqn, e in zip(problem.eqns, equations, strict=True)}
+        for task in staged.tasks:
+            if task.mesh == k:
+                view, results = ShardedView(stage.mesh, stage.forbidden), final_specs(staged, plan, k)
+                program = task_program(staged, task, specs, chosen, view, results)
+                out[task.name] = peak_bytes(program, donations(staged, task))
+    return out
+
+
+def total(stats: Any) -> int:
+    used = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    return int(used - stats.alias_size_in_bytes)
+
+
+METHODS = {
+    "data": DataParallel(devices=FOUR),
+    "shard": ShardParallel(devices=EIGHT),
+    "zero": Zero3Parallel(devices=EIGHT),
+    "accumulate": DataParallel(devices=FOUR, num_micro_batches=2),
+    "pipeline": PipeshardParallel(num_micro_batches=2),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["gpt", "mlp"])
+def test_arguments_outputs_and_aliases_are_exact(name: str, method: str) -> None:
+    case = compiled(name, METHODS[method])
+    for task, predicted in case.predicted.items():
+        real = case.real[task]
+        assert predicted.argument_bytes == real.argument_size_in_bytes, task
+        assert predicted.output_bytes == real.output_size_in_bytes, task
+        assert predicted.alias_bytes == real.alias_size_in_bytes, task
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("gpt", "data"), ("t5", "zero"), ("vit", "shard"), ("resnet", "data"), ("mlp", "zero")]
+)
+def test_peak_is_that_of_the_compiled_program(name: str, method: str) -> None:
+    case = compiled(name, METHODS[method])
+    assert case.predicted["step0"].peak_bytes == pytest.approx(total(case.real["step0"]), rel=0.15)
+    assert case.plan.stages[0].peak_bytes == pytest.approx(case.executable.get_total_allocation_size(), rel=0.15)
+
+
+def test_largest_tensors_are_listed_by_size() -> None:
+    case = compiled("gpt", METHODS["data"], vocab_size=512)
+    largest = case.predicted["step0"].largest
+    assert len(largest) == 5 and list(largest) == sorted(largest, key=lambda x: -x.n_bytes)
+    assert largest[0].shape == (4, 16, 512)
+
+
+def plan_under(limit: float | None, **arguments: Any) -> Any:
+    case = models.build("gpt", **arguments)
+    option = AutoShardingOption(memory_limit_bytes=limit)
+    step = minialpa.parallelize(
+        case.train_step(minialpa.value_and_grad), method=ShardParallel(devices=EIGHT, auto_sharding_option=option)
+    )
+    return step, (jax.eval_shape(case.init, jax.random.key(0)), case.make_batch(0, case.batch_size))
+
+
+def test_a_limit_moves_activations_to_sharded_and_holds() -> None:
+    step, args = plan_under(None)
+    free = step.plan(*args)
+    limit = 0.85 * free.stages[0].peak_bytes
+    step, args = plan_under(limit)
+    bound = step.plan(*args)
+    assert bound.stages[0].peak_bytes <= limit < free.stages[0].peak_bytes
+    assert bound.cost.total_s >= free.cost.total_s
+    assert step.get_executable(*args).get_total_allocation_size() <= 1.02 * limit
+
+
+def test_what_cannot_fit_is_told_with_the_largest_tensors() -> None:
+    step, args = plan_under(1000.0, vocab_size=2048)
+    with pytest.raises(InfeasibleError, match=r"at least [\d,]+ bytes per device and the limit is 1,000") as error:
+        step.plan(*args)
+    lines = str(error.value).splitlines()[1:]
+    assert len(lines) == 5 and "[16, 16, 2048]" in lines[0]
+
+
+# ---- rules ----------------------------------------------------------------------------------------------------------
+
+
+def test_lifetimes_of_a_chain_leave_out_what_is_joined() -> None:
+    flat, _ = trace_flat(lambda x, w: jnp.sum(jnp.tanh(x @ w + 1.0) @ w), np.ones((8, 8)), np.ones((8, 8)))
+    found = lifetimes(flat.eqns, flat.invars, flat.outvars)
+    made = {v: eqn.primitive.name for eqn in flat.eqns for v in eqn.outvars}
+    assert [made[v] for v, _, _ in found.intervals if v.aval.shape] == ["dot_general", "tanh", "dot_general"]
+    assert all(0 <= start < end <= found.n_times for _, start, end in found.intervals)
+
+
+def test_cheap_operations_are_repeated_and_expensive_ones_stored() -> None:
+    def stored(expensive: bool) -> list[int]:
+        shared = Operation("loop", (0,), (1,), expensive=expensive)
+        operations = [shared, Operation("loop", (1,), (2,)), Operation("loop", (1,), (3,))]
+        return [v for kernel in kernels_of(operations, [2, 3], [64.0] * 4) for v in kernel.writes]
+
+    assert stored(expensive=False) == [2, 3]
+    assert stored(expensive=True) == [1, 2, 3]
+
+
+def test_kernels_run_first_come_first_served() -> None:
+    operations = [Operation("own", (0,), (1,)), Operation("own", (1,), (2,)), Operation("own", (0,), (3,))]
+    kernels = kernels_of(operations, [2, 3], [64.0] * 4)
+    assert run_order(kernels, [0]) == [0, 2, 1]
