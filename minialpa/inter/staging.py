@@ -13,6 +13,7 @@ from jax.extend.core import Var
 from minialpa.errors import VerifyError
 from minialpa.inter.mesh_problem import mesh_equations
 from minialpa.inter.microbatch import split_micro_batches
+from minialpa.inter.sharing import share_reads
 from minialpa.inter.split import StagedStep, stage_split, traced_positions
 from minialpa.intra.problem import MeshEquations
 from minialpa.jaxprs import is_literal
@@ -28,7 +29,8 @@ def stage_step(traced: TracedStep, n_micro_batches: int, stage_of_group: Sequenc
     if n_stages > 1:
         positions = traced_positions(traced, groups, n_stages)
         stage_of = [None if p is None else min(p, 2 * n_stages - 1 - p) for p in positions]
-    return stage_split(split_micro_batches(traced, n_micro_batches, stage_of), groups, n_stages)
+    split = share_reads(split_micro_batches(traced, n_micro_batches, stage_of), by_direction=n_stages > 1)
+    return stage_split(split, groups, n_stages)
 
 
 def n_groups(traced: TracedStep) -> int:

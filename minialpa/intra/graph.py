@@ -28,7 +28,7 @@ from minialpa.intra.loops import ScanBody, scan_body
 from minialpa.intra.menu import Menu
 from minialpa.intra.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.reshard import partial_specs_of
-from minialpa.intra.strategies import StrategySet, is_contraction
+from minialpa.intra.strategies import StrategySet, is_contraction, is_shared_copy
 from minialpa.intra.usage import Demand, MemoryLimit, Usage, check_least, terms_of
 from minialpa.jaxprs import Atom, aval_of, bytes_of, is_constraint, is_extended, is_inexact, is_literal, shape_of
 from minialpa.options import AutoShardingOption
@@ -283,7 +283,7 @@ class GraphBuilder:
 
     def _has_own_strategies(self, eqn: JaxprEqn, factors: Factors) -> bool:
         """Whether an equation does not just follow the one node that it reads from."""
-        if is_contraction(eqn) or _widens(eqn, factors) or _is_marker(eqn) or is_constraint(eqn):
+        if is_contraction(eqn) or _widens(eqn, factors) or _is_identity(eqn) or is_constraint(eqn):
             return True
         # A sum that several readers want should not be priced once for each.
         sums = "sum" in factors.reductions.values() or any(v in self.sums for v in eqn.invars if not is_literal(v))
@@ -320,7 +320,7 @@ class GraphBuilder:
     def _own(self, eqn: JaxprEqn, factors: Factors, times: int, in_update: bool) -> _Record:
         required = {} if is_constraint(eqn) else self._required(eqn, factors, in_update)
         scatter = not self.option.force_data_parallel or self.option.prefer_reduce_scatter
-        pending = {} if _is_marker(eqn) else self._n_pending(eqn, factors)
+        pending = {} if _is_identity(eqn) else self._n_pending(eqn, factors)
         strategies = self._menu(eqn.outvars).enumerate(eqn, factors, required, pending, scatter=scatter)
         if is_constraint(eqn):
             constraint = constraint_of_equation(eqn, self.mesh.shape)
@@ -402,6 +402,11 @@ class GraphBuilder:
             compute[late] += record.compute_s(picks)
         equations = tuple(record.read(picks) for record in self.records)
         return MeshSharding(specs, results, equations, (compute[0], compute[1]), solution.optimal, solution.gap)
+
+
+def _is_identity(eqn: JaxprEqn) -> bool:
+    """Whether an equation is there for its result to be sharded in another way than its operand."""
+    return _is_marker(eqn) or is_shared_copy(eqn)
 
 
 def _is_marker(eqn: JaxprEqn) -> bool:

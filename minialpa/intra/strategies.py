@@ -26,6 +26,9 @@ from minialpa.intra.reshard import Step, reshard_table
 from minialpa.jaxprs import bytes_of, dtype_name, is_literal, shape_of, sub_jaxprs
 from minialpa.sharding import EquationSpecs, Spec
 
+#: The `checkpoint_name` of a copy that several contractions read.
+SHARED_NAME = "minialpa_shared"
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -279,6 +282,11 @@ def compute_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, n_splits: int)
 
 def is_contraction(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in ("dot_general", "conv_general_dilated")
+
+
+def is_shared_copy(eqn: JaxprEqn) -> bool:
+    """Whether an equation copies a value for several contractions to read."""
+    return eqn.primitive.name == "name" and eqn.params["name"] == SHARED_NAME
 
 
 def has_contraction(eqn: JaxprEqn) -> bool:
