@@ -18,7 +18,8 @@ class AutoShardingOption:
     force_batch_dim_to_mesh_dim: mesh axis that splits the examples, wherever there are examples.
     force_zero_stage_3: with data parallelism, store parameters sharded too.
     prefer_reduce_scatter: reduce-scatter gradients and shard the optimizer state (ZeRO-2 under data parallelism).
-    memory_limit_bytes: bytes per device for parameters and optimizer state; None takes the device's memory.
+    memory_limit_bytes: bytes per device for everything: parameters, optimizer state, gradients, activations and
+        temporaries; None takes the device's memory.
     solver_time_limit_s: seconds for the solver of one stage.
     """
 
