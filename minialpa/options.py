@@ -23,7 +23,8 @@ class AutoShardingOption:
     fixed_specs: PartitionSpecs for arguments and results by path, as `Plan.input_specs` and `Plan.output_specs` list
         them, over the axes "x" and "y" of the logical mesh (1-D: "x"). In a key `*` stands for any text; the first key
         that matches counts. A mapping, or pairs.
-    memory_limit_bytes: bytes per device for parameters and optimizer state; None takes the device's memory.
+    memory_limit_bytes: bytes per device for everything: parameters, optimizer state, gradients, activations and
+        temporaries; None takes the device's memory.
     solver_time_limit_s: seconds for the solver of one stage.
     """
 

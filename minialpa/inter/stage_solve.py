@@ -32,27 +32,27 @@ def solve_stage(
 ) -> tuple[MeshSharding, MeshMemory]:
     """The cheapest shardings of a stage with `n_live` micro-batches in flight. Raises InfeasibleError."""
     limit = _limit(staged, mesh, problem, view, option, n_live)
-    room, least = limit, None
+    room, found = limit, list[tuple[MeshSharding, MeshMemory]]()
     deadline = time.monotonic() + option.solver_time_limit_s
-    for _ in range(_MAX_SOLVES):
+    while len(found) < _MAX_SOLVES and (room is None or room.limit_bytes > 0):
         left_s = max(1.0, deadline - time.monotonic())
         try:
             solution = solve_mesh(problem, view.mesh, replace(option, solver_time_limit_s=left_s), room)
-        except InfeasibleError as error:
-            if least is None or limit is None:
+        except InfeasibleError:
+            if not found:
                 raise
-            raise _too_large(least, limit, n_live) from error
+            break
         memory = mesh_memory(staged, mesh, problem, solution, view)
         needed = memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes
         if limit is None or room is None or needed <= limit.limit_bytes:
             return solution, memory
-        if least is None or memory.peak_bytes(n_live) < least.peak_bytes(n_live):
-            least = memory
+        found.append((solution, memory))
         room = replace(room, limit_bytes=room.limit_bytes - (needed - limit.limit_bytes))
-        if room.limit_bytes <= 0:
-            break
-    assert least is not None and limit is not None
-    raise _too_large(least, limit, n_live)
+    assert limit is not None
+    smallest = min(found, key=lambda pair: pair[1].peak_bytes(n_live))
+    if smallest[1].peak_bytes(n_live) > limit.limit_bytes:
+        raise _too_large(smallest[1], limit, n_live)
+    return smallest
 
 
 def _limit(
@@ -73,9 +73,8 @@ def _limit(
 
 def _too_large(memory: MeshMemory, limit: MemoryLimit, n_live: int) -> InfeasibleError:
     listed = "".join(f"\n  {tensor}" for tensor in memory.largest)
-    needed = memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes
     return InfeasibleError(
-        f"The smallest plan found needs {needed:,.0f} bytes per device, "
-        f"with {_RESERVE:.0%} of its temporaries to spare, and the limit is {limit.limit_bytes:,.0f}. Allow more "
-        f"devices or micro-batches, or raise `memory_limit_bytes`. Its largest tensors:{listed}"
+        f"The smallest plan found needs {memory.peak_bytes(n_live):,.0f} bytes per device and the limit is "
+        f"{limit.limit_bytes:,.0f}. Allow more devices or micro-batches, or raise `memory_limit_bytes`. Its largest "
+        f"tensors:{listed}"
     )
