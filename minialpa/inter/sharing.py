@@ -41,7 +41,8 @@ def share_reads(split: SplitStep, *, by_direction: bool) -> SplitStep:
         if len(numbers) < 2:
             continue
         (eqn,), (copy,) = equations_for(lambda x: checkpoint_name(x, SHARED_NAME), v)
-        copies[numbers[0]].append(Op(eqn, Phase.LOOP, split.ops[numbers[0]].source))
+        first = split.ops[numbers[0]]
+        copies[numbers[0]].append(Op(eqn.replace(source_info=first.eqn.source_info), Phase.LOOP, first.source))
         if v in batch_dims:
             batch_dims[copy] = batch_dims[v]
         for i in numbers:
