@@ -1,7 +1,8 @@
 """One stage under its memory limit: its equations in, shardings that fit and what memory they take out.
 
 The cost graph counts tensors as they lie; what a solution communicates needs room as well. So the solution is measured,
-and where it is too large the problem is solved again with that much less room.
+and where it is too large the problem is solved again with that much less room, or half as much less where that is too
+little for any.
 """
 
 from __future__ import annotations
@@ -34,20 +35,25 @@ def solve_stage(
     limit = _limit(staged, mesh, problem, view, option, n_live)
     room, found = limit, list[tuple[MeshSharding, MeshMemory]]()
     deadline = time.monotonic() + option.solver_time_limit_s
-    while len(found) < _MAX_SOLVES and (room is None or room.limit_bytes > 0):
+    solved_bytes = hopeless_bytes = 0.0  # room of the last solution; room that was too little
+    for _ in range(_MAX_SOLVES):
         left_s = max(1.0, deadline - time.monotonic())
         try:
             solution = solve_mesh(problem, view.mesh, replace(option, solver_time_limit_s=left_s), room)
         except InfeasibleError:
-            if not found:
+            if room is None or not found:
                 raise
-            break
+            hopeless_bytes = room.limit_bytes
+            room = replace(room, limit_bytes=(solved_bytes + hopeless_bytes) / 2)
+            continue
         memory = mesh_memory(staged, mesh, problem, solution, view)
         needed = memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes
         if limit is None or room is None or needed <= limit.limit_bytes:
             return solution, memory
         found.append((solution, memory))
-        room = replace(room, limit_bytes=room.limit_bytes - (needed - limit.limit_bytes))
+        solved_bytes = room.limit_bytes
+        less = max(solved_bytes - (needed - limit.limit_bytes), (solved_bytes + hopeless_bytes) / 2)
+        room = replace(room, limit_bytes=less)
     assert limit is not None
     smallest = min(found, key=lambda pair: pair[1].peak_bytes(n_live))
     if smallest[1].peak_bytes(n_live) > limit.limit_bytes:
