@@ -123,11 +123,12 @@ def plan_under(limit: float | None, **arguments: Any) -> Plan:
 
 
 def test_a_limit_moves_activations_to_sharded_and_holds() -> None:
-    free = plan_under(None, n_layers=1)
-    limit = 0.8 * free.stages[0].peak_bytes
-    bound = plan_under(limit, n_layers=1)
+    sizes = {"n_layers": 1, "hidden": 64, "batch_size": 32, "seq_len": 32}
+    free = plan_under(None, **sizes)
+    limit = 0.9 * free.stages[0].peak_bytes
+    bound = plan_under(limit, **sizes)
     assert bound.stages[0].peak_bytes <= limit < free.stages[0].peak_bytes
-    assert compiled("gpt", bound, n_layers=1).executable.get_total_allocation_size() <= 1.02 * limit
+    assert compiled("gpt", bound, **sizes).executable.get_total_allocation_size() <= 1.02 * limit
 
 
 def test_what_cannot_fit_is_told_with_the_largest_tensors() -> None:
