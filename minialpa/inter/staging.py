@@ -6,6 +6,7 @@ equations again. Tracing and splitting are deterministic, so numbers of equation
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from jax.extend.core import Var
@@ -13,9 +14,10 @@ from jax.extend.core import Var
 from minialpa.errors import VerifyError
 from minialpa.inter.mesh_problem import mesh_equations
 from minialpa.inter.microbatch import split_micro_batches
-from minialpa.inter.sharing import share_reads
 from minialpa.inter.split import StagedStep, stage_split, traced_positions
+from minialpa.inter.split_step import Op, Phase, SplitStep
 from minialpa.intra.problem import MeshEquations
+from minialpa.intra.sharing import share_reads
 from minialpa.jaxprs import is_literal
 from minialpa.plan import Plan, StagePlan
 from minialpa.sharding import EquationSpecs, Spec
@@ -29,8 +31,23 @@ def stage_step(traced: TracedStep, n_micro_batches: int, stage_of_group: Sequenc
     if n_stages > 1:
         positions = traced_positions(traced, groups, n_stages)
         stage_of = [None if p is None else min(p, 2 * n_stages - 1 - p) for p in positions]
-    split = share_reads(split_micro_batches(traced, n_micro_batches, stage_of), by_direction=n_stages > 1)
+    split = _shared(split_micro_batches(traced, n_micro_batches, stage_of), by_direction=n_stages > 1)
     return stage_split(split, groups, n_stages)
+
+
+def _shared(split: SplitStep, *, by_direction: bool) -> SplitStep:
+    """With copies of what several contractions of a task read; in a pipeline forward and backward are two tasks."""
+
+    def task_of(op: Op) -> str | None:
+        if op.phase is not Phase.LOOP:
+            return None
+        return split.traced.origins[op.source].direction if by_direction and op.source >= 0 else ""
+
+    placed = share_reads([op.eqn for op in split.ops], [task_of(op) for op in split.ops])
+    ops = tuple(dataclasses.replace(split.ops[p.number], eqn=p.eqn) for p in placed)
+    dims = split.batch_dims
+    copied = {p.eqn.outvars[0]: dims[p.copied] for p in placed if p.copied in dims}
+    return dataclasses.replace(split, ops=ops, batch_dims={**dims, **copied})
 
 
 def n_groups(traced: TracedStep) -> int:

@@ -8,12 +8,13 @@ which they enter it, and collectives inside run in every iteration.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.rules_control import scan_counts
+from minialpa.intra.sharing import share_reads
 from minialpa.intra.strategies import has_contraction
 from minialpa.jaxprs import FlatJaxpr, flatten_calls, shape_of
 from minialpa.sharding import EquationSpecs, Spec
@@ -59,7 +60,10 @@ def scan_body(eqn: JaxprEqn) -> ScanBody | None:
 
 @functools.lru_cache(maxsize=256)
 def _flat(body: Any) -> FlatJaxpr:
-    return flatten_calls(body.jaxpr, tuple(body.consts))
+    flat = flatten_calls(body.jaxpr, tuple(body.consts))
+    placed = share_reads(flat.eqns, [""] * len(flat.eqns))
+    scopes = tuple(flat.scopes[p.number] for p in placed)
+    return replace(flat, eqns=tuple(p.eqn for p in placed), scopes=scopes)
 
 
 def body_specs(body: ScanBody, chosen: EquationSpecs) -> tuple[dict[Var, Spec], tuple[Spec, ...]]:

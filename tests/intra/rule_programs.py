@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.random import threefry2x32_p
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from rule_laws import Case, cases_of, vjp
 
 from minialpa.gradients import gradient_p
@@ -110,6 +111,13 @@ _program(
     "many to many",
     lambda x, y: (lax.optimization_barrier((x, y)), jax.device_put(x), gradient_p.bind(x, y, call=0)),
     (4,),
+    (4, 6),
+)
+_program(
+    "constraint",
+    lambda x: lax.with_sharding_constraint(
+        x, NamedSharding(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec())
+    ),
     (4, 6),
 )
 _program("names", lambda x: checkpoint_name(x, "residual"), (4, 6))

@@ -163,7 +163,7 @@ def test_six_layers_on_two_axes() -> None:
     gradients = 6 * (all_reduce(4 * 32 * 16, 2) + all_reduce(4 * 32, 2))
     plan, _ = six_layers(256, 32, mesh, force_batch_dim_to_mesh_dim=0)
     assert plan.cost.total_s <= gradients + 5 * all_reduce(4 * 128 * 32, 2, 0.1)
-    assert {str(v.specs[0]) for v in plan.inputs if "batch" in v.path} == {"S0,R"}
+    assert all(str(v.specs[0]).startswith("S0,") for v in plan.inputs if "batch" in v.path)
     assert {axis for spec in weight_specs(plan, "params") for axis in spec if axis in "01"} == {"1"}
     free, found = six_layers(256, 32, mesh)
     assert found == {"all-reduce": 1}

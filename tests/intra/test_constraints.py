@@ -74,7 +74,7 @@ def test_constraints_in_the_model_hold(partition: P, wanted: list[str]) -> None:
     sharding = NamedSharding(USER_MESH, partition)
     _, executable = run(ShardParallel(devices=MESH), lambda h: jax.lax.with_sharding_constraint(h, sharding))
     stage = executable.get_parallel_plan().stages[0]
-    kept = [results[0] for operands, made, results in stage.equation_specs if operands[:1] == made == results]
+    kept = [e.results[0] for e in stage.equation_specs if e.operands[:1] == e.made == e.results]
     assert any(str(spec) in wanted for spec in kept)
 
 

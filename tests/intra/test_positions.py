@@ -192,5 +192,7 @@ def test_a_large_vocabulary_is_split_and_never_gathered(key: jax.Array) -> None:
     assert table.partition_specs == (P("x"),)
     (text,) = executable.get_hlo_text()
     activations, shard = n_examples * seq_len * hidden * 4, n_rows * hidden * 4 // 8
-    assert max(one.n_bytes for one in hlo.collectives(text)) < 2 * activations < shard
+    found = hlo.collectives(text)
+    assert max(one.n_bytes for one in found if one.kind != "all-reduce") < 2 * activations < shard
+    assert max(one.n_bytes for one in found) < shard / 4  # small gradients together
     np.testing.assert_allclose(step(state, batch)[1], expected, rtol=1e-5)
