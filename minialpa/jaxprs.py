@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -208,6 +209,12 @@ def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] 
     with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
         out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def context_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    """The settings of jax that the equation was traced under, such as how threefry counts."""
+    manager: AbstractContextManager[Any] = eqn.ctx.manager
+    return manager
 
 
 def eval_on_shards(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:

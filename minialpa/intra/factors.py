@@ -19,7 +19,7 @@ from typing import Any, Literal
 from jax.extend.core import JaxprEqn
 
 from minialpa.errors import VerifyError
-from minialpa.jaxprs import eval_on_shards, is_call, shape_of, sub_jaxprs
+from minialpa.jaxprs import context_of, eval_on_shards, is_call, shape_of, sub_jaxprs
 
 Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
 Dims = tuple[tuple[int, ...], ...]
@@ -218,4 +218,5 @@ def run_shard(
         return tuple(tuple(start(dim) for dim in dims) for dims in arrays)
 
     on_shards = _ON_SHARDS[eqn.primitive.name]
-    return list(on_shards(eqn, operands, params, Starts(starts(factors.operands), starts(factors.results))))
+    with context_of(eqn):
+        return list(on_shards(eqn, operands, params, Starts(starts(factors.operands), starts(factors.results))))

@@ -20,7 +20,7 @@ from jax.extend.random import threefry2x32_p
 from minialpa.intra.factors import Factors, Starts, replicated_factors, rule
 from minialpa.intra.rules_common import FactorTable, Shapes, n_elements
 from minialpa.intra.rules_elementwise import elementwise
-from minialpa.jaxprs import aval_of, shape_of
+from minialpa.jaxprs import aval_of, context_of, shape_of
 
 
 def _are_keys_independent(eqn: JaxprEqn) -> bool:
@@ -81,7 +81,9 @@ def _bits(eqn: JaxprEqn) -> Factors:
     # jax's other way to count does not start at 0 for each key, and longer arrays need 64 bits to be counted.
     n_drawn = n_elements(eqn.outvars[0]) // max(1, n_elements(eqn.invars[0]))
     config: Any = jax.config  # which does not declare its flags
-    return _led_by_keys(eqn, positional=config.jax_threefry_partitionable and n_drawn < 2**32)
+    with context_of(eqn):
+        is_counted = config.jax_threefry_partitionable and n_drawn < 2**32
+    return _led_by_keys(eqn, positional=is_counted)
 
 
 @rule("random_gamma", "random_split")

