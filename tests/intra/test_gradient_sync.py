@@ -83,7 +83,7 @@ def test_input_gradients_are_added_before_they_are_reduced() -> None:
 
 
 def test_a_scan_over_layers_costs_about_what_its_layers_cost(key: jax.Array) -> None:
-    """On a mesh where only communication counts. A carry has one spec, so the first layer cannot differ from the rest."""
+    """On a mesh where only communication counts. A carry has one spec: the first layer cannot differ from the rest."""
     costs, moved = [], []
     for scan in (False, True):
         case = models.build("llama", n_layers=4, scan_layers=scan, hidden=128, ffn=256, batch_size=4, seq_len=16)
