@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
+from minialpa.cluster import DeviceSpec
+
 
 @dataclass(frozen=True, slots=True)
 class AutoShardingOption:
@@ -17,9 +19,10 @@ class AutoShardingOption:
     allow_all_gather, allow_all_to_all: whether a value may be resharded by that collective.
     allow_replicated_parameters: False asks for a sharded spec of every parameter that has one.
     force_data_parallel: split the examples over all devices and nothing else.
-    force_batch_dim_to_mesh_dim: mesh axis that splits the examples, wherever there are examples.
+    force_batch_dim_to_mesh_dim: mesh axis that splits the examples, it and no other, wherever there are examples.
     force_zero_stage_3: with data parallelism, store parameters sharded too.
-    prefer_reduce_scatter: reduce-scatter gradients and shard the optimizer state (ZeRO-2 under data parallelism).
+    prefer_reduce_scatter: shard the optimizer state, so that gradients are reduce-scattered (ZeRO-2 under data
+        parallelism).
     fixed_specs: PartitionSpecs for arguments and results by path, as `Plan.input_specs` and `Plan.output_specs` list
         them, over the axes "x" and "y" of the logical mesh (1-D: "x"). In a key `*` stands for any text; the first key
         that matches counts. A mapping, or pairs.
@@ -43,6 +46,10 @@ class AutoShardingOption:
     def __post_init__(self) -> None:
         pairs = self.fixed_specs.items() if isinstance(self.fixed_specs, Mapping) else self.fixed_specs
         object.__setattr__(self, "fixed_specs", tuple(pairs))
+
+    def limit_bytes(self, device: DeviceSpec | None) -> float | None:
+        """Bytes per device that a plan may use; None where neither the option nor the device says."""
+        return self.memory_limit_bytes or (device.memory_bytes if device else None)
 
     @property
     def forbidden_collectives(self) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).parents[1] / "minialpa"
 #: A module may import those of lower ranks, and its own package. The ranks are the picture of the architecture.
 RANKS: tuple[tuple[str, ...], ...] = (
     ("errors", "progress"),
-    ("options", "cluster"),
+    ("cluster",),
+    ("options",),
     ("sharding",),
     ("cost", "jaxprs", "hlo_text"),
     ("plan", "program", "hlo"),

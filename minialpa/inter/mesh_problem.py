@@ -3,7 +3,7 @@ tasks once it is solved, and what these communicate."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Var
@@ -77,18 +77,33 @@ def _whole(staged: StagedStep, mesh: int) -> frozenset[Var]:
     return frozenset(whole)
 
 
-def mesh_collectives(
+def mesh_programs(
     staged: StagedStep, mesh: int, problem: MeshEquations, sharding: MeshSharding, view: ShardedView
-) -> list[tuple[Collective, int, bool]]:
-    """What the tasks of a mesh communicate: each collective, how often a step runs it, and whether in the update."""
+) -> list[TaskProgram]:
+    """The tasks of a mesh, in order, and their programs as the solution has them."""
     equations = {id(eqn): specs for eqn, specs in zip(problem.eqns, sharding.equations, strict=True)}
+    return [
+        TaskProgram(task, task_program(staged, task, sharding.specs, equations, view, sharding.results))
+        for task in staged.tasks
+        if task.mesh == mesh
+    ]
+
+
+def mesh_collectives(programs: Sequence[TaskProgram], n_micro_batches: int) -> list[tuple[Collective, int, bool]]:
+    """What the tasks of a mesh communicate: each collective, how often a step runs it, and whether in the update."""
     out: list[tuple[Collective, int, bool]] = []
-    for task in staged.tasks:
-        if task.mesh == mesh:
-            program = task_program(staged, task, sharding.specs, equations, view, sharding.results)
-            times = staged.split.n_micro_batches if task.per_micro_batch else 1
-            out.extend((c, n * times, task.kind == "update") for c, n in collectives_of(program))
+    for task, program in ((p.task, p.program) for p in programs):
+        times = n_micro_batches if task.per_micro_batch else 1
+        out.extend((c, n * times, task.kind == "update") for c, n in collectives_of(program))
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class TaskProgram:
+    """A task and its program."""
+
+    task: Task
+    program: ShardedEquations
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from minialpa.gradients import gradient_p
 from minialpa.inter.batching import AGGREGATE, Kinds, batch_factors, batch_kinds, part_barriers
 from minialpa.inter.partials import PRIVATE, Form, Forms, Partial
 from minialpa.inter.split_step import Accumulator, Op, Phase, SplitStep, Stack
+from minialpa.inter.whole_batch import whole_batch
 from minialpa.intra.factors import Factors, factors_of, localize
 from minialpa.jaxprs import (
     Atom,
@@ -54,7 +55,7 @@ def split_micro_batches(step: TracedStep, n: int, stage_of: Sequence[int | None]
     Raises TraceError if the examples cannot be split, or a result has no clear meaning over micro-batches.
     """
     if n == 1:
-        return _single(step)
+        return whole_batch(step)
     if step.batch_size is None:
         raise TraceError(f"`num_micro_batches={n}` needs an argument with examples; none is listed in `batch_argnums`.")
     if step.batch_size % n:
@@ -67,39 +68,6 @@ def split_micro_batches(step: TracedStep, n: int, stage_of: Sequence[int | None]
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _single(step: TracedStep) -> SplitStep:
-    """One micro-batch: the loop is what forward and backward equations need, the update the rest."""
-    eqns = step.flat.eqns
-    in_loop = [origin.direction != "other" for origin in step.origins]
-    needed = {v for i, eqn in enumerate(eqns) if in_loop[i] for v in eqn.invars if not is_literal(v)}
-    for i in range(len(eqns) - 1, -1, -1):
-        if not in_loop[i] and any(v in needed for v in eqns[i].outvars):
-            in_loop[i] = True
-            needed.update(v for v in eqns[i].invars if not is_literal(v))
-    loop = [Op(eqn, Phase.LOOP, i) for i, eqn in enumerate(eqns) if in_loop[i]]
-    update = [Op(eqn, Phase.UPDATE, i) for i, eqn in enumerate(eqns) if not in_loop[i]]
-    kinds = batch_kinds(step, 1, strict=False)
-    dims = {v: kind for v, kind in kinds.items() if isinstance(kind, int)}
-    return SplitStep(step, 1, (*loop, *_marked(loop, update)), (), None, (), (), step.flat.outvars, dims)
-
-
-def _marked(loop: Sequence[Op], update: Sequence[Op]) -> list[Op]:
-    """The update on copies of the floats that the loop leaves for it: the one place to sum them over devices."""
-    made = {v: op.source for op in loop for v in op.eqn.outvars if is_inexact(v)}
-    read = dict.fromkeys(v for op in update for v in op.eqn.invars if not is_literal(v) and v in made)
-    marks: list[Op] = []
-    copies: dict[Var, Atom] = {}
-    for v in read:
-        (eqn,), (copies[v],) = equations_for(lambda x: gradient_p.bind(x, call=0)[0], v)
-        marks.append(Op(eqn, Phase.UPDATE, made[v]))
-
-    def copied(op: Op) -> Op:
-        invars = [v if is_literal(v) else copies.get(v, v) for v in op.eqn.invars]
-        return replace(op, eqn=op.eqn.replace(invars=invars))
-
-    return [*marks, *map(copied, update)]
 
 
 class _Splitter:

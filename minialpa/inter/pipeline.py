@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,8 +17,7 @@ from minialpa.inter.schedule import make_schedule, n_live
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_cost import Candidate, border_seconds, candidates, layer_table, stage_seconds
 from minialpa.inter.stage_dp import choose_stages
-from minialpa.inter.stage_memory import MeshMemory
-from minialpa.inter.stage_solve import solve_stage
+from minialpa.inter.stage_solve import SolvedStage, solve_stage
 from minialpa.inter.staging import stage_step
 from minialpa.intra.factors import primitives_without_rule
 from minialpa.intra.problem import MeshEquations, MeshSharding
@@ -188,7 +188,7 @@ def _search(
         table,
         n_devices=cluster.n_devices,
         n_micro_batches=options.n_micro_batches,
-        memory_bytes=options.sharding.memory_limit_bytes or cluster.device.memory_bytes,
+        memory_bytes=options.sharding.limit_bytes(cluster.device) or math.inf,
         schedule=options.schedule,
     )
     return [
@@ -221,16 +221,13 @@ def _solve(
         view = ShardedView(mesh, stage.option.forbidden_collectives)
         live = n_live(schedule, k)
         try:
-            solution, memory = solve_stage(staged, k, problem, view, stage.option, live)
+            solved = solve_stage(staged, k, problem, view, stage.option, live)
         except InfeasibleError as error:
             raise InfeasibleError(f"Stage {k} on a mesh of {mesh.shape} devices: {error}") from error
-        moved = mesh_collectives(staged, k, problem, solution, view)
-        seconds = stage_seconds(solution, moved, mesh, options.n_micro_batches)
-        plans.append(
-            _stage_plan(staged, stage, first_device, problem, solution, view, seconds, memory, live,
-                        layer_of_group)
-        )  # fmt: skip
-        shardings.append(solution)
+        moved = mesh_collectives(solved.programs, options.n_micro_batches)
+        seconds = stage_seconds(solved.sharding, moved, mesh, options.n_micro_batches)
+        plans.append(_stage_plan(staged, stage, first_device, problem, solved, view, seconds, live, layer_of_group))
+        shardings.append(solved.sharding)
         collectives.extend(_merged(moved, k))
         first_device += stage.candidate.n_devices
     report("Shardings of stages", len(stages), len(stages))
@@ -253,14 +250,13 @@ def _stage_plan(
     stage: _Stage,
     first_device: int,
     problem: MeshEquations,
-    solution: MeshSharding,
+    solved: SolvedStage,
     view: ShardedView,
     seconds: tuple[float, float, float],
-    memory: MeshMemory,
     live: int,
     layer_of_group: Sequence[int],
 ) -> StagePlan:
-    mesh = view.mesh
+    mesh, solution, memory = view.mesh, solved.sharding, solved.memory
     return StagePlan(
         stage.layers,
         stage.candidate.submesh,

@@ -16,7 +16,7 @@ from jax.extend.core import Var
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import InfeasibleError
-from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations
+from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations, mesh_programs
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_dp import StageCostTable
 from minialpa.inter.stage_memory import mesh_memory
@@ -114,9 +114,10 @@ def layer_table(
             except InfeasibleError:
                 continue
             view = ShardedView(mesh, option.forbidden_collectives)
-            collectives = mesh_collectives(staged, layer, problem, solution, view)
+            programs = mesh_programs(staged, layer, problem, solution, view)
+            collectives = mesh_collectives(programs, staged.split.n_micro_batches)
             compute, communication, update = stage_seconds(solution, collectives, mesh, staged.split.n_micro_batches)
-            memory = mesh_memory(staged, layer, problem, solution, view)
+            memory = mesh_memory(staged, layer, programs, solution, view)
             seconds[layer, m], step_seconds[layer, m] = compute + communication, update
             fixed[layer, m], in_flight[layer, m] = memory.fixed_bytes, memory.in_flight_bytes
             temp[layer, m] = memory.temp_bytes

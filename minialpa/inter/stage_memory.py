@@ -9,15 +9,15 @@ besides, by intra/memory.py. `mesh_usages` says the same with variables in place
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.extend.core import Var
 
-from minialpa.inter.mesh_problem import ShardedView, task_program
+from minialpa.inter.mesh_problem import ShardedView, TaskProgram
 from minialpa.inter.split import StagedStep, Task
 from minialpa.intra.memory import LargeTensor, ProgramMemory, donated_pairs, lifetimes, peak_bytes
-from minialpa.intra.problem import MeshEquations, MeshSharding
+from minialpa.intra.problem import MeshSharding
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.usage import Usage
 from minialpa.jaxprs import bytes_of, is_literal
@@ -39,22 +39,20 @@ class MeshMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Variables of a mesh that outlive its tasks."""
+    """Variables of a mesh that outlive its tasks, as sets in a fixed order."""
 
-    fixed: frozenset[Var]
-    residuals: frozenset[Var]
+    fixed: dict[Var, None]
+    residuals: dict[Var, None]
 
 
 def mesh_memory(
-    staged: StagedStep, mesh: int, problem: MeshEquations, sharding: MeshSharding, view: ShardedView
+    staged: StagedStep, mesh: int, programs: Sequence[TaskProgram], sharding: MeshSharding, view: ShardedView
 ) -> MeshMemory:
     """What `mesh` keeps and needs when its tasks run as `sharding` says."""
     kept = _kept(staged, mesh)
-    equations = {id(eqn): specs for eqn, specs in zip(problem.eqns, sharding.equations, strict=True)}
     temp = 0.0
     largest: tuple[LargeTensor, ...] = ()
-    for task in _tasks(staged, mesh):
-        program = task_program(staged, task, sharding.specs, equations, view, sharding.results)
+    for task, program in ((p.task, p.program) for p in programs):
         donated = donations(staged, task)
         memory = peak_bytes(program, donated)
         extra = _extra(program, memory, donated, kept)
@@ -67,7 +65,7 @@ def mesh_memory(
 def mesh_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]:
     """What uses memory on `mesh` and when, besides parameters and optimizer state; tasks run one after the other."""
     kept = _kept(staged, mesh)
-    inputs = {v for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes}
+    inputs = set(staged.inputs)
     usages: list[Usage] = []
     now = 0
     for task in _tasks(staged, mesh):
@@ -76,9 +74,9 @@ def mesh_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]
         found = lifetimes(task.eqns, task.invars, task.outvars, pairs)
         usages += [Usage(v, 1, now + start, now + end) for v, start, end in found.intervals if v not in kept.residuals]
         end = now + max(1, found.n_times)
-        usages += [Usage(v, 1, now, end) for v in task.invars if v not in kept.fixed | kept.residuals]
+        usages += [Usage(v, 1, now, end) for v in task.invars if v not in kept.fixed and v not in kept.residuals]
         now = end
-    usages += [Usage(v, 1, 0, now) for v in kept.fixed - inputs]
+    usages += [Usage(v, 1, 0, now) for v in kept.fixed if v not in inputs]
     usages += [Usage(v, n_live, 0, now) for v in kept.residuals]
     return tuple(usages)
 
@@ -103,15 +101,14 @@ def _tasks(staged: StagedStep, mesh: int) -> list[Task]:
 
 
 def _kept(staged: StagedStep, mesh: int) -> _Kept:
-    inputs = {v for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes}
+    fixed = [v for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes]
     tasks = _tasks(staged, mesh)
     made = {v for task in tasks for v in task.outvars}
-    accumulated: set[Var] = set()
     if staged.split.n_micro_batches > 1:
-        accumulated = {a.total for a in staged.split.accumulators if a.loop in made}
+        fixed += [a.total for a in staged.split.accumulators if a.loop in made]
     forward = {v for task in tasks if task.kind == "forward" for v in task.outvars}
-    residuals = {v for task in tasks if task.kind == "backward" for v in task.invars} & forward
-    return _Kept(frozenset(inputs | accumulated), frozenset(residuals))
+    residuals = [v for task in tasks if task.kind == "backward" for v in task.invars if v in forward]
+    return _Kept(dict.fromkeys(fixed), dict.fromkeys(residuals))
 
 
 def _extra(program: ShardedEquations, memory: ProgramMemory, donated: tuple[int, ...], kept: _Kept) -> float:

@@ -1,4 +1,4 @@
-"""One stage under its memory limit: its equations in, shardings that fit and what memory they take out.
+"""One stage under its memory limit: its equations in, shardings that fit, with their programs and memory, out.
 
 The cost graph counts tensors as they lie; what a solution communicates needs room as well. So the solution is measured,
 and where it is too large the problem is solved again with that much less room, or half as much less where that is too
@@ -8,12 +8,12 @@ little for any.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jax.extend.core import Var
 
 from minialpa.errors import InfeasibleError
-from minialpa.inter.mesh_problem import ShardedView
+from minialpa.inter.mesh_problem import ShardedView, TaskProgram, mesh_programs
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_memory import MeshMemory, mesh_memory, mesh_usages
 from minialpa.intra.problem import MeshEquations, MeshSharding
@@ -28,12 +28,21 @@ _MAX_SOLVES = 5
 _RESERVE = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class SolvedStage:
+    """Shardings of a stage, the programs of its tasks under them, and the memory these take."""
+
+    sharding: MeshSharding
+    programs: tuple[TaskProgram, ...]
+    memory: MeshMemory
+
+
 def solve_stage(
     staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, n_live: int
-) -> tuple[MeshSharding, MeshMemory]:
+) -> SolvedStage:
     """The cheapest shardings of a stage with `n_live` micro-batches in flight. Raises InfeasibleError."""
     limit = _limit(staged, mesh, problem, view, option, n_live)
-    room, found = limit, list[tuple[MeshSharding, MeshMemory]]()
+    room, found = limit, list[SolvedStage]()
     deadline = time.monotonic() + option.solver_time_limit_s
     solved_bytes = hopeless_bytes = 0.0  # room of the last solution; room that was too little
     for _ in range(_MAX_SOLVES):
@@ -46,26 +55,27 @@ def solve_stage(
             hopeless_bytes = room.limit_bytes
             room = replace(room, limit_bytes=(solved_bytes + hopeless_bytes) / 2)
             continue
-        memory = mesh_memory(staged, mesh, problem, solution, view)
+        programs = tuple(mesh_programs(staged, mesh, problem, solution, view))
+        memory = mesh_memory(staged, mesh, programs, solution, view)
+        solved = SolvedStage(solution, programs, memory)
         needed = memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes
         if limit is None or room is None or needed <= limit.limit_bytes:
-            return solution, memory
-        found.append((solution, memory))
+            return solved
+        found.append(solved)
         solved_bytes = room.limit_bytes
         less = max(solved_bytes - (needed - limit.limit_bytes), (solved_bytes + hopeless_bytes) / 2)
         room = replace(room, limit_bytes=less)
     assert limit is not None
-    smallest = min(found, key=lambda pair: pair[1].peak_bytes(n_live))
-    if smallest[1].peak_bytes(n_live) > limit.limit_bytes:
-        raise _too_large(smallest[1], limit, n_live)
+    smallest = min(found, key=lambda solved: solved.memory.peak_bytes(n_live))
+    if smallest.memory.peak_bytes(n_live) > limit.limit_bytes:
+        raise _too_large(smallest.memory, limit, n_live)
     return smallest
 
 
 def _limit(
     staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, n_live: int
 ) -> MemoryLimit | None:
-    device = view.mesh.device
-    n_bytes = option.memory_limit_bytes or (device.memory_bytes if device else None)
+    n_bytes = option.limit_bytes(view.mesh.device)
     if n_bytes is None:
         return None
     whole = sum(bytes_of(v) for v, _ in problem.inputs) + sum(bytes_of(v) for e in problem.eqns for v in e.outvars)

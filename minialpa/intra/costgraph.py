@@ -44,7 +44,8 @@ class CostGraph:
     node_costs[v][i]: cost of strategy i of node v. Parallel edges add up; an edge from a node to itself adds its
     diagonal.
     usages[v][i]: what strategy i uses while v is live, never negative; intervals[v]: half-open live interval of v.
-    Both are empty, or have one entry per node. `usage_limit=None` means that usage is not limited.
+    Both are empty, or have one entry per node. `usage_limit=None` means that usage is not limited; a limit needs
+    usages, or `extra_usages`.
     extra_usages: (node, interval, usage by strategy), more of the same; a node may have any number of them.
     """
 
@@ -70,7 +71,8 @@ class CostGraph:
             return tuple(_as_array(usage, f"`usages[{v}]`", 1) for v, usage in enumerate(self.usages))
         if not self.usage_limit >= 0:
             raise ShardingError(f"`usage_limit` cannot be negative; got {self.usage_limit}.")
-        if len(self.usages) != n_nodes or len(self.intervals) != n_nodes:
+        only_extra = self.extra_usages and not self.usages and not self.intervals
+        if not only_extra and (len(self.usages) != n_nodes or len(self.intervals) != n_nodes):
             raise ShardingError(
                 f"A `usage_limit` needs one usage and one interval per node; got {len(self.usages)} usages and "
                 f"{len(self.intervals)} intervals for {n_nodes} nodes."

@@ -35,11 +35,6 @@ from minialpa.options import AutoShardingOption
 from minialpa.sharding import EquationSpecs, Spec, specs_of
 
 
-@dataclass(slots=True)
-class _Node:
-    costs: NDArray[np.float64]
-
-
 @dataclass(frozen=True, slots=True)
 class _Choice:
     """Specs of a variable for each strategy of `node`; node None has the one strategy."""
@@ -91,7 +86,7 @@ class GraphBuilder:
         self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, limit: MemoryLimit | None = None
     ) -> None:
         self.problem, self.mesh, self.option, self.limit = problem, mesh, option, limit
-        self.nodes: list[_Node] = []
+        self.nodes: list[NDArray[np.float64]] = []  # costs of the strategies of each
         self.edges: dict[tuple[int, int], NDArray[np.float64]] = {}
         self.choices: dict[Var, _Choice] = {}
         self.clusters: set[int] = set()
@@ -111,15 +106,14 @@ class GraphBuilder:
 
     def graph(self) -> CostGraph:
         """The graph, with a usage limit if there is one. Raises InfeasibleError where that is hopeless."""
-        costs = tuple(node.costs for node in self.nodes)
+        costs = tuple(self.nodes)
         edges = tuple(Edge(a, b, cost) for (a, b), cost in self.edges.items())
         if self.limit is None:
             return CostGraph(costs, edges)
         demands = self._demands(self.limit)
         check_least(demands, self.limit, self._allowed)
         terms = terms_of(demands, self.limit.limit_bytes, self.limit.n_times)
-        empty = tuple(np.zeros(len(cost)) for cost in costs)
-        return CostGraph(costs, edges, empty, ((0, 1),) * len(costs), self.limit.limit_bytes, terms)
+        return CostGraph(costs, edges, (), (), self.limit.limit_bytes if terms else None, terms)
 
     def _demands(self, limit: MemoryLimit) -> list[Demand]:
         kept = [Usage(v, 1, 0, limit.n_times) for v, role in self.problem.inputs if role in ("parameter", "state")]
@@ -134,7 +128,7 @@ class GraphBuilder:
     def _allowed(self, demand: Demand) -> NDArray[np.bool_]:
         if demand.node is None:
             return np.ones(1, bool)
-        return self.nodes[demand.node].costs < FORBIDDEN
+        return self.nodes[demand.node] < FORBIDDEN
 
     def _settle_results(self) -> None:
         """A result is left as its path says, or as the donated input that it replaces, or as it is made."""
@@ -162,7 +156,7 @@ class GraphBuilder:
         return self.choices[atom]
 
     def _new_node(self, costs: Sequence[float] | NDArray[np.float64]) -> int:
-        self.nodes.append(_Node(np.array(costs, np.float64)))
+        self.nodes.append(np.array(costs, np.float64))
         return len(self.nodes) - 1
 
     def _add_input(self, var: Var, role: Role) -> None:
@@ -295,7 +289,7 @@ class GraphBuilder:
 
     def _forbid_partial(self, choice: _Choice) -> None:
         if choice.node is not None:
-            self.nodes[choice.node].costs[[bool(spec.partial) for spec in choice.specs]] = np.inf
+            self.nodes[choice.node][[bool(spec.partial) for spec in choice.specs]] = np.inf
 
     def _cluster_operand(self, eqn: JaxprEqn, factors: Factors, heavy: Sequence[int]) -> list[int] | None:
         """Operands of the first optimizer cluster that an elementwise equation of the update can follow."""
@@ -312,9 +306,9 @@ class GraphBuilder:
         node = choices[lead[0]].node
         assert node is not None
         given = {k: choice.specs for k, choice in choices.items()}
-        n = len(self.nodes[node].costs)
+        n = len(self.nodes[node])
         strategies = self._menu(eqn.outvars).follow(eqn, factors, given, n, whole=self._is_whole(eqn))
-        self.nodes[node].costs += times * strategies.seconds
+        self.nodes[node] += times * strategies.seconds
         return _Record(node, strategies)
 
     def _own(self, eqn: JaxprEqn, factors: Factors, times: int, in_update: bool) -> _Record:
@@ -332,9 +326,9 @@ class GraphBuilder:
             self.clusters.add(node)
         return _Record(node, strategies)
 
-    def _menu(self, made: Sequence[Var], n_together: int = 1) -> Menu:
+    def _menu(self, made: Sequence[Var], at_least: int = 1) -> Menu:
         """Prices of collectives on the results of an equation, of which several share the time to start."""
-        n = max([n_together, *(self.n_together.get(v, 1) for v in made)])
+        n = max([at_least, *(self.n_together.get(v, 1) for v in made)])
         if n not in self.menus:
             mesh = replace(self.mesh, alpha=tuple(alpha / n for alpha in self.mesh.alpha))
             self.menus[n] = Menu(mesh, self.option.forbidden_collectives)
@@ -383,10 +377,10 @@ class GraphBuilder:
         if made.node is None or reader is None:
             node = made.node if reader is None else reader
             if node is not None:
-                self.nodes[node].costs += cost.reshape(-1)
+                self.nodes[node] += cost.reshape(-1)
             return
         if made.node == reader:
-            self.nodes[reader].costs += np.diagonal(cost)
+            self.nodes[reader] += np.diagonal(cost)
             return
         key, matrix = ((made.node, reader), cost) if made.node < reader else ((reader, made.node), cost.T)
         self.edges[key] = self.edges[key] + matrix if key in self.edges else matrix

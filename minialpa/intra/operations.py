@@ -24,8 +24,8 @@ def _names(text: str) -> frozenset[str]:
 
 
 _VIEWS = _names(
-    """bitcast_convert_type copy expand_dims minialpa_gradient optimization_barrier random_unwrap random_wrap reshape
-    squeeze stop_gradient"""
+    """bitcast_convert_type copy device_put expand_dims minialpa_gradient name optimization_barrier random_unwrap
+    random_wrap reshape sharding_constraint squeeze stop_gradient"""
 )
 _FILLS = _names("axis_index empty iota partition_id")
 _REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_xor")

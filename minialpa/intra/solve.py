@@ -17,7 +17,7 @@ def solve_mesh(
 
     Without a `limit`, that of the options or of the device holds for parameters and optimizer state.
     """
-    n_bytes = option.memory_limit_bytes or (mesh.device.memory_bytes if mesh.device else None)
+    n_bytes = option.limit_bytes(mesh.device)
     if limit is None and n_bytes is not None:
         limit = MemoryLimit(n_bytes)
     builder = GraphBuilder(problem, mesh, option, limit)

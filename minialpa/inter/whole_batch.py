@@ -1,0 +1,50 @@
+"""One micro-batch: a traced step in, the same equations as a split step whose loop runs once.
+
+The loop is what forward and backward equations need, the update the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jax.extend.core import Var
+
+from minialpa.gradients import gradient_p
+from minialpa.inter.batching import batch_kinds
+from minialpa.inter.split_step import Op, Phase, SplitStep
+from minialpa.jaxprs import Atom, equations_for, is_inexact, is_literal
+from minialpa.trace import TracedStep
+
+
+def whole_batch(step: TracedStep) -> SplitStep:
+    """`step` as a split step with one micro-batch."""
+    eqns = step.flat.eqns
+    in_loop = [origin.direction != "other" for origin in step.origins]
+    needed = {v for i, eqn in enumerate(eqns) if in_loop[i] for v in eqn.invars if not is_literal(v)}
+    for i in range(len(eqns) - 1, -1, -1):
+        if not in_loop[i] and any(v in needed for v in eqns[i].outvars):
+            in_loop[i] = True
+            needed.update(v for v in eqns[i].invars if not is_literal(v))
+    loop = [Op(eqn, Phase.LOOP, i) for i, eqn in enumerate(eqns) if in_loop[i]]
+    update = [Op(eqn, Phase.UPDATE, i) for i, eqn in enumerate(eqns) if not in_loop[i]]
+    kinds = batch_kinds(step, 1, strict=False)
+    dims = {v: kind for v, kind in kinds.items() if isinstance(kind, int)}
+    return SplitStep(step, 1, (*loop, *_marked(loop, update)), (), None, (), (), step.flat.outvars, dims)
+
+
+def _marked(loop: Sequence[Op], update: Sequence[Op]) -> list[Op]:
+    """The update on copies of the floats that the loop leaves for it: the one place to sum them over devices."""
+    made = {v: op.source for op in loop for v in op.eqn.outvars if is_inexact(v)}
+    read = dict.fromkeys(v for op in update for v in op.eqn.invars if not is_literal(v) and v in made)
+    marks: list[Op] = []
+    copies: dict[Var, Atom] = {}
+    for v in read:
+        (eqn,), (copies[v],) = equations_for(lambda x: gradient_p.bind(x, call=0)[0], v)
+        marks.append(Op(eqn, Phase.UPDATE, made[v]))
+
+    def copied(op: Op) -> Op:
+        invars = [v if is_literal(v) else copies.get(v, v) for v in op.eqn.invars]
+        return replace(op, eqn=op.eqn.replace(invars=invars))
+
+    return [*marks, *map(copied, update)]
