@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from minialpa.cluster import ClusterSpec
+from minialpa.collection import collection_paused
 from minialpa.errors import MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.emit import emit_program
 from minialpa.inter.pipeline import plan_step
@@ -198,7 +199,8 @@ class ParallelizedFunc:
             )
         with ProgressBar() as bar:
             bar.report("Compiling", 0, 1)
-            program = emit_program(traced, plan)
+            with collection_paused():
+                program = emit_program(traced, plan)
             return Executable(plan, program, devices, call.tree[0], traced.out_tree), traced.out_tree
 
     # ---- planning -------------------------------------------------------------------------------------------------
@@ -207,7 +209,7 @@ class ParallelizedFunc:
         if isinstance(self._method, Plan):
             return self._method, Target(self._method.cluster, None, None)
         target = resolve_devices(self._method.devices)
-        with ProgressBar() as bar:
+        with ProgressBar() as bar, collection_paused():
             plan = plan_step(
                 traced, target.cluster, self._method.options(), logical_mesh=target.logical_mesh, progress=bar.report
             )
@@ -225,7 +227,8 @@ class ParallelizedFunc:
         state_like = [self._number(n) for n, v in zip(names, values, strict=True) if _is_train_state(v)]
         is_batch = [number in self._batch for number in numbers]
         try:
-            return trace_step(flat_fun, call.leaves, paths, is_batch, numbers, self._donate, state_like)
+            with collection_paused():
+                return trace_step(flat_fun, call.leaves, paths, is_batch, numbers, self._donate, state_like)
         except MinialpaError:
             raise
         except Exception as error:

@@ -7,6 +7,7 @@ line and context of an equation, which have no public accessor.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -76,16 +77,21 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
 
 
 def dtype_name(atom: Atom) -> str:
-    return str(getattr(atom.aval, "dtype", "token"))
+    return _name_of(getattr(atom.aval, "dtype", "token"))
+
+
+_name_of = functools.lru_cache(str)
 
 
 def aval_bytes(aval: Any) -> int:
     """Bytes of an array of this aval; typed PRNG keys count as 16 bytes each."""
     dtype = getattr(aval, "dtype", None)
-    if dtype is None:
-        return 0
-    itemsize = 16 if is_extended(dtype) else np.dtype(dtype).itemsize
-    return int(math.prod(aval.shape) * itemsize)
+    return 0 if dtype is None else math.prod(aval.shape) * _itemsize(dtype)
+
+
+@functools.lru_cache
+def _itemsize(dtype: Any) -> int:
+    return 16 if is_extended(dtype) else np.dtype(dtype).itemsize
 
 
 def is_extended(dtype: Any) -> bool:
@@ -261,6 +267,20 @@ def equations_for(fun: Callable[..., Any], *operands: Atom) -> tuple[list[JaxprE
     for eqn in flat.eqns:
         eqns.append(eqn.replace(invars=[v if is_literal(v) else env.get(v, v) for v in eqn.invars]))
     return eqns, [v if is_literal(v) else env.get(v, v) for v in flat.outvars]
+
+
+def unary_equation(fun: Callable[[Any], Any]) -> Callable[[Var], tuple[JaxprEqn, Var]]:
+    """For `fun`, one equation of one array: what makes it for a variable. Traced once for each shape and dtype."""
+    known: dict[tuple[tuple[int, ...], str], JaxprEqn] = {}
+
+    def make(v: Var) -> tuple[JaxprEqn, Var]:
+        key = shape_of(v), dtype_name(v)
+        if key not in known:
+            ((known[key],), _) = equations_for(fun, v)
+        out = fresh_var(known[key].outvars[0].aval)
+        return known[key].replace(invars=[v], outvars=[out]), out
+
+    return make
 
 
 def live_equations(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[bool]:

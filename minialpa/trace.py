@@ -21,6 +21,7 @@ from minialpa.errors import TraceError
 from minialpa.gradients import boundary_p, gradient_p, tracing_step
 from minialpa.jaxprs import (
     FlatJaxpr,
+    dtype_name,
     is_inexact,
     is_literal,
     is_transposed,
@@ -87,9 +88,8 @@ def _program_text(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequ
     numbers: dict[Any, int] = {}
 
     def name(atom: Any) -> str:
-        if is_literal(atom):
-            return f"{atom.val!r}:{atom.aval.str_short()}"
-        return f"{numbers.setdefault(atom, len(numbers))}:{atom.aval.str_short()}"
+        text = repr(atom.val) if is_literal(atom) else numbers.setdefault(atom, len(numbers))
+        return f"{text}:{dtype_name(atom)}{shape_of(atom)}"
 
     lines = [" ".join(map(name, inputs))]
     for eqn in eqns:
@@ -131,8 +131,8 @@ def trace_step(
     """Trace `fun(*leaves)`, a function of flat leaves that returns a pytree.
 
     is_batch, arg_of_leaf: for each leaf, whether its argument is a batch, and the number of its argument.
-    donate: numbers of donated arguments, or "auto" (see `_auto_donation`); state_like: arguments that "auto" donates
-        whenever the step returns a replacement of the same shapes.
+    donate: numbers of donated arguments, or "auto": those that the step updates; state_like: arguments that "auto"
+        donates whenever the step returns a replacement of the same shapes.
     Raises TraceError where a value is not an array or the step's Python code needs a traced value.
     """
     structs = [_abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True)]

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "minialpa"
 
 #: A module may import those of lower ranks, and its own package. The ranks are the picture of the architecture.
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("errors", "progress"),
+    ("collection", "errors", "progress"),
     ("cluster",),
     ("options",),
     ("sharding",),

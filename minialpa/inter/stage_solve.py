@@ -17,7 +17,7 @@ from minialpa.inter.mesh_problem import ShardedView, TaskProgram, mesh_programs
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_memory import MeshMemory, mesh_memory, mesh_usages
 from minialpa.intra.problem import MeshEquations, MeshSharding
-from minialpa.intra.solve import solve_mesh
+from minialpa.intra.solve import MeshSolver
 from minialpa.intra.usage import MemoryLimit
 from minialpa.jaxprs import bytes_of, source_line
 from minialpa.options import AutoShardingOption
@@ -43,12 +43,13 @@ def solve_stage(
     """The cheapest shardings of a stage with `n_live` micro-batches in flight. Raises InfeasibleError."""
     limit = _limit(staged, mesh, problem, view, option, n_live)
     room, found = limit, list[SolvedStage]()
+    solver = MeshSolver(problem, view.mesh, option)
     deadline = time.monotonic() + option.solver_time_limit_s
     solved_bytes = hopeless_bytes = 0.0  # room of the last solution; room that was too little
     for _ in range(_MAX_SOLVES):
         left_s = max(1.0, deadline - time.monotonic())
         try:
-            solution = solve_mesh(problem, view.mesh, replace(option, solver_time_limit_s=left_s), room)
+            solution = solver.solve(room, left_s)
         except InfeasibleError:
             if room is None or not found:
                 raise
@@ -81,10 +82,13 @@ def _limit(
     whole = sum(bytes_of(v) for v, _ in problem.inputs) + sum(bytes_of(v) for e in problem.eqns for v in e.outvars)
     if (1 + n_live) * whole <= n_bytes:  # nothing needs counting
         return MemoryLimit(n_bytes)
-    names: dict[Var, str] = {v: source_line(eqn) for eqn in problem.eqns for v in eqn.outvars}
-    traced = staged.split.traced
-    names.update(zip(traced.flat.invars, traced.in_paths, strict=True))
-    return MemoryLimit(n_bytes, mesh_usages(staged, mesh, n_live), names)
+
+    def name_of(var: Var) -> str:
+        traced = staged.split.traced
+        paths = dict(zip(traced.flat.invars, traced.in_paths, strict=True))
+        return paths.get(var) or next((source_line(eqn) for eqn in problem.eqns if var in eqn.outvars), "")
+
+    return MemoryLimit(n_bytes, mesh_usages(staged, mesh, n_live), name_of)
 
 
 def _too_large(memory: MeshMemory, limit: MemoryLimit, n_live: int) -> InfeasibleError:

@@ -13,7 +13,7 @@ from jax.extend.core import Var
 from minialpa.gradients import gradient_p
 from minialpa.inter.batching import batch_kinds
 from minialpa.inter.split_step import Op, Phase, SplitStep
-from minialpa.jaxprs import Atom, equations_for, is_inexact, is_literal
+from minialpa.jaxprs import Atom, is_inexact, is_literal, unary_equation
 from minialpa.trace import TracedStep
 
 
@@ -37,10 +37,11 @@ def _marked(loop: Sequence[Op], update: Sequence[Op]) -> list[Op]:
     """The update on copies of the floats that the loop leaves for it: the one place to sum them over devices."""
     made = {v: op.source for op in loop for v in op.eqn.outvars if is_inexact(v)}
     read = dict.fromkeys(v for op in update for v in op.eqn.invars if not is_literal(v) and v in made)
+    marked = unary_equation(lambda x: gradient_p.bind(x, call=0)[0])
     marks: list[Op] = []
     copies: dict[Var, Atom] = {}
     for v in read:
-        (eqn,), (copies[v],) = equations_for(lambda x: gradient_p.bind(x, call=0)[0], v)
+        eqn, copies[v] = marked(v)
         marks.append(Op(eqn, Phase.UPDATE, made[v]))
 
     def copied(op: Op) -> Op:

@@ -11,9 +11,10 @@ results, also where they depend on the position of the shard.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jax.extend.core import JaxprEqn
@@ -185,6 +186,28 @@ def replicated_factors(eqn: JaxprEqn) -> Factors:
 
 def factors_of(eqn: JaxprEqn) -> Factors:
     """Factors of an equation by its primitive's rule; `replicated_factors` where there is no rule."""
+    arrays = tuple((shape_of(v), getattr(v.aval, "dtype", None)) for v in (*eqn.invars, *eqn.outvars))
+    key = (eqn.primitive.name, tuple(eqn.params.items()), arrays)
+    try:
+        return _factors(_Kind(key, eqn))
+    except TypeError:  # a parameter that cannot be hashed
+        return _by_rule(eqn)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Equations of one kind differ in nothing but names and literals, which rules do not look at."""
+
+    key: Hashable
+    eqn: JaxprEqn = field(compare=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def _factors(kind: _Kind) -> Factors:
+    return _by_rule(kind.eqn)
+
+
+def _by_rule(eqn: JaxprEqn) -> Factors:
     fun = _RULES.get(eqn.primitive.name)
     return replicated_factors(eqn) if fun is None else fun(eqn)
 

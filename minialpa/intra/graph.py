@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -23,106 +24,115 @@ from minialpa.intra.combining import n_together
 from minialpa.intra.constraints import Constraint, constraint_of_equation, constraint_of_path
 from minialpa.intra.costgraph import FORBIDDEN
 from minialpa.intra.factors import Factors, factors_of
+from minialpa.intra.folding import Folding, Varied, fold
 from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
 from minialpa.intra.loops import ScanBody, scan_body
-from minialpa.intra.menu import Menu
+from minialpa.intra.menu import Menu, kind_of
 from minialpa.intra.problem import MeshEquations, MeshSharding, Role
+from minialpa.intra.records import Choice, LoopRecord, Record
 from minialpa.intra.reshard import partial_specs_of
-from minialpa.intra.strategies import StrategySet, is_contraction, is_shared_copy
+from minialpa.intra.strategies import is_contraction, is_shared_copy
 from minialpa.intra.usage import Demand, MemoryLimit, Usage, check_least, terms_of
-from minialpa.jaxprs import Atom, aval_of, bytes_of, is_constraint, is_extended, is_inexact, is_literal, shape_of
+from minialpa.jaxprs import (
+    Atom,
+    aval_of,
+    bytes_of,
+    dtype_name,
+    is_constraint,
+    is_extended,
+    is_inexact,
+    is_literal,
+    shape_of,
+    sub_jaxprs,
+)
 from minialpa.options import AutoShardingOption
-from minialpa.sharding import EquationSpecs, Spec, specs_of
+from minialpa.sharding import Spec, specs_of
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """Specs of a variable for each strategy of `node`; node None has the one strategy."""
+class _Reader(NamedTuple):
+    """Strategies of `node` want `var` in the specs `wanted`, `times` per step."""
 
+    var: Var
     node: int | None
-    specs: tuple[Spec, ...]
-
-    def read(self, choices: Sequence[int]) -> Spec:
-        return self.specs[0 if self.node is None else choices[self.node]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """Strategies of an equation for each strategy of `node`."""
-
-    node: int | None
-    strategies: StrategySet
-
-    def read(self, choices: Sequence[int]) -> EquationSpecs:
-        s = 0 if self.node is None else choices[self.node]
-        return self.strategies.read(s)
-
-    def compute_s(self, choices: Sequence[int]) -> float:
-        return float(self.strategies.compute_s[0 if self.node is None else choices[self.node]])
-
-
-@dataclass(frozen=True, slots=True)
-class _LoopRecord:
-    """A scan: what its body reads and leaves, and the records of the body."""
-
-    scan: ScanBody
-    operands: tuple[_Choice, ...]
-    results: tuple[_Choice, ...]
-    body: tuple[_Record | _LoopRecord, ...]
-
-    def read(self, choices: Sequence[int]) -> EquationSpecs:
-        operands = tuple(choice.read(choices) for choice in self.operands)
-        results = tuple(choice.read(choices) for choice in self.results)
-        return EquationSpecs(operands, results, results, tuple(record.read(choices) for record in self.body))
-
-    def compute_s(self, choices: Sequence[int]) -> float:
-        return self.scan.length * sum(record.compute_s(choices) for record in self.body)
+    wanted: tuple[Spec, ...]
+    times: float
+    synced: bool = False
 
 
 class GraphBuilder:
     """Collects nodes and edges for `problem` on `mesh`; then `graph()`, and `read(solution)`."""
 
     def __init__(
-        self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, limit: MemoryLimit | None = None
+        self,
+        problem: MeshEquations,
+        mesh: LogicalMesh,
+        option: AutoShardingOption,
+        *,
+        folded: bool = False,
     ) -> None:
-        self.problem, self.mesh, self.option, self.limit = problem, mesh, option, limit
+        self.problem, self.mesh, self.option = problem, mesh, option
         self.nodes: list[NDArray[np.float64]] = []  # costs of the strategies of each
         self.edges: dict[tuple[int, int], NDArray[np.float64]] = {}
-        self.choices: dict[Var, _Choice] = {}
+        self.choices: dict[Var, Choice] = {}
         self.clusters: set[int] = set()
         self.sums: set[Var] = set()  # reductions that follow their operand, and what follows them
         self.menus: dict[int, Menu] = {}
         self.n_gradients = max(1, sum(map(_is_marker, problem.eqns)))
         self.n_together = n_together(problem.eqns)
         self.n_readers = Counter(v for eqn in problem.eqns for v in eqn.invars if not is_literal(v))
-        for var, role in problem.inputs:
-            self._add_input(var, role)
-        self.records = [
-            self._add_equation(eqn, times, in_update)
-            for eqn, times, in_update in zip(problem.eqns, problem.times, problem.in_update, strict=True)
-        ]
-        self.final: dict[Var, _Choice] = {}
+        self.folding = self._fold() if folded else None
+        self._add_inputs()
+        self.records: list[Record | LoopRecord] = []
+        self.late: list[_Reader] = []
+        for i in range(len(problem.eqns)):
+            self.records.append(self._record(i))
+        for reader in self.late:
+            self._add_edge(reader)
+        self.final: dict[Var, Choice] = {}
         self._settle_results()
 
-    def graph(self) -> CostGraph:
+    def _fold(self) -> Folding | None:
+        problem, fixed = self.problem, self.option.fixed_specs
+
+        def kind(i: int) -> Hashable:
+            eqn = problem.eqns[i]
+            text = str(eqn.params) if is_constraint(eqn) else tuple(str(body) for body in sub_jaxprs(eqn))
+            flags = tuple((v in problem.whole, v in problem.equal, self.n_together.get(v)) for v in eqn.outvars)
+            dims = tuple(None if is_literal(v) else problem.batch_dims.get(v) for v in eqn.invars)
+            key = kind_of(eqn, factors_of(eqn))
+            return eqn.primitive.name, key, problem.times[i], problem.in_update[i], flags, dims, text
+
+        def kind_of_input(v: Var) -> Hashable:
+            constraint = self._fixed(v, problem.paths.get(v)) if fixed else None
+            return roles[v], shape_of(v), dtype_name(v), problem.batch_dims.get(v), constraint
+
+        roles = dict(problem.inputs)
+        return fold(problem.eqns, list(roles), kind, kind_of_input)
+
+    def graph(self, limit: MemoryLimit | None = None) -> CostGraph:
         """The graph, with a usage limit if there is one. Raises InfeasibleError where that is hopeless."""
         costs = tuple(self.nodes)
         edges = tuple(Edge(a, b, cost) for (a, b), cost in self.edges.items())
-        if self.limit is None:
+        if limit is None:
             return CostGraph(costs, edges)
-        demands = self._demands(self.limit)
-        check_least(demands, self.limit, self._allowed)
-        terms = terms_of(demands, self.limit.limit_bytes, self.limit.n_times)
-        return CostGraph(costs, edges, (), (), self.limit.limit_bytes if terms else None, terms)
+        n_times = limit.n_times
+        demands = self._demands(limit, n_times)
+        check_least(demands, limit, self._allowed)
+        terms = terms_of(demands, limit.limit_bytes, n_times)
+        return CostGraph(costs, edges, (), (), limit.limit_bytes if terms else None, terms)
 
-    def _demands(self, limit: MemoryLimit) -> list[Demand]:
-        kept = [Usage(v, 1, 0, limit.n_times) for v, role in self.problem.inputs if role in ("parameter", "state")]
+    def _demands(self, limit: MemoryLimit, n_times: int) -> list[Demand]:
+        kept = [Usage(v, 1, 0, n_times) for v, role in self.problem.inputs if role in ("parameter", "state")]
+        counted: dict[int, NDArray[np.int64]] = {}  # shards by strategy, for the specs of a choice
         out = []
         for usage in (*kept, *limit.usages):
             if usage.var in self.choices:
                 choice, whole = self.choices[usage.var], usage.n_copies * bytes_of(usage.var)
-                local = np.array([whole / spec.n_shards(self.mesh.shape) for spec in choice.specs])
-                out.append(Demand(usage.var, choice.node, local, usage.start, usage.end))
+                n_shards = counted.get(id(choice.specs))
+                if n_shards is None:
+                    n_shards = np.array([spec.n_shards(self.mesh.shape) for spec in choice.specs])
+                    counted[id(choice.specs)] = n_shards
+                out.append(Demand(usage.var, choice.node, whole / n_shards, usage.start, usage.end))
         return out
 
     def _allowed(self, demand: Demand) -> NDArray[np.bool_]:
@@ -136,12 +146,12 @@ class GraphBuilder:
         for var, path in self.problem.results:
             fixed = self._fixed(var, path)
             if fixed is not None:
-                self.final[var] = _Choice(None, (fixed.spec,))
+                self.final[var] = Choice(None, (fixed.spec,))
             elif var in replaced:
                 self.final[var] = self.choices[replaced[var]]
             else:
                 continue
-            self._add_edge(var, self.final[var].node, self.final[var].specs, 1)
+            self._add_edge(_Reader(var, self.final[var].node, self.final[var].specs, 1))
 
     def _fixed(self, var: Var, path: str | None) -> Constraint | None:
         fixed = self.option.fixed_specs
@@ -150,7 +160,7 @@ class GraphBuilder:
 
     # ---- nodes ----------------------------------------------------------------------------------------------------
 
-    def _choice(self, atom: Atom) -> _Choice:
+    def _choice(self, atom: Atom) -> Choice:
         """The choice of an operand that is not a literal."""
         assert isinstance(atom, Var), atom
         return self.choices[atom]
@@ -159,16 +169,26 @@ class GraphBuilder:
         self.nodes.append(np.array(costs, np.float64))
         return len(self.nodes) - 1
 
-    def _add_input(self, var: Var, role: Role) -> None:
+    def _add_inputs(self) -> None:
+        alike = self.folding.inputs if self.folding else {}
+        counts = Counter(alike.values())
+        for var, role in self.problem.inputs:
+            leader = alike.get(var, var)
+            if leader is var:
+                self._add_input(var, role, max(1, counts[var]))
+            else:
+                self.choices[var] = self.choices[leader]
+
+    def _add_input(self, var: Var, role: Role, count: int) -> None:
         specs = self._input_specs(var, role)
         if len(specs) == 1 and role in ("batch", "received"):
-            self.choices[var] = _Choice(None, specs)
+            self.choices[var] = Choice(None, specs)
             return
         local = [bytes_of(var) / spec.n_shards(self.mesh.shape) for spec in specs]
         # Reading an input once costs its bytes; a kept input costs only room, so it just breaks ties.
         bandwidth = self.mesh.device.memory_bandwidth if self.mesh.device else 1e12
         weight = (1.0 if role in ("batch", "received") else 1e-3) / bandwidth
-        self.choices[var] = _Choice(self._new_node([weight * b for b in local]), specs)
+        self.choices[var] = Choice(self._new_node([count * weight * b for b in local]), specs)
 
     def _input_specs(self, var: Var, role: Role) -> tuple[Spec, ...]:
         shape, option = shape_of(var), self.option
@@ -207,50 +227,64 @@ class GraphBuilder:
         axis = self.option.force_batch_dim_to_mesh_dim
         return () if axis is None or self.mesh.shape[axis] == 1 else (axis,)
 
-    def _add_equation(self, eqn: JaxprEqn, times: int, in_update: bool) -> _Record | _LoopRecord:
+    def _record(self, i: int) -> Record | LoopRecord:
+        """The record of equation `i`, which it shares with those that are alike."""
+        eqn, folding = self.problem.eqns[i], self.folding
+        times, in_update = self.problem.times[i], self.problem.in_update[i]
+        if folding is None:
+            return self._add_equation(eqn, times, in_update, {})
+        leader = folding.leaders[i]
+        if leader == i:
+            return self._add_equation(eqn, times * folding.counts[i], in_update, folding.varied.get(i, {}))
+        made = self.problem.eqns[leader].outvars
+        self._set_results(eqn, [self.choices[v] for v in made])
+        self.sums.update(v for v, w in zip(eqn.outvars, made, strict=True) if w in self.sums)
+        return self.records[leader]
+
+    def _add_equation(self, eqn: JaxprEqn, times: int, in_update: bool, varied: Varied) -> Record | LoopRecord:
         scan = scan_body(eqn)
         if scan is not None and self.option.enable_auto_sharding and not self._batch_axes():
-            loop = self._add_loop(eqn, scan, times, in_update)
+            loop = self._add_loop(eqn, scan, times, in_update, varied)
             self._set_results(eqn, loop.results)
             return loop
-        record = self._add_plain(eqn, times, in_update)
-        self._set_results(eqn, [_Choice(record.node, specs) for specs in record.strategies.results])
-        self._connect(eqn, record, times)
+        record = self._add_plain(eqn, times, in_update, varied)
+        self._set_results(eqn, [Choice(record.node, specs) for specs in record.strategies.results])
+        for k, wanted in enumerate(record.strategies.operands):
+            self._connect(eqn, k, record.node, wanted, times, varied)
         return record
 
-    def _add_loop(self, eqn: JaxprEqn, scan: ScanBody, times: int, in_update: bool) -> _LoopRecord:
+    def _add_loop(self, eqn: JaxprEqn, scan: ScanBody, times: int, in_update: bool, varied: Varied) -> LoopRecord:
         """The body as equations that run in each iteration; a carry has one spec for all of them."""
         flat, inner_times = scan.flat, times * scan.length
         self.n_together.update(n_together(flat.eqns))
         self.n_readers.update(v for e in flat.eqns for v in e.invars if not is_literal(v))
-        self.choices.update((v, _Choice(None, (Spec.replicated(len(shape_of(v))),))) for v in flat.constvars)
+        self.choices.update((v, Choice(None, (Spec.replicated(len(shape_of(v))),))) for v in flat.constvars)
         operands = []
-        for k, (outer, inner) in enumerate(zip(eqn.invars, flat.invars, strict=True)):
+        for k, inner in enumerate(flat.invars):
             carried = scan.n_consts <= k < scan.n_lead
             find = partial_specs_of if carried and is_inexact(inner) else specs_of
             specs = tuple(find(shape_of(inner), self.mesh.shape))
             if is_extended(aval_of(inner).dtype):
                 specs = specs[:1]
-            self.choices[inner] = _Choice(self._new_node([0.0] * len(specs)), specs)
-            operands.append(_Choice(self.choices[inner].node, tuple(scan.outer_operand(k, s) for s in specs)))
-            if not is_literal(outer):
-                self._add_edge(outer, operands[k].node, operands[k].specs, times)
-        body = tuple(self._add_equation(e, inner_times, in_update) for e in flat.eqns)
+            self.choices[inner] = Choice(self._new_node([0.0] * len(specs)), specs)
+            operands.append(Choice(self.choices[inner].node, tuple(scan.outer_operand(k, s) for s in specs)))
+            self._connect(eqn, k, operands[k].node, operands[k].specs, times, varied)
+        body = tuple(self._add_equation(e, inner_times, in_update, {}) for e in flat.eqns)
         results = []
         for r, inner_out in enumerate(flat.outvars):
             carry = operands[scan.n_consts + r] if r < scan.n_carry else None
             if carry is not None:
                 results.append(carry)
                 if not is_literal(inner_out):
-                    self._add_edge(inner_out, carry.node, carry.specs, inner_times)
+                    self._add_edge(_Reader(inner_out, carry.node, carry.specs, inner_times))
             elif is_literal(inner_out):
-                results.append(_Choice(None, (Spec.replicated(len(shape_of(eqn.outvars[r]))),)))
+                results.append(Choice(None, (Spec.replicated(len(shape_of(eqn.outvars[r]))),)))
             else:
                 left = self._choice(inner_out)
-                results.append(_Choice(left.node, tuple(scan.outer_result(r, s) for s in left.specs)))
-        return _LoopRecord(scan, tuple(operands), tuple(results), body)
+                results.append(Choice(left.node, tuple(scan.outer_result(r, s) for s in left.specs)))
+        return LoopRecord(scan, tuple(operands), tuple(results), body)
 
-    def _set_results(self, eqn: JaxprEqn, choices: Sequence[_Choice]) -> None:
+    def _set_results(self, eqn: JaxprEqn, choices: Sequence[Choice]) -> None:
         for var, choice in zip(eqn.outvars, choices, strict=True):
             self.choices[var] = choice
             if var in self.problem.whole:
@@ -259,16 +293,17 @@ class GraphBuilder:
             if total is not None:
                 self.choices[total] = choice
 
-    def _add_plain(self, eqn: JaxprEqn, times: int, in_update: bool) -> _Record:
+    def _add_plain(self, eqn: JaxprEqn, times: int, in_update: bool, varied: Varied) -> Record:
         factors = factors_of(eqn).on_mesh()
         heavy = [k for k, v in enumerate(eqn.invars) if not is_literal(v) and self.choices[v].node is not None]
-        nodes = {self._choice(eqn.invars[k]).node for k in heavy}
+        nodes = {None if k in varied else self._choice(eqn.invars[k]).node for k in heavy}
         fixed = {k: self.choices[v].specs[:1] for k, v in enumerate(eqn.invars) if not is_literal(v)}
         if not self.option.enable_auto_sharding or (not heavy and not _makes_array(eqn)):
             given = {} if heavy else fixed
-            return _Record(None, self._menu(eqn.outvars).follow(eqn, factors, given, 1, whole=self._is_whole(eqn)))
-        if len(nodes) == 1 and not self._has_own_strategies(eqn, factors):
+            return Record(None, self._menu(eqn.outvars).follow(eqn, factors, given, 1, whole=self._is_whole(eqn)))
+        if len(nodes) == 1 and None not in nodes and not self._has_own_strategies(eqn, factors):
             return self._follow(eqn, factors, heavy, times)
+        heavy = [k for k in heavy if k not in varied]
         lead = self._cluster_operand(eqn, factors, heavy) if in_update else None
         return self._own(eqn, factors, times, in_update) if lead is None else self._follow(eqn, factors, lead, times)
 
@@ -287,7 +322,7 @@ class GraphBuilder:
             self.sums.update(eqn.outvars)
         return False
 
-    def _forbid_partial(self, choice: _Choice) -> None:
+    def _forbid_partial(self, choice: Choice) -> None:
         if choice.node is not None:
             self.nodes[choice.node][[bool(spec.partial) for spec in choice.specs]] = np.inf
 
@@ -301,7 +336,7 @@ class GraphBuilder:
                 return [j for j in heavy if self._choice(eqn.invars[j]).node == node]
         return None
 
-    def _follow(self, eqn: JaxprEqn, factors: Factors, lead: Sequence[int], times: int) -> _Record:
+    def _follow(self, eqn: JaxprEqn, factors: Factors, lead: Sequence[int], times: int) -> Record:
         choices = {k: self._choice(eqn.invars[k]) for k in lead}
         node = choices[lead[0]].node
         assert node is not None
@@ -309,9 +344,9 @@ class GraphBuilder:
         n = len(self.nodes[node])
         strategies = self._menu(eqn.outvars).follow(eqn, factors, given, n, whole=self._is_whole(eqn))
         self.nodes[node] += times * strategies.seconds
-        return _Record(node, strategies)
+        return Record(node, strategies)
 
-    def _own(self, eqn: JaxprEqn, factors: Factors, times: int, in_update: bool) -> _Record:
+    def _own(self, eqn: JaxprEqn, factors: Factors, times: int, in_update: bool) -> Record:
         required = {} if is_constraint(eqn) else self._required(eqn, factors, in_update)
         scatter = not self.option.force_data_parallel or self.option.prefer_reduce_scatter
         pending = {} if _is_identity(eqn) else self._n_pending(eqn, factors)
@@ -324,7 +359,7 @@ class GraphBuilder:
         node = self._new_node(times * strategies.seconds)
         if in_update and _is_elementwise(eqn, factors):
             self.clusters.add(node)
-        return _Record(node, strategies)
+        return Record(node, strategies)
 
     def _menu(self, made: Sequence[Var], at_least: int = 1) -> Menu:
         """Prices of collectives on the results of an equation, of which several share the time to start."""
@@ -360,18 +395,23 @@ class GraphBuilder:
 
     # ---- edges ----------------------------------------------------------------------------------------------------
 
-    def _connect(self, eqn: JaxprEqn, record: _Record, times: int) -> None:
-        for v, wanted in zip(eqn.invars, record.strategies.operands, strict=True):
-            if not is_literal(v):
-                self._add_edge(v, record.node, wanted, times, synced=_is_marker(eqn))
-
-    def _add_edge(
-        self, var: Var, reader: int | None, wanted: tuple[Spec, ...], times: int, *, synced: bool = False
+    def _connect(
+        self, eqn: JaxprEqn, k: int, reader: int | None, wanted: tuple[Spec, ...], times: int, varied: Varied
     ) -> None:
-        """Pay for resharding `var` from what its node makes to `wanted`, by strategy of `reader`."""
+        """An edge to operand `k` of an equation, or to all that stand in its place in equations like it."""
+        v, is_marker = eqn.invars[k], _is_marker(eqn)
+        if k in varied:
+            # Some of these are made by equations that follow.
+            self.late += [_Reader(source, reader, wanted, times * part, is_marker) for source, part in varied[k]]
+        elif not is_literal(v):
+            self._add_edge(_Reader(v, reader, wanted, times, is_marker))
+
+    def _add_edge(self, edge: _Reader) -> None:
+        """Pay for resharding a variable from what its node makes to what is wanted, by strategy of the reader."""
+        var, reader = edge.var, edge.node
         made = self.choices[var]
-        menu = self._menu([var], self.n_gradients if synced else 1)
-        cost = times * menu.reshard_s(shape_of(var), bytes_of(var), made.specs, wanted)
+        menu = self._menu([var], self.n_gradients if edge.synced else 1)
+        cost = edge.times * menu.reshard_s(shape_of(var), bytes_of(var), made.specs, edge.wanted)
         if not cost.any():
             return
         if made.node is None or reader is None:
@@ -394,7 +434,8 @@ class GraphBuilder:
         compute = [0.0, 0.0]
         for record, late in zip(self.records, self.problem.in_update, strict=True):
             compute[late] += record.compute_s(picks)
-        equations = tuple(record.read(picks) for record in self.records)
+        read = {id(record): record.read(picks) for record in {id(r): r for r in self.records}.values()}
+        equations = tuple(read[id(record)] for record in self.records)
         return MeshSharding(specs, results, equations, (compute[0], compute[1]), solution.optimal, solution.gap)
 
 

@@ -27,6 +27,8 @@ from minialpa.intra.search import cost_of, improve_on_trees, round_choices, usag
 _MAX_PAIRS, _UNPRICED_PAIRS, _ROUNDING_PAIRS, _PROGRESS_PAIRS = 1200, 30, 20, 100
 #: First step; what it shrinks by when so many pairs did not raise the bound; the least one worth taking.
 _STEP, _SHRINK, _PATIENCE, _LEAST_STEP = 0.1, 0.8, 15, 1e-4
+#: Noise, in parts of the mean cost of a node, and pairs of passes under it.
+_NOISE, _NOISY_PAIRS = 1e-3, 20
 #: Weight of the newest choices in the average.
 _NEWEST = 0.1
 #: Progress is too slow when the gap shrinks by less than this part between two looks.
@@ -98,12 +100,22 @@ class _Passes:
         round_choices(self.core, self.priced, self.messages, forward, choices)
         incumbent.offer(choices)
 
-    def improve(self, incumbent: _Incumbent, seed: int) -> None:
-        """A round of local search under the prices, from a rounding of its own: other prices lead to other choices."""
-        choices = np.zeros_like(self.choices)
-        round_choices(self.core, self.priced, self.messages, True, choices)
-        improve_on_trees(self.core, self.priced, choices, self.core.n_nodes, seed)
-        incumbent.offer(choices)
+    def improve(self, incumbent: _Incumbent, bound: float, seed: int) -> None:
+        """Rounding and local search after passes over slightly changed costs.
+
+        Where several optima cost the same, rounding takes a bit of each. Noise leaves one of them the cheapest.
+        """
+        core, choices = self.core, np.zeros_like(self.choices)
+        noise = np.random.default_rng(seed).random(len(core.cost))
+        noisy, messages = self.priced + _NOISE * abs(bound) / core.n_nodes * noise, self.messages.copy()
+        unused = np.empty_like(self.reduced)
+        for _ in range(_NOISY_PAIRS):
+            for forward in (True, False):
+                pass_messages(core, noisy, messages, forward, unused, choices)
+        for forward in (True, False):
+            round_choices(core, noisy, messages, forward, choices)
+            improve_on_trees(core, self.priced, choices, core.n_nodes, seed)
+            incumbent.offer(choices)
 
 
 def bracket(core: Core, prices: Floats, deadline: float) -> Bracket:
@@ -142,7 +154,7 @@ def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: fl
         if k % _ROUNDING_PAIRS == _ROUNDING_PAIRS - 1:
             passes.round(True, incumbent)
         if k % _PROGRESS_PAIRS == _PROGRESS_PAIRS - 1:
-            passes.improve(incumbent, seed=k)
+            passes.improve(incumbent, bound, seed=k)
             gap = incumbent.allowed_cost - best_bound
             if gap > (1 - _LEAST_PROGRESS) * last_gap or gap <= _ROUNDING * core.forbidden:
                 break

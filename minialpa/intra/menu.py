@@ -48,7 +48,7 @@ class Menu:
         """`enumerate_strategies`."""
         options = (tuple(required.items()), tuple(sorted(n_pending.items())), scatter)
         return self._once(
-            ("enumerate", _kind(eqn, factors), options),
+            ("enumerate", kind_of(eqn, factors), options),
             (),
             lambda: enumerate_strategies(eqn, factors, self.mesh, required, n_pending, scatter=scatter),
         )
@@ -59,7 +59,7 @@ class Menu:
         """`strategies.follow`."""
         leads = tuple((k, id(specs)) for k, specs in given.items())
         return self._once(
-            ("follow", _kind(eqn, factors), leads, n, whole),
+            ("follow", kind_of(eqn, factors), leads, n, whole),
             tuple(given.values()),
             lambda: follow(eqn, factors, self.mesh, given, n, whole=whole),
         )
@@ -73,7 +73,7 @@ class Menu:
         )
 
 
-def _kind(eqn: JaxprEqn, factors: Factors) -> Hashable:
+def kind_of(eqn: JaxprEqn, factors: Factors) -> Hashable:
     """What strategies depend on: equations of one kind have equal strategies."""
     first: dict[int, int] = {}
     same = tuple(first.setdefault(id(v), k) for k, v in enumerate(eqn.invars))

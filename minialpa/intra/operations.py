@@ -53,12 +53,17 @@ _LOOPS = (
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One array on one device. source: where it was made, for people."""
+    """One array on one device. maker: the equation that makes it, or what else it is."""
 
     n_bytes: float
     shape: tuple[int, ...]
     dtype: str
-    source: str
+    maker: JaxprEqn | str
+
+    @property
+    def source(self) -> str:
+        """Where it was made, for people."""
+        return self.maker if isinstance(self.maker, str) else source_line(self.maker)
 
 
 @dataclass(slots=True)
@@ -73,26 +78,26 @@ class Recorder:
     reduced: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     origin: dict[int, int] = field(default_factory=dict)
 
-    def value(self, n_bytes: float, shape: Sequence[int], dtype: str, source: str) -> int:
-        self.values.append(Value(n_bytes, tuple(shape), dtype, source))
+    def value(self, n_bytes: float, shape: Sequence[int], dtype: str, maker: JaxprEqn | str) -> int:
+        self.values.append(Value(n_bytes, tuple(shape), dtype, maker))
         return len(self.values) - 1
 
     def literal(self, atom: Atom) -> int:
         return self.value(0.0, shape_of(atom), dtype_name(atom), "constant")
 
-    def like(self, v: int, source: str) -> int:
+    def like(self, v: int, maker: JaxprEqn | str) -> int:
         value = self.values[v]
-        return self.value(value.n_bytes, value.shape, value.dtype, source)
+        return self.value(value.n_bytes, value.shape, value.dtype, maker)
 
     def add(self, kind: Kind, reads: Sequence[int], writes: Sequence[int], **facts: Any) -> None:
         if facts.get("repeats") or (kind == "view" and reads[0] in self.repeated):
             self.repeated.update(writes)
         self.operations.append(Operation(kind, tuple(reads), tuple(writes), **facts))
 
-    def copied(self, v: int, source: str, order: tuple[int, ...] = ()) -> int:
+    def copied(self, v: int, maker: JaxprEqn | str, order: tuple[int, ...] = ()) -> int:
         """`v` with its dimensions in another `order` in memory; one copy serves all who want this order."""
         if not order or (v, order) not in self.copies:
-            out = self.like(v, source)
+            out = self.like(v, maker)
             self.origin[out] = self.origin.get(v, v)
             self.add("loop", (v,), (out,))
             self.copies[v, order] = out
@@ -104,9 +109,9 @@ class Recorder:
         self, eqn: JaxprEqn, reads: Sequence[int], shapes: Sequence[Sequence[int]], scratch_bytes: float = 0.0
     ) -> list[int]:
         """Values of the results of `eqn`, which have `shapes` here."""
-        name, source = eqn.primitive.name, source_line(eqn)
+        name = eqn.primitive.name
         writes = [
-            self.value(local_bytes(v, shape), shape, dtype_name(v), source)
+            self.value(local_bytes(v, shape), shape, dtype_name(v), eqn)
             for v, shape in zip(eqn.outvars, shapes, strict=True)
         ]
         if name in _VIEWS:
@@ -117,9 +122,9 @@ class Recorder:
         elif name == "reduce_sum":
             self.add("sum", reads, writes)
         elif name == "dot_general":
-            self.add("own", self._dot_operands(eqn, reads, source), writes)
+            self.add("own", self._dot_operands(eqn, reads), writes)
         elif name == "conv_general_dilated":
-            self._convolution(eqn, reads, writes, source)
+            self._convolution(eqn, reads, writes)
         elif name.startswith("scatter"):
             self.add("own", reads, writes, in_place=reads[0])
         elif name in _LOOPS:
@@ -146,13 +151,13 @@ class Recorder:
             return v
         if (v, shape) not in self.broadcasts:
             itemsize = self.values[v].n_bytes / max(1, math.prod(self.values[v].shape))
-            out = self.value(itemsize * math.prod(shape), shape, self.values[v].dtype, self.values[like].source)
+            out = self.value(itemsize * math.prod(shape), shape, self.values[v].dtype, self.values[like].maker)
             self.add("loop", (v,), (out,), repeats=True, joins_sum=True)
             self.broadcasts[v, shape] = out
             self.origin[out] = like
         return self.broadcasts[v, shape]
 
-    def _dot_operands(self, eqn: JaxprEqn, reads: Sequence[int], source: str) -> list[int]:
+    def _dot_operands(self, eqn: JaxprEqn, reads: Sequence[int]) -> list[int]:
         """Operands with batch dimensions first and contracted ones next to each other, copied where they are not."""
         contracted, batch = eqn.params["dimension_numbers"]
         out = []
@@ -161,10 +166,10 @@ class Recorder:
             rest = tuple(d for d in range(len(self.values[v].shape)) if d not in b + c)
             is_matrix = not b and len(rest) < 2 and len(c) < 2  # transposed by the kernel itself
             order = b + (rest + c if side == 0 else c + rest)
-            out.append(v if is_matrix or _in_order(order, self.values[v].shape) else self.copied(v, source, order))
+            out.append(v if is_matrix or _in_order(order, self.values[v].shape) else self.copied(v, eqn, order))
         return out
 
-    def _convolution(self, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int], source: str) -> None:
+    def _convolution(self, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
         """Images with batch first and features last, kernels with output features last; others are copied."""
         numbers = eqn.params["dimension_numbers"]
         orders = [
@@ -172,13 +177,13 @@ class Recorder:
             for side, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
         ]
         operands = [
-            v if _in_order(order, self.values[v].shape) else self.copied(v, source, order)
+            v if _in_order(order, self.values[v].shape) else self.copied(v, eqn, order)
             for v, order in zip(reads, orders[:2], strict=True)
         ]
         if _in_order(orders[2], self.values[writes[0]].shape):
             self.add("own", operands, writes)
         else:
-            made = self.like(writes[0], source)
+            made = self.like(writes[0], eqn)
             self.origin[made] = writes[0]
             self.add("own", operands, (made,))
             self.add("loop", (made,), writes)

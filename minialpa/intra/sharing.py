@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies import SHARED_NAME, has_contraction
-from minialpa.jaxprs import equations_for, is_inexact, is_literal, shape_of
+from minialpa.jaxprs import is_inexact, is_literal, shape_of, unary_equation
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,12 @@ def share_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[Pla
             for v in dict.fromkeys(v for v in eqn.invars if not is_literal(v) and v in made):
                 if len(shape_of(v)) > 1 and is_inexact(v):
                     readers[v, task].append(i)
+    copy_of = unary_equation(lambda x: checkpoint_name(x, SHARED_NAME))
     copies: dict[int, list[Placed]] = defaultdict(list)
     renamed: dict[int, dict[Var, Any]] = defaultdict(dict)
     for (v, _), numbers in readers.items():
         if len(numbers) > 1:
-            (eqn,), (copy,) = equations_for(lambda x: checkpoint_name(x, SHARED_NAME), v)
+            eqn, copy = copy_of(v)
             first = numbers[0]
             copies[first].append(Placed(eqn.replace(source_info=eqns[first].source_info), first, v))
             for i in numbers:

@@ -190,6 +190,8 @@ def eager_reductions(
     factors: Factors, operands: Sequence[Spec], made: Sequence[Spec], mesh_shape: tuple[int, ...]
 ) -> list[Step | None]:
     """For each result, the all-reduce other than of a sum that finishes it right away."""
+    if all(reduction == "sum" for reduction in factors.reductions.values()):
+        return [None] * len(made)
     axes_of: dict[int, list[int]] = {}
     for k, spec in enumerate(operands):
         for d, axes in enumerate(spec.dims):

@@ -8,8 +8,8 @@ largest, once for the whole time, to keep the number of terms small.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from jax.extend.core import Var
@@ -36,11 +36,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Bytes per device; what uses them besides parameters and state; paths of variables, for messages."""
+    """Bytes per device; what uses them besides parameters and state; names of variables, for messages."""
 
     limit_bytes: float
     usages: tuple[Usage, ...] = ()
-    names: Mapping[Var, str] = field(default_factory=dict)
+    name_of: Callable[[Var], str] = lambda _: ""
 
     @property
     def n_times(self) -> int:
@@ -94,8 +94,7 @@ def check_least(demands: Sequence[Demand], limit: MemoryLimit, allowed: Callable
             sizes[d.var] = sizes.get(d.var, 0.0) + least(d)
     largest = sorted(sizes, key=lambda v: -sizes[v])[:5]
     listed = "".join(
-        f"\n  {limit.names.get(v, '')} {dtype_name(v)}{list(shape_of(v))}: {sizes[v]:,.0f} bytes per device"
-        for v in largest
+        f"\n  {limit.name_of(v)} {dtype_name(v)}{list(shape_of(v))}: {sizes[v]:,.0f} bytes per device" for v in largest
     )
     raise InfeasibleError(
         f"It needs at least {n_bytes:,.0f} bytes per device and the limit is {limit.limit_bytes:,.0f}. Allow more "
