@@ -70,6 +70,7 @@ class GraphBuilder:
         *,
         folded: bool = False,
     ) -> None:
+        """`folded`: repeated layers are sharded alike."""
         self.problem, self.mesh, self.option = problem, mesh, option
         self.nodes: list[NDArray[np.float64]] = []  # costs of the strategies of each
         self.edges: dict[tuple[int, int], NDArray[np.float64]] = {}

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minialpa.intra.costgraph import Floats, Ints
+from minialpa.intra.cuts import mixtures
 from minialpa.intra.flat import Core
 from minialpa.intra.messages import pass_messages, price_usage
 from minialpa.intra.search import cost_of, improve_on_trees, round_choices, usage_of
@@ -132,6 +133,9 @@ def bracket(core: Core, prices: Floats, deadline: float) -> Bracket:
     bound = passes.run(True) - _ROUNDING * core.forbidden
     passes.run(False)
     if incumbent.allowed_cost - bound > 2 * _ROUNDING * core.forbidden:
+        if len(core.room) and incumbent.excess == 0:
+            for choices in mixtures(core, _cheapest(core), incumbent.choices):
+                incumbent.offer(choices)
         _improve(core, passes.prices, incumbent, deadline)
         _probe(passes, incumbent, deadline)
     cost, excess = incumbent.allowed_cost, incumbent.excess
@@ -181,6 +185,17 @@ def _round_thriftily(core: Core, incumbent: _Incumbent) -> None:
             passes.round(not forward, incumbent)
         if incumbent.excess == 0:
             return
+
+
+def _cheapest(core: Core) -> Ints:
+    """Choices that cost least as if there were no limit."""
+    free = core._replace(room=np.full_like(core.room, 2 * core.usage.sum()))
+    incumbent = _Incumbent(free)
+    passes = _Passes(free, np.zeros_like(core.room))
+    for _ in range(_UNPRICED_PAIRS):
+        bound = max(passes.run(True), passes.run(False))
+    passes.improve(incumbent, bound, seed=0)
+    return incumbent.choices
 
 
 def _moved(prices: Floats, slope: Floats, length: float) -> Floats:

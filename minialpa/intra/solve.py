@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import InfeasibleError
 from minialpa.intra.graph import GraphBuilder
-from minialpa.intra.ilp import solve_graph
+from minialpa.intra.ilp import GraphSolution, solve_graph
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.usage import MemoryLimit
 from minialpa.options import AutoShardingOption
+
+#: Where layers that are sharded alike leave this gap, each is decided on its own, in models of so many equations.
+_LARGE_GAP, _MOST_EQUATIONS = 0.01, 20_000
 
 
 class MeshSolver:
@@ -21,17 +26,29 @@ class MeshSolver:
     def solve(self, limit: MemoryLimit | None, time_limit_s: float) -> MeshSharding:
         """The sharding of all values with the least seconds per step. Raises InfeasibleError if nothing fits.
 
-        Layers that repeat are sharded alike, if that fits.
+        Layers that repeat are sharded alike, unless memory is so short that some should save more of it than others.
         """
+        deadline = time.monotonic() + time_limit_s
         graph = self.folded.graph(limit)
+        alike: GraphSolution | None = None
         try:
-            return self.folded.read(solve_graph(graph, time_limit_s=time_limit_s))
+            alike = solve_graph(graph, time_limit_s=time_limit_s)
         except InfeasibleError:
             if self.folded.folding is None:
                 raise
-        # Some layers may be sharded where not all need to be.
+        if alike is not None and (self.folded.folding is None or alike.gap <= _LARGE_GAP or self._is_large()):
+            return self.folded.read(alike)
         free = GraphBuilder(self.problem, self.mesh, self.option)
-        return free.read(solve_graph(free.graph(limit), time_limit_s=time_limit_s))
+        try:
+            each = solve_graph(free.graph(limit), time_limit_s=max(1.0, deadline - time.monotonic()))
+        except InfeasibleError:
+            if alike is None:
+                raise
+            return self.folded.read(alike)
+        return free.read(each) if alike is None or each.cost < alike.cost else self.folded.read(alike)
+
+    def _is_large(self) -> bool:
+        return len(self.problem.eqns) > _MOST_EQUATIONS
 
 
 def solve_mesh(problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption) -> MeshSharding:
