@@ -187,7 +187,7 @@ def replicated_factors(eqn: JaxprEqn) -> Factors:
 def factors_of(eqn: JaxprEqn) -> Factors:
     """Factors of an equation by its primitive's rule; `replicated_factors` where there is no rule."""
     arrays = tuple((shape_of(v), getattr(v.aval, "dtype", None)) for v in (*eqn.invars, *eqn.outvars))
-    key = (eqn.primitive.name, tuple(eqn.params.items()), arrays)
+    key = (eqn.primitive.name, tuple(eqn.params.items()), arrays, eqn.ctx)
     try:
         return _factors(_Kind(key, eqn))
     except TypeError:  # a parameter that cannot be hashed
@@ -196,7 +196,7 @@ def factors_of(eqn: JaxprEqn) -> Factors:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Equations of one kind differ in nothing but names and literals, which rules do not look at."""
+    """Equations of one kind, traced in one context, differ in names and literals only, which rules do not look at."""
 
     key: Hashable
     eqn: JaxprEqn = field(compare=False)

@@ -43,6 +43,7 @@ class MeshSharding:
     """Solution for one mesh.
 
     results: specs in which results of the step are left. compute_s: seconds per micro-batch and, second, of the update.
+    optimal: proven, among the shardings that are alike in repeated layers. gap: (cost - lower bound) / cost.
     """
 
     specs: dict[Var, Spec]
