@@ -58,9 +58,20 @@ class AutoShardingOption:
         return tuple(kind for kind, is_allowed in allowed.items() if not is_allowed)
 
 
+#: What the forward pass of a layer keeps for its backward pass: everything, results of matrix products and convolutions
+#: (`dots`), or nothing (`full` rematerialisation); the rest is computed again.
+Remat = Literal["none", "dots", "full"]
+
+
 @dataclass(frozen=True, slots=True)
 class ManualLayerOption:
-    """Layers end at `mark_pipeline_boundary()`."""
+    """Layers end at `mark_pipeline_boundary()`.
+
+    remat: what is computed again in the backward pass of each layer, see `Remat`; True means `full`, False `none`.
+        `auto` takes whichever gives the fastest step that fits in memory.
+    """
+
+    remat: Remat | Literal["auto"] | bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +79,12 @@ class AutoLayerOption:
     """Cluster the forward equations into `layer_num` layers of about equal work with few bytes between them.
 
     eps: a layer may do up to (1 + eps) of its equal share of the floating point operations.
+    remat: as in `ManualLayerOption`.
     """
 
     layer_num: int
     eps: float = 0.5
+    remat: Remat | Literal["auto"] | bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import VerifyError
+from minialpa.options import Remat
 from minialpa.sharding import EquationSpecs, Spec
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ class Plan:
     """The whole plan of one step on one cluster. Equal inputs give equal plans and equal JSON.
 
     layer_of_group: layer of each forward equation group, in order; empty without a pipeline.
+    remat: for each layer what its backward pass finds kept: `none` is computed again, all but `dots`, or `full`.
     """
 
     fingerprint: str
@@ -137,6 +139,7 @@ class Plan:
     n_micro_batches: int
     schedule: str
     layer_of_group: tuple[int, ...]
+    remat: tuple[Remat, ...]
     stages: tuple[StagePlan, ...]
     inputs: tuple[PlacedValue, ...]
     outputs: tuple[PlacedValue, ...]
@@ -163,7 +166,8 @@ class Plan:
         lines = [
             f"Plan for {self.cluster.num_hosts} x {self.cluster.devices_per_host} {self.cluster.device.name} devices: "
             f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}, {self.n_micro_batches} micro-batches"
-            + (f", schedule {self.schedule}" if len(self.stages) > 1 else ""),
+            + (f", schedule {self.schedule}" if len(self.stages) > 1 else "")
+            + (f", rematerialisation {'/'.join(sorted(set(self.remat)))}" if set(self.remat) - {"none"} else ""),
             f"Predicted {_seconds(self.cost.total_s)} per step: compute {_seconds(self.cost.compute_s)}, communication "
             f"{_seconds(self.cost.communication_s)}, bubble {_seconds(self.cost.bubble_s)}, "
             f"update {_seconds(self.cost.update_s)}",
@@ -294,6 +298,7 @@ def _decode_plan(data: dict[str, Any]) -> Plan:
         data["n_micro_batches"],
         data["schedule"],
         tuple(data["layer_of_group"]),
+        tuple(data["remat"]),
         tuple(_decode_stage(stage) for stage in data["stages"]),
         tuple(_decode_value(v) for v in data["inputs"]),
         tuple(_decode_value(v) for v in data["outputs"]),

@@ -13,6 +13,7 @@ from minialpa.cost import Collective
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.inter.forward import assign_layers
 from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations
+from minialpa.inter.remat import rematerialise
 from minialpa.inter.schedule import make_schedule, n_live
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_cost import Candidate, border_seconds, candidates, layer_table, stage_seconds
@@ -23,7 +24,15 @@ from minialpa.intra.factors import primitives_without_rule
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.strategies import is_contraction
 from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of
-from minialpa.options import AutoShardingOption, AutoStageOption, ManualStageOption, PlanOptions, UniformStageOption
+from minialpa.options import (
+    AutoShardingOption,
+    AutoStageOption,
+    LayerOption,
+    ManualStageOption,
+    PlanOptions,
+    Remat,
+    UniformStageOption,
+)
 from minialpa.plan import PlacedValue, Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
 from minialpa.sharding import Spec
 from minialpa.trace import TracedStep
@@ -38,6 +47,14 @@ class _Stage:
     layers: tuple[int, ...]
     candidate: Candidate
     option: AutoShardingOption
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Layers:
+    """The layer of each forward group, and what each layer computes again."""
+
+    of_group: tuple[int, ...]
+    remat: tuple[Remat, ...]
 
 
 def plan_step(
@@ -55,22 +72,61 @@ def plan_step(
     """
     report = progress or (lambda what, done, total: None)
     _warn_of_missing_rules(traced)
-    layer_of_group: tuple[int, ...] = ()
     if options.layers is None:
         shape = options.logical_shape or (logical_mesh.shape if logical_mesh else (cluster.n_devices,))
         submesh = (cluster.num_hosts, cluster.devices_per_host)
         stages = [_Stage((), Candidate(submesh, shape), options.sharding)]
-    else:
-        layer_of_group = assign_layers(traced, options.layers)
-        stages = _choose(traced, cluster, options, layer_of_group, report)
+        return _plan_stages(traced, _Layers((), ()), stages, cluster, options, logical_mesh, report)
+    of_group = assign_layers(traced, options.layers)
+    plans: list[Plan] = []
+    failure: InfeasibleError | None = None
+    for remat in _remats(options.layers):
+        layers = _Layers(of_group, (remat,) * (max(of_group, default=-1) + 1))
+        step = rematerialise(traced, of_group, layers.remat)
+        try:
+            stages = _choose(step, cluster, options, of_group, report)
+            plans.append(_plan_stages(step, layers, stages, cluster, options, logical_mesh, report))
+        except InfeasibleError as error:
+            failure = error
+    if not plans:
+        assert failure is not None
+        raise failure
+    best = min(plans, key=lambda plan: plan.cost.total_s)
+    return dataclasses.replace(best, fingerprint=traced.fingerprint)
+
+
+def _remats(option: LayerOption) -> tuple[Remat, ...]:
+    """What to try."""
+    match option.remat:
+        case "auto":
+            return ("none", "dots", "full")
+        case "none" | "dots" | "full" as remat:
+            return (remat,)
+        case True:
+            return ("full",)
+        case False:
+            return ("none",)
+        case other:
+            raise ShardingError(f"`remat` is `none`, `dots`, `full`, `auto`, or a bool; got {other!r}.")
+
+
+def _plan_stages(
+    traced: TracedStep,
+    layers: _Layers,
+    stages: Sequence[_Stage],
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    logical_mesh: LogicalMesh | None,
+    report: Progress,
+) -> Plan:
     stage_of_layer = {layer: k for k, stage in enumerate(stages) for layer in stage.layers}
-    groups = [stage_of_layer[layer] for layer in layer_of_group]
+    groups = [stage_of_layer[layer] for layer in layers.of_group]
     staged = stage_step(traced, options.n_micro_batches, groups, len(stages))
     if options.schedule == "inference" and any(task.kind == "backward" for task in staged.tasks):
         raise ShardingError(
             "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
         )
-    return _solve(staged, cluster, options, layer_of_group, stages, logical_mesh, report)
+    return _solve(staged, cluster, options, layers, stages, logical_mesh, report)
 
 
 def _warn_of_missing_rules(traced: TracedStep) -> None:
@@ -204,7 +260,7 @@ def _solve(
     staged: StagedStep,
     cluster: ClusterSpec,
     options: PlanOptions,
-    layer_of_group: tuple[int, ...],
+    layers: _Layers,
     stages: Sequence[_Stage],
     logical_mesh: LogicalMesh | None,
     report: Progress,
@@ -226,7 +282,7 @@ def _solve(
             raise InfeasibleError(f"Stage {k} on a mesh of {mesh.shape} devices: {error}") from error
         moved = mesh_collectives(solved.programs, options.n_micro_batches)
         seconds = stage_seconds(solved.sharding, moved, mesh, options.n_micro_batches)
-        plans.append(_stage_plan(staged, stage, first_device, problem, solved, view, seconds, live, layer_of_group))
+        plans.append(_stage_plan(staged, stage, first_device, problem, solved, view, seconds, live, layers.of_group))
         shardings.append(solved.sharding)
         collectives.extend(_merged(moved, k))
         first_device += stage.candidate.n_devices
@@ -236,7 +292,8 @@ def _solve(
         cluster,
         options.n_micro_batches,
         options.schedule,
-        layer_of_group,
+        layers.of_group,
+        layers.remat,
         tuple(plans),
         _placed_inputs(staged, shardings),
         _placed_outputs(staged, shardings),

@@ -3,8 +3,9 @@
     peak = fixed + n_live * in_flight + temp
 
 fixed: what stays for the whole step: parameters, optimizer state and, over micro-batches, the accumulated gradients.
-in_flight: what the forward pass of each micro-batch leaves for its backward pass. temp: what the hungriest task has
-besides, by intra/memory.py. `mesh_usages` says the same with variables in place of bytes, for the planner's limit.
+in_flight: what the forward pass of each micro-batch is sent or makes, and its backward pass reads. temp: what the
+hungriest task has besides, by intra/memory.py. `mesh_usages` says the same with variables in place of bytes, for the
+planner's limit.
 """
 
 from __future__ import annotations
@@ -106,8 +107,11 @@ def _kept(staged: StagedStep, mesh: int) -> _Kept:
     made = {v for task in tasks for v in task.outvars}
     if staged.split.n_micro_batches > 1:
         fixed += [a.total for a in staged.split.accumulators if a.loop in made]
-    forward = {v for task in tasks if task.kind == "forward" for v in task.outvars}
-    residuals = [v for task in tasks if task.kind == "backward" for v in task.invars if v in forward]
+    # What a forward pass was sent by another mesh waits for the backward pass like what it made itself.
+    forward = {v for task in tasks if task.kind == "forward" for v in (*task.outvars, *task.invars)}
+    forward -= {*fixed, *(part for _, part in staged.split.micro_inputs)}
+    once = {v for task in tasks if not task.per_micro_batch for v in task.outvars}
+    residuals = [v for task in tasks if task.kind == "backward" for v in task.invars if v in forward - once]
     return _Kept(dict.fromkeys(fixed), dict.fromkeys(residuals))
 
 

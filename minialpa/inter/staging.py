@@ -14,6 +14,7 @@ from jax.extend.core import Var
 from minialpa.errors import VerifyError
 from minialpa.inter.mesh_problem import mesh_equations
 from minialpa.inter.microbatch import split_micro_batches
+from minialpa.inter.remat import rematerialise
 from minialpa.inter.split import StagedStep, stage_split, traced_positions
 from minialpa.inter.split_step import Op, Phase, SplitStep
 from minialpa.intra.problem import MeshEquations
@@ -85,7 +86,8 @@ def realise(traced: TracedStep, plan: Plan) -> StagedStep:
             f"The plan was made for a step with fingerprint {plan.fingerprint}, and this step, for these shapes, has "
             f"{traced.fingerprint}. Plan again, or call it with the shapes of the plan."
         )
-    return stage_step(traced, plan.n_micro_batches, plan.stage_of_group(), len(plan.stages))
+    step = rematerialise(traced, plan.layer_of_group, plan.remat)
+    return stage_step(step, plan.n_micro_batches, plan.stage_of_group(), len(plan.stages))
 
 
 def mesh_problems(staged: StagedStep) -> list[MeshEquations]:

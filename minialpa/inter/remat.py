@@ -1,0 +1,98 @@
+"""Rematerialisation: a traced step and what each layer keeps in, the same step with the rest computed again out.
+
+The backward pass of a layer reads values of its forward pass. What the layer does not keep is computed again, from what
+it keeps and from what it was given, right before its backward pass first needs it (Chen et al., 2016). Layers are known
+after tracing only, so this rewrites the program; `jax.checkpoint` in the model has its own say and goes first.
+
+What other layers, the update or the results read is kept anyway. What is computed again reads copies behind an
+`optimization_barrier`, or a compiler would see that the forward pass has it already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.intra.strategies import has_contraction
+from minialpa.jaxprs import Atom, aval_of, fresh_var, is_extended, is_literal, unary_equation
+from minialpa.options import Remat
+from minialpa.trace import Origin, TracedStep
+
+
+def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequence[Remat]) -> TracedStep:
+    """`remat[layer]`: `none` keeps all values, `dots` results of matrix products and convolutions, `full` no value."""
+    if all(what == "none" for what in remat):
+        return traced
+    eqns, origins = list(traced.flat.eqns), traced.origins
+    inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}
+    for layer, what in zip(_layers(traced, layer_of_group, len(remat)), remat, strict=True):
+        again = _computed_again(traced, layer, what) if what != "none" else []
+        made = {v for i in again for v in eqns[i].outvars}
+        readers = [i for i in layer.backward if any(v in made for v in eqns[i].invars if not is_literal(v))]
+        if readers:
+            copies, names = _copies([eqns[i] for i in again])
+            inserted[readers[0]] = [(copy, replace(origins[again[k]], direction="backward")) for copy, k in copies]
+            for i in readers:
+                eqns[i] = eqns[i].replace(invars=_renamed(eqns[i].invars, names))
+    pairs = [pair for i, eqn in enumerate(eqns) for pair in (*inserted.get(i, ()), (eqn, origins[i]))]
+    flat = replace(traced.flat, eqns=tuple(eqn for eqn, _ in pairs), scopes=("",) * len(pairs))
+    return replace(traced, flat=flat, origins=tuple(origin for _, origin in pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Numbers of the equations of a layer, in order."""
+
+    forward: list[int] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
+
+
+def _layers(traced: TracedStep, layer_of_group: Sequence[int], n_layers: int) -> list[_Layer]:
+    layers = [_Layer() for _ in range(n_layers)]
+    for i, origin in enumerate(traced.origins):
+        if origin.group is not None and origin.direction != "other":
+            layer = layers[layer_of_group[origin.group]]
+            (layer.forward if origin.direction == "forward" else layer.backward).append(i)
+    return layers
+
+
+def _computed_again(traced: TracedStep, layer: _Layer, what: Remat) -> list[int]:
+    """Forward equations whose results the backward pass needs, or needs for others, and that are not kept."""
+    eqns = traced.flat.eqns
+    own = {*layer.forward, *layer.backward}
+    kept = {v for v in traced.flat.outvars if not is_literal(v)}
+    kept.update(v for i, eqn in enumerate(eqns) if i not in own for v in eqn.invars if not is_literal(v))
+    needed = {v for i in layer.backward for v in eqns[i].invars if not is_literal(v)}
+    again: list[int] = []
+    for i in reversed(layer.forward):
+        eqn = eqns[i]
+        stays = bool(eqn.effects) or (what == "dots" and has_contraction(eqn)) or any(v in kept for v in eqn.outvars)
+        if not stays and any(v in needed for v in eqn.outvars):
+            again.append(i)
+            needed.update(v for v in eqn.invars if not is_literal(v))
+    return again[::-1]
+
+
+def _copies(eqns: Sequence[JaxprEqn]) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
+    """Copies of equations, and the barriers in front of them, each with the number of its equation; the new names."""
+    names: dict[Var, Var] = {}
+    out: list[tuple[JaxprEqn, int]] = []
+    made = {v for eqn in eqns for v in eqn.outvars}
+    behind_barrier = unary_equation(lax.optimization_barrier)
+    read: dict[Var, Var] = {}
+    for k, eqn in enumerate(eqns):
+        for v in eqn.invars:
+            if not is_literal(v) and v not in made and v not in read and not is_extended(aval_of(v).dtype):
+                barrier, read[v] = behind_barrier(v)
+                out.append((barrier, k))
+        outvars = [fresh_var(aval_of(v)) for v in eqn.outvars]
+        out.append((eqn.replace(invars=_renamed(_renamed(eqn.invars, read), names), outvars=outvars), k))
+        names.update(zip(eqn.outvars, outvars, strict=True))
+    return out, names
+
+
+def _renamed(atoms: Sequence[Atom], names: Mapping[Var, Var]) -> list[Atom]:
+    return [v if is_literal(v) else names.get(v, v) for v in atoms]
