@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -366,8 +365,7 @@ class GraphBuilder:
         """Prices of collectives on the results of an equation, of which several share the time to start."""
         n = max([at_least, *(self.n_together.get(v, 1) for v in made)])
         if n not in self.menus:
-            mesh = replace(self.mesh, alpha=tuple(alpha / n for alpha in self.mesh.alpha))
-            self.menus[n] = Menu(mesh, self.option.forbidden_collectives)
+            self.menus[n] = Menu(self.mesh, self.option.forbidden_collectives, n)
         return self.menus[n]
 
     def _n_pending(self, eqn: JaxprEqn, factors: Factors) -> dict[int, int]:

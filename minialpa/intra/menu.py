@@ -7,6 +7,7 @@ then have the very same `StrategySet`. Tuples of specs are therefore compared by
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,10 +24,11 @@ T = TypeVar("T")
 
 
 class Menu:
-    """What `strategies` and `reshard` give for one mesh; remembers."""
+    """What `strategies` and `reshard` give for one mesh, where `n_together` sums share the time to start; remembers."""
 
-    def __init__(self, mesh: LogicalMesh, forbidden: tuple[str, ...]) -> None:
-        self.mesh, self.forbidden = mesh, forbidden
+    def __init__(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int = 1) -> None:
+        self.apart, self.forbidden, self.n_together = mesh, forbidden, n_together
+        self.mesh = replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
         # Each value comes with the tuples whose identity is part of its key, so that they stay alive.
         self._known: dict[Hashable, tuple[Any, tuple[Specs, ...]]] = {}
 
@@ -69,7 +71,7 @@ class Menu:
         return self._once(
             ("reshard", shape, n_bytes, id(made), id(wanted)),
             (made, wanted),
-            lambda: reshard_table(shape, n_bytes, self.mesh, self.forbidden).matrix(made, wanted),
+            lambda: reshard_table(shape, n_bytes, self.apart, self.forbidden, self.n_together).matrix(made, wanted),
         )
 
 

@@ -10,6 +10,7 @@ program come from.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -145,8 +146,13 @@ def reshard_table(
     n_bytes: float,
     mesh: LogicalMesh,
     forbidden: tuple[str, ...] = (),
+    n_together: int = 1,
 ) -> ReshardTable:
-    """The table of an array of `shape` and `n_bytes` in all; steps of the `forbidden` kinds are not taken."""
+    """The table of an array of `shape` and `n_bytes` in all; steps of the `forbidden` kinds are not taken.
+
+    n_together: sums that share the time to start with the sum of this array.
+    """
+    together = dataclasses.replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
     specs = list(partial_specs_of(shape, mesh.shape))
     number = {spec: i for i, spec in enumerate(specs)}
     n = len(specs)
@@ -155,7 +161,8 @@ def reshard_table(
     steps: list[Step] = []
     for i, src in enumerate(specs):
         for step in steps_from(src, shape, mesh.shape):
-            j, price = number[step.dst], _price(step, n_bytes, mesh)
+            is_sum = step.kind in ("all-reduce", "reduce-scatter")
+            j, price = number[step.dst], _price(step, n_bytes, together if is_sum else mesh)
             if step.kind not in forbidden and price < seconds[i, j]:
                 seconds[i, j], first[i, j] = price, len(steps)
                 steps.append(step)
