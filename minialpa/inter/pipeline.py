@@ -16,7 +16,7 @@ from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equa
 from minialpa.inter.remat import rematerialise
 from minialpa.inter.schedule import make_schedule, n_live
 from minialpa.inter.split import StagedStep
-from minialpa.inter.stage_cost import Candidate, border_seconds, candidates, layer_table, stage_seconds
+from minialpa.inter.stage_cost import N_THRIFT, Candidate, border_seconds, candidates, layer_table, stage_seconds
 from minialpa.inter.stage_dp import choose_stages
 from minialpa.inter.stage_solve import SolvedStage, solve_stage
 from minialpa.inter.staging import stage_step
@@ -248,7 +248,7 @@ def _search(
         schedule=options.schedule,
     )
     return [
-        _Stage(tuple(range(s.first_layer, s.last_layer + 1)), choices[s.candidate], options.sharding)
+        _Stage(tuple(range(s.first_layer, s.last_layer + 1)), choices[s.candidate // N_THRIFT], options.sharding)
         for s in found.stages
     ]
 

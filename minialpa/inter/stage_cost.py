@@ -7,6 +7,7 @@ stage then makes them do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,13 +20,17 @@ from minialpa.errors import InfeasibleError
 from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations, mesh_programs
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_dp import StageCostTable
-from minialpa.inter.stage_memory import mesh_memory
+from minialpa.inter.stage_memory import kept_usages, mesh_memory
 from minialpa.intra.problem import MeshEquations, MeshSharding
-from minialpa.intra.solve import solve_mesh
+from minialpa.intra.solve import MeshSolver
+from minialpa.intra.usage import MemoryLimit
 from minialpa.jaxprs import bytes_of, is_literal
 from minialpa.options import AutoShardingOption, AutoStageOption
 
 _LAYER_TIME_LIMIT_S = 5.0
+#: What it is worth to keep nothing in memory, in step times of the layer: prices of the memory in a table.
+_THRIFT = (0.0, 0.1, 1.0)
+N_THRIFT = len(_THRIFT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,17 @@ def stage_seconds(
     return solution.compute_s[0], loop, solution.compute_s[1] + update
 
 
+@dataclass(frozen=True, slots=True)
+class _LayerCost:
+    """One layer on a mesh, as `StageCostTable` has it for stages; temp_bytes: what its hungriest task has besides."""
+
+    seconds: float = math.inf
+    step_seconds: float = 0.0
+    fixed_bytes: float = 0.0
+    in_flight_bytes: float = 0.0
+    temp_bytes: float = 0.0
+
+
 def layer_table(
     staged: StagedStep,
     cluster: ClusterSpec,
@@ -92,44 +108,70 @@ def layer_table(
     option: AutoShardingOption,
     progress: Callable[[int, int], None],
 ) -> StageCostTable:
-    """The cost table of a step staged with one layer on each mesh. `progress(done, total)` hears of solved layers."""
+    """The cost table of a step staged with one layer on each mesh. `progress(done, total)` hears of solved layers.
+
+    Candidate m of the table is `choices[m // N_THRIFT]`: each choice comes with shardings that are ever thriftier.
+    """
     n = staged.n_meshes
-    # A table has dozens of entries; one that is a little too dear is better than minutes of proof for each.
-    option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _LAYER_TIME_LIMIT_S))
-    seconds = np.full((n, len(choices)), np.inf)
-    step_seconds, fixed, in_flight, temp = (np.zeros_like(seconds) for _ in range(4))
     problems = [mesh_equations(staged, layer) for layer in range(n)]
     keys = [problem_key(problem) for problem in problems]
-    first = [keys.index(key) for key in keys]
+    costs: list[list[_LayerCost]] = []
     for layer, problem in enumerate(problems):
+        first = keys.index(keys[layer])
+        if first < layer:
+            costs.append(costs[first])
+            continue
+        costs.append([])
         for m, choice in enumerate(choices):
             progress(layer * len(choices) + m, n * len(choices))
-            if first[layer] != layer:
-                for table in (seconds, step_seconds, fixed, in_flight, temp):
-                    table[layer, m] = table[first[layer], m]
-                continue
             mesh = cluster.logical_mesh(choice.submesh, choice.logical_shape)
-            try:
-                solution = solve_mesh(problem, mesh, option)
-            except InfeasibleError:
-                continue
-            view = ShardedView(mesh, option.forbidden_collectives)
-            programs = mesh_programs(staged, layer, problem, solution, view)
-            collectives = mesh_collectives(programs, staged.split.n_micro_batches)
-            compute, communication, update = stage_seconds(solution, collectives, mesh, staged.split.n_micro_batches)
-            memory = mesh_memory(staged, layer, programs, solution, view)
-            seconds[layer, m], step_seconds[layer, m] = compute + communication, update
-            fixed[layer, m], in_flight[layer, m] = memory.fixed_bytes, memory.in_flight_bytes
-            temp[layer, m] = memory.temp_bytes
+            costs[-1] += _layer_costs(staged, layer, problem, mesh, option)
     progress(n * len(choices), n * len(choices))
+
+    def column(name: str) -> np.ndarray:
+        return np.array([[getattr(cost, name) for cost in row] for row in costs])
+
     return StageCostTable(
-        n_devices=np.array([c.n_devices for c in choices]),
-        seconds=_interval_sums(seconds),
-        step_seconds=_interval_sums(step_seconds),
-        fixed_bytes=_interval_sums(fixed) + _interval_maxima(temp),
-        in_flight_bytes=_interval_sums(in_flight),
+        n_devices=np.repeat([c.n_devices for c in choices], N_THRIFT),
+        seconds=_interval_sums(column("seconds")),
+        step_seconds=_interval_sums(column("step_seconds")),
+        fixed_bytes=_interval_sums(column("fixed_bytes")) + _interval_maxima(column("temp_bytes")),
+        in_flight_bytes=_interval_sums(column("in_flight_bytes")),
         transfer_seconds=np.array(border_seconds(staged, cluster)),
     )
+
+
+def _layer_costs(
+    staged: StagedStep, layer: int, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption
+) -> list[_LayerCost]:
+    """The layer at rising prices of the memory that it keeps: points of the convex hull of time and memory."""
+    n = staged.split.n_micro_batches
+    # A table has hundreds of entries; one that is a little too dear is better than minutes of proof for each.
+    option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _LAYER_TIME_LIMIT_S))
+    n_bytes = option.limit_bytes(mesh.device)
+    limit = None if n_bytes is None else MemoryLimit(n_bytes)
+    n_live = min(n, max(1, staged.n_meshes // 2))
+    kept = kept_usages(staged, layer, n_live)
+    view = ShardedView(mesh, option.forbidden_collectives)
+    solver = MeshSolver(problem, mesh, option)
+    out: list[_LayerCost] = []
+    for thrift in _THRIFT:
+        # With thrift 1, to keep nothing is worth twice the time.
+        unit = (n * out[0].seconds + out[0].step_seconds) / _kept_bytes(out[0], n_live) if out else 0.0
+        try:
+            solution = solver.solve(limit, option.solver_time_limit_s, kept, thrift * unit)
+        except InfeasibleError:
+            return [_LayerCost()] * N_THRIFT
+        programs = mesh_programs(staged, layer, problem, solution, view)
+        compute, communication, update = stage_seconds(solution, mesh_collectives(programs, n), mesh, n)
+        memory = mesh_memory(staged, layer, programs, solution, view)
+        fixed, in_flight, temp = memory.fixed_bytes, memory.in_flight_bytes, memory.temp_bytes
+        out.append(_LayerCost(compute + communication, update, fixed, in_flight, temp))
+    return out
+
+
+def _kept_bytes(cost: _LayerCost, n_live: int) -> float:
+    return max(1.0, cost.fixed_bytes + n_live * cost.in_flight_bytes)
 
 
 def _interval_sums(per_layer: np.ndarray) -> np.ndarray:

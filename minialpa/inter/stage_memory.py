@@ -82,6 +82,12 @@ def mesh_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]
     return tuple(usages)
 
 
+def kept_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]:
+    """What outlives the tasks of a mesh."""
+    kept = _kept(staged, mesh)
+    return tuple(Usage(v, n, 0, 1) for found, n in ((kept.fixed, 1), (kept.residuals, n_live)) for v in found)
+
+
 def donations(staged: StagedStep, task: Task) -> tuple[int, ...]:
     """Inputs of a task whose buffers its outputs may take over: the step owns them and nothing reads them later."""
     split = staged.split

@@ -28,7 +28,7 @@ from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
 from minialpa.intra.loops import ScanBody, scan_body
 from minialpa.intra.menu import Menu, kind_of
 from minialpa.intra.problem import MeshEquations, MeshSharding, Role
-from minialpa.intra.records import Choice, LoopRecord, Record
+from minialpa.intra.records import AnyRecord, Choice, LoopRecord, PassRecord, Record
 from minialpa.intra.reshard import partial_specs_of
 from minialpa.intra.strategies import is_contraction, is_shared_copy
 from minialpa.intra.usage import Demand, MemoryLimit, Usage, check_least, terms_of
@@ -82,7 +82,7 @@ class GraphBuilder:
         self.n_readers = Counter(v for eqn in problem.eqns for v in eqn.invars if not is_literal(v))
         self.folding = self._fold() if folded else None
         self._add_inputs()
-        self.records: list[Record | LoopRecord] = []
+        self.records: list[AnyRecord] = []
         self.late: list[_Reader] = []
         for i in range(len(problem.eqns)):
             self.records.append(self._record(i))
@@ -109,23 +109,30 @@ class GraphBuilder:
         roles = dict(problem.inputs)
         return fold(problem.eqns, list(roles), kind, kind_of_input)
 
-    def graph(self, limit: MemoryLimit | None = None) -> CostGraph:
-        """The graph, with a usage limit if there is one. Raises InfeasibleError where that is hopeless."""
-        costs = tuple(self.nodes)
+    def graph(self, limit: MemoryLimit | None = None, kept: Sequence[Usage] = (), byte_s: float = 0.0) -> CostGraph:
+        """The graph, with a usage limit if there is one. Raises InfeasibleError where that is hopeless.
+
+        Each byte per device of `kept` costs `byte_s` seconds.
+        """
+        nodes = list(self.nodes)
+        for demand in self._demands(kept) if byte_s else ():
+            if demand.node is not None:
+                nodes[demand.node] = nodes[demand.node] + byte_s * demand.n_bytes
+        costs = tuple(nodes)
         edges = tuple(Edge(a, b, cost) for (a, b), cost in self.edges.items())
         if limit is None:
             return CostGraph(costs, edges)
         n_times = limit.n_times
-        demands = self._demands(limit, n_times)
+        stays = [Usage(v, 1, 0, n_times) for v, role in self.problem.inputs if role in ("parameter", "state")]
+        demands = self._demands([*stays, *limit.usages])
         check_least(demands, limit, self._allowed)
         terms = terms_of(demands, limit.limit_bytes, n_times)
         return CostGraph(costs, edges, (), (), limit.limit_bytes if terms else None, terms)
 
-    def _demands(self, limit: MemoryLimit, n_times: int) -> list[Demand]:
-        kept = [Usage(v, 1, 0, n_times) for v, role in self.problem.inputs if role in ("parameter", "state")]
+    def _demands(self, usages: Sequence[Usage]) -> list[Demand]:
         counted: dict[int, NDArray[np.int64]] = {}  # shards by strategy, for the specs of a choice
         out = []
-        for usage in (*kept, *limit.usages):
+        for usage in usages:
             if usage.var in self.choices:
                 choice, whole = self.choices[usage.var], usage.n_copies * bytes_of(usage.var)
                 n_shards = counted.get(id(choice.specs))
@@ -227,7 +234,7 @@ class GraphBuilder:
         axis = self.option.force_batch_dim_to_mesh_dim
         return () if axis is None or self.mesh.shape[axis] == 1 else (axis,)
 
-    def _record(self, i: int) -> Record | LoopRecord:
+    def _record(self, i: int) -> AnyRecord:
         """The record of equation `i`, which it shares with those that are alike."""
         eqn, folding = self.problem.eqns[i], self.folding
         times, in_update = self.problem.times[i], self.problem.in_update[i]
@@ -241,17 +248,33 @@ class GraphBuilder:
         self.sums.update(v for v, w in zip(eqn.outvars, made, strict=True) if w in self.sums)
         return self.records[leader]
 
-    def _add_equation(self, eqn: JaxprEqn, times: int, in_update: bool, varied: Varied) -> Record | LoopRecord:
+    def _add_equation(self, eqn: JaxprEqn, times: int, in_update: bool, varied: Varied) -> AnyRecord:
         scan = scan_body(eqn)
         if scan is not None and self.option.enable_auto_sharding and not self._batch_axes():
             loop = self._add_loop(eqn, scan, times, in_update, varied)
             self._set_results(eqn, loop.results)
             return loop
+        if _is_barrier(eqn):
+            passed = PassRecord(tuple(self._passed(eqn, k, times, varied) for k in range(len(eqn.invars))))
+            self._set_results(eqn, passed.arrays)
+            return passed
         record = self._add_plain(eqn, times, in_update, varied)
         self._set_results(eqn, [Choice(record.node, specs) for specs in record.strategies.results])
         for k, wanted in enumerate(record.strategies.operands):
             self._connect(eqn, k, record.node, wanted, times, varied)
         return record
+
+    def _passed(self, eqn: JaxprEqn, k: int, times: int, varied: Varied) -> Choice:
+        """Array `k` of a barrier as it comes; with a node of its own where it may not always come so."""
+        v = eqn.invars[k]
+        if is_literal(v):
+            return Choice(None, (Spec.replicated(len(shape_of(v))),))
+        came = self._choice(v)
+        if k not in varied and eqn.outvars[k] not in self.problem.whole:
+            return came
+        choice = Choice(self._new_node([0.0] * len(came.specs)), came.specs)
+        self._connect(eqn, k, choice.node, choice.specs, times, varied)
+        return choice
 
     def _add_loop(self, eqn: JaxprEqn, scan: ScanBody, times: int, in_update: bool, varied: Varied) -> LoopRecord:
         """The body as equations that run in each iteration; a carry has one spec for all of them."""
@@ -441,6 +464,11 @@ class GraphBuilder:
 def _is_identity(eqn: JaxprEqn) -> bool:
     """Whether an equation is there for its result to be sharded in another way than its operand."""
     return _is_marker(eqn) or is_shared_copy(eqn)
+
+
+def _is_barrier(eqn: JaxprEqn) -> bool:
+    """Whether an equation passes several arrays on and has no say in their shardings."""
+    return eqn.primitive.name == "optimization_barrier"
 
 
 def _is_marker(eqn: JaxprEqn) -> bool:

@@ -40,13 +40,27 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class PassRecord:
+    """An equation that passes arrays on, side by side, each as it comes."""
+
+    arrays: tuple[Choice, ...]
+
+    def read(self, choices: Sequence[int]) -> EquationSpecs:
+        specs = tuple(choice.read(choices) for choice in self.arrays)
+        return EquationSpecs(specs, specs, specs)
+
+    def compute_s(self, choices: Sequence[int]) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class LoopRecord:
     """A scan: what its body reads and leaves, and the records of the body."""
 
     scan: ScanBody
     operands: tuple[Choice, ...]
     results: tuple[Choice, ...]
-    body: tuple[Record | LoopRecord, ...]
+    body: tuple[AnyRecord, ...]
 
     def read(self, choices: Sequence[int]) -> EquationSpecs:
         operands = tuple(choice.read(choices) for choice in self.operands)
@@ -55,3 +69,6 @@ class LoopRecord:
 
     def compute_s(self, choices: Sequence[int]) -> float:
         return self.scan.length * sum(record.compute_s(choices) for record in self.body)
+
+
+AnyRecord = Record | PassRecord | LoopRecord

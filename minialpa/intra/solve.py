@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import InfeasibleError
 from minialpa.intra.graph import GraphBuilder
 from minialpa.intra.ilp import GraphSolution, solve_graph
 from minialpa.intra.problem import MeshEquations, MeshSharding
-from minialpa.intra.usage import MemoryLimit
+from minialpa.intra.usage import MemoryLimit, Usage
 from minialpa.options import AutoShardingOption
 
 #: Where layers that are sharded alike leave this gap, each is decided on its own, in models of so many equations.
@@ -23,13 +24,16 @@ class MeshSolver:
         self.problem, self.mesh, self.option = problem, mesh, option
         self.folded = GraphBuilder(problem, mesh, option, folded=True)
 
-    def solve(self, limit: MemoryLimit | None, time_limit_s: float) -> MeshSharding:
+    def solve(
+        self, limit: MemoryLimit | None, time_limit_s: float, kept: Sequence[Usage] = (), byte_s: float = 0.0
+    ) -> MeshSharding:
         """The sharding of all values with the least seconds per step. Raises InfeasibleError if nothing fits.
 
         Layers that repeat are sharded alike, unless memory is so short that some should save more of it than others.
+        Each byte per device of `kept` costs `byte_s` seconds.
         """
         deadline = time.monotonic() + time_limit_s
-        graph = self.folded.graph(limit)
+        graph = self.folded.graph(limit, kept, byte_s)
         alike: GraphSolution | None = None
         try:
             alike = solve_graph(graph, time_limit_s=time_limit_s)
@@ -40,7 +44,7 @@ class MeshSolver:
             return self.folded.read(alike)
         free = GraphBuilder(self.problem, self.mesh, self.option)
         try:
-            each = solve_graph(free.graph(limit), time_limit_s=max(1.0, deadline - time.monotonic()))
+            each = solve_graph(free.graph(limit, kept, byte_s), time_limit_s=max(1.0, deadline - time.monotonic()))
         except InfeasibleError:
             if alike is None:
                 raise
@@ -49,10 +53,3 @@ class MeshSolver:
 
     def _is_large(self) -> bool:
         return len(self.problem.eqns) > _MOST_EQUATIONS
-
-
-def solve_mesh(problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption) -> MeshSharding:
-    """`MeshSolver.solve` where the limit of the options, or of the device, holds for parameters and optimizer state."""
-    n_bytes = option.limit_bytes(mesh.device)
-    limit = None if n_bytes is None else MemoryLimit(n_bytes)
-    return MeshSolver(problem, mesh, option).solve(limit, option.solver_time_limit_s)

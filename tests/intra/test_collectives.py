@@ -194,3 +194,36 @@ def test_replicated_when_sharding_is_disabled() -> None:
     option = AutoShardingOption(enable_auto_sharding=False)
     executable = run(ShardParallel(devices=UNIT, auto_sharding_option=option), 2, 8, 16)
     assert not collectives(executable.get_hlo_text(), ignore_scalars=False)
+
+
+def test_layers_computed_again_communicate_no_more() -> None:
+    """`jax.checkpoint` puts all that a layer reads behind one barrier, which has no say in their shardings."""
+
+    def step_with(layer: Any, value_and_grad: Any) -> Any:
+        def step(params: Any, x: jax.Array) -> Any:
+            def loss_fn(params: Any) -> jax.Array:
+                h = x
+                for w in params:
+                    h = layer(h, w)
+                return jnp.mean(h**2)
+
+            loss, grads = value_and_grad(loss_fn)(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+        return step
+
+    def layer(h: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(h @ w) * jnp.sin(h)
+
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.normal(size=(32, 32)) / 6, jnp.float32) for _ in range(4)]
+    x = rng.normal(size=(64, 32)).astype(np.float32)
+    expected = jax.jit(step_with(layer, jax.value_and_grad))(params, x)
+    counts = []
+    for one in (layer, jax.checkpoint(layer)):
+        step = minialpa.parallelize(
+            step_with(one, minialpa.value_and_grad), method=ShardParallel(devices=UNIT), donate_argnums=()
+        )
+        assert_allclose(step(params, x), expected, rtol=2e-4, atol=1e-6)
+        counts.append(collectives(step.get_last_executable().get_hlo_text()))
+    assert counts[0] == counts[1]
