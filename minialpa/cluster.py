@@ -32,6 +32,14 @@ class DeviceSpec:
                 f"Device `{self.name}` needs positive `peak_flops`, `memory_bytes` and `memory_bandwidth`."
             )
 
+    @property
+    def waits_at_barriers(self) -> bool:
+        """Whether its compiler runs what is behind an optimization barrier after all that is in front of it.
+
+        XLA's for CPUs drops barriers before it schedules, so rematerialisation saves no memory inside one program.
+        """
+        return self.name != "cpu"
+
     def flops_per_s(self, dtype: str) -> float:
         """Peak rate for `dtype`; a dtype that is not listed runs at the float32 rate, or the slowest one."""
         table = dict(self.peak_flops)

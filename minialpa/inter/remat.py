@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies import has_contraction
-from minialpa.jaxprs import Atom, aval_of, fresh_var, is_extended, is_literal, unary_equation
+from minialpa.jaxprs import Atom, aval_of, equations_for, fresh_var, is_extended, is_literal
 from minialpa.options import Remat
 from minialpa.trace import Origin, TracedStep
 
@@ -33,7 +33,7 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
         made = {v for i in again for v in eqns[i].outvars}
         readers = [i for i in layer.backward if any(v in made for v in eqns[i].invars if not is_literal(v))]
         if readers:
-            copies, names = _copies([eqns[i] for i in again])
+            copies, names = _copies([eqns[i] for i in again], _cotangents(traced, layer, readers[0]))
             inserted[readers[0]] = [(copy, replace(origins[again[k]], direction="backward")) for copy, k in copies]
             for i in readers:
                 eqns[i] = eqns[i].replace(invars=_renamed(eqns[i].invars, names))
@@ -76,20 +76,34 @@ def _computed_again(traced: TracedStep, layer: _Layer, what: Remat) -> list[int]
     return again[::-1]
 
 
-def _copies(eqns: Sequence[JaxprEqn]) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
-    """Copies of equations, and the barriers in front of them, each with the number of its equation; the new names."""
-    names: dict[Var, Var] = {}
-    out: list[tuple[JaxprEqn, int]] = []
+def _cotangents(traced: TracedStep, layer: _Layer, first: int) -> list[Var]:
+    """What the backward pass of a layer is given, as far as it is made before equation `first`."""
+    own = set(layer.backward)
+    made = {
+        v
+        for i, (eqn, origin) in enumerate(zip(traced.flat.eqns[:first], traced.origins, strict=False))
+        if origin.direction == "backward" and i not in own
+        for v in eqn.outvars
+    }
+    read = (v for i in layer.backward for v in traced.flat.eqns[i].invars if not is_literal(v))
+    return [v for v in dict.fromkeys(read) if v in made]
+
+
+def _copies(eqns: Sequence[JaxprEqn], cotangents: Sequence[Var]) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
+    """A barrier and, behind it, copies of equations, each with the number of its equation; the new names.
+
+    The barrier waits for `cotangents`: nothing is computed again before the backward pass has come that far.
+    """
     made = {v for eqn in eqns for v in eqn.outvars}
-    behind_barrier = unary_equation(lax.optimization_barrier)
-    read: dict[Var, Var] = {}
+    read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in made)
+    arrays = [v for v in (*read, *cotangents) if not is_extended(aval_of(v).dtype)]
+    barrier, results = equations_for(lambda *xs: lax.optimization_barrier(xs), *arrays)
+    behind = dict(zip(arrays, results, strict=True))
+    out = [(eqn, 0) for eqn in barrier]
+    names: dict[Var, Var] = {}
     for k, eqn in enumerate(eqns):
-        for v in eqn.invars:
-            if not is_literal(v) and v not in made and v not in read and not is_extended(aval_of(v).dtype):
-                barrier, read[v] = behind_barrier(v)
-                out.append((barrier, k))
         outvars = [fresh_var(aval_of(v)) for v in eqn.outvars]
-        out.append((eqn.replace(invars=_renamed(_renamed(eqn.invars, read), names), outvars=outvars), k))
+        out.append((eqn.replace(invars=_renamed(_renamed(eqn.invars, behind), names), outvars=outvars), k))
         names.update(zip(eqn.outvars, outvars, strict=True))
     return out, names
 

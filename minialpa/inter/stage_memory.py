@@ -63,8 +63,11 @@ def mesh_memory(
     return MeshMemory(fixed, sum(_local(v, sharding.specs, view) for v in kept.residuals), temp, largest)
 
 
-def mesh_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]:
-    """What uses memory on `mesh` and when, besides parameters and optimizer state; tasks run one after the other."""
+def mesh_usages(staged: StagedStep, mesh: int, n_live: int, *, joint_barriers: bool) -> tuple[Usage, ...]:
+    """What uses memory on `mesh` and when, besides parameters and optimizer state; tasks run one after the other.
+
+    joint_barriers: see `DeviceSpec.waits_at_barriers`.
+    """
     kept = _kept(staged, mesh)
     inputs = set(staged.inputs)
     usages: list[Usage] = []
@@ -72,7 +75,7 @@ def mesh_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]
     for task in _tasks(staged, mesh):
         given = set(donations(staged, task))
         pairs = _replaced(staged, task, [v for i, v in enumerate(task.invars) if i in given])
-        found = lifetimes(task.eqns, task.invars, task.outvars, pairs)
+        found = lifetimes(task.eqns, task.invars, task.outvars, pairs, joint_barriers=joint_barriers)
         usages += [Usage(v, 1, now + start, now + end) for v, start, end in found.intervals if v not in kept.residuals]
         end = now + max(1, found.n_times)
         usages += [Usage(v, 1, now, end) for v in task.invars if v not in kept.fixed and v not in kept.residuals]

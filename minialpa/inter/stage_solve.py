@@ -88,7 +88,9 @@ def _limit(
         paths = dict(zip(traced.flat.invars, traced.in_paths, strict=True))
         return paths.get(var) or next((source_line(eqn) for eqn in problem.eqns if var in eqn.outvars), "")
 
-    return MemoryLimit(n_bytes, mesh_usages(staged, mesh, n_live), name_of)
+    device = view.mesh.device
+    waits = device is not None and device.waits_at_barriers
+    return MemoryLimit(n_bytes, mesh_usages(staged, mesh, n_live, joint_barriers=waits), name_of)
 
 
 def _too_large(memory: MeshMemory, limit: MemoryLimit, n_live: int) -> InfeasibleError:

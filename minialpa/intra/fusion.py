@@ -31,7 +31,7 @@ class Operation:
 
     reads, writes: values. expensive: too dear to compute twice. repeats: each element of an operand is read many times.
     joins_sum: may be joined to a sum. scratch_bytes: what it needs while it runs. in_place: the operand whose buffer
-    the result takes over.
+    the result takes over. waits: a view that is there only when all that it reads is.
     """
 
     kind: Kind
@@ -42,6 +42,12 @@ class Operation:
     joins_sum: bool = False
     scratch_bytes: float = 0.0
     in_place: int | None = None
+    waits: bool = False
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is always a kernel of its own."""
+        return self.kind == "own" or self.waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,7 @@ class Kernel:
 def kernels_of(operations: Sequence[Operation], results: Sequence[int], sizes: Sequence[float]) -> list[Kernel]:
     """The kernels of a program that ends with `results`; `sizes` are bytes of values. What nobody reads is not run."""
     graph = _Graph(operations, results, sizes)
-    stored = [op.kind == "own" for op in operations]
+    stored = [op.is_apart for op in operations]
     joined: list[set[int]] = [set() for _ in operations]  # readers that an operation is joined to
     spread = [False] * len(operations)
     for p in range(len(operations) - 1, -1, -1):
@@ -106,7 +112,7 @@ class _Graph:
     def may_join(self, p: int, c: int) -> bool:
         """Rules 1 and 2."""
         producer, consumer = self.operations[p], self.operations[c]
-        if producer.kind in ("own", "sum") or consumer.kind == "own":
+        if producer.is_apart or producer.kind == "sum" or consumer.is_apart:
             return False
         if self.in_sum[c]:
             return producer.joins_sum and self.n_users(p) == 1

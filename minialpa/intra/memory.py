@@ -130,10 +130,18 @@ def donated_pairs(program: ShardedEquations, donated: Sequence[int]) -> tuple[tu
 
 
 def lifetimes(
-    eqns: Sequence[JaxprEqn], invars: Sequence[Var], outvars: Sequence[Atom], donated: Sequence[tuple[Var, Atom]] = ()
+    eqns: Sequence[JaxprEqn],
+    invars: Sequence[Var],
+    outvars: Sequence[Atom],
+    donated: Sequence[tuple[Var, Atom]] = (),
+    *,
+    joint_barriers: bool = False,
 ) -> Lifetimes:
-    """When the variables of a program are in memory; `donated` are inputs and the outputs that replace them."""
-    recorder, env = _record_whole(eqns, invars)
+    """When the variables of a program are in memory; `donated` are inputs and the outputs that replace them.
+
+    joint_barriers: see `DeviceSpec.waits_at_barriers`.
+    """
+    recorder, env = _record_whole(eqns, invars, joint_barriers)
     inputs, results = [env[v] for v in invars], [env[v] for v in outvars if not is_literal(v)]
     replaced = [
         (inputs.index(env[a]), results.index(env[b])) for a, b in donated if a in env and not is_literal(b) and b in env
@@ -154,7 +162,7 @@ def lifetimes(
 def _record(program: ShardedEquations) -> tuple[Recorder, list[int], list[int]]:
     """Operations of a program with its collectives; values of its inputs and outputs."""
     mesh = program.mesh.shape
-    recorder = Recorder()
+    recorder = Recorder(program.mesh.device is not None and program.mesh.device.waits_at_barriers)
     inputs = []
     for v in program.invars:
         shape = program.specs[v].shard_shape(shape_of(v), mesh)
@@ -180,9 +188,11 @@ def _record(program: ShardedEquations) -> tuple[Recorder, list[int], list[int]]:
     return recorder, inputs, results
 
 
-def _record_whole(eqns: Sequence[JaxprEqn], invars: Sequence[Var]) -> tuple[Recorder, dict[Var, int]]:
+def _record_whole(
+    eqns: Sequence[JaxprEqn], invars: Sequence[Var], joint_barriers: bool = False
+) -> tuple[Recorder, dict[Var, int]]:
     """Operations of equations on whole arrays; the value of each variable."""
-    recorder = Recorder()
+    recorder = Recorder(joint_barriers)
     env = {v: recorder.value(bytes_of(v), shape_of(v), dtype_name(v), "argument") for v in invars}
     for eqn in eqns:
         reads = [recorder.literal(a) if is_literal(a) else env[a] for a in eqn.invars]

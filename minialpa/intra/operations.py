@@ -68,8 +68,12 @@ class Value:
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects values and operations; `operations[i].reads` are made before."""
+    """Collects values and operations; `operations[i].reads` are made before.
 
+    joint_barriers: whether what is behind an optimization barrier waits for all that is in front of it.
+    """
+
+    joint_barriers: bool = False
     values: list[Value] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     broadcasts: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
@@ -115,8 +119,9 @@ class Recorder:
             for v, shape in zip(eqn.outvars, shapes, strict=True)
         ]
         if name in _VIEWS:
+            joint = self.joint_barriers and name == "optimization_barrier"
             for v, w in zip(reads, writes, strict=False):
-                self.add("view", (v,), (w,))
+                self.add("view", (v, *(r for r in reads if joint and r != v)), (w,), waits=joint)
         elif name in _FILLS or (name == "broadcast_in_dim" and math.prod(self.values[reads[0]].shape) == 1):
             self.add("fill", reads, writes)
         elif name == "reduce_sum":

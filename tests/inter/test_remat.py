@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import minialpa
@@ -158,3 +159,30 @@ def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(ShardingError, match="`remat` is"):
         plan_for("gpt", "some")
     assert ManualLayerOption(remat=True).remat
+
+
+def test_memory_is_saved_where_the_compiler_waits_at_barriers() -> None:
+    """XLA's CPU compiler drops barriers before it schedules; `tests/intra/test_memory.py` compares it with what it does."""
+
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = jnp.tanh(x @ w) * jnp.sin(x)
+        return x
+
+    def peak(device: Any, one: Any) -> float:
+        def step(params: Any, x: jax.Array) -> Any:
+            def loss_fn(params: Any) -> jax.Array:
+                h = x
+                for w in params:
+                    h = one(h, w)
+                return jnp.sum(h**2)
+
+            loss, grads = minialpa.value_and_grad(loss_fn)(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+        args = ([jnp.ones((16, 16))] * 8, jnp.ones((4096, 16)))
+        cluster = ClusterSpec.preset(device, num_hosts=1, devices_per_host=1)
+        return minialpa.plan(step, args, cluster=cluster).stages[0].peak_bytes
+
+    assert peak("a100-80gb", jax.checkpoint(layer)) < 0.4 * peak("a100-80gb", layer)
+    assert peak("cpu", jax.checkpoint(layer)) > 0.9 * peak("cpu", layer)
