@@ -162,7 +162,7 @@ def test_an_unknown_choice_is_refused() -> None:
 
 
 def test_memory_is_saved_where_the_compiler_waits_at_barriers() -> None:
-    """XLA's CPU compiler drops barriers before it schedules; `tests/intra/test_memory.py` compares it with what it does."""
+    """XLA's CPU compiler drops barriers before it schedules; tests/intra/test_memory.py holds us to it."""
 
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(4):
