@@ -30,8 +30,11 @@ class Operation:
     """One operation.
 
     reads, writes: values. expensive: too dear to compute twice. repeats: each element of an operand is read many times.
+    elementwise: reads its operands element by element. late: comes behind all other readers of its operands, as what a
+    compiler has rewritten does.
     joins_sum: may be joined to a sum. scratch_bytes: what it needs while it runs. in_place: the operand whose buffer
     the result takes over. waits: a view that is there only when all that it reads is.
+    sums: whether it adds its two operands, or adds the others into the first as a scatter.
     """
 
     kind: Kind
@@ -39,10 +42,13 @@ class Operation:
     writes: tuple[int, ...]
     expensive: bool = False
     repeats: bool = False
+    elementwise: bool = False
+    late: bool = False
     joins_sum: bool = False
     scratch_bytes: float = 0.0
     in_place: int | None = None
     waits: bool = False
+    sums: Literal["add", "scatter"] | None = None
 
     @property
     def is_apart(self) -> bool:
@@ -55,6 +61,7 @@ class Kernel:
     """An operation that is run, with everything that is joined to it: `reads` and `writes` are in memory.
 
     alias: the value whose buffer the result is, for a view of one that is in memory anyway, or one changed `in_place`.
+    shares: those of `reads` that are read element by element, whose buffer the result may take over.
     """
 
     operation: int
@@ -63,6 +70,8 @@ class Kernel:
     alias: int | None = None
     in_place: bool = False
     scratch_bytes: float = 0.0
+    shares: tuple[int, ...] = ()
+    late: bool = False
 
 
 def kernels_of(operations: Sequence[Operation], results: Sequence[int], sizes: Sequence[float]) -> list[Kernel]:
@@ -155,21 +164,33 @@ def _on_all_paths(graph: _Graph, p: int, spread: Sequence[bool]) -> bool:
 def _collect(graph: _Graph, stored: Sequence[bool], joined: Sequence[set[int]]) -> list[Kernel]:
     """Kernels of the operations whose results are stored, with what they read through those joined to them."""
     operations = graph.operations
-    reads: list[dict[int, None]] = []  # for each operation, the stored values that computing it reads
+    # For each operation, the stored values that computing it reads, and whether element by element.
+    reads: list[dict[int, bool]] = []
     kernels: list[Kernel] = []
     for c, op in enumerate(operations):
-        own: dict[int, None] = {}
+        own: dict[int, bool] = {}
         for v in op.reads:
             p = graph.maker.get(v)
             if p is None or c not in joined[p]:
-                own[v] = None
+                own[v] = own.get(v, True) and op.elementwise
             else:
-                own.update(reads[p])
+                own.update((u, own.get(u, True) and once and op.elementwise) for u, once in reads[p].items())
         reads.append(own)
         if stored[c] and graph.live[c]:
             source = next(iter(op.reads), None)
             alias = source if op.kind == "view" and source in own else op.in_place
-            kernels.append(Kernel(c, tuple(own), op.writes, alias, op.in_place is not None, op.scratch_bytes))
+            kernels.append(
+                Kernel(
+                    c,
+                    tuple(own),
+                    op.writes,
+                    alias,
+                    op.in_place is not None,
+                    op.scratch_bytes,
+                    tuple(v for v in own if own[v]),
+                    op.late,
+                )
+            )
     return kernels
 
 
@@ -183,6 +204,8 @@ def run_order(kernels: Sequence[Kernel], inputs: Sequence[int]) -> list[int]:
             readers.setdefault(v, []).append(k)
         missing.append(len(kernel.reads))
     waiting: deque[tuple[int | None, tuple[int, ...]]] = deque((None, (v,)) for v in inputs)
+    for behind in readers.values():
+        behind.sort(key=lambda k: kernels[k].late)
     known = set(inputs)
     waiting.extend((None, (v,)) for v in readers if v not in maker and v not in known)
     waiting.extend((k, kernel.writes) for k, kernel in enumerate(kernels) if not kernel.reads)

@@ -2,16 +2,15 @@
 
     peak = argument + output - alias + temp
 
-Arguments, results and aliases are sizes of shards. `temp` is the most that lies in memory at any time besides, with the
-values that are stored and the order in which they are made from fusion.py: a buffer lives from the kernel that writes
-it to the last that reads it, both included, and may lie in the buffer of a result that is not made yet.
+Arguments, results and aliases are sizes of shards. `temp` is what holds all else, with the values that are stored and
+the order in which they are made from fusion.py, and the places of buffers from packing.py. A buffer lives from the
+kernel that writes it to the last that reads it, both included, or until that one takes it over.
 
 `lifetimes` says the same of equations without their shardings, which is what a memory limit of the planner needs.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -26,12 +25,12 @@ from minialpa.intra.fusion import Kernel, kernels_of, run_order
 from minialpa.intra.loops import ScanBody
 from minialpa.intra.merging import combine
 from minialpa.intra.operations import Recorder, local_bytes
+from minialpa.intra.packing import Buffer, Timeline, pack
+from minialpa.intra.scatters import absorb
 from minialpa.intra.spmd import Interpreter, ShardedEquations, split_axes, walk
 from minialpa.jaxprs import Atom, bytes_of, dtype_name, flatten_calls, is_literal, shape_of, sub_jaxprs
 from minialpa.sharding import EquationSpecs
 
-#: Buffers start at multiples of this.
-_ALIGNMENT = 64
 #: Several results come with a table of their addresses.
 _POINTER_BYTES = 8
 _LOOPS = ("scan", "while", "cond")
@@ -66,28 +65,6 @@ class ProgramMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
-    """`value` (of a Recorder) is in memory at the times start, ..., end - 1."""
-
-    value: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """When the values of a program are in memory, besides its arguments.
-
-    results: values in buffers of their own until the end. scratch: (time, bytes) of kernels that need more.
-    """
-
-    n_times: int
-    temporaries: tuple[Buffer, ...]
-    results: tuple[Buffer, ...]
-    scratch: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Lifetimes:
     """(variable, start, end): times at which it, or a copy of it, is in memory, arguments not counted.
 
@@ -104,7 +81,7 @@ def peak_bytes(program: ShardedEquations, donated: Sequence[int] = ()) -> Progra
     pairs = donated_pairs(program, donated)
     sizes = [value.n_bytes for value in recorder.values]
     timeline = _timeline(recorder, inputs, results, pairs)
-    temp, alive = _pack(timeline, sizes)
+    temp, alive = pack(timeline, sizes)
     argument = sum(sizes[v] for v in inputs)
     present = sorted({*alive, *inputs, *results}, key=lambda v: -sizes[v])[:5]
     largest = tuple(
@@ -147,12 +124,17 @@ def lifetimes(
         (inputs.index(env[a]), results.index(env[b])) for a, b in donated if a in env and not is_literal(b) and b in env
     ]
     timeline = _timeline(recorder, inputs, results, replaced)
-    variable = {value: v for v, value in env.items()}
+    variable: dict[int, Var] = {}
+    for v, value in env.items():
+        variable.setdefault(value, v)
     for value, source in recorder.origin.items():
         variable.setdefault(value, variable[source])
-    spans = [
-        (variable[b.value], b.start, b.end) for b in (*timeline.temporaries, *timeline.results) if b.value in variable
-    ]
+    copied = {b.value: b for b in timeline.idle}
+    ends = {b.value: b.end for b in timeline.temporaries}
+    buffers = [b for b in (*timeline.temporaries, *timeline.results) if b.value not in copied]
+    # Of an argument that was copied, one of the two buffers is free for others until its result is there.
+    buffers += [b for v, x in copied.items() for b in (Buffer(v, x.start - 1, x.start), Buffer(v, x.end, ends[v]))]
+    spans = [(variable[b.value], b.start, b.end) for b in buffers if b.value in variable and b.start < b.end]
     return Lifetimes(timeline.n_times, tuple(spans))
 
 
@@ -178,7 +160,7 @@ def _record(program: ShardedEquations) -> tuple[Recorder, list[int], list[int]]:
 
     def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: list[int]) -> list[int]:
         inner, reads, leaves = _record(inside)
-        scratch, _ = _pack(_timeline(inner, reads, leaves, ()), [value.n_bytes for value in inner.values])
+        scratch, _ = pack(_timeline(inner, reads, leaves, ()), [value.n_bytes for value in inner.values])
         ends = enumerate(zip(eqn.outvars, inside.out_specs, strict=True))
         shapes = [body.outer_result(r, s).shard_shape(shape_of(v), mesh) for r, (v, s) in ends]
         return recorder.equation(eqn, operands, shapes, scratch)
@@ -211,7 +193,7 @@ def _body_bytes(params: Mapping[str, Any]) -> float:
         inputs = [env[v] for v in (*flat.constvars, *flat.invars)]
         results = [env[v] for v in flat.outvars if not is_literal(v)]
         timeline = _timeline(recorder, inputs, results, ())
-        most = max(most, _pack(timeline, [value.n_bytes for value in recorder.values])[0])
+        most = max(most, pack(timeline, [value.n_bytes for value in recorder.values])[0])
     return most
 
 
@@ -221,26 +203,70 @@ def _body_bytes(params: Mapping[str, Any]) -> float:
 def _timeline(
     recorder: Recorder, inputs: Sequence[int], results: Sequence[int], pairs: Sequence[tuple[int, int]]
 ) -> Timeline:
-    operations = combine(recorder.operations, results, recorder.reduced)
+    operations = combine(absorb(recorder.operations, results, recorder.zeros), results, recorder.reduced)
     kernels = kernels_of(operations, results, [value.n_bytes for value in recorder.values])
     order = [kernels[k] for k in run_order(kernels, inputs)]
     home = _homes(order, inputs)
+    replaced = {home.get(results[o], results[o]): inputs[i] for i, o in pairs}
+    copied = _copied(order, home, replaced)
     start: dict[int, int] = {}
     end: dict[int, int] = {}
-    for t, kernel in enumerate(order):
+    for t, kernel in enumerate(order, len(copied)):
         end.update((home.get(v, v), t + 1) for v in kernel.reads)
         for v in kernel.writes:
             if v not in home:
                 start[v] = t
                 end.setdefault(v, t + 1)
+    n_times = len(copied) + len(order)
     kept = {home.get(v, v) for v in results}
-    replaced = {home.get(results[o], results[o]): inputs[i] for i, o in pairs}
-    # A donated argument that is read after its replacement was written has been copied before.
-    copies = [Buffer(v, 0, end[v]) for w, v in replaced.items() if w in start and end.get(v, 0) > start[w] + 1]
-    own = [Buffer(v, t, len(order)) for v, t in start.items() if v in kept and v not in replaced]
+    shared = _shared(order, len(copied), start, end, kept | set(home.values()), recorder)
+    # Until then the buffer is that of the operand.
+    start.update((w, end[v]) for w, v in shared.items())
+    copies = [Buffer(v, t, end[v]) for t, v in enumerate(copied.values())]
+    idle = [Buffer(v, t + 1, start[w]) for t, (w, v) in enumerate(copied.items())]
+    own = [Buffer(v, t, n_times) for v, t in start.items() if v in kept and v not in replaced]
     others = [Buffer(v, t, end[v]) for v, t in start.items() if v not in kept]
-    scratch = tuple((t, kernel.scratch_bytes) for t, kernel in enumerate(order) if kernel.scratch_bytes)
-    return Timeline(len(order), (*others, *copies), tuple(own), scratch)
+    scratch = tuple((t, k.scratch_bytes) for t, k in enumerate(order, len(copied)) if k.scratch_bytes)
+    return Timeline(n_times, (*others, *copies), tuple(own), tuple(idle), scratch, shared)
+
+
+def _copied(order: Sequence[Kernel], home: Mapping[int, int], replaced: Mapping[int, int]) -> dict[int, int]:
+    """Those of `replaced`, results and their arguments, whose argument is copied before all else.
+
+    The compiler decides that before it knows the order: any reader that the result does not wait for may come later.
+    """
+    maker = {v: t for t, kernel in enumerate(order) for v in kernel.writes}
+    below: list[int] = []  # kernels that a kernel waits for, as bits, and itself
+    readers: dict[int, int] = defaultdict(int)
+    for t, kernel in enumerate(order):
+        bits = 1 << t
+        for v in kernel.reads:
+            bits |= below[maker[v]] if v in maker else 0
+            readers[home.get(v, v)] |= 1 << t
+        below.append(bits)
+    return {w: v for w, v in replaced.items() if w in maker and readers[v] & ~below[maker[w]]}
+
+
+def _shared(
+    order: Sequence[Kernel], first: int, start: Mapping[int, int], end: Mapping[int, int], fixed: set[int],
+    recorder: Recorder,
+) -> dict[int, int]:  # fmt: skip
+    """Values that take over the buffer of an operand, and that operand, where kernels run from the time `first` on.
+
+    The operand is read for the last time, element by element, and is as large. Those of `fixed` have to stay in their
+    buffers: results, and what is changed in place or has views.
+    """
+    shared: dict[int, int] = {}
+    changed = {kernel.alias for kernel in order if kernel.in_place}
+    for t, kernel in enumerate(order, first):
+        w = kernel.writes[0]
+        if len(kernel.writes) == 1 and w in start and w not in changed:
+            for v in kernel.shares:
+                is_last = v in start and v not in fixed and end[v] == t + 1
+                if is_last and recorder.values[v].n_bytes == recorder.values[w].n_bytes:
+                    shared[w] = v
+                    break
+    return shared
 
 
 def _homes(order: Sequence[Kernel], inputs: Sequence[int]) -> dict[int, int]:
@@ -251,37 +277,3 @@ def _homes(order: Sequence[Kernel], inputs: Sequence[int]) -> dict[int, int]:
         if kernel.alias is not None and not (kernel.in_place and kernel.alias in arguments):
             home[kernel.writes[0]] = home.get(kernel.alias, kernel.alias)
     return home
-
-
-def _pack(timeline: Timeline, sizes: Sequence[float]) -> tuple[float, list[int]]:
-    """Most bytes of temporaries at any time, and which they are then.
-
-    The largest are placed first, into the buffer of a result that is large enough and free for their time.
-    """
-    taken = [(_aligned(sizes[b.value]), [(b.start, b.end)]) for b in timeline.results]
-    left: list[Buffer] = []
-    for b in heapq.nlargest(len(timeline.temporaries), timeline.temporaries, key=lambda b: (sizes[b.value], b.start)):
-        size = _aligned(sizes[b.value])
-        for room, spans in taken:
-            if room >= size and all(b.end <= start or end <= b.start for start, end in spans):
-                spans.append((b.start, b.end))
-                break
-        else:
-            left.append(b)
-    change = [0.0] * (timeline.n_times + 1)
-    for b in left:
-        change[b.start] += _aligned(sizes[b.value])
-        change[b.end] -= _aligned(sizes[b.value])
-    for t, n_bytes in timeline.scratch:
-        change[t] += n_bytes
-        change[t + 1] -= n_bytes
-    most, now, at = 0.0, 0.0, 0
-    for t, step in enumerate(change):
-        now += step
-        if now > most:
-            most, at = now, t
-    return most, [b.value for b in left if b.start <= at < b.end]
-
-
-def _aligned(n_bytes: float) -> float:
-    return math.ceil(n_bytes / _ALIGNMENT) * _ALIGNMENT

@@ -1,8 +1,8 @@
 """Operations of the memory model: equations and steps of a resharding in, `Operation`s over numbered values out.
 
 What the compiler does to single equations is said here: which are views, which are too dear to compute twice, that a
-dot wants its operands with batch dimensions first and one run of contracted ones, so that others are copied, and that
-collectives along an inner dimension copy as well.
+dot wants its operands with batch dimensions first and one run of contracted ones, so that others are copied, that it
+reads what is transposed where it lies, and that collectives along an inner dimension copy as well.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.intra.fusion import Kind, Operation
@@ -23,10 +24,9 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_VIEWS = _names(
-    """bitcast_convert_type copy device_put expand_dims minialpa_gradient name optimization_barrier random_unwrap
-    random_wrap reshape sharding_constraint squeeze stop_gradient"""
-)
+#: What the compiler takes out before all else.
+_MARKS = _names("device_put minialpa_gradient name sharding_constraint stop_gradient")
+_VIEWS = _names("bitcast_convert_type copy expand_dims optimization_barrier random_unwrap random_wrap reshape squeeze")
 _FILLS = _names("axis_index empty iota partition_id")
 _REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_xor")
 #: Elementwise, and too dear to compute twice.
@@ -78,7 +78,11 @@ class Recorder:
     operations: list[Operation] = field(default_factory=list)
     broadcasts: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     copies: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    flat: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     repeated: set[int] = field(default_factory=set)
+    zeros: set[int] = field(default_factory=set)
+    products: dict[int, tuple[JaxprEqn, tuple[int, ...]]] = field(default_factory=dict)
+    transposed: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     reduced: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     origin: dict[int, int] = field(default_factory=dict)
 
@@ -107,6 +111,14 @@ class Recorder:
             self.copies[v, order] = out
         return self.copies[v, order]
 
+    def source(self, v: int) -> tuple[int, tuple[int, ...]]:
+        """The value that `v` is a transpose of, or `v`, and its dimension for each dimension of `v`."""
+        return self.transposed.get(v, (v, tuple(range(len(self.values[v].shape)))))
+
+    def _permuted(self, v: int, permutation: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        source, order = self.source(v)
+        return source, tuple(order[d] for d in permutation)
+
     # ---- equations ------------------------------------------------------------------------------------------------
 
     def equation(
@@ -114,6 +126,12 @@ class Recorder:
     ) -> list[int]:
         """Values of the results of `eqn`, which have `shapes` here."""
         name = eqn.primitive.name
+        if name in _MARKS:
+            return list(reads)
+        if name == "transpose":
+            source, order = self._permuted(reads[0], eqn.params["permutation"])
+            if list(order) == sorted(order):
+                return [source]
         writes = [
             self.value(local_bytes(v, shape), shape, dtype_name(v), eqn)
             for v, shape in zip(eqn.outvars, shapes, strict=True)
@@ -124,14 +142,22 @@ class Recorder:
                 self.add("view", (v, *(r for r in reads if joint and r != v)), (w,), waits=joint)
         elif name in _FILLS or (name == "broadcast_in_dim" and math.prod(self.values[reads[0]].shape) == 1):
             self.add("fill", reads, writes)
+            if name == "broadcast_in_dim" and is_literal(eqn.invars[0]) and not np.any(eqn.invars[0].val):
+                self.zeros.update(writes)
         elif name == "reduce_sum":
             self.add("sum", reads, writes)
         elif name == "dot_general":
-            self.add("own", self._dot_operands(eqn, reads), writes)
+            self._dot(eqn, reads, writes)
+            self.products[writes[0]] = eqn, tuple(reads)
+        elif name == "transpose" and reads[0] in self.products and len(shapes[0]) == 2:
+            # A product with its operands exchanged; made late, so that it is the last reader of both.
+            product, operands = self.products[reads[0]]
+            self.transposed[writes[0]] = self._permuted(reads[0], (1, 0))
+            self.add("own", self._dot_operands(product, operands, exchanged=True), writes, late=True)
         elif name == "conv_general_dilated":
             self._convolution(eqn, reads, writes)
         elif name.startswith("scatter"):
-            self.add("own", reads, writes, in_place=reads[0])
+            self.add("own", reads, writes, in_place=reads[0], sums="scatter" if name == "scatter-add" else None)
         elif name in _LOOPS:
             # Division by a constant is multiplication by its inverse.
             by_constant = name == "div" and (
@@ -139,10 +165,13 @@ class Recorder:
             )
             if name in _ELEMENTWISE:
                 reads = [self._broadcast(v, a, writes[0]) for v, a in zip(reads, eqn.invars, strict=True)]
+            if name == "transpose":
+                self.transposed[writes[0]] = self._permuted(reads[0], eqn.params["permutation"])
             for w in writes:
                 self.add(
                     "loop", reads, (w,), expensive=name in _EXPENSIVE and not by_constant,
-                    repeats=name == "broadcast_in_dim",
+                    repeats=name == "broadcast_in_dim", elementwise=name in _ELEMENTWISE,
+                    sums="add" if name in ("add", "add_any") else None,
                     joins_sum=name in _JOINS_SUM or name == "broadcast_in_dim" or by_constant,
                 )  # fmt: skip
         else:
@@ -162,17 +191,43 @@ class Recorder:
             self.origin[out] = like
         return self.broadcasts[v, shape]
 
-    def _dot_operands(self, eqn: JaxprEqn, reads: Sequence[int]) -> list[int]:
+    def _dot_operands(self, eqn: JaxprEqn, reads: Sequence[int], exchanged: bool = False) -> list[int]:
         """Operands with batch dimensions first and contracted ones next to each other, copied where they are not."""
         contracted, batch = eqn.params["dimension_numbers"]
         out = []
-        for side, v in enumerate(reads):
-            b, c = tuple(batch[side]), tuple(contracted[side])
-            rest = tuple(d for d in range(len(self.values[v].shape)) if d not in b + c)
+        for side, read in enumerate(reads):
+            v, dims = self.source(read)
+            b, c = tuple(dims[d] for d in batch[side]), tuple(dims[d] for d in contracted[side])
+            rest = tuple(d for d in dims if d not in b + c)
             is_matrix = not b and len(rest) < 2 and len(c) < 2  # transposed by the kernel itself
-            order = b + (rest + c if side == 0 else c + rest)
-            out.append(v if is_matrix or _in_order(order, self.values[v].shape) else self.copied(v, eqn, order))
+            order = b + (rest + c if exchanged == side else c + rest)
+            if not is_matrix and not _in_order(order, self.values[v].shape):
+                out.append(self.copied(v, eqn, order))
+            else:
+                out.append(self._flat(v, eqn, (len(b), len(rest), len(c))) if max(len(rest), len(c)) > 1 else v)
         return out
+
+    def _flat(self, v: int, maker: JaxprEqn, groups: tuple[int, ...]) -> int:
+        """`v` with as many dimensions as there are groups of them, in place."""
+        if (v, groups) not in self.flat:
+            out = self.like(v, maker)
+            self.origin[out] = self.origin.get(v, v)
+            self.add("view", (v,), (out,))
+            self.flat[v, groups] = out
+        return self.flat[v, groups]
+
+    def _dot(self, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
+        """A product of matrices, or of as many as there are in the batch; more dimensions are a view of its result."""
+        contracted, batch = eqn.params["dimension_numbers"]
+        free = [len(self.values[v].shape) - len(c) - len(b) for v, c, b in zip(reads, contracted, batch, strict=True)]
+        operands = self._dot_operands(eqn, reads)
+        if max(free) < 2:
+            self.add("own", operands, writes)
+        else:
+            made = self.like(writes[0], eqn)
+            self.origin[made] = writes[0]
+            self.add("own", operands, (made,))
+            self.add("view", (made,), writes)
 
     def _convolution(self, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
         """Images with batch first and features last, kernels with output features last; others are copied."""
@@ -200,6 +255,8 @@ class Recorder:
         shape = step.dst.shard_shape(shape_of(atom), mesh_shape)
         kind = step.kind
         inner = kind not in ("all-reduce", "cut", "mask") and any(n > 1 for n in shape[: step.dim])
+        if kind == "mask" and v in self.zeros:
+            return v
         if kind in ("cut", "mask"):
             out = self.value(local_bytes(atom, shape), shape, dtype_name(atom), kind)
             self.add("loop", (v,), (out,), joins_sum=False)

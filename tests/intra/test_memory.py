@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
 
 import minialpa
 from minialpa import (
@@ -27,6 +31,7 @@ from minialpa.inter.stage_memory import donations
 from minialpa.inter.staging import bind_specs, final_specs, realise
 from minialpa.intra.fusion import Operation, kernels_of, run_order
 from minialpa.intra.memory import ProgramMemory, lifetimes, peak_bytes
+from minialpa.intra.packing import Buffer, Timeline, pack
 from minialpa.jaxprs import trace_flat
 from minialpa.plan import Plan
 
@@ -139,6 +144,91 @@ def test_what_cannot_fit_is_told_with_the_largest_tensors() -> None:
 
 
 # ---- rules ----------------------------------------------------------------------------------------------------------
+
+
+def tied(table: jax.Array, rows: jax.Array, labels: jax.Array) -> jax.Array:
+    """Gradient of a table that is read by rows and as a matrix."""
+
+    def loss(table: jax.Array) -> jax.Array:
+        hidden = jnp.tanh(table[rows])
+        logits = jnp.log(jax.nn.softmax(hidden @ checkpoint_name(table.T, "head"), axis=1))
+        return -jnp.sum(jnp.take_along_axis(logits, labels[:, None], axis=1))
+
+    return jax.grad(loss)(table)
+
+
+def head(g: jax.Array, w: jax.Array, x: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two products with `tanh(g)`, of three dimensions: the first needs a copy of it, the second a view."""
+    h = jnp.tanh(g)
+    return jnp.einsum("bsv,bsh->vh", h, x) @ u, h @ w
+
+
+def layers(u: jax.Array, v: jax.Array, w: jax.Array, x: jax.Array) -> list[jax.Array]:
+    """New weights; the gradient of what is before `w` reads `w`, and may do so after the new `w` is written."""
+
+    def loss(weights: list[jax.Array]) -> jax.Array:
+        return jnp.sum(functools.reduce(jnp.matmul, weights, x) ** 2)
+
+    weights = [u, v, w]
+    return [old - new for old, new in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+
+def transposed(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x @ checkpoint_name(w.T, "transposed") @ w
+
+
+def exchanged(x: jax.Array, y: jax.Array) -> jax.Array:
+    return checkpoint_name((x @ y).T, "exchanged") @ x
+
+
+def taken_over(x: jax.Array, w: jax.Array, u: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w) @ u
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def i32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+PROGRAMS: dict[str, tuple[Any, tuple[Any, ...], int]] = {  # function, arguments, how many of them are replaced
+    "a sum with a scatter is a scatter": (tied, (f32(4096, 128), i32(64), i32(64)), 0),
+    "a transposed operand is read where it lies": (transposed, (f32(64, 256), f32(1024, 256)), 0),
+    "a transposed product is made with its operands exchanged": (exchanged, (f32(512, 64), f32(64, 512)), 0),
+    "a result takes over the buffer of an operand": (taken_over, (f32(64, 512), f32(512, 512), f32(512, 8)), 0),
+    "an operand with three dimensions is a view": (
+        head,
+        (f32(8, 16, 4096), f32(4096, 512), f32(8, 16, 512), f32(512, 8)),
+        0,
+    ),
+    "an argument that may be read late is copied": (layers, (*[f32(512, 512)] * 3, f32(16, 512)), 3),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_temporaries_are_those_of_the_compiled_program(name: str) -> None:
+    function, arguments, n_replaced = PROGRAMS[name]
+    step = minialpa.parallelize(
+        function,
+        method=ShardParallel(devices=LogicalMesh((1,))),
+        donate_argnums=tuple(range(n_replaced)),
+        batch_argnums=len(arguments) - 1,
+    )
+    executable = step.get_executable(*arguments)
+    (stats,) = (compiled.memory_analysis() for compiled in executable._local.compiled)
+    predicted = executable.get_parallel_plan().stages[0].peak_bytes
+    assert predicted - total(stats) == pytest.approx(0, abs=0.02 * stats.temp_size_in_bytes)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(1, 9)), min_size=1))
+def test_a_block_holds_what_is_alive_and_never_more_than_all(buffers: list[tuple[int, int, int]]) -> None:
+    sizes = [64.0 * size for size, _, _ in buffers]
+    spans = tuple(Buffer(v, start, start + length) for v, (_, start, length) in enumerate(buffers))
+    most, alive = pack(Timeline(20, spans, (), (), (), {}), sizes)
+    at_once = [sum(sizes[b.value] for b in spans if b.start <= t < b.end) for t in range(20)]
+    assert sum(sizes[v] for v in alive) == max(at_once) <= most <= sum(sizes)
 
 
 def test_lifetimes_of_a_chain_leave_out_what_is_joined() -> None:
