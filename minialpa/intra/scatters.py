@@ -19,11 +19,11 @@ from minialpa.intra.fusion import Operation
 def absorb(operations: Sequence[Operation], results: Sequence[int], zeros: AbstractSet[int]) -> tuple[Operation, ...]:
     """`operations` with such sums replaced, in a valid order; `zeros` are values that are zero throughout."""
     n_readers = Counter([v for op in operations for v in op.reads] + list(results))
-    out: dict[int, Operation] = {}  # by their first results
-    for op in operations:
+    out: dict[int, Operation] = {}  # by their first results; some have none
+    for number, op in enumerate(operations):
         scattered = _scattered(op, out, n_readers)
         if scattered is None:
-            out[op.writes[0]] = op
+            out[op.writes[0] if op.writes else -1 - number] = op
             continue
         scatter = out.pop(scattered)
         base = next(v for v in op.reads if v != scattered)
