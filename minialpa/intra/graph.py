@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,29 +20,28 @@ from numpy.typing import NDArray
 from minialpa.cluster import LogicalMesh
 from minialpa.intra import rules as _rules  # noqa: F401  (registers the rules)
 from minialpa.intra.combining import n_together
-from minialpa.intra.constraints import Constraint, constraint_of_equation, constraint_of_path
+from minialpa.intra.constraints import constraint_of_equation
 from minialpa.intra.costgraph import FORBIDDEN
 from minialpa.intra.factors import Factors, factors_of
-from minialpa.intra.folding import Folding, Varied, fold
+from minialpa.intra.folding import Varied
 from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
 from minialpa.intra.loops import ScanBody, scan_body
-from minialpa.intra.menu import Menu, kind_of
+from minialpa.intra.menu import Menu
 from minialpa.intra.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.records import AnyRecord, Choice, LoopRecord, PassRecord, Record
 from minialpa.intra.reshard import partial_specs_of
 from minialpa.intra.strategies import is_contraction, is_shared_copy
 from minialpa.intra.usage import Demand, MemoryLimit, Usage, check_least, terms_of
+from minialpa.intra.wishes import Wishes, fold_problem
 from minialpa.jaxprs import (
     Atom,
     aval_of,
     bytes_of,
-    dtype_name,
     is_constraint,
     is_extended,
     is_inexact,
     is_literal,
     shape_of,
-    sub_jaxprs,
 )
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import Spec, specs_of
@@ -80,7 +79,8 @@ class GraphBuilder:
         self.n_gradients = max(1, sum(map(_is_marker, problem.eqns)))
         self.n_together = n_together(problem.eqns)
         self.n_readers = Counter(v for eqn in problem.eqns for v in eqn.invars if not is_literal(v))
-        self.folding = self._fold() if folded else None
+        self.wishes = Wishes(problem, mesh, option)
+        self.folding = fold_problem(problem, self.wishes, self.n_together) if folded else None
         self._add_inputs()
         self.records: list[AnyRecord] = []
         self.late: list[_Reader] = []
@@ -90,24 +90,6 @@ class GraphBuilder:
             self._add_edge(reader)
         self.final: dict[Var, Choice] = {}
         self._settle_results()
-
-    def _fold(self) -> Folding | None:
-        problem, fixed = self.problem, self.option.fixed_specs
-
-        def kind(i: int) -> Hashable:
-            eqn = problem.eqns[i]
-            text = str(eqn.params) if is_constraint(eqn) else tuple(str(body) for body in sub_jaxprs(eqn))
-            flags = tuple((v in problem.whole, v in problem.equal, self.n_together.get(v)) for v in eqn.outvars)
-            dims = tuple(None if is_literal(v) else problem.batch_dims.get(v) for v in eqn.invars)
-            key = kind_of(eqn, factors_of(eqn))
-            return eqn.primitive.name, key, problem.times[i], problem.in_update[i], flags, dims, text
-
-        def kind_of_input(v: Var) -> Hashable:
-            constraint = self._fixed(v, problem.paths.get(v)) if fixed else None
-            return roles[v], shape_of(v), dtype_name(v), problem.batch_dims.get(v), constraint
-
-        roles = dict(problem.inputs)
-        return fold(problem.eqns, list(roles), kind, kind_of_input)
 
     def graph(self, limit: MemoryLimit | None = None, kept: Sequence[Usage] = (), byte_s: float = 0.0) -> CostGraph:
         """The graph, with a usage limit if there is one. Raises InfeasibleError where that is hopeless.
@@ -151,7 +133,7 @@ class GraphBuilder:
         """A result is left as its path says, or as the donated input that it replaces, or as it is made."""
         replaced = {target: source for source, target in self.problem.aliases}
         for var, path in self.problem.results:
-            fixed = self._fixed(var, path)
+            fixed = self.wishes.fixed(var, path)
             if fixed is not None:
                 self.final[var] = Choice(None, (fixed.spec,))
             elif var in replaced:
@@ -159,11 +141,6 @@ class GraphBuilder:
             else:
                 continue
             self._add_edge(_Reader(var, self.final[var].node, self.final[var].specs, 1))
-
-    def _fixed(self, var: Var, path: str | None) -> Constraint | None:
-        fixed = self.option.fixed_specs
-        assert isinstance(fixed, tuple)
-        return constraint_of_path(path, shape_of(var), fixed, self.mesh.shape) if path and fixed else None
 
     # ---- nodes ----------------------------------------------------------------------------------------------------
 
@@ -187,7 +164,7 @@ class GraphBuilder:
                 self.choices[var] = self.choices[leader]
 
     def _add_input(self, var: Var, role: Role, count: int) -> None:
-        specs = self._input_specs(var, role)
+        specs = self.wishes.input_specs(var, role)
         if len(specs) == 1 and role in ("batch", "received"):
             self.choices[var] = Choice(None, specs)
             return
@@ -196,43 +173,6 @@ class GraphBuilder:
         bandwidth = self.mesh.device.memory_bandwidth if self.mesh.device else 1e12
         weight = (1.0 if role in ("batch", "received") else 1e-3) / bandwidth
         self.choices[var] = Choice(self._new_node([count * weight * b for b in local]), specs)
-
-    def _input_specs(self, var: Var, role: Role) -> tuple[Spec, ...]:
-        shape, option = shape_of(var), self.option
-        replicated = Spec.replicated(len(shape))
-        if not option.enable_auto_sharding or is_extended(aval_of(var).dtype):
-            return (replicated,)
-        specs = tuple(specs_of(shape, self.mesh.shape))
-        fixed = self._fixed(var, self.problem.paths.get(var))
-        if fixed is not None:
-            return tuple(s for s in specs if fixed.allows(s))
-        if role in ("batch", "received"):
-            return self._batch_specs(var, specs)
-        sharded = tuple(s for s in specs if s.n_shards(self.mesh.shape) == self.mesh.n_devices)
-        if role == "state" and option.prefer_reduce_scatter and sharded:
-            return sharded
-        if option.force_data_parallel:
-            return sharded if option.force_zero_stage_3 and sharded else (replicated,)
-        if role == "parameter" and not option.allow_replicated_parameters and len(specs) > 1:
-            return specs[1:]
-        return specs
-
-    def _batch_specs(self, var: Var, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        dim = self.problem.batch_dims.get(var)
-        axes = self._batch_axes()
-        if dim is None or not axes:
-            return specs
-        wanted = [s for s in specs if s.dims[dim] == axes]
-        if self.option.force_data_parallel:
-            wanted = [s for s in wanted if s.axes == axes]
-        return tuple(wanted) or specs[:1]
-
-    def _batch_axes(self) -> tuple[int, ...]:
-        """Mesh axes that must split the examples."""
-        if self.option.force_data_parallel:
-            return tuple(axis for axis, n in enumerate(self.mesh.shape) if n > 1)
-        axis = self.option.force_batch_dim_to_mesh_dim
-        return () if axis is None or self.mesh.shape[axis] == 1 else (axis,)
 
     def _record(self, i: int) -> AnyRecord:
         """The record of equation `i`, which it shares with those that are alike."""
@@ -250,7 +190,7 @@ class GraphBuilder:
 
     def _add_equation(self, eqn: JaxprEqn, times: int, in_update: bool, varied: Varied) -> AnyRecord:
         scan = scan_body(eqn)
-        if scan is not None and self.option.enable_auto_sharding and not self._batch_axes():
+        if scan is not None and self.option.enable_auto_sharding and not self.wishes.batch_axes():
             loop = self._add_loop(eqn, scan, times, in_update, varied)
             self._set_results(eqn, loop.results)
             return loop
@@ -370,7 +310,8 @@ class GraphBuilder:
         return Record(node, strategies)
 
     def _own(self, eqn: JaxprEqn, factors: Factors, times: int, in_update: bool) -> Record:
-        required = {} if is_constraint(eqn) else self._required(eqn, factors, in_update)
+        reads_arrays = any(not is_literal(v) and self.choices[v].node is not None for v in eqn.invars)
+        required = {} if is_constraint(eqn) else self.wishes.required(eqn, factors, in_update, reads_arrays)
         scatter = not self.option.force_data_parallel or self.option.prefer_reduce_scatter
         pending = {} if _is_identity(eqn) else self._n_pending(eqn, factors)
         strategies = self._menu(eqn.outvars).enumerate(eqn, factors, required, pending, scatter=scatter)
@@ -398,22 +339,6 @@ class GraphBuilder:
             for axis in {axis for spec in set(self._choice(v).specs) for axis in spec.partial}:
                 counts[axis] = counts.get(axis, 0) + 1
         return counts
-
-    def _required(self, eqn: JaxprEqn, factors: Factors, in_update: bool) -> dict[int, int | None]:
-        """Factors that the options fix for mesh axes in this equation."""
-        axes = self._batch_axes()
-        if not axes:
-            return {}
-        for k, v in enumerate(eqn.invars):
-            dim = None if is_literal(v) else self.problem.batch_dims.get(v)
-            if dim is not None:
-                factor = factors.leading_factor(k, dim)
-                if factor is not None and factors.may_split(factor, math.prod(self.mesh.shape[a] for a in axes)):
-                    return dict.fromkeys(axes, factor)
-                return dict.fromkeys(axes, None)
-        reads_arrays = any(not is_literal(v) and self.choices[v].node is not None for v in eqn.invars)
-        free = not self.option.force_data_parallel or (in_update and self.option.prefer_reduce_scatter)
-        return dict.fromkeys(axes, None) if reads_arrays and not free else {}
 
     # ---- edges ----------------------------------------------------------------------------------------------------
 
