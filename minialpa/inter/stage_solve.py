@@ -24,8 +24,9 @@ from minialpa.options import AutoShardingOption
 
 #: How often a stage is solved with ever less room.
 _MAX_SOLVES = 5
-#: Fixed bytes are exact; temporaries are predicted, and this fraction of them is left free.
-_RESERVE = 0.05
+#: Fixed bytes are exact; temporaries are predicted. This fraction of them is left free, and these bytes, for the small
+#: buffers of which a program has many.
+_RESERVE, _RESERVE_BYTES = 0.05, 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def solve_stage(
         programs = tuple(mesh_programs(staged, mesh, problem, solution, view))
         memory = mesh_memory(staged, mesh, programs, solution, view)
         solved = SolvedStage(solution, programs, memory)
-        needed = memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes
+        needed = memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes + _RESERVE_BYTES
         if limit is None or room is None or needed <= limit.limit_bytes:
             return solved
         found.append(solved)
