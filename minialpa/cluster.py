@@ -32,14 +32,6 @@ class DeviceSpec:
                 f"Device `{self.name}` needs positive `peak_flops`, `memory_bytes` and `memory_bandwidth`."
             )
 
-    @property
-    def waits_at_barriers(self) -> bool:
-        """Whether its compiler runs what is behind an optimization barrier after all that is in front of it.
-
-        XLA's for CPUs drops barriers before it schedules, so rematerialisation saves no memory inside one program.
-        """
-        return self.name != "cpu"
-
     def flops_per_s(self, dtype: str) -> float:
         """Peak rate for `dtype`; a dtype that is not listed runs at the float32 rate, or the slowest one."""
         table = dict(self.peak_flops)
@@ -128,6 +120,15 @@ class LogicalMesh:
     @property
     def n_devices(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def waits_at_barriers(self) -> bool:
+        """Whether the compiler is taken to run what is behind an optimization barrier after all that is in front of it.
+
+        XLA's for CPUs, which compiles for meshes without a device too, drops barriers before it schedules, so that
+        rematerialisation saves no memory inside one program.
+        """
+        return self.device is not None and self.device.name != "cpu"
 
     def all_gather_s(self, n_bytes: float, axes: Sequence[int]) -> float:
         """Seconds until each device of the group holds all `n_bytes` (size of the gathered result)."""

@@ -21,6 +21,7 @@ from minialpa.options import (
     PlanOptions,
     StageOption,
     UniformStageOption,
+    remats,
 )
 from minialpa.session import Session, current_session, describe_devices
 
@@ -130,11 +131,14 @@ class PipeshardParallel:
     default_auto_sharding_option: AutoShardingOption | None = None
 
     def options(self) -> PlanOptions:
-        make_schedule(self.pipeline_schedule, 1, 1)  # raises for an unknown name before any long work
+        layers = self._layers()
+        # These raise for unknown names before any long work.
+        make_schedule(self.pipeline_schedule, 1, 1)
+        remats(layers)
         return PlanOptions(
             n_micro_batches=_micro_batches(self.num_micro_batches),
             schedule=self.pipeline_schedule,
-            layers=self._layers(),
+            layers=layers,
             stages=self._stages(),
             sharding=self.default_auto_sharding_option or AutoShardingOption(),
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from jax.sharding import PartitionSpec
 
 from minialpa.cluster import DeviceSpec
+from minialpa.errors import ShardingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,19 @@ class UniformStageOption:
 
 LayerOption = ManualLayerOption | AutoLayerOption
 StageOption = AutoStageOption | ManualStageOption | UniformStageOption
+
+
+def remats(option: LayerOption) -> tuple[Remat, ...]:
+    """What the option leaves to choose from. Raises ShardingError where it is none of what it may be."""
+    match option.remat:
+        case "auto":
+            return ("none", "dots", "full")
+        case "none" | "dots" | "full" as remat:
+            return (remat,)
+        case bool() as all_of_it:
+            return ("full" if all_of_it else "none",)
+        case other:
+            raise ShardingError(f"`remat` is `none`, `dots`, `full`, `auto`, or a bool; got {other!r}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,3 +73,13 @@ def run_split(split: SplitStep, args: Any) -> Any:
     run(Phase.UPDATE, env)
     outs = [v.val if is_literal(v) else env[v] for v in split.outvars]
     return jax.tree.unflatten(split.traced.out_tree, outs)
+
+
+def descent_step(loss_fn: Callable[[Any, Any], jax.Array], value_and_grad: Any) -> Callable[[Any, Any], Any]:
+    """A step of gradient descent: (params, batch) -> (params, loss)."""
+
+    def step(params: Any, batch: Any) -> Any:
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return step

@@ -16,7 +16,7 @@ from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equa
 from minialpa.inter.remat import rematerialise
 from minialpa.inter.schedule import make_schedule, n_live
 from minialpa.inter.split import StagedStep
-from minialpa.inter.stage_cost import N_THRIFT, Candidate, border_seconds, candidates, layer_table, stage_seconds
+from minialpa.inter.stage_cost import Candidate, border_seconds, candidates, layer_table, stage_seconds
 from minialpa.inter.stage_dp import choose_stages
 from minialpa.inter.stage_solve import SolvedStage, solve_stage
 from minialpa.inter.staging import stage_step
@@ -27,11 +27,11 @@ from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of
 from minialpa.options import (
     AutoShardingOption,
     AutoStageOption,
-    LayerOption,
     ManualStageOption,
     PlanOptions,
     Remat,
     UniformStageOption,
+    remats,
 )
 from minialpa.plan import PlacedValue, Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
 from minialpa.sharding import Spec
@@ -50,11 +50,14 @@ class _Stage:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Layers:
-    """The layer of each forward group, and what each layer computes again."""
+class _Layered:
+    """A step as its layers compute it; the fingerprint of the step that was traced; the layer of each forward group,
+    and what each layer computes again."""
 
-    of_group: tuple[int, ...]
-    remat: tuple[Remat, ...]
+    step: TracedStep
+    fingerprint: str
+    of_group: tuple[int, ...] = ()
+    remat: tuple[Remat, ...] = ()
 
 
 def plan_step(
@@ -76,57 +79,23 @@ def plan_step(
         shape = options.logical_shape or (logical_mesh.shape if logical_mesh else (cluster.n_devices,))
         submesh = (cluster.num_hosts, cluster.devices_per_host)
         stages = [_Stage((), Candidate(submesh, shape), options.sharding)]
-        return _plan_stages(traced, _Layers((), ()), stages, cluster, options, logical_mesh, report)
+        return _solve(_Layered(traced, traced.fingerprint), cluster, options, stages, logical_mesh, report)
     of_group = assign_layers(traced, options.layers)
+    n_layers, fingerprint = max(of_group, default=-1) + 1, traced.fingerprint
     plans: list[Plan] = []
     failure: InfeasibleError | None = None
-    for remat in _remats(options.layers):
-        layers = _Layers(of_group, (remat,) * (max(of_group, default=-1) + 1))
-        step = rematerialise(traced, of_group, layers.remat)
+    for what in remats(options.layers):
+        remat = (what,) * n_layers
+        layered = _Layered(rematerialise(traced, of_group, remat), fingerprint, of_group, remat)
         try:
-            stages = _choose(step, cluster, options, of_group, report)
-            plans.append(_plan_stages(step, layers, stages, cluster, options, logical_mesh, report))
+            stages = _choose(layered.step, cluster, options, of_group, report)
+            plans.append(_solve(layered, cluster, options, stages, logical_mesh, report))
         except InfeasibleError as error:
             failure = error
     if not plans:
         assert failure is not None
         raise failure
-    best = min(plans, key=lambda plan: plan.cost.total_s)
-    return dataclasses.replace(best, fingerprint=traced.fingerprint)
-
-
-def _remats(option: LayerOption) -> tuple[Remat, ...]:
-    """What to try."""
-    match option.remat:
-        case "auto":
-            return ("none", "dots", "full")
-        case "none" | "dots" | "full" as remat:
-            return (remat,)
-        case True:
-            return ("full",)
-        case False:
-            return ("none",)
-        case other:
-            raise ShardingError(f"`remat` is `none`, `dots`, `full`, `auto`, or a bool; got {other!r}.")
-
-
-def _plan_stages(
-    traced: TracedStep,
-    layers: _Layers,
-    stages: Sequence[_Stage],
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    logical_mesh: LogicalMesh | None,
-    report: Progress,
-) -> Plan:
-    stage_of_layer = {layer: k for k, stage in enumerate(stages) for layer in stage.layers}
-    groups = [stage_of_layer[layer] for layer in layers.of_group]
-    staged = stage_step(traced, options.n_micro_batches, groups, len(stages))
-    if options.schedule == "inference" and any(task.kind == "backward" for task in staged.tasks):
-        raise ShardingError(
-            "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
-        )
-    return _solve(staged, cluster, options, layers, stages, logical_mesh, report)
+    return min(plans, key=lambda plan: plan.cost.total_s)
 
 
 def _warn_of_missing_rules(traced: TracedStep) -> None:
@@ -237,7 +206,7 @@ def _search(
     n_layers = max(layer_of_group, default=-1) + 1
     choices = candidates(cluster, auto)
     one_per_mesh = stage_step(traced, options.n_micro_batches, layer_of_group, n_layers)
-    table = layer_table(
+    table, columns = layer_table(
         one_per_mesh, cluster, choices, options.sharding, lambda done, total: report("Costs of layers", done, total)
     )
     found = choose_stages(
@@ -248,7 +217,7 @@ def _search(
         schedule=options.schedule,
     )
     return [
-        _Stage(tuple(range(s.first_layer, s.last_layer + 1)), choices[s.candidate // N_THRIFT], options.sharding)
+        _Stage(tuple(range(s.first_layer, s.last_layer + 1)), columns[s.candidate], options.sharding)
         for s in found.stages
     ]
 
@@ -256,15 +225,26 @@ def _search(
 # ---- the plan -------------------------------------------------------------------------------------------------------
 
 
+def _staged(layered: _Layered, options: PlanOptions, stages: Sequence[_Stage]) -> StagedStep:
+    stage_of_layer = {layer: k for k, stage in enumerate(stages) for layer in stage.layers}
+    groups = [stage_of_layer[layer] for layer in layered.of_group]
+    staged = stage_step(layered.step, options.n_micro_batches, groups, len(stages))
+    if options.schedule == "inference" and any(task.kind == "backward" for task in staged.tasks):
+        raise ShardingError(
+            "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
+        )
+    return staged
+
+
 def _solve(
-    staged: StagedStep,
+    layered: _Layered,
     cluster: ClusterSpec,
     options: PlanOptions,
-    layers: _Layers,
     stages: Sequence[_Stage],
     logical_mesh: LogicalMesh | None,
     report: Progress,
 ) -> Plan:
+    staged = _staged(layered, options, stages)
     shardings: list[MeshSharding] = []
     plans: list[StagePlan] = []
     collectives: list[PlannedCollective] = []
@@ -282,18 +262,18 @@ def _solve(
             raise InfeasibleError(f"Stage {k} on a mesh of {mesh.shape} devices: {error}") from error
         moved = mesh_collectives(solved.programs, options.n_micro_batches)
         seconds = stage_seconds(solved.sharding, moved, mesh, options.n_micro_batches)
-        plans.append(_stage_plan(staged, stage, first_device, problem, solved, view, seconds, live, layers.of_group))
+        plans.append(_stage_plan(staged, stage, first_device, problem, solved, view, seconds, live, layered.of_group))
         shardings.append(solved.sharding)
         collectives.extend(_merged(moved, k))
         first_device += stage.candidate.n_devices
     report("Shardings of stages", len(stages), len(stages))
     return Plan(
-        staged.split.traced.fingerprint,
+        layered.fingerprint,
         cluster,
         options.n_micro_batches,
         options.schedule,
-        layers.of_group,
-        layers.remat,
+        layered.of_group,
+        layered.remat,
         tuple(plans),
         _placed_inputs(staged, shardings),
         _placed_outputs(staged, shardings),

@@ -97,7 +97,7 @@ def _copies(eqns: Sequence[JaxprEqn], cotangents: Sequence[Var]) -> tuple[list[t
     made = {v for eqn in eqns for v in eqn.outvars}
     read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in made)
     arrays = [v for v in (*read, *cotangents) if not is_extended(aval_of(v).dtype)]
-    barrier, results = equations_for(lambda *xs: lax.optimization_barrier(xs), *arrays)
+    barrier, results = equations_for(lambda *xs: lax.optimization_barrier(xs), *arrays) if arrays else ([], [])
     behind = dict(zip(arrays, results, strict=True))
     out = [(eqn, 0) for eqn in barrier]
     names: dict[Var, Var] = {}

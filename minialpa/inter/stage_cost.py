@@ -30,7 +30,6 @@ from minialpa.options import AutoShardingOption, AutoStageOption
 _LAYER_TIME_LIMIT_S = 5.0
 #: What it is worth to keep nothing in memory, in step times of the layer: prices of the memory in a table.
 _THRIFT = (0.0, 0.1, 1.0)
-N_THRIFT = len(_THRIFT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +106,11 @@ def layer_table(
     choices: Sequence[Candidate],
     option: AutoShardingOption,
     progress: Callable[[int, int], None],
-) -> StageCostTable:
-    """The cost table of a step staged with one layer on each mesh. `progress(done, total)` hears of solved layers.
+) -> tuple[StageCostTable, list[Candidate]]:
+    """The cost table of a step staged with one layer on each mesh, and what the candidates of the table are.
 
-    Candidate m of the table is `choices[m // N_THRIFT]`: each choice comes with shardings that are ever thriftier.
+    Each of `choices` comes several times, with shardings that are ever thriftier. `progress(done, total)` hears of
+    solved layers.
     """
     n = staged.n_meshes
     problems = [mesh_equations(staged, layer) for layer in range(n)]
@@ -131,14 +131,16 @@ def layer_table(
     def column(name: str) -> np.ndarray:
         return np.array([[getattr(cost, name) for cost in row] for row in costs])
 
-    return StageCostTable(
-        n_devices=np.repeat([c.n_devices for c in choices], N_THRIFT),
+    columns = [choice for choice in choices for _ in _THRIFT]
+    table = StageCostTable(
+        n_devices=np.array([c.n_devices for c in columns]),
         seconds=_interval_sums(column("seconds")),
         step_seconds=_interval_sums(column("step_seconds")),
         fixed_bytes=_interval_sums(column("fixed_bytes")) + _interval_maxima(column("temp_bytes")),
         in_flight_bytes=_interval_sums(column("in_flight_bytes")),
         transfer_seconds=np.array(border_seconds(staged, cluster)),
     )
+    return table, columns
 
 
 def _layer_costs(
@@ -161,7 +163,7 @@ def _layer_costs(
         try:
             solution = solver.solve(limit, option.solver_time_limit_s, kept, thrift * unit)
         except InfeasibleError:
-            return [_LayerCost()] * N_THRIFT
+            return [_LayerCost()] * len(_THRIFT)
         programs = mesh_programs(staged, layer, problem, solution, view)
         compute, communication, update = stage_seconds(solution, mesh_collectives(programs, n), mesh, n)
         memory = mesh_memory(staged, layer, programs, solution, view)

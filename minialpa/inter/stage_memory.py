@@ -66,7 +66,7 @@ def mesh_memory(
 def mesh_usages(staged: StagedStep, mesh: int, n_live: int, *, joint_barriers: bool) -> tuple[Usage, ...]:
     """What uses memory on `mesh` and when, besides parameters and optimizer state; tasks run one after the other.
 
-    joint_barriers: see `DeviceSpec.waits_at_barriers`.
+    joint_barriers: see `LogicalMesh.waits_at_barriers`.
     """
     kept = _kept(staged, mesh)
     inputs = set(staged.inputs)

@@ -89,9 +89,8 @@ def _limit(
         paths = dict(zip(traced.flat.invars, traced.in_paths, strict=True))
         return paths.get(var) or next((source_line(eqn) for eqn in problem.eqns if var in eqn.outvars), "")
 
-    device = view.mesh.device
-    waits = device is not None and device.waits_at_barriers
-    return MemoryLimit(n_bytes, mesh_usages(staged, mesh, n_live, joint_barriers=waits), name_of)
+    usages = mesh_usages(staged, mesh, n_live, joint_barriers=view.mesh.waits_at_barriers)
+    return MemoryLimit(n_bytes, usages, name_of)
 
 
 def _too_large(memory: MeshMemory, limit: MemoryLimit, n_live: int) -> InfeasibleError:

@@ -116,7 +116,7 @@ def lifetimes(
 ) -> Lifetimes:
     """When the variables of a program are in memory; `donated` are inputs and the outputs that replace them.
 
-    joint_barriers: see `DeviceSpec.waits_at_barriers`.
+    joint_barriers: see `LogicalMesh.waits_at_barriers`.
     """
     recorder, env = _record_whole(eqns, invars, joint_barriers)
     inputs, results = [env[v] for v in invars], [env[v] for v in outvars if not is_literal(v)]
@@ -144,7 +144,7 @@ def lifetimes(
 def _record(program: ShardedEquations) -> tuple[Recorder, list[int], list[int]]:
     """Operations of a program with its collectives; values of its inputs and outputs."""
     mesh = program.mesh.shape
-    recorder = Recorder(program.mesh.device is not None and program.mesh.device.waits_at_barriers)
+    recorder = Recorder(program.mesh.waits_at_barriers)
     inputs = []
     for v in program.invars:
         shape = program.specs[v].shard_shape(shape_of(v), mesh)

@@ -25,7 +25,7 @@ from minialpa.inter.forward import assign_layers
 from minialpa.inter.remat import rematerialise
 from minialpa.jaxprs import eval_flat, is_literal
 from minialpa.testing import assert_allclose
-from tests.helpers import trace
+from tests.helpers import descent_step, trace
 
 CLUSTER = ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=2)
 
@@ -162,27 +162,45 @@ def test_an_unknown_choice_is_refused() -> None:
 
 
 def test_memory_is_saved_where_the_compiler_waits_at_barriers() -> None:
-    """XLA's CPU compiler drops barriers before it schedules; tests/intra/test_memory.py holds us to it."""
+    """XLA's compiler for CPUs does not, as its own count shows; others are taken to."""
 
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(4):
             x = jnp.tanh(x @ w) * jnp.sin(x)
         return x
 
-    def peak(device: Any, one: Any) -> float:
-        def step(params: Any, x: jax.Array) -> Any:
-            def loss_fn(params: Any) -> jax.Array:
-                h = x
-                for w in params:
-                    h = one(h, w)
-                return jnp.sum(h**2)
+    def loss_of(layer: Any) -> Any:
+        def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+            for w in params:
+                x = layer(x, w)
+            return jnp.sum(x**2)
 
-            loss, grads = minialpa.value_and_grad(loss_fn)(params)
-            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+        return loss_fn
 
-        args = ([jnp.ones((16, 16))] * 8, jnp.ones((4096, 16)))
+    args = ([jnp.ones((16, 16))] * 8, jnp.ones((4096, 16)))
+
+    def predicted(device: Any, one: Any) -> float:
         cluster = ClusterSpec.preset(device, num_hosts=1, devices_per_host=1)
-        return minialpa.plan(step, args, cluster=cluster).stages[0].peak_bytes
+        return minialpa.plan(
+            descent_step(loss_of(one), minialpa.value_and_grad), args, cluster=cluster
+        ).cost.peak_bytes[0]
 
-    assert peak("a100-80gb", jax.checkpoint(layer)) < 0.4 * peak("a100-80gb", layer)
-    assert peak("cpu", jax.checkpoint(layer)) > 0.9 * peak("cpu", layer)
+    again = jax.checkpoint(layer)
+    assert predicted("a100-80gb", again) < 0.4 * predicted("a100-80gb", layer)
+    compiled = jax.jit(descent_step(loss_of(again), jax.value_and_grad), donate_argnums=0).lower(*args).compile()
+    measured = compiled.memory_analysis()
+    peak = measured.argument_size_in_bytes + measured.output_size_in_bytes + measured.temp_size_in_bytes
+    assert predicted("cpu", again) == pytest.approx(peak - measured.alias_size_in_bytes, rel=0.1)
+
+
+def test_a_mask_that_nothing_is_given_is_computed_again(key: jax.Array) -> None:
+    """What is computed again may read no variable at all."""
+
+    def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(w * jnp.sin(jnp.arange(8.0))) + jnp.sum(x)
+
+    traced = trace(descent_step(loss_fn, minialpa.value_and_grad), jnp.ones(8), jnp.ones((4, 2)))
+    again = rematerialise(traced, assign_layers(traced, AutoLayerOption(layer_num=1)), ("full",))
+    assert "optimization_barrier" not in {eqn.primitive.name for eqn in again.flat.eqns}
+    leaves = [jnp.ones(8), jnp.ones((4, 2))]
+    assert_allclose(eval_flat(again.flat, leaves), eval_flat(traced.flat, leaves), rtol=1e-6)

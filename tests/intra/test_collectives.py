@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import minialpa
 from minialpa import AutoShardingOption, DataParallel, LogicalMesh, ShardParallel, Zero2Parallel, Zero3Parallel, models
 from minialpa.testing import assert_allclose
+from tests.helpers import descent_step
 
 #: A mesh without a device, where only communication counts: 1 s for each collective and each byte.
 UNIT = LogicalMesh((4,), alpha=(1.0,), beta=(1.0,))
@@ -199,18 +200,13 @@ def test_replicated_when_sharding_is_disabled() -> None:
 def test_layers_computed_again_communicate_no_more() -> None:
     """`jax.checkpoint` puts all that a layer reads behind one barrier, which has no say in their shardings."""
 
-    def step_with(layer: Any, value_and_grad: Any) -> Any:
-        def step(params: Any, x: jax.Array) -> Any:
-            def loss_fn(params: Any) -> jax.Array:
-                h = x
-                for w in params:
-                    h = layer(h, w)
-                return jnp.mean(h**2)
+    def loss_of(layer: Any) -> Any:
+        def loss_fn(params: Any, h: jax.Array) -> jax.Array:
+            for w in params:
+                h = layer(h, w)
+            return jnp.mean(h**2)
 
-            loss, grads = value_and_grad(loss_fn)(params)
-            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
-
-        return step
+        return loss_fn
 
     def layer(h: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.tanh(h @ w) * jnp.sin(h)
@@ -218,11 +214,11 @@ def test_layers_computed_again_communicate_no_more() -> None:
     rng = np.random.default_rng(0)
     params = [jnp.asarray(rng.normal(size=(32, 32)) / 6, jnp.float32) for _ in range(4)]
     x = rng.normal(size=(64, 32)).astype(np.float32)
-    expected = jax.jit(step_with(layer, jax.value_and_grad))(params, x)
+    expected = jax.jit(descent_step(loss_of(layer), jax.value_and_grad))(params, x)
     counts = []
     for one in (layer, jax.checkpoint(layer)):
         step = minialpa.parallelize(
-            step_with(one, minialpa.value_and_grad), method=ShardParallel(devices=UNIT), donate_argnums=()
+            descent_step(loss_of(one), minialpa.value_and_grad), method=ShardParallel(devices=UNIT), donate_argnums=()
         )
         assert_allclose(step(params, x), expected, rtol=2e-4, atol=1e-6)
         counts.append(collectives(step.get_last_executable().get_hlo_text()))

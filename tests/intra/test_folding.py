@@ -21,7 +21,7 @@ from minialpa.intra.graph import GraphBuilder
 from minialpa.intra.ilp import solve_graph
 from minialpa.jaxprs import dtype_name, is_literal, shape_of, trace_flat
 from minialpa.testing import assert_allclose
-from tests.helpers import trace
+from tests.helpers import descent_step, trace
 
 MESH = LogicalMesh((2, 4), alpha=(1e-5, 1e-6), beta=(1e-9, 1e-10), device=ClusterSpec.preset("a100-80gb").device)
 
@@ -154,19 +154,12 @@ def test_a_deep_mlp_alternates_between_columns_and_rows(key: jax.Array) -> None:
             x = jax.nn.relu(x @ w)
         return jnp.mean(x**2)
 
-    def step_with(value_and_grad: Any) -> Any:
-        def step(params: Any, x: jax.Array) -> Any:
-            loss, grads = value_and_grad(loss_fn)(params, x)
-            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
-
-        return step
-
     rng = np.random.default_rng(0)
     params = [jnp.asarray(rng.normal(size=(hidden, hidden)) / 16, jnp.float32) for _ in range(n_layers)]
     x = rng.normal(size=(8, hidden)).astype(np.float32)
     mesh = LogicalMesh((4,), alpha=(1.0,), beta=(1.0,))
-    step = minialpa.parallelize(step_with(minialpa.value_and_grad), method=ShardParallel(devices=mesh))
-    expected = jax.jit(step_with(jax.value_and_grad))(params, x)
+    step = minialpa.parallelize(descent_step(loss_fn, minialpa.value_and_grad), method=ShardParallel(devices=mesh))
+    expected = jax.jit(descent_step(loss_fn, jax.value_and_grad))(params, x)
     assert_allclose(step(params, x), expected, rtol=2e-4, atol=1e-6)
     found = collectives(step.get_last_executable().get_hlo_text())
     assert found["all-reduce"] <= n_layers + 1, found
