@@ -79,11 +79,13 @@ class ManualLayerOption:
 class AutoLayerOption:
     """Cluster the forward equations into `layer_num` layers of about equal work with few bytes between them.
 
-    eps: a layer may do up to (1 + eps) of its equal share of the floating point operations.
+    layer_num: "auto" takes as many as the model has blocks that repeat, up to 64, or 16.
+    eps: a layer may do up to (1 + eps), and where possible does (1 - eps), of its equal share of the floating point
+        operations.
     remat: as in `ManualLayerOption`.
     """
 
-    layer_num: int
+    layer_num: int | Literal["auto"] = "auto"
     eps: float = 0.5
     remat: Remat | Literal["auto"] | bool = False
 

@@ -37,7 +37,6 @@ def _usage_fits(graph: CostGraph, choices: tuple[int, ...]) -> bool:
 def fastest_pipeline(
     table: StageCostTable,
     *,
-    n_devices: int,
     n_micro_batches: int,
     memory_bytes: float,
     schedule: str,
@@ -46,27 +45,33 @@ def fastest_pipeline(
 ) -> float:
     """Least step time over all cuts of the layers and all candidates; infinite where no pipeline is allowed."""
     best = math.inf
-    for stages in _pipelines(table, 0, n_devices):
-        used = sum(int(table.n_devices[m]) for _, _, m in stages)
-        if (use_all_devices and used != n_devices) or n_stages not in (None, len(stages)):
+    for stages in _pipelines(table, 0, 0, idle=not use_all_devices):
+        if n_stages not in (None, len(stages)):
             continue
-        t = [float(table.seconds[stage]) for stage in stages]
-        if _stages_fit(table, stages, n_micro_batches, memory_bytes, schedule):
-            transfer = sum(float(table.transfer_seconds[j]) for _, j, _ in stages[:-1])
-            step = max(float(table.step_seconds[stage]) for stage in stages)
+        t = [float(table.seconds[stage[:3]]) for stage in stages]
+        if _stages_fit(table, [stage[:3] for stage in stages], n_micro_batches, memory_bytes, schedule):
+            transfer = sum(float(table.transfer_seconds[first - 1, p]) for first, _, _, p in stages[1:])
+            step = max(float(table.step_seconds[stage[:3]]) for stage in stages)
             best = min(best, sum(t) + transfer + (n_micro_batches - 1) * max(t) + step)
     return best
 
 
-def _pipelines(table: StageCostTable, first: int, n_devices: int) -> Iterator[list[tuple[int, int, int]]]:
+def _pipelines(table: StageCostTable, first: int, p: int, *, idle: bool) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Stages (first layer, last layer, candidate, first device) for the layers from `first` on, from device `p` on."""
+    n_devices = table.may_start.shape[1]
     if first == table.n_layers:
-        yield []
+        if idle or p == n_devices:
+            yield []
         return
-    for last in range(first, table.n_layers):
-        for m, n in enumerate(table.n_devices.tolist()):
-            if n <= n_devices:
-                for rest in _pipelines(table, last + 1, n_devices - n):
-                    yield [(first, last, m), *rest]
+    starts = [p] if p < n_devices else []
+    while idle and starts and table.skip_to[starts[-1]] < n_devices:
+        starts.append(int(table.skip_to[starts[-1]]))
+    for start in starts:
+        for last in range(first, table.n_layers):
+            for m, n in enumerate(table.n_devices.tolist()):
+                if start + n <= n_devices and table.may_start[m, start]:
+                    for rest in _pipelines(table, last + 1, start + n, idle=idle):
+                        yield [(first, last, m, start), *rest]
 
 
 def _stages_fit(
@@ -81,17 +86,25 @@ def _stages_fit(
 
 def cheapest_layers(graph: nx.DiGraph, n_layers: int, tolerance: float) -> tuple[float, float]:
     """Least (bytes over all borders, sum of squared flops) of layers within the first tolerance that allows any."""
-    flops = [graph.nodes[v]["flops"] for v in range(len(graph))]
+    flops = _at_most_a_share(graph, n_layers)
     bound = (1 + tolerance) * sum(flops) / n_layers
+    least = max(0.0, 1 - tolerance) * sum(flops) / n_layers
     while True:
-        found = []
+        found: list[tuple[float, tuple[float, float]]] = []
         for cuts in itertools.combinations(range(1, len(flops)), n_layers - 1):
             layers = [flops[a:b] for a, b in itertools.pairwise((0, *cuts, len(flops)))]
-            if all(sum(layer) <= bound * (1 + 1e-9) or len(layer) == 1 for layer in layers):
-                found.append((sum(_crossing_bytes(graph, k) for k in cuts), sum(sum(layer) ** 2 for layer in layers)))
-        if found:
-            return min(found)
+            if all(sum(layer) <= bound * (1 + 1e-9) for layer in layers):
+                cost = (sum(_crossing_bytes(graph, k) for k in cuts), sum(sum(layer) ** 2 for layer in layers))
+                found.append((min(map(sum, layers)), cost))
+        for factor in (1.0, 0.5, 0.25, 0.0) if found else ():
+            if large := [cost for smallest, cost in found if smallest >= factor * least - 1e-9]:
+                return min(large)
         bound *= 1.25
+
+
+def _at_most_a_share(graph: nx.DiGraph, n_layers: int) -> list[float]:
+    flops = [graph.nodes[v]["flops"] for v in range(len(graph))]
+    return [min(f, sum(flops) / n_layers) for f in flops]
 
 
 def _crossing_bytes(graph: nx.DiGraph, k: int) -> float:
@@ -104,6 +117,6 @@ def layers_objective(graph: nx.DiGraph, layers: tuple[int, ...]) -> tuple[float,
     """The objective of `cheapest_layers` for given layers."""
     cuts = [v for v in range(1, len(layers)) if layers[v] != layers[v - 1]]
     flops = [0.0] * (max(layers) + 1)
-    for v, layer in enumerate(layers):
-        flops[layer] += graph.nodes[v]["flops"]
+    for weight, layer in zip(_at_most_a_share(graph, len(flops)), layers, strict=True):
+        flops[layer] += weight
     return sum(_crossing_bytes(graph, k) for k in cuts), sum(f**2 for f in flops)

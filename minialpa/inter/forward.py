@@ -1,6 +1,10 @@
-"""The forward graph of a step, and the layer of each forward group."""
+"""The forward graph of a step, the layer of each forward group, and the pieces by which layers are costed."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import networkx as nx
 
@@ -8,9 +12,15 @@ from minialpa.errors import TraceError
 from minialpa.inter.layers import cluster_layers
 from minialpa.inter.staging import n_groups
 from minialpa.intra.factors import factors_of
-from minialpa.jaxprs import bytes_of, is_literal
+from minialpa.intra.strategies import has_contraction
+from minialpa.jaxprs import bytes_of, is_literal, shape_of
 from minialpa.options import AutoLayerOption, LayerOption, ManualLayerOption
 from minialpa.trace import TracedStep
+
+#: Layers of a model whose blocks repeat less than `_FEW` times, and most layers of any.
+_USUAL, _FEW, _MOST = 16, 8, 64
+#: Part of the flops in kinds of equations that occur more than once, which blocks have to cover.
+_INSIDE = 0.8
 
 
 def forward_graph(traced: TracedStep) -> nx.MultiDiGraph:
@@ -43,6 +53,61 @@ def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
         used = sorted(set(layers))
         return tuple(used.index(layer) for layer in layers)
     assert isinstance(option, AutoLayerOption)
+    if option.layer_num == "auto":
+        return cluster_layers(forward_graph(traced), natural_layers(traced), tolerance=option.eps)
     if not 1 <= option.layer_num <= groups:
         raise TraceError(f"`layer_num={option.layer_num}` layers cannot be made of {groups} forward equations.")
     return cluster_layers(forward_graph(traced), option.layer_num, tolerance=option.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Blocks that repeat `n` times; flops of one of them, of each heavy equation outside, and how many are heavy."""
+
+    n: int
+    flops: float
+    outside: tuple[float, ...]
+    n_heavy: int
+
+
+def _blocks(traced: TracedStep) -> _Blocks:
+    """The largest number that divides the counts of most kinds of heavy equations: matrix products and convolutions."""
+    kinds: dict[object, list[float]] = {}
+    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
+        if origin.group is not None and origin.direction == "forward" and has_contraction(eqn):
+            kind = (eqn.primitive.name, *(shape_of(v) for v in (*eqn.invars, *eqn.outvars)))
+            kinds.setdefault(kind, []).append(factors_of(eqn).flops)
+    n_heavy = sum(map(len, kinds.values()))
+    repeated = sum(sum(flops) for flops in kinds.values() if len(flops) > 1)
+
+    def inside(n: int) -> float:
+        return sum(sum(flops) for flops in kinds.values() if len(flops) % n == 0)
+
+    n = max((n for n in {len(flops) for flops in kinds.values()} if inside(n) >= _INSIDE * repeated), default=1)
+    outside = tuple(f for flops in kinds.values() if len(flops) % n for f in flops)
+    return _Blocks(n, inside(n) / n, outside, n_heavy)
+
+
+def natural_layers(traced: TracedStep) -> int:
+    """A number of layers that cuts a model between its blocks, where they repeat, and leaves room for its head."""
+    blocks = _blocks(traced)
+    if blocks.n < _FEW:
+        n = min(_USUAL, blocks.n_heavy)
+    else:
+        n = max(d for d in range(1, blocks.n + 1) if blocks.n % d == 0 and d <= _MOST)
+        n *= math.ceil(_USUAL / n)
+        n += round(sum(min(1.0, flops * n / (blocks.n * blocks.flops)) for flops in blocks.outside))
+    return max(1, min(n_groups(traced), n))
+
+
+def pieces_of(traced: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Layers cut between the blocks of a model that repeat: the piece of each group, and the layer of each piece.
+
+    A layer costs the sum of its pieces, of which few are distinct where a model repeats.
+    """
+    if _blocks(traced).n < _FEW:
+        return tuple(layer_of_group), tuple(range(max(layer_of_group, default=-1) + 1))
+    blocks = cluster_layers(forward_graph(traced), natural_layers(traced))
+    pairs = list(zip(layer_of_group, blocks, strict=True))
+    pieces = {pair: i for i, pair in enumerate(dict.fromkeys(sorted(pairs)))}
+    return tuple(pieces[pair] for pair in pairs), tuple(layer for layer, _ in pieces)

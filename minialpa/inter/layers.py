@@ -2,14 +2,14 @@
 
 Layers are runs of equations in program order. With k_1 < ... < k_(L-1) the first equations of layers 1 to L - 1:
     minimise   sum_q crossing(k_q), then sum_q flops(layer q)^2
-    subject to flops(layer q) <= (1 + tolerance) * total / L, or layer q is a single equation
+    subject to (1 - tolerance) * total / L <= flops(layer q) <= (1 + tolerance) * total / L
+An equation that is heavier than an equal share of the flops counts as one share, so that what is beside it is free.
 crossing(k): bytes of the values that are produced before equation k and used at or after it, each counted once.
-The tolerance grows until layers exist; see `cluster_layers`.
+The upper bound grows until layers exist; then the lower one falls, to 0 in the end. See `cluster_layers`.
 
 Alpa minimises the largest bytes that enter one layer, and the sum only to break ties (alpa.md 2.1). Here it is the sum:
 the stage DP merges layers afterwards and pays for every border that it keeps, so one unavoidable large border must not
-make all smaller ones free. There is no least number of heavy equations per layer: flops bound a layer from above, and
-the squares keep the others from being empty.
+make all smaller ones free.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ Floats = NDArray[np.float64]
 
 #: Steps of (1 + tolerance) while no layers exist.
 _RELAX = 1.25
+#: Factors of the least flops of a layer, until layers exist.
+_LEAST = (1.0, 0.5, 0.25, 0.0)
 #: Entries (layers x borders x borders in reach) that the DP looks at before borders are thinned; some seconds.
 _MAX_WORK = 150_000_000
 
@@ -49,17 +51,20 @@ def cluster_layers(graph: nx.DiGraph, n_layers: int, *, tolerance: float = 0.5) 
 
     Nodes are 0 to N - 1 in program order, with `flops`. An edge u -> v, u < v, says that v uses a value of u and has
     its `bytes`; edges of u with the same `value` are the same value, and an edge without `value` is one of its own.
-    (1 + tolerance) is raised by a quarter at a time while the equations fit in no `n_layers` layers. Of equal
-    solutions the one with the earliest last borders is taken. Raises TraceError on a graph that is not like this.
+    (1 + tolerance) is raised by a quarter at a time while the equations fit in no `n_layers` layers, and the least
+    flops of a layer are halved, twice, and given up, while that leaves none. Of equal solutions the one with the earliest last borders is taken. Raises TraceError on a graph that is not like this.
     """
     _check(graph, n_layers, tolerance)
-    flops = np.concatenate(([0.0], np.cumsum([float(graph.nodes[v]["flops"]) for v in range(len(graph))])))
+    weights = np.array([float(graph.nodes[v]["flops"]) for v in range(len(graph))])
+    flops = np.concatenate(([0.0], np.cumsum(np.minimum(weights, weights.sum() / n_layers))))
     bound = (1 + tolerance) * flops[-1] / n_layers
     while _fewest_layers(borders := _borders(np.arange(len(flops)), flops, _crossing(graph), bound)) > n_layers:
         bound *= _RELAX
     borders = _thinned(borders, bound, n_layers)
     first = np.zeros(len(graph), np.int64)
-    first[borders.at[_best_cuts(borders, n_layers)]] = 1
+    least = max(0.0, 1 - tolerance) * flops[-1] / n_layers
+    cuts = next(cuts for factor in _LEAST if (cuts := _best_cuts(borders, n_layers, factor * least)) is not None)
+    first[borders.at[cuts]] = 1
     return tuple(np.cumsum(first).tolist())
 
 
@@ -93,8 +98,7 @@ def _borders(at: NDArray[np.int64], flops: Floats, crossing: Floats, bound: floa
     """`flops` and `crossing` have an entry per equation border; those `at` the given places are kept."""
     # Sums of flops carry rounding errors of their own size.
     reach = np.searchsorted(flops[at], flops[at] - bound - 1e-12 * flops[-1], side="left")
-    alone = np.concatenate(([False], np.diff(at) == 1))
-    return _Borders(at, flops[at], crossing[at], np.where(alone, np.minimum(reach, np.arange(len(at)) - 1), reach))
+    return _Borders(at, flops[at], crossing[at], reach)
 
 
 def _fewest_layers(borders: _Borders) -> float:
@@ -120,8 +124,8 @@ def _thinned(borders: _Borders, bound: float, n_layers: int) -> _Borders:
     return thin if _fewest_layers(thin) <= n_layers < len(thin.at) else borders
 
 
-def _best_cuts(borders: _Borders, n_layers: int) -> list[int]:
-    """The borders k_1, ..., k_(L-1), as places in `borders`.
+def _best_cuts(borders: _Borders, n_layers: int, least: float) -> list[int] | None:
+    """The borders k_1, ..., k_(L-1), as places in `borders`; None if not every layer can have the `least` flops.
 
     bytes_[q, c], squares[q, c]: the objective for q layers up to border c, with
         bytes_[q, c] = min over b from reach[c] to c - 1 of bytes_[q - 1, b] + crossing[b]
@@ -132,16 +136,20 @@ def _best_cuts(borders: _Borders, n_layers: int) -> list[int]:
     bytes_[0, 0] = squares[0, 0] = 0.0
     before = np.zeros((n_layers + 1, n), np.int64)
     q = np.arange(n_layers)
+    # Sums of flops carry rounding errors of their own size.
+    until = np.searchsorted(borders.flops, borders.flops - least + 1e-12 * borders.flops[-1], side="right")
     for c in range(1, n):
-        window = slice(int(borders.reach[c]), c)
+        window = slice(int(borders.reach[c]), min(c, int(until[c])))
         total = bytes_[:-1, window] + borders.crossing[window]
         if not total.size:
             continue
-        least = total.min(axis=1)
+        fewest = total.min(axis=1)
         square = squares[:-1, window] + (borders.flops[c] - borders.flops[window]) ** 2
-        pick = np.where(total == least[:, None], square, np.inf).argmin(axis=1)
-        bytes_[1:, c], squares[1:, c], before[1:, c] = least, square[q, pick], window.start + pick
-    assert np.isfinite(bytes_[n_layers, -1]), f"no {n_layers} layers"
+        pick = np.where(total == fewest[:, None], square, np.inf).argmin(axis=1)
+        bytes_[1:, c], squares[1:, c], before[1:, c] = fewest, square[q, pick], window.start + pick
+    if not np.isfinite(bytes_[n_layers, -1]):
+        assert least > 0, f"no {n_layers} layers"
+        return None
     cuts, c = [], n - 1
     for layer in range(n_layers, 1, -1):
         c = int(before[layer, c])

@@ -3,40 +3,45 @@
     minimise T = sum_k t_k + sum_borders transfer + (B - 1) * max_k t_k + max_k step_k
 
 over all ways to cut the layers into stages and to give each stage a candidate (a submesh and how it is used). t_k is
-the time of one micro-batch on stage k, step_k what stage k does once per step, B the number of micro-batches.
+the time of one micro-batch on stage k, step_k what stage k does once per step, B the number of micro-batches. Stages
+take the devices of the cluster in order, so it is known which links a border crosses.
 
 For bounds tau on max t and sigma on max step, one dynamic program gives G(tau, sigma), the least sum under the bounds:
-    f[s, i, d] = min over j, m of  t[i, j, m] + transfer[j] + f[s - 1, j + 1, d - n_devices[m]]       -> _tables
-is the least sum for layers i.. in s stages on d devices. `_search` lowers tau and sigma from one solution to the next
-until no better total is possible. Counting the stages from the end makes the memory check exact: the number of live
-micro-batches of a stage depends on s.
+    f[s, i, p] = min over j, m of  t[i, j, m] + f[s - 1, j + 1, p + n_devices[m]] + transfer[i - 1, p]
+is the least sum for layers i.. in s stages on the devices from p on. `_search` lowers tau and sigma from one solution
+to the next until no better total is possible. Counting the stages from the end makes the memory check exact: the
+number of live micro-batches of a stage depends on s.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.inter.schedule import max_live
-
-Floats = NDArray[np.float64]
+from minialpa.inter.stage_kernels import IDLE, Bools, Floats, Ints, fill_tables, least_stages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageCostTable:
     """What layers i to j, both included, cost on candidate m. Entries with i > j are not looked at.
 
-    n_devices[m]: devices that the candidate takes.
+    n_devices[m]: devices that the candidate takes. may_start[m, p]: whether it may start at device p of the cluster.
+    skip_to[p]: where a pipeline may go on that leaves device p idle. From the first device of a host it is the next
+        host, so that the start of a stage tells whether it is on the host of the stage before.
     seconds[i, j, m]: forward and backward of one micro-batch; inf where the candidate is not allowed.
     step_seconds[i, j, m]: gradient sync and update, once per step.
     fixed_bytes[i, j, m], in_flight_bytes[i, j, m]: per device, whatever happens and for each live micro-batch.
-    transfer_seconds[j]: one micro-batch's activations and gradients over the border after layer j < n_layers - 1.
+    transfer_seconds[j, p]: one micro-batch's activations and gradients over the border after layer j < n_layers - 1,
+        where the next stage starts at device p.
     """
 
     n_devices: NDArray[np.int64]
+    may_start: Bools
+    skip_to: Ints
     seconds: Floats
     step_seconds: Floats
     fixed_bytes: Floats
@@ -45,13 +50,23 @@ class StageCostTable:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n_devices", np.array(self.n_devices, np.int64))
+        object.__setattr__(self, "may_start", np.array(self.may_start, np.bool_))
+        object.__setattr__(self, "skip_to", np.array(self.skip_to, np.int64))
         n_candidates = len(self.n_devices)
         if not n_candidates or self.n_devices.min() < 1:
             raise ShardingError(f"Every candidate needs a device and there must be one; got {self.n_devices}.")
         n_layers = len(self.seconds)
+        if self.may_start.ndim != 2 or len(self.may_start) != n_candidates or not self.may_start.shape[1]:
+            raise ShardingError(
+                f"`may_start` needs a row for each of {n_candidates} candidates and a column for each device; got "
+                f"{self.may_start.shape}."
+            )
+        n_places = self.may_start.shape[1]
+        if self.skip_to.shape != (n_places,) or (self.skip_to <= np.arange(n_places)).any():
+            raise ShardingError(f"`skip_to` needs a later place for each of {n_places} devices; got {self.skip_to}.")
         cube = (n_layers, n_layers, n_candidates)
         shapes = dict.fromkeys(("seconds", "step_seconds", "fixed_bytes", "in_flight_bytes"), cube)
-        for name, shape in {**shapes, "transfer_seconds": (n_layers - 1,)}.items():
+        for name, shape in {**shapes, "transfer_seconds": (n_layers - 1, n_places)}.items():
             array = np.array(getattr(self, name), np.float64)
             if not n_layers or array.shape != shape:
                 raise ShardingError(f"`{name}` needs shape {shape} with at least one layer; got {array.shape}.")
@@ -65,14 +80,19 @@ class StageCostTable:
     def n_layers(self) -> int:
         return len(self.seconds)
 
+    @property
+    def cluster_devices(self) -> int:
+        return int(self.may_start.shape[1])
+
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """Layers `first_layer` to `last_layer`, both included, on candidate `candidate` of the table."""
+    """Layers `first_layer` to `last_layer`, both included, on candidate `candidate` of the table, from a device on."""
 
     first_layer: int
     last_layer: int
     candidate: int
+    first_device: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,65 +107,55 @@ def step_seconds_of(table: StageCostTable, stages: tuple[StageChoice, ...], n_mi
     """The formula above, for given stages."""
     t = [float(table.seconds[s.first_layer, s.last_layer, s.candidate]) for s in stages]
     step = [float(table.step_seconds[s.first_layer, s.last_layer, s.candidate]) for s in stages]
-    transfer = [float(table.transfer_seconds[s.last_layer]) for s in stages[:-1]]
+    transfer = [float(table.transfer_seconds[s.first_layer - 1, s.first_device]) for s in stages[1:]]
     return sum(t) + sum(transfer) + (n_micro_batches - 1) * max(t) + max(step)
 
 
 def choose_stages(
     table: StageCostTable,
     *,
-    n_devices: int,
     n_micro_batches: int,
-    memory_bytes: float,
+    memory_bytes: float | Floats,
     schedule: str = "1f1b",
     n_stages: int | None = None,
     use_all_devices: bool = True,
+    tolerance: float = 0.0,
 ) -> StageAssignment:
-    """The exact minimum of T, with all devices in use unless `use_all_devices=False`, and `n_stages` stages if given.
+    """The minimum of T, at most `tolerance` (a fraction of T) above it, with all devices in use unless `use_all_devices=False`, and `n_stages` stages if given.
 
-    Each stage needs fixed + live * in_flight <= memory_bytes, with the live micro-batches that `schedule` allows at its
-    distance from the end. Raises InfeasibleError, with the least memory that would do where memory is what fails.
+    Each stage needs fixed + live * in_flight <= memory_bytes (of its candidate), with the live micro-batches that
+    `schedule` allows at its distance from the end. Raises InfeasibleError, with the least memory that would do where
+    memory is what fails.
     """
-    if min(n_devices, n_micro_batches, 1 if n_stages is None else n_stages) < 1:
-        raise ShardingError(f"Counts start at 1; got {n_devices=}, {n_micro_batches=}, {n_stages=}.")
-    ends = _Ends(
-        range(1, table.n_layers + 1) if n_stages is None else range(n_stages, n_stages + 1),
-        range(n_devices if use_all_devices else 1, n_devices + 1),
-    )
-    problem = _problem(table, ends, schedule, n_micro_batches)
-    best = _search(replace(problem, fits=problem.need <= memory_bytes), n_micro_batches)
+    if min(n_micro_batches, 1 if n_stages is None else n_stages) < 1:
+        raise ShardingError(f"Counts start at 1; got {n_micro_batches=}, {n_stages=}.")
+    memory = np.broadcast_to(np.asarray(memory_bytes, np.float64), table.n_devices.shape)
+    stages = range(1, table.n_layers + 1) if n_stages is None else range(n_stages, n_stages + 1)
+    problem = _problem(table, stages, schedule, n_micro_batches, memory, idle=not use_all_devices)
+    best = _search(problem, n_micro_batches, tolerance)
     if best is None:
-        raise InfeasibleError(_infeasible_message(table, problem, memory_bytes, schedule, n_micro_batches))
+        raise InfeasibleError(_infeasible_message(problem, schedule, n_micro_batches))
     return StageAssignment(best.stages, step_seconds_of(table, best.stages, n_micro_batches))
-
-
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """Counts of stages and devices that a whole pipeline may have."""
-
-    stages: range
-    devices: range
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Problem:
-    """The arrays of the DP, with candidates sorted by device count.
+    """The arrays of the DP.
 
-    t, step: [i, j, m], inf where not allowed. transfer: [j], 0 after the last layer.
-    need: [s - 1, i, j, m], bytes of a stage that has s stages from itself to the end; fits: whether they are there.
-    order: [m], number of the candidate in the table. counts: different device counts, [u]; starts: place of the first
-    candidate of each.
+    stages: how many there may be. idle: whether devices may be. live: different counts of live micro-batches;
+    live_of[s]: which of them a stage has that is the s-th from the end. memory[m]: bytes per device.
+    groups[m]: candidates of one group, g, have counts[g] devices and may start at the same places, starts[g].
     """
 
-    t: Floats
-    step: Floats
-    transfer: Floats
-    need: Floats
-    fits: NDArray[np.bool_]
-    order: NDArray[np.intp]
-    counts: tuple[int, ...]
-    starts: NDArray[np.intp]
-    ends: _Ends
+    table: StageCostTable
+    stages: range
+    idle: bool
+    live: Floats
+    live_of: Ints
+    memory: Floats
+    groups: Ints
+    counts: Ints
+    starts: Bools
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,39 +171,35 @@ class _Solution:
         return self.sum_s + (n_micro_batches - 1) * self.max_t + self.max_step
 
 
-def _problem(table: StageCostTable, ends: _Ends, schedule: str, n_micro_batches: int) -> _Problem:
-    """Without a memory limit yet."""
-    order = np.argsort(table.n_devices, kind="stable")
-    order = order[table.n_devices[order] <= ends.devices[-1]]
-    counts, starts = np.unique(table.n_devices[order], return_index=True)
-    allowed = np.isfinite(table.step_seconds) & ~np.tri(table.n_layers, k=-1, dtype=bool)[:, :, None]
-    most_stages = min(table.n_layers, ends.stages[-1])
-    live = np.array([max_live(schedule, s, n_micro_batches) for s in range(1, most_stages + 1)], np.float64)
-    need = table.fixed_bytes[:, :, order] + live[:, None, None, None] * table.in_flight_bytes[:, :, order]
+def _problem(
+    table: StageCostTable, stages: range, schedule: str, n_micro_batches: int, memory: Floats, *, idle: bool
+) -> _Problem:
+    most_stages = min(table.n_layers, stages[-1], table.cluster_devices // int(table.n_devices.min()))
+    counts = [max_live(schedule, max(1, s), n_micro_batches) for s in range(most_stages + 1)]
+    live, live_of = np.unique(counts, return_inverse=True)
+    rows = np.concatenate([table.n_devices[:, None], table.may_start], axis=1)
+    kinds, groups = np.unique(rows, axis=0, return_inverse=True)
     return _Problem(
-        t=np.where(allowed, table.seconds, np.inf)[:, :, order],
-        step=np.where(allowed, table.step_seconds, np.inf)[:, :, order],
-        transfer=np.append(table.transfer_seconds, 0.0),
-        need=need,
-        fits=np.ones(need.shape, bool),
-        order=order,
-        counts=tuple(counts.tolist()),
-        starts=starts,
-        ends=ends,
-    )
+        table, stages, idle, live.astype(np.float64), live_of.ravel(), np.array(memory, np.float64), groups.ravel(),
+        kinds[:, 0].copy(), kinds[:, 1:].astype(np.bool_),
+    )  # fmt: skip
 
 
-def _search(problem: _Problem, n_micro_batches: int) -> _Solution | None:
+def _search(problem: _Problem, n_micro_batches: int, tolerance: float) -> _Solution | None:
     """A pipeline with the least total, or None where none is allowed.
 
     For a fixed tau, sigma falls below each solution's max step. Any pipeline with max t <= tau is matched, in sum and
     in max step, by one of the solutions found. Then tau falls below the largest max t among those: a pipeline with a
     max t between there and the old tau is matched in max t too. Lower bounds on sum, max t and max step end both walks.
+    Both walks leave out what could save half the tolerance each.
     """
     cheapest = _solve(problem, np.inf, np.inf)
     if cheapest is None:
         return None
-    least_t, least_step = (_least_maximum(problem, values) for values in (problem.t, problem.step))
+    table = problem.table
+    seconds = np.where(np.isfinite(table.step_seconds), table.seconds, np.inf)
+    step_seconds = np.where(np.isfinite(table.seconds), table.step_seconds, np.inf)
+    least_t, least_step = _least_maximum(problem, seconds), _least_maximum(problem, step_seconds)
     extremes = (cheapest, _solve(problem, least_t, np.inf), _solve(problem, np.inf, least_step))
     best = min((solution for solution in extremes if solution), key=lambda solution: solution.total(n_micro_batches))
     tau = np.inf
@@ -208,80 +214,87 @@ def _search(problem: _Problem, n_micro_batches: int) -> _Solution | None:
             if hopeless and sigma == np.inf:
                 return best  # lower tau only raises the floor
             reached_t = max(reached_t, solution.max_t)
-            sigma = np.nextafter(solution.max_step, -np.inf)
+            slack = tolerance / 2 * best.total(n_micro_batches)
+            sigma = min(np.nextafter(solution.max_step, -np.inf), solution.max_step - slack)
         if reached_t < 0:
             return best
-        tau = np.nextafter(reached_t, -np.inf)
+        slack = tolerance / 2 * best.total(n_micro_batches) / max(1, n_micro_batches - 1)
+        tau = min(np.nextafter(reached_t, -np.inf), reached_t - slack)
 
 
 def _solve(problem: _Problem, tau: float, sigma: float) -> _Solution | None:
     """A pipeline of least sum with t <= tau and step <= sigma on every stage."""
-    values = np.where((problem.t <= tau) & (problem.step <= sigma), problem.t, np.inf)
-    values = np.where(problem.fits, values + problem.transfer[:, None], np.inf)
-    f = _tables(problem, values, np.add)
-    sum_s, s, d = _best_end(problem, f)
+    table = problem.table
+    best, which = least_stages(
+        table.seconds, table.step_seconds, table.fixed_bytes, table.in_flight_bytes, problem.memory, problem.live,
+        problem.groups, len(problem.counts), tau, sigma if np.isfinite(sigma) else np.finfo(np.float64).max,
+    )  # fmt: skip
+    f, how = _tables(problem, best, maximum=False)
+    sum_s, s = _best_end(problem, f)
     if not np.isfinite(sum_s):
         return None
-    stages, t, step, i = [], [], [], 0
+    stages, i, p = list[StageChoice](), 0, 0
     while s > 0:
-        after = f[s - 1, 1:, [d - n if n <= d else -1 for n in problem.counts]]  # [u, j]
-        ahead = np.where(np.array(problem.counts)[:, None] <= d, after, np.inf) + _grouped(problem, values[s - 1, i]).T
-        u, j = np.unravel_index(int(ahead.argmin()), ahead.shape)
-        group = slice(problem.starts[u], problem.starts[u + 1] if u + 1 < len(problem.starts) else None)
-        m = int(problem.starts[u]) + int(values[s - 1, i, j, group].argmin())
-        stages.append(StageChoice(i, int(j), int(problem.order[m])))
-        t.append(float(problem.t[i, j, m]))
-        step.append(float(problem.step[i, j, m]))
-        s, i, d = s - 1, int(j) + 1, d - problem.counts[u]
+        if how[s, i, p] == IDLE:
+            p = int(table.skip_to[p])
+            continue
+        j, g = divmod(int(how[s, i, p]), len(problem.counts))
+        stages.append(StageChoice(i, j, int(which[problem.live_of[s], i, j, g]), p))
+        s, i, p = s - 1, j + 1, p + int(problem.counts[g])
+    t = [float(table.seconds[c.first_layer, c.last_layer, c.candidate]) for c in stages]
+    step = [float(table.step_seconds[c.first_layer, c.last_layer, c.candidate]) for c in stages]
     return _Solution(tuple(stages), sum_s, max(t), max(step))
 
 
 def _least_maximum(problem: _Problem, values: Floats) -> float:
     """The least that the largest of `values` can be over the stages of a pipeline; inf where there is no pipeline."""
-    allowed = problem.fits & np.isfinite(problem.t)
-    return _best_end(problem, _tables(problem, np.where(allowed, values, np.inf), np.maximum))[0]
+    table = problem.table
+    best, _ = least_stages(
+        values, np.zeros_like(values), table.fixed_bytes, table.in_flight_bytes, problem.memory, problem.live,
+        problem.groups, len(problem.counts), np.inf, np.inf,
+    )  # fmt: skip
+    return _best_end(problem, _tables(problem, best, maximum=True)[0])[0]
 
 
-def _tables(problem: _Problem, values: Floats, combine: np.ufunc) -> Floats:
-    """f[s, i, d]: least combination of `values[s - 1, i, j, m]` for layers i to the end in s stages on d devices."""
-    n_stages, n_layers = values.shape[:2]
-    f = np.full((n_stages + 1, n_layers + 1, problem.ends.devices[-1] + 1), np.inf)
-    f[0, n_layers, 0] = 0.0
-    grouped = _grouped(problem, values)
-    for s in range(1, n_stages + 1):
-        for u, n in enumerate(problem.counts):
-            after = f[s - 1, 1:, : f.shape[2] - n]  # [j, d]
-            least = combine(grouped[s - 1, :, :, u, None], after).min(axis=1)
-            np.minimum(f[s, :n_layers, n:], least, out=f[s, :n_layers, n:])
-    return f
+def _tables(problem: _Problem, best: Floats, *, maximum: bool) -> tuple[Floats, Ints]:
+    table = problem.table
+    return fill_tables(
+        best, problem.live_of, problem.counts, problem.starts, table.skip_to, table.transfer_seconds, problem.idle,
+        maximum,
+    )  # fmt: skip
 
 
-def _grouped(problem: _Problem, values: Floats) -> Floats:
-    """The least value among candidates with the same device count; the last axis turns from m into u."""
-    least: Floats = np.minimum.reduceat(values, problem.starts, axis=-1)
-    return least
+def _best_end(problem: _Problem, f: Floats) -> tuple[float, int]:
+    """Least value of a whole pipeline and its number of stages; of equals, the fewest."""
+    ends = [(float(f[s, 0, 0]), s) for s in problem.stages if s < len(f)]
+    return min(ends, default=(np.inf, 0))
 
 
-def _best_end(problem: _Problem, f: Floats) -> tuple[float, int, int]:
-    """Least value of a whole pipeline, its number of stages and of devices; of equals, the fewest."""
-    ends = [(float(f[s, 0, d]), s, d) for s in problem.ends.stages if s < len(f) for d in problem.ends.devices]
-    return min(ends, default=(np.inf, 0, 0))
+def _least_memory(problem: _Problem) -> float:
+    """The least bytes per device that the largest stage of some pipeline needs."""
+    table = problem.table
+    allowed = np.isfinite(table.seconds) & np.isfinite(table.step_seconds)
+    best = np.full((len(problem.live), table.n_layers, table.n_layers, len(problem.counts)), np.inf)
+    for k, live in enumerate(problem.live):
+        need = np.where(allowed, table.fixed_bytes + live * table.in_flight_bytes, np.inf)
+        for m, g in enumerate(problem.groups):
+            np.minimum(best[k, :, :, g], need[:, :, m], out=best[k, :, :, g])
+    return _best_end(problem, _tables(problem, best, maximum=True)[0])[0]
 
 
-def _infeasible_message(
-    table: StageCostTable, problem: _Problem, memory_bytes: float, schedule: str, n_micro_batches: int
-) -> str:
-    need = _least_maximum(problem, problem.need)
+def _infeasible_message(problem: _Problem, schedule: str, n_micro_batches: int) -> str:
+    table, stages = problem.table, problem.stages
+    need = _least_memory(problem)
     if np.isfinite(need):
         return (
             f"No pipeline fits: under `{schedule}` with {n_micro_batches} micro-batches the thriftiest one needs "
-            f"{need:.6g} bytes per device and the devices have {memory_bytes:.6g}. Raise `n_micro_batches` so that "
-            "each is smaller, allow more devices, or use devices with more memory."
+            f"{need:.6g} bytes per device and the devices have {problem.memory.max():.6g}. Raise `n_micro_batches` so "
+            "that each is smaller, allow more devices, or use devices with more memory."
         )
-    devices, stages = problem.ends.devices, problem.ends.stages
+    least = 1 if problem.idle else table.cluster_devices
     return (
-        f"No pipeline of {table.n_layers} layers in {stages[0]} to {stages[-1]} stages uses {devices[0]} to "
-        f"{devices[-1]} devices: candidates take {', '.join(map(str, problem.counts)) or 'more'} devices, and entries "
-        "of `seconds` or `step_seconds` that are inf are not allowed. Offer more candidates, or set "
-        "`use_all_devices=False`."
+        f"No pipeline of {table.n_layers} layers in {stages[0]} to {stages[-1]} stages uses {least} to "
+        f"{table.cluster_devices} devices: candidates take {', '.join(map(str, sorted(set(problem.counts.tolist()))))} "
+        "devices, and entries of `seconds` or `step_seconds` that are inf are not allowed. Offer more candidates, or "
+        "set `use_all_devices=False`."
     )
