@@ -167,15 +167,25 @@ class LogicalMesh:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """`num_hosts` equal hosts of `devices_per_host` devices, and the links inside and between hosts."""
+    """`num_hosts` hosts of `devices_per_host` devices, and the links inside and between hosts.
+
+    host_devices: the device of each host, where hosts differ; empty if all have `device`.
+    """
 
     num_hosts: int
     devices_per_host: int
     device: DeviceSpec
     intra_host: LinkSpec
     inter_host: LinkSpec
+    host_devices: tuple[DeviceSpec, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "host_devices", tuple(self.host_devices))
+        if self.host_devices and len(self.host_devices) != self.num_hosts:
+            raise ShardingError(
+                f"`host_devices` lists a device for each of {self.num_hosts} hosts, or none; got "
+                f"{len(self.host_devices)}."
+            )
         if self.num_hosts < 1 or self.devices_per_host < 1:
             raise ShardingError(
                 f"A cluster has at least one host with one device; got {self.num_hosts} x {self.devices_per_host}."
@@ -193,11 +203,19 @@ class ClusterSpec:
         device, intra_host, inter_host = _PRESETS[name]
         return ClusterSpec(num_hosts, devices_per_host, device, intra_host, inter_host)
 
+    def device_of(self, host: int) -> DeviceSpec:
+        """The device that a host has."""
+        return self.host_devices[host] if self.host_devices else self.device
+
     def link(self, *, same_host: bool) -> LinkSpec:
         return self.intra_host if same_host else self.inter_host
 
-    def logical_mesh(self, submesh: tuple[int, int], shape: tuple[int, ...]) -> LogicalMesh:
+    def logical_mesh(
+        self, submesh: tuple[int, int], shape: tuple[int, ...], device: DeviceSpec | None = None
+    ) -> LogicalMesh:
         """View a submesh of (hosts, devices per host) as `shape`, with the links that each axis really crosses.
+
+        device: what it is made of; None for `device` of the cluster.
 
         An axis stays inside hosts when the axes inside it and itself fit in one host's share of the submesh.
         """
@@ -212,7 +230,7 @@ class ClusterSpec:
             sharing = min(per_host, math.prod(shape[axis + 1 :])) if crosses else 1
             alpha.append(link.alpha_s)
             beta.append(link.beta_s_per_byte * sharing)
-        return LogicalMesh(shape, tuple(alpha), tuple(beta), self.device)
+        return LogicalMesh(shape, tuple(alpha), tuple(beta), device or self.device)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
@@ -224,11 +242,16 @@ class ClusterSpec:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> ClusterSpec:
         try:
-            device = dict(data["device"])
-            device["peak_flops"] = tuple((str(k), float(v)) for k, v in device["peak_flops"])
+            devices = [_decode_device(d) for d in (data["device"], *data.get("host_devices", ()))]
             links = {name: LinkSpec(**data[name]) for name in ("intra_host", "inter_host")}
-            return ClusterSpec(data["num_hosts"], data["devices_per_host"], DeviceSpec(**device), **links)
+            return ClusterSpec(
+                data["num_hosts"], data["devices_per_host"], devices[0], **links, host_devices=tuple(devices[1:])
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise ShardingError(
                 f"Not a cluster description ({error!r}). Write one with `ClusterSpec.to_json`."
             ) from error
+
+
+def _decode_device(data: dict[str, Any]) -> DeviceSpec:
+    return DeviceSpec(**{**data, "peak_flops": tuple((str(k), float(v)) for k, v in data["peak_flops"])})

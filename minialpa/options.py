@@ -148,6 +148,8 @@ class PlanOptions:
     """Everything that a method asks of the planner.
 
     layers, stages: None for a step without pipeline. logical_shape: the mesh shape of such a step; None for 1-D.
+    choose_micro_batches: a search chooses their number among the divisors of the batch.
+    use_all_devices: False lets a search leave devices idle.
     """
 
     n_micro_batches: int = 1
@@ -156,3 +158,11 @@ class PlanOptions:
     stages: StageOption | None = None
     sharding: AutoShardingOption = field(default_factory=AutoShardingOption)
     logical_shape: tuple[int, ...] | None = None
+    choose_micro_batches: bool = False
+    use_all_devices: bool = True
+
+    def micro_batch_choices(self, batch_size: int | None) -> tuple[int, ...]:
+        """Numbers of micro-batches to choose from."""
+        if not self.choose_micro_batches:
+            return (self.n_micro_batches,)
+        return tuple(n for n in range(1, (batch_size or 1) + 1) if (batch_size or 1) % n == 0)

@@ -51,8 +51,9 @@ def cluster_layers(graph: nx.DiGraph, n_layers: int, *, tolerance: float = 0.5) 
 
     Nodes are 0 to N - 1 in program order, with `flops`. An edge u -> v, u < v, says that v uses a value of u and has
     its `bytes`; edges of u with the same `value` are the same value, and an edge without `value` is one of its own.
-    (1 + tolerance) is raised by a quarter at a time while the equations fit in no `n_layers` layers, and the least
-    flops of a layer are halved, twice, and given up, while that leaves none. Of equal solutions the one with the earliest last borders is taken. Raises TraceError on a graph that is not like this.
+    (1 + tolerance) is raised by a quarter at a time while the equations fit in no `n_layers` layers; the least flops of
+    a layer are halved, twice, and then given up, while that leaves none. Of equal solutions the one with the earliest
+    last borders is taken. Raises TraceError on a graph that is not like this.
     """
     _check(graph, n_layers, tolerance)
     weights = np.array([float(graph.nodes[v]["flops"]) for v in range(len(graph))])

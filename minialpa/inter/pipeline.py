@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import Collective
@@ -15,11 +16,12 @@ from minialpa.inter.forward import assign_layers
 from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations
 from minialpa.inter.remat import rematerialise
 from minialpa.inter.schedule import make_schedule, n_live
+from minialpa.inter.search import Space, StageSearch
 from minialpa.inter.split import StagedStep
-from minialpa.inter.stage_cost import Candidate, border_seconds, candidates, layer_table, stage_seconds
-from minialpa.inter.stage_dp import choose_stages
-from minialpa.inter.stage_solve import SolvedStage, solve_stage
+from minialpa.inter.stage_cost import border_bytes, stage_seconds
+from minialpa.inter.stage_solve import SolvedStage, StageSolver
 from minialpa.inter.staging import stage_step
+from minialpa.inter.submeshes import Candidate, candidates, transfer_seconds
 from minialpa.intra.factors import primitives_without_rule
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.strategies import is_contraction
@@ -39,6 +41,10 @@ from minialpa.trace import TracedStep
 
 Progress = Callable[[str, int, int], None]
 
+#: A search ends when its best plan is at most this fraction slower than what else the sums of pieces promise, or after
+#: this many plans.
+_TOLERANCE, _MAX_ROUNDS = 0.01, 8
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Stage:
@@ -47,6 +53,15 @@ class _Stage:
     layers: tuple[int, ...]
     candidate: Candidate
     option: AutoShardingOption
+    first_device: int
+
+
+class _StageTooLargeError(InfeasibleError):
+    """A stage does not fit with so many micro-batches in flight."""
+
+    def __init__(self, message: str, stage: int, n_live: int) -> None:
+        super().__init__(message)
+        self.stage, self.n_live = stage, n_live
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,18 +93,22 @@ def plan_step(
     if options.layers is None:
         shape = options.logical_shape or (logical_mesh.shape if logical_mesh else (cluster.n_devices,))
         submesh = (cluster.num_hosts, cluster.devices_per_host)
-        stages = [_Stage((), Candidate(submesh, shape), options.sharding)]
-        return _solve(_Layered(traced, traced.fingerprint), cluster, options, stages, logical_mesh, report)
+        stages = [_Stage((), Candidate(submesh, shape), options.sharding, 0)]
+        layered = _Layered(traced, traced.fingerprint)
+        return _solve(layered, cluster, options, stages, logical_mesh, report, StageSolver())
     of_group = assign_layers(traced, options.layers)
+    if isinstance(options.stages, AutoStageOption):
+        return _searched(traced, cluster, options, options.stages, of_group, report)
     n_layers, fingerprint = max(of_group, default=-1) + 1, traced.fingerprint
+    stages = _given_stages(cluster, options, n_layers)
+    solver = StageSolver()
     plans: list[Plan] = []
     failure: InfeasibleError | None = None
     for what in remats(options.layers):
         remat = (what,) * n_layers
         layered = _Layered(rematerialise(traced, of_group, remat), fingerprint, of_group, remat)
         try:
-            stages = _choose(layered.step, cluster, options, of_group, report)
-            plans.append(_solve(layered, cluster, options, stages, logical_mesh, report))
+            plans.append(_solve(layered, cluster, options, stages, logical_mesh, report, solver))
         except InfeasibleError as error:
             failure = error
     if not plans:
@@ -113,18 +132,13 @@ def _warn_of_missing_rules(traced: TracedStep) -> None:
 # ---- stages ---------------------------------------------------------------------------------------------------------
 
 
-def _choose(
-    traced: TracedStep, cluster: ClusterSpec, options: PlanOptions, layer_of_group: Sequence[int], report: Progress
-) -> list[_Stage]:
-    n_layers = max(layer_of_group, default=-1) + 1
+def _given_stages(cluster: ClusterSpec, options: PlanOptions, n_layers: int) -> list[_Stage]:
     match options.stages:
         case ManualStageOption() as manual:
             return _manual(manual, cluster, options.sharding, n_layers)
-        case AutoStageOption() as auto:
-            return _search(traced, cluster, options, auto, layer_of_group, report)
         case UniformStageOption() as uniform:
             return _uniform(uniform, cluster, options.sharding, n_layers)
-        case None:
+        case _:
             return _uniform(UniformStageOption(), cluster, options.sharding, n_layers)
 
 
@@ -144,11 +158,9 @@ def _uniform(
     submesh = option.submesh_physical_shape or submesh_of(n // n_stages, cluster)
     shape = option.submesh_logical_shape or (submesh[0] * submesh[1],)
     bounds = [round(k * n_layers / n_stages) for k in range(n_stages + 1)]
-    stages = [
-        _Stage(tuple(range(a, b)), Candidate(submesh, tuple(shape)), option.submesh_autosharding_option or sharding)
-        for a, b in itertools.pairwise(bounds)
-    ]
-    return _checked(stages, cluster)
+    chosen = option.submesh_autosharding_option or sharding
+    parts = [(tuple(range(a, b)), Candidate(submesh, tuple(shape)), chosen) for a, b in itertools.pairwise(bounds)]
+    return _placed_stages(parts, cluster)
 
 
 def submesh_of(n_devices: int, cluster: ClusterSpec) -> tuple[int, int]:
@@ -178,48 +190,89 @@ def _manual(
             f"A manual stage option needs one submesh, logical shape and option dict for each of its {len(layers)} "
             f"stages; got {len(shapes)}, {len(logical)} and {len(dicts)}."
         )
-    stages = [
-        _Stage(ids, Candidate((s[0], s[1]), tuple(shape)), dataclasses.replace(sharding, **fields))
+    parts = [
+        (ids, Candidate((s[0], s[1]), tuple(shape)), dataclasses.replace(sharding, **fields))
         for ids, s, shape, fields in zip(layers, shapes, logical, dicts, strict=True)
     ]
-    return _checked(stages, cluster)
+    return _placed_stages(parts, cluster)
 
 
-def _checked(stages: list[_Stage], cluster: ClusterSpec) -> list[_Stage]:
-    needed = sum(stage.candidate.n_devices for stage in stages)
+def _placed_stages(
+    parts: Sequence[tuple[tuple[int, ...], Candidate, AutoShardingOption]], cluster: ClusterSpec
+) -> list[_Stage]:
+    """Stages on the devices of the cluster in order, each where the one before ends or on the next host."""
+    needed = sum(candidate.n_devices for _, candidate, _ in parts)
     if needed > cluster.n_devices:
         raise ShardingError(
             f"The stages need {needed} devices and the cluster has {cluster.n_devices}. Use fewer or smaller stages."
         )
+    per_host, at = cluster.devices_per_host, 0
+    stages = []
+    for k, (layers, candidate, option) in enumerate(parts):
+        hosts, n = candidate.submesh
+        if (hosts > 1 or at % per_host + n > per_host) and at % per_host:
+            at += per_host - at % per_host
+        if n > per_host or at + candidate.n_devices > cluster.n_devices:
+            raise ShardingError(
+                f"There is no room for stage {k} on a submesh of {hosts} x {n} devices from device {at} on: stages "
+                f"lie inside hosts of {per_host} devices or are whole hosts, in order. Use submeshes that fill hosts."
+            )
+        device = cluster.device_of(at // per_host) if cluster.host_devices else None
+        stages.append(_Stage(layers, dataclasses.replace(candidate, device=device), option, at))
+        at += candidate.n_devices
     return stages
 
 
-def _search(
+def _searched(
     traced: TracedStep,
     cluster: ClusterSpec,
     options: PlanOptions,
     auto: AutoStageOption,
-    layer_of_group: Sequence[int],
+    of_group: tuple[int, ...],
     report: Progress,
-) -> list[_Stage]:
-    """Search stages and submeshes with the costs of single layers."""
-    n_layers = max(layer_of_group, default=-1) + 1
-    choices = candidates(cluster, auto)
-    one_per_mesh = stage_step(traced, options.n_micro_batches, layer_of_group, n_layers)
-    table, columns = layer_table(
-        one_per_mesh, cluster, choices, options.sharding, lambda done, total: report("Costs of layers", done, total)
+) -> Plan:
+    """The best plan of a joint search. Stages that it finds are solved as wholes, and what these cost is learned."""
+    assert options.layers is not None
+    space = Space(
+        options.micro_batch_choices(traced.batch_size),
+        remats(options.layers),
+        tuple(candidates(cluster, auto)),
+        options.schedule,
+        options.use_all_devices,
     )
-    found = choose_stages(
-        table,
-        n_devices=cluster.n_devices,
-        n_micro_batches=options.n_micro_batches,
-        memory_bytes=options.sharding.limit_bytes(cluster.device) or math.inf,
-        schedule=options.schedule,
-    )
-    return [
-        _Stage(tuple(range(s.first_layer, s.last_layer + 1)), columns[s.candidate], options.sharding)
-        for s in found.stages
-    ]
+    search = StageSearch(traced, of_group, cluster, space, options.sharding, report)
+    fingerprint, solver = traced.fingerprint, StageSolver(search.menus)
+    best: Plan | None = None
+    failure: InfeasibleError | None = None
+    excess = 1.0  # by which whole stages cost more than the sums of their pieces
+    for _ in range(_MAX_ROUNDS):
+        try:
+            found = search.best()
+        except InfeasibleError as error:
+            failure = failure or error
+            break
+        if best is not None and best.cost.total_s * (1 - _TOLERANCE) <= excess * found.seconds:
+            break
+        remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
+        layered = _Layered(rematerialise(traced, of_group, remat), fingerprint, of_group, remat)
+        stages = [_Stage(s.layers, s.candidate, options.sharding, s.first_device) for s in found.stages]
+        chosen = dataclasses.replace(options, n_micro_batches=found.n_micro_batches)
+        try:
+            plan = _solve(layered, cluster, chosen, stages, None, report, solver)
+        except _StageTooLargeError as error:
+            search.exclude(found, error.stage, error.n_live)
+            failure = error
+            continue
+        costs = [(s.compute_s + s.communication_s, s.update_s) for s in plan.stages]
+        search.learn(found, {s.choice: cost for s, cost in zip(found.stages, costs, strict=True)})
+        if best is None:
+            excess = max(1.0, plan.cost.total_s / found.seconds)
+        if best is None or plan.cost.total_s < best.cost.total_s:
+            best = plan
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------
@@ -243,29 +296,30 @@ def _solve(
     stages: Sequence[_Stage],
     logical_mesh: LogicalMesh | None,
     report: Progress,
+    solver: StageSolver,
 ) -> Plan:
     staged = _staged(layered, options, stages)
     shardings: list[MeshSharding] = []
     plans: list[StagePlan] = []
     collectives: list[PlannedCollective] = []
     schedule = make_schedule(options.schedule if len(stages) > 1 else "gpipe", len(stages), options.n_micro_batches)
-    first_device = 0
     for k, stage in enumerate(stages):
         report("Shardings of stages", k, len(stages))
-        mesh = logical_mesh or cluster.logical_mesh(stage.candidate.submesh, stage.candidate.logical_shape)
+        chosen = stage.candidate
+        mesh = logical_mesh or cluster.logical_mesh(chosen.submesh, chosen.logical_shape, chosen.device)
         problem = mesh_equations(staged, k)
         view = ShardedView(mesh, stage.option.forbidden_collectives)
         live = n_live(schedule, k)
         try:
-            solved = solve_stage(staged, k, problem, view, stage.option, live)
+            solved = solver.solve(staged, k, problem, view, stage.option, live)
         except InfeasibleError as error:
-            raise InfeasibleError(f"Stage {k} on a mesh of {mesh.shape} devices: {error}") from error
+            message = f"Stage {k} on a mesh of {mesh.shape} devices: {error}"
+            raise _StageTooLargeError(message, k, live) from error
         moved = mesh_collectives(solved.programs, options.n_micro_batches)
         seconds = stage_seconds(solved.sharding, moved, mesh, options.n_micro_batches)
-        plans.append(_stage_plan(staged, stage, first_device, problem, solved, view, seconds, live, layered.of_group))
+        plans.append(_stage_plan(staged, stage, problem, solved, view, seconds, live, layered.of_group))
         shardings.append(solved.sharding)
         collectives.extend(_merged(moved, k))
-        first_device += stage.candidate.n_devices
     report("Shardings of stages", len(stages), len(stages))
     return Plan(
         layered.fingerprint,
@@ -278,14 +332,19 @@ def _solve(
         _placed_inputs(staged, shardings),
         _placed_outputs(staged, shardings),
         tuple(collectives),
-        _cost(plans, border_seconds(staged, cluster), options.n_micro_batches),
+        _cost(plans, _border_seconds(staged, cluster, stages), options.n_micro_batches),
     )
+
+
+def _border_seconds(staged: StagedStep, cluster: ClusterSpec, stages: Sequence[_Stage]) -> list[float]:
+    """Seconds of one micro-batch's values, both directions, over the border after each stage but the last."""
+    seconds = transfer_seconds(cluster, np.array(border_bytes(staged)))
+    return [float(seconds[k, stage.first_device]) for k, stage in enumerate(stages[1:])]
 
 
 def _stage_plan(
     staged: StagedStep,
     stage: _Stage,
-    first_device: int,
     problem: MeshEquations,
     solved: SolvedStage,
     view: ShardedView,
@@ -297,7 +356,7 @@ def _stage_plan(
     return StagePlan(
         stage.layers,
         stage.candidate.submesh,
-        first_device,
+        stage.first_device,
         mesh.shape,
         mesh.alpha,
         mesh.beta,

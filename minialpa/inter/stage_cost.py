@@ -1,14 +1,13 @@
-"""Costs of stages: a traced step cut into single layers in, the table that the stage DP searches out.
+"""Costs of pieces of a model on submeshes: a traced step cut into pieces in, seconds and bytes of each of them out.
 
-Each distinct layer is solved once on each candidate submesh and logical shape; a stage costs the sum of its layers.
-Borders inside a stage are thereby priced as if both sides agreed on the sharding, which the final solve of the chosen
-stage then makes them do.
+Pieces that are the same up to names are solved once. A stage costs the sum of its pieces: borders inside a stage are
+thereby priced as if both sides agreed on the sharding, which the final solve of the stage then makes them do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,52 +18,21 @@ from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import InfeasibleError
 from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations, mesh_programs
 from minialpa.inter.split import StagedStep
-from minialpa.inter.stage_dp import StageCostTable
+from minialpa.inter.stage_kernels import Floats
 from minialpa.inter.stage_memory import kept_usages, mesh_memory
+from minialpa.inter.submeshes import Candidate
+from minialpa.intra.menu import Menus
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.solve import MeshSolver
 from minialpa.intra.usage import MemoryLimit
 from minialpa.jaxprs import bytes_of, is_literal
-from minialpa.options import AutoShardingOption, AutoStageOption
+from minialpa.options import AutoShardingOption
 
-_LAYER_TIME_LIMIT_S = 5.0
-#: What it is worth to keep nothing in memory, in step times of the layer: prices of the memory in a table.
-_THRIFT = (0.0, 0.1, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A submesh of (hosts, devices per host) viewed as a logical shape."""
-
-    submesh: tuple[int, int]
-    logical_shape: tuple[int, ...]
-
-    @property
-    def n_devices(self) -> int:
-        return self.submesh[0] * self.submesh[1]
-
-
-def candidates(cluster: ClusterSpec, option: AutoStageOption) -> list[Candidate]:
-    """Submeshes within a host by the option's rule, then whole hosts; each with its logical shapes."""
-    per_host = cluster.devices_per_host
-    within = [n for n in range(1, per_host + 1) if option.submesh_physical_shape_space == "all" or n & (n - 1) == 0]
-    if per_host not in within:
-        within.append(per_host)
-    submeshes = [(1, n) for n in within] + [(h, per_host) for h in range(2, cluster.num_hosts + 1)]
-    return [Candidate(s, shape) for s in submeshes for shape in logical_shapes(s, option.submesh_logical_shape_space)]
-
-
-def logical_shapes(submesh: tuple[int, int], space: str) -> list[tuple[int, ...]]:
-    n = submesh[0] * submesh[1]
-    match space:
-        case "same_as_physical":
-            return [submesh]
-        case "data_parallel_only":
-            return [(n, 1)]
-        case "model_parallel_only":
-            return [(1, n)]
-        case _:
-            return [(n,)] + [(a, n // a) for a in range(2, n) if n % a == 0]
+_PIECE_TIME_LIMIT_S = 5.0
+#: What it is worth to keep nothing in memory, in step times of the piece.
+THRIFT = (0.0, 0.1, 1.0)
+#: Micro-batches in flight for which pieces are thrifty.
+_USUALLY_LIVE = 8
 
 
 def stage_seconds(
@@ -90,8 +58,8 @@ def stage_seconds(
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerCost:
-    """One layer on a mesh, as `StageCostTable` has it for stages; temp_bytes: what its hungriest task has besides."""
+class PieceCost:
+    """One piece on a mesh, as `StageCostTable` has it for stages; temp_bytes: what its hungriest task has besides."""
 
     seconds: float = math.inf
     step_seconds: float = 0.0
@@ -100,83 +68,52 @@ class _LayerCost:
     temp_bytes: float = 0.0
 
 
-def layer_table(
-    staged: StagedStep,
-    cluster: ClusterSpec,
-    choices: Sequence[Candidate],
-    option: AutoShardingOption,
-    progress: Callable[[int, int], None],
-) -> tuple[StageCostTable, list[Candidate]]:
-    """The cost table of a step staged with one layer on each mesh, and what the candidates of the table are.
+class PieceCosts:
+    """Costs of the pieces of a step that is staged with one piece on each mesh. kind[i]: first piece like piece i."""
 
-    Each of `choices` comes several times, with shardings that are ever thriftier. `progress(done, total)` hears of
-    solved layers.
-    """
-    n = staged.n_meshes
-    problems = [mesh_equations(staged, layer) for layer in range(n)]
-    keys = [problem_key(problem) for problem in problems]
-    costs: list[list[_LayerCost]] = []
-    for layer, problem in enumerate(problems):
-        first = keys.index(keys[layer])
-        if first < layer:
-            costs.append(costs[first])
-            continue
-        costs.append([])
-        for m, choice in enumerate(choices):
-            progress(layer * len(choices) + m, n * len(choices))
-            mesh = cluster.logical_mesh(choice.submesh, choice.logical_shape)
-            costs[-1] += _layer_costs(staged, layer, problem, mesh, option)
-    progress(n * len(choices), n * len(choices))
+    def __init__(self, staged: StagedStep, cluster: ClusterSpec, option: AutoShardingOption, menus: Menus) -> None:
+        self.staged, self.cluster, self.menus = staged, cluster, menus
+        self.border_bytes = border_bytes(staged)
+        # There are hundreds of costs; one that is a little too dear is better than minutes of proof for each.
+        self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _PIECE_TIME_LIMIT_S))
+        self.problems = [mesh_equations(staged, piece) for piece in range(staged.n_meshes)]
+        keys = [problem_key(problem) for problem in self.problems]
+        first = {key: i for i, key in reversed(list(enumerate(keys)))}
+        self.kind = [first[key] for key in keys]
+        self._solvers: dict[tuple[int, LogicalMesh], MeshSolver] = {}
 
-    def column(name: str) -> np.ndarray:
-        return np.array([[getattr(cost, name) for cost in row] for row in costs])
+    def cost(self, piece: int, choice: Candidate, fastest: PieceCost | None, thrift: float, limited: bool) -> PieceCost:
+        """A piece on a submesh, with seconds of inf if it does not fit.
 
-    columns = [choice for choice in choices for _ in _THRIFT]
-    table = StageCostTable(
-        n_devices=np.array([c.n_devices for c in columns]),
-        seconds=_interval_sums(column("seconds")),
-        step_seconds=_interval_sums(column("step_seconds")),
-        fixed_bytes=_interval_sums(column("fixed_bytes")) + _interval_maxima(column("temp_bytes")),
-        in_flight_bytes=_interval_sums(column("in_flight_bytes")),
-        transfer_seconds=np.array(border_seconds(staged, cluster)),
-    )
-    return table, columns
-
-
-def _layer_costs(
-    staged: StagedStep, layer: int, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption
-) -> list[_LayerCost]:
-    """The layer at rising prices of the memory that it keeps: points of the convex hull of time and memory."""
-    n = staged.split.n_micro_batches
-    # A table has hundreds of entries; one that is a little too dear is better than minutes of proof for each.
-    option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _LAYER_TIME_LIMIT_S))
-    n_bytes = option.limit_bytes(mesh.device)
-    limit = None if n_bytes is None else MemoryLimit(n_bytes)
-    n_live = min(n, max(1, staged.n_meshes // 2))
-    kept = kept_usages(staged, layer, n_live)
-    view = ShardedView(mesh, option.forbidden_collectives)
-    solver = MeshSolver(problem, mesh, option)
-    out: list[_LayerCost] = []
-    for thrift in _THRIFT:
-        # With thrift 1, to keep nothing is worth twice the time.
-        unit = (n * out[0].seconds + out[0].step_seconds) / _kept_bytes(out[0], n_live) if out else 0.0
+        To keep nothing in memory is worth `thrift` times the seconds of its `fastest` sharding. limited: whether
+        memory is.
+        """
+        staged, n, problem = self.staged, self.staged.split.n_micro_batches, self.problems[piece]
+        mesh = self.cluster.logical_mesh(choice.submesh, choice.logical_shape, choice.device)
+        n_live = min(n, _USUALLY_LIVE)
+        kept, byte_s = kept_usages(staged, piece, n_live), 0.0
+        if fastest is not None and thrift:
+            keeps = max(1.0, fastest.fixed_bytes + n_live * fastest.in_flight_bytes)
+            byte_s = thrift * (n * fastest.seconds + fastest.step_seconds) / keeps
+        n_bytes = self.option.limit_bytes(mesh.device) if limited else None
+        limit = None if n_bytes is None else MemoryLimit(n_bytes)
         try:
-            solution = solver.solve(limit, option.solver_time_limit_s, kept, thrift * unit)
+            solution = self._solver(piece, mesh).solve(limit, self.option.solver_time_limit_s, kept, byte_s)
         except InfeasibleError:
-            return [_LayerCost()] * len(_THRIFT)
-        programs = mesh_programs(staged, layer, problem, solution, view)
+            return PieceCost()
+        view = ShardedView(mesh, self.option.forbidden_collectives)
+        programs = mesh_programs(staged, piece, problem, solution, view)
         compute, communication, update = stage_seconds(solution, mesh_collectives(programs, n), mesh, n)
-        memory = mesh_memory(staged, layer, programs, solution, view)
-        fixed, in_flight, temp = memory.fixed_bytes, memory.in_flight_bytes, memory.temp_bytes
-        out.append(_LayerCost(compute + communication, update, fixed, in_flight, temp))
-    return out
+        memory = mesh_memory(staged, piece, programs, solution, view)
+        return PieceCost(compute + communication, update, memory.fixed_bytes, memory.in_flight_bytes, memory.temp_bytes)
+
+    def _solver(self, piece: int, mesh: LogicalMesh) -> MeshSolver:
+        if (piece, mesh) not in self._solvers:
+            self._solvers[piece, mesh] = MeshSolver(self.problems[piece], mesh, self.option, self.menus)
+        return self._solvers[piece, mesh]
 
 
-def _kept_bytes(cost: _LayerCost, n_live: int) -> float:
-    return max(1.0, cost.fixed_bytes + n_live * cost.in_flight_bytes)
-
-
-def _interval_sums(per_layer: np.ndarray) -> np.ndarray:
+def interval_sums(per_layer: Floats) -> Floats:
     """out[i, j, m] = sum of rows i..j; inf below the diagonal."""
     n, m = per_layer.shape
     out = np.full((n, n, m), np.inf)
@@ -185,7 +122,7 @@ def _interval_sums(per_layer: np.ndarray) -> np.ndarray:
     return out
 
 
-def _interval_maxima(per_layer: np.ndarray) -> np.ndarray:
+def interval_maxima(per_layer: Floats) -> Floats:
     """out[i, j, m] = largest of rows i..j; 0 below the diagonal."""
     n, m = per_layer.shape
     out = np.zeros((n, n, m))
@@ -194,8 +131,8 @@ def _interval_maxima(per_layer: np.ndarray) -> np.ndarray:
     return out
 
 
-def border_seconds(staged: StagedStep, cluster: ClusterSpec) -> list[float]:
-    """Seconds for one micro-batch's values, both directions, to cross the border after each mesh."""
+def border_bytes(staged: StagedStep) -> list[float]:
+    """Bytes of one micro-batch, both directions, that cross the border after each mesh but the last."""
     crossing = [0.0] * staged.n_meshes
     home: dict[Var, int] = {}
     for task in staged.tasks:
@@ -208,8 +145,7 @@ def border_seconds(staged: StagedStep, cluster: ClusterSpec) -> list[float]:
             source = home.get(v, task.mesh)
             for border in range(min(source, task.mesh), max(source, task.mesh)):
                 crossing[border] += bytes_of(v)
-    link = cluster.link(same_host=cluster.num_hosts == 1)
-    return [2 * link.alpha_s + link.beta_s_per_byte * n_bytes for n_bytes in crossing[:-1]]
+    return crossing[:-1]
 
 
 def problem_key(problem: MeshEquations) -> str:
@@ -229,4 +165,6 @@ def problem_key(problem: MeshEquations) -> str:
         dims = [problem.batch_dims.get(v) for v in eqn.outvars]
         parts.append(f"{eqn.primitive.name} {ends} {params} {times} {late} {dims}")
     parts += [f"{name(a)}={name(b)}" for a, b in (*problem.aliases, *problem.equal.items())]
+    parts.append(str([k for v, k in number.items() if v in problem.whole]))
+    parts.append(str([number[v] for v, _ in problem.results if v in number]))
     return "\n".join(parts)

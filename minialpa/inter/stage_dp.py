@@ -121,7 +121,9 @@ def choose_stages(
     use_all_devices: bool = True,
     tolerance: float = 0.0,
 ) -> StageAssignment:
-    """The minimum of T, at most `tolerance` (a fraction of T) above it, with all devices in use unless `use_all_devices=False`, and `n_stages` stages if given.
+    """The minimum of T, at most `tolerance` (a fraction of T) above it.
+
+    With all devices in use unless `use_all_devices=False`, and `n_stages` stages if given.
 
     Each stage needs fixed + live * in_flight <= memory_bytes (of its candidate), with the live micro-batches that
     `schedule` allows at its distance from the end. Raises InfeasibleError, with the least memory that would do where
@@ -174,7 +176,8 @@ class _Solution:
 def _problem(
     table: StageCostTable, stages: range, schedule: str, n_micro_batches: int, memory: Floats, *, idle: bool
 ) -> _Problem:
-    most_stages = min(table.n_layers, stages[-1], table.cluster_devices // int(table.n_devices.min()))
+    least_devices = int(table.n_devices[_usable(table, memory)].min(initial=table.cluster_devices))
+    most_stages = min(table.n_layers, stages[-1], table.cluster_devices // least_devices)
     counts = [max_live(schedule, max(1, s), n_micro_batches) for s in range(most_stages + 1)]
     live, live_of = np.unique(counts, return_inverse=True)
     rows = np.concatenate([table.n_devices[:, None], table.may_start], axis=1)
@@ -183,6 +186,12 @@ def _problem(
         table, stages, idle, live.astype(np.float64), live_of.ravel(), np.array(memory, np.float64), groups.ravel(),
         kinds[:, 0].copy(), kinds[:, 1:].astype(np.bool_),
     )  # fmt: skip
+
+
+def _usable(table: StageCostTable, memory: Floats) -> Bools:
+    """Candidates on which some stage fits with one live micro-batch."""
+    fits = np.isfinite(table.seconds) & (table.fixed_bytes + table.in_flight_bytes <= memory)
+    return np.asarray(fits[np.triu_indices(table.n_layers)].any(axis=0), np.bool_)
 
 
 def _search(problem: _Problem, n_micro_batches: int, tolerance: float) -> _Solution | None:

@@ -1,4 +1,4 @@
-"""One stage under its memory limit: its equations in, shardings that fit, with their programs and memory, out.
+"""Stages under their memory limits: equations in, shardings that fit, with their programs and memory, out.
 
 The cost graph counts tensors as they lie; what a solution communicates needs room as well. So the solution is measured,
 and where it is too large the problem is solved again with that much less room, or half as much less where that is too
@@ -7,6 +7,7 @@ little for any.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,9 @@ from jax.extend.core import Var
 from minialpa.errors import InfeasibleError
 from minialpa.inter.mesh_problem import ShardedView, TaskProgram, mesh_programs
 from minialpa.inter.split import StagedStep
+from minialpa.inter.stage_cost import problem_key
 from minialpa.inter.stage_memory import MeshMemory, mesh_memory, mesh_usages
+from minialpa.intra.menu import Menus
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.solve import MeshSolver
 from minialpa.intra.usage import MemoryLimit
@@ -38,13 +41,71 @@ class SolvedStage:
     memory: MeshMemory
 
 
-def solve_stage(
-    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, n_live: int
-) -> SolvedStage:
-    """The cheapest shardings of a stage with `n_live` micro-batches in flight. Raises InfeasibleError."""
+class StageSolver:
+    """Solves stages, each distinct one once.
+
+    Stages are alike if their equations are, up to the names of variables; what a solution says of the variables of one
+    is then said of those of the other. A solution that has no regard to memory serves for any number of micro-batches
+    in flight with which it fits.
+    """
+
+    def __init__(self, menus: Menus | None = None) -> None:
+        """`menus`: shared with other problems."""
+        self.menus = menus or Menus()
+        self._solved: dict[object, tuple[MeshEquations, SolvedStage]] = {}
+
+    def solve(
+        self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
+        n_live: int,
+    ) -> SolvedStage:  # fmt: skip
+        """The cheapest shardings of a stage with `n_live` micro-batches in flight. Raises InfeasibleError."""
+        names = problem.paths if option.fixed_specs else None
+        kind = (problem_key(problem), str(names), view, option)
+        n_bytes = option.limit_bytes(view.mesh.device)
+        if (kind, None) not in self._solved:
+            free = replace(option, memory_limit_bytes=math.inf)
+            self._solved[kind, None] = problem, _solve_stage(staged, mesh, problem, view, free, n_live, self.menus)
+        free_stage = self._rebound((kind, None), staged, mesh, problem, view)
+        if n_bytes is None or _needed(free_stage.memory, n_live) <= n_bytes:
+            return free_stage
+        if (kind, n_live) not in self._solved:
+            self._solved[kind, n_live] = problem, _solve_stage(staged, mesh, problem, view, option, n_live, self.menus)
+        return self._rebound((kind, n_live), staged, mesh, problem, view)
+
+    def _rebound(
+        self, key: object, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
+    ) -> SolvedStage:
+        """The solution under `key`, in the variables of `problem`."""
+        own, solved = self._solved[key]
+        if own is problem:
+            return solved
+        names: dict[Var, Var] = {}
+        ends = [(v, w) for (v, _), (w, _) in zip(own.inputs, problem.inputs, strict=True)]
+        for mine, other in zip(own.eqns, problem.eqns, strict=True):
+            ends += zip(mine.outvars, other.outvars, strict=True)
+        ends += zip(own.equal.values(), problem.equal.values(), strict=True)
+        names.update(ends)
+        sharding = replace(
+            solved.sharding,
+            specs={names[v]: spec for v, spec in solved.sharding.specs.items()},
+            results={names[v]: spec for v, spec in solved.sharding.results.items()},
+        )
+        programs = tuple(mesh_programs(staged, mesh, problem, sharding, view))
+        return SolvedStage(sharding, programs, solved.memory)
+
+
+def _needed(memory: MeshMemory, n_live: int) -> float:
+    return memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes + _RESERVE_BYTES
+
+
+def _solve_stage(
+    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, n_live: int,
+    menus: Menus,
+) -> SolvedStage:  # fmt: skip
+    """As `StageSolver.solve`, from nothing."""
     limit = _limit(staged, mesh, problem, view, option, n_live)
     room, found = limit, list[SolvedStage]()
-    solver = MeshSolver(problem, view.mesh, option)
+    solver = MeshSolver(problem, view.mesh, option, menus)
     deadline = time.monotonic() + option.solver_time_limit_s
     solved_bytes = hopeless_bytes = 0.0  # room of the last solution; room that was too little
     for _ in range(_MAX_SOLVES):
@@ -60,7 +121,7 @@ def solve_stage(
         programs = tuple(mesh_programs(staged, mesh, problem, solution, view))
         memory = mesh_memory(staged, mesh, programs, solution, view)
         solved = SolvedStage(solution, programs, memory)
-        needed = memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes + _RESERVE_BYTES
+        needed = _needed(memory, n_live)
         if limit is None or room is None or needed <= limit.limit_bytes:
             return solved
         found.append(solved)
@@ -78,7 +139,7 @@ def _limit(
     staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, n_live: int
 ) -> MemoryLimit | None:
     n_bytes = option.limit_bytes(view.mesh.device)
-    if n_bytes is None:
+    if n_bytes is None or math.isinf(n_bytes):
         return None
     whole = sum(bytes_of(v) for v, _ in problem.inputs) + sum(bytes_of(v) for e in problem.eqns for v in e.outvars)
     if (1 + n_live) * whole <= n_bytes:  # nothing needs counting

@@ -26,7 +26,7 @@ from minialpa.intra.factors import Factors, factors_of
 from minialpa.intra.folding import Varied
 from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
 from minialpa.intra.loops import ScanBody, scan_body
-from minialpa.intra.menu import Menu
+from minialpa.intra.menu import Menu, Menus
 from minialpa.intra.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.records import AnyRecord, Choice, LoopRecord, PassRecord, Record
 from minialpa.intra.reshard import partial_specs_of
@@ -67,15 +67,16 @@ class GraphBuilder:
         option: AutoShardingOption,
         *,
         folded: bool = False,
+        menus: Menus | None = None,
     ) -> None:
-        """`folded`: repeated layers are sharded alike."""
+        """`folded`: repeated layers are sharded alike. `menus`: what other problems have worked out already."""
         self.problem, self.mesh, self.option = problem, mesh, option
         self.nodes: list[NDArray[np.float64]] = []  # costs of the strategies of each
         self.edges: dict[tuple[int, int], NDArray[np.float64]] = {}
         self.choices: dict[Var, Choice] = {}
         self.clusters: set[int] = set()
         self.sums: set[Var] = set()  # reductions that follow their operand, and what follows them
-        self.menus: dict[int, Menu] = {}
+        self.menus = menus or Menus()
         self.n_gradients = max(1, sum(map(_is_marker, problem.eqns)))
         self.n_together = n_together(problem.eqns)
         self.n_readers = Counter(v for eqn in problem.eqns for v in eqn.invars if not is_literal(v))
@@ -328,9 +329,7 @@ class GraphBuilder:
     def _menu(self, made: Sequence[Var], at_least: int = 1) -> Menu:
         """Prices of collectives on the results of an equation, of which several share the time to start."""
         n = max([at_least, *(self.n_together.get(v, 1) for v in made)])
-        if n not in self.menus:
-            self.menus[n] = Menu(self.mesh, self.option.forbidden_collectives, n)
-        return self.menus[n]
+        return self.menus.of(self.mesh, self.option.forbidden_collectives, n)
 
     def _n_pending(self, eqn: JaxprEqn, factors: Factors) -> dict[int, int]:
         """For each mesh axis how many operands may come as partial sums that can pass."""

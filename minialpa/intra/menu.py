@@ -75,6 +75,19 @@ class Menu:
         )
 
 
+class Menus:
+    """The menus of all meshes; one such object serves any number of problems, which then share what they have alike."""
+
+    def __init__(self) -> None:
+        self._menus: dict[tuple[LogicalMesh, tuple[str, ...], int], Menu] = {}
+
+    def of(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int) -> Menu:
+        key = (mesh, forbidden, n_together)
+        if key not in self._menus:
+            self._menus[key] = Menu(*key)
+        return self._menus[key]
+
+
 def kind_of(eqn: JaxprEqn, factors: Factors) -> Hashable:
     """What strategies depend on: equations of one kind have equal strategies."""
     first: dict[int, int] = {}

@@ -9,6 +9,7 @@ from minialpa.cluster import LogicalMesh
 from minialpa.errors import InfeasibleError
 from minialpa.intra.graph import GraphBuilder
 from minialpa.intra.ilp import GraphSolution, solve_graph
+from minialpa.intra.menu import Menus
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.usage import MemoryLimit, Usage
 from minialpa.options import AutoShardingOption
@@ -20,9 +21,12 @@ _LARGE_GAP, _MOST_EQUATIONS = 0.01, 20_000
 class MeshSolver:
     """`problem` on `mesh`, to be solved under one memory limit after the other."""
 
-    def __init__(self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption) -> None:
-        self.problem, self.mesh, self.option = problem, mesh, option
-        self.folded = GraphBuilder(problem, mesh, option, folded=True)
+    def __init__(
+        self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, menus: Menus | None = None
+    ) -> None:
+        """`menus`: shared with other problems."""
+        self.problem, self.mesh, self.option, self.menus = problem, mesh, option, menus or Menus()
+        self.folded = GraphBuilder(problem, mesh, option, folded=True, menus=self.menus)
 
     def solve(
         self, limit: MemoryLimit | None, time_limit_s: float, kept: Sequence[Usage] = (), byte_s: float = 0.0
@@ -42,7 +46,7 @@ class MeshSolver:
                 raise
         if alike is not None and (self.folded.folding is None or alike.gap <= _LARGE_GAP or self._is_large()):
             return self.folded.read(alike)
-        free = GraphBuilder(self.problem, self.mesh, self.option)
+        free = GraphBuilder(self.problem, self.mesh, self.option, menus=self.menus)
         try:
             each = solve_graph(free.graph(limit, kept, byte_s), time_limit_s=max(1.0, deadline - time.monotonic()))
         except InfeasibleError:

@@ -1,0 +1,343 @@
+"""The joint search: a traced step, a cluster and what there is to choose from in, the fastest stages found out.
+
+Stages, their submeshes and logical shapes, the number of micro-batches and rematerialisation are chosen together. The
+stage DP runs on lower bounds: a piece that was not solved on a submesh costs at least what it costs on one device,
+divided by the devices, and at least its share of what it costs there in a larger micro-batch, where latency and
+weights weigh less. What the best pipeline under these bounds uses is solved, which raises its bounds, until the best
+pipeline uses nothing but what is solved. Then no pipeline in the space is cheaper by the sums of its pieces, and few of
+the thousands of costs in the space were ever computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from minialpa.cluster import ClusterSpec
+from minialpa.errors import InfeasibleError, TraceError
+from minialpa.inter.forward import pieces_of
+from minialpa.inter.remat import rematerialise
+from minialpa.inter.schedule import max_live
+from minialpa.inter.stage_cost import THRIFT, PieceCost, PieceCosts, interval_maxima, interval_sums
+from minialpa.inter.stage_dp import StageAssignment, StageChoice, StageCostTable, choose_stages, step_seconds_of
+from minialpa.inter.stage_kernels import Bools, Floats
+from minialpa.inter.staging import stage_step
+from minialpa.inter.submeshes import Candidate, may_start, skip_to, transfer_seconds
+from minialpa.intra.menu import Menus
+from minialpa.options import AutoShardingOption, Remat
+from minialpa.trace import TracedStep
+
+#: Of the step time, what the search may leave on the table.
+_TOLERANCE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What to choose from: numbers of micro-batches, rematerialisation, submeshes; all devices or fewer."""
+
+    micro_batches: tuple[int, ...]
+    remats: tuple[Remat, ...]
+    candidates: tuple[Candidate, ...]
+    schedule: str
+    use_all_devices: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FoundStage:
+    """Layers of a stage, its submesh, what it computes again; and its choice in the table of the search."""
+
+    layers: tuple[int, ...]
+    candidate: Candidate
+    remat: Remat
+    first_device: int
+    choice: StageChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Stages, micro-batches, and the seconds of a step by the sums of pieces."""
+
+    stages: tuple[FoundStage, ...]
+    n_micro_batches: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    candidate: int
+    remat: Remat
+    thrift: int
+
+
+@dataclass(slots=True, eq=False)
+class _Bounds:
+    """Costs of the pieces for one number of micro-batches, as far as they are known: [piece, column].
+
+    solved: whether they are; others are lower bounds. exact: what whole stages were found to cost. found: the best
+    pipeline under the bounds, None if they have changed since; least: a lower bound on the seconds of every pipeline.
+    """
+
+    seconds: Floats
+    step_seconds: Floats
+    fixed_bytes: Floats
+    in_flight_bytes: Floats
+    temp_bytes: Floats
+    solved: Bools
+    exact: dict[StageChoice, tuple[float, float]] = field(default_factory=dict)
+    misfits: list[tuple[StageChoice, int]] = field(default_factory=list)
+    found: StageAssignment | None = None
+    least: float = 0.0
+
+
+class StageSearch:
+    """The search over one space. `best` may be asked again after `learn` and `exclude`."""
+
+    def __init__(
+        self, traced: TracedStep, layer_of_group: Sequence[int], cluster: ClusterSpec, space: Space,
+        option: AutoShardingOption, report: Callable[[str, int, int], None],
+    ) -> None:  # fmt: skip
+        self.traced, self.cluster, self.space, self.option, self.report = traced, cluster, space, option, report
+        self.piece_of_group, self.layer_of_piece = pieces_of(traced, layer_of_group)
+        self.n_pieces = len(self.layer_of_piece)
+        self.columns = [
+            _Column(m, remat, k) for m in range(len(space.candidates)) for remat in space.remats
+            for k in range(len(THRIFT))
+        ]  # fmt: skip
+        self.place = {column: c for c, column in enumerate(self.columns)}
+        devices = [space.candidates[column.candidate].device or cluster.device for column in self.columns]
+        self.memory = np.array([option.limit_bytes(device) or math.inf for device in devices])
+        starts = may_start(cluster, list(space.candidates))
+        self.may_start = np.array([starts[column.candidate] for column in self.columns])
+        self.n_devices = np.array([space.candidates[column.candidate].n_devices for column in self.columns])
+        self.menus = Menus()
+        self._costs: dict[tuple[int, Remat], PieceCosts] = {}
+        self._alone_costs: dict[tuple[int, Remat, Candidate], list[PieceCost]] = {}
+        self._solved: dict[tuple[int, int, int], PieceCost] = {}
+        self._anchored: set[tuple[int, int]] = set()
+        self._known_remats = {space.remats[0]}
+        #: With one micro-batch nothing is accumulated; among several, the largest bound those of all others.
+        several = [n for n in space.micro_batches if n > 1]
+        self.anchor = min(several, default=1)
+        self.bounds: dict[int, _Bounds] = {}
+        for n in space.micro_batches:
+            bounds = self._first_bounds(n)
+            if bounds is not None:
+                self.bounds[n] = bounds
+
+    # ---- costs ----------------------------------------------------------------------------------------------------
+
+    def costs(self, n: int, remat: Remat) -> PieceCosts:
+        """Costs of pieces for `n` micro-batches. Raises TraceError if the step cannot be split into as many."""
+        if (n, remat) not in self._costs:
+            step = rematerialise(self.traced, self.piece_of_group, (remat,) * self.n_pieces)
+            staged = stage_step(step, n, self.piece_of_group, self.n_pieces)
+            self._costs[n, remat] = PieceCosts(staged, self.cluster, self.option, self.menus)
+        return self._costs[n, remat]
+
+    def _first_bounds(self, n: int) -> _Bounds | None:
+        """What pieces cost on one device that keeps everything; None if `n` micro-batches cannot be."""
+        shape = (self.n_pieces, len(self.columns))
+        bounds = _Bounds(*(np.zeros(shape) for _ in range(5)), solved=np.zeros(shape, np.bool_))
+        try:
+            self._raise_alone(n, bounds, self.space.remats[0], range(len(self.columns)))
+        except TraceError:
+            if len(self.space.micro_batches) == 1:
+                raise
+            return None
+        return bounds
+
+    def _raise_alone(self, n: int, bounds: _Bounds, remat: Remat, columns: Iterable[int]) -> None:
+        """Raise the bounds of columns to what pieces cost on one device, sharded perfectly.
+
+        What is computed again makes nothing faster and saves residuals only.
+        """
+        base = 1 if n == 1 else self.anchor
+        for c in columns:
+            choice, own = self.space.candidates[self.columns[c].candidate], self.columns[c].remat == remat
+            alone = self._alone(base, remat, Candidate((1, 1), (1,), choice.device))
+            for i, cost in enumerate(alone):
+                for name, share in (("seconds", base / n), ("step_seconds", 1), ("fixed_bytes", 1)):
+                    values = getattr(bounds, name)
+                    values[i, c] = max(values[i, c], share * getattr(cost, name) / self.n_devices[c])
+                if own:
+                    bounds.in_flight_bytes[i, c] = base / n * cost.in_flight_bytes / self.n_devices[c]
+        bounds.found = None
+
+    def _alone(self, n: int, remat: Remat, choice: Candidate) -> list[PieceCost]:
+        """Costs of all pieces on one device of any memory."""
+        costs = self.costs(n, remat)
+        if (n, remat, choice) not in self._alone_costs:
+            solved = {kind: costs.cost(kind, choice, None, 0.0, limited=False) for kind in set(costs.kind)}
+            self._alone_costs[n, remat, choice] = [solved[kind] for kind in costs.kind]
+        return self._alone_costs[n, remat, choice]
+
+    def _raise(self, n: int, piece: int, c: int) -> None:
+        """Raise the bounds of a piece in a column, by the cheapest means that is left."""
+        column = self.columns[c]
+        free = self.place[_Column(column.candidate, column.remat, 0)]
+        if column.remat not in self._known_remats:
+            self._known_remats.add(column.remat)
+            columns = [i for i, other in enumerate(self.columns) if other.remat == column.remat]
+            for m, bounds in self.bounds.items():
+                self._raise_alone(m, bounds, column.remat, columns)
+        elif 1 < self.anchor < n and (self.costs(self.anchor, column.remat).kind[piece], free) not in self._anchored:
+            anchor = self.costs(self.anchor, column.remat)
+            self._anchored.add((anchor.kind[piece], free))
+            cost = anchor.cost(anchor.kind[piece], self.space.candidates[column.candidate], None, 0.0, limited=False)
+            self._raise_later(self.anchor, anchor.kind, piece, column, cost)
+        else:
+            fastest, cost, kinds = self._cost(n, piece, free), self._cost(n, piece, c), self.costs(n, column.remat).kind
+            self._raise_later(n, kinds, piece, column, fastest)
+            pieces = [i for i, kind in enumerate(kinds) if kind == kinds[piece]]
+            for name in ("seconds", "step_seconds", "fixed_bytes", "in_flight_bytes", "temp_bytes"):
+                getattr(self.bounds[n], name)[pieces, c] = getattr(cost, name)
+            self.bounds[n].solved[pieces, c] = True
+
+    def _raise_later(self, n: int, kinds: Sequence[int], piece: int, column: _Column, cost: PieceCost) -> None:
+        """Raise bounds for multiples of `n` micro-batches to their share of what a piece costs for `n`."""
+        pieces = [i for i, kind in enumerate(kinds) if kind == kinds[piece]]
+        columns = [self.place[_Column(column.candidate, column.remat, k)] for k in range(len(THRIFT))]
+        for m, bounds in self.bounds.items():
+            if m % n == 0 and (n > 1 or m == 1):
+                at = np.ix_(pieces, [c for c in columns if not bounds.solved[pieces[0], c]])
+                bounds.seconds[at] = np.maximum(bounds.seconds[at], n / m * cost.seconds)
+                bounds.found = None
+
+    def _cost(self, n: int, piece: int, c: int) -> PieceCost:
+        column = self.columns[c]
+        costs = self.costs(n, column.remat)
+        key = (n, costs.kind[piece], c)
+        if key not in self._solved:
+            free = self.place[_Column(column.candidate, column.remat, 0)]
+            fastest = None if c == free else self._cost(n, piece, free)
+            if fastest is not None and math.isinf(fastest.seconds):
+                self._solved[key] = fastest
+            else:
+                choice, thrift = self.space.candidates[column.candidate], THRIFT[column.thrift]
+                self._solved[key] = costs.cost(costs.kind[piece], choice, fastest, thrift, limited=True)
+        return self._solved[key]
+
+    # ---- the best pipeline ----------------------------------------------------------------------------------------
+
+    def best(self) -> Found:
+        """A pipeline at most `_TOLERANCE` slower than any in the space. Raises InfeasibleError if nothing fits."""
+        failure: InfeasibleError | None = None
+        best: tuple[float, int, StageAssignment] | None = None
+        while True:
+            n = min(self.bounds, key=lambda n: (self.bounds[n].least, n))
+            bounds = self.bounds[n]
+            if best is not None and bounds.least >= best[0] * (1 - _TOLERANCE):
+                return self._found(best[1], best[2])
+            if math.isinf(bounds.least):
+                raise failure or InfeasibleError("No pipeline fits.")
+            if bounds.found is None:
+                try:
+                    bounds.found = self._choose(n, bounds)
+                    bounds.least = max(bounds.least, bounds.found.seconds * (1 - _TOLERANCE / 4))
+                except InfeasibleError as error:
+                    bounds.least, failure = math.inf, error
+                continue
+            found, unsolved = bounds.found, self._unsolved(n, bounds.found)
+            self.report("Costs of stages", len(self._solved), len(self._solved) + len(unsolved))
+            try:
+                for piece, c in unsolved:
+                    self._raise(n, piece, c)
+            except TraceError:  # the step cannot be split into so many
+                del self.bounds[n]
+                if not self.bounds:
+                    raise
+                continue
+            if not self._unsolved(n, found):
+                seconds = self._seconds_of(n, bounds, found)
+                if best is None or seconds < best[0]:
+                    best = seconds, n, StageAssignment(found.stages, seconds)
+
+    def learn(self, found: Found, seconds: Mapping[StageChoice, tuple[float, float]]) -> None:
+        """Tell what stages cost that were solved as wholes: seconds per micro-batch, and once per step."""
+        bounds = self.bounds[found.n_micro_batches]
+        bounds.exact.update(seconds)
+        bounds.found, bounds.least = None, 0.0
+
+    def exclude(self, found: Found, stage: int, n_live: int) -> None:
+        """Tell that a stage does not fit with `n_live` micro-batches in flight."""
+        bounds = self.bounds[found.n_micro_batches]
+        bounds.misfits.append((found.stages[stage].choice, n_live))
+        bounds.found = None
+
+    def _unsolved(self, n: int, found: StageAssignment) -> list[tuple[int, int]]:
+        """What the stages use and is not solved: pieces, one of each kind, and columns. Kinds that repeat come first."""
+        bounds = self.bounds[n]
+        exact = self._exact_places(bounds)
+        users: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for stage in found.stages:
+            if (stage.first_layer, stage.last_layer, stage.candidate) in exact:
+                continue
+            kinds = self.costs(self.anchor if n > 1 else 1, self.columns[stage.candidate].remat).kind
+            for piece, layer in enumerate(self.layer_of_piece):
+                inside = stage.first_layer <= layer <= stage.last_layer
+                if inside and not bounds.solved[piece, stage.candidate]:
+                    users.setdefault((kinds[piece], stage.candidate), []).append((piece, stage.candidate))
+        repeated = [pieces[0] for pieces in users.values() if len(pieces) > 1]
+        return repeated or [pieces[0] for pieces in users.values()]
+
+    def _seconds_of(self, n: int, bounds: _Bounds, found: StageAssignment) -> float:
+        """Seconds of a pipeline whose pieces are all solved; inf if it does not fit in memory."""
+        table = self._table(n, bounds)
+        for k, stage in enumerate(found.stages):
+            at = (stage.first_layer, stage.last_layer, stage.candidate)
+            live = max_live(self.space.schedule, len(found.stages) - k, n)
+            if table.fixed_bytes[at] + live * table.in_flight_bytes[at] > self.memory[stage.candidate]:
+                return math.inf
+        return step_seconds_of(table, found.stages, n)
+
+    @staticmethod
+    def _exact_places(bounds: _Bounds) -> set[tuple[int, int, int]]:
+        return {(choice.first_layer, choice.last_layer, choice.candidate) for choice in bounds.exact}
+
+    def _choose(self, n: int, bounds: _Bounds) -> StageAssignment:
+        return choose_stages(
+            self._table(n, bounds),
+            n_micro_batches=n,
+            memory_bytes=self.memory,
+            schedule=self.space.schedule,
+            use_all_devices=self.space.use_all_devices,
+            tolerance=_TOLERANCE / 4,
+        )
+
+    def _table(self, n: int, bounds: _Bounds) -> StageCostTable:
+        starts = np.flatnonzero(np.diff(self.layer_of_piece, prepend=-1))
+
+        def sums(values: Floats) -> Floats:
+            return interval_sums(np.add.reduceat(values, starts, axis=0))
+
+        seconds, step_seconds, fixed = (sums(v) for v in (bounds.seconds, bounds.step_seconds, bounds.fixed_bytes))
+        in_flight = sums(bounds.in_flight_bytes)
+        fixed += interval_maxima(np.maximum.reduceat(bounds.temp_bytes, starts, axis=0))
+        for choice, (t, step) in bounds.exact.items():
+            at = (choice.first_layer, choice.last_layer, choice.candidate)
+            seconds[at], step_seconds[at] = t, step
+        for choice, n_live in bounds.misfits:
+            at = (choice.first_layer, choice.last_layer, choice.candidate)
+            fixed[at] = max(fixed[at], (1 + 1e-9) * self.memory[choice.candidate] - n_live * in_flight[at] + 1)
+        base = 1 if n == 1 else self.anchor
+        crossing = np.array(self.costs(base, self.space.remats[0]).border_bytes)[starts[1:] - 1] * base / n
+        transfers = transfer_seconds(self.cluster, crossing)
+        return StageCostTable(
+            self.n_devices, self.may_start, skip_to(self.cluster), seconds, step_seconds, fixed, in_flight, transfers
+        )
+
+    def _found(self, n: int, found: StageAssignment) -> Found:
+        stages = tuple(
+            FoundStage(
+                tuple(range(choice.first_layer, choice.last_layer + 1)),
+                self.space.candidates[self.columns[choice.candidate].candidate],
+                self.columns[choice.candidate].remat,
+                choice.first_device,
+                choice,
+            )
+            for choice in found.stages
+        )
+        return Found(stages, n, found.seconds)
