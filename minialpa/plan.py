@@ -156,11 +156,6 @@ class Plan:
         """Placement of each result leaf."""
         return tuple(value.placement() for value in self.outputs)
 
-    def stage_of_group(self) -> tuple[int, ...]:
-        """Stage of each forward equation group."""
-        stage_of_layer = {layer: k for k, stage in enumerate(self.stages) for layer in stage.layers}
-        return tuple(stage_of_layer[layer] for layer in self.layer_of_group)
-
     def summary(self) -> str:
         """The plan as a text of a few lines for each stage."""
         lines = [
@@ -238,7 +233,10 @@ def _bytes(value: float) -> str:
 
 
 def _range(layers: tuple[int, ...]) -> str:
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}" if layers else "all"
+    """Layers as text, such as `0-3`, or `0-1, 4-5` where the numbers jump."""
+    starts = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "all"
 
 
 def _encode(value: Any) -> Any:

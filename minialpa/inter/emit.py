@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from minialpa.inter import functions
+from minialpa.inter.chunks import plan_chunks
 from minialpa.inter.mesh_problem import ShardedView, task_program
 from minialpa.inter.schedule import global_order, make_schedule
 from minialpa.inter.split import StagedStep, Task
@@ -184,15 +185,15 @@ class _Emitter:
         return target
 
     def _loop(self, number: dict[int, int]) -> None:
-        by_pass = {(t.kind, t.mesh): t for t in self.staged.tasks if t.per_micro_batch}
+        by_pass = {(t.kind, t.chunk): t for t in self.staged.tasks if t.per_micro_batch}
         if ("step", 0) in by_pass:
             for m in range(self.n):
                 self._run_loop_task(by_pass["step", 0], number, m)
             return
         has_backward = any(kind == "backward" for kind, _ in by_pass)
         name = self.plan.schedule if has_backward else "inference"
-        for entry in global_order(make_schedule(name, self.staged.n_meshes, self.n)):
-            task = by_pass.get((entry.kind, entry.stage))
+        for entry in global_order(make_schedule(name, plan_chunks(self.plan).size(self.n))):
+            task = by_pass.get((entry.kind, entry.chunk))
             if task is not None:
                 self._run_loop_task(task, number, entry.micro_batch)
 

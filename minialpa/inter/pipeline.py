@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import Collective
 from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.inter.chunks import Chunks, check_chunks, chunks_of
 from minialpa.inter.forward import assign_layers
 from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations
 from minialpa.inter.remat import rematerialise
-from minialpa.inter.schedule import make_schedule, n_live
+from minialpa.inter.schedule import PipelineSize, live_counts, make_schedule
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_cost import Candidate, border_seconds, candidates, layer_table, stage_seconds
 from minialpa.inter.stage_dp import choose_stages
+from minialpa.inter.stage_memory import Moments
 from minialpa.inter.stage_solve import SolvedStage, solve_stage
 from minialpa.inter.staging import stage_step
 from minialpa.intra.factors import primitives_without_rule
@@ -137,16 +139,23 @@ def _uniform(
         n_stages = max(s for s in range(1, n_layers + 1) if n % s == 0)
     if n_stages < 1:
         raise ShardingError(f"`num_stages` is at least 1; got {n_stages}.")
-    if n_stages > n_layers:
-        raise ShardingError(f"`num_stages={n_stages}` stages cannot be made of {n_layers} layers. Ask for more layers.")
+    n_chunks = n_stages * option.num_chunks
+    if n_chunks < n_stages:
+        raise ShardingError(f"`num_chunks` is at least 1; got {option.num_chunks}.")
+    if n_chunks > n_layers:
+        each = f" of {option.num_chunks} chunks" if option.num_chunks > 1 else ""
+        raise ShardingError(
+            f"`num_stages={n_stages}` stages{each} cannot be made of {n_layers} layers. Ask for more layers."
+        )
     if option.submesh_physical_shape is None and n % n_stages:
         raise ShardingError(f"{n} devices cannot be divided equally among {n_stages} stages.")
     submesh = option.submesh_physical_shape or submesh_of(n // n_stages, cluster)
-    shape = option.submesh_logical_shape or (submesh[0] * submesh[1],)
-    bounds = [round(k * n_layers / n_stages) for k in range(n_stages + 1)]
+    candidate = Candidate(submesh, tuple(option.submesh_logical_shape or (submesh[0] * submesh[1],)))
+    bounds = [round(c * n_layers / n_chunks) for c in range(n_chunks + 1)]
+    chunks = [tuple(range(a, b)) for a, b in itertools.pairwise(bounds)]
     stages = [
-        _Stage(tuple(range(a, b)), Candidate(submesh, tuple(shape)), option.submesh_autosharding_option or sharding)
-        for a, b in itertools.pairwise(bounds)
+        _Stage(sum(chunks[k::n_stages], ()), candidate, option.submesh_autosharding_option or sharding)
+        for k in range(n_stages)
     ]
     return _checked(stages, cluster)
 
@@ -167,7 +176,9 @@ def _manual(
     option: ManualStageOption, cluster: ClusterSpec, sharding: AutoShardingOption, n_layers: int
 ) -> list[_Stage]:
     layers = [tuple(ids) for ids in option.forward_stage_layer_ids]
-    if [layer for ids in layers for layer in ids] != list(range(n_layers)):
+    starts = [ids[:1] for ids in layers]
+    once = sorted(layer for ids in layers for layer in ids) == list(range(n_layers))
+    if not once or starts != sorted(starts) or any(ids != tuple(sorted(ids)) for ids in layers):
         raise ShardingError(
             f"`forward_stage_layer_ids` must list the layers 0 to {n_layers - 1} once and in order; got {layers}."
         )
@@ -205,7 +216,7 @@ def _search(
     """Search stages and submeshes with the costs of single layers."""
     n_layers = max(layer_of_group, default=-1) + 1
     choices = candidates(cluster, auto)
-    one_per_mesh = stage_step(traced, options.n_micro_batches, layer_of_group, n_layers)
+    one_per_mesh = stage_step(traced, options.n_micro_batches, layer_of_group, range(n_layers))
     table, columns = layer_table(
         one_per_mesh, cluster, choices, options.sharding, lambda done, total: report("Costs of layers", done, total)
     )
@@ -225,10 +236,10 @@ def _search(
 # ---- the plan -------------------------------------------------------------------------------------------------------
 
 
-def _staged(layered: _Layered, options: PlanOptions, stages: Sequence[_Stage]) -> StagedStep:
-    stage_of_layer = {layer: k for k, stage in enumerate(stages) for layer in stage.layers}
-    groups = [stage_of_layer[layer] for layer in layered.of_group]
-    staged = stage_step(layered.step, options.n_micro_batches, groups, len(stages))
+def _staged(layered: _Layered, options: PlanOptions, chunks: Chunks) -> StagedStep:
+    check_chunks(chunks, options.schedule)
+    groups = chunks.of_group(layered.of_group)
+    staged = stage_step(layered.step, options.n_micro_batches, groups, chunks.stage_of)
     if options.schedule == "inference" and any(task.kind == "backward" for task in staged.tasks):
         raise ShardingError(
             "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
@@ -244,18 +255,19 @@ def _solve(
     logical_mesh: LogicalMesh | None,
     report: Progress,
 ) -> Plan:
-    staged = _staged(layered, options, stages)
+    chunks = chunks_of([stage.layers for stage in stages])
+    staged = _staged(layered, options, chunks)
     shardings: list[MeshSharding] = []
     plans: list[StagePlan] = []
     collectives: list[PlannedCollective] = []
-    schedule = make_schedule(options.schedule if len(stages) > 1 else "gpipe", len(stages), options.n_micro_batches)
+    schedule = make_schedule(options.schedule if len(stages) > 1 else "gpipe", chunks.size(options.n_micro_batches))
     first_device = 0
     for k, stage in enumerate(stages):
         report("Shardings of stages", k, len(stages))
         mesh = logical_mesh or cluster.logical_mesh(stage.candidate.submesh, stage.candidate.logical_shape)
         problem = mesh_equations(staged, k)
         view = ShardedView(mesh, stage.option.forbidden_collectives)
-        live = n_live(schedule, k)
+        live = live_counts(schedule, k)
         try:
             solved = solve_stage(staged, k, problem, view, stage.option, live)
         except InfeasibleError as error:
@@ -278,7 +290,7 @@ def _solve(
         _placed_inputs(staged, shardings),
         _placed_outputs(staged, shardings),
         tuple(collectives),
-        _cost(plans, border_seconds(staged, cluster), options.n_micro_batches),
+        _cost(plans, border_seconds(staged, cluster), schedule.size),
     )
 
 
@@ -290,7 +302,7 @@ def _stage_plan(
     solved: SolvedStage,
     view: ShardedView,
     seconds: tuple[float, float, float],
-    live: int,
+    live: Moments,
     layer_of_group: Sequence[int],
 ) -> StagePlan:
     mesh, solution, memory = view.mesh, solved.sharding, solved.memory
@@ -372,12 +384,19 @@ def _placed_outputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tu
     return tuple(out)
 
 
-def _cost(stages: Sequence[StagePlan], borders: Sequence[float], n_micro_batches: int) -> PlanCost:
-    """T = sum_k t_k + sum borders + (B - 1) max_k t_k + max_k update_k (Alpa, OSDI'22, section 5.1, with transfers)."""
+def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineSize) -> PlanCost:
+    """T = ((v - 1) max(B, p) + B) / v max_k t_k + (sum_k t_k - max_k t_k) / v + sum borders + max_k update_k.
+
+    With one chunk per stage, v = 1, this is sum_k t_k + (B - 1) max_k t_k + ... (Alpa, OSDI'22, section 5.1, with
+    transfers). With several the first micro-batch fills, and the last one drains, only one chunk of each of the p
+    stages. t_k: seconds of a micro-batch in all chunks of a stage, which are taken to be equal.
+    """
+    p, n_micro_batches, v = size.n_stages, size.n_micro_batches, size.n_chunks
     seconds = [s.compute_s + s.communication_s for s in stages]
     slowest = max(stages, key=lambda s: s.compute_s + s.communication_s)
     update = max(s.update_s for s in stages)
-    total = sum(seconds) + sum(borders) + (n_micro_batches - 1) * max(seconds) + update
+    full = ((v - 1) * max(n_micro_batches, p) + n_micro_batches) / v
+    total = full * max(seconds) + (sum(seconds) - max(seconds)) / v + sum(borders[: p - 1]) + update
     compute, communication = n_micro_batches * slowest.compute_s, n_micro_batches * slowest.communication_s
     bubble = max(0.0, total - compute - communication - update)
     return PlanCost(total, compute, communication, bubble, update, tuple(s.peak_bytes for s in stages))

@@ -18,7 +18,7 @@ from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import InfeasibleError
 from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations, mesh_programs
-from minialpa.inter.split import StagedStep
+from minialpa.inter.split import StagedStep, Task
 from minialpa.inter.stage_dp import StageCostTable
 from minialpa.inter.stage_memory import kept_usages, mesh_memory
 from minialpa.intra.problem import MeshEquations, MeshSharding
@@ -195,19 +195,16 @@ def _interval_maxima(per_layer: np.ndarray) -> np.ndarray:
 
 
 def border_seconds(staged: StagedStep, cluster: ClusterSpec) -> list[float]:
-    """Seconds for one micro-batch's values, both directions, to cross the border after each mesh."""
-    crossing = [0.0] * staged.n_meshes
-    home: dict[Var, int] = {}
-    for task in staged.tasks:
-        if task.per_micro_batch:
-            home.update((v, task.mesh) for v in task.outvars)
-    for task in staged.tasks:
-        if not task.per_micro_batch:
-            continue
+    """Seconds for one micro-batch's values, both directions, to cross the border after each chunk but the last."""
+    loop = [task for task in staged.tasks if task.per_micro_batch]
+    crossing = [0.0] * (max((task.chunk for task in loop), default=0) + 1)
+    home: dict[Var, Task] = {v: task for task in loop for v in task.outvars}
+    for task in loop:
         for v in task.invars:
-            source = home.get(v, task.mesh)
-            for border in range(min(source, task.mesh), max(source, task.mesh)):
-                crossing[border] += bytes_of(v)
+            source = home.get(v, task)
+            if source.mesh != task.mesh:
+                for border in range(min(source.chunk, task.chunk), max(source.chunk, task.chunk)):
+                    crossing[border] += bytes_of(v)
     link = cluster.link(same_host=cluster.num_hosts == 1)
     return [2 * link.alpha_s + link.beta_s_per_byte * n_bytes for n_bytes in crossing[:-1]]
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.inter.schedule import max_live
+from minialpa.inter.schedule import PipelineSize, max_live
 
 Floats = NDArray[np.float64]
 
@@ -168,7 +168,8 @@ def _problem(table: StageCostTable, ends: _Ends, schedule: str, n_micro_batches:
     counts, starts = np.unique(table.n_devices[order], return_index=True)
     allowed = np.isfinite(table.step_seconds) & ~np.tri(table.n_layers, k=-1, dtype=bool)[:, :, None]
     most_stages = min(table.n_layers, ends.stages[-1])
-    live = np.array([max_live(schedule, s, n_micro_batches) for s in range(1, most_stages + 1)], np.float64)
+    ends_in = [PipelineSize(s, n_micro_batches) for s in range(1, most_stages + 1)]
+    live = np.array([max_live(schedule, 0, size) for size in ends_in], np.float64)
     need = table.fixed_bytes[:, :, order] + live[:, None, None, None] * table.in_flight_bytes[:, :, order]
     return _Problem(
         t=np.where(allowed, table.seconds, np.inf)[:, :, order],

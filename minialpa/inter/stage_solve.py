@@ -15,7 +15,7 @@ from jax.extend.core import Var
 from minialpa.errors import InfeasibleError
 from minialpa.inter.mesh_problem import ShardedView, TaskProgram, mesh_programs
 from minialpa.inter.split import StagedStep
-from minialpa.inter.stage_memory import MeshMemory, mesh_memory, mesh_usages
+from minialpa.inter.stage_memory import MeshMemory, Moments, mesh_memory, mesh_usages
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.solve import MeshSolver
 from minialpa.intra.usage import MemoryLimit
@@ -39,10 +39,15 @@ class SolvedStage:
 
 
 def solve_stage(
-    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, n_live: int
+    staged: StagedStep,
+    mesh: int,
+    problem: MeshEquations,
+    view: ShardedView,
+    option: AutoShardingOption,
+    moments: Moments,
 ) -> SolvedStage:
-    """The cheapest shardings of a stage with `n_live` micro-batches in flight. Raises InfeasibleError."""
-    limit = _limit(staged, mesh, problem, view, option, n_live)
+    """The cheapest shardings of a stage with so much in flight (see `live_counts`). Raises InfeasibleError."""
+    limit = _limit(staged, mesh, problem, view, option, moments)
     room, found = limit, list[SolvedStage]()
     solver = MeshSolver(problem, view.mesh, option)
     deadline = time.monotonic() + option.solver_time_limit_s
@@ -60,7 +65,7 @@ def solve_stage(
         programs = tuple(mesh_programs(staged, mesh, problem, solution, view))
         memory = mesh_memory(staged, mesh, programs, solution, view)
         solved = SolvedStage(solution, programs, memory)
-        needed = memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes + _RESERVE_BYTES
+        needed = memory.peak_bytes(moments) + _RESERVE * memory.temp_bytes + _RESERVE_BYTES
         if limit is None or room is None or needed <= limit.limit_bytes:
             return solved
         found.append(solved)
@@ -68,20 +73,25 @@ def solve_stage(
         less = max(solved_bytes - (needed - limit.limit_bytes), (solved_bytes + hopeless_bytes) / 2)
         room = replace(room, limit_bytes=less)
     assert limit is not None
-    smallest = min(found, key=lambda solved: solved.memory.peak_bytes(n_live))
-    if smallest.memory.peak_bytes(n_live) > limit.limit_bytes:
-        raise _too_large(smallest.memory, limit, n_live)
+    smallest = min(found, key=lambda solved: solved.memory.peak_bytes(moments))
+    if smallest.memory.peak_bytes(moments) > limit.limit_bytes:
+        raise _too_large(smallest.memory, limit, moments)
     return smallest
 
 
 def _limit(
-    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, n_live: int
+    staged: StagedStep,
+    mesh: int,
+    problem: MeshEquations,
+    view: ShardedView,
+    option: AutoShardingOption,
+    moments: Moments,
 ) -> MemoryLimit | None:
     n_bytes = option.limit_bytes(view.mesh.device)
     if n_bytes is None:
         return None
     whole = sum(bytes_of(v) for v, _ in problem.inputs) + sum(bytes_of(v) for e in problem.eqns for v in e.outvars)
-    if (1 + n_live) * whole <= n_bytes:  # nothing needs counting
+    if (1 + max(map(max, moments))) * whole <= n_bytes:  # nothing needs counting
         return MemoryLimit(n_bytes)
 
     def name_of(var: Var) -> str:
@@ -89,14 +99,14 @@ def _limit(
         paths = dict(zip(traced.flat.invars, traced.in_paths, strict=True))
         return paths.get(var) or next((source_line(eqn) for eqn in problem.eqns if var in eqn.outvars), "")
 
-    usages = mesh_usages(staged, mesh, n_live, joint_barriers=view.mesh.waits_at_barriers)
+    usages = mesh_usages(staged, mesh, moments, joint_barriers=view.mesh.waits_at_barriers)
     return MemoryLimit(n_bytes, usages, name_of)
 
 
-def _too_large(memory: MeshMemory, limit: MemoryLimit, n_live: int) -> InfeasibleError:
+def _too_large(memory: MeshMemory, limit: MemoryLimit, moments: Moments) -> InfeasibleError:
     listed = "".join(f"\n  {tensor}" for tensor in memory.largest)
     return InfeasibleError(
-        f"The smallest plan found needs {memory.peak_bytes(n_live):,.0f} bytes per device and the limit is "
+        f"The smallest plan found needs {memory.peak_bytes(moments):,.0f} bytes per device and the limit is "
         f"{limit.limit_bytes:,.0f}. Allow more devices or micro-batches, or raise `memory_limit_bytes`. Its largest "
         f"tensors:{listed}"
     )

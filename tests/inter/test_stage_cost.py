@@ -24,7 +24,7 @@ def table() -> StageCostTable:
     state = jax.eval_shape(case.init, jax.random.key(0))
     traced = trace(case.train_step(minialpa.value_and_grad), state, case.make_batch(0, case.batch_size))
     layers = assign_layers(traced, AutoLayerOption(layer_num=N_LAYERS))
-    staged = stage_step(traced, N_MICRO_BATCHES, layers, N_LAYERS)
+    staged = stage_step(traced, N_MICRO_BATCHES, layers, range(N_LAYERS))
     choices = candidates(CLUSTER, AutoStageOption())
     made, columns = layer_table(staged, CLUSTER, choices, AutoShardingOption(), lambda done, total: None)
     assert [c.n_devices for c in columns] == made.n_devices.tolist()
