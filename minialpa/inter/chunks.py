@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minialpa.errors import ShardingError
-from minialpa.inter.schedule import PipelineSize, interleaves
+from minialpa.inter.schedule import PipelineSize, Schedule, interleaves, make_schedule
 from minialpa.plan import Plan
 
 
@@ -52,6 +52,12 @@ def chunks_of(stages: Sequence[Sequence[int]]) -> Chunks:
 
 def plan_chunks(plan: Plan) -> Chunks:
     return chunks_of([stage.layers for stage in plan.stages])
+
+
+def plan_schedule(plan: Plan) -> Schedule:
+    """The order in which the stages of a plan run their passes; where none goes backward, that of inference."""
+    trains = any(one.kind == "backward" for stage in plan.stages for one in stage.passes)
+    return make_schedule(plan.schedule if trains else "inference", plan_chunks(plan).size(plan.n_micro_batches))
 
 
 def check_chunks(chunks: Chunks, schedule: str) -> None:

@@ -9,19 +9,20 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.cost import Collective
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.inter.chunks import Chunks, check_chunks, chunks_of
 from minialpa.inter.forward import assign_layers
-from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations
+from minialpa.inter.mesh_problem import ShardedView, TaskCollectives, mesh_collectives, mesh_equations
 from minialpa.inter.remat import rematerialise
 from minialpa.inter.schedule import PipelineSize, live_counts, make_schedule
 from minialpa.inter.split import StagedStep
-from minialpa.inter.stage_cost import Candidate, border_seconds, candidates, layer_table, stage_seconds
+from minialpa.inter.stage_cost import Candidate, border_seconds, candidates, layer_table
 from minialpa.inter.stage_dp import choose_stages
 from minialpa.inter.stage_memory import Moments
 from minialpa.inter.stage_solve import SolvedStage, solve_stage
+from minialpa.inter.stage_times import StageTimes, stage_times
 from minialpa.inter.staging import stage_step
+from minialpa.inter.transfers import planned_transfers
 from minialpa.intra.factors import primitives_without_rule
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.strategies import is_contraction
@@ -272,11 +273,11 @@ def _solve(
             solved = solve_stage(staged, k, problem, view, stage.option, live)
         except InfeasibleError as error:
             raise InfeasibleError(f"Stage {k} on a mesh of {mesh.shape} devices: {error}") from error
-        moved = mesh_collectives(solved.programs, options.n_micro_batches)
-        seconds = stage_seconds(solved.sharding, moved, mesh, options.n_micro_batches)
-        plans.append(_stage_plan(staged, stage, first_device, problem, solved, view, seconds, live, layered.of_group))
+        moved = mesh_collectives(solved.programs)
+        times = stage_times(problem, solved.sharding, moved, mesh)
+        plans.append(_stage_plan(staged, stage, first_device, problem, solved, view, times, live, layered.of_group))
         shardings.append(solved.sharding)
-        collectives.extend(_merged(moved, k))
+        collectives.extend(_merged(moved, k, options.n_micro_batches))
         first_device += stage.candidate.n_devices
     report("Shardings of stages", len(stages), len(stages))
     return Plan(
@@ -290,6 +291,7 @@ def _solve(
         _placed_inputs(staged, shardings),
         _placed_outputs(staged, shardings),
         tuple(collectives),
+        planned_transfers(staged),
         _cost(plans, border_seconds(staged, cluster), schedule.size),
     )
 
@@ -301,7 +303,7 @@ def _stage_plan(
     problem: MeshEquations,
     solved: SolvedStage,
     view: ShardedView,
-    seconds: tuple[float, float, float],
+    times: StageTimes,
     live: Moments,
     layer_of_group: Sequence[int],
 ) -> StagePlan:
@@ -317,9 +319,10 @@ def _stage_plan(
         tuple(solution.specs[v] for v, _ in problem.inputs),
         solution.equations,
         _operators(staged, problem, solution, layer_of_group),
-        *seconds,
+        times.passes,
+        times.update_s,
         memory.fixed_bytes + memory.temp_bytes,
-        memory.in_flight_bytes,
+        memory.kept_bytes,
         memory.peak_bytes(live),
         solution.optimal,
     )
@@ -344,12 +347,13 @@ def _operators(
     return tuple(out)
 
 
-def _merged(collectives: Sequence[tuple[Collective, int, bool]], stage: int) -> list[PlannedCollective]:
+def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) -> list[PlannedCollective]:
     """Collectives of a stage with equal ones counted together."""
     counts: dict[tuple[str, float, tuple[int, ...]], int] = {}
-    for c, times, _ in collectives:
-        key = (c.kind, c.n_bytes, c.axes)
-        counts[key] = counts.get(key, 0) + times
+    for task, collectives in ((m.task, m.collectives) for m in moved):
+        for c, n in collectives:
+            key = (c.kind, c.n_bytes, c.axes)
+            counts[key] = counts.get(key, 0) + n * (n_micro_batches if task.per_micro_batch else 1)
     return [PlannedCollective(kind, size, axes, stage, n) for (kind, size, axes), n in counts.items()]
 
 

@@ -15,13 +15,13 @@ import numpy as np
 from jax.extend.core import Var
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import InfeasibleError
 from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations, mesh_programs
 from minialpa.inter.split import StagedStep, Task
 from minialpa.inter.stage_dp import StageCostTable
 from minialpa.inter.stage_memory import kept_usages, mesh_memory
-from minialpa.intra.problem import MeshEquations, MeshSharding
+from minialpa.inter.stage_times import stage_times
+from minialpa.intra.problem import MeshEquations
 from minialpa.intra.solve import MeshSolver
 from minialpa.intra.usage import MemoryLimit
 from minialpa.jaxprs import bytes_of, is_literal
@@ -65,28 +65,6 @@ def logical_shapes(submesh: tuple[int, int], space: str) -> list[tuple[int, ...]
             return [(1, n)]
         case _:
             return [(n,)] + [(a, n // a) for a in range(2, n) if n % a == 0]
-
-
-def stage_seconds(
-    solution: MeshSharding,
-    collectives: Sequence[tuple[Collective, int, bool]],
-    mesh: LogicalMesh,
-    n_micro_batches: int,
-) -> tuple[float, float, float]:
-    """Seconds of compute and of communication per micro-batch, and of everything in the update.
-
-    collectives: each with how often a step runs it, and whether in the update. Those of the update do not wait for
-    each other, and compilers combine them.
-    """
-    loop = 0.0
-    combined: dict[tuple[CollectiveKind, tuple[int, ...]], float] = {}
-    for c, times, late in collectives:
-        if late:
-            combined[c.kind, c.axes] = combined.get((c.kind, c.axes), 0.0) + times * c.n_bytes
-        else:
-            loop += times * c.seconds(mesh) / n_micro_batches
-    update = sum(Collective(kind, n_bytes, axes).seconds(mesh) for (kind, axes), n_bytes in combined.items())
-    return solution.compute_s[0], loop, solution.compute_s[1] + update
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +143,10 @@ def _layer_costs(
         except InfeasibleError:
             return [_LayerCost()] * len(_THRIFT)
         programs = mesh_programs(staged, layer, problem, solution, view)
-        compute, communication, update = stage_seconds(solution, mesh_collectives(programs, n), mesh, n)
+        times = stage_times(problem, solution, mesh_collectives(programs), mesh)
         memory = mesh_memory(staged, layer, programs, solution, view)
         fixed, in_flight, temp = memory.fixed_bytes, memory.in_flight_bytes, memory.temp_bytes
-        out.append(_LayerCost(compute + communication, update, fixed, in_flight, temp))
+        out.append(_LayerCost(times.pass_s, times.update_s, fixed, in_flight, temp))
     return out
 
 
