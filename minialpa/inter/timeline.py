@@ -96,8 +96,8 @@ class Timeline:
         ]
         for k, (stage, bubble) in enumerate(zip(self.stages, self.bubble, strict=True)):
             lines.append(
-                f"Stage {k}: busy {seconds_text(stage.busy_s)}, waits {bubble:.1%}, at most {stage.peak_live} live "
-                f"micro-batches, {bytes_text(stage.peak_bytes)} per device"
+                f"Stage {k}: busy {seconds_text(stage.busy_s)}, waits {bubble:.1%}, at most {stage.peak_live} passes "
+                f"in flight, {bytes_text(stage.peak_bytes)} per device"
             )
         return "\n".join(lines)
 

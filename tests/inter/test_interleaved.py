@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from helpers import descent_step, trace
 import minialpa
 from minialpa import (
     AutoLayerOption,
+    AutoShardingOption,
     ClusterSpec,
     ManualStageOption,
     PipeshardParallel,
@@ -21,7 +23,7 @@ from minialpa import (
     mark_pipeline_boundary,
     models,
 )
-from minialpa.errors import VerifyError
+from minialpa.errors import InfeasibleError, VerifyError
 from minialpa.inter.chunks import Chunks, check_chunks, chunks_of
 from minialpa.inter.emit import emit_program
 from minialpa.options import LayerOption, ManualLayerOption, StageOption
@@ -193,6 +195,25 @@ def test_the_plan_foresees_what_the_program_holds(n_stages: int, n_chunks: int, 
     held = bytes_at_most(emit_program(trace(descent_step(loss, minialpa.value_and_grad), *args), plan), n_stages)
     for stage, n_bytes in zip(plan.stages, held, strict=True):
         assert 0.8 * n_bytes <= stage.peak_bytes <= 1.5 * n_bytes
+
+
+def test_a_memory_limit_counts_the_chunks_in_flight() -> None:
+    def limited(n_bytes: float) -> Plan:
+        chosen = replace(
+            method(8, uniform(2, 3)), default_auto_sharding_option=AutoShardingOption(memory_limit_bytes=n_bytes)
+        )
+        cluster = ClusterSpec.preset("cpu", devices_per_host=2)
+        return minialpa.plan(descent_step(loss, minialpa.value_and_grad), wide, cluster=cluster, method=chosen)
+
+    wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((64 * x.shape[0], x.shape[1]), x.dtype), arguments(6)[1])
+    wide = (arguments(6)[0], wide)
+    free = limited(1e12)
+    most = max(free.cost.peak_bytes)
+    in_flight = max(most - stage.fixed_bytes for stage in free.stages)
+    assert in_flight > 0.5 * most  # so the limit is about what chunks keep
+    assert max(limited(1.2 * most + 40_000).cost.peak_bytes) <= 1.2 * most + 40_000
+    with pytest.raises(InfeasibleError, match="Stage 0"):
+        limited(most - 0.2 * in_flight)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
