@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from helpers import descent_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_interleaved import planned
+from test_interleaved import arguments, loss, planned
 
 import minialpa
 from minialpa import ClusterSpec, LinkSpec, ShardingError, ShardParallel, Timeline, VerifyError, simulate
@@ -229,18 +229,12 @@ def test_a_plan_of_the_planner_peaks_where_it_says(n_stages: int, n_chunks: int)
 
 
 def test_a_plan_without_a_pipeline_is_one_row() -> None:
-    step, args = step_and_arguments()
+    step, args = descent_step(loss, minialpa.value_and_grad), arguments(4)
     plan = minialpa.plan(step, args, cluster=ClusterSpec.preset("cpu"), method=ShardParallel(num_micro_batches=3))
     timeline = simulate(plan)
     assert [one.kind for one in timeline.stages[0].passes] == ["step"] * 3 + ["update"]
     assert timeline.total_s == pytest.approx(plan.cost.total_s) and not timeline.transfers
     assert timeline.peak_bytes == pytest.approx(plan.cost.peak_bytes)
-
-
-def step_and_arguments() -> tuple[Any, Any]:
-    from test_interleaved import arguments, descent_step, loss
-
-    return descent_step(loss, minialpa.value_and_grad), arguments(4)
 
 
 def test_the_trace_has_a_process_for_each_stage(tmp_path: Path) -> None:
@@ -251,7 +245,7 @@ def test_the_trace_has_a_process_for_each_stage(tmp_path: Path) -> None:
     assert names == {"stage 0, devices 0-0", "stage 1, devices 1-1", "passes", "to stage 0", "to stage 1"}
     slices = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, 0)]
     expected = [("forward chunk 0, micro-batch 0", 0.0, 1.0), ("forward chunk 0, micro-batch 1", 1.0, 1.0)]
-    assert [tuple(map(lambda x: x if isinstance(x, str) else round(x, 6), s)) for s in slices[:2]] == expected
+    assert [(name, round(ts, 6), round(dur, 6)) for name, ts, dur in slices[:2]] == expected
     assert {e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 1} == {100.0, 108.0}
     assert sum(e.get("cat") == "transfer" for e in events) == 4
 
