@@ -13,6 +13,8 @@ from minialpa.errors import (
     WorkerError,
 )
 from minialpa.gradients import grad, mark_pipeline_boundary, value_and_grad
+from minialpa.inter.simulate import simulate
+from minialpa.inter.timeline import Timeline
 from minialpa.methods import (
     DataParallel,
     PipeshardParallel,
@@ -54,6 +56,7 @@ __all__ = [
     "Plan",
     "ShardParallel",
     "ShardingError",
+    "Timeline",
     "TraceError",
     "UniformStageOption",
     "VerifyError",
@@ -68,6 +71,7 @@ __all__ = [
     "parallelize",
     "plan",
     "shutdown",
+    "simulate",
     "testing",
     "util",
     "value_and_grad",

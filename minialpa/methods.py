@@ -11,7 +11,7 @@ import jax
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import ShardingError
-from minialpa.inter.schedule import make_schedule
+from minialpa.inter.schedule import PipelineSize, make_schedule
 from minialpa.options import (
     AutoLayerOption,
     AutoShardingOption,
@@ -120,7 +120,8 @@ class PipeshardParallel:
     """Pipeline stages on submeshes, each sharded like `ShardParallel`.
 
     layer_option: how the model is cut into layers; "manual" reads `mark_pipeline_boundary`. stage_option: how layers
-    become stages; "uniform", "auto", or an option object. pipeline_schedule: "1f1b", "gpipe" or "inference".
+    become stages; "uniform", "auto", or an option object. pipeline_schedule: "1f1b", "gpipe", "inference", or
+    "1f1b-interleaved" for stages of several runs of layers.
     """
 
     devices: Devices = None
@@ -131,15 +132,20 @@ class PipeshardParallel:
     default_auto_sharding_option: AutoShardingOption | None = None
 
     def options(self) -> PlanOptions:
-        layers = self._layers()
+        layers, stages = self._layers(), self._stages()
         # These raise for unknown names before any long work.
-        make_schedule(self.pipeline_schedule, 1, 1)
+        make_schedule(self.pipeline_schedule, PipelineSize(1, 1))
         remats(layers)
+        if self.pipeline_schedule == "1f1b-interleaved" and isinstance(stages, AutoStageOption):
+            raise ShardingError(
+                "The search makes stages of neighbouring layers, which `1f1b-interleaved` has no use for. Use `1f1b`, "
+                "or `UniformStageOption(num_chunks=...)`."
+            )
         return PlanOptions(
             n_micro_batches=_micro_batches(self.num_micro_batches),
             schedule=self.pipeline_schedule,
             layers=layers,
-            stages=self._stages(),
+            stages=stages,
             sharding=self.default_auto_sharding_option or AutoShardingOption(),
         )
 

@@ -107,6 +107,8 @@ class AutoStageOption:
 class ManualStageOption:
     """Stages given by hand: the layers of each, its (hosts, devices per host), its logical shape, and options.
 
+    forward_stage_layer_ids: under the schedule `1f1b-interleaved`, runs of layers go round the stages several times, as
+        in [[0, 2], [1, 3]]; else each stage has neighbouring layers.
     submesh_autosharding_option_dicts: for each stage, fields of `AutoShardingOption` that differ from the default.
     """
 
@@ -118,12 +120,16 @@ class ManualStageOption:
 
 @dataclass(frozen=True, slots=True)
 class UniformStageOption:
-    """Equal stages: `num_stages` (default: one for each layer that has devices), each on the same submesh."""
+    """Equal stages: `num_stages` (default: one for each layer that has devices), each on the same submesh.
+
+    num_chunks: runs of layers of each stage; more than one needs the schedule `1f1b-interleaved`.
+    """
 
     num_stages: int | None = None
     submesh_physical_shape: tuple[int, int] | None = None
     submesh_logical_shape: tuple[int, ...] | None = None
     submesh_autosharding_option: AutoShardingOption | None = None
+    num_chunks: int = 1
 
 
 LayerOption = ManualLayerOption | AutoLayerOption

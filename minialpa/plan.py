@@ -10,7 +10,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -19,7 +19,7 @@ from minialpa.errors import VerifyError
 from minialpa.options import Remat
 from minialpa.sharding import EquationSpecs, Spec
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,49 @@ class PlannedOperator:
     operands: tuple[Spec, ...]
 
 
+class PassName(NamedTuple):
+    """A pass by the number of its chunk, counted over the pipeline; or the update of a stage."""
+
+    kind: Literal["forward", "backward", "update"]
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTransfer:
+    """What a pass sends to another stage for each micro-batch, or updates send each other once; bytes of whole arrays.
+
+    target: the first pass there that reads it.
+    """
+
+    source: PassName
+    target: PassName
+    n_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPass:
+    """Seconds of one micro-batch in one chunk; `step` is forward and backward in one, for a single stage."""
+
+    kind: Literal["forward", "backward", "step"]
+    chunk: int
+    compute_s: float
+    communication_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.communication_s
+
+
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One pipeline stage.
+    """One pipeline stage. Its chunks are the runs of neighbouring `layers`.
 
     first_device: number of its first device in the cluster. alpha, beta: links of the axes of the logical shape;
     forbidden: kinds of collectives that may not reshard anything.
     input_specs, equation_specs: specs of the inputs, and of the equations, of the mesh in order.
-    compute_s, communication_s: seconds of one micro-batch, forward and backward; update_s: seconds once per step.
-    fixed_bytes, in_flight_bytes: bytes per device for state and gradients, and for each micro-batch in flight.
+    passes: in the order of one micro-batch. update_s: seconds once per step.
+    fixed_bytes: bytes per device for state, gradients and temporaries; kept_bytes: for each chunk, what every
+    micro-batch in flight keeps.
     """
 
     layers: tuple[int, ...]
@@ -96,17 +130,30 @@ class StagePlan:
     input_specs: tuple[Spec, ...]
     equation_specs: tuple[EquationSpecs, ...]
     operators: tuple[PlannedOperator, ...]
-    compute_s: float
-    communication_s: float
+    passes: tuple[PlannedPass, ...]
     update_s: float
     fixed_bytes: float
-    in_flight_bytes: float
+    kept_bytes: tuple[float, ...]
     peak_bytes: float
     optimal: bool
 
     @property
     def n_devices(self) -> int:
         return self.submesh[0] * self.submesh[1]
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of one micro-batch in all passes, without communication."""
+        return sum(one.compute_s for one in self.passes)
+
+    @property
+    def communication_s(self) -> float:
+        return sum(one.communication_s for one in self.passes)
+
+    @property
+    def in_flight_bytes(self) -> float:
+        """Bytes per device of one micro-batch that is in flight in all chunks."""
+        return sum(self.kept_bytes)
 
     @property
     def mesh(self) -> LogicalMesh:
@@ -144,6 +191,7 @@ class Plan:
     inputs: tuple[PlacedValue, ...]
     outputs: tuple[PlacedValue, ...]
     collectives: tuple[PlannedCollective, ...]
+    transfers: tuple[PlannedTransfer, ...]
     cost: PlanCost
 
     @property
@@ -156,11 +204,6 @@ class Plan:
         """Placement of each result leaf."""
         return tuple(value.placement() for value in self.outputs)
 
-    def stage_of_group(self) -> tuple[int, ...]:
-        """Stage of each forward equation group."""
-        stage_of_layer = {layer: k for k, stage in enumerate(self.stages) for layer in stage.layers}
-        return tuple(stage_of_layer[layer] for layer in self.layer_of_group)
-
     def summary(self) -> str:
         """The plan as a text of a few lines for each stage."""
         lines = [
@@ -168,21 +211,21 @@ class Plan:
             f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}, {self.n_micro_batches} micro-batches"
             + (f", schedule {self.schedule}" if len(self.stages) > 1 else "")
             + (f", rematerialisation {'/'.join(sorted(set(self.remat)))}" if set(self.remat) - {"none"} else ""),
-            f"Predicted {_seconds(self.cost.total_s)} per step: compute {_seconds(self.cost.compute_s)}, communication "
-            f"{_seconds(self.cost.communication_s)}, bubble {_seconds(self.cost.bubble_s)}, "
-            f"update {_seconds(self.cost.update_s)}",
+            f"Predicted {seconds_text(self.cost.total_s)} per step: compute {seconds_text(self.cost.compute_s)}, "
+            f"communication {seconds_text(self.cost.communication_s)}, bubble {seconds_text(self.cost.bubble_s)}, "
+            f"update {seconds_text(self.cost.update_s)}",
         ]
         for k, stage in enumerate(self.stages):
             lines.append(
                 f"Stage {k}: layers {_range(stage.layers)}, submesh {stage.submesh[0]}x{stage.submesh[1]} (device "
-                f"{stage.first_device} on), logical shape {stage.logical_shape}, {_seconds(stage.compute_s)} compute + "
-                f"{_seconds(stage.communication_s)} communication per micro-batch, "
-                f"{_bytes(stage.peak_bytes)} per device"
+                f"{stage.first_device} on), logical shape {stage.logical_shape}, {seconds_text(stage.compute_s)} "
+                f"compute + {seconds_text(stage.communication_s)} communication per micro-batch, "
+                f"{bytes_text(stage.peak_bytes)} per device"
             )
             forward = tuple(op for op in stage.operators if op.part == "forward")
             lines.extend(f"  {line}" for line in _operator_lines(forward))
             for c in (c for c in self.collectives if c.stage == k):
-                lines.append(f"  {c.kind} over axes {c.axes}: {_bytes(c.n_bytes)}, {c.times_per_step} per step")
+                lines.append(f"  {c.kind} over axes {c.axes}: {bytes_text(c.n_bytes)}, {c.times_per_step} per step")
         return "\n".join(lines)
 
     def explain(self, what: str) -> str:
@@ -225,11 +268,11 @@ def _operator_lines(operators: tuple[PlannedOperator, ...]) -> list[str]:
     return [text if n == 1 else f"{text}  ({n} times)" for text, n in counts.items()]
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
-def _bytes(value: float) -> str:
+def bytes_text(value: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000 or unit == "GB":
             return f"{value:.3g} {unit}"
@@ -238,7 +281,10 @@ def _bytes(value: float) -> str:
 
 
 def _range(layers: tuple[int, ...]) -> str:
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}" if layers else "all"
+    """Layers as text, such as `0-3`, or `0-1, 4-5` where the numbers jump."""
+    starts = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)) or "all"
 
 
 def _encode(value: Any) -> Any:
@@ -279,13 +325,18 @@ def _decode_equation(data: list[Any]) -> EquationSpecs:
     return EquationSpecs(_specs(operands), _specs(made), _specs(results), tuple(map(_decode_equation, body)))
 
 
+def _decode_transfer(data: dict[str, Any]) -> PlannedTransfer:
+    return PlannedTransfer(PassName(*data["source"]), PassName(*data["target"]), data["n_bytes"])
+
+
 def _decode_stage(data: dict[str, Any]) -> StagePlan:
     fields = dict(data)
-    for name in ("layers", "logical_shape", "alpha", "beta", "forbidden"):
+    for name in ("layers", "logical_shape", "alpha", "beta", "forbidden", "kept_bytes"):
         fields[name] = tuple(data[name])
     fields["submesh"] = (data["submesh"][0], data["submesh"][1])
     fields["input_specs"] = _specs(data["input_specs"])
     fields["equation_specs"] = tuple(map(_decode_equation, data["equation_specs"]))
+    fields["passes"] = tuple(PlannedPass(**one) for one in data["passes"])
     fields["operators"] = tuple(_decode_operator(op) for op in data["operators"])
     return StagePlan(**fields)
 
@@ -303,5 +354,6 @@ def _decode_plan(data: dict[str, Any]) -> Plan:
         tuple(_decode_value(v) for v in data["inputs"]),
         tuple(_decode_value(v) for v in data["outputs"]),
         collectives,
+        tuple(_decode_transfer(t) for t in data["transfers"]),
         PlanCost(**{**data["cost"], "peak_bytes": tuple(data["cost"]["peak_bytes"])}),
     )

@@ -110,7 +110,7 @@ def test_the_cost_adds_up() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "garbage", "[]", "3", "null", "{}", '{"version":2}', '{"version":2,"plan":{}}', '{"version":2,"plan":[1]}'],
+    ["", "garbage", "[]", "3", "null", "{}", '{"version":3}', '{"version":3,"plan":{}}', '{"version":3,"plan":[1]}'],
 )
 def test_text_that_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(VerifyError, match="Not a plan"):
@@ -119,7 +119,7 @@ def test_text_that_is_no_plan_is_refused(text: str) -> None:
 
 def test_broken_plans_and_other_versions_are_refused(tmp_path: Path) -> None:
     data = json.loads(pipeline_plan().to_json())
-    with pytest.raises(VerifyError, match="has version 99; this minialpa reads version 2"):
+    with pytest.raises(VerifyError, match="has version 99; this minialpa reads version 3"):
         Plan.from_json(json.dumps({**data, "version": 99}))
     data["plan"]["stages"][0]["input_specs"][0] = "X9"
     with pytest.raises(VerifyError, match="Not a plan"):

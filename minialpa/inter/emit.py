@@ -15,10 +15,12 @@ import numpy as np
 from jax.extend.core import Var
 
 from minialpa.inter import functions
+from minialpa.inter.chunks import plan_schedule
 from minialpa.inter.mesh_problem import ShardedView, task_program
-from minialpa.inter.schedule import global_order, make_schedule
+from minialpa.inter.schedule import global_order
 from minialpa.inter.split import StagedStep, Task
 from minialpa.inter.staging import bind_specs, final_specs, mesh_problems, realise
+from minialpa.inter.transfers import remote_readers
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.jaxprs import aval_of, is_literal, shape_of
 from minialpa.plan import Plan
@@ -69,7 +71,7 @@ class _Emitter:
         self.input_slots: list[InputSlot] = []
         self.constants: list[ConstantSlot] = []
         self.n_buffers = 0
-        self.remote_readers = self._remote_readers()
+        self.remote_readers = remote_readers(staged)
         self.micro_source = {micro: full for full, micro in self.split.micro_inputs}
         self.number_of_input = {v: i for i, v in enumerate(self.split.traced.flat.invars)}
         self.consts = dict(zip(self.split.traced.flat.constvars, self.split.traced.flat.consts, strict=True))
@@ -146,23 +148,6 @@ class _Emitter:
 
     # ---- instructions ---------------------------------------------------------------------------------------------
 
-    def _remote_readers(self) -> dict[tuple[Var, int], set[int]]:
-        """(variable, mesh that makes it) -> other meshes that read it and do not make it."""
-        made: dict[Var, set[int]] = defaultdict(set)
-        for task in self.staged.tasks:
-            for v in task.outvars:
-                made[v].add(task.mesh)
-        for acc in self.split.accumulators:
-            made[acc.total] |= made[acc.loop]
-        for stack in self.split.stacks:
-            made[stack.total] |= made[stack.loop]
-        out: dict[tuple[Var, int], set[int]] = defaultdict(set)
-        for task in self.staged.tasks:
-            for v in task.invars:
-                if v in made and task.mesh not in made[v]:
-                    out[v, min(made[v])].add(task.mesh)
-        return out
-
     def _run_task(self, task: Task, function: int, micro: int | None) -> None:
         inputs = tuple(self._buffer(v, micro, task.mesh) for v in task.invars)
         outputs = []
@@ -184,15 +169,13 @@ class _Emitter:
         return target
 
     def _loop(self, number: dict[int, int]) -> None:
-        by_pass = {(t.kind, t.mesh): t for t in self.staged.tasks if t.per_micro_batch}
+        by_pass = {(t.kind, t.chunk): t for t in self.staged.tasks if t.per_micro_batch}
         if ("step", 0) in by_pass:
             for m in range(self.n):
                 self._run_loop_task(by_pass["step", 0], number, m)
             return
-        has_backward = any(kind == "backward" for kind, _ in by_pass)
-        name = self.plan.schedule if has_backward else "inference"
-        for entry in global_order(make_schedule(name, self.staged.n_meshes, self.n)):
-            task = by_pass.get((entry.kind, entry.stage))
+        for entry in global_order(plan_schedule(self.plan)):
+            task = by_pass.get((entry.kind, entry.chunk))
             if task is not None:
                 self._run_loop_task(task, number, entry.micro_batch)
 

@@ -89,13 +89,17 @@ def mesh_programs(
     ]
 
 
-def mesh_collectives(programs: Sequence[TaskProgram], n_micro_batches: int) -> list[tuple[Collective, int, bool]]:
-    """What the tasks of a mesh communicate: each collective, how often a step runs it, and whether in the update."""
-    out: list[tuple[Collective, int, bool]] = []
-    for task, program in ((p.task, p.program) for p in programs):
-        times = n_micro_batches if task.per_micro_batch else 1
-        out.extend((c, n * times, task.kind == "update") for c, n in collectives_of(program))
-    return out
+def mesh_collectives(programs: Sequence[TaskProgram]) -> list[TaskCollectives]:
+    """What each task of a mesh communicates."""
+    return [TaskCollectives(p.task, tuple(collectives_of(p.program))) for p in programs]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCollectives:
+    """The collectives of a task, each with how often one run of the task has it."""
+
+    task: Task
+    collectives: tuple[tuple[Collective, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

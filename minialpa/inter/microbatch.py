@@ -48,10 +48,10 @@ from minialpa.jaxprs import (
 from minialpa.trace import TracedStep
 
 
-def split_micro_batches(step: TracedStep, n: int, stage_of: Sequence[int | None] | None = None) -> SplitStep:
-    """Split `step` into `n` micro-batches. `stage_of[i]` is the stage of traced equation `i`, if it is known.
+def split_micro_batches(step: TracedStep, n: int, chunk_of: Sequence[int | None] | None = None) -> SplitStep:
+    """Split `step` into `n` micro-batches. `chunk_of[i]` is the chunk of traced equation `i`, if it is known.
 
-    Partial results of different stages are not added in the loop but after it.
+    Partial results of different chunks are not added in the loop but after it.
     Raises TraceError if the examples cannot be split, or a result has no clear meaning over micro-batches.
     """
     if n == 1:
@@ -63,7 +63,7 @@ def split_micro_batches(step: TracedStep, n: int, stage_of: Sequence[int | None]
             f"A batch of {step.batch_size} examples cannot be split into {n} equal micro-batches. "
             f"Choose `num_micro_batches` among its divisors: {', '.join(map(str, _divisors(step.batch_size)))}."
         )
-    return _Splitter(step, n, stage_of).run()
+    return _Splitter(step, n, chunk_of).run()
 
 
 def _divisors(n: int) -> list[int]:
@@ -71,12 +71,12 @@ def _divisors(n: int) -> list[int]:
 
 
 class _Splitter:
-    def __init__(self, step: TracedStep, n: int, stage_of: Sequence[int | None] | None) -> None:
+    def __init__(self, step: TracedStep, n: int, chunk_of: Sequence[int | None] | None) -> None:
         self.step, self.n = step, n
         self.kinds: Kinds = batch_kinds(step, n)
         # The equations to split, and the number of the traced equation that each one comes from.
         self.sources, self.eqns = zip(*part_barriers(step.flat.eqns, self.kinds), strict=True)
-        self.forms = Forms(self.eqns, self.sources, n, step.batch_size, stage_of)
+        self.forms = Forms(self.eqns, self.sources, n, step.batch_size, chunk_of)
         self.producer = self.forms.producer
         self.needed = self._needed_in_loop()
         self.before = self._computed_before()

@@ -49,7 +49,7 @@ Form = Partial | str
 class Forms:
     """Forms of the aggregates that the loop computes, and the form of what an equation makes of them.
 
-    eqns, sources: the equations, and the traced equation that each comes from. stage_of: the stage of each traced
+    eqns, sources: the equations, and the traced equation that each comes from. chunk_of: the chunk of each traced
     equation, where it is known.
     """
 
@@ -59,9 +59,9 @@ class Forms:
         sources: Sequence[int],
         n: int,
         batch_size: int | None,
-        stage_of: Sequence[int | None] | None,
+        chunk_of: Sequence[int | None] | None,
     ) -> None:
-        self.eqns, self.sources, self.stage_of = eqns, sources, stage_of
+        self.eqns, self.sources, self.chunk_of = eqns, sources, chunk_of
         self.n, self.batch_size = n, batch_size
         self.producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
         self.of: dict[Var, Form] = {}
@@ -109,12 +109,12 @@ class Forms:
         return not is_literal(atom) and isinstance(self.of.get(atom), Partial)
 
     def _crosses(self, eqn: JaxprEqn, i: int) -> bool:
-        """Whether operands of `eqn` come from different stages."""
-        if self.stage_of is None:
+        """Whether operands of `eqn` come from different chunks."""
+        if self.chunk_of is None:
             return False
         mine = [v for v in eqn.invars if not is_literal(v) and self.is_partial(v)]
-        stages = {self.stage_of[self.sources[self.producer[v]]] for v in mine}
-        return len(stages) > 1
+        chunks = {self.chunk_of[self.sources[self.producer[v]]] for v in mine}
+        return len(chunks) > 1
 
     def _scaled(self, eqn: JaxprEqn, form: Partial) -> Partial:
         """Recognise the division of a sum by its number of examples or terms, or by one less (unbiased variance)."""

@@ -7,21 +7,22 @@ import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.cost import Collective
 from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.inter.chunks import Chunks, check_chunks, chunks_of
 from minialpa.inter.forward import assign_layers
-from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations
+from minialpa.inter.mesh_problem import ShardedView, TaskCollectives, mesh_collectives, mesh_equations
 from minialpa.inter.remat import rematerialise
-from minialpa.inter.schedule import make_schedule, n_live
+from minialpa.inter.schedule import PipelineSize, live_counts, make_schedule
 from minialpa.inter.search import Space, StageSearch
 from minialpa.inter.split import StagedStep
-from minialpa.inter.stage_cost import border_bytes, stage_seconds
+from minialpa.inter.stage_cost import border_bytes
+from minialpa.inter.stage_memory import Moments
 from minialpa.inter.stage_solve import SolvedStage, StageSolver
+from minialpa.inter.stage_times import StageTimes, stage_times
 from minialpa.inter.staging import stage_step
-from minialpa.inter.submeshes import Candidate, candidates, transfer_seconds
+from minialpa.inter.submeshes import Candidate, candidates
+from minialpa.inter.transfers import planned_transfers
 from minialpa.intra.factors import primitives_without_rule
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.strategies import is_contraction
@@ -151,16 +152,22 @@ def _uniform(
         n_stages = max(s for s in range(1, n_layers + 1) if n % s == 0)
     if n_stages < 1:
         raise ShardingError(f"`num_stages` is at least 1; got {n_stages}.")
-    if n_stages > n_layers:
-        raise ShardingError(f"`num_stages={n_stages}` stages cannot be made of {n_layers} layers. Ask for more layers.")
+    n_chunks = n_stages * option.num_chunks
+    if n_chunks < n_stages:
+        raise ShardingError(f"`num_chunks` is at least 1; got {option.num_chunks}.")
+    if n_chunks > n_layers:
+        each = f" of {option.num_chunks} chunks" if option.num_chunks > 1 else ""
+        raise ShardingError(
+            f"`num_stages={n_stages}` stages{each} cannot be made of {n_layers} layers. Ask for more layers."
+        )
     if option.submesh_physical_shape is None and n % n_stages:
         raise ShardingError(f"{n} devices cannot be divided equally among {n_stages} stages.")
     submesh = option.submesh_physical_shape or submesh_of(n // n_stages, cluster)
-    shape = option.submesh_logical_shape or (submesh[0] * submesh[1],)
-    bounds = [round(k * n_layers / n_stages) for k in range(n_stages + 1)]
+    candidate = Candidate(submesh, tuple(option.submesh_logical_shape or (submesh[0] * submesh[1],)))
+    bounds = [round(c * n_layers / n_chunks) for c in range(n_chunks + 1)]
+    chunks = [tuple(range(a, b)) for a, b in itertools.pairwise(bounds)]
     chosen = option.submesh_autosharding_option or sharding
-    parts = [(tuple(range(a, b)), Candidate(submesh, tuple(shape)), chosen) for a, b in itertools.pairwise(bounds)]
-    return _placed_stages(parts, cluster)
+    return _placed_stages([(sum(chunks[k::n_stages], ()), candidate, chosen) for k in range(n_stages)], cluster)
 
 
 def submesh_of(n_devices: int, cluster: ClusterSpec) -> tuple[int, int]:
@@ -179,7 +186,9 @@ def _manual(
     option: ManualStageOption, cluster: ClusterSpec, sharding: AutoShardingOption, n_layers: int
 ) -> list[_Stage]:
     layers = [tuple(ids) for ids in option.forward_stage_layer_ids]
-    if [layer for ids in layers for layer in ids] != list(range(n_layers)):
+    starts = [ids[:1] for ids in layers]
+    once = sorted(layer for ids in layers for layer in ids) == list(range(n_layers))
+    if not once or starts != sorted(starts) or any(ids != tuple(sorted(ids)) for ids in layers):
         raise ShardingError(
             f"`forward_stage_layer_ids` must list the layers 0 to {n_layers - 1} once and in order; got {layers}."
         )
@@ -278,10 +287,10 @@ def _searched(
 # ---- the plan -------------------------------------------------------------------------------------------------------
 
 
-def _staged(layered: _Layered, options: PlanOptions, stages: Sequence[_Stage]) -> StagedStep:
-    stage_of_layer = {layer: k for k, stage in enumerate(stages) for layer in stage.layers}
-    groups = [stage_of_layer[layer] for layer in layered.of_group]
-    staged = stage_step(layered.step, options.n_micro_batches, groups, len(stages))
+def _staged(layered: _Layered, options: PlanOptions, chunks: Chunks) -> StagedStep:
+    check_chunks(chunks, options.schedule)
+    groups = chunks.of_group(layered.of_group)
+    staged = stage_step(layered.step, options.n_micro_batches, groups, chunks.stage_of)
     if options.schedule == "inference" and any(task.kind == "backward" for task in staged.tasks):
         raise ShardingError(
             "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
@@ -298,28 +307,29 @@ def _solve(
     report: Progress,
     solver: StageSolver,
 ) -> Plan:
-    staged = _staged(layered, options, stages)
+    chunks = chunks_of([stage.layers for stage in stages])
+    staged = _staged(layered, options, chunks)
     shardings: list[MeshSharding] = []
     plans: list[StagePlan] = []
     collectives: list[PlannedCollective] = []
-    schedule = make_schedule(options.schedule if len(stages) > 1 else "gpipe", len(stages), options.n_micro_batches)
+    schedule = make_schedule(options.schedule if len(stages) > 1 else "gpipe", chunks.size(options.n_micro_batches))
     for k, stage in enumerate(stages):
         report("Shardings of stages", k, len(stages))
         chosen = stage.candidate
         mesh = logical_mesh or cluster.logical_mesh(chosen.submesh, chosen.logical_shape, chosen.device)
         problem = mesh_equations(staged, k)
         view = ShardedView(mesh, stage.option.forbidden_collectives)
-        live = n_live(schedule, k)
+        live = live_counts(schedule, k)
         try:
             solved = solver.solve(staged, k, problem, view, stage.option, live)
         except InfeasibleError as error:
             message = f"Stage {k} on a mesh of {mesh.shape} devices: {error}"
-            raise _StageTooLargeError(message, k, live) from error
-        moved = mesh_collectives(solved.programs, options.n_micro_batches)
-        seconds = stage_seconds(solved.sharding, moved, mesh, options.n_micro_batches)
-        plans.append(_stage_plan(staged, stage, problem, solved, view, seconds, live, layered.of_group))
+            raise _StageTooLargeError(message, k, max(map(max, live))) from error
+        moved = mesh_collectives(solved.programs)
+        times = stage_times(problem, solved.sharding, moved, mesh)
+        plans.append(_stage_plan(staged, stage, problem, solved, view, times, live, layered.of_group))
         shardings.append(solved.sharding)
-        collectives.extend(_merged(moved, k))
+        collectives.extend(_merged(moved, k, options.n_micro_batches))
     report("Shardings of stages", len(stages), len(stages))
     return Plan(
         layered.fingerprint,
@@ -332,14 +342,20 @@ def _solve(
         _placed_inputs(staged, shardings),
         _placed_outputs(staged, shardings),
         tuple(collectives),
-        _cost(plans, _border_seconds(staged, cluster, stages), options.n_micro_batches),
+        planned_transfers(staged),
+        _cost(plans, _border_seconds(staged, cluster, stages, chunks), schedule.size),
     )
 
 
-def _border_seconds(staged: StagedStep, cluster: ClusterSpec, stages: Sequence[_Stage]) -> list[float]:
-    """Seconds of one micro-batch's values, both directions, over the border after each stage but the last."""
-    seconds = transfer_seconds(cluster, np.array(border_bytes(staged)))
-    return [float(seconds[k, stage.first_device]) for k, stage in enumerate(stages[1:])]
+def _border_seconds(staged: StagedStep, cluster: ClusterSpec, stages: Sequence[_Stage], chunks: Chunks) -> list[float]:
+    """Seconds of one micro-batch's values, both directions, over the border after each chunk but the last."""
+    out = []
+    for n_bytes, (a, b) in zip(border_bytes(staged), itertools.pairwise(chunks.stage_of), strict=True):
+        hosts = {stages[k].first_device // cluster.devices_per_host for k in (a, b)}
+        inside = all(stages[k].candidate.submesh[0] == 1 for k in (a, b))
+        link = cluster.link(same_host=len(hosts) == 1 and inside)
+        out.append(2 * link.alpha_s + link.beta_s_per_byte * n_bytes)
+    return out
 
 
 def _stage_plan(
@@ -348,8 +364,8 @@ def _stage_plan(
     problem: MeshEquations,
     solved: SolvedStage,
     view: ShardedView,
-    seconds: tuple[float, float, float],
-    live: int,
+    times: StageTimes,
+    live: Moments,
     layer_of_group: Sequence[int],
 ) -> StagePlan:
     mesh, solution, memory = view.mesh, solved.sharding, solved.memory
@@ -364,9 +380,10 @@ def _stage_plan(
         tuple(solution.specs[v] for v, _ in problem.inputs),
         solution.equations,
         _operators(staged, problem, solution, layer_of_group),
-        *seconds,
+        times.passes,
+        times.update_s,
         memory.fixed_bytes + memory.temp_bytes,
-        memory.in_flight_bytes,
+        memory.kept_bytes,
         memory.peak_bytes(live),
         solution.optimal,
     )
@@ -391,12 +408,13 @@ def _operators(
     return tuple(out)
 
 
-def _merged(collectives: Sequence[tuple[Collective, int, bool]], stage: int) -> list[PlannedCollective]:
+def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) -> list[PlannedCollective]:
     """Collectives of a stage with equal ones counted together."""
     counts: dict[tuple[str, float, tuple[int, ...]], int] = {}
-    for c, times, _ in collectives:
-        key = (c.kind, c.n_bytes, c.axes)
-        counts[key] = counts.get(key, 0) + times
+    for task, collectives in ((m.task, m.collectives) for m in moved):
+        for c, n in collectives:
+            key = (c.kind, c.n_bytes, c.axes)
+            counts[key] = counts.get(key, 0) + n * (n_micro_batches if task.per_micro_batch else 1)
     return [PlannedCollective(kind, size, axes, stage, n) for (kind, size, axes), n in counts.items()]
 
 
@@ -431,12 +449,19 @@ def _placed_outputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tu
     return tuple(out)
 
 
-def _cost(stages: Sequence[StagePlan], borders: Sequence[float], n_micro_batches: int) -> PlanCost:
-    """T = sum_k t_k + sum borders + (B - 1) max_k t_k + max_k update_k (Alpa, OSDI'22, section 5.1, with transfers)."""
+def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineSize) -> PlanCost:
+    """T = ((v - 1) max(B, p) + B) / v max_k t_k + (sum_k t_k - max_k t_k) / v + sum borders + max_k update_k.
+
+    With one chunk per stage, v = 1, this is sum_k t_k + (B - 1) max_k t_k + ... (Alpa, OSDI'22, section 5.1, with
+    transfers). With several the first micro-batch fills, and the last one drains, only one chunk of each of the p
+    stages. t_k: seconds of a micro-batch in all chunks of a stage, which are taken to be equal.
+    """
+    p, n_micro_batches, v = size.n_stages, size.n_micro_batches, size.n_chunks
     seconds = [s.compute_s + s.communication_s for s in stages]
     slowest = max(stages, key=lambda s: s.compute_s + s.communication_s)
     update = max(s.update_s for s in stages)
-    total = sum(seconds) + sum(borders) + (n_micro_batches - 1) * max(seconds) + update
+    full = ((v - 1) * max(n_micro_batches, p) + n_micro_batches) / v
+    total = full * max(seconds) + (sum(seconds) - max(seconds)) / v + sum(borders[: p - 1]) + update
     compute, communication = n_micro_batches * slowest.compute_s, n_micro_batches * slowest.communication_s
     bubble = max(0.0, total - compute - communication - update)
     return PlanCost(total, compute, communication, bubble, update, tuple(s.peak_bytes for s in stages))

@@ -1,11 +1,12 @@
-"""Pipeline schedules: the order in which each stage runs its tasks. Pure data, no times and no devices.
+"""Pipeline schedules: the order in which each stage runs its passes. Pure data, no times and no devices.
 
-In: a name, a number of stages and a number of micro-batches. Out: `Schedule`, one ordered tuple of tasks per stage.
-A task waits for
-    forward(k, b)   <- forward(k-1, b)
-    backward(k, b)  <- forward(k, b) and backward(k+1, b)
-To add a schedule, write a function from (stage, n_stages, n_micro_batches) to the tasks of that stage and decorate it
-with `@_register(name, max_live=...)`.
+In: a name and a `PipelineSize`. Out: `Schedule`, one ordered tuple of passes per stage. A pass is one micro-batch
+through one *chunk*, a run of neighbouring layers. Chunks are counted over the pipeline; of p stages with v chunks each,
+stage k has the chunks k, p + k, ..., (v - 1) p + k. Only schedules that interleave take more than one. A pass waits for
+    forward(c, b)   <- forward(c-1, b)
+    backward(c, b)  <- forward(c, b) and backward(c+1, b)
+To add a schedule, write a function from (stage, size) to the passes of that stage and decorate it with
+`@_register(name, max_live=...)`.
 """
 
 from __future__ import annotations
@@ -21,81 +22,140 @@ Kind = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """One pass of one micro-batch through one stage; stages and micro-batches count from 0."""
+class Pass:
+    """One micro-batch through one chunk; chunks of the pipeline and micro-batches count from 0."""
 
     kind: Kind
-    stage: int
+    chunk: int
     micro_batch: int
 
     def __str__(self) -> str:
-        return f"{self.kind}(stage {self.stage}, micro-batch {self.micro_batch})"
+        return f"{self.kind}(chunk {self.chunk}, micro-batch {self.micro_batch})"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSize:
+    """Counts of a pipeline; `n_chunks` of each stage."""
+
+    n_stages: int
+    n_micro_batches: int
+    n_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.n_stages, self.n_micro_batches, self.n_chunks) < 1:
+            raise ShardingError(
+                f"A schedule needs at least one stage, one micro-batch and one chunk; got `n_stages={self.n_stages}`, "
+                f"`n_micro_batches={self.n_micro_batches}` and `n_chunks={self.n_chunks}`."
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`tasks[k]` is what stage `k` runs, in order. `make_schedule` builds it, `verify_schedule` checks it."""
+    """`passes[k]` is what stage `k` runs, in order. `make_schedule` builds it, `verify_schedule` checks it."""
 
     name: str
-    n_stages: int
-    n_micro_batches: int
-    tasks: tuple[tuple[Task, ...], ...]
-
-    def __post_init__(self) -> None:
-        if self.n_stages < 1 or self.n_micro_batches < 1:
-            raise ShardingError(
-                f"A schedule needs at least one stage and one micro-batch; got `n_stages={self.n_stages}` "
-                f"and `n_micro_batches={self.n_micro_batches}`."
-            )
+    size: PipelineSize
+    passes: tuple[tuple[Pass, ...], ...]
 
 
-StageOrder = Callable[[int, int, int], tuple[Task, ...]]
-LiveLimit = Callable[[int, int], int]
+StageOrder = Callable[[int, PipelineSize], tuple[Pass, ...]]
+LiveLimit = Callable[[int, PipelineSize], int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """`max_live(stages_left, n_micro_batches)` bounds the live micro-batches; `stages_left` counts the stage itself."""
+    """`max_live(stage, size)` bounds the live pairs of a micro-batch and a chunk; see `n_live`."""
 
     order: StageOrder
     max_live: LiveLimit
     trains: bool
+    interleaves: bool
 
 
 _RULES: dict[str, _Rule] = {}
 
 
-def _register(name: str, *, max_live: LiveLimit, trains: bool = True) -> Callable[[StageOrder], StageOrder]:
+def _register(
+    name: str, *, max_live: LiveLimit, trains: bool = True, interleaves: bool = False
+) -> Callable[[StageOrder], StageOrder]:
     def add(order: StageOrder) -> StageOrder:
         assert name not in _RULES, f"two schedules are called {name}"
-        _RULES[name] = _Rule(order, max_live, trains)
+        _RULES[name] = _Rule(order, max_live, trains, interleaves)
         return order
 
     return add
 
 
-@_register("1f1b", max_live=lambda stages_left, n_micro_batches: min(stages_left, n_micro_batches))
-def _one_forward_one_backward(stage: int, n_stages: int, n_micro_batches: int) -> tuple[Task, ...]:
+@_register("1f1b", max_live=lambda stage, size: min(size.n_stages - stage, size.n_micro_batches))
+def _one_forward_one_backward(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
     """Just enough forwards to fill the stages after this one, then one backward for each forward, then the rest."""
-    n_warm_up = min(n_stages - stage - 1, n_micro_batches)
-    tasks = [Task("forward", stage, b) for b in range(n_warm_up)]
-    for b in range(n_micro_batches - n_warm_up):
-        tasks += [Task("forward", stage, n_warm_up + b), Task("backward", stage, b)]
-    tasks += [Task("backward", stage, b) for b in range(n_micro_batches - n_warm_up, n_micro_batches)]
-    return tuple(tasks)
+    return _alternate(_in_order("forward", stage, size), _in_order("backward", stage, size), size.n_stages - stage - 1)
 
 
-@_register("gpipe", max_live=lambda stages_left, n_micro_batches: n_micro_batches)
-def _gpipe(stage: int, n_stages: int, n_micro_batches: int) -> tuple[Task, ...]:
+@_register("gpipe", max_live=lambda stage, size: size.n_micro_batches)
+def _gpipe(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
     """All forwards, then all backwards."""
-    kinds: tuple[Kind, Kind] = ("forward", "backward")
-    return tuple(Task(kind, stage, b) for kind in kinds for b in range(n_micro_batches))
+    return _in_order("forward", stage, size) + _in_order("backward", stage, size)
 
 
-@_register("inference", max_live=lambda stages_left, n_micro_batches: 1, trains=False)
-def _inference(stage: int, n_stages: int, n_micro_batches: int) -> tuple[Task, ...]:
-    """Forwards only; nothing is kept once the next stage has the result."""
-    return tuple(Task("forward", stage, b) for b in range(n_micro_batches))
+@_register(
+    "inference",
+    max_live=lambda stage, size: (size.n_chunks - 1) * max(map(len, _groups(size))) + 1,
+    trains=False,
+    interleaves=True,
+)
+def _inference(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
+    """Forwards only; nothing is kept once a stage's last chunk has sent its result."""
+    return _in_order("forward", stage, size)
+
+
+@_register(
+    "1f1b-interleaved",
+    max_live=lambda stage, size: min(_n_warm_up(stage, size) + 1, size.n_chunks * size.n_micro_batches),
+    interleaves=True,
+)
+def _interleaved(stage: int, size: PipelineSize) -> tuple[Pass, ...]:
+    """1F1B over chunks (Narayanan et al., 2021, section 2.2): the bubble is 1 / n_chunks of that of 1f1b.
+
+    With one chunk per stage it is 1f1b.
+    """
+    forward, backward = _in_order("forward", stage, size), _in_order("backward", stage, size)
+    return _alternate(forward, backward, _n_warm_up(stage, size))
+
+
+def _n_warm_up(stage: int, size: PipelineSize) -> int:
+    """Forwards before the first backward, if there are so many: (p - k - 1) * 2 + (v - 1) * p for groups of p."""
+    behind = size.n_stages - stage - 1
+    if size.n_chunks == 1:
+        return behind
+    return 2 * behind + (size.n_chunks - 1) * max(map(len, _groups(size)))
+
+
+def _groups(size: PipelineSize) -> list[range]:
+    """Micro-batches that go through a chunk of every stage one behind the other, before the next chunks have a turn.
+
+    Groups have p micro-batches where these divide by p, as in the paper. Else they are a little larger, as equal as can
+    be: a smaller group would leave the first stage waiting for what comes round from the last one.
+    """
+    n = size.n_micro_batches
+    if size.n_chunks == 1:
+        return [range(n)]
+    n_groups = max(1, n // size.n_stages)
+    return [range(i * n // n_groups, (i + 1) * n // n_groups) for i in range(n_groups)]
+
+
+def _in_order(kind: Kind, stage: int, size: PipelineSize) -> tuple[Pass, ...]:
+    """All passes of a kind on a stage: group by group, in each chunk by chunk, backwards from the last chunk."""
+    chunks = range(stage, size.n_stages * size.n_chunks, size.n_stages)
+    turns = chunks if kind == "forward" else chunks[::-1]
+    return tuple(Pass(kind, c, b) for group in _groups(size) for c in turns for b in group)
+
+
+def _alternate(forward: tuple[Pass, ...], backward: tuple[Pass, ...], n_warm_up: int) -> tuple[Pass, ...]:
+    """`n_warm_up` forwards, then one backward behind each forward, then the rest of the backwards."""
+    n_pairs = max(0, len(forward) - n_warm_up)
+    pairs = zip(forward[n_warm_up:], backward[:n_pairs], strict=True)
+    return (*forward[:n_warm_up], *(one for pair in pairs for one in pair), *backward[n_pairs:])
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -103,66 +163,89 @@ def schedule_names() -> tuple[str, ...]:
     return tuple(sorted(_RULES))
 
 
-def make_schedule(name: str, n_stages: int, n_micro_batches: int) -> Schedule:
-    """The schedule called `name`. Raises ShardingError on an unknown name or a count below one."""
-    order = _rule(name).order
-    tasks = tuple(order(stage, n_stages, n_micro_batches) for stage in range(n_stages))
-    return Schedule(name, n_stages, n_micro_batches, tasks)
+def interleaves(name: str) -> bool:
+    """Whether stages may have several chunks under `name`."""
+    return _rule(name).interleaves
 
 
-def max_live(name: str, stages_left: int, n_micro_batches: int) -> int:
-    """Most micro-batches whose activations a stage may hold under `name`.
+def make_schedule(name: str, size: PipelineSize) -> Schedule:
+    """The schedule called `name`. Raises ShardingError on an unknown name, or several chunks where it has one."""
+    rule = _rule(name)
+    if size.n_chunks > 1 and not rule.interleaves:
+        raise ShardingError(
+            f"The schedule `{name}` has one chunk per stage, not {size.n_chunks}. Use `1f1b-interleaved`."
+        )
+    return Schedule(name, size, tuple(rule.order(stage, size) for stage in range(size.n_stages)))
 
-    `stages_left` counts the stages from this one to the last, this one included.
-    """
-    return _rule(name).max_live(stages_left, n_micro_batches)
+
+def max_live(name: str, stage: int, size: PipelineSize) -> int:
+    """Most pairs of a micro-batch and a chunk whose activations a stage may hold under `name`."""
+    return _rule(name).max_live(stage, size)
 
 
 def n_live(schedule: Schedule, stage: int) -> int:
-    """Most micro-batches that `stage` really holds at once: forward done or running, backward not yet done."""
-    if not _rule(schedule.name).trains:
-        return min(1, len(schedule.tasks[stage]))
-    now = most = 0
-    for task in schedule.tasks[stage]:
-        now += 1 if task.kind == "forward" else -1
-        most = max(most, now)
-    return most
+    """Most pairs of a micro-batch and a chunk that `stage` really holds at once.
 
-
-def ticks(schedule: Schedule) -> tuple[tuple[Task, ...], ...]:
-    """Tasks that run side by side when every task takes one tick and starts as soon as it can.
-
-    Raises VerifyError when the stages' orders wait for each other in a circle, or for a task that nobody runs.
+    A pair is live from its forward, that included, to its backward; without backward passes, to the forward of the
+    stage's last chunk.
     """
-    waiting = [list(reversed(tasks)) for tasks in schedule.tasks]
-    done: set[Task] = set()
-    result: list[tuple[Task, ...]] = []
+    return max((sum(counts) for counts in live_counts(schedule, stage)), default=0)
+
+
+def live_counts(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
+    """What `stage` holds at its fullest moments: for each moment the live micro-batches of each of its chunks.
+
+    Of two moments of which one holds no less of every chunk, only that one is there.
+    """
+    size, trains = schedule.size, _rule(schedule.name).trains
+    now = [0] * size.n_chunks
+    moments: dict[tuple[int, ...], None] = {}
+    for one in schedule.passes[stage]:
+        j = one.chunk // size.n_stages
+        if one.kind == "backward":
+            now[j] -= 1
+            continue
+        now[j] += 1
+        moments[tuple(now)] = None
+        if not trains and j == size.n_chunks - 1:
+            now = [n - 1 for n in now]
+    return tuple(a for a in moments if not any(a != b and all(map(int.__le__, a, b)) for b in moments))
+
+
+def ticks(schedule: Schedule) -> tuple[tuple[Pass, ...], ...]:
+    """Passes that run side by side when every pass takes one tick and starts as soon as it can.
+
+    Raises VerifyError when the stages' orders wait for each other in a circle, or for a pass that nobody runs.
+    """
+    waiting = [list(reversed(passes)) for passes in schedule.passes]
+    done: set[Pass] = set()
+    result: list[tuple[Pass, ...]] = []
     while any(waiting):
-        heads = [tasks[-1] for tasks in waiting if tasks]
-        ready = tuple(task for task in heads if done.issuperset(_waits_for(task, schedule)))
+        heads = [passes[-1] for passes in waiting if passes]
+        ready = tuple(head for head in heads if done.issuperset(_waits_for(head, schedule)))
         if not ready:
             raise VerifyError(_deadlock_message(schedule, heads, done))
-        for tasks in waiting:
-            if tasks and tasks[-1] in ready:
-                tasks.pop()
+        for passes in waiting:
+            if passes and passes[-1] in ready:
+                passes.pop()
         done.update(ready)
         result.append(ready)
     return tuple(result)
 
 
-def global_order(schedule: Schedule) -> tuple[Task, ...]:
-    """All tasks in one order that respects every stage's order and every dependency: tick by tick, then by stage."""
-    return tuple(task for tick in ticks(schedule) for task in tick)
+def global_order(schedule: Schedule) -> tuple[Pass, ...]:
+    """All passes in one order that respects every stage's order and every dependency: tick by tick, then by stage."""
+    return tuple(one for tick in ticks(schedule) for one in tick)
 
 
 def verify_schedule(schedule: Schedule) -> None:
     """Raises VerifyError unless
 
-    - there is one list of tasks for each stage, and it holds that stage's tasks only;
-    - every task runs once: one forward per stage and micro-batch, and one backward where the schedule trains;
+    - there is one list of passes for each stage, and it holds passes through that stage's chunks only;
+    - every pass runs once: one forward per chunk and micro-batch, and one backward where the schedule trains;
     - a forward runs before its backward;
     - dependencies across stages can be met without deadlock;
-    - no stage holds more live micro-batches than its schedule allows (1f1b: min(n_stages - stage, n_micro_batches)).
+    - no stage holds more live chunks than its schedule allows (1f1b: min(n_stages - stage, n_micro_batches)).
     """
     _verify_stages(schedule)
     _verify_each_once(schedule)
@@ -177,59 +260,62 @@ def _rule(name: str) -> _Rule:
     return _RULES[name]
 
 
-def _waits_for(task: Task, schedule: Schedule) -> list[Task]:
-    k, b = task.stage, task.micro_batch
-    if task.kind == "forward":
-        return [Task("forward", k - 1, b)] if k > 0 else []
-    later = [Task("backward", k + 1, b)] if k + 1 < schedule.n_stages else []
-    return [Task("forward", k, b), *later]
+def _waits_for(one: Pass, schedule: Schedule) -> list[Pass]:
+    c, b = one.chunk, one.micro_batch
+    if one.kind == "forward":
+        return [Pass("forward", c - 1, b)] if c > 0 else []
+    later = [Pass("backward", c + 1, b)] if c + 1 < schedule.size.n_stages * schedule.size.n_chunks else []
+    return [Pass("forward", c, b), *later]
 
 
-def _deadlock_message(schedule: Schedule, heads: list[Task], done: set[Task]) -> str:
+def _deadlock_message(schedule: Schedule, heads: list[Pass], done: set[Pass]) -> str:
     waits = [
         f"{head} waits for {', '.join(str(t) for t in _waits_for(head, schedule) if t not in done)}" for head in heads
     ]
-    n_tasks = sum(map(len, schedule.tasks))
-    return f"Schedule `{schedule.name}` deadlocks after {len(done)} of {n_tasks} tasks: {'; '.join(waits)}."
+    n_passes = sum(map(len, schedule.passes))
+    return f"Schedule `{schedule.name}` deadlocks after {len(done)} of {n_passes} passes: {'; '.join(waits)}."
 
 
 def _verify_stages(schedule: Schedule) -> None:
-    if len(schedule.tasks) != schedule.n_stages:
+    n_stages = schedule.size.n_stages
+    if len(schedule.passes) != n_stages:
         raise VerifyError(
-            f"Schedule `{schedule.name}` has {len(schedule.tasks)} lists of tasks for {schedule.n_stages} stages."
+            f"Schedule `{schedule.name}` has {len(schedule.passes)} lists of passes for {n_stages} stages."
         )
-    for stage, tasks in enumerate(schedule.tasks):
-        for task in tasks:
-            if task.stage != stage:
-                raise VerifyError(f"Schedule `{schedule.name}` lists {task} under stage {stage}.")
+    for stage, passes in enumerate(schedule.passes):
+        for one in passes:
+            if one.chunk % n_stages != stage:
+                raise VerifyError(f"Schedule `{schedule.name}` lists {one} under stage {stage}.")
 
 
 def _verify_each_once(schedule: Schedule) -> None:
     kinds: tuple[Kind, ...] = ("forward", "backward") if _rule(schedule.name).trains else ("forward",)
-    for stage, tasks in enumerate(schedule.tasks):
-        seen = Counter(tasks)
-        wanted = [Task(kind, stage, b) for kind in kinds for b in range(schedule.n_micro_batches)]
-        for task in wanted:
-            if seen[task] != 1:
-                raise VerifyError(f"Schedule `{schedule.name}` runs {task} {seen[task]} times; expected once.")
+    size = schedule.size
+    for stage, passes in enumerate(schedule.passes):
+        seen = Counter(passes)
+        chunks = range(stage, size.n_stages * size.n_chunks, size.n_stages)
+        wanted = [Pass(kind, c, b) for kind in kinds for c in chunks for b in range(size.n_micro_batches)]
+        for one in wanted:
+            if seen[one] != 1:
+                raise VerifyError(f"Schedule `{schedule.name}` runs {one} {seen[one]} times; expected once.")
         if extra := seen.keys() - set(wanted):
             first = min(extra, key=str)
-            raise VerifyError(f"Schedule `{schedule.name}` runs {first}, which is not one of its tasks.")
+            raise VerifyError(f"Schedule `{schedule.name}` runs {first}, which is not one of its passes.")
 
 
 def _verify_forward_first(schedule: Schedule) -> None:
-    for tasks in schedule.tasks:
-        seen: set[int] = set()
-        for task in tasks:
-            if task.kind == "forward":
-                seen.add(task.micro_batch)
-            elif task.micro_batch not in seen:
-                raise VerifyError(f"Schedule `{schedule.name}` runs {task} before its forward.")
+    for passes in schedule.passes:
+        seen: set[tuple[int, int]] = set()
+        for one in passes:
+            if one.kind == "forward":
+                seen.add((one.chunk, one.micro_batch))
+            elif (one.chunk, one.micro_batch) not in seen:
+                raise VerifyError(f"Schedule `{schedule.name}` runs {one} before its forward.")
 
 
 def _verify_live(schedule: Schedule) -> None:
-    for stage in range(schedule.n_stages):
-        limit = max_live(schedule.name, schedule.n_stages - stage, schedule.n_micro_batches)
+    for stage in range(schedule.size.n_stages):
+        limit = max_live(schedule.name, stage, schedule.size)
         if (live := n_live(schedule, stage)) > limit:
             raise VerifyError(
                 f"Stage {stage} of schedule `{schedule.name}` holds {live} live micro-batches; "

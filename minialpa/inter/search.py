@@ -20,7 +20,7 @@ from minialpa.cluster import ClusterSpec
 from minialpa.errors import InfeasibleError, TraceError
 from minialpa.inter.forward import pieces_of
 from minialpa.inter.remat import rematerialise
-from minialpa.inter.schedule import max_live
+from minialpa.inter.schedule import PipelineSize, max_live
 from minialpa.inter.stage_cost import THRIFT, PieceCost, PieceCosts, interval_maxima, interval_sums
 from minialpa.inter.stage_dp import StageAssignment, StageChoice, StageCostTable, choose_stages, step_seconds_of
 from minialpa.inter.stage_kernels import Bools, Floats
@@ -133,14 +133,15 @@ class StageSearch:
         """Costs of pieces for `n` micro-batches. Raises TraceError if the step cannot be split into as many."""
         if (n, remat) not in self._costs:
             step = rematerialise(self.traced, self.piece_of_group, (remat,) * self.n_pieces)
-            staged = stage_step(step, n, self.piece_of_group, self.n_pieces)
+            staged = stage_step(step, n, self.piece_of_group, range(self.n_pieces))
             self._costs[n, remat] = PieceCosts(staged, self.cluster, self.option, self.menus)
         return self._costs[n, remat]
 
     def _first_bounds(self, n: int) -> _Bounds | None:
         """What pieces cost on one device that keeps everything; None if `n` micro-batches cannot be."""
         shape = (self.n_pieces, len(self.columns))
-        bounds = _Bounds(*(np.zeros(shape) for _ in range(5)), solved=np.zeros(shape, np.bool_))
+        t, step, fixed, in_flight, temp = (np.zeros(shape) for _ in range(5))
+        bounds = _Bounds(t, step, fixed, in_flight, temp, np.zeros(shape, np.bool_))
         try:
             self._raise_alone(n, bounds, self.space.remats[0], range(len(self.columns)))
         except TraceError:
@@ -268,7 +269,7 @@ class StageSearch:
         bounds.found = None
 
     def _unsolved(self, n: int, found: StageAssignment) -> list[tuple[int, int]]:
-        """What the stages use and is not solved: pieces, one of each kind, and columns. Kinds that repeat come first."""
+        """Pieces and columns that the stages use and that are not solved: one of each kind, those that repeat first."""
         bounds = self.bounds[n]
         exact = self._exact_places(bounds)
         users: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -288,7 +289,7 @@ class StageSearch:
         table = self._table(n, bounds)
         for k, stage in enumerate(found.stages):
             at = (stage.first_layer, stage.last_layer, stage.candidate)
-            live = max_live(self.space.schedule, len(found.stages) - k, n)
+            live = max_live(self.space.schedule, k, PipelineSize(len(found.stages), n))
             if table.fixed_bytes[at] + live * table.in_flight_bytes[at] > self.memory[stage.candidate]:
                 return math.inf
         return step_seconds_of(table, found.stages, n)

@@ -1,10 +1,11 @@
 """Splitting: a step over micro-batches and the stage of each layer in, the tasks of every mesh out.
 
-Positions order the loop of one micro-batch: 0..S-1 are the forward passes of the stages, S..2S-1 their backward passes
-in reverse, so position p runs on mesh p or 2S-1-p. A tagged equation goes to the position of its layer. An equation
-that autodiff left untagged goes to the earliest position where its operands are at hand. Cheap equations that depend
-on no example are copied into every task that wants them. Updates follow the mesh of their largest operand, that is, of
-the gradient; what depends on inputs alone (step counters, learning rates) is computed on every mesh that wants it.
+Positions order the loop of one micro-batch: 0..S-1 are the forward passes of the chunks, S..2S-1 their backward passes
+in reverse, so position p is chunk p or 2S-1-p. A chunk is what a stage runs in one piece; most stages have one. A
+tagged equation goes to the position of its layer. An equation that autodiff left untagged goes to the earliest position
+where its operands are at hand. Cheap equations that depend on no example are copied into every task that wants them.
+Updates follow the mesh of their largest operand, that is, of the gradient; what depends on inputs alone (step counters,
+learning rates) is computed on every mesh that wants it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ _HEAVY = ("dot_general", "conv_general_dilated", "sort", "cholesky", "qr", "svd"
 class Task:
     """Equations that run together on one mesh.
 
-    kind: `step` is forward and backward in one, for a single stage. level: order among the updates of a mesh; tasks of
-    level l + 1 wait for other meshes' results of level l.
+    kind: `step` is forward and backward in one, for a single stage. chunk: of a forward or backward task, counted over
+    the pipeline, else 0. level: order among the updates of a mesh; tasks of level l + 1 wait for other meshes' results
+    of level l.
     invars, outvars: values read from, and left for, other tasks, in a fixed order.
     """
 
     kind: TaskKind
     mesh: int
+    chunk: int
     level: int
     eqns: tuple[JaxprEqn, ...]
     invars: tuple[Var, ...]
@@ -42,7 +45,8 @@ class Task:
 
     @property
     def name(self) -> str:
-        return f"{self.kind}{self.mesh}" + (f".{self.level}" if self.level else "")
+        number = self.chunk if self.kind in ("forward", "backward") else self.mesh
+        return f"{self.kind}{number}" + (f".{self.level}" if self.level else "")
 
     @property
     def per_micro_batch(self) -> bool:
@@ -53,39 +57,44 @@ class Task:
 class StagedStep:
     """A step as tasks on meshes.
 
+    mesh_of_chunk: the mesh of each chunk of the pipeline; one chunk without a pipeline.
     input_meshes: for each input (constants first, then arguments), the meshes that read it whole.
     output_meshes: for each result, the mesh that holds it at the end; for the replacement of a donated input, the first
         one that reads that input.
     """
 
     split: SplitStep
-    n_meshes: int
+    mesh_of_chunk: tuple[int, ...]
     tasks: tuple[Task, ...]
     input_meshes: tuple[tuple[int, ...], ...]
     output_meshes: tuple[tuple[int, ...], ...]
+
+    @property
+    def n_meshes(self) -> int:
+        return max(self.mesh_of_chunk) + 1
 
     @property
     def inputs(self) -> tuple[Var, ...]:
         return (*self.split.traced.flat.constvars, *self.split.traced.flat.invars)
 
 
-def traced_positions(step: TracedStep, stage_of_group: Sequence[int], n_stages: int) -> list[int | None]:
+def traced_positions(step: TracedStep, chunk_of_group: Sequence[int], n_chunks: int) -> list[int | None]:
     """Position of each traced equation that has a forward group, else None."""
     out: list[int | None] = []
     for origin in step.origins:
         if origin.group is None:
             out.append(None)
         else:
-            stage = stage_of_group[origin.group]
-            out.append(2 * n_stages - 1 - stage if origin.direction == "backward" else stage)
+            chunk = chunk_of_group[origin.group]
+            out.append(2 * n_chunks - 1 - chunk if origin.direction == "backward" else chunk)
     return out
 
 
-def stage_split(split: SplitStep, stage_of_group: Sequence[int], n_stages: int) -> StagedStep:
-    """Place every operation of `split`; `stage_of_group[g]` is the stage of forward group g (see `Origin`)."""
-    if n_stages == 1 and split.n_micro_batches == 1:
+def stage_split(split: SplitStep, chunk_of_group: Sequence[int], mesh_of_chunk: Sequence[int]) -> StagedStep:
+    """Place every operation of `split`; `chunk_of_group[g]` is the chunk of forward group g (see `Origin`)."""
+    if len(mesh_of_chunk) == 1 and split.n_micro_batches == 1:
         return _one_task(split)
-    return _Placer(split, stage_of_group, n_stages).run()
+    return _Placer(split, chunk_of_group, mesh_of_chunk).run()
 
 
 def _one_task(split: SplitStep) -> StagedStep:
@@ -96,28 +105,31 @@ def _one_task(split: SplitStep) -> StagedStep:
     read = {v for eqn in eqns for v in eqn.invars if not is_literal(v)}
     outputs = {v for v in split.outvars if not is_literal(v)}
     made = tuple(v for eqn in eqns for v in eqn.outvars if v in outputs)
-    task = Task("step", 0, 0, eqns, *_paired(split, tuple(v for v in inputs if v in read), made))
+    task = Task("step", 0, 0, 0, eqns, *_paired(split, tuple(v for v in inputs if v in read), made))
     donated = {alias for alias in split.traced.aliases if alias is not None}
     kept = read | outputs | {flat.invars[i] for i in donated}
     input_meshes = tuple((0,) if v in kept else () for v in inputs)
-    return StagedStep(split, 1, (task,) if eqns else (), input_meshes, ((0,),) * len(split.outvars))
+    return StagedStep(split, (0,), (task,) if eqns else (), input_meshes, ((0,),) * len(split.outvars))
 
 
 Key = tuple[int, int, int]  # (0 prologue | 1 loop | 2 update, position or level, mesh)
 
 
 class _Placer:
-    def __init__(self, split: SplitStep, stage_of_group: Sequence[int], n_stages: int) -> None:
-        self.split, self.n_stages = split, n_stages
-        self.labels = traced_positions(split.traced, stage_of_group, n_stages)
+    def __init__(self, split: SplitStep, chunk_of_group: Sequence[int], mesh_of_chunk: Sequence[int]) -> None:
+        self.split, self.mesh_of_chunk, self.n_chunks = split, mesh_of_chunk, len(mesh_of_chunk)
+        self.labels = traced_positions(split.traced, chunk_of_group, self.n_chunks)
         self.by_phase = {phase: [op for op in split.ops if op.phase is phase] for phase in Phase}
         self.position: dict[Var, int] = {}
         self.floating: dict[Var, JaxprEqn] = {}
         self.forward_uses: dict[Var, set[int]] = defaultdict(set)
         self.content: dict[Key, list[JaxprEqn]] = defaultdict(list)
 
+    def chunk_of(self, position: int) -> int:
+        return min(position, 2 * self.n_chunks - 1 - position)
+
     def mesh_of(self, position: int) -> int:
-        return position if position < self.n_stages else 2 * self.n_stages - 1 - position
+        return self.mesh_of_chunk[self.chunk_of(position)]
 
     def run(self) -> StagedStep:
         self._find_floating()
@@ -154,7 +166,7 @@ class _Placer:
                 behind = zip(ops[i + 1 :], placed[i + 1 :], strict=True)
                 placed[i] = min((p for op, p in behind if p is not None and _reads(op.eqn, ops[i].eqn)), default=0)
                 self.position.update((v, placed[i] or 0) for v in ops[i].eqn.outvars)
-        if self.n_stages == 1:
+        if self.n_chunks == 1:
             placed = [0] * len(ops)
             self.position = dict.fromkeys(self.position, 0)
         for op, position in zip(ops, placed, strict=True):
@@ -167,12 +179,12 @@ class _Placer:
         behind = [self.position[v] for v in op.eqn.invars if not is_literal(v) and v in self.position]
         is_backward = op.source >= 0 and self.split.traced.origins[op.source].direction == "backward"
         if label is None and is_backward:
-            label = self._residual_position(op.eqn, max([self.n_stages, *behind]))
+            label = self._residual_position(op.eqn, max([self.n_chunks, *behind]))
         known = [p for p in (label, *behind) if p is not None]
         if not known:
             return None
         position = max(known)
-        if position < self.n_stages:
+        if position < self.n_chunks:
             for v in op.eqn.invars:
                 if not is_literal(v):
                     self.forward_uses[v].add(position)
@@ -180,15 +192,15 @@ class _Placer:
         return position
 
     def _residual_position(self, eqn: JaxprEqn, at_least: int) -> int:
-        """First backward position not before `at_least` whose stage holds what the forward pass left for `eqn`."""
+        """First backward position not before `at_least` whose chunk holds what the forward pass left for `eqn`."""
         position = at_least
         for v in eqn.invars:
             if is_literal(v):
                 continue
-            stages = set(self.forward_uses.get(v, ()))
-            if self.position.get(v, self.n_stages) < self.n_stages:
-                stages.add(self.position[v])
-            candidates = [2 * self.n_stages - 1 - s for s in stages if 2 * self.n_stages - 1 - s >= at_least]
+            chunks = set(self.forward_uses.get(v, ()))
+            if self.position.get(v, self.n_chunks) < self.n_chunks:
+                chunks.add(self.position[v])
+            candidates = [2 * self.n_chunks - 1 - c for c in chunks if 2 * self.n_chunks - 1 - c >= at_least]
             position = max(position, min(candidates, default=position))
         return position
 
@@ -308,16 +320,17 @@ class _Placer:
             )
             kind = self._kind(key)
             level = key[1] if kind == "update" else 0
+            chunk = self.chunk_of(key[1]) if kind in ("forward", "backward") else 0
             ends = _paired(self.split, reads[key], outvars)
-            tasks.append(Task(kind, key[2], level, tuple(self.content[key]), *ends))
+            tasks.append(Task(kind, key[2], chunk, level, tuple(self.content[key]), *ends))
         return self._with_homes(tasks)
 
     def _kind(self, key: Key) -> TaskKind:
         if key[0] != 1:
             return "prologue" if key[0] == 0 else "update"
-        if self.n_stages == 1:
+        if self.n_chunks == 1:
             return "step"
-        return "forward" if key[1] < self.n_stages else "backward"
+        return "forward" if key[1] < self.n_chunks else "backward"
 
     def _with_homes(self, tasks: list[Task]) -> StagedStep:
         traced = self.split.traced
@@ -346,7 +359,7 @@ class _Placer:
             if not is_literal(atom) and atom in inputs:
                 readers[atom] |= set(where)
         input_meshes = tuple(tuple(sorted(readers.get(v, ()))) for v in inputs)
-        return StagedStep(self.split, self.n_stages, tuple(tasks), input_meshes, tuple(outputs))
+        return StagedStep(self.split, tuple(self.mesh_of_chunk), tuple(tasks), input_meshes, tuple(outputs))
 
 
 def _unique(variables: Iterable[Var]) -> tuple[Var, ...]:

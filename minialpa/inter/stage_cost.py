@@ -7,22 +7,21 @@ thereby priced as if both sides agreed on the sharding, which the final solve of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.extend.core import Var
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import InfeasibleError
 from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations, mesh_programs
-from minialpa.inter.split import StagedStep
+from minialpa.inter.split import StagedStep, Task
 from minialpa.inter.stage_kernels import Floats
 from minialpa.inter.stage_memory import kept_usages, mesh_memory
+from minialpa.inter.stage_times import stage_times
 from minialpa.inter.submeshes import Candidate
 from minialpa.intra.menu import Menus
-from minialpa.intra.problem import MeshEquations, MeshSharding
+from minialpa.intra.problem import MeshEquations
 from minialpa.intra.solve import MeshSolver
 from minialpa.intra.usage import MemoryLimit
 from minialpa.jaxprs import bytes_of, is_literal
@@ -33,28 +32,6 @@ _PIECE_TIME_LIMIT_S = 5.0
 THRIFT = (0.0, 0.1, 1.0)
 #: Micro-batches in flight for which pieces are thrifty.
 _USUALLY_LIVE = 8
-
-
-def stage_seconds(
-    solution: MeshSharding,
-    collectives: Sequence[tuple[Collective, int, bool]],
-    mesh: LogicalMesh,
-    n_micro_batches: int,
-) -> tuple[float, float, float]:
-    """Seconds of compute and of communication per micro-batch, and of everything in the update.
-
-    collectives: each with how often a step runs it, and whether in the update. Those of the update do not wait for
-    each other, and compilers combine them.
-    """
-    loop = 0.0
-    combined: dict[tuple[CollectiveKind, tuple[int, ...]], float] = {}
-    for c, times, late in collectives:
-        if late:
-            combined[c.kind, c.axes] = combined.get((c.kind, c.axes), 0.0) + times * c.n_bytes
-        else:
-            loop += times * c.seconds(mesh) / n_micro_batches
-    update = sum(Collective(kind, n_bytes, axes).seconds(mesh) for (kind, axes), n_bytes in combined.items())
-    return solution.compute_s[0], loop, solution.compute_s[1] + update
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +80,9 @@ class PieceCosts:
             return PieceCost()
         view = ShardedView(mesh, self.option.forbidden_collectives)
         programs = mesh_programs(staged, piece, problem, solution, view)
-        compute, communication, update = stage_seconds(solution, mesh_collectives(programs, n), mesh, n)
+        times = stage_times(problem, solution, mesh_collectives(programs), mesh)
         memory = mesh_memory(staged, piece, programs, solution, view)
-        return PieceCost(compute + communication, update, memory.fixed_bytes, memory.in_flight_bytes, memory.temp_bytes)
+        return PieceCost(times.pass_s, times.update_s, memory.fixed_bytes, memory.in_flight_bytes, memory.temp_bytes)
 
     def _solver(self, piece: int, mesh: LogicalMesh) -> MeshSolver:
         if (piece, mesh) not in self._solvers:
@@ -132,19 +109,16 @@ def interval_maxima(per_layer: Floats) -> Floats:
 
 
 def border_bytes(staged: StagedStep) -> list[float]:
-    """Bytes of one micro-batch, both directions, that cross the border after each mesh but the last."""
-    crossing = [0.0] * staged.n_meshes
-    home: dict[Var, int] = {}
-    for task in staged.tasks:
-        if task.per_micro_batch:
-            home.update((v, task.mesh) for v in task.outvars)
-    for task in staged.tasks:
-        if not task.per_micro_batch:
-            continue
+    """Bytes of one micro-batch, both directions, that cross the border after each chunk but the last."""
+    loop = [task for task in staged.tasks if task.per_micro_batch]
+    crossing = [0.0] * (max((task.chunk for task in loop), default=0) + 1)
+    home: dict[Var, Task] = {v: task for task in loop for v in task.outvars}
+    for task in loop:
         for v in task.invars:
-            source = home.get(v, task.mesh)
-            for border in range(min(source, task.mesh), max(source, task.mesh)):
-                crossing[border] += bytes_of(v)
+            source = home.get(v, task)
+            if source.mesh != task.mesh:
+                for border in range(min(source.chunk, task.chunk), max(source.chunk, task.chunk)):
+                    crossing[border] += bytes_of(v)
     return crossing[:-1]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.inter.schedule import max_live
+from minialpa.inter.schedule import PipelineSize, max_live
 from minialpa.inter.stage_kernels import IDLE, Bools, Floats, Ints, fill_tables, least_stages
 
 
@@ -178,7 +178,7 @@ def _problem(
 ) -> _Problem:
     least_devices = int(table.n_devices[_usable(table, memory)].min(initial=table.cluster_devices))
     most_stages = min(table.n_layers, stages[-1], table.cluster_devices // least_devices)
-    counts = [max_live(schedule, max(1, s), n_micro_batches) for s in range(most_stages + 1)]
+    counts = [max_live(schedule, 0, PipelineSize(max(1, s), n_micro_batches)) for s in range(most_stages + 1)]
     live, live_of = np.unique(counts, return_inverse=True)
     rows = np.concatenate([table.n_devices[:, None], table.may_start], axis=1)
     kinds, groups = np.unique(rows, axis=0, return_inverse=True)

@@ -1,11 +1,11 @@
 """Memory of one mesh over a step: its tasks with their shardings in, bytes per device out.
 
-    peak = fixed + n_live * in_flight + temp
+    peak = fixed + max over moments (sum_c live[c] * kept[c]) + temp
 
 fixed: what stays for the whole step: parameters, optimizer state and, over micro-batches, the accumulated gradients.
-in_flight: what the forward pass of each micro-batch is sent or makes, and its backward pass reads. temp: what the
-hungriest task has besides, by intra/memory.py. `mesh_usages` says the same with variables in place of bytes, for the
-planner's limit.
+kept[c]: what chunk c of the mesh is sent or makes in its forward pass of a micro-batch, and later passes read. live[c]:
+for how many micro-batches it does so at a moment, see `schedule.live_counts`. temp: what the hungriest task has
+besides, by intra/memory.py. `mesh_usages` says the same with variables in place of bytes, for the planner's limit.
 """
 
 from __future__ import annotations
@@ -24,26 +24,36 @@ from minialpa.intra.usage import Usage
 from minialpa.jaxprs import bytes_of, is_literal
 from minialpa.sharding import Spec
 
+Moments = Sequence[Sequence[int]]
+
 
 @dataclass(frozen=True, slots=True)
 class MeshMemory:
     """Bytes per device, as in the formula above; `largest` tensors at the peak of the hungriest task."""
 
     fixed_bytes: float
-    in_flight_bytes: float
+    kept_bytes: tuple[float, ...]
     temp_bytes: float
     largest: tuple[LargeTensor, ...]
 
-    def peak_bytes(self, n_live: int) -> float:
-        return self.fixed_bytes + n_live * self.in_flight_bytes + self.temp_bytes
+    @property
+    def in_flight_bytes(self) -> float:
+        """Bytes for each micro-batch that is live in all chunks."""
+        return sum(self.kept_bytes)
+
+    def peak_bytes(self, moments: Moments) -> float:
+        kept = max(sum(n * size for n, size in zip(live, self.kept_bytes, strict=True)) for live in moments)
+        return self.fixed_bytes + kept + self.temp_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Variables of a mesh that outlive its tasks, as sets in a fixed order."""
+    """Variables of a mesh that outlive its tasks, in a fixed order; residuals with the chunk of the mesh, from 0, that
+    keeps them."""
 
     fixed: dict[Var, None]
-    residuals: dict[Var, None]
+    residuals: dict[Var, int]
+    n_chunks: int
 
 
 def mesh_memory(
@@ -60,15 +70,20 @@ def mesh_memory(
         if extra >= temp:
             temp, largest = extra, memory.largest
     fixed = sum(_local(v, sharding.specs, view) for v in kept.fixed)
-    return MeshMemory(fixed, sum(_local(v, sharding.specs, view) for v in kept.residuals), temp, largest)
+    by_chunk = [0.0] * kept.n_chunks
+    for v, chunk in kept.residuals.items():
+        by_chunk[chunk] += _local(v, sharding.specs, view)
+    return MeshMemory(fixed, tuple(by_chunk), temp, largest)
 
 
-def mesh_usages(staged: StagedStep, mesh: int, n_live: int, *, joint_barriers: bool) -> tuple[Usage, ...]:
+def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, joint_barriers: bool) -> tuple[Usage, ...]:
     """What uses memory on `mesh` and when, besides parameters and optimizer state; tasks run one after the other.
 
-    joint_barriers: see `LogicalMesh.waits_at_barriers`.
+    Of the moments it takes the one that would be the fullest without sharding. joint_barriers: see
+    `LogicalMesh.waits_at_barriers`.
     """
     kept = _kept(staged, mesh)
+    live = max(moments, key=lambda counts: sum(bytes_of(v) * counts[c] for v, c in kept.residuals.items()))
     inputs = set(staged.inputs)
     usages: list[Usage] = []
     now = 0
@@ -81,7 +96,7 @@ def mesh_usages(staged: StagedStep, mesh: int, n_live: int, *, joint_barriers: b
         usages += [Usage(v, 1, now, end) for v in task.invars if v not in kept.fixed and v not in kept.residuals]
         now = end
     usages += [Usage(v, 1, 0, now) for v in kept.fixed if v not in inputs]
-    usages += [Usage(v, n_live, 0, now) for v in kept.residuals]
+    usages += [Usage(v, live[chunk], 0, now) for v, chunk in kept.residuals.items() if live[chunk]]
     return tuple(usages)
 
 
@@ -116,12 +131,22 @@ def _kept(staged: StagedStep, mesh: int) -> _Kept:
     made = {v for task in tasks for v in task.outvars}
     if staged.split.n_micro_batches > 1:
         fixed += [a.total for a in staged.split.accumulators if a.loop in made]
-    # What a forward pass was sent by another mesh waits for the backward pass like what it made itself.
-    forward = {v for task in tasks if task.kind == "forward" for v in (*task.outvars, *task.invars)}
-    forward -= {*fixed, *(part for _, part in staged.split.micro_inputs)}
-    once = {v for task in tasks if not task.per_micro_batch for v in task.outvars}
-    residuals = [v for task in tasks if task.kind == "backward" for v in task.invars if v in forward - once]
-    return _Kept(dict.fromkeys(fixed), dict.fromkeys(residuals))
+    loop = [task for task in tasks if task.per_micro_batch]
+    chunks = [c for c, home in enumerate(staged.mesh_of_chunk) if home == mesh]
+    # What a pass was sent by another mesh waits for later passes like what it made itself.
+    never = {*fixed, *(part for _, part in staged.split.micro_inputs), staged.split.micro_index}
+    never.update(v for task in tasks if not task.per_micro_batch for v in task.outvars)
+    seen: set[Var] = set()
+    residuals: dict[Var, int] = {}
+    for task in loop:
+        residuals.update((v, len(chunks)) for v in task.invars if v in seen)
+        seen.update(v for v in (*task.invars, *task.outvars) if v not in never)
+    for task in loop:
+        # The first chunk that has a value keeps it: that chunk's backward pass is the mesh's last.
+        for v in (*task.invars, *task.outvars):
+            if v in residuals:
+                residuals[v] = min(residuals[v], chunks.index(task.chunk))
+    return _Kept(dict.fromkeys(fixed), residuals, len(chunks))
 
 
 def _extra(program: ShardedEquations, memory: ProgramMemory, donated: tuple[int, ...], kept: _Kept) -> float:

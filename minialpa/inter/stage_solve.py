@@ -17,7 +17,7 @@ from minialpa.errors import InfeasibleError
 from minialpa.inter.mesh_problem import ShardedView, TaskProgram, mesh_programs
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_cost import problem_key
-from minialpa.inter.stage_memory import MeshMemory, mesh_memory, mesh_usages
+from minialpa.inter.stage_memory import MeshMemory, Moments, mesh_memory, mesh_usages
 from minialpa.intra.menu import Menus
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.solve import MeshSolver
@@ -56,21 +56,24 @@ class StageSolver:
 
     def solve(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
-        n_live: int,
+        moments: Moments,
     ) -> SolvedStage:  # fmt: skip
-        """The cheapest shardings of a stage with `n_live` micro-batches in flight. Raises InfeasibleError."""
+        """The cheapest shardings of a stage with so much in flight (see `live_counts`). Raises InfeasibleError."""
         names = problem.paths if option.fixed_specs else None
         kind = (problem_key(problem), str(names), view, option)
         n_bytes = option.limit_bytes(view.mesh.device)
         if (kind, None) not in self._solved:
             free = replace(option, memory_limit_bytes=math.inf)
-            self._solved[kind, None] = problem, _solve_stage(staged, mesh, problem, view, free, n_live, self.menus)
+            self._solved[kind, None] = problem, _solve_stage(staged, mesh, problem, view, free, moments, self.menus)
         free_stage = self._rebound((kind, None), staged, mesh, problem, view)
-        if n_bytes is None or _needed(free_stage.memory, n_live) <= n_bytes:
+        if n_bytes is None or _needed(free_stage.memory, moments) <= n_bytes:
             return free_stage
-        if (kind, n_live) not in self._solved:
-            self._solved[kind, n_live] = problem, _solve_stage(staged, mesh, problem, view, option, n_live, self.menus)
-        return self._rebound((kind, n_live), staged, mesh, problem, view)
+        if (kind, tuple(map(tuple, moments))) not in self._solved:
+            self._solved[kind, moments] = (
+                problem,
+                _solve_stage(staged, mesh, problem, view, option, moments, self.menus),
+            )
+        return self._rebound((kind, tuple(map(tuple, moments))), staged, mesh, problem, view)
 
     def _rebound(
         self, key: object, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
@@ -94,16 +97,16 @@ class StageSolver:
         return SolvedStage(sharding, programs, solved.memory)
 
 
-def _needed(memory: MeshMemory, n_live: int) -> float:
-    return memory.peak_bytes(n_live) + _RESERVE * memory.temp_bytes + _RESERVE_BYTES
+def _needed(memory: MeshMemory, moments: Moments) -> float:
+    return memory.peak_bytes(moments) + _RESERVE * memory.temp_bytes + _RESERVE_BYTES
 
 
 def _solve_stage(
-    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, n_live: int,
-    menus: Menus,
+    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
+    moments: Moments, menus: Menus,
 ) -> SolvedStage:  # fmt: skip
     """As `StageSolver.solve`, from nothing."""
-    limit = _limit(staged, mesh, problem, view, option, n_live)
+    limit = _limit(staged, mesh, problem, view, option, moments)
     room, found = limit, list[SolvedStage]()
     solver = MeshSolver(problem, view.mesh, option, menus)
     deadline = time.monotonic() + option.solver_time_limit_s
@@ -121,7 +124,7 @@ def _solve_stage(
         programs = tuple(mesh_programs(staged, mesh, problem, solution, view))
         memory = mesh_memory(staged, mesh, programs, solution, view)
         solved = SolvedStage(solution, programs, memory)
-        needed = _needed(memory, n_live)
+        needed = _needed(memory, moments)
         if limit is None or room is None or needed <= limit.limit_bytes:
             return solved
         found.append(solved)
@@ -129,20 +132,25 @@ def _solve_stage(
         less = max(solved_bytes - (needed - limit.limit_bytes), (solved_bytes + hopeless_bytes) / 2)
         room = replace(room, limit_bytes=less)
     assert limit is not None
-    smallest = min(found, key=lambda solved: solved.memory.peak_bytes(n_live))
-    if smallest.memory.peak_bytes(n_live) > limit.limit_bytes:
-        raise _too_large(smallest.memory, limit, n_live)
+    smallest = min(found, key=lambda solved: solved.memory.peak_bytes(moments))
+    if smallest.memory.peak_bytes(moments) > limit.limit_bytes:
+        raise _too_large(smallest.memory, limit, moments)
     return smallest
 
 
 def _limit(
-    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, n_live: int
+    staged: StagedStep,
+    mesh: int,
+    problem: MeshEquations,
+    view: ShardedView,
+    option: AutoShardingOption,
+    moments: Moments,
 ) -> MemoryLimit | None:
     n_bytes = option.limit_bytes(view.mesh.device)
     if n_bytes is None or math.isinf(n_bytes):
         return None
     whole = sum(bytes_of(v) for v, _ in problem.inputs) + sum(bytes_of(v) for e in problem.eqns for v in e.outvars)
-    if (1 + n_live) * whole <= n_bytes:  # nothing needs counting
+    if (1 + max(map(max, moments))) * whole <= n_bytes:  # nothing needs counting
         return MemoryLimit(n_bytes)
 
     def name_of(var: Var) -> str:
@@ -150,14 +158,14 @@ def _limit(
         paths = dict(zip(traced.flat.invars, traced.in_paths, strict=True))
         return paths.get(var) or next((source_line(eqn) for eqn in problem.eqns if var in eqn.outvars), "")
 
-    usages = mesh_usages(staged, mesh, n_live, joint_barriers=view.mesh.waits_at_barriers)
+    usages = mesh_usages(staged, mesh, moments, joint_barriers=view.mesh.waits_at_barriers)
     return MemoryLimit(n_bytes, usages, name_of)
 
 
-def _too_large(memory: MeshMemory, limit: MemoryLimit, n_live: int) -> InfeasibleError:
+def _too_large(memory: MeshMemory, limit: MemoryLimit, moments: Moments) -> InfeasibleError:
     listed = "".join(f"\n  {tensor}" for tensor in memory.largest)
     return InfeasibleError(
-        f"The smallest plan found needs {memory.peak_bytes(n_live):,.0f} bytes per device and the limit is "
+        f"The smallest plan found needs {memory.peak_bytes(moments):,.0f} bytes per device and the limit is "
         f"{limit.limit_bytes:,.0f}. Allow more devices or micro-batches, or raise `memory_limit_bytes`. Its largest "
         f"tensors:{listed}"
     )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from jax.extend.core import Var
 
 from minialpa.errors import VerifyError
+from minialpa.inter.chunks import plan_chunks
 from minialpa.inter.mesh_problem import mesh_equations
 from minialpa.inter.microbatch import split_micro_batches
 from minialpa.inter.remat import rematerialise
@@ -25,15 +26,18 @@ from minialpa.sharding import EquationSpecs, Spec
 from minialpa.trace import TracedStep
 
 
-def stage_step(traced: TracedStep, n_micro_batches: int, stage_of_group: Sequence[int], n_stages: int) -> StagedStep:
-    """Split `traced` into micro-batches and stages. Without a pipeline, `stage_of_group` may be empty."""
-    groups = stage_of_group or [0] * n_groups(traced)
-    stage_of = None
-    if n_stages > 1:
-        positions = traced_positions(traced, groups, n_stages)
-        stage_of = [None if p is None else min(p, 2 * n_stages - 1 - p) for p in positions]
-    split = _shared(split_micro_batches(traced, n_micro_batches, stage_of), by_direction=n_stages > 1)
-    return stage_split(split, groups, n_stages)
+def stage_step(
+    traced: TracedStep, n_micro_batches: int, chunk_of_group: Sequence[int], mesh_of_chunk: Sequence[int]
+) -> StagedStep:
+    """Split `traced` into micro-batches and chunks. Without a pipeline, `chunk_of_group` may be empty."""
+    groups = chunk_of_group or [0] * n_groups(traced)
+    n_chunks = len(mesh_of_chunk)
+    chunk_of = None
+    if n_chunks > 1:
+        positions = traced_positions(traced, groups, n_chunks)
+        chunk_of = [None if p is None else min(p, 2 * n_chunks - 1 - p) for p in positions]
+    split = _shared(split_micro_batches(traced, n_micro_batches, chunk_of), by_direction=n_chunks > 1)
+    return stage_split(split, groups, mesh_of_chunk)
 
 
 def _shared(split: SplitStep, *, by_direction: bool) -> SplitStep:
@@ -87,7 +91,8 @@ def realise(traced: TracedStep, plan: Plan) -> StagedStep:
             f"{traced.fingerprint}. Plan again, or call it with the shapes of the plan."
         )
     step = rematerialise(traced, plan.layer_of_group, plan.remat)
-    return stage_step(step, plan.n_micro_batches, plan.stage_of_group(), len(plan.stages))
+    chunks = plan_chunks(plan)
+    return stage_step(step, plan.n_micro_batches, chunks.of_group(plan.layer_of_group), chunks.stage_of)
 
 
 def mesh_problems(staged: StagedStep) -> list[MeshEquations]:

@@ -377,12 +377,10 @@ class GraphBuilder:
         picks = solution.choices
         specs = {v: choice.read(picks) for v, choice in self.choices.items()}
         results = {v: self.final[v].read(picks) if v in self.final else specs[v] for v, _ in self.problem.results}
-        compute = [0.0, 0.0]
-        for record, late in zip(self.records, self.problem.in_update, strict=True):
-            compute[late] += record.compute_s(picks)
+        compute = tuple(record.compute_s(picks) for record in self.records)
         read = {id(record): record.read(picks) for record in {id(r): r for r in self.records}.values()}
         equations = tuple(read[id(record)] for record in self.records)
-        return MeshSharding(specs, results, equations, (compute[0], compute[1]), solution.optimal, solution.gap)
+        return MeshSharding(specs, results, equations, compute, solution.optimal, solution.gap)
 
 
 def _is_identity(eqn: JaxprEqn) -> bool:

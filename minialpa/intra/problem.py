@@ -42,13 +42,13 @@ class MeshEquations:
 class MeshSharding:
     """Solution for one mesh.
 
-    results: specs in which results of the step are left. compute_s: seconds per micro-batch and, second, of the update.
+    results: specs in which results of the step are left. compute_s: seconds of each equation, whenever it runs.
     optimal: proven, among the shardings that are alike in repeated layers. gap: (cost - lower bound) / cost.
     """
 
     specs: dict[Var, Spec]
     results: dict[Var, Spec]
     equations: tuple[EquationSpecs, ...]
-    compute_s: tuple[float, float]
+    compute_s: tuple[float, ...]
     optimal: bool
     gap: float

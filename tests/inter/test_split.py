@@ -50,7 +50,7 @@ def traced_chain() -> TracedStep:
 
 def staged_chain(n_micro_batches: int) -> StagedStep:
     traced = traced_chain()
-    return stage_step(traced, n_micro_batches, assign_layers(traced, ManualLayerOption()), N_LAYERS)
+    return stage_step(traced, n_micro_batches, assign_layers(traced, ManualLayerOption()), range(N_LAYERS))
 
 
 def test_boundaries_cut_forward_and_backward_alike() -> None:
@@ -130,6 +130,6 @@ def test_plain_jax_grad_is_cut_by_residuals() -> None:
 
     params = [np.full((WIDTH, WIDTH), 0.1, np.float32) for _ in range(N_LAYERS)]
     traced = trace(step, params, np.ones((BATCH, WIDTH), np.float32))
-    staged = stage_step(traced, 2, assign_layers(traced, AutoLayerOption(layer_num=N_LAYERS)), N_LAYERS)
+    staged = stage_step(traced, 2, assign_layers(traced, AutoLayerOption(layer_num=N_LAYERS)), range(N_LAYERS))
     products = [sum(e.primitive.name == "dot_general" for e in t.eqns) for t in staged.tasks if t.kind == "backward"]
     assert products == [2, 2, 1]

@@ -104,7 +104,7 @@ def graphs(name: str, **sizes: int) -> tuple[GraphBuilder, GraphBuilder]:
     case = models.build(name, **sizes)
     state = jax.eval_shape(case.init, jax.random.key(0))
     traced = trace(case.train_step(minialpa.value_and_grad), state, case.make_batch(0, case.batch_size))
-    problem = mesh_equations(stage_step(traced, 1, (), 1), 0)
+    problem = mesh_equations(stage_step(traced, 1, (), (0,)), 0)
     option = AutoShardingOption()
     return GraphBuilder(problem, MESH, option, folded=True), GraphBuilder(problem, MESH, option)
 
