@@ -18,7 +18,7 @@ from minialpa.errors import MinialpaError, ShardingError, TraceError, WorkerErro
 from minialpa.inter.emit import emit_program
 from minialpa.inter.pipeline import plan_step
 from minialpa.methods import Method, ShardParallel, Target, resolve_devices
-from minialpa.plan import Plan
+from minialpa.plan import Plan, verify_plan
 from minialpa.progress import ProgressBar
 from minialpa.session import Session, current_session
 from minialpa.trace import TracedStep, trace_step
@@ -213,6 +213,7 @@ class ParallelizedFunc:
             plan = plan_step(
                 traced, target.cluster, self._method.options(), logical_mesh=target.logical_mesh, progress=bar.report
             )
+        verify_plan(plan)
         return plan, target
 
     def _trace(self, call: _Call) -> TracedStep:

@@ -9,8 +9,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.cost import Collective
+from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.fingerprint import Fingerprint
 from minialpa.inter.forward import assign_layers
 from minialpa.inter.mesh_problem import ShardedView, mesh_collectives, mesh_equations
 from minialpa.inter.remat import rematerialise
@@ -55,7 +56,7 @@ class _Layered:
     and what each layer computes again."""
 
     step: TracedStep
-    fingerprint: str
+    fingerprint: Fingerprint
     of_group: tuple[int, ...] = ()
     remat: tuple[Remat, ...] = ()
 
@@ -301,7 +302,7 @@ def _stage_plan(
         mesh.shape,
         mesh.alpha,
         mesh.beta,
-        view.forbidden,
+        stage.option,
         tuple(solution.specs[v] for v, _ in problem.inputs),
         solution.equations,
         _operators(staged, problem, solution, layer_of_group),
@@ -334,7 +335,7 @@ def _operators(
 
 def _merged(collectives: Sequence[tuple[Collective, int, bool]], stage: int) -> list[PlannedCollective]:
     """Collectives of a stage with equal ones counted together."""
-    counts: dict[tuple[str, float, tuple[int, ...]], int] = {}
+    counts: dict[tuple[CollectiveKind, float, tuple[int, ...]], int] = {}
     for c, times, _ in collectives:
         key = (c.kind, c.n_bytes, c.axes)
         counts[key] = counts.get(key, 0) + times
