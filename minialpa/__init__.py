@@ -1,7 +1,7 @@
 """minialpa: automatic intra- and inter-operator parallelism for JAX training steps."""
 
 from minialpa import testing, util
-from minialpa.api import ParallelizedFunc, parallelize, plan
+from minialpa.api import ParallelizedFunc, parallelize, plan, replan
 from minialpa.cluster import ClusterSpec, DeviceSpec, LinkSpec, LogicalMesh
 from minialpa.errors import (
     CheckpointError,
@@ -20,6 +20,7 @@ from minialpa.methods import (
     Zero2Parallel,
     Zero3Parallel,
     get_3d_parallel_method,
+    plan_to_method,
 )
 from minialpa.options import (
     AutoLayerOption,
@@ -67,6 +68,8 @@ __all__ = [
     "mark_pipeline_boundary",
     "parallelize",
     "plan",
+    "plan_to_method",
+    "replan",
     "shutdown",
     "testing",
     "util",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,13 +18,15 @@ from minialpa.collection import collection_paused
 from minialpa.errors import MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.emit import emit_program
 from minialpa.inter.pipeline import plan_step
-from minialpa.methods import Method, ShardParallel, Target, resolve_devices
+from minialpa.inter.replan import check_fits, difference
+from minialpa.methods import Method, ShardParallel, Target, plan_to_method, resolve_devices
 from minialpa.plan import Plan, verify_plan
 from minialpa.progress import ProgressBar
 from minialpa.session import Session, current_session
 from minialpa.trace import TracedStep, trace_step
 
 Argnums = int | Sequence[int] | Literal["auto"]
+OnStale = Literal["refuse", "replan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +80,12 @@ class ParallelizedFunc:
         static_argnums: Argnums,
         donate_argnums: Argnums,
         batch_argnums: int | Sequence[int],
+        on_stale: OnStale = "refuse",
     ) -> None:
+        if on_stale not in ("refuse", "replan"):
+            raise ShardingError(f'`on_stale` is "refuse" or "replan"; got {on_stale!r}.')
         functools.update_wrapper(self, fun)
-        self._fun, self._method = fun, method
+        self._fun, self._method, self._on_stale = fun, method, on_stale
         self._signature = _signature_of(fun)
         self._names = list(self._signature.parameters) if self._signature else []
         self._static = self._argnums("static_argnums", static_argnums)
@@ -207,14 +213,27 @@ class ParallelizedFunc:
 
     def _plan_for(self, traced: TracedStep) -> tuple[Plan, Target]:
         if isinstance(self._method, Plan):
-            return self._method, Target(self._method.cluster, None, None)
+            return self._saved_plan(traced, self._method), Target(self._method.cluster, None, None)
         target = resolve_devices(self._method.devices)
-        with ProgressBar() as bar, collection_paused():
-            plan = plan_step(
-                traced, target.cluster, self._method.options(), logical_mesh=target.logical_mesh, progress=bar.report
-            )
-        verify_plan(plan)
-        return plan, target
+        return _make_plan(traced, self._method, target), target
+
+    def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
+        """The plan, or, where it is stale and the caller wants that, one with its decisions and new shardings."""
+        if self._on_stale == "refuse":
+            check_fits(traced, saved)
+        found = difference(traced, saved)
+        if found is None:
+            return saved
+        method = plan_to_method(saved)
+        plan = _make_plan(traced, method, resolve_devices(method.devices))
+        warnings.warn(
+            f"The plan was made for another call: {found}. Its stages, micro-batches, schedule and rematerialisation "
+            f"are kept, and the shardings were solved again: {plan.cost.total_s:.3g} s per step, where the plan had "
+            f"{saved.cost.total_s:.3g} s.",
+            UserWarning,
+            stacklevel=2,
+        )
+        return plan
 
     def _trace(self, call: _Call) -> TracedStep:
         tree, names = call.tree
@@ -278,6 +297,15 @@ class ParallelizedFunc:
         return tuple(number + len(self._names) if number < 0 else number for number in numbers)
 
 
+def _make_plan(traced: TracedStep, method: Method, target: Target) -> Plan:
+    with ProgressBar() as bar, collection_paused():
+        plan = plan_step(
+            traced, target.cluster, method.options(), logical_mesh=target.logical_mesh, progress=bar.report
+        )
+    verify_plan(plan)
+    return plan
+
+
 def _signature_of(fun: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(fun)
@@ -323,6 +351,7 @@ def parallelize(
     static_argnums: Argnums = "auto",
     donate_argnums: Argnums = "auto",
     batch_argnums: int | Sequence[int] = (1,),
+    on_stale: OnStale = "refuse",
 ) -> Any:
     """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
 
@@ -330,13 +359,16 @@ def parallelize(
     static_argnums: arguments that are Python values; "auto": those that are not pytrees of arrays and numbers.
     donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
     batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these.
+    on_stale: what to do where a saved `Plan` was made for other shapes or another step. "refuse" raises a VerifyError
+        that says what differs; "replan" keeps the stages, micro-batches, schedule and rematerialisation of the plan,
+        solves the shardings again, and warns.
     """
     if fun is None:
         return functools.partial(
             parallelize, method=method, static_argnums=static_argnums, donate_argnums=donate_argnums,
-            batch_argnums=batch_argnums,
+            batch_argnums=batch_argnums, on_stale=on_stale,
         )  # fmt: skip
-    return ParallelizedFunc(fun, method or ShardParallel(), static_argnums, donate_argnums, batch_argnums)
+    return ParallelizedFunc(fun, method or ShardParallel(), static_argnums, donate_argnums, batch_argnums, on_stale)
 
 
 def plan(
@@ -350,3 +382,12 @@ def plan(
     """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays."""
     chosen = dataclasses.replace(method or ShardParallel(), devices=cluster)
     return ParallelizedFunc(fun, chosen, "auto", "auto", batch_argnums).plan(*args)
+
+
+def replan(
+    plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: int | Sequence[int] = (1,)
+) -> Plan:
+    """`plan` for `fun(*args)`: its stages, submeshes, logical shapes, micro-batches, schedule and rematerialisation are
+    kept, and the shardings are solved again. Raises VerifyError where the model has other layers.
+    """
+    return ParallelizedFunc(fun, plan_to_method(plan), "auto", "auto", batch_argnums).plan(*args)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import networkx as nx
 
-from minialpa.errors import TraceError
+from minialpa.errors import TraceError, VerifyError
 from minialpa.inter.layers import cluster_layers
 from minialpa.inter.staging import n_groups
 from minialpa.intra.factors import factors_of
 from minialpa.jaxprs import bytes_of, is_literal
-from minialpa.options import AutoLayerOption, LayerOption, ManualLayerOption
+from minialpa.options import AutoLayerOption, FixedLayerOption, LayerOption, ManualLayerOption
 from minialpa.trace import TracedStep
 
 
@@ -33,8 +33,19 @@ def forward_graph(traced: TracedStep) -> nx.MultiDiGraph:
 
 
 def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
-    """Layer of each forward group. Raises TraceError when there are fewer equations than layers."""
+    """Layer of each forward group.
+
+    Raises TraceError when there are fewer equations than layers, VerifyError when a plan's layers are for another number
+    of equations.
+    """
     groups = n_groups(traced)
+    if isinstance(option, FixedLayerOption):
+        if len(option.layer_of_group) != groups:
+            raise VerifyError(
+                f"The plan has layers for {len(option.layer_of_group)} forward equations and the model has {groups}: "
+                "it is another model. Plan it anew, with the method that made the plan."
+            )
+        return option.layer_of_group
     if isinstance(option, ManualLayerOption):
         layers = [0] * groups
         for origin in traced.origins:

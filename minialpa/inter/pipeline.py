@@ -85,8 +85,7 @@ def plan_step(
     n_layers, fingerprint = max(of_group, default=-1) + 1, traced.fingerprint
     plans: list[Plan] = []
     failure: InfeasibleError | None = None
-    for what in remats(options.layers):
-        remat = (what,) * n_layers
+    for remat in remats(options.layers, n_layers):
         layered = _Layered(rematerialise(traced, of_group, remat), fingerprint, of_group, remat)
         try:
             stages = _choose(layered.step, cluster, options, of_group, report)
