@@ -221,6 +221,7 @@ class ParallelizedFunc:
         """The plan, or, where it is stale and the caller wants that, one with its decisions and new shardings."""
         if self._on_stale == "refuse":
             check_fits(traced, saved)
+            return saved
         found = difference(traced, saved)
         if found is None:
             return saved

@@ -35,8 +35,8 @@ def forward_graph(traced: TracedStep) -> nx.MultiDiGraph:
 def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
     """Layer of each forward group.
 
-    Raises TraceError when there are fewer equations than layers, VerifyError when a plan's layers are for another number
-    of equations.
+    Raises TraceError when there are fewer equations than layers, VerifyError when the layers of a plan are for another
+    number of equations.
     """
     groups = n_groups(traced)
     if isinstance(option, FixedLayerOption):

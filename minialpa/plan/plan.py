@@ -180,6 +180,12 @@ class Plan:
 
         return explain(self, what)
 
+    def diff(self, other: Plan) -> str:
+        """What `other` decides and predicts otherwise, each line with both sides: this plan -> the other."""
+        from minialpa.plan.difference import difference
+
+        return difference(self, other)
+
     def to_json(self) -> str:
         from minialpa.plan.codec import encode
 
