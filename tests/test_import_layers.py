@@ -29,6 +29,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("inter",),
     ("session",),
     ("methods",),
+    ("calls",),
     ("api",),
 )
 #: What the runtime may know of the rest.

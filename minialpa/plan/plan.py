@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -133,6 +133,13 @@ class PlanCost:
     peak_bytes: tuple[float, ...]
 
 
+class ExportedSpecs(NamedTuple):
+    """PartitionSpecs by path of arguments and results on one mesh, over the axes "x" and "y" of its logical shape."""
+
+    inputs: dict[str, PartitionSpec]
+    outputs: dict[str, PartitionSpec]
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The whole plan of one step on one cluster. Equal inputs give equal plans and equal JSON.
@@ -185,6 +192,19 @@ class Plan:
         from minialpa.plan.difference import difference
 
         return difference(self, other)
+
+    def export_specs(self, mesh: int = 0) -> ExportedSpecs:
+        """PartitionSpecs of the arguments and results on one mesh, by path, for `jax.jit`. See `ParallelizedFunc` for
+        the same as pytrees."""
+        from minialpa.plan.export import export_specs
+
+        return export_specs(self, mesh)
+
+    def to_python(self, mesh: int = 0) -> str:
+        """Python source of one mesh and of `export_specs`, to paste into a training loop without minialpa."""
+        from minialpa.plan.export import to_python
+
+        return to_python(self, mesh)
 
     def to_json(self) -> str:
         from minialpa.plan.codec import encode
