@@ -1,7 +1,7 @@
 """minialpa: automatic intra- and inter-operator parallelism for JAX training steps."""
 
 from minialpa import testing, util
-from minialpa.api import ParallelizedFunc, parallelize, plan, replan
+from minialpa.api import ParallelizedFunc, explain, parallelize, plan, replan
 from minialpa.cluster import ClusterSpec, DeviceSpec, LinkSpec, LogicalMesh
 from minialpa.errors import (
     CheckpointError,
@@ -62,6 +62,7 @@ __all__ = [
     "Zero2Parallel",
     "Zero3Parallel",
     "__version__",
+    "explain",
     "get_3d_parallel_method",
     "grad",
     "init",

@@ -15,6 +15,7 @@ from minialpa.calls import Call, hashable, is_numeric, is_train_state, rebuild
 from minialpa.cluster import ClusterSpec
 from minialpa.collection import collection_paused
 from minialpa.errors import MinialpaError, ShardingError, TraceError, WorkerError
+from minialpa.inter.alternatives import explain_step
 from minialpa.inter.emit import emit_program
 from minialpa.inter.pipeline import plan_step
 from minialpa.inter.replan import check_fits, difference
@@ -73,6 +74,18 @@ class ParallelizedFunc:
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Compiles and runs nothing."""
         return self._plan_for(self._trace(self._bind(args, kwargs)))[0]
+
+    def explain(self, what: str, *args: Any, **kwargs: Any) -> str:
+        """What the plan for these arguments chose, against what every other choice would cost.
+
+        what: part of the path of arguments and results, such as `params['w']`: each sharding that they could have is
+        forced, everything else but the shardings is kept, and the step is planned again. "stages", "micro-batches" and
+        "remat" do the same for the plan as a whole.
+        """
+        traced = self._trace(self._bind(args, kwargs))
+        plan, _ = self._plan_for(traced)
+        with collection_paused():
+            return explain_step(traced, plan, what)
 
     def export_specs(self, *args: Any, mesh: int = 0, **kwargs: Any) -> tuple[Any, Any]:
         """Pytrees of PartitionSpecs: of the arguments, as a tuple without the static ones, and of the results.
@@ -325,6 +338,20 @@ def plan(
     """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays."""
     chosen = dataclasses.replace(method or ShardParallel(), devices=cluster)
     return ParallelizedFunc(fun, chosen, "auto", "auto", batch_argnums).plan(*args)
+
+
+def explain(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    what: str,
+    *,
+    cluster: ClusterSpec,
+    method: Method | None = None,
+    batch_argnums: int | Sequence[int] = (1,),
+) -> str:
+    """As `ParallelizedFunc.explain`, for the plan that `plan` makes of the same arguments."""
+    chosen = dataclasses.replace(method or ShardParallel(), devices=cluster)
+    return ParallelizedFunc(fun, chosen, "auto", "auto", batch_argnums).explain(what, *args)
 
 
 def replan(

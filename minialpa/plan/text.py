@@ -75,7 +75,7 @@ def seconds(value: float) -> str:
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if value * factor >= 1:
             return f"{value * factor:.3g} {unit}"
-    return f"{value * 1e9:.3g} ns" if value else "0 s"
+    return f"{value * 1e9:.3g} ns" if value > 1e-15 else "0 s"
 
 
 def n_bytes(value: float) -> str:
