@@ -26,7 +26,7 @@ from minialpa.options import (
     UniformStageOption,
 )
 from minialpa.plan import PlacedValue, Plan
-from minialpa.plan.text import count, n_bytes, operator_lines, seconds
+from minialpa.plan.text import bytes_text, count, operator_lines, seconds_text
 from minialpa.sharding import Spec, specs_of
 from minialpa.trace import TracedStep
 
@@ -199,8 +199,8 @@ def _table(plan: Plan, found: Sequence[Alternative]) -> str:
         cost = other.cost
         change = "chosen" if other is plan else _change(plan.cost.total_s, cost.total_s)
         times = (cost.total_s, cost.compute_s, cost.communication_s, cost.bubble_s, cost.update_s)
-        total, *parts = map(seconds, times)
-        rows.append([name, total, change, *parts, n_bytes(max(cost.peak_bytes))])
+        total, *parts = map(seconds_text, times)
+        rows.append([name, total, change, *parts, bytes_text(max(cost.peak_bytes))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines += [f"{a.name.ljust(widths[0])}  {a.reason}" for a in found if a.plan is None]
@@ -211,4 +211,4 @@ def _change(old: float, new: float) -> str:
     if abs(new - old) <= 1e-9 * old:
         return "same"
     share = f" ({(new - old) / old:+.1%})" if 0 < new < 10 * old else ""
-    return f"{'+' if new > old else '-'}{seconds(abs(new - old))}{share}"
+    return f"{'+' if new > old else '-'}{seconds_text(abs(new - old))}{share}"

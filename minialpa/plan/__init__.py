@@ -1,6 +1,7 @@
 """Plans: everything that was decided about one step, as values that print, save, load and compare."""
 
 from minialpa.plan.plan import (
+    ExportedSpecs,
     PlacedValue,
     PlacementSpec,
     Plan,
@@ -9,9 +10,11 @@ from minialpa.plan.plan import (
     PlannedOperator,
     StagePlan,
 )
+from minialpa.plan.text import bytes_text, seconds_text
 from minialpa.plan.verify import verify_plan
 
 __all__ = [
+    "ExportedSpecs",
     "PlacedValue",
     "PlacementSpec",
     "Plan",
@@ -19,5 +22,7 @@ __all__ = [
     "PlannedCollective",
     "PlannedOperator",
     "StagePlan",
+    "bytes_text",
+    "seconds_text",
     "verify_plan",
 ]

@@ -1,7 +1,8 @@
-"""Frozen dataclasses to JSON data and back. `decode` takes nothing but what `encode` gives, and names the field.
+"""Frozen dataclasses and named tuples to JSON data and back.
 
-The schema is the types of the fields. Specs are texts, PartitionSpecs are lists of axis names, and the specs of an
-equation are a list, since plans hold very many of them.
+`decode` takes nothing but what `encode` gives, and names the field that is something else. The schema is the types of
+the fields. Specs are texts, PartitionSpecs are lists of axis names, and the specs of an equation are a list,
+since plans hold very many of them.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
         return _partition_spec(data, where)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _record(kind, data, where)
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return kind(*_tuple(tuple(typing.get_type_hints(kind).values()), data, where))
     origin = typing.get_origin(kind)
     if origin is tuple:
         return _tuple(typing.get_args(kind), data, where)

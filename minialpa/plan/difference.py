@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from minialpa.plan.plan import Plan, StagePlan
-from minialpa.plan.text import axes_text, count, n_bytes, operator_lines, seconds, stage_text
+from minialpa.plan.text import axes_text, bytes_text, count, operator_lines, seconds_text, stage_text
 
 _MOST_LINES = 20
 
@@ -54,9 +54,9 @@ def _cluster(plan: Plan) -> dict[str, str]:
     cluster, device = plan.cluster, plan.cluster.device
     shown = {"size": f"{cluster.num_hosts} x {cluster.devices_per_host}", "device": device.name}
     shown |= {f"rate of {dtype}": f"{rate:.6g} flop/s" for dtype, rate in device.peak_flops}
-    shown |= {"memory": n_bytes(device.memory_bytes), "memory bandwidth": f"{n_bytes(device.memory_bandwidth)}/s"}
+    shown |= {"memory": bytes_text(device.memory_bytes), "memory bandwidth": f"{bytes_text(device.memory_bandwidth)}/s"}
     for name, link in (("inside hosts", cluster.intra_host), ("between hosts", cluster.inter_host)):
-        shown[f"link {name}"] = f"{seconds(link.alpha_s)} + {link.beta_s_per_byte:.6g} s/B"
+        shown[f"link {name}"] = f"{seconds_text(link.alpha_s)} + {link.beta_s_per_byte:.6g} s/B"
     return shown
 
 
@@ -92,7 +92,7 @@ def _options(stage: StagePlan) -> dict[str, str]:
 
 def _links(stage: StagePlan) -> dict[str, str]:
     links = zip(stage.alpha, stage.beta, strict=True)
-    return {f"axis {i}": f"{seconds(alpha)} + {beta:.6g} s/B" for i, (alpha, beta) in enumerate(links)}
+    return {f"axis {i}": f"{seconds_text(alpha)} + {beta:.6g} s/B" for i, (alpha, beta) in enumerate(links)}
 
 
 def _placements(plan: Plan) -> dict[str, str]:
@@ -123,7 +123,7 @@ def _communication(plan: Plan) -> dict[str, str]:
         name = f"of stage {c.stage}, {c.kind} over {axes_text(c.axes)}"
         total[name] += c.n_bytes * c.times_per_step  # type: ignore[assignment]  # bytes are floats
         times[name] += c.times_per_step
-    return {name: f"{n_bytes(total[name])} in {count(times[name], 'collective')} per step" for name in total}
+    return {name: f"{bytes_text(total[name])} in {count(times[name], 'collective')} per step" for name in total}
 
 
 def _costs(old: Plan, new: Plan) -> list[str]:
@@ -134,17 +134,17 @@ def _costs(old: Plan, new: Plan) -> list[str]:
         ("bubble", lambda plan: plan.cost.bubble_s),
         ("update", lambda plan: plan.cost.update_s),
     )
-    lines = [line for name, of in figures for line in _figure(f"{name} per step", of(old), of(new), seconds)]
+    lines = [line for name, of in figures for line in _figure(f"{name} per step", of(old), of(new), seconds_text)]
     return lines + list(_peaks(old, new))
 
 
 def _peaks(old: Plan, new: Plan) -> Iterable[str]:
     a, b = old.cost.peak_bytes, new.cost.peak_bytes
     if len(a) != len(b):
-        yield f"peak memory: {', '.join(map(n_bytes, a))} -> {', '.join(map(n_bytes, b))}"
+        yield f"peak memory: {', '.join(map(bytes_text, a))} -> {', '.join(map(bytes_text, b))}"
         return
     for k, pair in enumerate(zip(a, b, strict=True)):
-        yield from _figure(f"peak memory of stage {k}", *pair, n_bytes)
+        yield from _figure(f"peak memory of stage {k}", *pair, bytes_text)
 
 
 def _figure(what: str, old: float, new: float, text: Callable[[Any], str]) -> list[str]:

@@ -12,20 +12,21 @@ def summary(plan: Plan) -> str:
     cost = plan.cost
     lines = [
         f"Plan for {header(plan)}",
-        f"Predicted {seconds(cost.total_s)} per step: compute {seconds(cost.compute_s)}, communication "
-        f"{seconds(cost.communication_s)}, bubble {seconds(cost.bubble_s)}, update {seconds(cost.update_s)}",
+        f"Predicted {seconds_text(cost.total_s)} per step: compute {seconds_text(cost.compute_s)}, "
+        f"communication {seconds_text(cost.communication_s)}, bubble {seconds_text(cost.bubble_s)}, "
+        f"update {seconds_text(cost.update_s)}",
     ]
     for k, stage in enumerate(plan.stages):
         lines.append(f"Stage {k}: {stage_text(plan, k)}")
         lines.append(
-            f"  {seconds(stage.compute_s)} compute + {seconds(stage.communication_s)} communication per micro-batch, "
-            f"{seconds(stage.update_s)} update, {n_bytes(stage.peak_bytes)} per device"
+            f"  {seconds_text(stage.compute_s)} compute + {seconds_text(stage.communication_s)} communication per "
+            f"micro-batch, {seconds_text(stage.update_s)} update, {bytes_text(stage.peak_bytes)} per device"
             + ("" if stage.optimal else "; shardings not proven optimal")
         )
         forward = tuple(op for op in stage.operators if op.part == "forward")
         lines.extend(f"  {line}" for line in operator_lines(plan, forward))
         for c in (c for c in plan.collectives if c.stage == k):
-            lines.append(f"  {c.kind} over {axes_text(c.axes)}: {n_bytes(c.n_bytes)}, {c.times_per_step} per step")
+            lines.append(f"  {c.kind} over {axes_text(c.axes)}: {bytes_text(c.n_bytes)}, {c.times_per_step} per step")
     return "\n".join(lines)
 
 
@@ -70,7 +71,7 @@ def operator_lines(plan: Plan, operators: Sequence[PlannedOperator]) -> list[str
     return [text if n == 1 else f"{text}  ({n} times)" for text, n in counts.items()]
 
 
-def seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
     """Three digits and the unit that suits them."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if value * factor >= 1:
@@ -78,7 +79,7 @@ def seconds(value: float) -> str:
     return f"{value * 1e9:.3g} ns" if value > 1e-15 else "0 s"
 
 
-def n_bytes(value: float) -> str:
+def bytes_text(value: float) -> str:
     """Three digits and the unit that suits them; a kB is 1000 bytes."""
     for unit in ("B", "kB", "MB"):
         if value < 1000:

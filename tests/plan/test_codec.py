@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import hypothesis
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from minialpa import AutoShardingOption, Plan, ShardParallel, VerifyError
+from minialpa.plan.codec import decode, encode
 from tests.plans import pipeline_plan, shard_plan
 
 Place = tuple[str | int, ...]
@@ -158,6 +159,18 @@ def test_options_of_the_shardings_are_kept() -> None:
     plan = shard_plan(ShardParallel(auto_sharding_option=option))
     assert plan.stages[0].option == option and plan.stages[0].forbidden == ("all-to-all",)
     assert Plan.from_json(plan.to_json()) == plan and Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+
+
+class Passage(NamedTuple):
+    kind: Literal["forward", "backward"]
+    number: int
+
+
+def test_named_tuples_are_lists() -> None:
+    assert decode(Passage, encode(Passage("forward", 2)), "pass") == Passage("forward", 2)
+    for wrong in (["forward"], ["update", 1], ["forward", 1.5]):
+        with pytest.raises(VerifyError, match="`pass"):
+            decode(Passage, wrong, "pass")
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
