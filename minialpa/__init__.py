@@ -1,7 +1,7 @@
 """minialpa: automatic intra- and inter-operator parallelism for JAX training steps."""
 
 from minialpa import testing, util
-from minialpa.api import ParallelizedFunc, parallelize, plan
+from minialpa.api import ParallelizedFunc, explain, parallelize, plan, replan
 from minialpa.cluster import ClusterSpec, DeviceSpec, LinkSpec, LogicalMesh
 from minialpa.errors import (
     CheckpointError,
@@ -22,6 +22,7 @@ from minialpa.methods import (
     Zero2Parallel,
     Zero3Parallel,
     get_3d_parallel_method,
+    plan_to_method,
 )
 from minialpa.options import (
     AutoLayerOption,
@@ -64,12 +65,15 @@ __all__ = [
     "Zero2Parallel",
     "Zero3Parallel",
     "__version__",
+    "explain",
     "get_3d_parallel_method",
     "grad",
     "init",
     "mark_pipeline_boundary",
     "parallelize",
     "plan",
+    "plan_to_method",
+    "replan",
     "shutdown",
     "simulate",
     "testing",

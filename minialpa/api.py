@@ -5,66 +5,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
+from minialpa.calls import Call, hashable, is_numeric, is_train_state, rebuild
 from minialpa.cluster import ClusterSpec
 from minialpa.collection import collection_paused
 from minialpa.errors import MinialpaError, ShardingError, TraceError, WorkerError
+from minialpa.inter.alternatives import explain_step
 from minialpa.inter.emit import emit_program
 from minialpa.inter.pipeline import plan_step
-from minialpa.methods import Method, ShardParallel, Target, resolve_devices
-from minialpa.plan import Plan
+from minialpa.inter.replan import check_fits, difference
+from minialpa.methods import Method, ShardParallel, Target, plan_to_method, resolve_devices
+from minialpa.plan import Plan, verify_plan
 from minialpa.progress import ProgressBar
 from minialpa.session import Session, current_session
 from minialpa.trace import TracedStep, trace_step
 
 Argnums = int | Sequence[int] | Literal["auto"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call's arguments: dynamic leaves, and everything else, by which programs are kept apart."""
-
-    leaves: list[Any]
-    tree: Any
-    static: tuple[tuple[int | str, Hashable], ...]
-    n_args: int
-
-    def key(self) -> Hashable:
-        return (self.tree, self.static, self.n_args, tuple(_leaf_key(x) for x in self.leaves))
-
-    def types(self) -> tuple[Any, ...]:
-        """Equal for two calls only if `key` is, and compared in no time where they share their types' objects."""
-        return (self.tree, self.static, self.n_args, [_leaf_type(x) for x in self.leaves])
-
-
-def _leaf_type(leaf: Any) -> Any:
-    aval = getattr(leaf, "aval", None)
-    return _leaf_key(leaf) if aval is None else aval
-
-
-def _leaf_key(leaf: Any) -> Hashable:
-    """Shape and dtype, and whether a float is weakly typed: that changes what it makes of an array of fewer bits."""
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
-        dtype = _canonical(leaf.dtype)
-        return (leaf.shape, dtype, getattr(leaf, "weak_type", False) and dtype.kind in "fc")
-    # A step count that starts as a Python int comes back as an array of the default integer type.
-    if type(leaf) is int:
-        return ((), _canonical(np.dtype(int)), False)
-    if type(leaf) is float:
-        return ((), _canonical(np.dtype(float)), True)
-    return (type(leaf),)
-
-
-def _canonical(dtype: Any) -> Any:
-    if jax.numpy.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
-        return dtype
-    return jax.dtypes.canonicalize_dtype(dtype)
+OnStale = Literal["refuse", "replan"]
 
 
 class ParallelizedFunc:
@@ -77,9 +39,12 @@ class ParallelizedFunc:
         static_argnums: Argnums,
         donate_argnums: Argnums,
         batch_argnums: int | Sequence[int],
+        on_stale: OnStale = "refuse",
     ) -> None:
+        if on_stale not in ("refuse", "replan"):
+            raise ShardingError(f'`on_stale` is "refuse" or "replan"; got {on_stale!r}.')
         functools.update_wrapper(self, fun)
-        self._fun, self._method = fun, method
+        self._fun, self._method, self._on_stale = fun, method, on_stale
         self._signature = _signature_of(fun)
         self._names = list(self._signature.parameters) if self._signature else []
         self._static = self._argnums("static_argnums", static_argnums)
@@ -110,17 +75,44 @@ class ParallelizedFunc:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Compiles and runs nothing."""
         return self._plan_for(self._trace(self._bind(args, kwargs)))[0]
 
+    def explain(self, what: str, *args: Any, **kwargs: Any) -> str:
+        """What the plan for these arguments chose, against what every other choice would cost.
+
+        what: part of the path of arguments and results, such as `params['w']`: each sharding that they could have is
+        forced, everything else but the shardings is kept, and the step is planned again. "stages", "micro-batches" and
+        "remat" do the same for the plan as a whole.
+        """
+        traced = self._trace(self._bind(args, kwargs))
+        plan, _ = self._plan_for(traced)
+        with collection_paused():
+            return explain_step(traced, plan, what)
+
+    def export_specs(self, *args: Any, mesh: int = 0, **kwargs: Any) -> tuple[Any, Any]:
+        """Pytrees of PartitionSpecs: of the arguments, as a tuple without the static ones, and of the results.
+
+        They are what `in_shardings` and `out_shardings` of `jax.jit` take, on a mesh with the logical shape of the plan
+        and the axes "x" and "y". Of a pipeline, only what is on mesh `mesh` has a spec; None stands for the rest.
+        """
+        call = self._bind(args, kwargs)
+        traced = self._trace(call)
+        plan, _ = self._plan_for(traced)
+        specs = plan.export_specs(mesh)
+        return (
+            jax.tree.unflatten(call.tree[0], [specs.inputs.get(value.path) for value in plan.inputs]),
+            jax.tree.unflatten(traced.out_tree, [specs.outputs.get(value.path) for value in plan.outputs]),
+        )
+
     def preshard_dynamic_args(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments, laid out on the devices as the step wants them."""
         call = self._bind(args, kwargs)
         self._check_alive(call)
         placed = self._get(call)[0].place(call.leaves)
-        new_args, new_kwargs = _rebuild(call, placed)
+        new_args, new_kwargs = rebuild(call, placed)
         return (new_args, new_kwargs) if kwargs else new_args
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         if kwargs:
             args, kwargs = self._as_positional(args, kwargs)
         static: list[tuple[int | str, Hashable]] = []
@@ -128,11 +120,11 @@ class ParallelizedFunc:
         given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
         for name, value in given:
             if self._is_static(name, value):
-                static.append((name, _hashable(self._label(name), value)))
+                static.append((name, hashable(self._label(name), value)))
             else:
                 dynamic[name] = value
         leaves, tree = jax.tree.flatten(tuple(dynamic.values()))
-        return _Call(leaves, (tree, tuple(dynamic)), tuple(static), len(args))
+        return Call(leaves, (tree, tuple(dynamic)), tuple(static), len(args))
 
     def _as_positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Keyword arguments in their places, so that argument numbers mean the same however a call is written."""
@@ -144,9 +136,9 @@ class ParallelizedFunc:
     def _is_static(self, name: int | str, value: Any) -> bool:
         if self._static != "auto":
             return self._number(name) in self._static
-        return jax.tree_util.all_leaves([value]) and not _is_numeric(value)
+        return jax.tree_util.all_leaves([value]) and not is_numeric(value)
 
-    def _check_alive(self, call: _Call) -> None:
+    def _check_alive(self, call: Call) -> None:
         """Raise before anything runs: a compiled program may crash on an array that has no memory any more."""
         for i, leaf in enumerate(call.leaves):
             is_deleted = getattr(leaf, "is_deleted", None)
@@ -168,7 +160,7 @@ class ParallelizedFunc:
                     "took over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
                 )
 
-    def _get(self, call: _Call) -> tuple[Any, Any]:
+    def _get(self, call: Call) -> tuple[Any, Any]:
         # A training loop passes a step its own results, whose types are the same objects from call to call.
         session = current_session()
         wanted = (session, call.types())
@@ -177,7 +169,7 @@ class ParallelizedFunc:
             recent = self._recent = (wanted, self._find(call, session))
         return recent[1]
 
-    def _find(self, call: _Call, session: Session) -> tuple[Any, Any]:
+    def _find(self, call: Call, session: Session) -> tuple[Any, Any]:
         key = (call.key(), session.devices, session.cluster)
         found = self._executables.get(key)
         if found is None:
@@ -186,7 +178,7 @@ class ParallelizedFunc:
             self._known_trees.append(call.tree)
         return found
 
-    def _compile(self, call: _Call) -> tuple[Any, Any]:
+    def _compile(self, call: Call) -> tuple[Any, Any]:
         from minialpa.runtime.executable import Executable  # the runtime is loaded when something runs
 
         traced = self._trace(call)
@@ -207,24 +199,39 @@ class ParallelizedFunc:
 
     def _plan_for(self, traced: TracedStep) -> tuple[Plan, Target]:
         if isinstance(self._method, Plan):
-            return self._method, Target(self._method.cluster, None, None)
+            return self._saved_plan(traced, self._method), Target(self._method.cluster, None, None)
         target = resolve_devices(self._method.devices)
-        with ProgressBar() as bar, collection_paused():
-            plan = plan_step(
-                traced, target.cluster, self._method.options(), logical_mesh=target.logical_mesh, progress=bar.report
-            )
-        return plan, target
+        return _make_plan(traced, self._method, target), target
 
-    def _trace(self, call: _Call) -> TracedStep:
+    def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
+        """The plan, or, where it is stale and the caller wants that, one with its decisions and new shardings."""
+        if self._on_stale == "refuse":
+            check_fits(traced, saved)
+            return saved
+        found = difference(traced, saved)
+        if found is None:
+            return saved
+        method = plan_to_method(saved)
+        plan = _make_plan(traced, method, resolve_devices(method.devices))
+        warnings.warn(
+            f"The plan was made for another call: {found}. Its stages, micro-batches, schedule and rematerialisation "
+            f"are kept, and the shardings were solved again: {plan.cost.total_s:.3g} s per step, where the plan had "
+            f"{saved.cost.total_s:.3g} s.",
+            UserWarning,
+            stacklevel=2,
+        )
+        return plan
+
+    def _trace(self, call: Call) -> TracedStep:
         tree, names = call.tree
         values = jax.tree.unflatten(tree, call.leaves)
         paths, numbers = self._paths(call)
 
         def flat_fun(*leaves: Any) -> Any:
-            args, kwargs = _rebuild(call, leaves)
+            args, kwargs = rebuild(call, leaves)
             return self._fun(*args, **kwargs)
 
-        state_like = [self._number(n) for n, v in zip(names, values, strict=True) if _is_train_state(v)]
+        state_like = [self._number(n) for n, v in zip(names, values, strict=True) if is_train_state(v)]
         is_batch = [number in self._batch for number in numbers]
         try:
             with collection_paused():
@@ -235,7 +242,7 @@ class ParallelizedFunc:
             self._explain_mismatch(call, error)
             raise
 
-    def _paths(self, call: _Call) -> tuple[list[str], list[int]]:
+    def _paths(self, call: Call) -> tuple[list[str], list[int]]:
         """Name of each leaf, such as `state.params['w']`, and the number of its argument."""
         tree, names = call.tree
         paths, numbers = [], []
@@ -246,7 +253,7 @@ class ParallelizedFunc:
                 numbers.append(self._number(name))
         return paths, numbers
 
-    def _explain_mismatch(self, call: _Call, error: Exception) -> None:
+    def _explain_mismatch(self, call: Call, error: Exception) -> None:
         """Raise a clearer error if the arguments have another structure than those of earlier calls."""
         if self._known_trees and call.tree not in self._known_trees:
             raise TraceError(
@@ -277,42 +284,20 @@ class ParallelizedFunc:
         return tuple(number + len(self._names) if number < 0 else number for number in numbers)
 
 
+def _make_plan(traced: TracedStep, method: Method, target: Target) -> Plan:
+    with ProgressBar() as bar, collection_paused():
+        plan = plan_step(
+            traced, target.cluster, method.options(), logical_mesh=target.logical_mesh, progress=bar.report
+        )
+    verify_plan(plan)
+    return plan
+
+
 def _signature_of(fun: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(fun)
     except (TypeError, ValueError):  # a builtin
         return None
-
-
-def _rebuild(call: _Call, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    tree, names = call.tree
-    values = dict(zip(names, jax.tree.unflatten(tree, leaves), strict=True))
-    values.update(call.static)
-    args = tuple(values[i] for i in range(call.n_args))
-    return args, {name: value for name, value in values.items() if isinstance(name, str)}
-
-
-def _is_numeric(value: Any) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return False
-    return isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float | complex)
-
-
-def _hashable(name: str, value: Any) -> Hashable:
-    try:
-        hash(value)
-    except TypeError as error:
-        raise TraceError(
-            f"Argument `{name}` is static and must be hashable; got a {type(value).__name__}. Pass a tuple, a string "
-            "or another value with a hash, or arrays in a pytree."
-        ) from error
-    assert isinstance(value, Hashable)
-    return value
-
-
-def _is_train_state(value: Any) -> bool:
-    """Whether a value is a flax TrainState, or made like one: parameters and the optimizer's state in one object."""
-    return all(hasattr(value, name) for name in ("params", "opt_state", "apply_gradients"))
 
 
 def parallelize(
@@ -322,6 +307,7 @@ def parallelize(
     static_argnums: Argnums = "auto",
     donate_argnums: Argnums = "auto",
     batch_argnums: int | Sequence[int] = (1,),
+    on_stale: OnStale = "refuse",
 ) -> Any:
     """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
 
@@ -329,13 +315,16 @@ def parallelize(
     static_argnums: arguments that are Python values; "auto": those that are not pytrees of arrays and numbers.
     donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
     batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these.
+    on_stale: what to do where a saved `Plan` was made for other shapes or another step. "refuse" raises a VerifyError
+        that says what differs; "replan" keeps the stages, micro-batches, schedule and rematerialisation of the plan,
+        solves the shardings again, and warns.
     """
     if fun is None:
         return functools.partial(
             parallelize, method=method, static_argnums=static_argnums, donate_argnums=donate_argnums,
-            batch_argnums=batch_argnums,
+            batch_argnums=batch_argnums, on_stale=on_stale,
         )  # fmt: skip
-    return ParallelizedFunc(fun, method or ShardParallel(), static_argnums, donate_argnums, batch_argnums)
+    return ParallelizedFunc(fun, method or ShardParallel(), static_argnums, donate_argnums, batch_argnums, on_stale)
 
 
 def plan(
@@ -349,3 +338,26 @@ def plan(
     """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays."""
     chosen = dataclasses.replace(method or ShardParallel(), devices=cluster)
     return ParallelizedFunc(fun, chosen, "auto", "auto", batch_argnums).plan(*args)
+
+
+def explain(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    what: str,
+    *,
+    cluster: ClusterSpec,
+    method: Method | None = None,
+    batch_argnums: int | Sequence[int] = (1,),
+) -> str:
+    """As `ParallelizedFunc.explain`, for the plan that `plan` makes of the same arguments."""
+    chosen = dataclasses.replace(method or ShardParallel(), devices=cluster)
+    return ParallelizedFunc(fun, chosen, "auto", "auto", batch_argnums).explain(what, *args)
+
+
+def replan(
+    plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: int | Sequence[int] = (1,)
+) -> Plan:
+    """`plan` for `fun(*args)`: its stages, submeshes, logical shapes, micro-batches, schedule and rematerialisation are
+    kept, and the shardings are solved again. Raises VerifyError where the model has other layers.
+    """
+    return ParallelizedFunc(fun, plan_to_method(plan), "auto", "auto", batch_argnums).plan(*args)

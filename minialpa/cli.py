@@ -1,4 +1,4 @@
-"""The command line: `minialpa demo`, `minialpa plan`, `minialpa doctor`."""
+"""The command line: `minialpa demo`, `minialpa plan`, `minialpa report`, `minialpa diff`, `minialpa doctor`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minialpa.errors import MinialpaError
+from minialpa.errors import MinialpaError, VerifyError
+from minialpa.plan import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,8 +43,18 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--batch-size", type=int, default=None)
     plan.add_argument("--micro-batches", type=int, default=1)
     plan.add_argument("--layers", type=int, default=0, help="pipeline layers; 0 plans without a pipeline (default)")
-    plan.add_argument("--output", type=Path, default=None, help="write the plan as JSON to this file")
+    plan.add_argument("--save", type=Path, default=None, metavar="PLAN.json", help="write the plan to this file")
     plan.set_defaults(run=_plan)
+
+    report = commands.add_parser("report", help="print a saved plan")
+    report.add_argument("plan", type=Path, metavar="PLAN.json")
+    report.add_argument("--explain", default=None, metavar="WHAT", help="placements and operators of that name only")
+    report.add_argument("--python", action="store_true", help="placements as Python source, for `jax.jit`")
+    report.set_defaults(run=_report)
+
+    diff = commands.add_parser("diff", help="print what two saved plans decide otherwise")
+    diff.add_argument("plans", type=Path, nargs=2, metavar="PLAN.json")
+    diff.set_defaults(run=_diff)
 
     doctor = commands.add_parser("doctor", help="what is installed, and which devices there are")
     doctor.set_defaults(run=_doctor)
@@ -79,10 +90,34 @@ def _plan(args: argparse.Namespace) -> int:
     found = minialpa.plan(step, (state, batch), cluster=cluster, method=method)
     print(found.summary())
     print(f"Planned in {time.perf_counter() - start:.1f} s.")
-    if args.output is not None:
-        found.save(args.output)
-        print(f"Written to {args.output}.")
+    if args.save is not None:
+        found.save(args.save)
+        print(f"Written to {args.save}.")
     return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    plan = _load_plan(args.plan)
+    if args.python:
+        for mesh in range(len(plan.stages)):
+            print(plan.to_python(mesh))
+    else:
+        print(plan.summary() if args.explain is None else plan.explain(args.explain))
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    """The exit status is 1 where the plans differ, as that of `diff` is."""
+    old, new = map(_load_plan, args.plans)
+    print(old.diff(new))
+    return 0 if old == new else 1
+
+
+def _load_plan(path: Path) -> Plan:
+    try:
+        return Plan.load(path)
+    except OSError as error:
+        raise VerifyError(f"`{path}` cannot be read: {error.strerror}. `minialpa plan --save` writes plans.") from error
 
 
 def _load(name: str, batch_size: int | None) -> tuple[Any, Any, Any]:

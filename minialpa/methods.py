@@ -11,6 +11,7 @@ import jax
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import ShardingError
+from minialpa.inter.replan import logical_mesh_of, options_of
 from minialpa.inter.schedule import PipelineSize, make_schedule
 from minialpa.options import (
     AutoLayerOption,
@@ -23,6 +24,7 @@ from minialpa.options import (
     UniformStageOption,
     remats,
 )
+from minialpa.plan import Plan
 from minialpa.session import Session, current_session, describe_devices
 
 Devices = Sequence[jax.Device] | ClusterSpec | LogicalMesh | None
@@ -135,7 +137,7 @@ class PipeshardParallel:
         layers, stages = self._layers(), self._stages()
         # These raise for unknown names before any long work.
         make_schedule(self.pipeline_schedule, PipelineSize(1, 1))
-        remats(layers)
+        remats(layers, 1)
         if self.pipeline_schedule == "1f1b-interleaved" and isinstance(stages, AutoStageOption):
             raise ShardingError(
                 "The search makes stages of neighbouring layers, which `1f1b-interleaved` has no use for. Use `1f1b`, "
@@ -167,6 +169,18 @@ class PipeshardParallel:
         if self.stage_option is not None and not isinstance(self.stage_option, StageOption):
             raise ShardingError(_STAGE_OPTIONS.format(self.stage_option))
         return self.stage_option or UniformStageOption()
+
+
+def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:
+    """The method that decides again what `plan` decided: micro-batches, schedule, layers, rematerialisation, stages,
+    submeshes and logical shapes. Only the shardings are left to the solver, under the options that the plan had."""
+    options = options_of(plan)
+    if options.layers is None:
+        devices = logical_mesh_of(plan) or plan.cluster
+        return ShardParallel(devices, options.n_micro_batches, options.sharding, options.logical_shape)
+    return PipeshardParallel(
+        plan.cluster, options.n_micro_batches, options.schedule, options.layers, options.stages, options.sharding
+    )
 
 
 def get_3d_parallel_method(

@@ -91,6 +91,14 @@ class AutoLayerOption:
 
 
 @dataclass(frozen=True, slots=True)
+class FixedLayerOption:
+    """The layers that a plan has: the layer of each forward group, and what each layer computes again."""
+
+    layer_of_group: tuple[int, ...]
+    remat: tuple[Remat, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AutoStageOption:
     """Search stages, submeshes and their logical shapes.
 
@@ -132,19 +140,23 @@ class UniformStageOption:
     num_chunks: int = 1
 
 
-LayerOption = ManualLayerOption | AutoLayerOption
+LayerOption = ManualLayerOption | AutoLayerOption | FixedLayerOption
 StageOption = AutoStageOption | ManualStageOption | UniformStageOption
 
 
-def remats(option: LayerOption) -> tuple[Remat, ...]:
-    """What the option leaves to choose from. Raises ShardingError where it is none of what it may be."""
+def remats(option: LayerOption, n_layers: int) -> tuple[tuple[Remat, ...], ...]:
+    """What the option leaves to choose from, for each of `n_layers` layers. Raises ShardingError where it is none of
+    what it may be."""
+    if isinstance(option, FixedLayerOption):
+        return (option.remat,)
     match option.remat:
         case "auto":
-            return ("none", "dots", "full")
-        case "none" | "dots" | "full" as remat:
-            return (remat,)
+            choices: tuple[Remat, ...] = ("none", "dots", "full")
+            return tuple((remat,) * n_layers for remat in choices)
+        case "none" | "dots" | "full" as what:
+            return ((what,) * n_layers,)
         case bool() as all_of_it:
-            return ("full" if all_of_it else "none",)
+            return (("full" if all_of_it else "none",) * n_layers,)
         case other:
             raise ShardingError(f"`remat` is `none`, `dots`, `full`, `auto`, or a bool; got {other!r}.")
 

@@ -6,22 +6,20 @@ full-batch program, where each equation came from, which inputs are split over m
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
+from minialpa.fingerprint import Fingerprint, fingerprint_of
 from minialpa.gradients import boundary_p, gradient_p, tracing_step
 from minialpa.jaxprs import (
     FlatJaxpr,
-    dtype_name,
     is_inexact,
     is_literal,
     is_transposed,
@@ -75,48 +73,11 @@ class TracedStep:
     out_tree: Any
 
     @property
-    def fingerprint(self) -> str:
-        """Hash of primitives, parameters, shapes and dataflow: equal steps have equal fingerprints."""
+    def fingerprint(self) -> Fingerprint:
+        """Equal steps have equal fingerprints, in every process."""
         flat = self.flat
-        program = _program_text((*flat.constvars, *flat.invars), flat.eqns, flat.outvars)
-        text = f"{program} {self.batch_dims} {self.aliases} {self.layouts}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _program_text(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> str:
-    """A program as text without names: the same for equal programs, in every process."""
-    numbers: dict[Any, int] = {}
-
-    def name(atom: Any) -> str:
-        text = repr(atom.val) if is_literal(atom) else numbers.setdefault(atom, len(numbers))
-        return f"{text}:{dtype_name(atom)}{shape_of(atom)}"
-
-    lines = [" ".join(map(name, inputs))]
-    for eqn in eqns:
-        params = _param_text(dict(eqn.params))
-        lines.append(" ".join((eqn.primitive.name, params, *map(name, eqn.invars), "->", *map(name, eqn.outvars))))
-    lines.append(" ".join(map(name, outputs)))
-    return "\n".join(lines)
-
-
-def _param_text(value: Any) -> str:
-    """Text of an equation's parameter; functions, shardings and the like by type, as their texts may hold addresses."""
-    jaxpr = getattr(value, "jaxpr", value)
-    if isinstance(jaxpr, Jaxpr):
-        return "{" + _program_text((*jaxpr.constvars, *jaxpr.invars), jaxpr.eqns, jaxpr.outvars) + "}"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}={_param_text(v)}" for key, v in sorted(value.items(), key=str)) + "}"
-    if isinstance(value, tuple | list):
-        return "(" + ",".join(map(_param_text, value)) + ")"
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype}{value.tolist()}"
-    if isinstance(value, Enum):
-        return value.name
-    if is_dataclass(value) and not isinstance(value, type):
-        return _param_text({f.name: getattr(value, f.name) for f in fields(value)})
-    if value is None or isinstance(value, bool | int | float | complex | str | np.generic | np.dtype):
-        return str(value)
-    return type(value).__name__
+        about = f"{self.batch_dims} {self.aliases} {self.layouts}"
+        return fingerprint_of((*flat.constvars, *flat.invars), flat.eqns, flat.outvars, about)
 
 
 def trace_step(

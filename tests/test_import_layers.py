@@ -21,6 +21,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("options",),
     ("sharding",),
     ("cost", "jaxprs", "hlo_text"),
+    ("fingerprint",),
     ("plan", "program", "hlo"),
     ("gradients",),
     ("trace",),
@@ -28,6 +29,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("inter",),
     ("session",),
     ("methods",),
+    ("calls",),
     ("api",),
 )
 #: What the runtime may know of the rest.
@@ -35,7 +37,8 @@ RUNTIME_MAY = {"errors", "cluster", "options", "sharding", "plan", "program", "r
 #: What a user starts, or sees in front of the machinery.
 FRONT = {"__init__", "cli", "demo", "models", "report", "session", "testing", "util"}
 PLANNING = {
-    *("cluster", "cost", "gradients", "inter", "intra", "jaxprs", "options", "plan", "program", "sharding", "trace"),
+    *("cluster", "cost", "fingerprint", "gradients", "inter", "intra", "jaxprs"),
+    *("options", "plan", "program", "sharding", "trace"),
 }
 STDLIB = sys.stdlib_module_names
 

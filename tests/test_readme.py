@@ -1,4 +1,4 @@
-"""The README's first example runs as it stands."""
+"""The first example of the README, and those of docs/plans.md, run as they stand."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 README = Path(__file__).parents[1] / "README.md"
+PLANS = README.parent / "docs" / "plans.md"
 
 
 def test_first_example_trains() -> None:
@@ -26,3 +28,14 @@ def test_set_up_takes_two_commands() -> None:
         'python -m pip install ".[models]" && minialpa demo',
         'python -m pip install -e ".[test]" && python -m pytest',
     ]
+
+
+def test_the_examples_of_plans_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", PLANS.read_text(), re.DOTALL)
+    assert len(examples) == 6
+    names: dict[str, Any] = {}
+    with pytest.warns(UserWarning, match="the shardings were solved again"):
+        exec(compile("\n".join(examples), str(PLANS), "exec"), names)
+    assert np.isfinite(float(names["loss"]))
+    assert names["train_step"].get_last_executable().get_parallel_plan() != names["plan"]

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from minialpa.errors import TraceError
+from minialpa.errors import TraceError, VerifyError
 from minialpa.inter.layers import cluster_layers
 from minialpa.inter.staging import n_groups
 from minialpa.intra.factors import factors_of
 from minialpa.intra.strategies import has_contraction
 from minialpa.jaxprs import bytes_of, is_literal, shape_of
-from minialpa.options import AutoLayerOption, LayerOption, ManualLayerOption
+from minialpa.options import AutoLayerOption, FixedLayerOption, LayerOption, ManualLayerOption
 from minialpa.trace import TracedStep
 
 #: Layers of a model whose blocks repeat less than `_FEW` times, and most layers of any.
@@ -43,8 +43,19 @@ def forward_graph(traced: TracedStep) -> nx.MultiDiGraph:
 
 
 def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
-    """Layer of each forward group. Raises TraceError when there are fewer equations than layers."""
+    """Layer of each forward group.
+
+    Raises TraceError when there are fewer equations than layers, VerifyError when the layers of a plan are for another
+    number of equations.
+    """
     groups = n_groups(traced)
+    if isinstance(option, FixedLayerOption):
+        if len(option.layer_of_group) != groups:
+            raise VerifyError(
+                f"The plan has layers for {len(option.layer_of_group)} forward equations and the model has {groups}: "
+                "it is another model. Plan it anew, with the method that made the plan."
+            )
+        return option.layer_of_group
     if isinstance(option, ManualLayerOption):
         layers = [0] * groups
         for origin in traced.origins:

@@ -8,7 +8,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.cost import CollectiveKind
 from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.fingerprint import Fingerprint
 from minialpa.inter.chunks import Chunks, check_chunks, chunks_of
 from minialpa.inter.forward import assign_layers
 from minialpa.inter.mesh_problem import ShardedView, TaskCollectives, mesh_collectives, mesh_equations
@@ -71,7 +73,7 @@ class _Layered:
     and what each layer computes again."""
 
     step: TracedStep
-    fingerprint: str
+    fingerprint: Fingerprint
     of_group: tuple[int, ...] = ()
     remat: tuple[Remat, ...] = ()
 
@@ -105,8 +107,7 @@ def plan_step(
     solver = StageSolver()
     plans: list[Plan] = []
     failure: InfeasibleError | None = None
-    for what in remats(options.layers):
-        remat = (what,) * n_layers
+    for remat in remats(options.layers, n_layers):
         layered = _Layered(rematerialise(traced, of_group, remat), fingerprint, of_group, remat)
         try:
             plans.append(_solve(layered, cluster, options, stages, logical_mesh, report, solver))
@@ -244,7 +245,7 @@ def _searched(
     assert options.layers is not None
     space = Space(
         options.micro_batch_choices(traced.batch_size),
-        remats(options.layers),
+        tuple(remat[0] for remat in remats(options.layers, 1)),
         tuple(candidates(cluster, auto)),
         options.schedule,
         options.use_all_devices,
@@ -376,7 +377,7 @@ def _stage_plan(
         mesh.shape,
         mesh.alpha,
         mesh.beta,
-        view.forbidden,
+        stage.option,
         tuple(solution.specs[v] for v, _ in problem.inputs),
         solution.equations,
         _operators(staged, problem, solution, layer_of_group),
@@ -410,7 +411,7 @@ def _operators(
 
 def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) -> list[PlannedCollective]:
     """Collectives of a stage with equal ones counted together."""
-    counts: dict[tuple[str, float, tuple[int, ...]], int] = {}
+    counts: dict[tuple[CollectiveKind, float, tuple[int, ...]], int] = {}
     for task, collectives in ((m.task, m.collectives) for m in moved):
         for c, n in collectives:
             key = (c.kind, c.n_bytes, c.axes)

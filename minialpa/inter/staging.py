@@ -16,6 +16,7 @@ from minialpa.inter.chunks import plan_chunks
 from minialpa.inter.mesh_problem import mesh_equations
 from minialpa.inter.microbatch import split_micro_batches
 from minialpa.inter.remat import rematerialise
+from minialpa.inter.replan import check_fits
 from minialpa.inter.split import StagedStep, stage_split, traced_positions
 from minialpa.inter.split_step import Op, Phase, SplitStep
 from minialpa.intra.problem import MeshEquations
@@ -85,11 +86,7 @@ def final_specs(staged: StagedStep, plan: Plan, mesh: int) -> dict[Var, Spec]:
 
 def realise(traced: TracedStep, plan: Plan) -> StagedStep:
     """The staged step of a plan. Raises VerifyError if the plan was made for another step or other shapes."""
-    if traced.fingerprint != plan.fingerprint:
-        raise VerifyError(
-            f"The plan was made for a step with fingerprint {plan.fingerprint}, and this step, for these shapes, has "
-            f"{traced.fingerprint}. Plan again, or call it with the shapes of the plan."
-        )
+    check_fits(traced, plan)
     step = rematerialise(traced, plan.layer_of_group, plan.remat)
     chunks = plan_chunks(plan)
     return stage_step(step, plan.n_micro_batches, chunks.of_group(plan.layer_of_group), chunks.stage_of)

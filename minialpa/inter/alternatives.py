@@ -1,0 +1,214 @@
+"""Why a plan is as it is: a decision of a plan in, what every other decision would cost out.
+
+Each alternative is planned as the plan was, with one thing forced and the rest of its decisions kept: a spec of an
+argument or result, the stages, the micro-batches, or the rematerialisation. The shardings are solved again, so a
+difference is the price of the decision and not that of what happens to stand next to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from minialpa.errors import InfeasibleError, MinialpaError
+from minialpa.inter.pipeline import plan_step
+from minialpa.inter.replan import logical_mesh_of, options_of
+from minialpa.inter.staging import n_groups
+from minialpa.inter.submeshes import candidates
+from minialpa.options import (
+    AutoLayerOption,
+    AutoStageOption,
+    FixedLayerOption,
+    ManualStageOption,
+    PlanOptions,
+    Remat,
+    UniformStageOption,
+)
+from minialpa.plan import PlacedValue, Plan
+from minialpa.plan.text import bytes_text, count, operator_lines, seconds_text
+from minialpa.sharding import Spec, specs_of
+from minialpa.trace import TracedStep
+
+#: Each alternative is a plan of its own, so only so many arguments and results, and specs of each, are looked at.
+_MOST_VALUES, _MOST_SPECS = 4, 25
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One choice and the plan that it leads to; without a plan, the reason why there is none."""
+
+    name: str
+    plan: Plan | None
+    reason: str = ""
+
+
+def explain_step(traced: TracedStep, plan: Plan, what: str) -> str:
+    """Tables of the alternatives to what `plan` decided for `what`.
+
+    `what`: "stages", "micro-batches", "remat", or part of the path of arguments and results or of an operator.
+    """
+    whole: dict[str, Callable[[TracedStep, Plan], Iterator[Alternative]]] = {
+        "micro-batches": _other_micro_batches,
+        "remat": _other_remats,
+        "stages": _other_stages,
+    }
+    if what in whole:
+        found = list(whole[what](traced, plan))
+        note = "" if found else "\nNothing else is possible: rematerialisation, for one, needs layers of a pipeline."
+        return _table(plan, [Alternative(_name_of(plan), plan), *found]) + note
+    values = named_values(traced, plan, what)
+    parts = [_explain_value(traced, plan, value, k) for value, k in values[:_MOST_VALUES]]
+    if len(values) > _MOST_VALUES:
+        parts.append(f"{len(values) - _MOST_VALUES} more are called so. Name one of them in full.")
+    for k, stage in enumerate(plan.stages):
+        lines = operator_lines(plan, stage.operators)
+        parts.extend(f"stage {k}: {line}" for line in lines if what in line)
+    return "\n".join(parts) or (
+        f"Nothing in the plan is called `{what}`. Name arguments, results or operators of the plan, or one of "
+        f"{', '.join(f'`{name}`' for name in whole)}."
+    )
+
+
+# ---- specs ----------------------------------------------------------------------------------------------------------
+
+
+def forced_spec(traced: TracedStep, plan: Plan, value: PlacedValue, stage: int, spec: Spec) -> Alternative:
+    """The plan with `spec` for an argument or result of it, on the mesh of `stage`."""
+    found = _planned(str(spec.partition_spec()), traced, plan, _with_spec(plan, value.path, spec, stage))
+    if found.plan is None or _spec_in(found.plan, value.path, stage) == spec:
+        return found
+    return dataclasses.replace(found, plan=None, reason="not possible: the options do not allow it")
+
+
+def _with_spec(plan: Plan, path: str, spec: Spec, stage: int) -> PlanOptions:
+    """The options of a plan, and `spec` for `path` on the mesh of `stage`."""
+    options = options_of(plan)
+    old = plan.stages[stage].option.fixed_specs
+    assert isinstance(old, tuple)
+    fixed = ((path, spec.partition_spec()), *old)
+    if not isinstance(options.stages, ManualStageOption):
+        return dataclasses.replace(options, sharding=dataclasses.replace(options.sharding, fixed_specs=fixed))
+    dicts = list(options.stages.submesh_autosharding_option_dicts)
+    dicts[stage] = {**dicts[stage], "fixed_specs": fixed}
+    return dataclasses.replace(
+        options, stages=dataclasses.replace(options.stages, submesh_autosharding_option_dicts=tuple(dicts))
+    )
+
+
+def _spec_in(plan: Plan, path: str, stage: int) -> Spec | None:
+    for value in (*plan.inputs, *plan.outputs):
+        if value.path == path and stage in value.mesh_ids:
+            return value.specs[value.mesh_ids.index(stage)]
+    return None
+
+
+def named_values(traced: TracedStep, plan: Plan, what: str) -> list[tuple[PlacedValue, int]]:
+    """Arguments and results of that name, on each of their meshes. Results that take an argument's spec go with it."""
+    own = (value for value, alias in zip(plan.outputs, traced.layouts, strict=True) if alias is None)
+    return [(value, k) for value in (*plan.inputs, *own) if what in value.path for k in value.mesh_ids]
+
+
+def _explain_value(traced: TracedStep, plan: Plan, value: PlacedValue, stage: int) -> str:
+    shape = plan.stages[stage].logical_shape
+    chosen = value.specs[value.mesh_ids.index(stage)]
+    others = [spec for spec in specs_of(value.shape, shape) if spec != chosen]
+    found = [forced_spec(traced, plan, value, stage, spec) for spec in others[:_MOST_SPECS]]
+    lines = [
+        f"{value.path} {value.dtype}{list(value.shape)} on mesh {stage} of shape {shape}",
+        _table(plan, [Alternative(str(chosen.partition_spec()), plan), *found]),
+    ]
+    if len(others) > _MOST_SPECS:
+        lines.append(f"  and {len(others) - _MOST_SPECS} more")
+    uneven = [
+        f"dimension {d} of size {size} over axis {axis} of length {n}"
+        for d, size in enumerate(value.shape)
+        for axis, n in enumerate(shape)
+        if n > 1 and size % n
+    ]
+    return "\n".join([*lines, f"  no such sharding: {', '.join(uneven)}"] if uneven else lines)
+
+
+# ---- the whole plan -------------------------------------------------------------------------------------------------
+
+
+def _other_micro_batches(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
+    """Half as many, twice and four times as many, and one, where they divide the batch."""
+    n, size = plan.n_micro_batches, traced.batch_size or 1
+    for other in sorted({1, n // 2, 2 * n, 4 * n} - {0, n}):
+        if size % other == 0:
+            options = dataclasses.replace(options_of(plan), n_micro_batches=other)
+            yield _planned(count(other, "micro-batch"), traced, plan, options)
+
+
+def _other_remats(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
+    """The same in every layer, where there are layers."""
+    choices: tuple[Remat, ...] = ("none", "dots", "full")
+    for remat in choices:
+        layers = FixedLayerOption(plan.layer_of_group, (remat,) * len(plan.remat))
+        if layers.remat != plan.remat:
+            yield _planned(f"remat {remat}", traced, plan, dataclasses.replace(options_of(plan), layers=layers))
+
+
+def _other_stages(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
+    """No pipeline, on a mesh of every shape, and equal stages of every number that divides the devices."""
+    options, n = options_of(plan), plan.cluster.n_devices
+    for shape in dict.fromkeys(c.logical_shape for c in candidates(plan.cluster, AutoStageOption())):
+        if _product(shape) == n and (plan.layer_of_group or shape != plan.stages[0].logical_shape):
+            whole = PlanOptions(plan.n_micro_batches, plan.schedule, sharding=options.sharding, logical_shape=shape)
+            yield _planned(f"no pipeline, shape {shape}", traced, plan, whole)
+    most = len(plan.remat) or min(n, n_groups(traced))
+    for k in range(2, most + 1):
+        if n % k == 0:
+            layers = options.layers or AutoLayerOption(layer_num=k)
+            equal = dataclasses.replace(options, layers=layers, stages=UniformStageOption(k), logical_shape=None)
+            yield _planned(f"{k} equal stages", traced, plan, equal)
+
+
+def _product(shape: Sequence[int]) -> int:
+    return shape[0] * (shape[1] if len(shape) > 1 else 1)
+
+
+def _name_of(plan: Plan) -> str:
+    kept = "/".join(sorted(set(plan.remat)))
+    remat = f", remat {kept}" if kept else ""
+    return f"{count(len(plan.stages), 'stage')}, {count(plan.n_micro_batches, 'micro-batch')}{remat}"
+
+
+# ---- planning and printing ------------------------------------------------------------------------------------------
+
+
+def _planned(name: str, traced: TracedStep, plan: Plan, options: PlanOptions) -> Alternative:
+    try:
+        return Alternative(name, plan_step(traced, plan.cluster, options, logical_mesh=logical_mesh_of(plan)))
+    except InfeasibleError as error:
+        return Alternative(name, None, f"does not fit: {_first_sentence(error)}")
+    except MinialpaError as error:
+        return Alternative(name, None, f"not possible: {_first_sentence(error)}")
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).splitlines()[0].split(". ")[0].rstrip(".")
+
+
+def _table(plan: Plan, found: Sequence[Alternative]) -> str:
+    """The plan first, then the alternatives from the fastest on; then those that cannot be."""
+    possible = [(a.name, a.plan) for a in found if a.plan is not None]
+    rows = [["", "per step", "against the plan", "compute", "communication", "bubble", "update", "peak memory"]]
+    for name, other in (possible[0], *sorted(possible[1:], key=lambda pair: pair[1].cost.total_s)):
+        cost = other.cost
+        change = "chosen" if other is plan else _change(plan.cost.total_s, cost.total_s)
+        times = (cost.total_s, cost.compute_s, cost.communication_s, cost.bubble_s, cost.update_s)
+        total, *parts = map(seconds_text, times)
+        rows.append([name, total, change, *parts, bytes_text(max(cost.peak_bytes))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines += [f"{a.name.ljust(widths[0])}  {a.reason}" for a in found if a.plan is None]
+    return "\n".join(f"  {line}".rstrip() for line in lines)
+
+
+def _change(old: float, new: float) -> str:
+    if abs(new - old) <= 1e-9 * old:
+        return "same"
+    share = f" ({(new - old) / old:+.1%})" if 0 < new < 10 * old else ""
+    return f"{'+' if new > old else '-'}{seconds_text(abs(new - old))}{share}"

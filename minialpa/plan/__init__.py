@@ -1,0 +1,34 @@
+"""Plans: everything that was decided about one step, as values that print, save, load and compare."""
+
+from minialpa.plan.plan import (
+    ExportedSpecs,
+    PassName,
+    PlacedValue,
+    PlacementSpec,
+    Plan,
+    PlanCost,
+    PlannedCollective,
+    PlannedOperator,
+    PlannedPass,
+    PlannedTransfer,
+    StagePlan,
+)
+from minialpa.plan.text import bytes_text, seconds_text
+from minialpa.plan.verify import verify_plan
+
+__all__ = [
+    "ExportedSpecs",
+    "PassName",
+    "PlacedValue",
+    "PlacementSpec",
+    "Plan",
+    "PlanCost",
+    "PlannedCollective",
+    "PlannedOperator",
+    "PlannedPass",
+    "PlannedTransfer",
+    "StagePlan",
+    "bytes_text",
+    "seconds_text",
+    "verify_plan",
+]

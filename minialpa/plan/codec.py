@@ -1,0 +1,167 @@
+"""Frozen dataclasses and named tuples to JSON data and back.
+
+`decode` takes nothing but what `encode` gives, and names the field that is something else. The schema is the types of
+the fields. Specs are texts, PartitionSpecs are lists of axis names, and the specs of an equation are a list,
+since plans hold very many of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union
+
+from jax.sharding import PartitionSpec
+
+from minialpa.errors import MinialpaError, VerifyError
+from minialpa.sharding import EquationSpecs, Spec
+
+T = TypeVar("T")
+
+_UNCONSTRAINED = "?"  # no name of a mesh axis
+
+
+def encode(value: Any) -> Any:
+    """JSON data of a value that `decode` reads."""
+    if isinstance(value, Spec):
+        return str(value)
+    if isinstance(value, EquationSpecs):
+        return [encode(value.operands), encode(value.made), encode(value.results), encode(value.body)]
+    if isinstance(value, PartitionSpec):
+        return [_UNCONSTRAINED if entry is PartitionSpec.UNCONSTRAINED else encode(entry) for entry in value]
+    if dataclasses.is_dataclass(value):
+        return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [encode(v) for v in value]
+    return value
+
+
+def decode(kind: type[T], data: Any, where: str) -> T:
+    """The value of type `kind` that `data` encodes; `where` is its path in the plan. Raises VerifyError."""
+    value: T = _decode(kind, data, where)
+    return value
+
+
+def _decode(kind: Any, data: Any, where: str) -> Any:
+    if kind is Spec:
+        return _spec(data, where)
+    if kind is EquationSpecs:
+        return _equation_specs(data, where)
+    if kind is PartitionSpec:
+        return _partition_spec(data, where)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _record(kind, data, where)
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return kind(*_tuple(tuple(typing.get_type_hints(kind).values()), data, where))
+    origin = typing.get_origin(kind)
+    if origin is tuple:
+        return _tuple(typing.get_args(kind), data, where)
+    if origin is Literal:
+        _expect(isinstance(data, str) and data in typing.get_args(kind), data, _one_of(kind), where)
+        return data
+    if origin in (Union, types.UnionType):
+        return _union(typing.get_args(kind), data, where)
+    return _scalar(kind, data, where)
+
+
+def _expect(holds: bool, data: Any, expected: str, where: str) -> None:
+    if not holds:
+        text = repr(data)
+        shown = text if len(text) <= 60 else f"{text[:57]}..."
+        raise VerifyError(f"Not a plan: `{where}` is {shown}; expected {expected}. Write plans with `Plan.save`.")
+
+
+def _one_of(kind: Any) -> str:
+    return "one of " + ", ".join(f"`{name}`" for name in typing.get_args(kind))
+
+
+def _scalar(kind: Any, data: Any, where: str) -> Any:
+    if kind is float:
+        is_number = isinstance(data, int | float) and not isinstance(data, bool)
+        _expect(is_number and not math.isnan(data), data, "a number", where)
+        return data
+    names = {int: "an integer", str: "a text", bool: "true or false"}
+    _expect(type(data) is kind, data, names[kind], where)
+    return data
+
+
+def _tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    _expect(isinstance(data, list), data, "a list", where)
+    if kinds[1:] == (...,):
+        return tuple(_decode(kinds[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    _expect(len(data) == len(kinds), data, f"a list of {len(kinds)}", where)
+    return tuple(_decode(k, item, f"{where}[{i}]") for i, (k, item) in enumerate(zip(kinds, data, strict=True)))
+
+
+def _union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
+    """Of None and one other type. Fields that take a mapping as well hold it as pairs."""
+    if data is None and type(None) in kinds:
+        return None
+    others = [k for k in kinds if k is not type(None) and typing.get_origin(k) is not Mapping]
+    assert len(others) == 1, kinds
+    return _decode(others[0], data, where)
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+def _record(kind: type, data: Any, where: str) -> Any:
+    fields = _fields(kind)
+    _expect(isinstance(data, dict), data, f"the fields of a {kind.__name__}", where)
+    for name in fields:
+        if name not in data:
+            raise VerifyError(f"Not a plan: `{where}.{name}` is missing. Write plans with `Plan.save`.")
+    for name in data:
+        if name not in fields:
+            raise VerifyError(f"Not a plan: `{where}` has a field `{name}`; expected {', '.join(fields)}.")
+    values = {name: _decode(k, data[name], f"{where}.{name}") for name, k in fields.items()}
+    try:
+        return kind(**values)
+    except (MinialpaError, TypeError, ValueError) as error:
+        raise VerifyError(f"Not a plan: `{where}`: {error}") from error
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str) -> Spec | None:
+    try:
+        spec = Spec.parse(text)
+    except (MinialpaError, ValueError):
+        return None
+    return spec if str(spec) == text else None
+
+
+def _spec(data: Any, where: str) -> Spec:
+    spec = _parsed(data) if isinstance(data, str) else None
+    _expect(spec is not None, data, "a sharding spec such as `S0,R`", where)
+    assert spec is not None
+    return spec
+
+
+def _equation_specs(data: Any, where: str) -> EquationSpecs:
+    _expect(isinstance(data, list) and len(data) == 4, data, "a list of operands, made, results, body", where)
+    specs = [_tuple((Spec, ...), data[i], f"{where}[{i}]") for i in range(3)]
+    return EquationSpecs(specs[0], specs[1], specs[2], _tuple((EquationSpecs, ...), data[3], f"{where}[3]"))
+
+
+def _partition_spec(data: Any, where: str) -> PartitionSpec:
+    _expect(isinstance(data, list), data, "a list of axis names", where)
+    entries: list[Any] = []
+    for i, entry in enumerate(data):
+        if entry == _UNCONSTRAINED:
+            entries.append(PartitionSpec.UNCONSTRAINED)
+        elif isinstance(entry, list):
+            entries.append(_tuple((str, ...), entry, f"{where}[{i}]"))
+        else:
+            _expect(entry is None or isinstance(entry, str), entry, "an axis name, a list of names, or null", where)
+            entries.append(entry)
+    try:
+        return PartitionSpec(*entries)
+    except (TypeError, ValueError) as error:
+        raise VerifyError(f"Not a plan: `{where}`: {error}") from error

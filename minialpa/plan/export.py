@@ -1,0 +1,122 @@
+"""The placements of a plan for use without minialpa: PartitionSpecs by path, and as Python source to paste.
+
+What is exported are the shardings of arguments and results on one mesh. `jax.jit` with these computes the same numbers;
+the shardings inside the step, and so the collectives, are then XLA's own choice. Micro-batches, and the stages of a
+pipeline, are not exported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from jax.sharding import PartitionSpec
+
+from minialpa.errors import ShardingError
+from minialpa.plan.plan import ExportedSpecs, PlacedValue, Plan
+from minialpa.plan.text import header, layers_text
+from minialpa.sharding import AXIS_NAMES
+
+
+def export_specs(plan: Plan, mesh: int = 0) -> ExportedSpecs:
+    """Specs by path of what is on mesh `mesh`. Raises ShardingError if there is no such mesh."""
+    if not 0 <= mesh < len(plan.stages):
+        raise ShardingError(f"The plan has the meshes 0 to {len(plan.stages) - 1}; got {mesh}.")
+    return ExportedSpecs(_on_mesh(plan.inputs, mesh), _on_mesh(plan.outputs, mesh))
+
+
+def _on_mesh(values: Sequence[PlacedValue], mesh: int) -> dict[str, PartitionSpec]:
+    """What no equation reads is nowhere in the plan, and may as well be whole."""
+    out = {}
+    for value in values:
+        if mesh in value.mesh_ids:
+            out[value.path] = value.specs[value.mesh_ids.index(mesh)].partition_spec()
+        elif not value.mesh_ids:
+            out[value.path] = PartitionSpec()
+    return out
+
+
+def to_python(plan: Plan, mesh: int = 0) -> str:
+    """Python source that defines `mesh`, `in_specs`, `out_specs` and `shardings`, for `jax.jit`.
+
+    The mesh takes the devices that the plan gives to it from `jax.devices()`.
+    """
+    specs = export_specs(plan, mesh)
+    stage = plan.stages[mesh]
+    names = AXIS_NAMES[: len(stage.logical_shape)]
+    args = dict.fromkeys(_argument(v.path) for v in plan.inputs)
+    return _SOURCE.format(
+        header=header(plan),
+        warnings="".join(f"\n{line}\n" for line in _not_exported(plan, mesh)),
+        devices=f"{stage.first_device}:{stage.first_device + stage.n_devices}",
+        shape=stage.logical_shape,
+        names="(" + ", ".join(f'"{name}"' for name in names) + ",)",
+        inputs=_table(specs.inputs),
+        outputs=_table(specs.outputs),
+        in_shardings="".join(f'shardings(in_specs, "{arg}", {arg}), ' for arg in args).strip(),
+        args=", ".join(args),
+    )
+
+
+def _argument(path: str) -> str:
+    """Name of the argument that a leaf belongs to: `args[0]` where the step has no names, else without any index."""
+    found = re.match(r"args\[\d+\]|\w+", path)
+    return found.group() if found else path
+
+
+def _not_exported(plan: Plan, mesh: int) -> list[str]:
+    """What the source cannot say."""
+    lines = []
+    if len(plan.stages) > 1:
+        lines.append(
+            f"Mesh {mesh} of {len(plan.stages)} ({layers_text(plan.stages[mesh].layers)}): only what lies on it is "
+            "listed. Stages and transfers are not\nexported, so a whole step needs `minialpa.parallelize`."
+        )
+    if plan.n_micro_batches > 1:
+        lines.append(
+            f"The plan accumulates gradients over {plan.n_micro_batches} micro-batches, which is not exported. Without "
+            "it a step needs more\nmemory."
+        )
+    return lines
+
+
+def _table(specs: dict[str, PartitionSpec]) -> str:
+    return "".join(f"    {path!r}: {_spec_source(spec)},\n" for path, spec in specs.items())
+
+
+def _spec_source(spec: PartitionSpec) -> str:
+    return f"PartitionSpec({', '.join(map(repr, spec))})"
+
+
+_SOURCE = '''"""Shardings that minialpa planned for {header}.
+{warnings}
+Arguments and results are named by path, over the axes of `mesh`. For example
+
+    in_shardings = ({in_shardings})
+    out_shardings = shardings(out_specs, "result", jax.eval_shape(step, {args}))
+    step = jax.jit(step, in_shardings=in_shardings, out_shardings=out_shardings)
+
+XLA chooses the shardings inside the step, so its collectives may differ from those of the plan.
+"""
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+mesh = Mesh(np.asarray(jax.devices()[{devices}]).reshape{shape}, {names})
+
+in_specs = {{
+{inputs}}}
+
+out_specs = {{
+{outputs}}}
+
+
+def shardings(specs, name, tree):
+    """`tree` with a sharding in place of each leaf; `name`: of the argument, or "result"."""
+
+    def sharding(path, _):
+        return NamedSharding(mesh, specs[name + jax.tree_util.keystr(path)])
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+'''

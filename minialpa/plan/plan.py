@@ -1,0 +1,288 @@
+"""Plans: everything that was decided about one step, as a value.
+
+A plan holds no jaxpr. Its variables and equations are numbered in the order in which tracing the same step for the same
+shapes yields them; `fingerprint` tells whether a step is the same. What plans can do beyond holding decisions is in
+modules next to this one, which know `Plan` and are loaded by its methods.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.cost import CollectiveKind
+from minialpa.errors import VerifyError
+from minialpa.fingerprint import Fingerprint
+from minialpa.options import AutoShardingOption, Remat
+from minialpa.sharding import EquationSpecs, Spec
+
+VERSION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSpec:
+    """Where one argument or result lives: shape, dtype, meshes, and its sharding on each of them."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    mesh_ids: tuple[int, ...]
+    partition_specs: tuple[PartitionSpec, ...]
+
+    def __str__(self) -> str:
+        where = ", ".join(f"mesh {m}: {spec}" for m, spec in zip(self.mesh_ids, self.partition_specs, strict=True))
+        return f"{self.path} {self.dtype}{list(self.shape)}: {where or 'not used'}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedValue:
+    """A `PlacementSpec` in the form that a plan keeps: specs instead of PartitionSpecs."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    mesh_ids: tuple[int, ...]
+    specs: tuple[Spec, ...]
+
+    def placement(self) -> PlacementSpec:
+        specs = tuple(spec.partition_spec() for spec in self.specs)
+        return PlacementSpec(self.path, self.shape, self.dtype, self.mesh_ids, specs)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCollective:
+    """One kind of collective of a stage: the bytes of each (see `cost.Collective`), and how often a step runs it."""
+
+    kind: CollectiveKind
+    n_bytes: float
+    axes: tuple[int, ...]
+    stage: int
+    times_per_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOperator:
+    """A matrix product or convolution and its shardings. `part`: forward, backward or other (the update)."""
+
+    name: str
+    part: Literal["forward", "backward", "other"]
+    layer: int | None
+    shape: tuple[int, ...]
+    result: Spec
+    operands: tuple[Spec, ...]
+
+
+class PassName(NamedTuple):
+    """A pass by the number of its chunk, counted over the pipeline; or the update of a stage."""
+
+    kind: Literal["forward", "backward", "update"]
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTransfer:
+    """What a pass sends to another stage for each micro-batch, or updates send each other once; bytes of whole arrays.
+
+    target: the first pass there that reads it.
+    """
+
+    source: PassName
+    target: PassName
+    n_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPass:
+    """Seconds of one micro-batch in one chunk; `step` is forward and backward in one, for a single stage."""
+
+    kind: Literal["forward", "backward", "step"]
+    chunk: int
+    compute_s: float
+    communication_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.communication_s
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One pipeline stage. Its chunks are the runs of neighbouring `layers`.
+
+    first_device: number of its first device in the cluster. alpha, beta: links of the axes of the logical shape.
+    option: what its shardings had to keep to.
+    input_specs, equation_specs: specs of the inputs, and of the equations, of the mesh in order.
+    passes: in the order of one micro-batch. update_s: seconds once per step.
+    fixed_bytes: bytes per device for state, gradients and temporaries; kept_bytes: for each chunk, what every
+    micro-batch in flight keeps.
+    """
+
+    layers: tuple[int, ...]
+    submesh: tuple[int, int]
+    first_device: int
+    logical_shape: tuple[int, ...]
+    alpha: tuple[float, ...]
+    beta: tuple[float, ...]
+    option: AutoShardingOption
+    input_specs: tuple[Spec, ...]
+    equation_specs: tuple[EquationSpecs, ...]
+    operators: tuple[PlannedOperator, ...]
+    passes: tuple[PlannedPass, ...]
+    update_s: float
+    fixed_bytes: float
+    kept_bytes: tuple[float, ...]
+    peak_bytes: float
+    optimal: bool
+
+    @property
+    def n_devices(self) -> int:
+        return self.submesh[0] * self.submesh[1]
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of one micro-batch in all passes, without communication."""
+        return sum(one.compute_s for one in self.passes)
+
+    @property
+    def communication_s(self) -> float:
+        return sum(one.communication_s for one in self.passes)
+
+    @property
+    def in_flight_bytes(self) -> float:
+        """Bytes per device of one micro-batch that is in flight in all chunks."""
+        return sum(self.kept_bytes)
+
+    @property
+    def forbidden(self) -> tuple[str, ...]:
+        """Kinds of collectives that may not reshard anything."""
+        return self.option.forbidden_collectives
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """The logical mesh with its links, as far as the choice of collectives depends on it."""
+        return LogicalMesh(self.logical_shape, self.alpha, self.beta)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCost:
+    """Predicted seconds of a step, and where they go; bytes per device of each stage at its peak."""
+
+    total_s: float
+    compute_s: float
+    communication_s: float
+    bubble_s: float
+    update_s: float
+    peak_bytes: tuple[float, ...]
+
+
+class ExportedSpecs(NamedTuple):
+    """PartitionSpecs by path of arguments and results on one mesh, over the axes "x" and "y" of its logical shape."""
+
+    inputs: dict[str, PartitionSpec]
+    outputs: dict[str, PartitionSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole plan of one step on one cluster. Equal inputs give equal plans and equal JSON.
+
+    layer_of_group: layer of each forward equation group, in order; empty without a pipeline.
+    remat: for each layer what its backward pass finds kept: `none` is computed again, all but `dots`, or `full`.
+    """
+
+    fingerprint: Fingerprint
+    cluster: ClusterSpec
+    n_micro_batches: int
+    schedule: str
+    layer_of_group: tuple[int, ...]
+    remat: tuple[Remat, ...]
+    stages: tuple[StagePlan, ...]
+    inputs: tuple[PlacedValue, ...]
+    outputs: tuple[PlacedValue, ...]
+    collectives: tuple[PlannedCollective, ...]
+    transfers: tuple[PlannedTransfer, ...]
+    cost: PlanCost
+
+    @property
+    def input_specs(self) -> tuple[PlacementSpec, ...]:
+        """Placement of each argument leaf, in the order of `jax.tree.leaves`."""
+        return tuple(value.placement() for value in self.inputs)
+
+    @property
+    def output_specs(self) -> tuple[PlacementSpec, ...]:
+        """Placement of each result leaf."""
+        return tuple(value.placement() for value in self.outputs)
+
+    def summary(self) -> str:
+        """The plan as a text of a few lines for each stage."""
+        from minialpa.plan.text import summary
+
+        return summary(self)
+
+    def explain(self, what: str) -> str:
+        """Placement of the arguments and results whose path contains `what`, and the operators of that name."""
+        from minialpa.plan.text import explain
+
+        return explain(self, what)
+
+    def diff(self, other: Plan) -> str:
+        """What `other` decides and predicts otherwise, each line with both sides: this plan -> the other."""
+        from minialpa.plan.difference import difference
+
+        return difference(self, other)
+
+    def export_specs(self, mesh: int = 0) -> ExportedSpecs:
+        """PartitionSpecs of the arguments and results on one mesh, by path, for `jax.jit`. See `ParallelizedFunc` for
+        the same as pytrees."""
+        from minialpa.plan.export import export_specs
+
+        return export_specs(self, mesh)
+
+    def to_python(self, mesh: int = 0) -> str:
+        """Python source of one mesh and of `export_specs`, to paste into a training loop without minialpa."""
+        from minialpa.plan.export import to_python
+
+        return to_python(self, mesh)
+
+    def to_json(self) -> str:
+        from minialpa.plan.codec import encode
+
+        return json.dumps({"version": VERSION, "plan": encode(self)}, sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan that `to_json` wrote. Raises VerifyError, which names the field, where it is none that can run."""
+        from minialpa.plan.codec import decode
+        from minialpa.plan.verify import verify_plan
+
+        plan = decode(Plan, _content(text), "plan")
+        verify_plan(plan)
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """The plan that `save` wrote. Raises VerifyError like `from_json`."""
+        return Plan.from_json(Path(path).read_text(errors="replace"))
+
+
+def _content(text: str) -> Any:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise VerifyError(f"Not a plan: {error}. Write one with `Plan.save`.") from error
+    if not isinstance(data, dict) or "version" not in data:
+        raise VerifyError("Not a plan: JSON without `version`. Write one with `Plan.save`.")
+    version = data["version"]
+    if version != VERSION or isinstance(version, bool):
+        raise VerifyError(f"The plan has version {version!r}; this minialpa reads version {VERSION}. Plan again.")
+    if data.keys() != {"version", "plan"}:
+        raise VerifyError(f"Not a plan: JSON with the fields {sorted(data)}; expected `plan` and `version`.")
+    return data["plan"]

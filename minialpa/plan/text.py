@@ -1,0 +1,111 @@
+"""Plans as text for people: `Plan.summary` and `Plan.explain`, and how seconds, bytes and layers are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minialpa.plan.plan import Plan, PlannedOperator
+
+
+def summary(plan: Plan) -> str:
+    """The plan as a text of a few lines for each stage."""
+    cost = plan.cost
+    lines = [
+        f"Plan for {header(plan)}",
+        f"Predicted {seconds_text(cost.total_s)} per step: compute {seconds_text(cost.compute_s)}, "
+        f"communication {seconds_text(cost.communication_s)}, bubble {seconds_text(cost.bubble_s)}, "
+        f"update {seconds_text(cost.update_s)}",
+    ]
+    for k, stage in enumerate(plan.stages):
+        lines.append(f"Stage {k}: {stage_text(plan, k)}")
+        lines.append(
+            f"  {seconds_text(stage.compute_s)} compute + {seconds_text(stage.communication_s)} communication per "
+            f"micro-batch, {seconds_text(stage.update_s)} update, {bytes_text(stage.peak_bytes)} per device"
+            + ("" if stage.optimal else "; shardings not proven optimal")
+        )
+        forward = tuple(op for op in stage.operators if op.part == "forward")
+        lines.extend(f"  {line}" for line in operator_lines(plan, forward))
+        for c in (c for c in plan.collectives if c.stage == k):
+            lines.append(f"  {c.kind} over {axes_text(c.axes)}: {bytes_text(c.n_bytes)}, {c.times_per_step} per step")
+    return "\n".join(lines)
+
+
+def header(plan: Plan) -> str:
+    """Cluster, stages, micro-batches, schedule and rematerialisation in one line."""
+    kept = sorted(set(plan.remat))
+    return (
+        f"{plan.cluster.num_hosts} x {plan.cluster.devices_per_host} {plan.cluster.device.name} devices: "
+        f"{count(len(plan.stages), 'stage')}, {count(plan.n_micro_batches, 'micro-batch')}"
+        + (f", schedule {plan.schedule}" if len(plan.stages) > 1 else "")
+        + (f", rematerialisation {'/'.join(kept)}" if kept not in ([], ["none"]) else "")
+    )
+
+
+def stage_text(plan: Plan, k: int) -> str:
+    """Layers, devices and logical shape of stage `k`."""
+    stage = plan.stages[k]
+    last = stage.first_device + stage.n_devices - 1
+    devices = f"device {last}" if stage.n_devices == 1 else f"devices {stage.first_device}-{last}"
+    return (
+        f"{layers_text(stage.layers)}, submesh {stage.submesh[0]}x{stage.submesh[1]} ({devices}), "
+        f"logical shape {stage.logical_shape}"
+    )
+
+
+def explain(plan: Plan, what: str) -> str:
+    """Placements of the arguments and results whose path contains `what`, and operators whose line does."""
+    lines = [str(v) for v in (*plan.input_specs, *plan.output_specs) if what in v.path]
+    for k, stage in enumerate(plan.stages):
+        lines.extend(f"stage {k}: {line}" for line in operator_lines(plan, stage.operators) if what in line)
+    return "\n".join(lines) or f"Nothing in the plan is called `{what}`."
+
+
+def operator_lines(plan: Plan, operators: Sequence[PlannedOperator]) -> list[str]:
+    """Operators of each layer; equal lines are counted."""
+    counts: dict[str, int] = {}
+    for op in operators:
+        layer = f"layer {op.layer} " if plan.layer_of_group and op.layer is not None else ""
+        part = "update" if op.part == "other" else op.part
+        text = f"{layer}{part}: {op.name} {list(op.shape)} {op.result} = " + " x ".join(map(str, op.operands))
+        counts[text] = counts.get(text, 0) + 1
+    return [text if n == 1 else f"{text}  ({n} times)" for text, n in counts.items()]
+
+
+def seconds_text(value: float) -> str:
+    """Three digits and the unit that suits them."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if value * factor >= 1:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value * 1e9:.3g} ns" if value > 1e-15 else "0 s"
+
+
+def bytes_text(value: float) -> str:
+    """Three digits and the unit that suits them; a kB is 1000 bytes."""
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} GB"
+
+
+def count(n: int, noun: str) -> str:
+    """`1 stage`, `2 stages`, `4 micro-batches`."""
+    return f"{n} {noun}" + ("" if n == 1 else "es" if noun.endswith("h") else "s")
+
+
+def axes_text(axes: Sequence[int]) -> str:
+    return ("axis " if len(axes) == 1 else "axes ") + ", ".join(map(str, axes))
+
+
+def layers_text(layers: Sequence[int]) -> str:
+    """`layer 3`, `layers 0-3`, `layers 0-1, 4-5`; `all layers` without a pipeline."""
+    if not layers:
+        return "all layers"
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"layer {text}" if len(layers) == 1 else f"layers {text}"

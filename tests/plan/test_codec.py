@@ -1,0 +1,179 @@
+"""Plans as JSON: what was written is read, anything else is refused with the name of the field."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from minialpa import AutoShardingOption, Plan, ShardParallel, VerifyError
+from minialpa.plan.codec import decode, encode
+from tests.plans import pipeline_plan, shard_plan
+
+Place = tuple[str | int, ...]
+
+
+@functools.cache
+def good() -> Plan:
+    return pipeline_plan()
+
+
+def data_of(plan: Plan) -> Any:
+    return json.loads(plan.to_json())
+
+
+def places(value: Any, place: Place = ()) -> Iterator[Place]:
+    """Where in JSON data there is something."""
+    yield place
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*place, key))
+
+
+def put(data: Any, place: Place, value: Any) -> Any:
+    """A copy of `data` with `value` at `place`."""
+    if not place:
+        return value
+    out = copy.deepcopy(data)
+    inner = functools.reduce(lambda v, key: v[key], place[:-1], out)
+    inner[place[-1]] = value
+    return out
+
+
+def at(data: Any, place: Place) -> Any:
+    return functools.reduce(lambda v, key: v[key], place, data)
+
+
+def assert_same_or_refused(text: str) -> None:
+    """A text is refused, or it is read as what it says: nothing is lost or taken for something else."""
+    try:
+        plan = Plan.from_json(text)
+    except VerifyError as error:
+        assert "plan" in str(error)
+        return
+    assert json.loads(plan.to_json()) == json.loads(text)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+OTHER_VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 12), st.sampled_from([10**30, -1]), st.floats(), st.text(max_size=4),
+    st.sampled_from(["R", "S0", "S1,R", "S01", "R,R+P0", "S0,S0", "none", "gpipe", "x", "?"]),
+    st.just([]), st.just({}), st.just([[]]), st.just([1, 2]), st.just({"x": 1}),
+)  # fmt: skip
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(max_examples=400)
+def test_a_changed_value_is_read_as_it_is_or_refused(draw: st.DataObject) -> None:
+    data = data_of(good())
+    place = draw.draw(st.sampled_from(list(places(data))))
+    assert_same_or_refused(json.dumps(put(data, place, draw.draw(OTHER_VALUES))))
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(max_examples=200)
+def test_another_number_is_read_as_it_is_or_refused(draw: st.DataObject) -> None:
+    data = data_of(good())
+    numbers = [p for p in places(data) if isinstance(at(data, p), int | float)]
+    place = draw.draw(st.sampled_from(numbers))
+    assert_same_or_refused(
+        json.dumps(put(data, place, at(data, place) + draw.draw(st.sampled_from([-1, 1, 0.5, 1e9]))))
+    )
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(max_examples=200)
+def test_a_plan_without_one_of_its_fields_or_items_is_refused_or_read_as_it_is(draw: st.DataObject) -> None:
+    data = data_of(good())
+    place = draw.draw(st.sampled_from([p for p in places(data) if p]))
+    inner = at(data, place[:-1])
+    del inner[place[-1]]
+    if isinstance(inner, dict):
+        with pytest.raises(VerifyError, match=str(place[-1])):
+            Plan.from_json(json.dumps(data))
+    else:
+        assert_same_or_refused(json.dumps(data))
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(max_examples=100)
+def test_a_truncated_plan_is_refused(draw: st.DataObject) -> None:
+    text = good().to_json()
+    with pytest.raises(VerifyError, match="Not a plan"):
+        Plan.from_json(text[: draw.draw(st.integers(0, len(text) - 1))])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, "Not a plan") for text in ("", "garbage", "[]", "3", "null", "{}", "[" * 100_000)),
+        ('{"version":3}', "expected `plan` and `version`"),
+        ('{"version":3,"plan":[1]}', r"`plan` is \[1\]; expected the fields of a Plan"),
+        ('{"version":3,"plan":{}}', "`plan.fingerprint` is missing"),
+        ('{"version":true,"plan":{}}', "has version True; this minialpa reads version 3"),
+        ('{"version":2,"plan":{}}', "has version 2; this minialpa reads version 3. Plan again"),
+    ],
+)
+def test_text_that_is_no_plan_is_refused(text: str, message: str) -> None:
+    with pytest.raises(VerifyError, match=message):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (
+            ("stages", 0, "input_specs", 0),
+            "X9",
+            r"`plan.stages\[0\].input_specs\[0\]` is 'X9'; expected a sharding spec",
+        ),
+        (("stages", 1, "submesh"), [1], r"`plan.stages\[1\].submesh` is \[1\]; expected a list of 2"),
+        (("stages", 1, "submesh", 1), 4.0, r"`plan.stages\[1\].submesh\[1\]` is 4.0; expected an integer"),
+        (("stages", 0, "surprise"), 1, r"`plan.stages\[0\]` has a field `surprise`"),
+        (("stages", 0, "optimal"), 1, r"`plan.stages\[0\].optimal` is 1; expected true or false"),
+        (("stages", 0, "equation_specs", 0), [], r"equation_specs\[0\]` is \[\]; expected a list of operands, made"),
+        (("remat", 0), "some", r"`plan.remat\[0\]` is 'some'; expected one of `none`, `dots`, `full`"),
+        (("n_micro_batches",), True, "`plan.n_micro_batches` is True; expected an integer"),
+        (("cost", "total_s"), float("nan"), "`plan.cost.total_s` is nan; expected a number"),
+        (("cluster", "device", "memory_bytes"), -1, "`plan.cluster.device`: Device `a100-40gb` needs positive"),
+        (("schedule",), None, "`plan.schedule` is None; expected a text"),
+    ],
+)
+def test_the_field_that_is_wrong_is_named(place: Place, value: Any, message: str) -> None:
+    data = put(data_of(good()), ("plan", *place), value)
+    with pytest.raises(VerifyError, match=message):
+        Plan.from_json(json.dumps(data))
+
+
+def test_options_of_the_shardings_are_kept() -> None:
+    fixed = {"params['w']": P(None, "x"), "params['v']": P(("x",)), "batch*": P(P.UNCONSTRAINED)}
+    option = AutoShardingOption(fixed_specs=fixed, memory_limit_bytes=10**9, allow_all_to_all=False)
+    plan = shard_plan(ShardParallel(auto_sharding_option=option))
+    assert plan.stages[0].option == option and plan.stages[0].forbidden == ("all-to-all",)
+    assert Plan.from_json(plan.to_json()) == plan and Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+
+
+class Passage(NamedTuple):
+    kind: Literal["forward", "backward"]
+    number: int
+
+
+def test_named_tuples_are_lists() -> None:
+    assert decode(Passage, encode(Passage("forward", 2)), "pass") == Passage("forward", 2)
+    for wrong in (["forward"], ["update", 1], ["forward", 1.5]):
+        with pytest.raises(VerifyError, match="`pass"):
+            decode(Passage, wrong, "pass")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00plan")
+    with pytest.raises(VerifyError, match="Not a plan"):
+        Plan.load(tmp_path / "binary")

@@ -1,0 +1,113 @@
+"""The verifier of plans: each of its claims, and what it says where one does not hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+
+from minialpa import Plan, VerifyError
+from minialpa.options import AutoShardingOption
+from minialpa.plan import PlannedCollective, verify_plan
+from minialpa.sharding import EquationSpecs, Spec
+from tests.plans import pipeline_plan, shard_plan
+
+replace = dataclasses.replace
+
+
+@functools.cache
+def good() -> Plan:
+    return pipeline_plan()
+
+
+def with_stage(k: int, **fields: Any) -> Plan:
+    stages = list(good().stages)
+    stages[k] = replace(stages[k], **fields)
+    return replace(good(), stages=tuple(stages))
+
+
+def with_operator(**fields: Any) -> Plan:
+    return with_stage(0, operators=(replace(good().stages[0].operators[0], **fields),))
+
+
+def with_input(**fields: Any) -> Plan:
+    return replace(good(), inputs=(replace(good().inputs[0], **fields), *good().inputs[1:]))
+
+
+def with_collective(*fields: Any) -> Plan:
+    return replace(good(), collectives=(PlannedCollective(*fields),))
+
+
+def test_plans_that_were_made_are_valid() -> None:
+    verify_plan(good())
+    verify_plan(shard_plan())
+
+
+CASES: dict[str, tuple[Plan, str]] = {
+    "infinite seconds": (with_stage(0, compute_s=float("inf")), r"stages\[0\].compute_s` is inf; expected finite"),
+    "negative link": (with_stage(1, alpha=(-1.0,)), r"stages\[1\].alpha\[0\]` is -1.0; expected finite and not neg"),
+    "no micro-batch": (replace(good(), n_micro_batches=0), "n_micro_batches` is 0; expected at least 1"),
+    "no stage": (replace(good(), stages=()), r"stages` is \(\); expected at least one stage"),
+    "links of other axes": (with_stage(0, beta=(0.1, 0.1)), r"stages\[0\].beta` is .*one value for each axis of \(4,"),
+    "three axes": (with_stage(0, logical_shape=(2, 2, 1)), r"logical_shape` is .*expected 1 or 2 positive lengths"),
+    "other devices": (with_stage(0, logical_shape=(8,)), r"logical_shape` is \(8,\); expected the 4 devices"),
+    "part of two hosts": (with_stage(0, submesh=(2, 2)), r"submesh` is \(2, 2\); expected part of a host or whole"),
+    "outside the cluster": (with_stage(1, first_device=5), r"stages\[1\].first_device` is 5; expected at most 4"),
+    "overlap": (
+        with_stage(1, first_device=2),
+        r"stages\[1\].first_device` is 2; expected 4 or more, behind .* stage 0",
+    ),
+    "axis of an option": (
+        with_stage(0, option=AutoShardingOption(force_batch_dim_to_mesh_dim=1)),
+        "force_batch_dim_to_mesh_dim` is 1; expected an axis",
+    ),
+    "layer twice": (with_stage(1, layers=(0,)), r"stages\[\*\].layers` is \[\[0\], \[0\]\]; expected each of 2 layers"),
+    "layer missing": (with_stage(1, layers=()), r"layers` is \[\[0\], \[\]\]; expected each of 2 layers once"),
+    "remat of one": (replace(good(), remat=("none",)), "remat` is .*one entry for each of 2 layers"),
+    "stages without layers": (
+        replace(good(), layer_of_group=(), remat=()),
+        r"layer_of_group` is \(\); expected the layer of each group",
+    ),
+    "axis of a spec": (
+        with_stage(0, input_specs=(Spec(((1,),)),)),
+        r"stages\[0\].input_specs\[0\]` is S1; expected axes of a mesh of shape \(4,\)",
+    ),
+    "axis in a loop": (
+        with_stage(0, equation_specs=(EquationSpecs((), (), (), (EquationSpecs((), (), (Spec((), (1,)),)),)),)),
+        r"stages\[0\].equation_specs\[0\]` is \+P1; expected axes",
+    ),
+    "layer of an operator": (with_operator(layer=2), r"operators\[0\].layer` is 2; expected below 2"),
+    "result of an operator": (with_operator(result=Spec(((0,),))), r"result` is S0; expected 2 dimensions"),
+    "operand": (with_operator(operands=(Spec(((1,),)),)), r"operators\[0\].operands\[0\]` is S1; expected axes"),
+    "mesh twice": (with_input(mesh_ids=(1, 1)), r"inputs\[0\].mesh_ids` is \(1, 1\); expected each mesh once"),
+    "unknown mesh": (with_input(mesh_ids=(2,)), r"inputs\[0\].mesh_ids` is \(2,\); expected below 2"),
+    "no spec": (with_input(specs=()), r"inputs\[0\].specs` is \[\]; expected one for each mesh of \(1,\)"),
+    "partial": (with_input(specs=(Spec(((), ()), (0,)),)), r"specs\[0\]` is R,R\+P0; expected no partial sum"),
+    "uneven": (with_input(shape=(6, 8), specs=(Spec(((0,), ())),)), r"specs\[0\]` is S0,R; expected equal parts of"),
+    "stage of a collective": (with_collective("all-gather", 1.0, (0,), 2, 1), "stage` is 2; expected below 2"),
+    "axis of a collective": (with_collective("all-gather", 1.0, (1,), 0, 1), r"axes` is \(1,\); expected axes of a"),
+    "never": (with_collective("all-gather", 1.0, (0,), 0, 0), "times_per_step` is 0; expected at least 1"),
+    "other peaks": (
+        replace(good(), cost=replace(good().cost, peak_bytes=(1.0, 2.0))),
+        r"cost.peak_bytes` is \(1.0, 2.0\); expected those of the stages",
+    ),
+    "primitive twice": (
+        replace(good(), fingerprint=replace(good().fingerprint, primitives=(("add", 1), ("add", 1)))),
+        "fingerprint.primitives` is .*expected each name once",
+    ),
+    "no prefixes": (
+        replace(good(), fingerprint=replace(good().fingerprint, prefixes=())),
+        r"fingerprint.prefixes` is \(\); expected \d+ for \d+ equations",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_that_breaks_a_claim_is_refused(name: str) -> None:
+    plan, message = CASES[name]
+    with pytest.raises(VerifyError, match=message):
+        verify_plan(plan)
+    with pytest.raises(VerifyError, match=r"`plan\."):
+        Plan.from_json(plan.to_json())

@@ -1,0 +1,220 @@
+"""Plans and the calls that they were not made for: refused with what differs, or planned again with the same stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import minialpa
+from minialpa import (
+    AutoLayerOption,
+    AutoShardingOption,
+    ClusterSpec,
+    LogicalMesh,
+    PipeshardParallel,
+    Plan,
+    ShardingError,
+    ShardParallel,
+    VerifyError,
+    plan_to_method,
+)
+from minialpa.methods import Method
+from minialpa.testing import assert_allclose
+from tests.plans import make_args, pipeline_plan, shard_plan, train_step
+
+
+@pytest.fixture(autouse=True)
+def _fresh_session() -> Iterator[None]:
+    minialpa.shutdown()
+    yield
+    minialpa.shutdown()
+
+
+def refusal(step: Callable[..., Any], plan: Plan, *args: Any, **options: Any) -> str:
+    with pytest.raises(VerifyError) as caught:
+        minialpa.parallelize(step, method=plan, **options)(*args)
+    return str(caught.value)
+
+
+# ---- what differs ---------------------------------------------------------------------------------------------------
+
+
+def test_arguments_of_other_shapes_are_named() -> None:
+    text = refusal(train_step, shard_plan(), *make_args(32))
+    assert (
+        "argument `batch['x']` is float32[32, 8] and the plan was made for float32[16, 8]; argument `batch['y']`"
+        in text
+    )
+    assert 'on_stale="replan"' in text and "the step itself" not in text
+    text = refusal(train_step, shard_plan(), *make_args(32, width=16))
+    assert text.count("argument") == 3 and "; and 1 more." in text
+
+
+def test_arguments_that_come_and_go_are_named() -> None:
+    params, batch = make_args()
+    text = refusal(train_step, shard_plan(), params, {**batch, "z": batch["x"]})
+    assert "argument `batch['z']` is float32[16, 8] and the plan knows of none" in text
+
+    def step(params: Any) -> Any:
+        return jax.tree.map(jnp.sin, params)
+
+    text = refusal(step, shard_plan(), params)
+    assert "argument `batch['x']` is missing and the plan was made for float32[16, 8]" in text
+
+
+def test_arguments_of_another_dtype_are_named() -> None:
+    params, batch = make_args()
+    text = refusal(train_step, shard_plan(), *jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch)))
+    assert "argument `params['v']` is bfloat16[8, 8] and the plan was made for float32[8, 8]" in text
+
+
+def chain(*functions: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
+    """A step that applies one function after the other."""
+
+    def step(x: jax.Array, batch: jax.Array) -> jax.Array:
+        for function in functions:
+            x = function(x)
+        return x + batch
+
+    return step
+
+
+def chain_plan(*functions: Callable[[jax.Array], jax.Array]) -> Plan:
+    return minialpa.plan(chain(*functions), (X, X), cluster=ClusterSpec.preset("cpu", devices_per_host=2))
+
+
+X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+
+
+def chain_refusal(plan: Plan, step: Callable[..., Any], **options: Any) -> str:
+    return refusal(step, plan, jnp.ones((4, 4)), jnp.ones((4, 4)), **options)
+
+
+def test_operations_that_are_new_or_gone_are_counted_and_placed() -> None:
+    plan = chain_plan(jnp.sin, jnp.cos)
+    text = chain_refusal(plan, chain(jnp.sin, jnp.tanh, jnp.tanh))
+    assert (
+        "it has 0 `cos` where the plan has 1, 2 `tanh` where the plan has 0; the first difference is `tanh` at" in text
+    )
+    assert "test_replan.py" in text
+
+
+def test_operations_in_another_order_are_placed() -> None:
+    text = chain_refusal(chain_plan(jnp.sin, jnp.cos), chain(jnp.cos, jnp.sin))
+    assert "the step itself has changed: the first difference is `cos` at" in text
+
+
+def test_a_step_that_ends_early_or_late_is_told() -> None:
+    plan = chain_plan(*[jnp.sin] * 3)
+    assert "4 `sin` where the plan has 3; the first difference is `sin` at" in chain_refusal(
+        plan, chain(*[jnp.sin] * 4)
+    )
+    assert "2 `sin` where the plan has 3; the first difference is `add` at" in chain_refusal(
+        plan, chain(*[jnp.sin] * 2)
+    )
+
+
+def test_a_change_in_a_long_step_is_placed_between_two_operations() -> None:
+    functions = [jnp.sin] * 100
+    plan = chain_plan(*functions)
+    text = chain_refusal(plan, chain(*functions[:50], jnp.cos, *functions[51:]))
+    assert re.search(r"the first difference is between `\w+` at \S+test_replan.py:\d+.* and `\w+` at", text)
+
+
+def test_captured_arrays_and_what_is_said_of_arguments_are_told() -> None:
+    def captures(n: int) -> Callable[..., Any]:
+        table = jnp.ones((n, 4))
+        return lambda x, batch: x + batch + jnp.sum(table)
+
+    cluster = ClusterSpec.preset("cpu", devices_per_host=2)
+    plan = minialpa.plan(captures(2), (X, X), cluster=cluster)
+    assert "the arrays that it captures" in chain_refusal(plan, captures(3))
+    text = chain_refusal(chain_plan(jnp.sin), chain(jnp.sin), batch_argnums=())
+    assert "has changed: what it returns, or which of its arguments are batches or are donated" in text
+
+
+def test_planning_by_a_stale_plan_is_refused_too() -> None:
+    with pytest.raises(VerifyError, match="does not fit this call"):
+        minialpa.parallelize(train_step, method=shard_plan()).plan(*make_args(32))
+
+
+# ---- planning again -------------------------------------------------------------------------------------------------
+
+CLUSTER = ClusterSpec.preset("a100-40gb", num_hosts=1, devices_per_host=8)
+FAST = LogicalMesh((2, 4), (1e-6, 1e-6), (1e-9, 1e-12))
+METHODS: dict[str, Method] = {
+    "shard": ShardParallel(num_micro_batches=2, logical_shape=(2, 4)),
+    "options": ShardParallel(auto_sharding_option=AutoShardingOption(force_data_parallel=True)),
+    "uniform": PipeshardParallel(num_micro_batches=4, layer_option="manual", pipeline_schedule="gpipe"),
+    "auto": PipeshardParallel(
+        num_micro_batches=2, layer_option=AutoLayerOption(layer_num=2, remat="dots"), stage_option="auto"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_planning_the_same_step_again_gives_the_same_plan(name: str) -> None:
+    plan = minialpa.plan(train_step, make_args(), cluster=CLUSTER, method=METHODS[name])
+    assert minialpa.replan(plan, train_step, make_args()) == plan
+
+
+@pytest.mark.parametrize("mesh", [FAST, LogicalMesh((4,)), LogicalMesh((2, 4), device=CLUSTER.device)])
+def test_a_logical_mesh_is_kept(mesh: LogicalMesh) -> None:
+    plan = minialpa.parallelize(train_step, method=ShardParallel(devices=mesh)).plan(*make_args())
+    assert minialpa.replan(plan, train_step, make_args()) == plan
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_for_other_shapes_the_decisions_are_kept(name: str) -> None:
+    plan = minialpa.plan(train_step, make_args(), cluster=CLUSTER, method=METHODS[name])
+    again = minialpa.replan(plan, train_step, make_args(32))
+    assert again.fingerprint != plan.fingerprint
+    assert [value.shape for value in again.inputs][2:] == [(32, 8), (32, 8)]
+    for field in ("cluster", "n_micro_batches", "schedule", "layer_of_group", "remat"):
+        assert getattr(again, field) == getattr(plan, field)
+    for stage, old in zip(again.stages, plan.stages, strict=True):
+        for field in ("layers", "submesh", "first_device", "logical_shape", "alpha", "beta", "option"):
+            assert getattr(stage, field) == getattr(old, field)
+
+
+def test_a_stale_plan_runs_after_planning_again_and_says_so() -> None:
+    plan, args = pipeline_plan(num_hosts=1, devices_per_host=8), make_args(32)
+    parallel = minialpa.parallelize(train_step, method=plan, on_stale="replan")
+    with pytest.warns(UserWarning, match=r"`batch\['x'\]` is float32\[32, 8\] .* the shardings were solved again"):
+        out = parallel(*args)
+    assert_allclose(out, train_step(*args), rtol=1e-4, atol=1e-5)
+    assert len(parallel.get_last_executable().get_parallel_plan().stages) == 2
+    assert parallel.plan(*make_args()) is plan
+
+
+def test_a_model_with_other_layers_is_refused() -> None:
+    def deeper(params: Any, batch: Any) -> Any:
+        return train_step(params, {**batch, "x": jnp.sin(batch["x"])})
+
+    def other(params: Any, batch: Any) -> Any:
+        def loss(p: Any) -> jax.Array:
+            x = jnp.sin(jnp.tanh(batch["x"] @ p["w"]))
+            return jnp.mean((x @ p["v"] - batch["y"]) ** 2)
+
+        value, grads = minialpa.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    with pytest.raises(VerifyError, match=r"layers for \d+ forward equations and the model has \d+: .* Plan it anew"):
+        minialpa.replan(pipeline_plan(), other, make_args())
+    assert minialpa.replan(shard_plan(), other, make_args()).stages
+
+
+def test_the_method_of_a_plan_is_one_of_the_methods() -> None:
+    assert isinstance(plan_to_method(shard_plan()), ShardParallel)
+    method = plan_to_method(pipeline_plan())
+    assert isinstance(method, PipeshardParallel) and method.num_micro_batches == 4
+
+
+def test_on_stale_is_one_of_two_words() -> None:
+    with pytest.raises(ShardingError, match=r"`on_stale` is .*got 'ignore'"):
+        minialpa.parallelize(train_step, method=shard_plan(), on_stale="ignore")
