@@ -293,7 +293,8 @@ def _least_memory(problem: _Problem) -> float:
 
 def _infeasible_message(problem: _Problem, schedule: str, n_micro_batches: int) -> str:
     table, stages = problem.table, problem.stages
-    need = _least_memory(problem)
+    boundless = np.full_like(problem.memory, np.inf)
+    need = _least_memory(_problem(table, stages, schedule, n_micro_batches, boundless, idle=problem.idle))
     if np.isfinite(need):
         return (
             f"No pipeline fits: under `{schedule}` with {n_micro_batches} micro-batches the thriftiest one needs "

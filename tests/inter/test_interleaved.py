@@ -270,5 +270,5 @@ def test_other_schedules_refuse_several_chunks() -> None:
 
 
 def test_a_plan_for_another_step_is_refused() -> None:
-    with pytest.raises(VerifyError, match="fingerprint"):
+    with pytest.raises(VerifyError, match="does not fit this call"):
         emit_program(trace(descent_step(loss, minialpa.value_and_grad), *arguments(5)), planned(2, 2, 4))

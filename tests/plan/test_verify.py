@@ -10,7 +10,7 @@ import pytest
 
 from minialpa import Plan, VerifyError
 from minialpa.options import AutoShardingOption
-from minialpa.plan import PlannedCollective, verify_plan
+from minialpa.plan import PassName, PlannedCollective, PlannedTransfer, verify_plan
 from minialpa.sharding import EquationSpecs, Spec
 from tests.plans import pipeline_plan, shard_plan
 
@@ -46,7 +46,7 @@ def test_plans_that_were_made_are_valid() -> None:
 
 
 CASES: dict[str, tuple[Plan, str]] = {
-    "infinite seconds": (with_stage(0, compute_s=float("inf")), r"stages\[0\].compute_s` is inf; expected finite"),
+    "infinite seconds": (with_stage(0, update_s=float("inf")), r"stages\[0\].update_s` is inf; expected finite"),
     "negative link": (with_stage(1, alpha=(-1.0,)), r"stages\[1\].alpha\[0\]` is -1.0; expected finite and not neg"),
     "no micro-batch": (replace(good(), n_micro_batches=0), "n_micro_batches` is 0; expected at least 1"),
     "no stage": (replace(good(), stages=()), r"stages` is \(\); expected at least one stage"),
@@ -89,6 +89,15 @@ CASES: dict[str, tuple[Plan, str]] = {
     "stage of a collective": (with_collective("all-gather", 1.0, (0,), 2, 1), "stage` is 2; expected below 2"),
     "axis of a collective": (with_collective("all-gather", 1.0, (1,), 0, 1), r"axes` is \(1,\); expected axes of a"),
     "never": (with_collective("all-gather", 1.0, (0,), 0, 0), "times_per_step` is 0; expected at least 1"),
+    "what other chunks keep": (with_stage(0, kept_bytes=(1.0, 1.0)), r"kept_bytes` is .*expected one for 1 chunks"),
+    "pass of no chunk": (
+        with_stage(0, passes=(replace(good().stages[0].passes[0], chunk=2),)),
+        r"stages\[0\].passes\[0\].chunk` is 2; expected below 2",
+    ),
+    "transfer to nowhere": (
+        replace(good(), transfers=(PlannedTransfer(PassName("forward", 0), PassName("update", 2), 8.0),)),
+        r"transfers\[0\].target` is .*expected a number below 2",
+    ),
     "other peaks": (
         replace(good(), cost=replace(good().cost, peak_bytes=(1.0, 2.0))),
         r"cost.peak_bytes` is \(1.0, 2.0\); expected those of the stages",
