@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -24,14 +24,18 @@ from minialpa.inter.schedule import PipelineSize, max_live
 from minialpa.inter.stage_cost import THRIFT, PieceCost, PieceCosts, interval_maxima, interval_sums
 from minialpa.inter.stage_dp import StageAssignment, StageChoice, StageCostTable, choose_stages, step_seconds_of
 from minialpa.inter.stage_kernels import Bools, Floats
+from minialpa.inter.stage_memory import needed_bytes
 from minialpa.inter.staging import stage_step
 from minialpa.inter.submeshes import Candidate, may_start, skip_to, transfer_seconds
 from minialpa.intra.menu import Menus
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.trace import TracedStep
 
+_NAMES = tuple(f.name for f in fields(PieceCost))
 #: Of the step time, what the search may leave on the table.
 _TOLERANCE = 0.01
+#: Numbers of micro-batches that differ by this factor are looked at first.
+_FAR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +80,12 @@ class _Column:
 class _Bounds:
     """Costs of the pieces for one number of micro-batches, as far as they are known: [piece, column].
 
-    solved: whether they are; others are lower bounds. exact: what whole stages were found to cost. found: the best
-    pipeline under the bounds, None if they have changed since; least: a lower bound on the seconds of every pipeline.
+    costs: by the names of `PieceCost`. solved: whether they are; others are lower bounds. exact: what whole stages
+    were found to cost. found: the best pipeline under the bounds, None if they have changed since; least: a lower bound
+    on the seconds of every pipeline.
     """
 
-    seconds: Floats
-    step_seconds: Floats
-    fixed_bytes: Floats
-    in_flight_bytes: Floats
-    temp_bytes: Floats
+    costs: dict[str, Floats]
     solved: Bools
     exact: dict[StageChoice, tuple[float, float]] = field(default_factory=dict)
     misfits: list[tuple[StageChoice, int]] = field(default_factory=list)
@@ -117,15 +118,13 @@ class StageSearch:
         self._alone_costs: dict[tuple[int, Remat, Candidate], list[PieceCost]] = {}
         self._solved: dict[tuple[int, int, int], PieceCost] = {}
         self._anchored: set[tuple[int, int]] = set()
-        self._known_remats = {space.remats[0]}
-        #: With one micro-batch nothing is accumulated; among several, the largest bound those of all others.
-        several = [n for n in space.micro_batches if n > 1]
-        self.anchor = min(several, default=1)
-        self.bounds: dict[int, _Bounds] = {}
-        for n in space.micro_batches:
-            bounds = self._first_bounds(n)
-            if bounds is not None:
-                self.bounds[n] = bounds
+        self._known: set[tuple[int, Remat]] = set()
+        # With one micro-batch nothing is accumulated; among several, the largest bound those of all others.
+        self.anchor = min((n for n in space.micro_batches if n > 1), default=1)
+        self.bounds = {n: self._no_bounds() for n in space.micro_batches}
+        #: Numbers of micro-batches that are looked at: some far apart, then what is near the best.
+        self.open = _far_apart(space.micro_batches)
+        self._raise_alone(self.anchor, space.remats[0], self.bounds, range(len(self.columns)))
 
     # ---- costs ----------------------------------------------------------------------------------------------------
 
@@ -137,35 +136,31 @@ class StageSearch:
             self._costs[n, remat] = PieceCosts(staged, self.cluster, self.option, self.menus)
         return self._costs[n, remat]
 
-    def _first_bounds(self, n: int) -> _Bounds | None:
-        """What pieces cost on one device that keeps everything; None if `n` micro-batches cannot be."""
+    def _no_bounds(self) -> _Bounds:
         shape = (self.n_pieces, len(self.columns))
-        t, step, fixed, in_flight, temp = (np.zeros(shape) for _ in range(5))
-        bounds = _Bounds(t, step, fixed, in_flight, temp, np.zeros(shape, np.bool_))
-        try:
-            self._raise_alone(n, bounds, self.space.remats[0], range(len(self.columns)))
-        except TraceError:
-            if len(self.space.micro_batches) == 1:
-                raise
-            return None
-        return bounds
+        return _Bounds({name: np.zeros(shape) for name in _NAMES}, np.zeros(shape, np.bool_))
 
-    def _raise_alone(self, n: int, bounds: _Bounds, remat: Remat, columns: Iterable[int]) -> None:
+    def _raise_alone(self, base: int, remat: Remat, numbers: Iterable[int], columns: Iterable[int]) -> None:
         """Raise the bounds of columns to what pieces cost on one device, sharded perfectly.
 
         What is computed again makes nothing faster and saves residuals only.
         """
-        base = 1 if n == 1 else self.anchor
+        self._known.add((base, remat))
         for c in columns:
             choice, own = self.space.candidates[self.columns[c].candidate], self.columns[c].remat == remat
             alone = self._alone(base, remat, Candidate((1, 1), (1,), choice.device))
-            for i, cost in enumerate(alone):
-                for name, share in (("seconds", base / n), ("step_seconds", 1), ("fixed_bytes", 1)):
-                    values = getattr(bounds, name)
-                    values[i, c] = max(values[i, c], share * getattr(cost, name) / self.n_devices[c])
-                if own:
-                    bounds.in_flight_bytes[i, c] = base / n * cost.in_flight_bytes / self.n_devices[c]
-        bounds.found = None
+            for n in numbers:
+                bounds, share = self.bounds[n].costs, base / n / self.n_devices[c]
+                for i, cost in enumerate(alone):
+                    bounds["seconds"][i, c] = max(bounds["seconds"][i, c], share * cost.seconds)
+                    if n == 1 < base:
+                        continue
+                    for name in ("step_seconds", "fixed_bytes"):
+                        value = getattr(cost, name) / self.n_devices[c]
+                        bounds[name][i, c] = max(bounds[name][i, c], value)
+                    if own:
+                        bounds["in_flight_bytes"][i, c] = share * cost.in_flight_bytes
+                self.bounds[n].found = None
 
     def _alone(self, n: int, remat: Remat, choice: Candidate) -> list[PieceCost]:
         """Costs of all pieces on one device of any memory."""
@@ -179,23 +174,27 @@ class StageSearch:
         """Raise the bounds of a piece in a column, by the cheapest means that is left."""
         column = self.columns[c]
         free = self.place[_Column(column.candidate, column.remat, 0)]
-        if column.remat not in self._known_remats:
-            self._known_remats.add(column.remat)
+        base = min(n, self.anchor)
+        if (base, column.remat) not in self._known:
             columns = [i for i, other in enumerate(self.columns) if other.remat == column.remat]
-            for m, bounds in self.bounds.items():
-                self._raise_alone(m, bounds, column.remat, columns)
+            alike = [m for m in self.bounds if (m > 1) == (base > 1)]
+            self._raise_alone(base, column.remat, alike, columns)
         elif 1 < self.anchor < n and (self.costs(self.anchor, column.remat).kind[piece], free) not in self._anchored:
             anchor = self.costs(self.anchor, column.remat)
             self._anchored.add((anchor.kind[piece], free))
             cost = anchor.cost(anchor.kind[piece], self.space.candidates[column.candidate], None, 0.0, limited=False)
             self._raise_later(self.anchor, anchor.kind, piece, column, cost)
         else:
-            fastest, cost, kinds = self._cost(n, piece, free), self._cost(n, piece, c), self.costs(n, column.remat).kind
-            self._raise_later(n, kinds, piece, column, fastest)
+            kinds = self.costs(n, column.remat).kind
+            self._raise_later(n, kinds, piece, column, self._cost(n, piece, free))
             pieces = [i for i, kind in enumerate(kinds) if kind == kinds[piece]]
-            for name in ("seconds", "step_seconds", "fixed_bytes", "in_flight_bytes", "temp_bytes"):
-                getattr(self.bounds[n], name)[pieces, c] = getattr(cost, name)
-            self.bounds[n].solved[pieces, c] = True
+            # Who looks at one thrifty sharding will look at the others.
+            for thrift in range(1, len(THRIFT)) if column.thrift else (0,):
+                at = self.place[_Column(column.candidate, column.remat, thrift)]
+                for name in _NAMES:
+                    self.bounds[n].costs[name][pieces, at] = getattr(self._cost(n, piece, at), name)
+                self.bounds[n].solved[pieces, at] = True
+            self.bounds[n].found = None
 
     def _raise_later(self, n: int, kinds: Sequence[int], piece: int, column: _Column, cost: PieceCost) -> None:
         """Raise bounds for multiples of `n` micro-batches to their share of what a piece costs for `n`."""
@@ -204,7 +203,8 @@ class StageSearch:
         for m, bounds in self.bounds.items():
             if m % n == 0 and (n > 1 or m == 1):
                 at = np.ix_(pieces, [c for c in columns if not bounds.solved[pieces[0], c]])
-                bounds.seconds[at] = np.maximum(bounds.seconds[at], n / m * cost.seconds)
+                seconds = bounds.costs["seconds"]
+                seconds[at] = np.maximum(seconds[at], n / m * cost.seconds)
                 bounds.found = None
 
     def _cost(self, n: int, piece: int, c: int) -> PieceCost:
@@ -228,10 +228,14 @@ class StageSearch:
         failure: InfeasibleError | None = None
         best: tuple[float, int, StageAssignment] | None = None
         while True:
-            n = min(self.bounds, key=lambda n: (self.bounds[n].least, n))
+            n = min(self.open, key=lambda n: (self.bounds[n].least, n))
             bounds = self.bounds[n]
             if best is not None and bounds.least >= best[0] * (1 - _TOLERANCE):
-                return self._found(best[1], best[2])
+                near = {m for m in self.bounds if best[1] / _FAR < m < best[1] * _FAR} - self.open
+                if not near:
+                    return self._found(best[1], best[2])
+                self.open |= near
+                continue
             if math.isinf(bounds.least):
                 raise failure or InfeasibleError("No pipeline fits.")
             if bounds.found is None:
@@ -247,8 +251,8 @@ class StageSearch:
                 for piece, c in unsolved:
                     self._raise(n, piece, c)
             except TraceError:  # the step cannot be split into so many
-                del self.bounds[n]
-                if not self.bounds:
+                self.open.discard(n)
+                if not self.open:
                     raise
                 continue
             if not self._unsolved(n, found):
@@ -276,7 +280,7 @@ class StageSearch:
         for stage in found.stages:
             if (stage.first_layer, stage.last_layer, stage.candidate) in exact:
                 continue
-            kinds = self.costs(self.anchor if n > 1 else 1, self.columns[stage.candidate].remat).kind
+            kinds = self.costs(min(n, self.anchor), self.columns[stage.candidate].remat).kind
             for piece, layer in enumerate(self.layer_of_piece):
                 inside = stage.first_layer <= layer <= stage.last_layer
                 if inside and not bounds.solved[piece, stage.candidate]:
@@ -314,16 +318,18 @@ class StageSearch:
         def sums(values: Floats) -> Floats:
             return interval_sums(np.add.reduceat(values, starts, axis=0))
 
-        seconds, step_seconds, fixed = (sums(v) for v in (bounds.seconds, bounds.step_seconds, bounds.fixed_bytes))
-        in_flight = sums(bounds.in_flight_bytes)
-        fixed += interval_maxima(np.maximum.reduceat(bounds.temp_bytes, starts, axis=0))
+        cost = bounds.costs
+        seconds, step_seconds, in_flight = (sums(cost[k]) for k in ("seconds", "step_seconds", "in_flight_bytes"))
+        passes = interval_maxima(np.maximum.reduceat(cost["pass_temp_bytes"], starts, axis=0))
+        passes += np.where(np.isfinite(seconds), sums(cost["left_bytes"]), 0.0)
+        fixed = needed_bytes(sums(cost["fixed_bytes"]), np.maximum(passes, sums(cost["update_temp_bytes"])))
         for choice, (t, step) in bounds.exact.items():
             at = (choice.first_layer, choice.last_layer, choice.candidate)
             seconds[at], step_seconds[at] = t, step
         for choice, n_live in bounds.misfits:
             at = (choice.first_layer, choice.last_layer, choice.candidate)
             fixed[at] = max(fixed[at], (1 + 1e-9) * self.memory[choice.candidate] - n_live * in_flight[at] + 1)
-        base = 1 if n == 1 else self.anchor
+        base = self.anchor
         crossing = np.array(self.costs(base, self.space.remats[0]).border_bytes)[starts[1:] - 1] * base / n
         transfers = transfer_seconds(self.cluster, crossing)
         return StageCostTable(
@@ -342,3 +348,12 @@ class StageSearch:
             for choice in found.stages
         )
         return Found(stages, n, found.seconds)
+
+
+def _far_apart(numbers: Sequence[int]) -> set[int]:
+    """The largest number, and smaller ones, each at most a `_FAR`-th of the one before; 1 if it is there."""
+    out: list[int] = []
+    for n in sorted(numbers, reverse=True):
+        if not out or n * _FAR <= out[-1] or n == 1:
+            out.append(n)
+    return set(out)

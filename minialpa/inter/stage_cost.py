@@ -36,13 +36,19 @@ _USUALLY_LIVE = 8
 
 @dataclass(frozen=True, slots=True)
 class PieceCost:
-    """One piece on a mesh, as `StageCostTable` has it for stages; temp_bytes: what its hungriest task has besides."""
+    """One piece on a mesh, as `StageCostTable` has it for stages.
+
+    pass_temp_bytes: what a pass has besides; of several pieces the hungriest counts. left_bytes: what it leaves in the
+    end, update_temp_bytes: what the update has besides; of several pieces they add up.
+    """
 
     seconds: float = math.inf
     step_seconds: float = 0.0
     fixed_bytes: float = 0.0
     in_flight_bytes: float = 0.0
-    temp_bytes: float = 0.0
+    pass_temp_bytes: float = 0.0
+    left_bytes: float = 0.0
+    update_temp_bytes: float = 0.0
 
 
 class PieceCosts:
@@ -82,7 +88,10 @@ class PieceCosts:
         programs = mesh_programs(staged, piece, problem, solution, view)
         times = stage_times(problem, solution, mesh_collectives(programs), mesh)
         memory = mesh_memory(staged, piece, programs, solution, view)
-        return PieceCost(times.pass_s, times.update_s, memory.fixed_bytes, memory.in_flight_bytes, memory.temp_bytes)
+        return PieceCost(
+            times.pass_s, times.update_s, memory.fixed_bytes, memory.in_flight_bytes,
+            memory.pass_temp_bytes - memory.left_bytes, memory.left_bytes, memory.update_temp_bytes,
+        )  # fmt: skip
 
     def _solver(self, piece: int, mesh: LogicalMesh) -> MeshSolver:
         if (piece, mesh) not in self._solvers:

@@ -248,7 +248,7 @@ def _solve(problem: _Problem, tau: float, sigma: float) -> _Solution | None:
             p = int(table.skip_to[p])
             continue
         j, g = divmod(int(how[s, i, p]), len(problem.counts))
-        stages.append(StageChoice(i, j, int(which[problem.live_of[s], i, j, g]), p))
+        stages.append(StageChoice(i, j, int(which[i, j, g, problem.live_of[s]]), p))
         s, i, p = s - 1, j + 1, p + int(problem.counts[g])
     t = [float(table.seconds[c.first_layer, c.last_layer, c.candidate]) for c in stages]
     step = [float(table.step_seconds[c.first_layer, c.last_layer, c.candidate]) for c in stages]
@@ -283,11 +283,11 @@ def _least_memory(problem: _Problem) -> float:
     """The least bytes per device that the largest stage of some pipeline needs."""
     table = problem.table
     allowed = np.isfinite(table.seconds) & np.isfinite(table.step_seconds)
-    best = np.full((len(problem.live), table.n_layers, table.n_layers, len(problem.counts)), np.inf)
+    best = np.full((table.n_layers, table.n_layers, len(problem.counts), len(problem.live)), np.inf)
     for k, live in enumerate(problem.live):
         need = np.where(allowed, table.fixed_bytes + live * table.in_flight_bytes, np.inf)
         for m, g in enumerate(problem.groups):
-            np.minimum(best[k, :, :, g], need[:, :, m], out=best[k, :, :, g])
+            np.minimum(best[:, :, g, k], need[:, :, m], out=best[:, :, g, k])
     return _best_end(problem, _tables(problem, best, maximum=True)[0])[0]
 
 

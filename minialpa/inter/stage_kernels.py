@@ -19,24 +19,28 @@ def least_stages(
     values: Floats, step: Floats, fixed: Floats, in_flight: Floats, memory: Floats, live: Floats, groups: Ints,
     n_groups: int, tau: float, sigma: float,
 ) -> tuple[Floats, Ints]:  # fmt: skip
-    """best[l, i, j, g]: least of `values[i, j, m]` over the candidates m of group g, and `which` m that is.
+    """best[i, j, g, l]: least of `values[i, j, m]` over the candidates m of group g, and `which` m that is.
 
-    Candidates with values > tau, step > sigma, or fixed + live[l] * in_flight > memory are left out.
+    Candidates with values > tau, step > sigma, or fixed + live[l] * in_flight > memory are left out. `live` rises.
     """
     n_layers = values.shape[0]
-    best = np.full((len(live), n_layers, n_layers, n_groups), np.inf)
+    best = np.full((n_layers, n_layers, n_groups, len(live)), np.inf)
     which = np.zeros(best.shape, np.int64)
     for i in range(n_layers):
         for j in range(i, n_layers):
             for m in range(values.shape[2]):
-                value = values[i, j, m]
+                value, g = values[i, j, m], groups[m]
                 if not (value <= tau and step[i, j, m] <= sigma) or value == np.inf:
                     continue
-                for k in range(len(live)):
-                    need = fixed[i, j, m] + live[k] * in_flight[i, j, m]
-                    if need <= memory[m] and value < best[k, i, j, groups[m]]:
-                        best[k, i, j, groups[m]] = value
-                        which[k, i, j, groups[m]] = m
+                most = -1  # the last of `live` that fits
+                while most + 1 < len(live) and fixed[i, j, m] + live[most + 1] * in_flight[i, j, m] <= memory[m]:
+                    most += 1
+                if most >= 0 and value < best[i, j, g, most]:
+                    best[i, j, g, most], which[i, j, g, most] = value, m
+            for g in range(n_groups):  # what fits with more fits with less
+                for k in range(len(live) - 2, -1, -1):
+                    if best[i, j, g, k + 1] < best[i, j, g, k]:
+                        best[i, j, g, k], which[i, j, g, k] = best[i, j, g, k + 1], which[i, j, g, k + 1]
     return best, which
 
 
@@ -47,11 +51,11 @@ def fill_tables(
 ) -> tuple[Floats, Ints]:  # fmt: skip
     """f[s, i, p] of the stage DP, and how it is reached: j * n_groups + g, or IDLE.
 
-    live_of[s]: entry of `best` for a stage with s stages from itself to the end. transfer[j, p]: from layer j to a
+    live_of[s]: last index of `best` for a stage with s stages from itself to the end. transfer[j, p]: from layer j to a
     stage that starts at device p, which counts for that stage. skip_to[p]: where to go on if
     device p stays idle. maximum: combine stages by their largest, without transfers.
     """
-    n_layers, n_groups = best.shape[1], best.shape[3]
+    n_layers, n_groups = best.shape[0], best.shape[2]
     n_stages, n_devices = len(live_of) - 1, may_start.shape[1]
     f = np.full((n_stages + 1, n_layers + 1, n_devices + 1), np.inf)
     how = np.full(f.shape, IDLE, np.int64)
@@ -59,7 +63,7 @@ def fill_tables(
     if idle:
         f[0, n_layers, :] = 0.0
     for s in range(1, n_stages + 1):
-        of_live = best[live_of[s]]
+        k = live_of[s]
         for i in range(n_layers):
             for p in range(n_devices - 1, -1, -1):
                 least, at = np.inf, IDLE
@@ -68,7 +72,7 @@ def fill_tables(
                     if end > n_devices or not may_start[g, p]:
                         continue
                     for j in range(i, n_layers):
-                        value, rest = of_live[i, j, g], f[s - 1, j + 1, end]
+                        value, rest = best[i, j, g, k], f[s - 1, j + 1, end]
                         if value == np.inf or rest == np.inf:
                             continue
                         total = max(value, rest) if maximum else value + rest

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 from jax.extend.core import Var
+from numpy.typing import NDArray
 
 from minialpa.inter.mesh_problem import ShardedView, TaskProgram
 from minialpa.inter.split import StagedStep, Task
-from minialpa.intra.memory import LargeTensor, ProgramMemory, donated_pairs, lifetimes, peak_bytes
+from minialpa.intra.memory import LargeTensor, donated_pairs, lifetimes, peak_bytes
 from minialpa.intra.problem import MeshSharding
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.usage import Usage
@@ -26,15 +29,36 @@ from minialpa.sharding import Spec
 
 Moments = Sequence[Sequence[int]]
 
+#: Fixed bytes are exact; temporaries are predicted. This fraction of them is left free, and these bytes, for the small
+#: buffers of which a program has many.
+_RESERVE, _RESERVE_BYTES = 0.05, 32_768
+
+Bytes = TypeVar("Bytes", float, NDArray[np.float64])
+
+
+def needed_bytes(kept: Bytes, temp: Bytes) -> Bytes:
+    """Bytes that a limit has to allow for what is kept and for temporaries."""
+    return kept + (1 + _RESERVE) * temp + _RESERVE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class MeshMemory:
-    """Bytes per device, as in the formula above; `largest` tensors at the peak of the hungriest task."""
+    """Bytes per device, as in the formula above; `largest` tensors at the peak of the hungriest task.
+
+    pass_temp_bytes, update_temp_bytes: `temp` of the passes and of the update. left_bytes: what of the former a pass
+    leaves, such as gradients that are yet to be added to those of other micro-batches.
+    """
 
     fixed_bytes: float
     kept_bytes: tuple[float, ...]
-    temp_bytes: float
+    pass_temp_bytes: float
+    update_temp_bytes: float
+    left_bytes: float
     largest: tuple[LargeTensor, ...]
+
+    @property
+    def temp_bytes(self) -> float:
+        return max(self.pass_temp_bytes, self.update_temp_bytes)
 
     @property
     def in_flight_bytes(self) -> float:
@@ -61,19 +85,23 @@ def mesh_memory(
 ) -> MeshMemory:
     """What `mesh` keeps and needs when its tasks run as `sharding` says."""
     kept = _kept(staged, mesh)
-    temp = 0.0
+    temps, left = {True: 0.0, False: 0.0}, 0.0  # whether for each micro-batch
     largest: tuple[LargeTensor, ...] = ()
     for task, program in ((p.task, p.program) for p in programs):
         donated = donations(staged, task)
         memory = peak_bytes(program, donated)
-        extra = _extra(program, memory, donated, kept)
-        if extra >= temp:
-            temp, largest = extra, memory.largest
+        outputs = _outputs(program, donated, kept)
+        extra = memory.temp_bytes + outputs + _arguments(program, kept)
+        if task.per_micro_batch and extra >= temps[True]:
+            left = outputs
+        if extra >= max(temps.values()):
+            largest = memory.largest
+        temps[task.per_micro_batch] = max(temps[task.per_micro_batch], extra)
     fixed = sum(_local(v, sharding.specs, view) for v in kept.fixed)
     by_chunk = [0.0] * kept.n_chunks
     for v, chunk in kept.residuals.items():
         by_chunk[chunk] += _local(v, sharding.specs, view)
-    return MeshMemory(fixed, tuple(by_chunk), temp, largest)
+    return MeshMemory(fixed, tuple(by_chunk), temps[True], temps[False], left, largest)
 
 
 def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, joint_barriers: bool) -> tuple[Usage, ...]:
@@ -149,21 +177,23 @@ def _kept(staged: StagedStep, mesh: int) -> _Kept:
     return _Kept(dict.fromkeys(fixed), residuals, len(chunks))
 
 
-def _extra(program: ShardedEquations, memory: ProgramMemory, donated: tuple[int, ...], kept: _Kept) -> float:
-    """Bytes of a task beyond what is kept anyway."""
-    mesh = program.mesh.shape
+def _outputs(program: ShardedEquations, donated: tuple[int, ...], kept: _Kept) -> float:
+    """Bytes of the results of a task that do not take over an argument and are not residuals."""
     aliased = {o for _, o in donated_pairs(program, donated)}
-    outputs = sum(
-        bytes_of(v) / spec.n_shards(mesh)
+    return sum(
+        bytes_of(v) / spec.n_shards(program.mesh.shape)
         for o, (v, spec) in enumerate(zip(program.outvars, program.out_specs, strict=True))
         if o not in aliased and v not in kept.residuals
     )
-    arguments = sum(
-        bytes_of(v) / program.specs[v].n_shards(mesh)
+
+
+def _arguments(program: ShardedEquations, kept: _Kept) -> float:
+    """Bytes of the arguments of a task that are not kept anyway."""
+    return sum(
+        bytes_of(v) / program.specs[v].n_shards(program.mesh.shape)
         for v in program.invars
         if v not in kept.fixed and v not in kept.residuals
     )
-    return memory.temp_bytes + outputs + arguments
 
 
 def _replaced(staged: StagedStep, task: Task, given: list[Var]) -> list[tuple[Var, Var]]:

@@ -17,7 +17,7 @@ from minialpa.errors import InfeasibleError
 from minialpa.inter.mesh_problem import ShardedView, TaskProgram, mesh_programs
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_cost import problem_key
-from minialpa.inter.stage_memory import MeshMemory, Moments, mesh_memory, mesh_usages
+from minialpa.inter.stage_memory import MeshMemory, Moments, mesh_memory, mesh_usages, needed_bytes
 from minialpa.intra.menu import Menus
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.solve import MeshSolver
@@ -27,9 +27,6 @@ from minialpa.options import AutoShardingOption
 
 #: How often a stage is solved with ever less room.
 _MAX_SOLVES = 5
-#: Fixed bytes are exact; temporaries are predicted. This fraction of them is left free, and these bytes, for the small
-#: buffers of which a program has many.
-_RESERVE, _RESERVE_BYTES = 0.05, 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +95,7 @@ class StageSolver:
 
 
 def _needed(memory: MeshMemory, moments: Moments) -> float:
-    return memory.peak_bytes(moments) + _RESERVE * memory.temp_bytes + _RESERVE_BYTES
+    return needed_bytes(memory.peak_bytes(moments) - memory.temp_bytes, memory.temp_bytes)
 
 
 def _solve_stage(
