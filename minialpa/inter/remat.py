@@ -27,9 +27,13 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
     if all(what == "none" for what in remat):
         return traced
     eqns, origins = list(traced.flat.eqns), traced.origins
+    readers_of: dict[Var, list[int]] = {}
+    for i, eqn in enumerate(eqns):
+        for v in dict.fromkeys(v for v in eqn.invars if not is_literal(v)):
+            readers_of.setdefault(v, []).append(i)
     inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}
     for layer, what in zip(_layers(traced, layer_of_group, len(remat)), remat, strict=True):
-        again = _computed_again(traced, layer, what) if what != "none" else []
+        again = _computed_again(traced, layer, what, readers_of) if what != "none" else []
         made = {v for i in again for v in eqns[i].outvars}
         readers = [i for i in layer.backward if any(v in made for v in eqns[i].invars if not is_literal(v))]
         if readers:
@@ -59,12 +63,15 @@ def _layers(traced: TracedStep, layer_of_group: Sequence[int], n_layers: int) ->
     return layers
 
 
-def _computed_again(traced: TracedStep, layer: _Layer, what: Remat) -> list[int]:
+def _computed_again(
+    traced: TracedStep, layer: _Layer, what: Remat, readers_of: Mapping[Var, Sequence[int]]
+) -> list[int]:
     """Forward equations whose results the backward pass needs, or needs for others, and that are not kept."""
     eqns = traced.flat.eqns
     own = {*layer.forward, *layer.backward}
     kept = {v for v in traced.flat.outvars if not is_literal(v)}
-    kept.update(v for i, eqn in enumerate(eqns) if i not in own for v in eqn.invars if not is_literal(v))
+    made = (v for i in layer.forward for v in eqns[i].outvars)
+    kept.update(v for v in made if any(i not in own for i in readers_of.get(v, ())))
     needed = {v for i in layer.backward for v in eqns[i].invars if not is_literal(v)}
     again: list[int] = []
     for i in reversed(layer.forward):

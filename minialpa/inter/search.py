@@ -114,6 +114,7 @@ class StageSearch:
         self.may_start = np.array([starts[column.candidate] for column in self.columns])
         self.n_devices = np.array([space.candidates[column.candidate].n_devices for column in self.columns])
         self.menus = Menus()
+        self._steps: dict[Remat, TracedStep] = {}
         self._costs: dict[tuple[int, Remat], PieceCosts] = {}
         self._alone_costs: dict[tuple[int, Remat, Candidate], list[PieceCost]] = {}
         self._solved: dict[tuple[int, int, int], PieceCost] = {}
@@ -131,8 +132,9 @@ class StageSearch:
     def costs(self, n: int, remat: Remat) -> PieceCosts:
         """Costs of pieces for `n` micro-batches. Raises TraceError if the step cannot be split into as many."""
         if (n, remat) not in self._costs:
-            step = rematerialise(self.traced, self.piece_of_group, (remat,) * self.n_pieces)
-            staged = stage_step(step, n, self.piece_of_group, range(self.n_pieces))
+            if remat not in self._steps:
+                self._steps[remat] = rematerialise(self.traced, self.piece_of_group, (remat,) * self.n_pieces)
+            staged = stage_step(self._steps[remat], n, self.piece_of_group, range(self.n_pieces))
             self._costs[n, remat] = PieceCosts(staged, self.cluster, self.option, self.menus)
         return self._costs[n, remat]
 

@@ -120,6 +120,7 @@ class _Placer:
         self.split, self.mesh_of_chunk, self.n_chunks = split, mesh_of_chunk, len(mesh_of_chunk)
         self.labels = traced_positions(split.traced, chunk_of_group, self.n_chunks)
         self.by_phase = {phase: [op for op in split.ops if op.phase is phase] for phase in Phase}
+        self.own = set(split.traced.flat.invars) | set(split.traced.flat.constvars)
         self.position: dict[Var, int] = {}
         self.floating: dict[Var, JaxprEqn] = {}
         self.forward_uses: dict[Var, set[int]] = defaultdict(set)
@@ -221,11 +222,10 @@ class _Placer:
     def _homes(self) -> dict[Var, set[int]]:
         """Meshes of inputs that the loop reads, and of what the loop leaves for the update."""
         homes: dict[Var, set[int]] = defaultdict(set)
-        own = set(self.split.traced.flat.invars) | set(self.split.traced.flat.constvars)
         for (_, _, mesh), eqns in self.content.items():
             for eqn in eqns:
                 for v in eqn.invars:
-                    if not is_literal(v) and v in own:
+                    if not is_literal(v) and v in self.own:
                         homes[v].add(mesh)
         for v, position in self.position.items():
             homes[v].add(self.mesh_of(position))
@@ -241,7 +241,7 @@ class _Placer:
         meshes: list[set[int]] = []
         for eqn in eqns:
             ranked = sorted((-bytes_of(v), min(homes[v])) for v in eqn.invars if not is_literal(v) and homes.get(v))
-            where = {ranked[0][1]} if ranked and not self._only_inputs(eqn, homes) else set[int]()
+            where = {ranked[0][1]} if ranked and not self._only_inputs(eqn) else set[int]()
             meshes.append(where)
             for v in eqn.outvars:
                 homes[v] = set(where)
@@ -253,10 +253,9 @@ class _Placer:
                 level.update(((v, mesh), depth) for v in eqn.outvars)
                 self.content[2, depth, mesh].append(eqn)
 
-    def _only_inputs(self, eqn: JaxprEqn, homes: dict[Var, set[int]]) -> bool:
+    def _only_inputs(self, eqn: JaxprEqn) -> bool:
         """Whether the equation reads inputs of the step only; then any mesh can compute it."""
-        own = set(self.split.traced.flat.invars) | set(self.split.traced.flat.constvars)
-        return all(is_literal(v) or v in own for v in eqn.invars)
+        return all(is_literal(v) or v in self.own for v in eqn.invars)
 
     def _pull_unplaced(self, eqns: list[JaxprEqn], meshes: list[set[int]], homes: dict[Var, set[int]]) -> None:
         """Operations and inputs without a mesh go wherever their readers are."""

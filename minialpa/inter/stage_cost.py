@@ -134,12 +134,15 @@ def border_bytes(staged: StagedStep) -> list[float]:
 def problem_key(problem: MeshEquations) -> str:
     """Text that two problems share if they are the same up to the names of variables."""
     number: dict[Var, int] = {}
+    types: dict[object, str] = {}
 
     def name(atom: object) -> str:
         if is_literal(atom):
             return f"{getattr(atom, 'val', None)!r}"
         assert isinstance(atom, Var)
-        return f"{number.setdefault(atom, len(number))}{atom.aval}"
+        if atom.aval not in types:
+            types[atom.aval] = str(atom.aval)
+        return f"{number.setdefault(atom, len(number))}{types[atom.aval]}"
 
     parts = [f"{name(v)} {role} {problem.batch_dims.get(v)}" for v, role in problem.inputs]
     for eqn, times, late in zip(problem.eqns, problem.times, problem.in_update, strict=True):

@@ -62,25 +62,27 @@ def fill_tables(
     f[0, n_layers, n_devices] = 0.0
     if idle:
         f[0, n_layers, :] = 0.0
+    total, at = np.empty(n_devices + 1), np.empty(n_devices + 1, np.int64)
     for s in range(1, n_stages + 1):
         k = live_of[s]
         for i in range(n_layers):
-            for p in range(n_devices - 1, -1, -1):
-                least, at = np.inf, IDLE
-                for g in range(n_groups):
-                    end = p + counts[g]
-                    if end > n_devices or not may_start[g, p]:
+            total[:], at[:] = np.inf, IDLE
+            for g in range(n_groups):
+                n = counts[g]
+                for j in range(i, n_layers):
+                    value = best[i, j, g, k]
+                    if value == np.inf:
                         continue
-                    for j in range(i, n_layers):
-                        value, rest = best[i, j, g, k], f[s - 1, j + 1, end]
-                        if value == np.inf or rest == np.inf:
-                            continue
-                        total = max(value, rest) if maximum else value + rest
-                        if total < least:
-                            least, at = total, j * n_groups + g
+                    rest = f[s - 1, j + 1]
+                    for p in range(n_devices - n + 1):
+                        x = max(value, rest[p + n]) if maximum else value + rest[p + n]
+                        if x < total[p] and may_start[g, p]:
+                            total[p], at[p] = x, j * n_groups + g
+            for p in range(n_devices - 1, -1, -1):
+                least, reached = total[p], at[p]
                 if i > 0 and not maximum:
                     least += transfer[i - 1, p]
                 if idle and f[s, i, skip_to[p]] <= least:
-                    least, at = f[s, i, skip_to[p]], IDLE
-                f[s, i, p], how[s, i, p] = least, at
+                    least, reached = f[s, i, skip_to[p]], IDLE
+                f[s, i, p], how[s, i, p] = least, reached
     return f, how
