@@ -16,6 +16,7 @@ from minialpa.gradients import grad, mark_pipeline_boundary, value_and_grad
 from minialpa.inter.simulate import simulate
 from minialpa.inter.timeline import Timeline
 from minialpa.methods import (
+    AutoParallel,
     DataParallel,
     PipeshardParallel,
     ShardParallel,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoLayerOption",
+    "AutoParallel",
     "AutoShardingOption",
     "AutoStageOption",
     "CheckpointError",

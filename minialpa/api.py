@@ -19,7 +19,7 @@ from minialpa.inter.alternatives import explain_step
 from minialpa.inter.emit import emit_program
 from minialpa.inter.pipeline import plan_step
 from minialpa.inter.replan import check_fits, difference
-from minialpa.methods import Method, ShardParallel, Target, plan_to_method, resolve_devices
+from minialpa.methods import AutoParallel, Method, Target, plan_to_method, resolve_devices
 from minialpa.plan import Plan, verify_plan
 from minialpa.progress import ProgressBar
 from minialpa.session import Session, current_session
@@ -311,7 +311,7 @@ def parallelize(
 ) -> Any:
     """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
 
-    method: how; None shards every operator over all devices of the session (`ShardParallel`). A saved `Plan` runs too.
+    method: how; None chooses everything (`AutoParallel`). A saved `Plan` runs too.
     static_argnums: arguments that are Python values; "auto": those that are not pytrees of arrays and numbers.
     donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
     batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these.
@@ -324,7 +324,7 @@ def parallelize(
             parallelize, method=method, static_argnums=static_argnums, donate_argnums=donate_argnums,
             batch_argnums=batch_argnums, on_stale=on_stale,
         )  # fmt: skip
-    return ParallelizedFunc(fun, method or ShardParallel(), static_argnums, donate_argnums, batch_argnums, on_stale)
+    return ParallelizedFunc(fun, method or AutoParallel(), static_argnums, donate_argnums, batch_argnums, on_stale)
 
 
 def plan(
@@ -336,7 +336,7 @@ def plan(
     batch_argnums: int | Sequence[int] = (1,),
 ) -> Plan:
     """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays."""
-    chosen = dataclasses.replace(method or ShardParallel(), devices=cluster)
+    chosen = dataclasses.replace(method or AutoParallel(), devices=cluster)
     return ParallelizedFunc(fun, chosen, "auto", "auto", batch_argnums).plan(*args)
 
 
@@ -350,7 +350,7 @@ def explain(
     batch_argnums: int | Sequence[int] = (1,),
 ) -> str:
     """As `ParallelizedFunc.explain`, for the plan that `plan` makes of the same arguments."""
-    chosen = dataclasses.replace(method or ShardParallel(), devices=cluster)
+    chosen = dataclasses.replace(method or AutoParallel(), devices=cluster)
     return ParallelizedFunc(fun, chosen, "auto", "auto", batch_argnums).explain(what, *args)
 
 

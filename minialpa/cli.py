@@ -80,12 +80,10 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         cluster = ClusterSpec.preset(args.cluster, num_hosts=args.num_hosts, devices_per_host=args.devices_per_host)
     step, state, batch = _load(args.model, args.batch_size)
-    method: Any = minialpa.ShardParallel(num_micro_batches=args.micro_batches)
-    if args.layers:
-        layers = minialpa.AutoLayerOption(layer_num=args.layers)
-        method = minialpa.PipeshardParallel(
-            num_micro_batches=args.micro_batches, layer_option=layers, stage_option="auto"
-        )
+    method = minialpa.AutoParallel(
+        num_micro_batches=args.micro_batches or "auto",
+        layer_option=minialpa.AutoLayerOption(layer_num=args.layers or "auto", remat="auto"),
+    )
     start = time.perf_counter()
     found = minialpa.plan(step, (state, batch), cluster=cluster, method=method)
     print(found.summary())

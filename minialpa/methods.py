@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -112,6 +112,33 @@ def _micro_batches(n: int) -> int:
     if n < 1:
         raise ShardingError(f"`num_micro_batches` is at least 1; got {n}.")
     return n
+
+
+@dataclass(frozen=True, slots=True)
+class AutoParallel:
+    """Everything is chosen: stages, submeshes, shardings, the number of micro-batches, and rematerialisation.
+
+    The fastest plan that fits in memory may have one stage or several, and may leave devices idle.
+    num_micro_batches: "auto" for the best divisor of the batch, or a number. layer_option: where stages may be cut, and
+    what may be computed again. stage_option: which submeshes and logical shapes there are.
+    """
+
+    devices: Devices = None
+    num_micro_batches: int | Literal["auto"] = "auto"
+    auto_sharding_option: AutoShardingOption | None = None
+    layer_option: LayerOption = field(default_factory=lambda: AutoLayerOption(remat="auto"))
+    stage_option: AutoStageOption = field(default_factory=AutoStageOption)
+
+    def options(self) -> PlanOptions:
+        remats(self.layer_option, 1)
+        return PlanOptions(
+            n_micro_batches=_micro_batches(1 if self.num_micro_batches == "auto" else self.num_micro_batches),
+            choose_micro_batches=self.num_micro_batches == "auto",
+            layers=self.layer_option,
+            stages=self.stage_option,
+            sharding=self.auto_sharding_option or AutoShardingOption(),
+            use_all_devices=False,
+        )
 
 
 _STAGE_OPTIONS = '`stage_option` is "uniform", "auto" or an option object; got {!r}.'
@@ -234,4 +261,4 @@ def _submesh(shape: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
     return (1, n) if n <= cluster.devices_per_host else (n // cluster.devices_per_host, cluster.devices_per_host)
 
 
-Method = ShardParallel | PipeshardParallel
+Method = ShardParallel | PipeshardParallel | AutoParallel

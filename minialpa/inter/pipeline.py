@@ -99,6 +99,11 @@ def plan_step(
         stages = [_Stage((), Candidate(submesh, shape), options.sharding, 0)]
         layered = _Layered(traced, traced.fingerprint)
         return _solve(layered, cluster, options, stages, logical_mesh, report, StageSolver())
+    if logical_mesh is not None and isinstance(options.stages, AutoStageOption):
+        raise ShardingError(
+            "A LogicalMesh is one view of its devices, and a search looks at all of them. Give a ClusterSpec or a list "
+            "of devices, or use `ShardParallel`."
+        )
     of_group = assign_layers(traced, options.layers)
     if isinstance(options.stages, AutoStageOption):
         return _searched(traced, cluster, options, options.stages, of_group, report)

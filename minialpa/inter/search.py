@@ -34,6 +34,10 @@ from minialpa.trace import TracedStep
 _NAMES = tuple(f.name for f in fields(PieceCost))
 #: Of the step time, what the search may leave on the table.
 _TOLERANCE = 0.01
+#: By how much of its time a stage on all devices has to be faster than one on none.
+_PER_DEVICE = 1e-3
+#: Costs that are solved before the search takes the best that it has.
+_MOST_SOLVED = 400
 #: Numbers of micro-batches that differ by this factor are looked at first.
 _FAR = 4
 
@@ -226,15 +230,19 @@ class StageSearch:
     # ---- the best pipeline ----------------------------------------------------------------------------------------
 
     def best(self) -> Found:
-        """A pipeline at most `_TOLERANCE` slower than any in the space. Raises InfeasibleError if nothing fits."""
+        """A pipeline at most `_TOLERANCE` slower than any in the space, if that is known after `_MOST_SOLVED` costs.
+
+        Raises InfeasibleError if nothing fits.
+        """
         failure: InfeasibleError | None = None
         best: tuple[float, int, StageAssignment] | None = None
         while True:
             n = min(self.open, key=lambda n: (self.bounds[n].least, n))
             bounds = self.bounds[n]
-            if best is not None and bounds.least >= best[0] * (1 - _TOLERANCE):
+            enough = bounds.least >= (best[0] if best else math.inf) * (1 - _TOLERANCE)
+            if best is not None and (enough or len(self._solved) > _MOST_SOLVED):
                 near = {m for m in self.bounds if best[1] / _FAR < m < best[1] * _FAR} - self.open
-                if not near:
+                if not near or not enough:
                     return self._found(best[1], best[2])
                 self.open |= near
                 continue
@@ -334,9 +342,29 @@ class StageSearch:
         base = self.anchor
         crossing = np.array(self.costs(base, self.space.remats[0]).border_bytes)[starts[1:] - 1] * base / n
         transfers = transfer_seconds(self.cluster, crossing)
+        seconds *= 1 + _PER_DEVICE * self.n_devices / self.cluster.n_devices
+        seconds[self._needless(fixed + self._most_live(n) * in_flight <= self.memory)] = np.inf
         return StageCostTable(
             self.n_devices, self.may_start, skip_to(self.cluster), seconds, step_seconds, fixed, in_flight, transfers
         )
+
+    def _most_live(self, n: int) -> int:
+        """Micro-batches that a stage holds at most, wherever it is in a pipeline of any length."""
+        n_stages = min(max(self.layer_of_piece) + 1, self.cluster.n_devices)
+        return max_live(self.space.schedule, 0, PipelineSize(n_stages, n))
+
+    def _needless(self, fits: Bools) -> Bools:
+        """[i, j, column]: no need to save memory there, since what is faster always fits.
+
+        What computes more again, or is thriftier, is never faster on the same submesh.
+        """
+        by_column = fits.reshape(*fits.shape[:2], -1, len(self.space.remats), len(THRIFT))
+        free = by_column[..., 0]  # of thrift
+        earlier = np.zeros_like(free)
+        earlier[..., 1:] = np.logical_or.accumulate(free, axis=-1)[..., :-1]
+        needless = np.repeat(earlier[..., None], len(THRIFT), axis=-1)
+        needless[..., 1:] |= free[..., None]
+        return needless.reshape(fits.shape)
 
     def _found(self, n: int, found: StageAssignment) -> Found:
         stages = tuple(
