@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import minialpa
-from minialpa import ClusterSpec, PipeshardParallel, Plan
+from minialpa import ClusterSpec, PipeshardParallel, Plan, ShardParallel
 from minialpa.methods import Method
 
 WIDTH, N_EXAMPLES = 8, 16
@@ -41,4 +41,4 @@ def pipeline_plan(**cluster: int) -> Plan:
 def shard_plan(method: Method | None = None, n: int = N_EXAMPLES) -> Plan:
     """No pipeline, on eight devices of one host."""
     spec = ClusterSpec.preset("a100-40gb", num_hosts=1, devices_per_host=8)
-    return minialpa.plan(train_step, make_args(n), cluster=spec, method=method)
+    return minialpa.plan(train_step, make_args(n), cluster=spec, method=method or ShardParallel())

@@ -478,7 +478,7 @@ def test_threads_may_share_a_function() -> None:
 
 
 def test_a_new_session_runs_on_its_own_devices() -> None:
-    parallel = minialpa.parallelize(train_step)
+    parallel = minialpa.parallelize(train_step, method=ShardParallel())
     for n in (2, 4, 2):
         minialpa.init(devices_per_host=n)
         out, _ = parallel(make_params(), make_batch())
@@ -520,10 +520,10 @@ def test_planning_compiles_nothing_and_may_be_for_a_larger_cluster(monkeypatch: 
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
     args = structs(make_params(), make_batch(64))
     cluster = minialpa.ClusterSpec.preset("a100-40gb", num_hosts=4, devices_per_host=8)
-    plan = minialpa.plan(train_step, args, cluster=cluster)
+    plan = minialpa.plan(train_step, args, cluster=cluster, method=ShardParallel())
     assert plan.stages[0].n_devices == 32 and plan.cluster == cluster
     assert minialpa.parallelize(train_step, method=ShardParallel(devices=cluster)).plan(*args) == plan
-    assert minialpa.parallelize(train_step).plan(*args).stages[0].n_devices == 8
+    assert minialpa.parallelize(train_step, method=ShardParallel()).plan(*args).stages[0].n_devices == 8
 
 
 def test_the_plan_is_that_of_the_executable() -> None:

@@ -22,7 +22,7 @@ from minialpa.inter.stage_cost import border_bytes
 from minialpa.inter.stage_memory import Moments
 from minialpa.inter.stage_solve import SolvedStage, StageSolver
 from minialpa.inter.stage_times import StageTimes, stage_times
-from minialpa.inter.staging import stage_step
+from minialpa.inter.staging import n_groups, stage_step
 from minialpa.inter.submeshes import Candidate, candidates
 from minialpa.inter.transfers import planned_transfers
 from minialpa.intra.factors import primitives_without_rule
@@ -47,6 +47,10 @@ Progress = Callable[[str, int, int], None]
 #: A search ends when its best plan is at most this fraction slower than what else the sums of pieces promise, or after
 #: this many plans.
 _TOLERANCE, _MAX_ROUNDS = 0.01, 8
+#: By how much of its time a plan on all devices has to be faster than one on none.
+_PER_DEVICE = 1e-3
+#: Steps of so many equations are planned for every promise that the sums of pieces make.
+_FEW_EQUATIONS = 4000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ def plan_step(
             "A LogicalMesh is one view of its devices, and a search looks at all of them. Give a ClusterSpec or a list "
             "of devices, or use `ShardParallel`."
         )
+    if isinstance(options.stages, AutoStageOption) and n_groups(traced) == 0:
+        return _best_shape(traced, cluster, options, options.stages, report)
     of_group = assign_layers(traced, options.layers)
     if isinstance(options.stages, AutoStageOption):
         return _searched(traced, cluster, options, options.stages, of_group, report)
@@ -238,6 +244,33 @@ def _placed_stages(
     return stages
 
 
+def _best_shape(
+    traced: TracedStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
+) -> Plan:
+    """The best plan of a step without layers, such as one that computes no gradients: one stage, on any submesh."""
+    solver, layered = StageSolver(), _Layered(traced, traced.fingerprint)
+    plans: list[Plan] = []
+    failure: InfeasibleError | None = None
+    for candidate in candidates(cluster, auto):
+        if options.use_all_devices and candidate.n_devices < cluster.n_devices:
+            continue
+        host = next(h for h in range(cluster.num_hosts) if candidate.device in (None, cluster.device_of(h)))
+        stage = _Stage((), candidate, options.sharding, host * cluster.devices_per_host)
+        try:
+            plans.append(_solve(layered, cluster, options, [stage], None, report, solver))
+        except InfeasibleError as error:
+            failure = error
+    if not plans:
+        raise failure or InfeasibleError(f"No submesh has all {cluster.n_devices} devices.")
+    return min(plans, key=_preference)
+
+
+def _preference(plan: Plan) -> float:
+    """Predicted seconds; of plans that hardly differ, those on fewer devices are preferred."""
+    n_devices = sum(stage.n_devices for stage in plan.stages)
+    return plan.cost.total_s * (1 + _PER_DEVICE * n_devices / plan.cluster.n_devices)
+
+
 def _searched(
     traced: TracedStep,
     cluster: ClusterSpec,
@@ -269,8 +302,12 @@ def _searched(
         if best is not None and best.cost.total_s * (1 - _TOLERANCE) <= excess * found.seconds:
             break
         remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
-        layered = _Layered(rematerialise(traced, of_group, remat), fingerprint, of_group, remat)
-        stages = [_Stage(s.layers, s.candidate, options.sharding, s.first_device) for s in found.stages]
+        if len(found.stages) == 1 and not set(remat) - {"none"}:  # no use for layers
+            layered = _Layered(traced, fingerprint)
+            stages = [_Stage((), found.stages[0].candidate, options.sharding, found.stages[0].first_device)]
+        else:
+            layered = _Layered(rematerialise(traced, of_group, remat), fingerprint, of_group, remat)
+            stages = [_Stage(s.layers, s.candidate, options.sharding, s.first_device) for s in found.stages]
         chosen = dataclasses.replace(options, n_micro_batches=found.n_micro_batches)
         try:
             plan = _solve(layered, cluster, chosen, stages, None, report, solver)
@@ -280,14 +317,30 @@ def _searched(
             continue
         costs = [(s.compute_s + s.communication_s, s.update_s) for s in plan.stages]
         search.learn(found, {s.choice: cost for s, cost in zip(found.stages, costs, strict=True)})
-        if best is None:
+        if best is None and len(traced.flat.eqns) > _FEW_EQUATIONS:
             excess = max(1.0, plan.cost.total_s / found.seconds)
-        if best is None or plan.cost.total_s < best.cost.total_s:
+        if best is None or _preference(plan) < _preference(best):
             best = plan
     if best is None:
         assert failure is not None
         raise failure
+    if len(traced.flat.eqns) <= _FEW_EQUATIONS and not options.use_all_devices:
+        best = _or_one_device(best, traced, cluster, options, auto, report)
     return best
+
+
+def _or_one_device(
+    best: Plan, traced: TracedStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
+) -> Plan:
+    """`best`, or one device where that is as fast: the sums of pieces can promise more than small steps keep."""
+    alone = dataclasses.replace(cluster, num_hosts=1, devices_per_host=1, host_devices=cluster.host_devices[:1])
+    whole = dataclasses.replace(options, n_micro_batches=1 if options.choose_micro_batches else options.n_micro_batches)
+    try:
+        plan = _best_shape(traced, alone, whole, auto, report)
+    except InfeasibleError:
+        return best
+    plan = dataclasses.replace(plan, cluster=cluster)
+    return min(best, plan, key=_preference)
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------

@@ -126,9 +126,10 @@ class StageSearch:
         self._known: set[tuple[int, Remat]] = set()
         # With one micro-batch nothing is accumulated; among several, the largest bound those of all others.
         self.anchor = min((n for n in space.micro_batches if n > 1), default=1)
-        self.bounds = {n: self._no_bounds() for n in space.micro_batches}
+        numbers = self._possible_numbers()
+        self.bounds = {n: self._no_bounds() for n in numbers}
         #: Numbers of micro-batches that are looked at: some far apart, then what is near the best.
-        self.open = _far_apart(space.micro_batches)
+        self.open = _far_apart(numbers)
         self._raise_alone(self.anchor, space.remats[0], self.bounds, range(len(self.columns)))
 
     # ---- costs ----------------------------------------------------------------------------------------------------
@@ -141,6 +142,17 @@ class StageSearch:
             staged = stage_step(self._steps[remat], n, self.piece_of_group, range(self.n_pieces))
             self._costs[n, remat] = PieceCosts(staged, self.cluster, self.option, self.menus)
         return self._costs[n, remat]
+
+    def _possible_numbers(self) -> tuple[int, ...]:
+        """The numbers of micro-batches of the space; 1 if it is among them and the step cannot be split."""
+        try:
+            self.costs(self.anchor, self.space.remats[0])
+        except TraceError:
+            if 1 not in self.space.micro_batches:
+                raise
+            self.anchor = 1
+            return (1,)
+        return self.space.micro_batches
 
     def _no_bounds(self) -> _Bounds:
         shape = (self.n_pieces, len(self.columns))
@@ -257,14 +269,8 @@ class StageSearch:
                 continue
             found, unsolved = bounds.found, self._unsolved(n, bounds.found)
             self.report("Costs of stages", len(self._solved), len(self._solved) + len(unsolved))
-            try:
-                for piece, c in unsolved:
-                    self._raise(n, piece, c)
-            except TraceError:  # the step cannot be split into so many
-                self.open.discard(n)
-                if not self.open:
-                    raise
-                continue
+            for piece, c in unsolved:
+                self._raise(n, piece, c)
             if not self._unsolved(n, found):
                 seconds = self._seconds_of(n, bounds, found)
                 if best is None or seconds < best[0]:
