@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--devices-per-host", type=int, default=8)
     plan.add_argument("--batch-size", type=int, default=None)
     plan.add_argument("--micro-batches", type=int, default=0, help="0 (default) chooses a divisor of the batch")
-    plan.add_argument("--layers", type=int, default=0, help="pipeline layers; 0 (default) takes the blocks of the model")
+    plan.add_argument("--layers", type=int, default=0, help="pipeline layers; 0 (default): the blocks of the model")
     plan.add_argument("--save", type=Path, default=None, metavar="PLAN.json", help="write the plan to this file")
     plan.set_defaults(run=_plan)
 

@@ -116,7 +116,7 @@ def _micro_batches(n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AutoParallel:
-    """Everything is chosen: stages, submeshes, shardings, the number of micro-batches, and rematerialisation.
+    """Everything is chosen: stages, submeshes, shardings, schedule, number of micro-batches, and rematerialisation.
 
     The fastest plan that fits in memory may have one stage or several, and may leave devices idle.
     num_micro_batches: "auto" for the best divisor of the batch, or a number. layer_option: where stages may be cut, and
@@ -134,6 +134,7 @@ class AutoParallel:
         return PlanOptions(
             n_micro_batches=_micro_batches(1 if self.num_micro_batches == "auto" else self.num_micro_batches),
             choose_micro_batches=self.num_micro_batches == "auto",
+            choose_schedule=True,
             layers=self.layer_option,
             stages=self.stage_option,
             sharding=self.auto_sharding_option or AutoShardingOption(),

@@ -167,6 +167,7 @@ class PlanOptions:
 
     layers, stages: None for a step without pipeline. logical_shape: the mesh shape of such a step; None for 1-D.
     choose_micro_batches: a search chooses their number among the divisors of the batch.
+    choose_schedule: a search may interleave the stages that it finds, where `schedule` is "1f1b".
     use_all_devices: False lets a search leave devices idle.
     """
 
@@ -177,6 +178,7 @@ class PlanOptions:
     sharding: AutoShardingOption = field(default_factory=AutoShardingOption)
     logical_shape: tuple[int, ...] | None = None
     choose_micro_batches: bool = False
+    choose_schedule: bool = False
     use_all_devices: bool = True
 
     def micro_batch_choices(self, batch_size: int | None) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import networkx as nx
+import numpy as np
 
 from minialpa.errors import TraceError, VerifyError
 from minialpa.inter.layers import cluster_layers
@@ -129,3 +130,31 @@ def pieces_of(traced: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[
     pairs = list(zip(layer_of_group, blocks, strict=True))
     pieces = {pair: i for i, pair in enumerate(dict.fromkeys(sorted(pairs)))}
     return tuple(pieces[pair] for pair in pairs), tuple(layer for layer, _ in pieces)
+
+
+def layer_flops(traced: TracedStep, layer_of_group: Sequence[int]) -> list[float]:
+    """Forward floating point operations of each layer."""
+    flops = [0.0] * (max(layer_of_group, default=-1) + 1)
+    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
+        if origin.group is not None and origin.direction == "forward":
+            flops[layer_of_group[origin.group]] += factors_of(eqn).flops
+    return flops
+
+
+def balanced_runs(weights: Sequence[float], n_runs: int) -> list[tuple[int, ...]]:
+    """Neighbouring numbers in `n_runs` runs, the heaviest of which is as light as can be; each has one at least."""
+    n = len(weights)
+    total = np.concatenate(([0.0], np.cumsum(weights)))
+    best = np.full((n_runs + 1, n + 1), np.inf)
+    start = np.zeros(best.shape, np.int64)
+    best[0, 0] = 0.0
+    for r in range(1, n_runs + 1):
+        for end in range(r, n + 1):
+            worst = np.maximum(best[r - 1, :end], total[end] - total[:end])
+            start[r, end] = worst.argmin()
+            best[r, end] = worst[start[r, end]]
+    runs, end = list[tuple[int, ...]](), n
+    for r in range(n_runs, 0, -1):
+        runs.append(tuple(range(int(start[r, end]), end)))
+        end = int(start[r, end])
+    return runs[::-1]

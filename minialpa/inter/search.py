@@ -171,13 +171,11 @@ class StageSearch:
                 bounds, share = self.bounds[n].costs, base / n / self.n_devices[c]
                 for i, cost in enumerate(alone):
                     bounds["seconds"][i, c] = max(bounds["seconds"][i, c], share * cost.seconds)
-                    if n == 1 < base:
-                        continue
-                    for name in ("step_seconds", "fixed_bytes"):
-                        value = getattr(cost, name) / self.n_devices[c]
-                        bounds[name][i, c] = max(bounds[name][i, c], value)
                     if own:
                         bounds["in_flight_bytes"][i, c] = share * cost.in_flight_bytes
+                    for name in ("step_seconds", "fixed_bytes") if n > 1 or base == 1 else ():
+                        value = getattr(cost, name) / self.n_devices[c]
+                        bounds[name][i, c] = max(bounds[name][i, c], value)
                 self.bounds[n].found = None
 
     def _alone(self, n: int, remat: Remat, choice: Candidate) -> list[PieceCost]:
@@ -195,7 +193,7 @@ class StageSearch:
         base = min(n, self.anchor)
         if (base, column.remat) not in self._known:
             columns = [i for i, other in enumerate(self.columns) if other.remat == column.remat]
-            alike = [m for m in self.bounds if (m > 1) == (base > 1)]
+            alike = [m for m in self.bounds if m == 1 or base > 1]
             self._raise_alone(base, column.remat, alike, columns)
         elif 1 < self.anchor < n and (self.costs(self.anchor, column.remat).kind[piece], free) not in self._anchored:
             anchor = self.costs(self.anchor, column.remat)

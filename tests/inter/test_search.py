@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from minialpa import (
     ShardingError,
     models,
 )
-from minialpa.inter.forward import assign_layers, natural_layers, pieces_of
+from minialpa.inter.forward import assign_layers, balanced_runs, natural_layers, pieces_of
 from minialpa.inter.search import Space, StageSearch
 from minialpa.inter.submeshes import candidates, may_start, skip_to, transfer_seconds
 from minialpa.options import Remat
@@ -177,3 +178,31 @@ def test_layers_are_the_blocks_of_a_model_and_its_head() -> None:
     pieces, layer_of_piece = pieces_of(traced, layers)
     assert sorted(set(pieces)) == list(range(len(layer_of_piece))) and len(layer_of_piece) >= 25
     assert [layer_of_piece[piece] for piece in pieces] == list(layers)
+
+
+def test_stages_are_interleaved_where_the_bubble_is_large() -> None:
+    cluster = dataclasses.replace(V100, num_hosts=2, devices_per_host=1)
+    traced = mlp(8, hidden=8192, batch=512)
+    one_run = PipeshardParallel(
+        num_micro_batches=2, layer_option=AutoLayerOption(), stage_option=AutoStageOption(), devices=cluster
+    )
+    free = AutoParallel(num_micro_batches=2, layer_option=AutoLayerOption())
+    plain = minialpa.inter.pipeline.plan_step(traced, cluster, one_run.options())
+    plan = minialpa.inter.pipeline.plan_step(traced, cluster, free.options())
+    assert (plain.schedule, plan.schedule) == ("1f1b", "1f1b-interleaved")
+    assert plan.cost.total_s < 0.9 * plain.cost.total_s
+    verify_plan(plan)
+
+
+@pytest.mark.parametrize("n_runs", [1, 2, 3, 5])
+def test_balanced_runs_are_as_light_as_can_be(n_runs: int) -> None:
+    weights = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0]
+
+    def heaviest(runs: list[tuple[int, ...]]) -> float:
+        return max(sum(weights[i] for i in run) for run in runs)
+
+    cuts = itertools.combinations(range(1, len(weights)), n_runs - 1)
+    bounds = [(0, *cut, len(weights)) for cut in cuts]
+    all_runs = [[tuple(range(a, b)) for a, b in itertools.pairwise(bound)] for bound in bounds]
+    found = balanced_runs(weights, n_runs)
+    assert found in all_runs and heaviest(found) == min(map(heaviest, all_runs))

@@ -1,0 +1,240 @@
+"""From decided stages to a plan: each stage is solved as a whole, and what was found is written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.cost import CollectiveKind
+from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.fingerprint import Fingerprint
+from minialpa.inter.chunks import Chunks, check_chunks, chunks_of
+from minialpa.inter.given_stages import DecidedStage
+from minialpa.inter.mesh_problem import ShardedView, TaskCollectives, mesh_collectives, mesh_equations
+from minialpa.inter.remat import rematerialise
+from minialpa.inter.schedule import PipelineSize, live_counts, make_schedule
+from minialpa.inter.split import StagedStep
+from minialpa.inter.stage_cost import border_bytes
+from minialpa.inter.stage_memory import Moments
+from minialpa.inter.stage_solve import SolvedStage, StageSolver
+from minialpa.inter.stage_times import StageTimes, stage_times
+from minialpa.inter.staging import stage_step
+from minialpa.inter.transfers import planned_transfers
+from minialpa.intra.problem import MeshEquations, MeshSharding
+from minialpa.intra.strategies import is_contraction
+from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of
+from minialpa.options import PlanOptions, Remat
+from minialpa.plan import PlacedValue, Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
+from minialpa.sharding import Spec
+from minialpa.trace import TracedStep
+
+Progress = Callable[[str, int, int], None]
+
+
+class StageTooLargeError(InfeasibleError):
+    """A stage does not fit with so many micro-batches in flight."""
+
+    def __init__(self, message: str, stage: int, n_live: int) -> None:
+        super().__init__(message)
+        self.stage, self.n_live = stage, n_live
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayeredStep:
+    """A step as its layers compute it; the fingerprint of the step that was traced; the layer of each forward group,
+    and what each layer computes again."""
+
+    step: TracedStep
+    fingerprint: Fingerprint
+    of_group: tuple[int, ...] = ()
+    remat: tuple[Remat, ...] = ()
+
+
+def layered_step(traced: TracedStep, of_group: tuple[int, ...], remat: tuple[Remat, ...]) -> LayeredStep:
+    """A traced step with its layers, and what they compute again."""
+    return LayeredStep(rematerialise(traced, of_group, remat), traced.fingerprint, of_group, remat)
+
+
+def _staged(layered: LayeredStep, options: PlanOptions, chunks: Chunks) -> StagedStep:
+    check_chunks(chunks, options.schedule)
+    groups = chunks.of_group(layered.of_group)
+    staged = stage_step(layered.step, options.n_micro_batches, groups, chunks.stage_of)
+    if options.schedule == "inference" and any(task.kind == "backward" for task in staged.tasks):
+        raise ShardingError(
+            "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
+        )
+    return staged
+
+
+def assemble(
+    layered: LayeredStep,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    stages: Sequence[DecidedStage],
+    logical_mesh: LogicalMesh | None,
+    report: Progress,
+    solver: StageSolver,
+) -> Plan:
+    """The plan with these stages, each solved by `solver`. Raises StageTooLargeError where one does not fit."""
+    chunks = chunks_of([stage.layers for stage in stages])
+    staged = _staged(layered, options, chunks)
+    shardings: list[MeshSharding] = []
+    plans: list[StagePlan] = []
+    collectives: list[PlannedCollective] = []
+    schedule = make_schedule(options.schedule if len(stages) > 1 else "gpipe", chunks.size(options.n_micro_batches))
+    for k, stage in enumerate(stages):
+        report("Shardings of stages", k, len(stages))
+        chosen = stage.candidate
+        mesh = logical_mesh or cluster.logical_mesh(chosen.submesh, chosen.logical_shape, chosen.device)
+        problem = mesh_equations(staged, k)
+        view = ShardedView(mesh, stage.option.forbidden_collectives)
+        live = live_counts(schedule, k)
+        try:
+            solved = solver.solve(staged, k, problem, view, stage.option, live)
+        except InfeasibleError as error:
+            message = f"Stage {k} on a mesh of {mesh.shape} devices: {error}"
+            raise StageTooLargeError(message, k, max(map(max, live))) from error
+        moved = mesh_collectives(solved.programs)
+        times = stage_times(problem, solved.sharding, moved, mesh)
+        plans.append(_stage_plan(staged, stage, problem, solved, view, times, live, layered.of_group))
+        shardings.append(solved.sharding)
+        collectives.extend(_merged(moved, k, options.n_micro_batches))
+    report("Shardings of stages", len(stages), len(stages))
+    return Plan(
+        layered.fingerprint,
+        cluster,
+        options.n_micro_batches,
+        options.schedule,
+        layered.of_group,
+        layered.remat,
+        tuple(plans),
+        _placed_inputs(staged, shardings),
+        _placed_outputs(staged, shardings),
+        tuple(collectives),
+        planned_transfers(staged),
+        _cost(plans, _border_seconds(staged, cluster, stages, chunks), schedule.size),
+    )
+
+
+def _border_seconds(
+    staged: StagedStep, cluster: ClusterSpec, stages: Sequence[DecidedStage], chunks: Chunks
+) -> list[float]:
+    """Seconds of one micro-batch's values, both directions, over the border after each chunk but the last."""
+    out = []
+    for n_bytes, (a, b) in zip(border_bytes(staged), itertools.pairwise(chunks.stage_of), strict=True):
+        hosts = {stages[k].first_device // cluster.devices_per_host for k in (a, b)}
+        inside = all(stages[k].candidate.submesh[0] == 1 for k in (a, b))
+        link = cluster.link(same_host=len(hosts) == 1 and inside)
+        out.append(2 * link.alpha_s + link.beta_s_per_byte * n_bytes)
+    return out
+
+
+def _stage_plan(
+    staged: StagedStep,
+    stage: DecidedStage,
+    problem: MeshEquations,
+    solved: SolvedStage,
+    view: ShardedView,
+    times: StageTimes,
+    live: Moments,
+    layer_of_group: Sequence[int],
+) -> StagePlan:
+    mesh, solution, memory = view.mesh, solved.sharding, solved.memory
+    return StagePlan(
+        stage.layers,
+        stage.candidate.submesh,
+        stage.first_device,
+        mesh.shape,
+        mesh.alpha,
+        mesh.beta,
+        stage.option,
+        tuple(solution.specs[v] for v, _ in problem.inputs),
+        solution.equations,
+        _operators(staged, problem, solution, layer_of_group),
+        times.passes,
+        times.update_s,
+        memory.fixed_bytes + memory.temp_bytes,
+        memory.kept_bytes,
+        memory.peak_bytes(live),
+        solution.optimal,
+    )
+
+
+def _operators(
+    staged: StagedStep, problem: MeshEquations, solution: MeshSharding, layer_of_group: Sequence[int]
+) -> tuple[PlannedOperator, ...]:
+    """Matrix products and convolutions of a mesh, with their layers."""
+    origins = staged.split.traced.origins
+    source = {id(op.eqn): op.source for op in staged.split.ops}
+    out = []
+    for eqn, specs in zip(problem.eqns, solution.equations, strict=True):
+        if is_contraction(eqn):
+            origin = origins[source[id(eqn)]]
+            group = origin.group
+            layer = None if group is None else layer_of_group[group] if layer_of_group else 0
+            shape = shape_of(eqn.outvars[0])
+            out.append(
+                PlannedOperator(eqn.primitive.name, origin.direction, layer, shape, specs.results[0], specs.operands)
+            )
+    return tuple(out)
+
+
+def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) -> list[PlannedCollective]:
+    """Collectives of a stage with equal ones counted together."""
+    counts: dict[tuple[CollectiveKind, float, tuple[int, ...]], int] = {}
+    for task, collectives in ((m.task, m.collectives) for m in moved):
+        for c, n in collectives:
+            key = (c.kind, c.n_bytes, c.axes)
+            counts[key] = counts.get(key, 0) + n * (n_micro_batches if task.per_micro_batch else 1)
+    return [PlannedCollective(kind, size, axes, stage, n) for (kind, size, axes), n in counts.items()]
+
+
+def _placed(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> PlacedValue:
+    """A value on meshes; where its spec is not known it is whole."""
+    whole = Spec.replicated(len(shape_of(atom)))
+    return PlacedValue(path, shape_of(atom), dtype_name(atom), tuple(specs), tuple(s or whole for s in specs.values()))
+
+
+def _placed_inputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tuple[PlacedValue, ...]:
+    traced = staged.split.traced
+    micro = dict(staged.split.micro_inputs)
+    offset = len(traced.flat.constvars)
+    out = []
+    for i, (var, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
+        like, meshes = var, staged.input_meshes[offset + i]
+        if var in micro:
+            like = micro[var]
+            meshes = tuple(sorted({task.mesh for task in staged.tasks if like in task.invars}))
+        out.append(_placed(path, var, {mesh: shardings[mesh].specs.get(like) for mesh in meshes}))
+    return tuple(out)
+
+
+def _placed_outputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tuple[PlacedValue, ...]:
+    """Results; a replacement of a donated input is sharded as that input, so that the next step takes it as it is."""
+    out = []
+    for atom, path, meshes in zip(
+        staged.split.outvars, staged.split.traced.out_paths, staged.output_meshes, strict=True
+    ):
+        results = [None if is_literal(atom) else shardings[mesh].results.get(atom) for mesh in meshes]
+        out.append(_placed(path, atom, dict(zip(meshes, results, strict=True))))
+    return tuple(out)
+
+
+def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineSize) -> PlanCost:
+    """T = ((v - 1) max(B, p) + B) / v max_k t_k + (sum_k t_k - max_k t_k) / v + sum borders + max_k update_k.
+
+    With one chunk per stage, v = 1, this is sum_k t_k + (B - 1) max_k t_k + ... (Alpa, OSDI'22, section 5.1, with
+    transfers). With several the first micro-batch fills, and the last one drains, only one chunk of each of the p
+    stages. t_k: seconds of a micro-batch in all chunks of a stage, which are taken to be equal.
+    """
+    p, n_micro_batches, v = size.n_stages, size.n_micro_batches, size.n_chunks
+    seconds = [s.compute_s + s.communication_s for s in stages]
+    slowest = max(stages, key=lambda s: s.compute_s + s.communication_s)
+    update = max(s.update_s for s in stages)
+    full = ((v - 1) * max(n_micro_batches, p) + n_micro_batches) / v
+    total = full * max(seconds) + (sum(seconds) - max(seconds)) / v + sum(borders[: p - 1]) + update
+    compute, communication = n_micro_batches * slowest.compute_s, n_micro_batches * slowest.communication_s
+    bubble = max(0.0, total - compute - communication - update)
+    return PlanCost(total, compute, communication, bubble, update, tuple(s.peak_bytes for s in stages))
