@@ -102,13 +102,18 @@ class FixedLayerOption:
 class AutoStageOption:
     """Search stages, submeshes and their logical shapes.
 
-    submesh_physical_shape_space: `power_of_two` device counts within a host, or `all` counts; whole hosts beyond that.
+    submesh_physical_shape_space: `power_of_two` device counts within a host, and of whole hosts; or `all` counts.
     submesh_logical_shape_space: `all` factorisations of a submesh, `same_as_physical`, `data_parallel_only` (n, 1) or
         `model_parallel_only` (1, n).
+    tolerance: fraction of the step time by which other stages may be faster than those that are taken.
+    cached_costs: a JSON file of the costs of parts of models, by their content. It is read before a search and written
+        after it; None keeps none.
     """
 
     submesh_physical_shape_space: Literal["power_of_two", "all"] = "power_of_two"
     submesh_logical_shape_space: Literal["all", "same_as_physical", "data_parallel_only", "model_parallel_only"] = "all"
+    tolerance: float = 0.01
+    cached_costs: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

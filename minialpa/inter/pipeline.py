@@ -9,6 +9,7 @@ import warnings
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.inter.assemble import LayeredStep, Progress, StageTooLargeError, assemble, layered_step
+from minialpa.inter.cost_cache import load_costs, save_costs
 from minialpa.inter.forward import assign_layers, balanced_runs, layer_flops
 from minialpa.inter.given_stages import DecidedStage, given_stages
 from minialpa.inter.search import Found, Space, StageSearch
@@ -20,9 +21,9 @@ from minialpa.options import AutoStageOption, PlanOptions, remats
 from minialpa.plan import Plan
 from minialpa.trace import TracedStep
 
-#: A search ends when its best plan is at most this fraction slower than what else the sums of pieces promise, or after
-#: this many plans, or rounds, in some of which stages do not fit.
-_TOLERANCE, _MAX_PLANS, _MAX_ROUNDS = 0.01, 8, 30
+#: A search ends when the sums of pieces promise nothing better, or after this many plans, or rounds, in some of which
+#: stages do not fit.
+_MAX_PLANS, _MAX_ROUNDS = 8, 30
 #: Of the step time, the bubble that is worth looking at interleaved stages.
 _LARGE_BUBBLE = 0.02
 #: By how much of its time a plan on all devices has to be faster than one on none.
@@ -134,8 +135,10 @@ def _searched(
         tuple(candidates(cluster, auto)),
         options.schedule,
         options.use_all_devices,
+        auto.tolerance,
     )
-    search = StageSearch(traced, of_group, cluster, space, options.sharding, report)
+    known = load_costs(auto.cached_costs)
+    search = StageSearch(traced, of_group, cluster, space, options.sharding, report, known)
     solver = StageSolver(search.menus)
     plans: list[Plan] = []
     failure: InfeasibleError | None = None
@@ -147,7 +150,7 @@ def _searched(
             failure = failure or error
             break
         best_s = min((plan.cost.total_s for plan in plans), default=math.inf)
-        if best_s * (1 - _TOLERANCE) <= excess * found.seconds or len(plans) == _MAX_PLANS:
+        if best_s * (1 - auto.tolerance) <= excess * found.seconds or len(plans) == _MAX_PLANS:
             break
         try:
             plan = _assembled(traced, of_group, cluster, options, found, solver, report)
@@ -160,6 +163,7 @@ def _searched(
         if not plans and len(traced.flat.eqns) > _FEW_EQUATIONS:
             excess = max(1.0, plan.cost.total_s / found.seconds)
         plans.append(plan)
+    save_costs(auto.cached_costs, known)
     if not plans:
         assert failure is not None
         raise failure

@@ -32,8 +32,6 @@ from minialpa.options import AutoShardingOption, Remat
 from minialpa.trace import TracedStep
 
 _NAMES = tuple(f.name for f in fields(PieceCost))
-#: Of the step time, what the search may leave on the table.
-_TOLERANCE = 0.01
 #: By how much of its time a stage on all devices has to be faster than one on none.
 _PER_DEVICE = 1e-3
 #: Costs that are solved before the search takes the best that it has.
@@ -44,13 +42,17 @@ _FAR = 4
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What to choose from: numbers of micro-batches, rematerialisation, submeshes; all devices or fewer."""
+    """What to choose from: numbers of micro-batches, rematerialisation, submeshes; all devices or fewer.
+
+    tolerance: fraction of the step time that the search may leave on the table.
+    """
 
     micro_batches: tuple[int, ...]
     remats: tuple[Remat, ...]
     candidates: tuple[Candidate, ...]
     schedule: str
     use_all_devices: bool
+    tolerance: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,10 @@ class StageSearch:
     def __init__(
         self, traced: TracedStep, layer_of_group: Sequence[int], cluster: ClusterSpec, space: Space,
         option: AutoShardingOption, report: Callable[[str, int, int], None],
+        known: dict[str, PieceCost] | None = None,
     ) -> None:  # fmt: skip
+        """`known`: costs of pieces from other searches, to which this one adds."""
+        self.known = {} if known is None else known
         self.traced, self.cluster, self.space, self.option, self.report = traced, cluster, space, option, report
         self.piece_of_group, self.layer_of_piece = pieces_of(traced, layer_of_group)
         self.n_pieces = len(self.layer_of_piece)
@@ -140,7 +145,7 @@ class StageSearch:
             if remat not in self._steps:
                 self._steps[remat] = rematerialise(self.traced, self.piece_of_group, (remat,) * self.n_pieces)
             staged = stage_step(self._steps[remat], n, self.piece_of_group, range(self.n_pieces))
-            self._costs[n, remat] = PieceCosts(staged, self.cluster, self.option, self.menus)
+            self._costs[n, remat] = PieceCosts(staged, self.cluster, self.option, self.menus, self.known)
         return self._costs[n, remat]
 
     def _possible_numbers(self) -> tuple[int, ...]:
@@ -240,7 +245,7 @@ class StageSearch:
     # ---- the best pipeline ----------------------------------------------------------------------------------------
 
     def best(self) -> Found:
-        """A pipeline at most `_TOLERANCE` slower than any in the space, if that is known after `_MOST_SOLVED` costs.
+        """A pipeline at most `tolerance` slower than any in the space, if that is known after `_MOST_SOLVED` costs.
 
         Raises InfeasibleError if nothing fits.
         """
@@ -249,7 +254,7 @@ class StageSearch:
         while True:
             n = min(self.open, key=lambda n: (self.bounds[n].least, n))
             bounds = self.bounds[n]
-            enough = bounds.least >= (best[0] if best else math.inf) * (1 - _TOLERANCE)
+            enough = bounds.least >= (best[0] if best else math.inf) * (1 - self.space.tolerance)
             if best is not None and (enough or len(self._solved) > _MOST_SOLVED):
                 near = {m for m in self.bounds if best[1] / _FAR < m < best[1] * _FAR} - self.open
                 if not near or not enough:
@@ -261,7 +266,7 @@ class StageSearch:
             if bounds.found is None:
                 try:
                     bounds.found = self._choose(n, bounds)
-                    bounds.least = max(bounds.least, bounds.found.seconds * (1 - _TOLERANCE / 4))
+                    bounds.least = max(bounds.least, bounds.found.seconds * (1 - self.space.tolerance / 4))
                 except InfeasibleError as error:
                     bounds.least, failure = math.inf, error
                 continue
@@ -323,7 +328,7 @@ class StageSearch:
             memory_bytes=self.memory,
             schedule=self.space.schedule,
             use_all_devices=self.space.use_all_devices,
-            tolerance=_TOLERANCE / 4,
+            tolerance=self.space.tolerance / 4,
         )
 
     def _table(self, n: int, bounds: _Bounds) -> StageCostTable:

@@ -6,7 +6,9 @@ thereby priced as if both sides agreed on the sharding, which the final solve of
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +25,7 @@ from minialpa.inter.submeshes import Candidate
 from minialpa.intra.menu import Menus
 from minialpa.intra.problem import MeshEquations
 from minialpa.intra.solve import MeshSolver
-from minialpa.intra.usage import MemoryLimit
+from minialpa.intra.usage import MemoryLimit, Usage
 from minialpa.jaxprs import bytes_of, is_literal
 from minialpa.options import AutoShardingOption
 
@@ -52,15 +54,22 @@ class PieceCost:
 
 
 class PieceCosts:
-    """Costs of the pieces of a step that is staged with one piece on each mesh. kind[i]: first piece like piece i."""
+    """Costs of the pieces of a step that is staged with one piece on each mesh. kind[i]: first piece like piece i.
 
-    def __init__(self, staged: StagedStep, cluster: ClusterSpec, option: AutoShardingOption, menus: Menus) -> None:
-        self.staged, self.cluster, self.menus = staged, cluster, menus
+    known: costs by `name`, which grow.
+    """
+
+    def __init__(
+        self, staged: StagedStep, cluster: ClusterSpec, option: AutoShardingOption, menus: Menus,
+        known: dict[str, PieceCost],
+    ) -> None:  # fmt: skip
+        self.staged, self.cluster, self.menus, self.known = staged, cluster, menus, known
         self.border_bytes = border_bytes(staged)
         # There are hundreds of costs; one that is a little too dear is better than minutes of proof for each.
         self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _PIECE_TIME_LIMIT_S))
         self.problems = [mesh_equations(staged, piece) for piece in range(staged.n_meshes)]
         keys = [problem_key(problem) for problem in self.problems]
+        self._digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
         self.kind = [first[key] for key in keys]
         self._solvers: dict[tuple[int, LogicalMesh], MeshSolver] = {}
@@ -71,14 +80,23 @@ class PieceCosts:
         To keep nothing in memory is worth `thrift` times the seconds of its `fastest` sharding. limited: whether
         memory is.
         """
-        staged, n, problem = self.staged, self.staged.split.n_micro_batches, self.problems[piece]
+        n = self.staged.split.n_micro_batches
         mesh = self.cluster.logical_mesh(choice.submesh, choice.logical_shape, choice.device)
         n_live = min(n, _USUALLY_LIVE)
-        kept, byte_s = kept_usages(staged, piece, n_live), 0.0
+        kept, byte_s = kept_usages(self.staged, piece, n_live), 0.0
         if fastest is not None and thrift:
             keeps = max(1.0, fastest.fixed_bytes + n_live * fastest.in_flight_bytes)
             byte_s = thrift * (n * fastest.seconds + fastest.step_seconds) / keeps
         n_bytes = self.option.limit_bytes(mesh.device) if limited else None
+        name = f"{self._digests[piece]} {mesh} {self.option} {n_live} {n_bytes} {byte_s}"
+        if name not in self.known:
+            self.known[name] = self._solve(piece, mesh, n_bytes, kept, byte_s)
+        return self.known[name]
+
+    def _solve(
+        self, piece: int, mesh: LogicalMesh, n_bytes: float | None, kept: Sequence[Usage], byte_s: float
+    ) -> PieceCost:
+        staged, problem = self.staged, self.problems[piece]
         limit = None if n_bytes is None else MemoryLimit(n_bytes)
         try:
             solution = self._solver(piece, mesh).solve(limit, self.option.solver_time_limit_s, kept, byte_s)

@@ -1,7 +1,7 @@
 """Published model sizes: a name in, the builder and its keyword arguments out.
 
 GPT, MoE and Wide-ResNet are the benchmark suites of Alpa (OSDI'22), with its global batch sizes; Llama 3 is
-arXiv:2407.21783, table 3, with 4M tokens in a batch.
+arXiv:2407.21783, table 3, with 4M tokens in a batch; ViT arXiv:2010.11929, table 1; T5 arXiv:1910.10683, section 3.7.
 """
 
 from __future__ import annotations
@@ -44,6 +44,16 @@ def _llama(n_parameters: float, hidden: int, n_layers: int, n_heads: int, ffn: i
     return Size("llama", n_parameters, shape | run)
 
 
+def _vit(n_parameters: float, hidden: int, n_layers: int, n_heads: int, patch: int) -> Size:
+    shape = {"hidden": hidden, "n_layers": n_layers, "n_heads": n_heads, "patch": patch}
+    return Size("vit", n_parameters, shape | {"batch_size": 4096, "image_size": 224, "n_classes": 1000})
+
+
+def _t5(n_parameters: float, hidden: int, n_layers: int, n_heads: int) -> Size:
+    shape = {"hidden": hidden, "n_layers": n_layers, "n_heads": n_heads, "reach": 128}
+    return Size("t5", n_parameters, shape | {"batch_size": 128, "source_len": 512, "seq_len": 512, "vocab_size": 32128})
+
+
 SIZES: dict[str, Size] = {
     "gpt-125m": _gpt(125e6, 768, 12, 12),
     "gpt-350m": _gpt(350e6, 1024, 24, 16),
@@ -56,6 +66,12 @@ SIZES: dict[str, Size] = {
     "gpt-76b": _gpt(76e9, 10240, 60, 80),
     "llama-3-8b": _llama(8e9, 4096, 32, 32, 14336),
     "llama-3-70b": _llama(70e9, 8192, 80, 64, 28672),
+    "t5-small": _t5(60e6, 512, 6, 8),
+    "t5-base": _t5(220e6, 768, 12, 12),
+    "t5-large": _t5(770e6, 1024, 24, 16),
+    "vit-b16": _vit(86e6, 768, 12, 12, 16),
+    "vit-l16": _vit(307e6, 1024, 24, 16, 16),
+    "vit-h14": _vit(632e6, 1280, 32, 16, 14),
     "moe-380m": _moe(380e6, 768, 8, 8),
     "moe-690m": _moe(690e6, 768, 8, 16),
     "moe-1.3b": _moe(1.3e9, 768, 16, 16),

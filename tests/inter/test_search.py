@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,10 +22,13 @@ from minialpa import (
     ManualStageOption,
     PipeshardParallel,
     ShardingError,
+    VerifyError,
     models,
 )
+from minialpa.inter.cost_cache import load_costs
 from minialpa.inter.forward import assign_layers, balanced_runs, natural_layers, pieces_of
 from minialpa.inter.search import Space, StageSearch
+from minialpa.inter.stage_cost import PieceCosts
 from minialpa.inter.submeshes import candidates, may_start, skip_to, transfer_seconds
 from minialpa.options import Remat
 from minialpa.plan import verify_plan
@@ -51,7 +55,7 @@ def search(
     traced: TracedStep, cluster: ClusterSpec, numbers: tuple[int, ...], remats: tuple[Remat, ...] = ("none",)
 ) -> StageSearch:
     layers = assign_layers(traced, AutoLayerOption())
-    space = Space(numbers, remats, tuple(candidates(cluster, AutoStageOption())), "1f1b", False)
+    space = Space(numbers, remats, tuple(candidates(cluster, AutoStageOption())), "1f1b", False, 0.01)
     return StageSearch(traced, layers, cluster, space, AutoShardingOption(), lambda what, done, total: None)
 
 
@@ -206,3 +210,23 @@ def test_balanced_runs_are_as_light_as_can_be(n_runs: int) -> None:
     all_runs = [[tuple(range(a, b)) for a, b in itertools.pairwise(bound)] for bound in bounds]
     found = balanced_runs(weights, n_runs)
     assert found in all_runs and heaviest(found) == min(map(heaviest, all_runs))
+
+
+def test_costs_on_disk_are_used_again_and_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "costs.json"
+    method = AutoParallel(
+        layer_option=AutoLayerOption(), stage_option=AutoStageOption(cached_costs=str(path)), devices=V100
+    )
+    traced = mlp()
+    first = minialpa.inter.pipeline.plan_step(traced, V100, method.options())
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("solves again")
+
+    monkeypatch.setattr(PieceCosts, "_solve", refuse)
+    assert minialpa.inter.pipeline.plan_step(traced, V100, method.options()) == first
+    path.write_text("[]")
+    with pytest.raises(VerifyError, match="holds no costs of pieces"):
+        minialpa.inter.pipeline.plan_step(traced, V100, method.options())
+    path.write_text('{"version": 0}')
+    assert load_costs(str(path)) == {}

@@ -1,0 +1,37 @@
+"""Costs of pieces on disk: a JSON file in, costs by what they are of out, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from minialpa.errors import VerifyError
+from minialpa.inter.stage_cost import PieceCost
+
+#: Raised when the cost model changes what it says of the same piece.
+_VERSION = 1
+
+
+def load_costs(path: str | None) -> dict[str, PieceCost]:
+    """The costs in a file; none without one, or in one of another version. Raises VerifyError if it is no such file."""
+    if path is None or not Path(path).exists():
+        return {}
+    try:
+        data = json.loads(Path(path).read_text())
+        if data["version"] != _VERSION:
+            return {}
+        return {name: PieceCost(*map(float, values)) for name, values in data["costs"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise VerifyError(f"`{path}` holds no costs of pieces ({error!r}). Remove it, or name another file.") from error
+
+
+def save_costs(path: str | None, costs: dict[str, PieceCost]) -> None:
+    """Write costs to a file, which is the old or the new one at any time."""
+    if path is None:
+        return
+    data = {"version": _VERSION, "costs": {name: dataclasses.astuple(cost) for name, cost in sorted(costs.items())}}
+    partial = Path(f"{path}.{os.getpid()}")
+    partial.write_text(json.dumps(data))
+    partial.replace(path)
