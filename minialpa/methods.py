@@ -66,13 +66,14 @@ class ShardParallel:
 
     devices: see `resolve_devices`; None views all devices as one axis. num_micro_batches: gradients are accumulated
     over that many parts of the batch. logical_shape: shape of the mesh that the devices form; None for one axis, or
-    that of the LogicalMesh.
+    that of the LogicalMesh. submesh: the (hosts, devices per host) that are used, the first ones; None for all.
     """
 
     devices: Devices = None
     num_micro_batches: int | None = None
     auto_sharding_option: AutoShardingOption | None = None
     logical_shape: tuple[int, ...] | None = None
+    submesh: tuple[int, int] | None = None
 
     def options(self) -> PlanOptions:
         return _shard_options(self)
@@ -105,7 +106,7 @@ class Zero3Parallel(ShardParallel):
 def _shard_options(method: ShardParallel, **fields: Any) -> PlanOptions:
     sharding = dataclasses.replace(method.auto_sharding_option or AutoShardingOption(), **fields)
     n = _micro_batches(1 if method.num_micro_batches is None else method.num_micro_batches)
-    return PlanOptions(n_micro_batches=n, sharding=sharding, logical_shape=method.logical_shape)
+    return PlanOptions(n_micro_batches=n, sharding=sharding, logical_shape=method.logical_shape, submesh=method.submesh)
 
 
 def _micro_batches(n: int) -> int:
@@ -205,7 +206,7 @@ def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:
     options = options_of(plan)
     if options.layers is None:
         devices = logical_mesh_of(plan) or plan.cluster
-        return ShardParallel(devices, options.n_micro_batches, options.sharding, options.logical_shape)
+        return ShardParallel(devices, options.n_micro_batches, options.sharding, options.logical_shape, options.submesh)
     return PipeshardParallel(
         plan.cluster, options.n_micro_batches, options.schedule, options.layers, options.stages, options.sharding
     )

@@ -171,6 +171,7 @@ class PlanOptions:
     """Everything that a method asks of the planner.
 
     layers, stages: None for a step without pipeline. logical_shape: the mesh shape of such a step; None for 1-D.
+    submesh: its (hosts, devices per host); None for the whole cluster.
     choose_micro_batches: a search chooses their number among the divisors of the batch.
     choose_schedule: a search may interleave the stages that it finds, where `schedule` is "1f1b".
     use_all_devices: False lets a search leave devices idle.
@@ -182,6 +183,7 @@ class PlanOptions:
     stages: StageOption | None = None
     sharding: AutoShardingOption = field(default_factory=AutoShardingOption)
     logical_shape: tuple[int, ...] | None = None
+    submesh: tuple[int, int] | None = None
     choose_micro_batches: bool = False
     choose_schedule: bool = False
     use_all_devices: bool = True

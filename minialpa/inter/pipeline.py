@@ -48,8 +48,8 @@ def plan_step(
     report = progress or (lambda what, done, total: None)
     _warn_of_missing_rules(traced)
     if options.layers is None:
-        shape = options.logical_shape or (logical_mesh.shape if logical_mesh else (cluster.n_devices,))
-        submesh = (cluster.num_hosts, cluster.devices_per_host)
+        submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
+        shape = options.logical_shape or (logical_mesh.shape if logical_mesh else (submesh[0] * submesh[1],))
         stages = [DecidedStage((), Candidate(submesh, shape), options.sharding, 0)]
         layered = LayeredStep(traced, traced.fingerprint)
         return assemble(layered, cluster, options, stages, logical_mesh, report, StageSolver())

@@ -21,7 +21,11 @@ def options_of(plan: Plan) -> PlanOptions:
     first = plan.stages[0]
     if not plan.layer_of_group:
         return PlanOptions(
-            plan.n_micro_batches, plan.schedule, sharding=first.option, logical_shape=first.logical_shape
+            plan.n_micro_batches,
+            plan.schedule,
+            sharding=first.option,
+            logical_shape=first.logical_shape,
+            submesh=first.submesh,
         )
     stages = ManualStageOption(
         tuple(stage.layers for stage in plan.stages),

@@ -89,6 +89,7 @@ class LocalExecutable:
         out: list[Any] = []
         missing: list[int] = []
         seen: set[int] = set()
+        copied = False
         for i, (slot, sharding) in enumerate(zip(self.program.inputs, self._input_shardings, strict=True)):
             leaf = leaves[slot.leaf]
             value = leaf if slot.rows is None else _rows(leaf, slot)
@@ -97,15 +98,17 @@ class LocalExecutable:
             elif not _lies(value, sharding):
                 missing.append(i)
             elif slot.leaf in self.program.donated_leaves:
-                # One array passed for two donated arguments: only one of them can take over its buffer.
-                value = value.copy() if id(value) in seen else value
+                # One array passed for two donated arguments: only one of them can take over its buffer. And on one
+                # device, as on several, a caller keeps the arrays that no step or `preshard` has laid out.
+                if id(value) in seen or value.sharding != sharding:
+                    value, copied = value.copy(), True
                 seen.add(id(value))
             out.append(value)
         if missing:
             shardings = [self._input_shardings[i] for i in missing]
             for i, array in zip(missing, jax.device_put([out[i] for i in missing], shardings), strict=True):
                 out[i] = self._owned(array, leaves[self.program.inputs[i].leaf], self.program.inputs[i])
-        elif all(slot.rows is None for slot in self.program.inputs):
+        elif not copied and all(slot.rows is None for slot in self.program.inputs):
             self._settled = shardings
         return out
 
