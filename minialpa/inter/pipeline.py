@@ -28,8 +28,8 @@ _MAX_PLANS, _MAX_ROUNDS = 8, 30
 _LARGE_BUBBLE = 0.02
 #: By how much of its time a plan on all devices has to be faster than one on none.
 _PER_DEVICE = 1e-3
-#: Steps of so many equations are planned for every promise that the sums of pieces make.
-_FEW_EQUATIONS = 4000
+#: Steps of so many equations are planned for every promise that the sums of pieces make; and on one device, too.
+_FEW_EQUATIONS, _VERY_FEW_EQUATIONS = 10_000, 4000
 
 
 def plan_step(
@@ -150,7 +150,7 @@ def _searched(
             failure = failure or error
             break
         best_s = min((plan.cost.total_s for plan in plans), default=math.inf)
-        if best_s * (1 - auto.tolerance) <= excess * found.seconds or len(plans) == _MAX_PLANS:
+        if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS:
             break
         try:
             plan = _assembled(traced, of_group, cluster, options, found, solver, report)
@@ -170,7 +170,7 @@ def _searched(
     best = min(plans, key=_preference)
     if options.choose_schedule:
         best = _or_interleaved(best, traced, cluster, options, report, solver)
-    if len(traced.flat.eqns) <= _FEW_EQUATIONS and not options.use_all_devices:
+    if len(traced.flat.eqns) <= _VERY_FEW_EQUATIONS and not options.use_all_devices:
         best = _or_one_device(best, traced, cluster, options, auto, report)
     return best
 
