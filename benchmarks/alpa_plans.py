@@ -32,8 +32,8 @@ class StoredPlan:
     n_micro_batches: int
     stages: tuple[StoredStage, ...]
 
-    def method(self) -> PipeshardParallel:
-        """The method that decides as the plan does."""
+    def method(self, memory_limit_bytes: float | None = None) -> PipeshardParallel:
+        """The method that decides as the plan does, for devices of their memory or of another."""
         ends = [sum(stage.n_layers for stage in self.stages[: k + 1]) for k in range(len(self.stages))]
         forced: dict[str, Any] = {"force_batch_dim_to_mesh_dim": 0}
         stages = ManualStageOption(
@@ -46,7 +46,9 @@ class StoredPlan:
             num_micro_batches=self.n_micro_batches,
             layer_option=AutoLayerOption(ends[-1], remat=True),
             stage_option=stages,
-            default_auto_sharding_option=AutoShardingOption(prefer_reduce_scatter=True),
+            default_auto_sharding_option=AutoShardingOption(
+                prefer_reduce_scatter=True, memory_limit_bytes=memory_limit_bytes
+            ),
         )
 
 

@@ -51,7 +51,7 @@ def outcome(label: str, solve: Callable[[], Plan]) -> Outcome:
         return Outcome(label, solve())
     except MinialpaError as error:
         what = str(error).splitlines()[0]
-        needed = re.search(r"needs at least ([\d,]+) bytes", what)
+        needed = re.search(r"needs (?:at least )?([\d,]+) bytes", what)
         if needed is None:
             return Outcome(label, None, f"fails: {what}")
         n_bytes = float(needed[1].replace(",", ""))

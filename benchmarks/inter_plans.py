@@ -6,7 +6,7 @@ python -m benchmarks.inter_plans --list
 Nothing runs: all plans are priced by the same cost model, so a ratio auto / other above 1 says that the search has
 missed something in its own terms. The others:
 
-    alpa    the plan that Alpa's authors stored (`alpa_plans`)
+    alpa    the plan that Alpa's authors stored (`alpa_plans`); where it does not fit, without a limit of memory as well
     hand    data, operator and pipeline parallelism by hand: (dp, tp) stages of equal layers, examples split over dp
     zero3   parameters, gradients and optimizer state sharded over all devices, no pipeline
     equal   equal stages on equal submeshes, with the micro-batches of auto
@@ -40,7 +40,7 @@ from minialpa.trace import TracedStep
 
 PRESET = "v100-p3.16xlarge"
 #: Choices of each kind of baseline that are solved at most.
-SOLVES = 8
+SOLVES = 16
 _ZERO3 = AutoShardingOption(force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=True)
 #: Rematerialisation, the thriftiest first.
 _REMATS: tuple[Remat, ...] = ("full", "dots", "none")
@@ -91,12 +91,12 @@ def row(stored: StoredPlan, solves: int = SOLVES, tell: Tell = lambda text: None
     plan_s, rss_gb = time.perf_counter() - start, peak_rss_gb()
     cells: dict[str, Any] = {"model": stored.model, "devices": stored.n_devices}
     cells |= _auto_cells(auto, setting.cluster) | {"trace_s": trace_s, "plan_s": plan_s, "peak_rss_gb": rss_gb}
-    others = {
-        "alpa": Climb(setting.solve("alpa", stored.method()), 1),
-        "hand": hand(setting),
-        "zero3": zero3(setting),
-    }
-    if auto.plan is not None:
+    others = {"alpa": Climb(setting.solve("alpa", stored.method()), 1)}
+    if others["alpa"].best.plan is None:
+        others["alpa_any_memory"] = Climb(setting.solve("alpa, any memory", stored.method(math.inf)), 1)
+    if solves:
+        others |= {"hand": hand(setting), "zero3": zero3(setting)}
+    if solves and auto.plan is not None:
         others["equal"] = equal(setting, auto.plan)
     for name, other in others.items():
         cells |= _cells(name, other, auto)
@@ -167,26 +167,25 @@ def hand(setting: Setting) -> Climb:
 
 
 def _possible(at: Degrees, setting: Setting) -> bool:
+    if min(at.dp, at.tp, at.pp, at.examples) < 1 or at.dp * at.tp * at.pp != setting.n_devices:
+        return False
     n_micro_batches, rest = divmod(setting.batch_size, at.dp * at.examples)
-    whole = min(at.dp, at.tp, at.pp, at.examples) >= 1 and at.dp * at.tp * at.pp == setting.n_devices
-    return whole and not rest and n_micro_batches >= at.pp and at.tp <= setting.cluster.devices_per_host
+    return not rest and n_micro_batches >= at.pp and at.tp <= setting.cluster.devices_per_host
 
 
 def _near_degrees(at: Degrees) -> Iterator[Degrees]:
-    """Other rematerialisation, more examples, one degree twice as large and another half, fewer examples.
+    """Other rematerialisation, one degree twice as large and another half, more examples or fewer.
 
     What keeps more fits with few examples, if at all.
     """
     other: Remat = "full" if at.remat == "none" else "none"
     yield dataclasses.replace(at, remat=other, examples=1 if other == "none" else at.examples)
-    yield dataclasses.replace(at, examples=2 * at.examples)
     degrees = ("dp", "pp", "tp")
     for more in degrees:
         for less in degrees:
             if more != less and getattr(at, less) % 2 == 0:
                 yield dataclasses.replace(at, **{more: 2 * getattr(at, more), less: getattr(at, less) // 2})
-    if at.examples % 2 == 0:
-        yield dataclasses.replace(at, examples=at.examples // 2)
+    yield from (dataclasses.replace(at, examples=n) for n in (4 * at.examples, 2 * at.examples, at.examples // 2))
 
 
 def _by_hand(at: Degrees, setting: Setting) -> Outcome:
@@ -270,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.inter_plans", description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help="a model of the table")
     parser.add_argument("devices", nargs="?", type=int, help="its number of devices")
-    parser.add_argument("--solves", type=int, default=SOLVES, help="choices of each baseline that are solved at most")
+    parser.add_argument("--solves", type=int, default=SOLVES, help="choices of each baseline, at most; 0: only alpa")
     parser.add_argument("--list", action="store_true", help="print models and devices")
     args = parser.parse_args(argv)
     if args.list:
