@@ -1,0 +1,76 @@
+"""Hill climbing over the choices of a plan: a start and the neighbours of a choice in, the best choice found out.
+
+Neighbours are tried in order, and the first that is better is the next centre. A choice costs seconds of planning, so
+a climb ends after `most` of them at the latest. Of two choices that do not fit in memory, that which needs less is
+better.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from minialpa import MinialpaError, Plan
+
+Choice = TypeVar("Choice", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one way to plan gave: `plan`, or why there is none; bytes per device that it needs, where memory is why."""
+
+    label: str
+    plan: Plan | None
+    failure: str = ""
+    needed_bytes: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.cost.total_s if self.plan else math.inf
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The smaller, the better."""
+        return self.seconds, 0.0 if self.plan else self.needed_bytes or math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Climb:
+    """The best outcome of several, and how many there were."""
+
+    best: Outcome
+    n_solved: int
+
+
+def outcome(label: str, solve: Callable[[], Plan]) -> Outcome:
+    """The outcome of one call of the planner."""
+    try:
+        return Outcome(label, solve())
+    except MinialpaError as error:
+        what = str(error).splitlines()[0]
+        needed = re.search(r"needs (?:at least )?([\d,]+) bytes", what)
+        if needed is None:
+            return Outcome(label, None, f"fails: {what}")
+        n_bytes = float(needed[1].replace(",", ""))
+        return Outcome(label, None, f"does not fit: needs {n_bytes / 1e9:.1f} GB", n_bytes)
+
+
+def climb(
+    starts: Sequence[Choice], near: Callable[[Choice], Iterable[Choice]], solve: Callable[[Choice], Outcome], most: int
+) -> Climb:
+    """Climb from the best of `starts`."""
+    solved = {choice: solve(choice) for choice in starts[:most]}
+    at, moved = min(solved, key=lambda choice: solved[choice].rank), True
+    while moved and len(solved) < most:
+        moved = False
+        for choice in near(at):
+            if choice in solved or len(solved) >= most:
+                continue
+            solved[choice] = solve(choice)
+            if solved[choice].rank < solved[at].rank:
+                at, moved = choice, True
+                break
+    return Climb(solved[at], len(solved))

@@ -1,0 +1,49 @@
+"""Planning by hand, for benchmarks that time it or plan one step in many ways: a model is traced once, then planned."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from minialpa import ClusterSpec, Plan
+from minialpa.collection import collection_paused
+from minialpa.inter.pipeline import plan_step
+from minialpa.methods import Method
+from minialpa.trace import TracedStep, trace_step
+
+#: Devices of a host of every cluster here.
+PER_HOST = 8
+
+
+def traced_step(step: Callable[..., Any], state: Any, batch: Any) -> TracedStep:
+    """`step(state, batch)` as `parallelize` traces it. Arguments may be shapes."""
+    args = (state, batch)
+    leaves, tree = jax.tree.flatten(args)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+    numbers = [number for number, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    with collection_paused():
+        return trace_step(
+            lambda *leaves: step(*jax.tree.unflatten(tree, leaves)),
+            leaves, paths, [number == 1 for number in numbers], numbers, "auto", (0,),
+        )  # fmt: skip
+
+
+def planned(traced: TracedStep, cluster: ClusterSpec, method: Method) -> Plan:
+    """The plan of `method` for `cluster`. Raises what planning raises."""
+    with collection_paused():
+        return plan_step(traced, cluster, method.options())
+
+
+def cluster_of(preset: Any, n_devices: int) -> ClusterSpec:
+    """Whole hosts of `PER_HOST` devices, or a part of one host."""
+    return ClusterSpec.preset(
+        preset, num_hosts=max(1, n_devices // PER_HOST), devices_per_host=min(PER_HOST, n_devices)
+    )
+
+
+def peak_rss_gb() -> float:
+    """The most memory that this process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB.
