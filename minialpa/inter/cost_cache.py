@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 from minialpa.errors import VerifyError
@@ -32,6 +31,6 @@ def save_costs(path: str | None, costs: dict[str, PieceCost]) -> None:
     if path is None:
         return
     data = {"version": _VERSION, "costs": {name: dataclasses.astuple(cost) for name, cost in sorted(costs.items())}}
-    partial = Path(f"{path}.{os.getpid()}")
+    partial = Path(f"{path}.new")
     partial.write_text(json.dumps(data))
     partial.replace(path)
