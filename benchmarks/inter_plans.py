@@ -32,7 +32,7 @@ from benchmarks.corpus import arguments
 from benchmarks.planning import cluster_of, peak_rss_gb, planned, traced_step
 from benchmarks.registry import Rows, Size, benchmark
 from minialpa import AutoLayerOption, AutoShardingOption, ClusterSpec, PipeshardParallel, Plan, UniformStageOption
-from minialpa.inter.pipeline import submesh_of
+from minialpa.inter.given_stages import submesh_of
 from minialpa.inter.submeshes import logical_shapes
 from minialpa.methods import Method, get_3d_parallel_method
 from minialpa.options import Remat
