@@ -32,6 +32,7 @@ from benchmarks.corpus import arguments
 from benchmarks.planning import cluster_of, peak_rss_gb, planned, traced_step
 from benchmarks.registry import Rows, Size, benchmark
 from minialpa import AutoLayerOption, AutoShardingOption, ClusterSpec, PipeshardParallel, Plan, UniformStageOption
+from minialpa.inter.forward import natural_layers
 from minialpa.inter.given_stages import submesh_of
 from minialpa.inter.submeshes import logical_shapes
 from minialpa.methods import Method, get_3d_parallel_method
@@ -112,7 +113,7 @@ def _auto_cells(auto: Outcome, cluster: ClusterSpec) -> dict[str, Any]:
         "auto_s": auto.seconds,
         "stages": _stages(plan),
         "micro_batches": plan.n_micro_batches,
-        "remat": "+".join(remat for remat in _REMATS if remat in plan.remat),
+        "remat": "+".join(remat for remat in _REMATS if remat in plan.remat) or "none",
         "peak_gb": peak_bytes / 1e9,
         "fits": peak_bytes <= cluster.device.memory_bytes,
     }
@@ -120,7 +121,7 @@ def _auto_cells(auto: Outcome, cluster: ClusterSpec) -> dict[str, Any]:
 
 def _stages(plan: Plan) -> str:
     """Layers on a logical shape for each stage, like ones together: `2 x (12 on 2x2)`."""
-    texts = [f"({len(stage.layers)} on {'x'.join(map(str, stage.logical_shape))})" for stage in plan.stages]
+    texts = [f"({len(stage.layers) or 'all'} on {'x'.join(map(str, stage.logical_shape))})" for stage in plan.stages]
     runs: list[tuple[str, int]] = []
     for text in texts:
         runs[-1:] = [(text, runs[-1][1] + 1)] if runs and runs[-1][0] == text else [*runs[-1:], (text, 1)]
@@ -233,7 +234,7 @@ def zero3(setting: Setting) -> Climb:
 
 def equal(setting: Setting, auto: Plan) -> Climb:
     """Equal layers per stage on equal submeshes; as many micro-batches as auto has."""
-    n, most_layers = setting.n_devices, max(auto.layer_of_group) + 1
+    n, most_layers = setting.n_devices, natural_layers(setting.traced)
     counts = [p for p in range(1, n + 1) if n % p == 0 and p <= most_layers]
     shapes = {p: logical_shapes(submesh_of(n // p, setting.cluster), "all") for p in counts}
     remat = max(_REMATS, key=auto.remat.count)
