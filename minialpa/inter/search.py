@@ -292,7 +292,7 @@ class StageSearch:
         bounds.found = None
 
     def _unsolved(self, n: int, found: StageAssignment) -> list[tuple[int, int]]:
-        """Pieces and columns that the stages use and that are not solved: one of each kind, the heavier half first."""
+        """Pieces and columns that the stages use and that are not solved: one of each kind, those that repeat first."""
         bounds = self.bounds[n]
         exact = self._exact_places(bounds)
         users: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -304,15 +304,8 @@ class StageSearch:
                 inside = stage.first_layer <= layer <= stage.last_layer
                 if inside and not bounds.solved[piece, stage.candidate]:
                     users.setdefault((kinds[piece], stage.candidate), []).append((piece, stage.candidate))
-        seconds = {kind: sum(bounds.costs["seconds"][at] for at in places) for kind, places in users.items()}
-        out: list[tuple[int, int]] = []
-        left = sum(seconds.values()) / 2
-        for kind in sorted(users, key=lambda kind: -seconds[kind]):
-            if out and left <= 0:
-                break
-            out.append(users[kind][0])
-            left -= seconds[kind]
-        return out
+        repeated = [places[0] for places in users.values() if len(places) > 1]
+        return repeated or [places[0] for places in users.values()]
 
     def _seconds_of(self, n: int, bounds: _Bounds, found: StageAssignment) -> float:
         """Seconds of a pipeline whose pieces are all solved; inf if it does not fit in memory."""
