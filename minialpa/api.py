@@ -17,10 +17,12 @@ from minialpa.collection import collection_paused
 from minialpa.errors import MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.alternatives import explain_step
 from minialpa.inter.emit import emit_program
+from minialpa.inter.mesh_programs import split_by_mesh
 from minialpa.inter.pipeline import plan_step
 from minialpa.inter.replan import check_fits, difference
 from minialpa.methods import AutoParallel, Method, Target, plan_to_method, resolve_devices
 from minialpa.plan import Plan, verify_plan
+from minialpa.program import Program
 from minialpa.progress import ProgressBar
 from minialpa.session import Session, current_session
 from minialpa.trace import TracedStep, trace_step
@@ -170,7 +172,7 @@ class ParallelizedFunc:
         return recent[1]
 
     def _find(self, call: Call, session: Session) -> tuple[Any, Any]:
-        key = (call.key(), session.devices, session.cluster)
+        key = (call.key(), session.devices, session.cluster, session.runtime)
         found = self._executables.get(key)
         if found is None:
             found = self._compile(call)
@@ -183,17 +185,12 @@ class ParallelizedFunc:
 
         traced = self._trace(call)
         plan, target = self._plan_for(traced)
-        devices = target.devices or current_session().devices
-        needed = sum(stage.n_devices for stage in plan.stages)
-        if needed > len(devices):
-            raise ShardingError(
-                f"The plan needs {needed} devices and there are {len(devices)}. Plan for fewer devices, or pass more."
-            )
         with ProgressBar() as bar:
             bar.report("Compiling", 0, 1)
             with collection_paused():
                 program = emit_program(traced, plan)
-            return Executable(plan, program, devices, call.tree[0], traced.out_tree), traced.out_tree
+            runner = _make_runner(program, plan, target)
+            return Executable(plan, program, runner, call.tree[0], traced.out_tree), traced.out_tree
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -282,6 +279,31 @@ class ParallelizedFunc:
                 raise TraceError(f"`{option}` takes argument numbers; got {value!r}.")
             numbers.append(number)
         return tuple(number + len(self._names) if number < 0 else number for number in numbers)
+
+
+def _make_runner(program: Program, plan: Plan, target: Target) -> Any:
+    """The program on the devices of the session, or on those that the method names."""
+    session = current_session()
+    devices = target.devices or session.devices
+    needed = max(stage.first_device + stage.n_devices for stage in plan.stages)
+    n_devices = len(devices) if session.runtime is None else session.cluster.n_devices
+    if needed > n_devices:
+        raise ShardingError(
+            f"The plan needs {needed} devices and there are {n_devices}. Plan for fewer devices, or pass more."
+        )
+    if session.runtime is None:
+        from minialpa.runtime.local import LocalExecutable
+
+        return LocalExecutable(program, devices)
+    if target.devices:
+        raise ShardingError(
+            "`devices` lists devices of this process, and the session runs on a Ray cluster. Leave `devices` out, or "
+            "give a ClusterSpec or a LogicalMesh."
+        )
+    from minialpa.runtime.ray_executable import RayExecutable
+
+    programs = split_by_mesh(program, session.cluster, session.runtime.cluster.platform)
+    return RayExecutable(session.runtime, programs, [function.mesh for function in program.functions])
 
 
 def _make_plan(traced: TracedStep, method: Method, target: Target) -> Plan:

@@ -16,13 +16,15 @@ PACKAGE = Path(__file__).parents[1] / "minialpa"
 
 #: A module may import those of lower ranks, and its own package. The ranks are the picture of the architecture.
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("collection", "errors", "progress"),
+    ("arrays", "collection", "errors", "progress"),
     ("cluster",),
     ("options",),
     ("sharding",),
     ("cost", "jaxprs", "hlo_text"),
     ("fingerprint",),
     ("plan", "program", "hlo"),
+    ("resharding",),
+    ("mesh_program",),
     ("gradients",),
     ("trace",),
     ("intra",),
@@ -33,12 +35,14 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("api",),
 )
 #: What the runtime may know of the rest.
-RUNTIME_MAY = {"errors", "cluster", "options", "sharding", "plan", "program", "runtime"}
+RUNTIME_MAY = {
+    *("arrays", "cluster", "errors", "mesh_program", "options", "plan", "program", "resharding", "runtime", "sharding")
+}
 #: What a user starts, or sees in front of the machinery.
 FRONT = {"__init__", "cli", "demo", "models", "report", "session", "testing", "util"}
 PLANNING = {
     *("cluster", "cost", "fingerprint", "gradients", "inter", "intra", "jaxprs"),
-    *("options", "plan", "program", "sharding", "trace"),
+    *("mesh_program", "options", "plan", "program", "resharding", "sharding", "trace"),
 }
 STDLIB = sys.stdlib_module_names
 

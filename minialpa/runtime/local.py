@@ -71,12 +71,39 @@ class LocalExecutable:
         return [buffers[slot.buffers[0]] for slot in self.program.outputs]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Argument leaves laid out as the program wants them, where it reads a leaf whole on one mesh."""
+        """Argument leaves laid out as the program wants them, where it reads a leaf whole on one mesh.
+
+        What the program donates never shares memory with `leaves`.
+        """
         out = list(leaves)
         for slot, sharding in zip(self.program.inputs, self._input_shardings, strict=True):
-            if slot.rows is None and out[slot.leaf] is leaves[slot.leaf]:
-                out[slot.leaf] = jax.device_put(leaves[slot.leaf], sharding)
+            leaf = leaves[slot.leaf]
+            if slot.rows is not None or out[slot.leaf] is not leaf or getattr(leaf, "sharding", None) == sharding:
+                continue
+            placed = jax.device_put(leaf, sharding)
+            is_shared = isinstance(leaf, jax.Array) and slot.leaf in self.program.donated_leaves
+            out[slot.leaf] = placed.copy() if is_shared else placed
         return out
+
+    def hlo_texts(self) -> list[str]:
+        """Compiled HLO of each function."""
+        return [compiled.as_text() for compiled in self.compiled]
+
+    def allocation_sizes(self) -> list[int]:
+        """Bytes per device of each function: arguments, results and temporaries."""
+        return list(map(allocation_size, self.compiled))
+
+    def descriptions(self) -> dict[str, str]:
+        """The devices of each mesh."""
+        return {"devices": "\n".join(f"mesh {i}: {mesh.devices.tolist()}" for i, mesh in enumerate(self.meshes))}
+
+    def sync(self) -> None:
+        """Wait until the devices have made every array that was asked of them before."""
+        mine = {device for mesh in self.meshes for device in mesh.devices.flat}
+        for array in jax.live_arrays(next(iter(mine)).platform):
+            if not array.is_deleted() and mine & array.sharding.device_set:
+                jax.block_until_ready(array)
+        jax.effects_barrier()
 
     def _place(self, leaves: Sequence[Any]) -> list[Any]:
         """The array of each input slot. Leaves that already lie right are used as they are.
@@ -184,6 +211,13 @@ def _shares_buffer(array: jax.Array, leaf: jax.Array) -> bool:
         return True
     mine = {s.data.unsafe_buffer_pointer() for s in array.addressable_shards}
     return any(s.data.unsafe_buffer_pointer() in mine for s in leaf.addressable_shards)
+
+
+def allocation_size(compiled: Any) -> int:
+    """Bytes per device that a compiled function needs: arguments, results and temporaries."""
+    stats = compiled.memory_analysis()
+    used = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    return int(used - stats.alias_size_in_bytes)
 
 
 def _compile_all(functions: Sequence[Function], meshes: Sequence[Mesh]) -> list[Any]:

@@ -1,0 +1,119 @@
+"""Arrays that workers hold: a number, by which workers know the array, and where copies of it are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import PartitionSpec
+
+from minialpa.arrays import RemoteArray
+from minialpa.errors import WorkerError
+from minialpa.mesh_program import ArrayType
+
+if TYPE_CHECKING:
+    from minialpa.runtime.ray_runtime import MeshWorkers, RayRuntime
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """The array on one mesh, laid out by `spec`."""
+
+    mesh: MeshWorkers
+    spec: PartitionSpec
+
+
+class DistributedArray(RemoteArray):
+    """An array on the meshes of a session; on several of them if it is replicated over meshes.
+
+    A step takes it without a copy through this process where it lies as the step wants it. Its memory is freed on the
+    workers when the last reference goes.
+    """
+
+    def __init__(self, runtime: RayRuntime, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> None:
+        self._runtime, self.number, self.type, self.copies = runtime, number, type, copies
+        self.shape, self.dtype = type.shape, type.jax_dtype
+        for copy in copies:
+            copy.mesh.arrays[number] = self
+        self._host: Any = None
+        self._deleted = False
+
+    @property
+    def mesh_ids(self) -> tuple[int, ...]:
+        """First device of each mesh that holds a copy."""
+        return tuple(copy.mesh.first_device for copy in self.copies)
+
+    @property
+    def specs(self) -> tuple[PartitionSpec, ...]:
+        """How it lies on each of these meshes."""
+        return tuple(copy.spec for copy in self.copies)
+
+    def on(self, mesh: MeshWorkers, spec: PartitionSpec) -> bool:
+        """Whether a mesh that runs holds it laid out by `spec`."""
+        return mesh.alive and any(copy.mesh is mesh and copy.spec == spec for copy in self.copies)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several meshes have a copy."""
+        return len(self.copies) > 1
+
+    def is_deleted(self) -> bool:
+        return self._deleted
+
+    def delete(self) -> None:
+        """Free the memory now. The array cannot be used any more."""
+        if not self._deleted:
+            self._deleted = True
+            self._host = None
+            self._release()
+
+    def used_up(self) -> None:
+        """A step has taken over the memory."""
+        self._deleted = True
+        self._host = None
+
+    def keep(self, value: Any) -> None:
+        """Hold the value in this process too."""
+        self._host = value
+
+    @property
+    def held_here(self) -> bool:
+        """Whether this process has the value."""
+        return self._host is not None
+
+    def block_until_ready(self) -> DistributedArray:
+        self._check()
+        if self._host is None:
+            self._runtime.sync()
+        return self
+
+    def _fetch(self) -> Any:
+        self._check()
+        if self._host is None:
+            self._runtime.fetch([self])
+        return self._host
+
+    def _check(self) -> None:
+        if self._deleted:
+            raise WorkerError(
+                f"An array of shape {self.shape} was deleted or donated to a step. Use that step's result, or keep "
+                "arguments alive with `donate_argnums=()`."
+            )
+
+    def _release(self) -> None:
+        for copy in self.copies:
+            if copy.mesh.alive:
+                copy.mesh.freed.append(self.number)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_deleted", True):
+            self._release()
+
+
+def prefetch(tree: Any) -> None:
+    """Fetch the values of all arrays of a pytree at once, so that reading them later does not wait for each."""
+    import jax
+
+    found = [x for x in jax.tree.leaves(tree) if isinstance(x, DistributedArray) and not x.held_here]
+    if found:
+        found[0]._runtime.fetch(found)

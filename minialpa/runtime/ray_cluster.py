@@ -1,0 +1,267 @@
+"""Hosts of a Ray cluster: what a session asks for in, reserved hosts and processes on them out.
+
+A host is a Ray node with devices: GPUs, the custom resource `minialpa_cpu_device`, or, where no node has either, CPUs,
+each of which stands for one virtual CPU device unless the number is given.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from minialpa.cluster import ClusterSpec, PresetName
+from minialpa.errors import MinialpaError, ShardingError, WorkerError
+from minialpa.runtime.worker import Worker, WorkerSettings
+
+CPU_DEVICE = "minialpa_cpu_device"
+#: Seconds that the cluster has to reserve the hosts, and that the workers of a mesh have to start.
+RESERVE_S, START_S = 60.0, 180.0
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a session asks of Ray; None leaves it to the cluster.
+
+    address: of a running cluster; None for that of `RAY_ADDRESS`, or else one that is started on this machine.
+    timeout_s: how long a worker waits for another one. env: environment variables of the workers.
+    """
+
+    address: str | None
+    num_hosts: int | None
+    devices_per_host: int | None
+    namespace: str
+    timeout_s: float
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A reserved host: its Ray node, its address, and the number of its bundle in the placement group."""
+
+    node_id: str
+    ip: str
+    bundle: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkerHandle:
+    """A running worker: its number in the session, the host and devices that it has, and its actor."""
+
+    number: int
+    host: int
+    first_device: int
+    n_devices: int
+    actor: Any
+
+
+class RayCluster:
+    """Hosts that this session has reserved, until `release`. Raises ShardingError if the cluster has too few."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.owns_ray = not ray.is_initialized()
+        if self.owns_ray:
+            _connect(request)
+        try:
+            self.resource, nodes, self.devices_per_host = _choose_nodes(request)
+            self.platform = "cuda" if self.resource == "GPU" else "cpu"
+            self._share = _resource_share(self.resource, nodes, self.devices_per_host)
+            self._group = _reserve(len(nodes), {self.resource: self._share * self.devices_per_host})
+            self.hosts = _hosts(self._group)
+        except BaseException:
+            if self.owns_ray:
+                ray.shutdown()
+            raise
+        self._secret = secrets.token_bytes(32)
+        self._n_workers = 0
+        self._released = False
+
+    def release(self) -> None:
+        """Give the hosts back; what was started on them ends. Calling it twice is fine."""
+        if self._released:
+            return
+        self._released = True
+        if ray.is_initialized():
+            remove_placement_group(self._group)
+            if self.owns_ray:
+                ray.shutdown()
+
+    def describe(self) -> ClusterSpec:
+        """The cluster for the planner: device and links by the kind of the GPUs, or those of CPUs."""
+        preset: PresetName = "cpu"
+        if self.platform == "cuda":
+            preset = self._gpu_preset()
+        return ClusterSpec.preset(preset, num_hosts=len(self.hosts), devices_per_host=self.devices_per_host)
+
+    def _gpu_preset(self) -> PresetName:
+        kinds = (("H200", "h200"), ("H100", "h100"), ("A100-40", "a100-40gb"), ("A100", "a100-80gb"))
+        node = next(n for n in ray.nodes() if n["NodeID"] == self.hosts[0].node_id)
+        names = " ".join(name for name in node["Resources"] if name.startswith("accelerator_type:"))
+        found: PresetName = next((preset for part, preset in kinds if part in names), "v100-p3.16xlarge")  # type: ignore[assignment]
+        return found
+
+    # ---- workers --------------------------------------------------------------------------------------------------
+
+    def start_mesh(self, first_device: int, n_devices: int) -> list[WorkerHandle]:
+        """Workers for devices `first_device`, ..., one on each host that has some of them, joined in one jax runtime.
+
+        Raises WorkerError if they do not start.
+        """
+        for attempt in range(_ATTEMPTS):
+            workers = self._spawn(first_device, n_devices)
+            try:
+                _join(workers)
+            except Exception as error:
+                end_workers(workers)
+                if attempt + 1 == _ATTEMPTS or not _port_was_taken(error):
+                    raise _start_error(first_device, n_devices, error) from error
+            else:
+                return workers
+        raise AssertionError("unreachable")
+
+    def _spawn(self, first_device: int, n_devices: int) -> list[WorkerHandle]:
+        per_host = self.devices_per_host
+        workers = []
+        for host in range(first_device // per_host, (first_device + n_devices - 1) // per_host + 1):
+            begin = max(first_device, host * per_host)
+            count = min(first_device + n_devices, (host + 1) * per_host) - begin
+            number = self._n_workers
+            self._n_workers += 1
+            settings = WorkerSettings(
+                number, host, self.hosts[host].ip, self._secret, self.request.timeout_s, self.platform, count
+            )
+            actor = _ACTOR.options(**self._options(host, count)).remote(settings)
+            workers.append(WorkerHandle(number, host, begin, count, actor))
+        return workers
+
+    def _options(self, host: int, n_devices: int) -> dict[str, Any]:
+        amount = self._share * n_devices
+        wanted: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "resources": {}}
+        match self.resource:
+            case "GPU":
+                wanted["num_gpus"] = n_devices
+            case "CPU":
+                wanted["num_cpus"] = amount
+            case custom:
+                wanted["resources"] = {custom: amount}
+        placed = PlacementGroupSchedulingStrategy(self._group, self.hosts[host].bundle)
+        env = {**_worker_env(self.platform), **self.request.env}
+        return {**wanted, "scheduling_strategy": placed, "runtime_env": {"env_vars": env}, "max_restarts": 0}
+
+
+def end_workers(workers: Sequence[WorkerHandle]) -> None:
+    """End the processes of workers. Those that are gone already are no error."""
+    for worker in workers:
+        ray.kill(worker.actor, no_restart=True)
+
+
+_ACTOR = ray.remote(concurrency_groups={"control": 1})(Worker)
+
+
+def _worker_env(platform: str) -> dict[str, str]:
+    """Environment of a worker, whatever that of the caller is."""
+    env = {"XLA_FLAGS": "", "JAX_PLATFORMS": platform}
+    if platform == "cuda":
+        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.9"
+    return env
+
+
+def _connect(request: Request) -> None:
+    try:
+        if request.address is not None:
+            ray.init(address=request.address, namespace=request.namespace, log_to_driver=False)
+            return
+        try:
+            ray.init(address="auto", namespace=request.namespace, log_to_driver=False)
+        except ConnectionError:
+            ray.init(
+                namespace=request.namespace, include_dashboard=False, log_to_driver=False, configure_logging=False
+            )
+    except ConnectionError as error:
+        raise MinialpaError(
+            f"No Ray cluster answers at {request.address!r} ({error}). Start one with `ray start --head`, or leave out "
+            "`address` to start one on this machine."
+        ) from error
+
+
+def _choose_nodes(request: Request) -> tuple[str, list[dict[str, Any]], int]:
+    """The resource that counts devices, the nodes to use, and how many devices each gives."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    resource = next((r for r in ("GPU", CPU_DEVICE) if any(n["Resources"].get(r, 0) >= 1 for n in alive)), "CPU")
+    nodes = sorted(
+        (n for n in alive if n["Resources"].get(resource, 0) >= 1),
+        key=lambda n: (-n["Resources"][resource], _ip_key(n["NodeManagerAddress"]), n["NodeID"]),
+    )
+    hosts = request.num_hosts or len(nodes)
+    if not 1 <= hosts <= len(nodes):
+        raise ShardingError(
+            f"{hosts} hosts were asked for and the Ray cluster has {len(nodes)} with `{resource}`. Ask for fewer, or "
+            "start more nodes."
+        )
+    chosen = nodes[:hosts]
+    least = int(min(node["Resources"][resource] for node in chosen))
+    per_host = request.devices_per_host or least
+    if per_host < 1 or (per_host > least and resource != "CPU"):
+        raise ShardingError(
+            f"{per_host} devices per host were asked for and a host of the Ray cluster has {least} `{resource}`. Ask "
+            "for fewer devices or fewer hosts."
+        )
+    return resource, chosen, per_host
+
+
+def _ip_key(ip: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", ip))
+
+
+def _resource_share(resource: str, nodes: Sequence[dict[str, Any]], per_host: int) -> float:
+    """How much of the resource one device takes. Virtual devices may be more than the CPUs that they run on."""
+    if resource != "CPU":
+        return 1.0
+    least = min(node["Resources"]["CPU"] for node in nodes)
+    # Ray counts in ten-thousandths.
+    return min(1.0, int(least * 10_000 / per_host) / 10_000)
+
+
+def _reserve(n_hosts: int, bundle: dict[str, float]) -> Any:
+    group = placement_group([dict(bundle) for _ in range(n_hosts)], strategy="STRICT_SPREAD")
+    if not group.wait(RESERVE_S):
+        remove_placement_group(group)
+        raise MinialpaError(
+            f"The Ray cluster did not reserve {bundle} on each of {n_hosts} hosts within {RESERVE_S:.0f} s: something "
+            "else uses them. Wait for it to end, or ask for fewer hosts or devices."
+        )
+    return group
+
+
+def _hosts(group: Any) -> tuple[Host, ...]:
+    """The reserved hosts in the order of their addresses."""
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    table = placement_group_table(group)["bundles_to_node_id"]
+    hosts = [Host(node, addresses[node], int(bundle)) for bundle, node in table.items()]
+    return tuple(sorted(hosts, key=lambda host: (_ip_key(host.ip), host.node_id)))
+
+
+def _join(workers: Sequence[WorkerHandle]) -> None:
+    """Start jax in the workers of one mesh and connect their transports to each other."""
+    coordinator = ray.get(workers[0].actor.reserve_port.remote(), timeout=START_S)
+    joined = [w.actor.join.remote(coordinator, len(workers), rank) for rank, w in enumerate(workers)]
+    ray.get(joined, timeout=START_S)
+
+
+def _port_was_taken(error: Exception) -> bool:
+    return any(text in str(error).lower() for text in ("address already in use", "failed to bind", "failed to add port"))
+
+
+def _start_error(first_device: int, n_devices: int, error: Exception) -> WorkerError:
+    return WorkerError(
+        f"The workers for devices {first_device} to {first_device + n_devices - 1} did not start: {error}. Is minialpa "
+        "installed on every host, with the same versions of jax and Python?"
+    )

@@ -1,0 +1,214 @@
+"""Mesh programs on a session's workers: argument leaves in, results that stay on the workers out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from minialpa.arrays import RemoteArray
+from minialpa.mesh_program import MeshProgram, Place, worker_places
+from minialpa.program import InputSlot
+from minialpa.resharding import Box, shard_boxes
+from minialpa.runtime.distributed_array import Copy, DistributedArray
+from minialpa.runtime.interpreter import Argument, Given, Held
+from minialpa.runtime.ray_cluster import WorkerHandle
+from minialpa.runtime.ray_runtime import MeshWorkers, RayRuntime
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The distinct shards of an input that one worker gets, and which of them each of its devices has."""
+
+    boxes: tuple[Box, ...]
+    shard_of_device: tuple[int, ...]
+
+
+class RayExecutable:
+    """A program, split by mesh, on the workers of a session. mesh_of_function: of each function of the whole program.
+
+    Its meshes start, and its functions are compiled, when it is made; and again if another program with meshes of other
+    shapes has ended them since.
+    """
+
+    def __init__(self, runtime: RayRuntime, programs: Sequence[MeshProgram], mesh_of_function: Sequence[int]) -> None:
+        self.runtime, self.programs, self.mesh_of_function = runtime, tuple(programs), tuple(mesh_of_function)
+        self.number = runtime.new_number()
+        self.places = worker_places([p.shape for p in programs], runtime.cluster.devices_per_host)
+        self._keys = [(p.shape.first_device, math.prod(p.shape.logical_shape)) for p in programs]
+        self._cuts = [_cuts(program, [p for p in self.places if p.mesh == program.mesh]) for program in programs]
+        self._n_outputs = 1 + max((number for p in programs for number, _ in p.outputs), default=-1)
+        self._meshes: list[MeshWorkers] = []
+        self._load()
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """Start a step on argument leaves; returns an array for each result at once."""
+        self.runtime.check()
+        self._load()
+        step = self.runtime.new_number()
+        numbers = [self.runtime.new_number() for _ in range(self._n_outputs)]
+        values = _Values(leaves)
+        calls: dict[Any, WorkerHandle] = {}
+        for program, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True):
+            results = {number: numbers[number] for number, _ in program.outputs}
+            freed = mesh.take_freed()
+            donated = self._donated(program, mesh, leaves)
+            for k, worker in enumerate(mesh.workers):
+                arguments = [
+                    self._argument(slot, program, mesh, cut[k], leaves, values)
+                    for slot, cut in zip(program.inputs, cuts, strict=True)
+                ]
+                ref = worker.actor.step.remote(self.number, step, arguments, results, donated, freed)
+                calls[ref] = worker
+        out = self._results(numbers)
+        for leaf in self.programs[0].donated_leaves if self.programs else ():
+            if isinstance(leaves[leaf], DistributedArray):
+                self._use_up(leaves[leaf])
+        self.runtime.start_step(calls)
+        return out
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Argument leaves on the workers, laid out as the step reads them; those that are cut into micro-batches stay."""
+        self.runtime.check()
+        self._load()
+        out, values = list(leaves), _Values(leaves)
+        copies: dict[int, list[Copy]] = {}
+        numbers: dict[int, int] = {}
+        calls: dict[Any, WorkerHandle] = {}
+        for program, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True):
+            mine = [i for i, slot in enumerate(program.inputs) if slot.rows is None]
+            mine = [i for i in mine if not _lies(leaves[program.inputs[i].leaf], mesh, program.inputs[i])]
+            for slot in (program.inputs[i] for i in mine):
+                numbers.setdefault(slot.leaf, self.runtime.new_number())
+                copies.setdefault(slot.leaf, []).append(Copy(mesh, slot.spec))
+            for k, worker in enumerate(mesh.workers):
+                given = {
+                    i: (numbers[program.inputs[i].leaf], values.given(program.inputs[i], program, cuts[i][k]))
+                    for i in mine
+                }
+                if given:
+                    calls[worker.actor.put.remote(self.number, given)] = worker
+        self.runtime.gather(calls)
+        for leaf, number in numbers.items():
+            kind = next(p.types[s.buffer] for p in self.programs for s in p.inputs if s.leaf == leaf)
+            out[leaf] = DistributedArray(self.runtime, number, kind, tuple(copies[leaf]))
+        return out
+
+    def _argument(
+        self, slot: InputSlot, program: MeshProgram, mesh: MeshWorkers, cut: _Cut, leaves: Sequence[Any], values: _Values
+    ) -> Argument:
+        leaf = leaves[slot.leaf]
+        return Held(leaf.number) if _lies(leaf, mesh, slot) else values.given(slot, program, cut)
+
+    def _donated(self, program: MeshProgram, mesh: MeshWorkers, leaves: Sequence[Any]) -> list[int]:
+        """Arrays on `mesh` that the step uses up."""
+        given = [leaves[leaf] for leaf in sorted(program.donated_leaves)]
+        return [x.number for x in given if isinstance(x, DistributedArray) and any(c.mesh is mesh for c in x.copies)]
+
+    def _use_up(self, array: DistributedArray) -> None:
+        """Mark a donated array; copies on meshes that do not take part are freed."""
+        for copy in array.copies:
+            if copy.mesh.alive and all(copy.mesh is not mesh for mesh in self._meshes):
+                copy.mesh.freed.append(array.number)
+        array.used_up()
+
+    def _results(self, numbers: Sequence[int]) -> list[DistributedArray]:
+        held: dict[int, list[Copy]] = {}
+        types: dict[int, Any] = {}
+        for program, mesh in zip(self.programs, self._meshes, strict=True):
+            for number, buffer in program.outputs:
+                held.setdefault(number, []).append(Copy(mesh, program.specs[buffer]))
+                types[number] = program.types[buffer]
+        return [DistributedArray(self.runtime, n, types[i], tuple(held[i])) for i, n in enumerate(numbers)]
+
+    # ---- programs on workers --------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        """Start the meshes that do not run, and compile where they have not the program yet."""
+        if self._meshes and all(mesh.alive for mesh in self._meshes):
+            return
+        self._meshes = self.runtime.meshes(self._keys)
+        workers = [(worker, program) for program, mesh in zip(self.programs, self._meshes, strict=True)
+                   for worker in mesh.workers]  # fmt: skip
+        addresses = self.runtime.gather(
+            {w.actor.open_transport.remote(self.number, i): w for i, (w, _) in enumerate(workers)}
+        )
+        shared = {program.mesh: ray.put(program) for program in self.programs}
+        self.runtime.gather({
+            w.actor.load.remote(self.number, shared[program.mesh], self.places, i, addresses): w
+            for i, (w, program) in enumerate(workers)
+        })  # fmt: skip
+
+    def hlo_texts(self) -> list[str]:
+        """Compiled HLO of each function of the program."""
+        return self._per_function("hlo_texts")
+
+    def allocation_sizes(self) -> list[int]:
+        """Bytes per device of each function of the program."""
+        return self._per_function("allocation_sizes")
+
+    def descriptions(self) -> dict[str, str]:
+        """Host, devices and instructions of every worker."""
+        self._load()
+        out = {}
+        for number, mesh in enumerate(self._meshes):
+            texts = self.runtime.ask(mesh.workers, "description", self.number)
+            for worker, text in zip(mesh.workers, texts, strict=True):
+                out[f"stage{number}-host{worker.host}-worker"] = text
+        return out
+
+    def _per_function(self, method: str) -> list[Any]:
+        """Answers of the first worker of each mesh, a list for its functions, in the order of the whole program."""
+        self._load()
+        found = [iter(self.runtime.ask(mesh.workers[:1], method, self.number)[0]) for mesh in self._meshes]
+        return [next(found[mesh]) for mesh in self.mesh_of_function]
+
+    def sync(self) -> None:
+        """Wait until all steps that were started have ended."""
+        self.runtime.sync()
+
+
+class _Values:
+    """Leaves as NumPy arrays, each converted once."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._leaves = leaves
+        self._known: dict[int, Any] = {}
+
+    def given(self, slot: InputSlot, program: MeshProgram, cut: _Cut) -> Given:
+        """The shards of input `slot` that one worker gets."""
+        kind = program.types[slot.buffer]
+        if slot.leaf not in self._known:
+            leaf = self._leaves[slot.leaf]
+            leaf = leaf[...] if isinstance(leaf, RemoteArray) else leaf
+            self._known[slot.leaf] = np.asarray(kind.data(leaf), kind.dtype)
+        value = self._known[slot.leaf]
+        if slot.rows is not None:
+            start, stop, dim = slot.rows
+            value = value[(slice(None),) * dim + (slice(start, stop),)]
+        shards = tuple(np.asarray(value[tuple(slice(*ends) for ends in box)], order="C") for box in cut.boxes)
+        return Given(shards, cut.shard_of_device)
+
+
+def _lies(leaf: Any, mesh: MeshWorkers, slot: InputSlot) -> bool:
+    return isinstance(leaf, DistributedArray) and slot.rows is None and leaf.on(mesh, slot.spec)
+
+
+def _cuts(program: MeshProgram, places: Sequence[Place]) -> list[list[_Cut]]:
+    """For each input and each worker of a mesh, what the worker gets."""
+    out = []
+    for slot in program.inputs:
+        boxes = shard_boxes(program.types[slot.buffer].data_shape, program.shape, slot.spec)
+        cuts = []
+        for place in places:
+            mine = [boxes[device] for device in place.devices]
+            distinct = tuple(dict.fromkeys(mine))
+            cuts.append(_Cut(distinct, tuple(distinct.index(box) for box in mine)))
+        out.append(cuts)
+    return out

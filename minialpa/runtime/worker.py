@@ -1,0 +1,265 @@
+"""A worker: the process that has the devices of one mesh on one host, and runs that mesh's programs on them.
+
+`Worker` knows nothing of Ray; the launcher makes an actor of it. Methods return values, and what fails in a step
+returns as a `Failure`, so that nothing has to be unpickled that only the worker knows.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minialpa.errors import WorkerError
+from minialpa.mesh_program import MeshProgram, Place
+from minialpa.resharding import Box
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker is told when it starts.
+
+    number: of the worker, unique in its session. host: name for messages. ip: address that it binds. secret: shared by
+    the workers of a session. timeout_s: how long it waits for another worker. platform: "cpu" or "cuda".
+    """
+
+    number: int
+    host: int
+    ip: str
+    secret: bytes
+    timeout_s: float
+    platform: str
+    n_devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A step that failed on a worker. follows: whether another worker's failure was the cause, as far as it knows."""
+
+    worker: int
+    host: int
+    stage: int
+    step: int
+    instruction: str
+    recent: tuple[str, ...]
+    message: str
+    traceback: str
+    follows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a worker is: the step and the instruction that it is at."""
+
+    worker: int
+    host: int
+    stage: int
+    step: int
+    instruction: str
+
+
+class Worker:
+    """Devices of one mesh on one host. Calls come one after the other, but for `status` and `stop`."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self._reserved: socket.socket | None = None
+        self._arrays: dict[int, Any] = {}
+        self._programs: dict[int, Any] = {}
+        self._compiled: dict[Any, Any] = {}
+        self._running: Any = None
+        self._failure: Failure | None = None
+        self._devices: list[Any] = []
+        self._transports: dict[int, Any] = {}
+
+    # ---- start ----------------------------------------------------------------------------------------------------
+
+    def reserve_port(self) -> tuple[str, int]:
+        """An address of this host on a port that is free: it is held, by a socket that shares it, until `join`."""
+        held = socket.socket(socket.AF_INET6 if ":" in self.settings.ip else socket.AF_INET)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((self.settings.ip, 0))
+        self._reserved = held
+        return self.settings.ip, held.getsockname()[1]
+
+    def join(self, coordinator: tuple[str, int] | None, n_workers: int, rank: int) -> None:
+        """Start jax, as process `rank` of the mesh's workers."""
+        import jax
+
+        jax.config.update("jax_enable_x64", True)  # arrays keep the types that the traced step gave them
+        jax.config.update("jax_platforms", self.settings.platform)
+        if self.settings.platform == "cpu":
+            jax.config.update("jax_num_cpu_devices", self.settings.n_devices)
+        if n_workers > 1:
+            assert coordinator is not None
+            address = f"{coordinator[0]}:{coordinator[1]}"
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            jax.distributed.initialize(
+                address,
+                n_workers,
+                rank,
+                cluster_detection_method="deactivate",
+                initialization_timeout=60,
+                coordinator_bind_address=address if rank == 0 else None,
+            )
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
+        self._devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        local = sum(d.process_index == jax.process_index() for d in self._devices)
+        if local != self.settings.n_devices:
+            raise WorkerError(
+                f"Host {self.settings.host} ({self.settings.ip}) has {local} {self.settings.platform} devices for a "
+                f"worker of {self.settings.n_devices}."
+            )
+
+    # ---- programs -------------------------------------------------------------------------------------------------
+
+    def open_transport(self, number: int, me: int) -> Any:
+        """Prepare for program `number`, as its worker `me`; returns the address at which its other workers find it."""
+        from minialpa.runtime.host_transport import HostTransport
+
+        self._transports[number] = HostTransport(self.settings.secret, me, self.settings.ip)
+        return self._transports[number].address
+
+    def load(self, number: int, program: MeshProgram, places: Sequence[Place], me: int, addresses: Sequence[Any]) -> None:
+        """Compile program `number` and connect to its other workers. places, me: as in `Interpreter`."""
+        from minialpa.runtime.interpreter import Interpreter
+
+        transport = self._transports[number]
+        transport.connect(addresses, self.settings.timeout_s)
+        self._programs[number] = Interpreter(
+            program, places, me, self._devices, transport, self._compiled, self.settings.timeout_s
+        )
+
+    def unload(self, number: int) -> None:
+        """Forget a program. Unknown numbers are no error."""
+        self._programs.pop(number, None)
+        if number in self._transports:
+            self._transports.pop(number).close()
+
+    def step(
+        self,
+        program: int,
+        step: int,
+        arguments: Sequence[Any],
+        results: Mapping[int, int],
+        donated: Sequence[int],
+        freed: Sequence[int],
+    ) -> Failure | None:
+        """Run a step of a program.
+
+        arguments: a `Held` or `Given` for each input of the program. results: result number -> number under which the
+        array is kept. donated: arrays that the step uses up. freed: arrays that nobody needs any more.
+        """
+        if self._failure is not None:
+            return self._failure
+        interpreter = self._programs[program]
+        self._running = interpreter
+        try:
+            self.free(freed)
+            inputs = self._inputs(interpreter, arguments, set(donated))
+            self.free(donated)
+            made = interpreter.run(step, inputs)
+            self._arrays.update((results[number], array) for number, array in made.items() if number in results)
+        except Exception as error:
+            self._failure = self._failed(interpreter, step, error)
+            for transport in self._transports.values():  # those who wait for this worker know then
+                transport.close()
+            return self._failure
+        return None
+
+    def _inputs(self, interpreter: Any, arguments: Sequence[Any], donated: set[int]) -> list[Any]:
+        from minialpa.runtime.interpreter import Held
+
+        inputs, seen = [], set()
+        for i, argument in enumerate(arguments):
+            if not isinstance(argument, Held):
+                inputs.append(interpreter.argument(i, argument))
+                continue
+            array = self._arrays[argument.array]
+            # One array for two arguments: only one of them can be taken over.
+            inputs.append(array.copy() if argument.array in donated & seen else array)
+            seen.add(argument.array)
+        return inputs
+
+    def _failed(self, interpreter: Any, step: int, error: Exception) -> Failure:
+        i = interpreter.position
+        recent = tuple(interpreter.describe(k) for k in range(max(0, i - 4), i))
+        return Failure(
+            self.settings.number, self.settings.host, interpreter.program.mesh, step, interpreter.describe(i), recent,
+            f"{type(error).__name__}: {error}", traceback.format_exc(), isinstance(error, WorkerError),
+        )  # fmt: skip
+
+    def status(self) -> Status:
+        """Where the worker is now. Answers while a step runs."""
+        at = self._running
+        stage, step, what = (-1, -1, "no step") if at is None else (at.program.mesh, at.step, at.describe(at.position))
+        return Status(self.settings.number, self.settings.host, stage, step, what)
+
+    # ---- arrays ---------------------------------------------------------------------------------------------------
+
+    def put(self, program: int, arguments: Mapping[int, tuple[int, Any]]) -> Failure | None:
+        """Keep arrays, laid out as inputs of a program: input -> (number under which it is kept, `Given`)."""
+        interpreter = self._programs[program]
+        for i, (number, given) in arguments.items():
+            self._arrays[number] = interpreter.argument(i, given)
+        return None
+
+    def fetch(self, numbers: Sequence[int]) -> list[list[tuple[Box, Any]]] | Failure:
+        """The distinct shards of arrays that this worker has, as NumPy arrays; integers for typed keys."""
+        if self._failure is not None:
+            return self._failure
+        return [_shards(self._arrays[number]) for number in numbers]
+
+    def free(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._arrays.pop(number, None)
+
+    # ---- inspection -----------------------------------------------------------------------------------------------
+
+    def hlo_texts(self, program: int) -> list[str]:
+        return [compiled.as_text() for compiled in self._programs[program].functions]
+
+    def allocation_sizes(self, program: int) -> list[int]:
+        """Bytes per device of each function: arguments, results and temporaries."""
+        from minialpa.runtime.local import allocation_size
+
+        return [allocation_size(compiled) for compiled in self._programs[program].functions]
+
+    def description(self, program: int) -> str:
+        """Host, devices, settings and instructions of this worker, as text."""
+        import jax
+
+        interpreter, own = self._programs[program], self.settings
+        lines = [
+            f"worker {own.number} of stage {interpreter.program.mesh}, host {own.host} ({own.ip})",
+            f"jax {jax.__version__}, {own.platform}, process {jax.process_index()} of {jax.process_count()}",
+            f"devices {[str(d) for d in jax.local_devices()]} of mesh {interpreter.mesh.devices.tolist()}",
+            *(f"{k}={os.environ.get(k, '')}" for k in ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")),
+            *(interpreter.describe(i) for i in range(len(interpreter.program.instructions))),
+        ]
+        return "\n".join(lines)
+
+    def counts(self) -> dict[str, int]:
+        """What this worker holds: arrays of the session, and live arrays of jax."""
+        import jax
+
+        return {"arrays": len(self._arrays), "live": len(jax.live_arrays())}
+
+
+def _shards(array: Any) -> list[tuple[Box, Any]]:
+    import jax
+    import numpy as np
+
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
+        array = jax.random.key_data(array)
+    found: list[tuple[Box, Any]] = []
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            sizes = zip(shard.index, array.shape, strict=True)
+            found.append((tuple((s.start or 0, n if s.stop is None else s.stop) for s, n in sizes), np.asarray(shard.data)))
+    return found
