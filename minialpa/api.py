@@ -17,7 +17,6 @@ from minialpa.collection import collection_paused
 from minialpa.errors import MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.alternatives import explain_step
 from minialpa.inter.emit import emit_program
-from minialpa.inter.mesh_programs import split_by_mesh
 from minialpa.inter.pipeline import plan_step
 from minialpa.inter.replan import check_fits, difference
 from minialpa.methods import AutoParallel, Method, Target, plan_to_method, resolve_devices
@@ -302,8 +301,7 @@ def _make_runner(program: Program, plan: Plan, target: Target) -> Any:
         )
     from minialpa.runtime.ray_executable import RayExecutable
 
-    programs = split_by_mesh(program, session.cluster, session.runtime.cluster.platform)
-    return RayExecutable(session.runtime, programs, [function.mesh for function in program.functions])
+    return RayExecutable(session.runtime, program)
 
 
 def _make_plan(traced: TracedStep, method: Method, target: Target) -> Plan:

@@ -7,6 +7,7 @@ where the meshes share a host, it counts as two.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from minialpa.errors import VerifyError
+from minialpa.program import MeshShape
+from minialpa.sharding import AXIS_NAMES
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop of a part of an array in each dimension."""
@@ -133,3 +136,22 @@ def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
         shared = np.all((rest[:, :, 0] < edges[i, :, 1]) & (edges[i, :, 0] < rest[:, :, 1]), axis=1)
         for j in np.flatnonzero(shared):
             yield box, boxes[i + 1 + int(j)]
+
+
+def shard_boxes(shape: tuple[int, ...], mesh: MeshShape, spec: PartitionSpec) -> dict[int, Box]:
+    """The shard of each device of `mesh`, by device number, of an array of `shape` that `spec` lays out."""
+    lengths = dict(zip(AXIS_NAMES, mesh.logical_shape, strict=False))
+    places = itertools.product(*(range(n) for n in mesh.logical_shape))
+    dims = [() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in spec]
+    dims += [()] * (len(shape) - len(dims))
+    boxes = {}
+    for device, place in enumerate(places, mesh.first_device):
+        at = dict(zip(AXIS_NAMES, place, strict=False))
+        box = []
+        for size, names in zip(shape, dims, strict=True):
+            index, n = 0, 1
+            for name in names:
+                index, n = index * lengths[name] + at[name], n * lengths[name]
+            box.append((index * size // n, (index + 1) * size // n))
+        boxes[device] = tuple(box)
+    return boxes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import jax
 
 from minialpa.cluster import ClusterSpec, PresetName
 from minialpa.errors import MinialpaError, ShardingError
+from minialpa.inter.mesh_programs import split_by_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,9 @@ def _ray_session(arguments: tuple[Any, ...]) -> Session:
         ) from error
     _, address, hosts, per_host, namespace, timeout_s, env = arguments
     cluster = RayCluster(Request(address, hosts, per_host, namespace, timeout_s, dict(env)))
-    return Session((), cluster.describe(), arguments, RayRuntime(cluster))
+    spec = cluster.describe()
+    split = functools.partial(split_by_mesh, cluster=spec, platform=cluster.platform)
+    return Session((), spec, arguments, RayRuntime(cluster, split))
 
 
 def _local_session(hosts: int, per_host: int | None, arguments: tuple[Any, ...]) -> Session:

@@ -75,6 +75,10 @@ class _Emitter:
         self.micro_source = {micro: full for full, micro in self.split.micro_inputs}
         self.number_of_input = {v: i for i, v in enumerate(self.split.traced.flat.invars)}
         self.consts = dict(zip(self.split.traced.flat.constvars, self.split.traced.flat.consts, strict=True))
+        replaced = zip(self.split.traced.layouts, plan.outputs, strict=True)
+        self.home_of_leaf: dict[int | None, int] = {
+            leaf: value.mesh_ids[0] for leaf, value in replaced if leaf is not None
+        }
 
     def run(self) -> Program:
         tasks = self.staged.tasks
@@ -120,10 +124,18 @@ class _Emitter:
         return self.n_buffers - 1
 
     def _buffer(self, var: Var, micro: int | None, mesh: int) -> int:
-        """The buffer that holds `var` on `mesh`; inputs and constants get theirs at the first read."""
+        """The buffer that holds `var` on `mesh`; inputs and constants get theirs at the first read.
+
+        A state that several meshes read, as tied weights, comes from the mesh where the last step has left it.
+        """
         for name in ((var, micro, mesh), (var, None, mesh)):
             if name in self.buffers:
                 return self.buffers[name]
+        leaf = self.number_of_input.get(var)
+        home = self.home_of_leaf.get(leaf, mesh)
+        if home != mesh and var not in self.micro_source:
+            self._buffer(var, None, home)
+            return self._transfer((var, None, home), mesh, self.specs[mesh][var])
         spec = self.specs[mesh].get(var, Spec.replicated(len(shape_of(var)))).partition_spec()
         buffer = self._new()
         if var is self.split.micro_index:
@@ -141,8 +153,8 @@ class _Emitter:
             self.constants.append(ConstantSlot(buffer, self.consts[var], mesh, spec))
             self.buffers[var, None, mesh] = buffer
         else:
-            assert var in self.number_of_input, f"{var} is not on mesh {mesh}"
-            self.input_slots.append(InputSlot(buffer, self.number_of_input[var], None, mesh, spec))
+            assert leaf is not None, f"{var} is not on mesh {mesh}"
+            self.input_slots.append(InputSlot(buffer, leaf, None, mesh, spec))
             self.buffers[var, None, mesh] = buffer
         return buffer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,12 +34,14 @@ from minialpa.program import Accumulate, ConstantSlot, Free, Function, Program, 
 from minialpa.sharding import AXIS_NAMES
 
 
-def split_by_mesh(program: Program, cluster: ClusterSpec, platform: str) -> tuple[MeshProgram, ...]:
+def split_by_mesh(
+    program: Program, types: Mapping[int, ArrayType], *, cluster: ClusterSpec, platform: str
+) -> tuple[MeshProgram, ...]:
     """What each mesh of `program` does, with functions exported for `platform` ("cpu" or "cuda").
 
-    Raises TraceError for a function that cannot leave this process, as one that calls back into Python.
+    types: of buffers that no function reads or writes. Raises TraceError for a function that cannot leave this process, as one that calls back into Python.
     """
-    return _Splitter(program, cluster, platform).run()
+    return _Splitter(program, types, cluster, platform).run()
 
 
 def array_type(aval: Any) -> ArrayType:
@@ -48,17 +50,19 @@ def array_type(aval: Any) -> ArrayType:
         return ArrayType(tuple(aval.shape), str(np.dtype(aval.dtype)))
     name = str(aval.dtype).removeprefix("key<").removesuffix(">")
     if name not in KEY_SHAPES:
-        raise TraceError(f"Arrays of {aval.dtype} cannot be sent between processes. Use keys of {', '.join(KEY_SHAPES)}.")
+        raise TraceError(
+            f"Arrays of {aval.dtype} cannot be sent between processes. Use keys of {', '.join(KEY_SHAPES)}."
+        )
     return ArrayType(tuple(aval.shape), "uint32", name)
 
 
 class _Splitter:
-    def __init__(self, program: Program, cluster: ClusterSpec, platform: str) -> None:
+    def __init__(self, program: Program, types: Mapping[int, ArrayType], cluster: ClusterSpec, platform: str) -> None:
         self.program, self.cluster, self.platform = program, cluster, platform
         n = len(program.meshes)
         self.home: dict[int, int] = {}
         self.specs: dict[int, PartitionSpec] = {}
-        self.types: dict[int, ArrayType] = {}
+        self.types: dict[int, ArrayType] = dict(types)
         self.instructions: list[list[MeshInstruction]] = [[] for _ in range(n)]
         self.awaited: list[dict[int, list[MeshInstruction]]] = [{} for _ in range(n)]
         self.transfers: list[dict[int, MeshTransfer]] = [{} for _ in range(n)]
@@ -74,8 +78,10 @@ class _Splitter:
                 export_function(function, self.program.meshes[function.mesh].logical_shape, self.platform)
             )
         self._find_types()
-        for slot in (*self.program.inputs, *self.program.constants):
-            self._place(slot.buffer, slot.mesh, slot.spec)
+        for given in self.program.inputs:
+            self._place(given.buffer, given.mesh, given.spec)
+        for constant in self.program.constants:
+            self._place(constant.buffer, constant.mesh, constant.spec)
         for instruction in self.program.instructions:
             self._add(instruction)
         for slot in self.program.outputs:

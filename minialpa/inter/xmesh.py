@@ -92,9 +92,7 @@ def resharding_candidates(
     return tuple(out)
 
 
-def resharding_s(
-    resharding: Resharding, target: MeshShape, target_spec: PartitionSpec, cluster: ClusterSpec
-) -> float:
+def resharding_s(resharding: Resharding, target: MeshShape, target_spec: PartitionSpec, cluster: ClusterSpec) -> float:
     """Seconds until the array lies on `target` by `target_spec`: all moves, then the gathering if there is any.
 
     Moves from one worker to another are one message: alpha + beta * bytes. A host sends one message at a time to other

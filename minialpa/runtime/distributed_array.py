@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from minialpa.arrays import RemoteArray
 from minialpa.errors import WorkerError
 from minialpa.mesh_program import ArrayType
+from minialpa.program import MeshShape
 
 if TYPE_CHECKING:
     from minialpa.runtime.ray_runtime import MeshWorkers, RayRuntime
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """The array on one mesh, laid out by `spec`."""
+    """The array on the workers of one mesh, seen in `shape` and laid out by `spec`."""
 
     mesh: MeshWorkers
+    shape: MeshShape
     spec: PartitionSpec
 
 
@@ -48,9 +50,14 @@ class DistributedArray(RemoteArray):
         """How it lies on each of these meshes."""
         return tuple(copy.spec for copy in self.copies)
 
-    def on(self, mesh: MeshWorkers, spec: PartitionSpec) -> bool:
-        """Whether a mesh that runs holds it laid out by `spec`."""
-        return mesh.alive and any(copy.mesh is mesh and copy.spec == spec for copy in self.copies)
+    def lies(self, shape: MeshShape, spec: PartitionSpec) -> bool:
+        """Whether a mesh that runs holds it as `spec` lays it out on `shape`."""
+        return any(copy.mesh.alive and copy.shape == shape and copy.spec == spec for copy in self.copies)
+
+    def add(self, copy: Copy) -> None:
+        """Note another copy, under the same number."""
+        self.copies = (*self.copies, copy)
+        copy.mesh.arrays[self.number] = self
 
     @property
     def is_replicated(self) -> bool:

@@ -32,6 +32,96 @@ class Runner(Protocol):
         """What there is to know of each process that takes part, by a name for it."""
 
     def sync(self) -> None:
+        """Wait until everything that was started has ended."""
+
+
+class Executable:
+    """A plan compiled for devices. `run(leaves)` runs one step on argument leaves and returns result leaves.
+
+    runner: `program` on its devices. in_tree, out_tree: pytrees of the arguments, as a tuple without the static ones,
+    and of the results.
+    """
+
+    def __init__(self, plan: Plan, program: Program, runner: Runner, in_tree: Any, out_tree: Any) -> None:
+        self._plan = plan
+        self._in_tree, self._out_tree = in_tree, out_tree
+        self._program = program
+        self.runner = runner
+        self._costs: list[float] = []
+        self.run = runner.__call__
+        self.place = runner.place
+
+    def get_parallel_plan(self) -> Plan:
+        return self._plan
+
+    def get_input_placement_specs(self) -> Any:
+        """The arguments, as a tuple, with a `PlacementSpec` (meshes and PartitionSpecs) in place of every leaf."""
+        return jax.tree.unflatten(self._in_tree, self._plan.input_specs)
+
+    def get_output_placement_specs(self) -> Any:
+        """The results with a `PlacementSpec` in place of every leaf."""
+        return jax.tree.unflatten(self._out_tree, self._plan.output_specs)
+
+    @property
+    def function_names(self) -> tuple[str, ...]:
+        """Names of the stage programs, in the order of `get_hlo_text`."""
+        return tuple(f"{function.name}" for function in self._program.functions)
+
+    def get_hlo_text(self) -> list[str]:
+        """Compiled HLO, one text for each stage program."""
+        return self.runner.hlo_texts()
+
+    def get_stage_allocation_size(self) -> list[int]:
+        """Bytes per device of each mesh: arguments, results and temporaries of the largest of its programs."""
+        sizes = [0] * len(self._program.meshes)
+        for function, size in zip(self._program.functions, self.runner.allocation_sizes(), strict=True):
+            sizes[function.mesh] = max(sizes[function.mesh], size)
+        return sizes
+
+    def get_total_allocation_size(self) -> int:
+        """Largest of `get_stage_allocation_size`."""
+        return max(self.get_stage_allocation_size(), default=0)
+
+    def profile_with_dummy_inputs(self, repeats: int = 3) -> list[float]:
+        """Seconds of each of `repeats` steps on zeros, after one step to warm up."""
+        structs = [(spec.shape, spec.dtype) for spec in self._plan.input_specs]
+        self._costs = []
+        for i in range(repeats + 1):
+            leaves = self.place([_zeros(shape, dtype) for shape, dtype in structs])
+            self.sync()
+            start = time.perf_counter()
+            results = self.run(leaves)
+            self.sync()
+            del results
+            if i:
+                self._costs.append(time.perf_counter() - start)
+        return list(self._costs)
+
+    def get_execution_time_costs(self) -> list[float]:
+        """Seconds of the steps that `profile_with_dummy_inputs` ran."""
+        return list(self._costs)
+
+    def dump_debug_info(self, folder: str | Path) -> None:
+        """Write the plan, its summary, the instructions, the HLO of every stage program, and what there is to know of
+        every process, to `folder`."""
+        root = Path(folder)
+        root.mkdir(parents=True, exist_ok=True)
+        self._plan.save(root / "plan.json")
+        (root / "summary.txt").write_text(self._plan.summary() + "\n")
+        (root / "placements.txt").write_text(self._plan.explain("") + "\n")
+        lines = []
+        for i, instruction in enumerate(self._program.instructions):
+            name = ""
+            if isinstance(instruction, Run | Accumulate):
+                name = f"{self._program.functions[instruction.function].name} "
+            lines.append(f"{i}: {name}{instruction}")
+        (root / "instructions.txt").write_text("\n".join(lines) + "\n")
+        for i, (function, text) in enumerate(zip(self._program.functions, self.get_hlo_text(), strict=True)):
+            (root / f"{i:02d}-{function.name}.hlo.txt").write_text(text)
+        for name, text in self.runner.descriptions().items():
+            (root / f"{name}.txt").write_text(text + "\n")
+
+    def sync(self) -> None:
         """Wait until the devices of the executable have made every array that was asked of them before."""
         self.runner.sync()
 

@@ -32,6 +32,7 @@ from minialpa.resharding import Box
 from minialpa.runtime.transport import Part, Piece, Transport
 from minialpa.sharding import AXIS_NAMES
 
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """An argument that the workers hold already, by the number of the array."""
@@ -176,9 +177,9 @@ class Interpreter:
             if message.source == self.me and message.moves[0].relayed:  # others of this mesh get it from here
                 self._post(number, message, dict(zip(boxes, shards, strict=True)), boxes)
         sharding = NamedSharding(self.mesh, transfer.resharding.landing)
-        return transfer.type.typed(
-            jax.make_array_from_single_device_arrays(transfer.type.data_shape, sharding, shards)
-        )
+        data = jax.make_array_from_single_device_arrays(transfer.type.data_shape, sharding, shards)
+        typed: jax.Array = transfer.type.typed(data)
+        return typed
 
     def _tag(self, number: int) -> int:
         return self.step << 32 | number
@@ -202,7 +203,8 @@ class Interpreter:
         """An array of a shard for each device of this worker."""
         placed = jax.device_put(list(shards), list(self.local.values()))
         sharding = NamedSharding(self.mesh, spec)
-        return type_.typed(jax.make_array_from_single_device_arrays(type_.data_shape, sharding, placed))
+        typed: jax.Array = type_.typed(jax.make_array_from_single_device_arrays(type_.data_shape, sharding, placed))
+        return typed
 
     def _constant(self, value: Any, type_: ArrayType, spec: PartitionSpec) -> jax.Array:
         cuts = NamedSharding(self.mesh, spec).devices_indices_map(type_.data_shape)

@@ -24,6 +24,13 @@ CPU_DEVICE = "minialpa_cpu_device"
 #: Seconds that the cluster has to reserve the hosts, and that the workers of a mesh have to start.
 RESERVE_S, START_S = 60.0, 180.0
 _ATTEMPTS = 3
+#: Part of the name that Ray has for a kind of GPU, and its preset.
+_GPU_PRESETS: tuple[tuple[str, PresetName], ...] = (
+    ("H200", "h200"),
+    ("H100", "h100"),
+    ("A100-40", "a100-40gb"),
+    ("A100", "a100-80gb"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,35 +103,32 @@ class RayCluster:
 
     def describe(self) -> ClusterSpec:
         """The cluster for the planner: device and links by the kind of the GPUs, or those of CPUs."""
-        preset: PresetName = "cpu"
-        if self.platform == "cuda":
-            preset = self._gpu_preset()
+        preset = self._gpu_preset() if self.platform == "cuda" else "cpu"
         return ClusterSpec.preset(preset, num_hosts=len(self.hosts), devices_per_host=self.devices_per_host)
 
     def _gpu_preset(self) -> PresetName:
-        kinds = (("H200", "h200"), ("H100", "h100"), ("A100-40", "a100-40gb"), ("A100", "a100-80gb"))
         node = next(n for n in ray.nodes() if n["NodeID"] == self.hosts[0].node_id)
         names = " ".join(name for name in node["Resources"] if name.startswith("accelerator_type:"))
-        found: PresetName = next((preset for part, preset in kinds if part in names), "v100-p3.16xlarge")  # type: ignore[assignment]
-        return found
+        return next((preset for part, preset in _GPU_PRESETS if part in names), "v100-p3.16xlarge")
 
     # ---- workers --------------------------------------------------------------------------------------------------
 
-    def start_mesh(self, first_device: int, n_devices: int) -> list[WorkerHandle]:
-        """Workers for devices `first_device`, ..., one on each host that has some of them, joined in one jax runtime.
+    def start_meshes(self, wanted: Sequence[tuple[int, int]]) -> list[list[WorkerHandle]]:
+        """Workers for each (first device, number of devices), one on each host, joined in one jax runtime per mesh.
 
         Raises WorkerError if they do not start.
         """
         for attempt in range(_ATTEMPTS):
-            workers = self._spawn(first_device, n_devices)
+            meshes = [self._spawn(*key) for key in wanted]
             try:
-                _join(workers)
+                _join(meshes)
             except Exception as error:
-                end_workers(workers)
+                for workers in meshes:
+                    end_workers(workers)
                 if attempt + 1 == _ATTEMPTS or not _port_was_taken(error):
-                    raise _start_error(first_device, n_devices, error) from error
+                    raise _start_error(wanted, error) from error
             else:
-                return workers
+                return meshes
         raise AssertionError("unreachable")
 
     def _spawn(self, first_device: int, n_devices: int) -> list[WorkerHandle]:
@@ -163,7 +167,7 @@ def end_workers(workers: Sequence[WorkerHandle]) -> None:
         ray.kill(worker.actor, no_restart=True)
 
 
-_ACTOR = ray.remote(concurrency_groups={"control": 1})(Worker)
+_ACTOR: Any = ray.remote(concurrency_groups={"control": 1})(Worker)  # type: ignore[call-overload]
 
 
 def _worker_env(platform: str) -> dict[str, str]:
@@ -182,9 +186,7 @@ def _connect(request: Request) -> None:
         try:
             ray.init(address="auto", namespace=request.namespace, log_to_driver=False)
         except ConnectionError:
-            ray.init(
-                namespace=request.namespace, include_dashboard=False, log_to_driver=False, configure_logging=False
-            )
+            ray.init(namespace=request.namespace, include_dashboard=False, log_to_driver=False, configure_logging=False)
     except ConnectionError as error:
         raise MinialpaError(
             f"No Ray cluster answers at {request.address!r} ({error}). Start one with `ray start --head`, or leave out "
@@ -249,19 +251,26 @@ def _hosts(group: Any) -> tuple[Host, ...]:
     return tuple(sorted(hosts, key=lambda host: (_ip_key(host.ip), host.node_id)))
 
 
-def _join(workers: Sequence[WorkerHandle]) -> None:
-    """Start jax in the workers of one mesh and connect their transports to each other."""
-    coordinator = ray.get(workers[0].actor.reserve_port.remote(), timeout=START_S)
-    joined = [w.actor.join.remote(coordinator, len(workers), rank) for rank, w in enumerate(workers)]
+def _join(meshes: Sequence[Sequence[WorkerHandle]]) -> None:
+    """Start jax in the workers of each mesh. The coordinator of a mesh is on its first worker."""
+    ports = [workers[0].actor.reserve_port.remote() for workers in meshes]
+    joined = [
+        worker.actor.join.remote(port, len(workers), rank)
+        for workers, port in zip(meshes, ports, strict=True)
+        for rank, worker in enumerate(workers)
+    ]
     ray.get(joined, timeout=START_S)
 
 
 def _port_was_taken(error: Exception) -> bool:
-    return any(text in str(error).lower() for text in ("address already in use", "failed to bind", "failed to add port"))
+    return any(
+        text in str(error).lower() for text in ("address already in use", "failed to bind", "failed to add port")
+    )
 
 
-def _start_error(first_device: int, n_devices: int, error: Exception) -> WorkerError:
+def _start_error(wanted: Sequence[tuple[int, int]], error: Exception) -> WorkerError:
+    devices = ", ".join(f"{first} to {first + n - 1}" for first, n in wanted)
     return WorkerError(
-        f"The workers for devices {first_device} to {first_device + n_devices - 1} did not start: {error}. Is minialpa "
-        "installed on every host, with the same versions of jax and Python?"
+        f"The workers for devices {devices} did not start: {error}. Is minialpa installed on every host, with the same "
+        "versions of jax and Python?"
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,8 @@ import numpy as np
 import ray
 
 from minialpa.arrays import RemoteArray
-from minialpa.mesh_program import MeshProgram, Place, worker_places
-from minialpa.program import InputSlot
+from minialpa.mesh_program import ArrayType, MeshProgram, Place, worker_places
+from minialpa.program import InputSlot, Program
 from minialpa.resharding import Box, shard_boxes
 from minialpa.runtime.distributed_array import Copy, DistributedArray
 from minialpa.runtime.interpreter import Argument, Given, Held
@@ -29,21 +30,25 @@ class _Cut:
 
 
 class RayExecutable:
-    """A program, split by mesh, on the workers of a session. mesh_of_function: of each function of the whole program.
+    """A program on the workers of a session.
 
-    Its meshes start, and its functions are compiled, when it is made; and again if another program with meshes of other
+    types: of buffers that no function of the program reads or writes. Its meshes start, and its functions are compiled, when it is made; and again if another program with meshes of other
     shapes has ended them since.
     """
 
-    def __init__(self, runtime: RayRuntime, programs: Sequence[MeshProgram], mesh_of_function: Sequence[int]) -> None:
-        self.runtime, self.programs, self.mesh_of_function = runtime, tuple(programs), tuple(mesh_of_function)
+    def __init__(self, runtime: RayRuntime, program: Program, types: Mapping[int, ArrayType] | None = None) -> None:
+        self.runtime = runtime
+        self.programs = runtime.split(program, types or {})
         self.number = runtime.new_number()
-        self.places = worker_places([p.shape for p in programs], runtime.cluster.devices_per_host)
-        self._keys = [(p.shape.first_device, math.prod(p.shape.logical_shape)) for p in programs]
-        self._cuts = [_cuts(program, [p for p in self.places if p.mesh == program.mesh]) for program in programs]
-        self._n_outputs = 1 + max((number for p in programs for number, _ in p.outputs), default=-1)
+        self.places = worker_places(program.meshes, runtime.cluster.devices_per_host)
+        self._mesh_of_function = [function.mesh for function in program.functions]
+        self._keys = [(shape.first_device, math.prod(shape.logical_shape)) for shape in program.meshes]
+        self._cuts = [_cuts(own, [p for p in self.places if p.mesh == own.mesh]) for own in self.programs]
+        self._n_outputs = len(program.outputs)
+        self._donated_leaves = program.donated_leaves
         self._meshes: list[MeshWorkers] = []
         self._load()
+        weakref.finalize(self, runtime.dropped.append, self.number)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -51,64 +56,85 @@ class RayExecutable:
         """Start a step on argument leaves; returns an array for each result at once."""
         self.runtime.check()
         self._load()
-        step = self.runtime.new_number()
+        self._bring(leaves)
         numbers = [self.runtime.new_number() for _ in range(self._n_outputs)]
+        self._start(leaves, numbers)
+        return self._results(numbers)
+
+    def move(self, arrays: Sequence[DistributedArray]) -> None:
+        """Start a step of which every result is a copy of an argument and is kept under its number."""
+        self._load()
+        self._start(arrays, [array.number for array in arrays])
+
+    def _start(self, leaves: Sequence[Any], numbers: Sequence[int]) -> None:
+        """Start a step whose results the workers keep under `numbers`."""
+        step = self.runtime.new_number()
         values = _Values(leaves)
+        # All arguments first: fetching one waits for earlier steps, but not for a part of this one.
+        arguments = [
+            [[self._argument(slot, own, cut[k], leaves, values) for slot, cut in zip(own.inputs, cuts, strict=True)]
+             for k in range(len(mesh.workers))]
+            for own, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True)
+        ]  # fmt: skip
         calls: dict[Any, WorkerHandle] = {}
-        for program, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True):
-            results = {number: numbers[number] for number, _ in program.outputs}
-            freed = mesh.take_freed()
-            donated = self._donated(program, mesh, leaves)
-            for k, worker in enumerate(mesh.workers):
-                arguments = [
-                    self._argument(slot, program, mesh, cut[k], leaves, values)
-                    for slot, cut in zip(program.inputs, cuts, strict=True)
-                ]
-                ref = worker.actor.step.remote(self.number, step, arguments, results, donated, freed)
-                calls[ref] = worker
-        out = self._results(numbers)
-        for leaf in self.programs[0].donated_leaves if self.programs else ():
+        for own, mesh, given in zip(self.programs, self._meshes, arguments, strict=True):
+            results = {number: numbers[number] for number, _ in own.outputs}
+            freed, donated = mesh.take_freed(), self._donated(mesh, leaves)
+            for worker, mine in zip(mesh.workers, given, strict=True):
+                calls[worker.actor.step.remote(self.number, step, mine, results, donated, freed)] = worker
+        for leaf in self._donated_leaves:
             if isinstance(leaves[leaf], DistributedArray):
                 self._use_up(leaves[leaf])
         self.runtime.start_step(calls)
-        return out
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Argument leaves on the workers, laid out as the step reads them; those that are cut into micro-batches stay."""
+        """Argument leaves on the workers, laid out as the step reads them; what is cut into micro-batches stays."""
         self.runtime.check()
         self._load()
         out, values = list(leaves), _Values(leaves)
         copies: dict[int, list[Copy]] = {}
         numbers: dict[int, int] = {}
         calls: dict[Any, WorkerHandle] = {}
-        for program, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True):
-            mine = [i for i, slot in enumerate(program.inputs) if slot.rows is None]
-            mine = [i for i in mine if not _lies(leaves[program.inputs[i].leaf], mesh, program.inputs[i])]
-            for slot in (program.inputs[i] for i in mine):
+        for own, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True):
+            mine = [i for i, slot in enumerate(own.inputs) if slot.rows is None and not _lies(leaves, own, slot)]
+            for slot in (own.inputs[i] for i in mine):
                 numbers.setdefault(slot.leaf, self.runtime.new_number())
-                copies.setdefault(slot.leaf, []).append(Copy(mesh, slot.spec))
+                copies.setdefault(slot.leaf, []).append(Copy(mesh, own.shape, slot.spec))
             for k, worker in enumerate(mesh.workers):
-                given = {
-                    i: (numbers[program.inputs[i].leaf], values.given(program.inputs[i], program, cuts[i][k]))
-                    for i in mine
-                }
+                given = {i: (numbers[own.inputs[i].leaf], values.given(own.inputs[i], own, cuts[i][k])) for i in mine}
                 if given:
                     calls[worker.actor.put.remote(self.number, given)] = worker
         self.runtime.gather(calls)
         for leaf, number in numbers.items():
-            kind = next(p.types[s.buffer] for p in self.programs for s in p.inputs if s.leaf == leaf)
+            kind = next(own.types[s.buffer] for own in self.programs for s in own.inputs if s.leaf == leaf)
             out[leaf] = DistributedArray(self.runtime, number, kind, tuple(copies[leaf]))
         return out
 
-    def _argument(
-        self, slot: InputSlot, program: MeshProgram, mesh: MeshWorkers, cut: _Cut, leaves: Sequence[Any], values: _Values
-    ) -> Argument:
-        leaf = leaves[slot.leaf]
-        return Held(leaf.number) if _lies(leaf, mesh, slot) else values.given(slot, program, cut)
+    def _bring(self, leaves: Sequence[Any]) -> None:
+        """Have workers send each other the arrays that lie elsewhere, or in another layout, than the step reads them."""
+        wanted: dict[tuple[int, Any, Any], tuple[DistributedArray, Copy]] = {}
+        for own in self.programs:
+            for slot in own.inputs:
+                leaf = leaves[slot.leaf]
+                if not isinstance(leaf, DistributedArray) or _lies(leaves, own, slot) or leaf.held_here:
+                    continue
+                copy = next((copy for copy in leaf.copies if copy.mesh.alive), None)
+                if slot.rows is None and copy is not None:
+                    wanted[leaf.number, own.shape, slot.spec] = leaf, copy
+        moves = [(array, copy, shape, spec) for (_, shape, spec), (array, copy) in wanted.items()]
+        # One group of workers that is seen in two shapes: such an array comes through this process.
+        shapes = {copy.shape for _, copy, _, _ in moves} | {shape for _, _, shape, _ in moves}
+        if moves and len({shape.first_device for shape in shapes}) == len(shapes):
+            self.runtime.move(moves)
 
-    def _donated(self, program: MeshProgram, mesh: MeshWorkers, leaves: Sequence[Any]) -> list[int]:
+    def _argument(
+        self, slot: InputSlot, own: MeshProgram, cut: _Cut, leaves: Sequence[Any], values: _Values
+    ) -> Argument:
+        return Held(leaves[slot.leaf].number) if _lies(leaves, own, slot) else values.given(slot, own, cut)
+
+    def _donated(self, mesh: MeshWorkers, leaves: Sequence[Any]) -> list[int]:
         """Arrays on `mesh` that the step uses up."""
-        given = [leaves[leaf] for leaf in sorted(program.donated_leaves)]
+        given = [leaves[leaf] for leaf in sorted(self._donated_leaves)]
         return [x.number for x in given if isinstance(x, DistributedArray) and any(c.mesh is mesh for c in x.copies)]
 
     def _use_up(self, array: DistributedArray) -> None:
@@ -123,7 +149,7 @@ class RayExecutable:
         types: dict[int, Any] = {}
         for program, mesh in zip(self.programs, self._meshes, strict=True):
             for number, buffer in program.outputs:
-                held.setdefault(number, []).append(Copy(mesh, program.specs[buffer]))
+                held.setdefault(number, []).append(Copy(mesh, program.shape, program.specs[buffer]))
                 types[number] = program.types[buffer]
         return [DistributedArray(self.runtime, n, types[i], tuple(held[i])) for i, n in enumerate(numbers)]
 
@@ -134,6 +160,7 @@ class RayExecutable:
         if self._meshes and all(mesh.alive for mesh in self._meshes):
             return
         self._meshes = self.runtime.meshes(self._keys)
+        self.runtime.unload_dropped()
         workers = [(worker, program) for program, mesh in zip(self.programs, self._meshes, strict=True)
                    for worker in mesh.workers]  # fmt: skip
         addresses = self.runtime.gather(
@@ -167,7 +194,7 @@ class RayExecutable:
         """Answers of the first worker of each mesh, a list for its functions, in the order of the whole program."""
         self._load()
         found = [iter(self.runtime.ask(mesh.workers[:1], method, self.number)[0]) for mesh in self._meshes]
-        return [next(found[mesh]) for mesh in self.mesh_of_function]
+        return [next(found[mesh]) for mesh in self._mesh_of_function]
 
     def sync(self) -> None:
         """Wait until all steps that were started have ended."""
@@ -196,8 +223,10 @@ class _Values:
         return Given(shards, cut.shard_of_device)
 
 
-def _lies(leaf: Any, mesh: MeshWorkers, slot: InputSlot) -> bool:
-    return isinstance(leaf, DistributedArray) and slot.rows is None and leaf.on(mesh, slot.spec)
+def _lies(leaves: Sequence[Any], own: MeshProgram, slot: InputSlot) -> bool:
+    """Whether the argument of an input lies on the mesh of the program as the program reads it."""
+    leaf = leaves[slot.leaf]
+    return isinstance(leaf, DistributedArray) and slot.rows is None and leaf.lies(own.shape, slot.spec)
 
 
 def _cuts(program: MeshProgram, places: Sequence[Place]) -> list[list[_Cut]]:

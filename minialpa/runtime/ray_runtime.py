@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import ray
+from jax.sharding import PartitionSpec
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from minialpa.errors import WorkerError
-from minialpa.runtime.distributed_array import DistributedArray
+from minialpa.mesh_program import ArrayType, MeshProgram
+from minialpa.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
+from minialpa.runtime.distributed_array import Copy, DistributedArray
 from minialpa.runtime.ray_cluster import RayCluster, WorkerHandle, end_workers
 from minialpa.runtime.worker import Failure, Status
 
@@ -52,10 +56,17 @@ class MeshWorkers:
 
 
 class RayRuntime:
-    """Meshes, steps and arrays of one session. Usable until `shutdown`, or until a worker fails."""
+    """Meshes, steps and arrays of one session. Usable until `shutdown`, or until a worker fails.
 
-    def __init__(self, cluster: RayCluster) -> None:
-        self.cluster = cluster
+    split: what each mesh of a program does. dropped: programs that nobody uses any more.
+    """
+
+    def __init__(
+        self, cluster: RayCluster, split: Callable[[Program, Mapping[int, ArrayType]], Sequence[MeshProgram]]
+    ) -> None:
+        self.cluster, self.split = cluster, split
+        self.dropped: deque[int] = deque()
+        self._moves: dict[Any, Any] = {}
         self.failure: WorkerError | None = None
         self._meshes: dict[tuple[int, int], MeshWorkers] = {}
         self._numbers = itertools.count()
@@ -76,12 +87,20 @@ class RayRuntime:
         self.check()
         keys = list(wanted)
         for key, mesh in list(self._meshes.items()):
-            if key not in keys and any(first < mesh.devices.stop and mesh.first_device < first + n for first, n in keys):
+            if key not in keys and any(
+                first < mesh.devices.stop and mesh.first_device < first + n for first, n in keys
+            ):
                 self._retire(key, mesh)
         missing = [key for key in keys if key not in self._meshes]
-        started = [MeshWorkers(*key, self.cluster.start_mesh(*key)) for key in missing]
-        self._meshes.update(zip(missing, started, strict=True))
+        for key, workers in zip(missing, self.cluster.start_meshes(missing), strict=True):
+            self._meshes[key] = MeshWorkers(*key, workers)
         return [self._meshes[key] for key in keys]
+
+    def unload_dropped(self) -> None:
+        """Have workers forget the programs that nobody uses any more."""
+        numbers = [self.dropped.popleft() for _ in range(len(self.dropped))]
+        for number in numbers:
+            self.ask([w for mesh in self._meshes.values() for w in mesh.workers], "unload", number)
 
     def _retire(self, key: tuple[int, int], mesh: MeshWorkers) -> None:
         self.sync()
@@ -183,6 +202,22 @@ class RayRuntime:
         for array in arrays:
             array.keep(array.type.typed(values[array.number]))
 
+    def move(self, moves: Sequence[tuple[DistributedArray, Copy, MeshShape, PartitionSpec]]) -> None:
+        """Give each array another copy, made of one that it has: on the mesh of a shape, laid out by a spec.
+
+        The workers of these meshes run, and send each other what they need.
+        """
+        from minialpa.runtime.ray_executable import RayExecutable
+
+        key = tuple((array.type, copy.shape, copy.spec, shape, spec) for array, copy, shape, spec in moves)
+        if key not in self._moves:
+            self._moves[key] = RayExecutable(self, _moving_program(key), {i: kind for i, (kind, *_) in enumerate(key)})
+        executable = self._moves[key]
+        executable.move([array for array, _, _, _ in moves])
+        for array, _, shape, spec in moves:
+            mesh = self._meshes[shape.first_device, math.prod(shape.logical_shape)]
+            array.add(Copy(mesh, shape, spec))
+
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
@@ -203,8 +238,15 @@ class RayRuntime:
             worker = calls[silent[0]]
             self._fail(
                 Failure(
-                    worker.number, worker.host, self._stage_of(worker), -1, "unknown", (),
-                    f"it has not answered for {self.cluster.request.timeout_s:.0f} s", "", False,
+                    worker.number,
+                    worker.host,
+                    self._stage_of(worker),
+                    -1,
+                    "unknown",
+                    (),
+                    f"it has not answered for {self.cluster.request.timeout_s:.0f} s",
+                    "",
+                    False,
                 )  # fmt: skip
             )
 
@@ -252,6 +294,23 @@ class RayRuntime:
         return statuses
 
 
+def _moving_program(moves: Sequence[tuple[ArrayType, MeshShape, PartitionSpec, MeshShape, PartitionSpec]]) -> Program:
+    """The program that takes arrays from mesh to mesh and does nothing else."""
+    meshes = tuple(dict.fromkeys(shape for _, source, _, target, _ in moves for shape in (source, target)))
+    number = {shape: i for i, shape in enumerate(meshes)}
+    n = len(moves)
+    return Program(
+        meshes,
+        (),
+        tuple(InputSlot(i, i, None, number[source], spec) for i, (_, source, spec, _, _) in enumerate(moves)),
+        (),
+        tuple(Transfer(i, n + i, number[target], spec) for i, (_, _, _, target, spec) in enumerate(moves)),
+        tuple(OutputSlot((n + i,), (number[target],)) for i, (_, _, _, target, _) in enumerate(moves)),
+        frozenset(),
+        2 * n,
+    )
+
+
 def _death(worker: WorkerHandle, error: Exception) -> Failure:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = "its process died: " + " ".join(lines)[:600]
@@ -266,7 +325,9 @@ def _story(cause: Failure, statuses: Sequence[Status]) -> str:
         lines.append(f"It was at {cause.instruction}; before that: {'; '.join(cause.recent) or 'nothing'}.")
     for status in statuses:
         if status.worker != cause.worker:
-            lines.append(f"Worker {status.worker} of stage {status.stage} on host {status.host}: at {status.instruction}.")
+            lines.append(
+                f"Worker {status.worker} of stage {status.stage} on host {status.host}: at {status.instruction}."
+            )
     if cause.traceback:
         lines.append(f"Traceback of the worker:\n{cause.traceback}")
     return "\n".join(lines)

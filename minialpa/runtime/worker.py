@@ -125,7 +125,9 @@ class Worker:
         self._transports[number] = HostTransport(self.settings.secret, me, self.settings.ip)
         return self._transports[number].address
 
-    def load(self, number: int, program: MeshProgram, places: Sequence[Place], me: int, addresses: Sequence[Any]) -> None:
+    def load(
+        self, number: int, program: MeshProgram, places: Sequence[Place], me: int, addresses: Sequence[Any]
+    ) -> None:
         """Compile program `number` and connect to its other workers. places, me: as in `Interpreter`."""
         from minialpa.runtime.interpreter import Interpreter
 
@@ -175,7 +177,8 @@ class Worker:
     def _inputs(self, interpreter: Any, arguments: Sequence[Any], donated: set[int]) -> list[Any]:
         from minialpa.runtime.interpreter import Held
 
-        inputs, seen = [], set()
+        inputs: list[Any] = []
+        seen: set[int] = set()
         for i, argument in enumerate(arguments):
             if not isinstance(argument, Held):
                 inputs.append(interpreter.argument(i, argument))
@@ -260,6 +263,6 @@ def _shards(array: Any) -> list[tuple[Box, Any]]:
     found: list[tuple[Box, Any]] = []
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
-            sizes = zip(shard.index, array.shape, strict=True)
-            found.append((tuple((s.start or 0, n if s.stop is None else s.stop) for s, n in sizes), np.asarray(shard.data)))
+            ends = [cut.indices(size)[:2] for cut, size in zip(shard.index, array.shape, strict=True)]
+            found.append((tuple(ends), np.asarray(shard.data)))
     return found
