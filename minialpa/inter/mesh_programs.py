@@ -39,7 +39,8 @@ def split_by_mesh(
 ) -> tuple[MeshProgram, ...]:
     """What each mesh of `program` does, with functions exported for `platform` ("cpu" or "cuda").
 
-    types: of buffers that no function reads or writes. Raises TraceError for a function that cannot leave this process, as one that calls back into Python.
+    types: of buffers that no function reads or writes.
+    Raises TraceError for a function that cannot leave this process, as one that calls back into Python.
     """
     return _Splitter(program, types, cluster, platform).run()
 

@@ -1,7 +1,7 @@
 """The interpreter of a worker: a mesh program and this process's devices in, steps out.
 
-Instructions are issued in order and jax runs them asynchronously. Only a `Receive` waits, for what its readers behind it
-need. `Interpreter.position` tells another thread how far a step has come.
+Instructions are issued in order and jax runs them asynchronously. Only a `Receive` waits, for what its readers need.
+`Interpreter.position` tells another thread how far a step has come.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ Argument = Held | Given
 class Interpreter:
     """One mesh program on one worker.
 
-    places, me: all workers of the program, and which of them this is; the transport numbers them so too. devices: those of the whole mesh, in its order; those of other processes included.
+    places, me: all workers of the program, and which of them this is; the transport numbers them so too.
+    devices: those of the whole mesh, in its order; those of other processes included.
     """
 
     def __init__(

@@ -6,8 +6,10 @@ each of which stands for one virtual CPU device unless the number is given.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -179,19 +181,38 @@ def _worker_env(platform: str) -> dict[str, str]:
 
 
 def _connect(request: Request) -> None:
+    address = request.address or os.environ.get("RAY_ADDRESS") or _running_here()
     try:
-        if request.address is not None:
-            ray.init(address=request.address, namespace=request.namespace, log_to_driver=False)
-            return
-        try:
-            ray.init(address="auto", namespace=request.namespace, log_to_driver=False)
-        except ConnectionError:
-            ray.init(namespace=request.namespace, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    except ConnectionError as error:
+        if address is None:
+            ray.init("local", namespace=request.namespace, include_dashboard=False, log_to_driver=False)
+        else:
+            ray.init(address=address, namespace=request.namespace, log_to_driver=False)
+    except (ConnectionError, RuntimeError) as error:
         raise MinialpaError(
-            f"No Ray cluster answers at {request.address!r} ({error}). Start one with `ray start --head`, or leave out "
+            f"No Ray cluster answers at {address!r} ({error}). Start one with `ray start --head`, or leave out "
             "`address` to start one on this machine."
         ) from error
+
+
+def _running_here() -> str | None:
+    """The address of the cluster that `ray start` has started on this machine, if it still runs.
+
+    Ray would look for it too, but wait for minutes for one that has ended without a word.
+    """
+    try:
+        from ray._private.utils import read_ray_address
+
+        address = read_ray_address()
+    except ImportError:
+        return None
+    if address is None:
+        return None
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=2.0):
+            return str(address)
+    except (OSError, ValueError):
+        return None
 
 
 def _choose_nodes(request: Request) -> tuple[str, list[dict[str, Any]], int]:

@@ -32,8 +32,8 @@ class _Cut:
 class RayExecutable:
     """A program on the workers of a session.
 
-    types: of buffers that no function of the program reads or writes. Its meshes start, and its functions are compiled, when it is made; and again if another program with meshes of other
-    shapes has ended them since.
+    types: of buffers that no function of the program reads or writes. Its meshes start, and its functions are compiled,
+    when it is made; and again if another program with meshes of other shapes has ended them since.
     """
 
     def __init__(self, runtime: RayRuntime, program: Program, types: Mapping[int, ArrayType] | None = None) -> None:
@@ -111,7 +111,7 @@ class RayExecutable:
         return out
 
     def _bring(self, leaves: Sequence[Any]) -> None:
-        """Have workers send each other the arrays that lie elsewhere, or in another layout, than the step reads them."""
+        """Have workers send each other what lies elsewhere, or in another layout, than the step reads it."""
         wanted: dict[tuple[int, Any, Any], tuple[DistributedArray, Copy]] = {}
         for own in self.programs:
             for slot in own.inputs:

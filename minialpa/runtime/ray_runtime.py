@@ -143,7 +143,7 @@ class RayRuntime:
             )
 
     def _wait(self, calls: dict[Any, WorkerHandle]) -> None:
-        """Wait for calls, looking at all steps under way: a call behind a step that hangs is answered by no one else."""
+        """Wait for calls, and look at all steps under way: what waits behind a step that hangs is never answered."""
         watched = dict(calls)
         for step in self._steps:
             watched.update(step)
@@ -233,22 +233,11 @@ class RayRuntime:
         """Raise WorkerError if a worker does not say where it is."""
         workers = [w for mesh in self._meshes.values() for w in mesh.workers]
         calls = {w.actor.status.options(concurrency_group="control").remote(): w for w in workers}
-        done, silent = ray.wait(list(calls), num_returns=len(calls), timeout=min(10.0, self.cluster.request.timeout_s))
+        _, silent = ray.wait(list(calls), num_returns=len(calls), timeout=min(10.0, self.cluster.request.timeout_s))
         if silent:
             worker = calls[silent[0]]
-            self._fail(
-                Failure(
-                    worker.number,
-                    worker.host,
-                    self._stage_of(worker),
-                    -1,
-                    "unknown",
-                    (),
-                    f"it has not answered for {self.cluster.request.timeout_s:.0f} s",
-                    "",
-                    False,
-                )  # fmt: skip
-            )
+            reason = f"it has not answered for {self.cluster.request.timeout_s:.0f} s"
+            self._fail(Failure(worker.number, worker.host, -1, -1, "unknown", (), reason, "", False))
 
     def _stage_of(self, worker: WorkerHandle) -> int:
         meshes = sorted(self._meshes.values(), key=lambda mesh: mesh.first_device)
