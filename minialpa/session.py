@@ -70,6 +70,8 @@ def init(
             raise MinialpaError("`init` was already called with other arguments. Call `minialpa.shutdown()` first.")
         if _Current.session.arguments == arguments:
             return
+    elif _Current.session is not None:
+        shutdown()
     if cluster == "ray":
         _Current.session = _ray_session(arguments)
     elif cluster == "local":

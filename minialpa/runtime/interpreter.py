@@ -84,29 +84,45 @@ class Interpreter:
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
-    def run(self, step: int, arguments: list[jax.Array]) -> dict[int, jax.Array]:
-        """Run step number `step` on an array for each input of the program; returns the results by number.
+    def begin(self, step: int) -> None:
+        """Step number `step` is the next one to run."""
+        self.step, self.position = step, -1
 
-        Empties `arguments`, so that nothing but the step holds what it may free.
+    def run(self, arguments: list[jax.Array]) -> dict[int, jax.Array]:
+        """Run a step on an array for each input of the program; returns the results by number.
+
+        Empties `arguments`, so that nothing but the step holds what it may free. Where it raises, `position` is the
+        instruction that failed.
         """
         buffers: dict[int, Any] = dict(self.constants)
-        self.step = step
         self.sending.clear()
         buffers.update((slot.buffer, x) for slot, x in zip(self.program.inputs, arguments, strict=True))
         arguments.clear()
-        for i, instruction in enumerate(self.program.instructions):
-            self.position = i
-            self._issue(instruction, buffers)
-        self.position = len(self.program.instructions)
-        results = {number: buffers[b] for number, b in self.program.outputs}
-        jax.block_until_ready(list(results.values()))
-        self._finish_sends(list(self.sending))
+        try:
+            for i, instruction in enumerate(self.program.instructions):
+                self.position = i
+                self._issue(instruction, buffers)
+            self.position = len(self.program.instructions)
+            results = {number: buffers[b] for number, b in self.program.outputs}
+            jax.block_until_ready(list(results.values()))
+            self._finish_sends(list(self.sending))
+        except Exception:
+            self.position = self._first_failed(buffers)
+            raise
+        self.position = -1
         return results
+
+    def _first_failed(self, buffers: dict[int, Any]) -> int:
+        """The first instruction that is known to have failed: jax says so when a later one wants the result."""
+        for i, instruction in enumerate(self.program.instructions[: self.position]):
+            if any(b in buffers and _has_failed(buffers[b]) for b in _written(instruction)):
+                return i
+        return self.position
 
     def describe(self, i: int) -> str:
         """Instruction `i` in words."""
         if not 0 <= i < len(self.program.instructions):
-            return "no instruction" if i < 0 else "the end of the step"
+            return "no instruction" if i < 0 else "the end of the step, where results are awaited"
         instruction = self.program.instructions[i]
         text = f"instruction {i}, {type(instruction).__name__}"
         match instruction:
@@ -239,6 +255,28 @@ def make_mesh(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> Mesh:
     """`devices`, in row-major order, as a mesh with the axes that specs name."""
     grid = np.array(devices).reshape(shape)
     return Mesh(grid, AXIS_NAMES[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _written(instruction: MeshInstruction) -> tuple[int, ...]:
+    match instruction:
+        case Run(_, _, outputs):
+            return tuple(outputs)
+        case Accumulate(_, totals, _):
+            return tuple(totals)
+        case Receive(target, _) | Relayout(_, target, _):
+            return (target,)
+    return ()
+
+
+def _has_failed(array: Any) -> bool:
+    """Whether the computation of an array has ended with an error. Does not wait for it."""
+    if array.is_deleted() or not array.is_ready():
+        return False
+    try:
+        array.block_until_ready()
+    except Exception:
+        return True
+    return False
 
 
 def _shape(box: Box) -> tuple[int, ...]:

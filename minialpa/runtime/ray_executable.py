@@ -77,11 +77,16 @@ class RayExecutable:
             for own, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True)
         ]  # fmt: skip
         calls: dict[Any, WorkerHandle] = {}
-        for own, mesh, given in zip(self.programs, self._meshes, arguments, strict=True):
-            results = {number: numbers[number] for number, _ in own.outputs}
-            freed, donated = mesh.take_freed(), self._donated(mesh, leaves)
-            for worker, mine in zip(mesh.workers, given, strict=True):
-                calls[worker.actor.step.remote(self.number, step, mine, results, donated, freed)] = worker
+        try:
+            for own, mesh, given in zip(self.programs, self._meshes, arguments, strict=True):
+                results = {number: numbers[number] for number, _ in own.outputs}
+                freed, donated = mesh.take_freed(), self._donated(mesh, leaves)
+                for worker, mine in zip(mesh.workers, given, strict=True):
+                    calls[worker.actor.step.remote(self.number, step, mine, results, donated, freed)] = worker
+        except BaseException:  # Ctrl-C, say
+            if calls:
+                self.runtime.abandon("A step was interrupted when only some workers had been told of it.")
+            raise
         for leaf in self._donated_leaves:
             if isinstance(leaves[leaf], DistributedArray):
                 self._use_up(leaves[leaf])
@@ -159,9 +164,9 @@ class RayExecutable:
         """Start the meshes that do not run, and compile where they have not the program yet."""
         if self._meshes and all(mesh.alive for mesh in self._meshes):
             return
-        self._meshes = self.runtime.meshes(self._keys)
+        meshes = self.runtime.meshes(self._keys)
         self.runtime.unload_dropped()
-        workers = [(worker, program) for program, mesh in zip(self.programs, self._meshes, strict=True)
+        workers = [(worker, program) for program, mesh in zip(self.programs, meshes, strict=True)
                    for worker in mesh.workers]  # fmt: skip
         addresses = self.runtime.gather(
             {w.actor.open_transport.remote(self.number, i): w for i, (w, _) in enumerate(workers)}
@@ -171,6 +176,7 @@ class RayExecutable:
             w.actor.load.remote(self.number, shared[program.mesh], self.places, i, addresses): w
             for i, (w, program) in enumerate(workers)
         })  # fmt: skip
+        self._meshes = meshes
 
     def hlo_texts(self) -> list[str]:
         """Compiled HLO of each function of the program."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from typing import Any
 from minialpa.errors import WorkerError
 from minialpa.mesh_program import MeshProgram, Place
 from minialpa.resharding import Box
+from minialpa.runtime.failures import Failure, Status, fault_of
+
+#: Instructions before the present one that a status tells.
+_N_RECENT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +40,8 @@ class WorkerSettings:
     n_devices: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A step that failed on a worker. follows: whether another worker's failure was the cause, as far as it knows."""
-
-    worker: int
-    host: int
-    stage: int
-    step: int
-    instruction: str
-    recent: tuple[str, ...]
-    message: str
-    traceback: str
-    follows: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """Where a worker is: the step and the instruction that it is at."""
-
-    worker: int
-    host: int
-    stage: int
-    step: int
-    instruction: str
-
-
 class Worker:
-    """Devices of one mesh on one host. Calls come one after the other, but for `status` and `stop`."""
+    """Devices of one mesh on one host. Calls come one after the other, but for `status` and `live`."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
@@ -103,6 +82,8 @@ class Worker:
                 rank,
                 cluster_detection_method="deactivate",
                 initialization_timeout=60,
+                # The caller finds out first who hangs. This would end the processes that wait for it.
+                heartbeat_timeout_seconds=int(self.settings.timeout_s) + 60,
                 coordinator_bind_address=address if rank == 0 else None,
             )
         if self._reserved is not None:
@@ -122,6 +103,7 @@ class Worker:
         """Prepare for program `number`, as its worker `me`; returns the address at which its other workers find it."""
         from minialpa.runtime.host_transport import HostTransport
 
+        self.unload(number)  # of an earlier attempt that was broken off
         self._transports[number] = HostTransport(self.settings.secret, me, self.settings.ip)
         return self._transports[number].address
 
@@ -159,20 +141,22 @@ class Worker:
         """
         if self._failure is not None:
             return self._failure
-        interpreter = self._programs[program]
-        self._running = interpreter
         try:
+            interpreter = self._running = self._programs[program]
+            interpreter.begin(step)
             self.free(freed)
             inputs = self._inputs(interpreter, arguments, set(donated))
             self.free(donated)
-            made = interpreter.run(step, inputs)
+            made = interpreter.run(inputs)
             self._arrays.update((results[number], array) for number, array in made.items() if number in results)
         except Exception as error:
-            self._failure = self._failed(interpreter, step, error)
-            for transport in self._transports.values():  # those who wait for this worker know then
-                transport.close()
-            return self._failure
-        return None
+            self._failure = Failure(
+                fault_of(error), self.status(), f"{type(error).__name__}: {error}", traceback.format_exc()
+            )
+            # Those who wait for this worker know then. The caller is not kept waiting for it.
+            for transport in self._transports.values():
+                threading.Thread(target=transport.close, daemon=True).start()
+        return self._failure
 
     def _inputs(self, interpreter: Any, arguments: Sequence[Any], donated: set[int]) -> list[Any]:
         from minialpa.runtime.interpreter import Held
@@ -189,19 +173,17 @@ class Worker:
             seen.add(argument.array)
         return inputs
 
-    def _failed(self, interpreter: Any, step: int, error: Exception) -> Failure:
-        i = interpreter.position
-        recent = tuple(interpreter.describe(k) for k in range(max(0, i - 4), i))
-        return Failure(
-            self.settings.number, self.settings.host, interpreter.program.mesh, step, interpreter.describe(i), recent,
-            f"{type(error).__name__}: {error}", traceback.format_exc(), isinstance(error, WorkerError),
-        )  # fmt: skip
-
     def status(self) -> Status:
         """Where the worker is now. Answers while a step runs."""
-        at = self._running
-        stage, step, what = (-1, -1, "no step") if at is None else (at.program.mesh, at.step, at.describe(at.position))
-        return Status(self.settings.number, self.settings.host, stage, step, what)
+        own, at = self.settings, self._running
+        if at is None:
+            return Status(own.number, own.host, os.getpid())
+        recent = tuple(at.describe(k) for k in range(max(0, at.position - _N_RECENT), at.position))
+        return Status(own.number, own.host, os.getpid(), at.program.mesh, at.step, at.describe(at.position), recent)
+
+    def live(self) -> None:
+        """Never returns: a call of this ends when the process does."""
+        threading.Event().wait()
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
