@@ -6,6 +6,7 @@ each of which stands for one virtual CPU device unless the number is given.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import secrets
@@ -144,15 +145,25 @@ class RayCluster:
                 meshes.extend(self._spawn(*key) for key in wanted)
                 failure = _join(meshes)
             except BaseException:
-                _end_all(meshes)
+                self.end(list(itertools.chain(*meshes)))
                 raise
             if failure is None:
                 return meshes
-            _end_all(meshes)
+            self.end(list(itertools.chain(*meshes)))
             if attempt + 1 == _ATTEMPTS or not _port_was_taken(failure):
                 hint = f"{failure.message}\nIs minialpa installed on every host, with the same versions of jax and Python?"
                 raise worker_error(replace(failure, message=hint), (), has_ended=False)
         raise AssertionError("unreachable")
+
+    def end(self, workers: Sequence[WorkerHandle]) -> None:
+        """End the processes of workers. Those that are gone already are no error."""
+        if not workers or not ray.is_initialized():
+            return
+        if not _answers(self.head):  # which passes on what `ray.kill` asks for
+            for worker in workers:
+                worker.actor.stop.options(concurrency_group="control").remote()
+        for worker in workers:
+            ray.kill(worker.actor, no_restart=True)
 
     def _spawn(self, first_device: int, n_devices: int) -> list[WorkerHandle]:
         per_host = self.devices_per_host
@@ -182,18 +193,6 @@ class RayCluster:
         placed = PlacementGroupSchedulingStrategy(self._group, self.hosts[host].bundle)
         env = {**_worker_env(self.platform), **self.request.env}
         return {**wanted, "scheduling_strategy": placed, "runtime_env": {"env_vars": env}, "max_restarts": 0}
-
-
-def end_workers(workers: Sequence[WorkerHandle]) -> None:
-    """End the processes of workers. Those that are gone already are no error."""
-    if ray.is_initialized():
-        for worker in workers:
-            ray.kill(worker.actor, no_restart=True)
-
-
-def _end_all(meshes: Sequence[Sequence[WorkerHandle]]) -> None:
-    for workers in meshes:
-        end_workers(workers)
 
 
 _ACTOR: Any = ray.remote(concurrency_groups={"control": 1, "life": 1})(Worker)  # type: ignore[call-overload]
@@ -330,7 +329,7 @@ def death(last: Status, error: RayError) -> Failure:
     return Failure(Fault.DIED, last, f"its process died. {reason[:600]}")
 
 
-_LABELS = ("class_name:", "actor_id:", "pid:", "namespace:", "name:")
+_LABELS = ("actor_id:", "class_name:", "ip:", "name:", "namespace:", "pid:")
 
 
 def failed_call(last: Status, error: RayTaskError) -> Failure:

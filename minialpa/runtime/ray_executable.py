@@ -68,7 +68,7 @@ class RayExecutable:
 
     def _start(self, leaves: Sequence[Any], numbers: Sequence[int]) -> None:
         """Start a step whose results the workers keep under `numbers`."""
-        step = self.runtime.new_number()
+        step = self.runtime.new_step()
         values = _Values(leaves)
         # All arguments first: fetching one waits for earlier steps, but not for a part of this one.
         arguments = [

@@ -26,7 +26,7 @@ from minialpa.mesh_program import ArrayType, MeshProgram
 from minialpa.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
 from minialpa.runtime.distributed_array import Copy, DistributedArray
 from minialpa.runtime.failures import Failure, Status, ended, root_cause, with_stage, worker_error
-from minialpa.runtime.ray_cluster import HEAD_S, RayCluster, WorkerHandle, death, end_workers, failed_call
+from minialpa.runtime.ray_cluster import HEAD_S, RayCluster, WorkerHandle, death, failed_call
 from minialpa.runtime.watch import Watch, silent
 
 #: Steps that are under way at most: one runs, one waits at the workers.
@@ -72,12 +72,16 @@ class RayRuntime:
         self.failure: WorkerError | None = None
         self._watch = Watch(cluster.request.timeout_s)
         self._meshes: dict[tuple[int, int], MeshWorkers] = {}
-        self._numbers = itertools.count()
+        self._numbers, self._step_numbers = itertools.count(), itertools.count()
         self._steps: deque[dict[Any, WorkerHandle]] = deque()
 
     def new_number(self) -> int:
-        """A number for an array, a program or a step; never given twice."""
+        """A number for an array or a program; never given twice."""
         return next(self._numbers)
+
+    def new_step(self) -> int:
+        """The number of the next step, from 0. Moves of arrays count too."""
+        return next(self._step_numbers)
 
     # ---- meshes ---------------------------------------------------------------------------------------------------
 
@@ -117,7 +121,7 @@ class RayRuntime:
         mesh.alive = False
         del self._meshes[key]
         self._watch.remove(mesh.workers)
-        end_workers(mesh.workers)
+        self.cluster.end(mesh.workers)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -256,7 +260,7 @@ class RayRuntime:
             self.failure = WorkerError("`minialpa.shutdown()` was called.")
         for mesh in self._meshes.values():
             mesh.alive = False
-            end_workers(mesh.workers)
+        self.cluster.end(self.workers)
         self._watch.remove(list(self._watch.lives.values()))
         self._meshes.clear()
         self._steps.clear()
@@ -293,7 +297,8 @@ class RayRuntime:
         asked = self._watch.ask({first.where.worker})
         watched = self._watched() | asked
         deadline = time.monotonic() + _GRACE_S
-        while len(watched) > len(self._watch.lives) and (left := deadline - time.monotonic()) > 0:
+        # Those who live never say so.
+        while watched.keys() - self._watch.lives.keys() and (left := deadline - time.monotonic()) > 0:
             done, _ = ray.wait(list(watched), num_returns=1, timeout=left)
             for ref in done:
                 worker = watched.pop(ref)

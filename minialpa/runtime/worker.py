@@ -41,7 +41,7 @@ class WorkerSettings:
 
 
 class Worker:
-    """Devices of one mesh on one host. Calls come one after the other, but for `status` and `live`."""
+    """Devices of one mesh on one host. Calls come one after the other, but for `status`, `live` and `stop`."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
@@ -184,6 +184,10 @@ class Worker:
     def live(self) -> None:
         """Never returns: a call of this ends when the process does."""
         threading.Event().wait()
+
+    def stop(self) -> None:
+        """End this process."""
+        os._exit(1)
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
 

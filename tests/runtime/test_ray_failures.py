@@ -5,6 +5,7 @@ Each test makes one fault in a session and starts the next one in the same proce
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +22,9 @@ import numpy as np
 import pytest
 
 import minialpa
-from minialpa import PipeshardParallel, ShardParallel, WorkerError
+from minialpa import AutoShardingOption, PipeshardParallel, ShardParallel, WorkerError
+from minialpa.runtime import ray_cluster
+from minialpa.runtime.worker import Worker
 from minialpa.session import current_session
 from minialpa.testing import assert_allclose
 
@@ -31,7 +35,7 @@ pytestmark = pytest.mark.ray
 #: Seconds within which an error has to come, once there are signs of it.
 SOON_S = 10.0
 #: A time-out for workers that hang; their first steps take less, on a busy machine too.
-PATIENCE_S = 12.0
+PATIENCE_S = 8.0
 FOREVER = 2**31 - 1
 AT_ONCE = np.zeros(3, np.int32)
 
@@ -97,12 +101,13 @@ class Training:
     def __post_init__(self) -> None:
         self.serial = jax.jit(train_step(jax.value_and_grad))
 
-    def start(self, hosts: int, timeout_s: float = 300.0) -> None:
+    def start(self, hosts: int, timeout_s: float = 300.0, env: Any = None) -> None:
         """A session of a pipeline of two meshes on one host, or of one mesh over two hosts."""
         self.hosts = hosts
         minialpa.init(
-            cluster="ray", address=self.address, num_hosts=hosts, devices_per_host=2 // hosts, worker_timeout_s=timeout_s
-        )
+            cluster="ray", address=self.address, num_hosts=hosts, devices_per_host=2 // hosts,
+            worker_timeout_s=timeout_s, worker_env=env,
+        )  # fmt: skip
         self.steps.setdefault(hosts, minialpa.parallelize(train_step(minialpa.value_and_grad), method=METHODS[hosts]))
 
     def run(self, spins: Any = AT_ONCE) -> tuple[Any, Any]:
@@ -135,9 +140,7 @@ class Traces:
     def assert_gone(self) -> None:
         """Within seconds: Ray gives a process that is stopped five of them."""
         wait_until(lambda: not any(lives(pid) for pid in self.pids))
-        for port in self.ports:
-            with socket.socket() as probe:
-                assert probe.connect_ex(("127.0.0.1", port)) != 0, port
+        wait_until(lambda: not any(answers(port) for port in self.ports))
         if ray.is_initialized():
             assert ray.util.placement_group_table(self.group)["state"] == "REMOVED"
         assert not [thread for thread in threading.enumerate() if "minialpa" in thread.name]
@@ -153,17 +156,34 @@ def read_link(path: str) -> str:
 
 def lives(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
+        return process_stat(pid)[0] != "Z"
     except OSError:
         return False
 
 
+def cluster_ip() -> str:
+    return str(ray.nodes()[0]["NodeManagerAddress"])
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def listening_ports(pid: int) -> list[int]:
-    """TCP ports on which a process listens."""
-    sockets = {read_link(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
-    rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/{pid}/net/{name}").readlines()[1:]]
-    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    """TCP ports on which a process listens, without those that it has from its parent."""
+    own = sockets(pid) - sockets(int(process_stat(pid)[1]))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()]
+    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+
+
+def sockets(pid: int) -> set[str]:
+    return {read_link(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+
+
+def process_stat(pid: int) -> list[str]:
+    """State, parent, and so on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def wait_until(is_true: Callable[[], bool], seconds: float = SOON_S) -> None:
@@ -236,7 +256,7 @@ def long_step(training: Training, where: int) -> Callable[[], Any]:
     """A step that never ends: in the first stage, in the second one, or in the update of the first."""
     spins = AT_ONCE.copy()
     spins[where] = FOREVER
-    return lambda: np.asarray(training.run(spins)[1])
+    return lambda: np.asarray(training.run(spins)[0]["first"])
 
 
 def test_worker_killed_while_it_compiles(training: Training) -> None:
@@ -313,7 +333,9 @@ def test_stage_that_raises(training: Training) -> None:
     training.start(hosts=1)
     training.advance()
     traces = Traces.of_session()
-    greedy = minialpa.parallelize(greedy_step, method=PIPELINE)
+    limit = AutoShardingOption(memory_limit_bytes=2**60)
+    method = dataclasses.replace(PIPELINE, default_auto_sharding_option=limit)
+    greedy = minialpa.parallelize(greedy_step, method=method)
     told = told_of(lambda: None, lambda: np.asarray(greedy(training.state, make_batch(0))))
     assert (told.error.host, told.error.stage) == (0, 1)
     assert told.error.instruction is not None and "Run" in told.error.instruction
@@ -338,3 +360,81 @@ def test_worker_that_hangs(training: Training) -> None:
     traces.assert_gone()
     training.start(hosts=1)
     training.advance()
+
+
+def test_interrupt_of_the_caller(training: Training) -> None:
+    training.start(hosts=1)
+    training.advance()
+    traces = Traces.of_session()
+    interrupt = threading.Timer(2.0, lambda: signal.raise_signal(signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        long_step(training, 0)()
+    interrupt.join()
+    minialpa.shutdown()
+    traces.assert_gone()
+
+
+class UnluckyWorker(Worker):
+    """Proposes a port that another process has taken meanwhile, if that has one."""
+
+    def reserve_port(self) -> tuple[str, int]:
+        taken = Path(os.environ["TAKEN_PORT"])
+        ip, port = super().reserve_port()
+        return (ip, int(taken.read_text())) if taken.exists() else (ip, port)
+
+
+def test_port_taken_then_coordinator_killed(training: Training, tmp_path: Path, monkeypatch: Any) -> None:
+    minialpa.shutdown()
+    unlucky = ray.remote(concurrency_groups={"control": 1, "life": 1})(UnluckyWorker)
+    monkeypatch.setattr(ray_cluster, "_ACTOR", unlucky)
+    taken = tmp_path / "port"
+    with socket.create_server((cluster_ip(), 0)) as holder:
+        taken.write_text(str(holder.getsockname()[1]))
+        threading.Timer(12.0, taken.unlink).start()
+        training.start(hosts=2, env={"TAKEN_PORT": str(taken)})
+        training.advance()
+    traces = Traces.of_session()
+    told = told_of(kill(worker_pid(0)), long_step(training, 0), after_s=2.0)
+    assert told.seconds < SOON_S
+    assert (told.error.host, told.error.stage) == (0, 0)
+    traces.assert_gone()
+
+
+def test_one_host_of_a_mesh_killed(training: Training) -> None:
+    training.start(hosts=2)
+    training.advance()
+    traces = Traces.of_session()
+    told = told_of(kill(worker_pid(1)), lambda: np.asarray(training.run()[1]))
+    assert told.seconds < SOON_S
+    assert (told.error.host, told.error.stage) == (1, 0)
+    assert "its process died" in str(told.error)
+    traces.assert_gone()
+
+
+def test_node_lost(training: Training, cluster: Any) -> None:
+    training.start(hosts=2)
+    training.advance()
+    traces = Traces.of_session()
+    node = max(cluster.worker_nodes)
+    told = told_of(
+        lambda: cluster.remove_node(node, allow_graceful=False), lambda: np.asarray(training.run()[1]), after_s=0.0
+    )
+    assert told.seconds < SOON_S
+    assert "its process died" in str(told.error)
+    traces.assert_gone()
+    training.start(hosts=1)
+    training.advance()
+
+
+def test_head_killed(training: Training, cluster: Any) -> None:
+    minialpa.shutdown()
+    training.start(hosts=1)
+    training.advance()
+    pids = Traces.of_session().pids
+    servers = [process.pid for name, process in cluster.head_node.live_processes() if name == "gcs_server"]
+    told = told_of(kill(servers[0]), long_step(training, 0), after_s=1.0)
+    assert told.seconds < 2 * SOON_S
+    assert "The head of the Ray cluster" in str(told.error)
+    wait_until(lambda: not any(lives(pid) for pid in pids))
+    ray.shutdown()  # Ray ends a process that has lost its head.
