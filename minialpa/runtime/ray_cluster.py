@@ -12,6 +12,7 @@ import re
 import secrets
 import socket
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,7 +100,7 @@ class RayCluster:
         self._secret = secrets.token_bytes(32)
         self._n_workers = 0
         self._released = False
-        self._head_seen = time.monotonic()
+        self._headless_since: float | None = None
 
     def release(self) -> None:
         """Give the hosts back; what was started on them ends. Calling it twice is fine."""
@@ -116,11 +117,13 @@ class RayCluster:
                 ray.shutdown()
 
     def headless_s(self) -> float:
-        """Seconds since the head of the cluster was last seen to answer, between two calls of this; 0 if it does."""
-        now = time.monotonic()
+        """Seconds since the first of those calls of this that have found that the head of the cluster is away."""
         if _answers(self.head):
-            self._head_seen = now
-        return now - self._head_seen
+            self._headless_since = None
+            return 0.0
+        now = time.monotonic()
+        self._headless_since = self._headless_since or now
+        return now - self._headless_since
 
     def describe(self) -> ClusterSpec:
         """The cluster for the planner: device and links by the kind of the GPUs, or those of CPUs."""
@@ -151,7 +154,9 @@ class RayCluster:
                 return meshes
             self.end(list(itertools.chain(*meshes)))
             if attempt + 1 == _ATTEMPTS or not _port_was_taken(failure):
-                hint = f"{failure.message}\nIs minialpa installed on every host, with the same versions of jax and Python?"
+                hint = (
+                    f"{failure.message}\nIs minialpa installed on every host, with the same versions of jax and Python?"
+                )
                 raise worker_error(replace(failure, message=hint), (), has_ended=False)
         raise AssertionError("unreachable")
 
@@ -209,10 +214,13 @@ def _worker_env(platform: str) -> dict[str, str]:
 def _connect(request: Request) -> None:
     address = request.address or os.environ.get("RAY_ADDRESS") or _running_here()
     try:
-        if address is None:
-            ray.init("local", namespace=request.namespace, include_dashboard=False, log_to_driver=False)
-        else:
-            ray.init(address=address, namespace=request.namespace, log_to_driver=False)
+        with warnings.catch_warnings():
+            # Ray forks to start its processes, and these replace themselves at once.
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            if address is None:
+                ray.init("local", namespace=request.namespace, include_dashboard=False, log_to_driver=False)
+            else:
+                ray.init(address=address, namespace=request.namespace, log_to_driver=False)
     except (ConnectionError, RuntimeError) as error:
         raise MinialpaError(
             f"No Ray cluster answers at {address!r} ({error}). Start one with `ray start --head`, or leave out "

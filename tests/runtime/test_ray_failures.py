@@ -9,6 +9,7 @@ import dataclasses
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.ray
 #: Seconds within which an error has to come, once there are signs of it.
 SOON_S = 10.0
 #: A time-out for workers that hang; their first steps take less, on a busy machine too.
-PATIENCE_S = 8.0
+PATIENCE_S = 6.0
 FOREVER = 2**31 - 1
 AT_ONCE = np.zeros(3, np.int32)
 
@@ -68,7 +69,7 @@ def greedy_step(params: Any, batch: Any) -> jax.Array:
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         h = jax.nn.relu(batch["x"] @ params["first"])
         minialpa.mark_pipeline_boundary()
-        big = jnp.sort(jnp.full((2**46,), jnp.sum(params["last"])))
+        big = jnp.sort(jnp.sin(jax.lax.iota(jnp.float32, 2**46) * jnp.sum(params["last"])))
         return jnp.mean((h @ params["last"] * big[-1] - batch["y"]) ** 2)
 
     return loss_fn(params, batch)
@@ -141,8 +142,7 @@ class Traces:
         """Within seconds: Ray gives a process that is stopped five of them."""
         wait_until(lambda: not any(lives(pid) for pid in self.pids))
         wait_until(lambda: not any(answers(port) for port in self.ports))
-        if ray.is_initialized():
-            assert ray.util.placement_group_table(self.group)["state"] == "REMOVED"
+        assert ray.util.placement_group_table(self.group)["state"] == "REMOVED"
         assert not [thread for thread in threading.enumerate() if "minialpa" in thread.name]
         assert not [fd for fd in os.listdir("/proc/self/fd") if "memfd:minialpa" in read_link(f"/proc/self/fd/{fd}")]
 
@@ -173,7 +173,9 @@ def answers(port: int) -> bool:
 def listening_ports(pid: int) -> list[int]:
     """TCP ports on which a process listens, without those that it has from its parent."""
     own = sockets(pid) - sockets(int(process_stat(pid)[1]))
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()]
+    rows = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
+    ]
     return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
 
 
@@ -340,26 +342,29 @@ def test_stage_that_raises(training: Training) -> None:
     assert (told.error.host, told.error.stage) == (0, 1)
     assert told.error.instruction is not None and "Run" in told.error.instruction
     assert told.error.recent
-    assert told.error.remote_traceback is not None and "RESOURCE_EXHAUSTED" in told.error.remote_traceback
+    assert told.error.remote_traceback is not None and "Out of memory" in told.error.remote_traceback
     assert told.error.remote_traceback in str(told.error)
     traces.assert_gone()
     training.start(hosts=1)
     training.advance()
 
 
-def test_worker_that_hangs(training: Training) -> None:
+@pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "busy"])
+def test_worker_that_hangs(training: Training, is_stopped: bool) -> None:
+    """Its process is stopped and answers nobody; or it answers, and never ends the update."""
     minialpa.shutdown()
     training.start(hosts=1, timeout_s=PATIENCE_S)
     training.advance()
     traces = Traces.of_session()
     pid = worker_pid(0)
-    told = told_of(lambda: os.kill(pid, signal.SIGSTOP), lambda: np.asarray(training.run()[1]))
+    if is_stopped:
+        told = told_of(lambda: os.kill(pid, signal.SIGSTOP), lambda: np.asarray(training.run()[1]))
+    else:
+        told = told_of(lambda: None, long_step(training, 2))
     assert told.seconds < PATIENCE_S + SOON_S
     assert (told.error.host, told.error.stage) == (0, 0)
-    assert "it has not answered for" in str(told.error)
+    assert ("it has not answered for" if is_stopped else "no worker has got on for 6 s") in str(told.error)
     traces.assert_gone()
-    training.start(hosts=1)
-    training.advance()
 
 
 def test_interrupt_of_the_caller(training: Training) -> None:
@@ -376,24 +381,28 @@ def test_interrupt_of_the_caller(training: Training) -> None:
 
 
 class UnluckyWorker(Worker):
-    """Proposes a port that another process has taken meanwhile, if that has one."""
+    """Proposes a port that another process has taken, the first time."""
 
     def reserve_port(self) -> tuple[str, int]:
         taken = Path(os.environ["TAKEN_PORT"])
         ip, port = super().reserve_port()
-        return (ip, int(taken.read_text())) if taken.exists() else (ip, port)
+        if taken.exists():
+            port = int(taken.read_text())
+            taken.unlink()
+        return ip, port
 
 
 def test_port_taken_then_coordinator_killed(training: Training, tmp_path: Path, monkeypatch: Any) -> None:
     minialpa.shutdown()
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     unlucky = ray.remote(concurrency_groups={"control": 1, "life": 1})(UnluckyWorker)
     monkeypatch.setattr(ray_cluster, "_ACTOR", unlucky)
     taken = tmp_path / "port"
     with socket.create_server((cluster_ip(), 0)) as holder:
         taken.write_text(str(holder.getsockname()[1]))
-        threading.Timer(12.0, taken.unlink).start()
         training.start(hosts=2, env={"TAKEN_PORT": str(taken)})
         training.advance()
+    assert not taken.exists()
     traces = Traces.of_session()
     told = told_of(kill(worker_pid(0)), long_step(training, 0), after_s=2.0)
     assert told.seconds < SOON_S
@@ -417,11 +426,9 @@ def test_node_lost(training: Training, cluster: Any) -> None:
     training.advance()
     traces = Traces.of_session()
     node = max(cluster.worker_nodes)
-    told = told_of(
-        lambda: cluster.remove_node(node, allow_graceful=False), lambda: np.asarray(training.run()[1]), after_s=0.0
-    )
+    told = told_of(lambda: cluster.remove_node(node, allow_graceful=False), long_step(training, 0), after_s=1.0)
     assert told.seconds < SOON_S
-    assert "its process died" in str(told.error)
+    assert told.error.host == 1 and "its process died" in str(told.error)
     traces.assert_gone()
     training.start(hosts=1)
     training.advance()
@@ -438,3 +445,9 @@ def test_head_killed(training: Training, cluster: Any) -> None:
     assert "The head of the Ray cluster" in str(told.error)
     wait_until(lambda: not any(lives(pid) for pid in pids))
     ray.shutdown()  # Ray ends a process that has lost its head.
+    # A cluster that is started for the session ends with it.
+    training.address = "local"
+    training.start(hosts=1)
+    training.advance()
+    minialpa.shutdown()
+    assert not ray.is_initialized()
