@@ -2,6 +2,7 @@
 
 from minialpa import testing, util
 from minialpa.api import ParallelizedFunc, explain, parallelize, plan, replan
+from minialpa.arrays import prefetch
 from minialpa.cluster import ClusterSpec, DeviceSpec, LinkSpec, LogicalMesh
 from minialpa.errors import (
     CheckpointError,
@@ -75,6 +76,7 @@ __all__ = [
     "parallelize",
     "plan",
     "plan_to_method",
+    "prefetch",
     "replan",
     "shutdown",
     "simulate",

@@ -15,10 +15,10 @@ from minialpa.arrays import RemoteArray
 from minialpa.mesh_program import ArrayType, MeshProgram, Place, worker_places
 from minialpa.program import InputSlot, Program
 from minialpa.resharding import Box, shard_boxes
-from minialpa.runtime.distributed_array import Copy, DistributedArray
+from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
 from minialpa.runtime.interpreter import Argument, Given, Held
 from minialpa.runtime.ray_cluster import WorkerHandle
-from minialpa.runtime.ray_runtime import MeshWorkers, RayRuntime
+from minialpa.runtime.ray_runtime import RayRuntime
 
 
 @dataclass(frozen=True, slots=True)
