@@ -23,8 +23,10 @@ from jax.sharding import PartitionSpec
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import ShardingError
 from minialpa.program import MeshShape
-from minialpa.resharding import Box, Move, Resharding, n_elements
+from minialpa.resharding import Box, Move, Resharding, bytes_per_link, n_elements
 from minialpa.sharding import Spec
+
+Way = Literal["direct", "broadcast", "gather"]
 
 _Tile = tuple[int, ...]
 """Place of a distinct shard: its number along each dimension of the array."""
@@ -34,7 +36,7 @@ _Tile = tuple[int, ...]
 class ReshardingCandidate:
     """A way to reshard, and the seconds that it takes with the gathering behind it."""
 
-    way: Literal["direct", "broadcast", "gather"]
+    way: Way
     resharding: Resharding
     seconds: float
 
@@ -52,11 +54,26 @@ def plan_resharding(
 
     shape: of the array as it is stored. Raises ShardingError where a spec does not fit it or a mesh the cluster.
     """
-    best, *others = resharding_candidates(shape, item_bytes, source, source_spec, target, target_spec, cluster)
-    for other in others:
-        if other.seconds < best.seconds * (1 - 1e-9):  # more than rounding
-            best = other
+    candidates = resharding_candidates(shape, item_bytes, source, source_spec, target, target_spec, cluster)
+    best = next(candidates)
+    if best.seconds > _receiving_s(best.resharding, cluster) * _ROUNDING:
+        for other in candidates:
+            if best.seconds > other.seconds * _ROUNDING:
+                best = other
     return best.resharding
+
+
+#: Two ways that take the same time may differ by this factor.
+_ROUNDING = 1 + 1e-9
+
+
+def _receiving_s(resharding: Resharding, cluster: ClusterSpec) -> float:
+    """Seconds that some host needs to get its tiles over its link, sent straight or gathered: no way takes less."""
+    received: dict[int, int] = defaultdict(int)
+    for (sender, host), n_bytes in bytes_per_link(resharding, cluster.devices_per_host).items():
+        if sender != host:
+            received[host] += n_bytes
+    return cluster.inter_host.transfer_s(max(received.values())) if received else 0.0
 
 
 def resharding_candidates(
@@ -67,34 +84,31 @@ def resharding_candidates(
     target: MeshShape,
     target_spec: PartitionSpec,
     cluster: ClusterSpec,
-) -> tuple[ReshardingCandidate, ...]:
-    """The ways to reshard, "direct" first. See `plan_resharding`."""
+) -> Iterator[ReshardingCandidate]:
+    """The ways to reshard, "direct" first, each made when it is asked for. See `plan_resharding`."""
     wanted = Spec.of(target_spec, len(shape))
     tiles = _tiling(shape, Spec.of(source_spec, len(shape)), source, cluster)
     target_tiles = _tiling(shape, wanted, target, cluster)
 
-    def candidate(
-        way: Literal["direct", "broadcast", "gather"], landing: PartitionSpec, landing_tiles: _Tiling
-    ) -> ReshardingCandidate:
+    def candidate(way: Way, landing: PartitionSpec, landing_tiles: _Tiling) -> ReshardingCandidate:
         cells = _cells(shape, tiles.parts, landing_tiles.parts)
         moves = _moves(cells, tiles, landing_tiles, relay=way == "broadcast")
         resharding = Resharding(shape, item_bytes, tiles.boxes, landing_tiles.boxes, landing, moves)
         return ReshardingCandidate(way, resharding, resharding_s(resharding, target, target_spec, cluster))
 
-    out = [candidate("direct", target_spec, target_tiles)]
-    if target_tiles.n_hosts > 1:
-        out.append(candidate("broadcast", target_spec, target_tiles))
-    if target_tiles.n_hosts > 1 and _logical_mesh(target, cluster) is not None:
-        for spec in _finer(wanted, shape, target.logical_shape, tiles.parts):
-            finer_tiles = _tiling(shape, spec, target, cluster)
-            if finer_tiles.n_hosts < target_tiles.n_hosts:
-                out.append(candidate("gather", spec.partition_spec(), finer_tiles))
-    return tuple(out)
+    yield candidate("direct", target_spec, target_tiles)
+    if target_tiles.n_hosts == 1:
+        return
+    yield candidate("broadcast", target_spec, target_tiles)
+    if _logical_mesh(target, cluster) is None:
+        return
+    for spec in _finer(wanted, shape, target.logical_shape, tiles.parts):
+        finer_tiles = _tiling(shape, spec, target, cluster)
+        if finer_tiles.n_hosts < target_tiles.n_hosts:
+            yield candidate("gather", spec.partition_spec(), finer_tiles)
 
 
-def resharding_s(
-    resharding: Resharding, target: MeshShape, target_spec: PartitionSpec, cluster: ClusterSpec
-) -> float:
+def resharding_s(resharding: Resharding, target: MeshShape, target_spec: PartitionSpec, cluster: ClusterSpec) -> float:
     """Seconds until the array lies on `target` by `target_spec`: all moves, then the gathering if there is any.
 
     Moves from one worker to another are one message: alpha + beta * bytes. A host sends one message at a time to other
@@ -226,9 +240,9 @@ def _in_turns(messages: Mapping[_Workers, Sequence[Move]]) -> tuple[Move, ...]:
     """
     receivers = sorted({host for _, _, host in messages})
     number = {host: i for i, host in enumerate(receivers)}
-    hops: dict[int, int] = {}  # to the last part that a host gets; they only relay to higher ones
-    for host in receivers:
-        hops[host] = 1 + max((hops[a] for relayed, a, b in messages if relayed and b == host), default=0)
+    hops: dict[int, int] = defaultdict(lambda: 1)  # to the last part that a host gets
+    for relayed, sender, host in messages:  # in the order of receivers, which relay to higher ones only
+        hops[host] = max(hops[host], hops[sender] + 1 if relayed else 1)
 
     def turn(workers: _Workers) -> tuple[int, int, int]:
         relayed, sender, host = workers
