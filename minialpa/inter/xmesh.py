@@ -243,7 +243,7 @@ def _moves(cells: Sequence[_Cell], source: _Tiling, target: _Tiling, turns: Mapp
     by_device: dict[int, int] = defaultdict(int)
     messages: dict[_Workers, list[Move]] = defaultdict(list)
     for host in sorted(wanted, key=lambda h: (turn_of[h].round, h)):
-        end, relay = 0, turn_of[host].relay
+        relay = turn_of[host].relay
         for box, source_tile, target_tile in wanted[host]:
             size, targets, holders = n_elements(box), target.devices[target_tile][host], source.devices[source_tile]
             relayed = relay is not None and host not in holders
@@ -253,10 +253,7 @@ def _moves(cells: Sequence[_Cell], source: _Tiling, target: _Tiling, turns: Mapp
                 sender = relay
             else:
                 # A host gets one message at a time. From one that sends it something anyway, it saves a start.
-                begin, _, _, sender = min(
-                    (max(by_host[h], end), (False, h, host) not in messages, by_host[h], h) for h in holders
-                )
-                end = begin + size
+                sender = min(holders, key=lambda h: ((False, h, host) not in messages, by_host[h], h))
                 by_host[sender] += size
             pool = target.devices[target_tile][sender] if relayed else holders[sender]
             device = min(pool, key=lambda d: (d not in targets, by_device[d], d))

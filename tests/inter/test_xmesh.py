@@ -262,6 +262,14 @@ def test_hosts_with_copies_share_the_sending(n_sources: int, n_targets: int, dev
     assert max(Counter(sender for sender, _ in links).values()) == -(-n_targets // n_sources)
 
 
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8))
+def test_hosts_with_copies_of_a_part_share_the_sending_of_it(n_parts: int, n_copies: int, n_targets: int) -> None:
+    source, target = MeshShape(0, (n_parts, n_copies)), MeshShape(n_parts * n_copies, (n_targets,))
+    case = Case((n_parts,), source, P("x"), target, P(), cluster(n_parts * n_copies + n_targets, 1))
+    links = bytes_per_link(case.candidates()[0].resharding, 1)
+    assert max(Counter(sender for sender, _ in links).values()) == -(-n_targets // n_copies)
+
+
 @given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 8))
 def test_devices_with_copies_share_the_sending(n_copies: int, n_parts: int, n_targets: int) -> None:
     source, target = MeshShape(0, (n_copies,)), MeshShape(n_copies, (n_targets, n_parts))
@@ -309,6 +317,12 @@ def test_hosts_that_have_the_array_relay_it_so_that_twice_as_many_have_it(n_host
     assert case.seconds(resharding) == pytest.approx(rounds(1, n_hosts) * message_s)
     assert case.candidates()[0].seconds == pytest.approx(n_hosts * message_s)
     assert any(move.relayed for move in resharding.moves) == (n_hosts > 2)
+
+
+def test_hosts_that_want_other_parts_are_served_alike() -> None:
+    """The source serves the first of each four; then all that have a part serve, and the source the slower four."""
+    case = Case((2 * 1001,), MeshShape(0, (1,)), P(), MeshShape(1, (2, 4)), P("x"), cluster(9, 1))
+    assert case.seconds(case.plan()) == pytest.approx(4 * INTER.transfer_s(ITEM * 1001))
 
 
 def test_parts_are_relayed_more_than_once() -> None:
@@ -360,6 +374,11 @@ def test_what_is_gathered_crosses_from_the_other_mesh_once() -> None:
         resharding = case.plan()
         assert resharding.landing == P(("x", "y"))
         assert sum(bytes_per_link(resharding, 2).values()) == ITEM * 8 * 10**6
+
+
+def test_only_what_is_apart_on_hosts_is_gathered() -> None:
+    case = Case((16,), MeshShape(0, (2,)), P(), MeshShape(2, (2, 2)), P(), cluster(3, 2))
+    assert [c.resharding.landing for c in case.candidates() if c.way == "gather"] == [P("x"), P(("x", "y"))]
 
 
 def test_a_tile_is_gathered_inside_itself() -> None:
