@@ -173,7 +173,9 @@ class Interpreter:
                 for move, array in zip(message.moves, arrays, strict=True):
                     for device in move.targets:
                         got[device].append((move.box, array))
-        shards = jax.device_put([_joined(got[d], boxes[d]) for d in boxes], [self.local[d] for d in boxes])
+        shards = jax.device_put(
+            [_joined(got[d], boxes[d], transfer.type.dtype) for d in boxes], [self.local[d] for d in boxes]
+        )
         for message in self.messages[number]:
             if message.source == self.me and message.moves[0].relayed:  # others of this mesh get it from here
                 self._post(number, message, dict(zip(boxes, shards, strict=True)), boxes)
@@ -252,11 +254,11 @@ def _inside(box: Box, outer: Box) -> tuple[slice, ...] | None:
     return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(box, outer, strict=True))
 
 
-def _joined(parts: list[tuple[Box, Any]], outer: Box) -> Any:
+def _joined(parts: list[tuple[Box, Any]], outer: Box, dtype: str) -> Any:
     """The part `outer` of an array, from the parts that it is made of."""
     if len(parts) == 1 and parts[0][0] == outer:
         return parts[0][1]
-    out = np.empty(_shape(outer), parts[0][1].dtype)
+    out = np.empty(_shape(outer), dtype)
     for box, array in parts:
         out[_inside(box, outer) or ...] = array
     return out
