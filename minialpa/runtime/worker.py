@@ -67,6 +67,7 @@ class Worker:
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
         self._reserved: socket.socket | None = None
+        self._coordinator = "none"
         self._arrays: dict[int, Any] = {}
         self._programs: dict[int, Any] = {}
         self._compiled: dict[Any, Any] = {}
@@ -89,6 +90,8 @@ class Worker:
         """Start jax, as process `rank` of the mesh's workers."""
         import jax
 
+        from minialpa.runtime.gloo import bind_gloo
+
         jax.config.update("jax_enable_x64", True)  # arrays keep the types that the traced step gave them
         jax.config.update("jax_platforms", self.settings.platform)
         if self.settings.platform == "cpu":
@@ -96,7 +99,7 @@ class Worker:
         if n_workers > 1:
             assert coordinator is not None
             address = f"{coordinator[0]}:{coordinator[1]}"
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            self._coordinator = address
             jax.distributed.initialize(
                 address,
                 n_workers,
@@ -105,6 +108,8 @@ class Worker:
                 initialization_timeout=60,
                 coordinator_bind_address=address if rank == 0 else None,
             )
+            if self.settings.platform == "cpu":
+                bind_gloo(self.settings.ip)
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
@@ -240,7 +245,8 @@ class Worker:
         interpreter, own = self._programs[program], self.settings
         lines = [
             f"worker {own.number} of stage {interpreter.program.mesh}, host {own.host} ({own.ip})",
-            f"jax {jax.__version__}, {own.platform}, process {jax.process_index()} of {jax.process_count()}",
+            f"jax {jax.__version__}, {own.platform}, process {jax.process_index()} of {jax.process_count()}, "
+            f"coordinator {self._coordinator}",
             f"devices {[str(d) for d in jax.local_devices()]} of mesh {interpreter.mesh.devices.tolist()}",
             *(f"{k}={os.environ.get(k, '')}" for k in ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")),
             *(interpreter.describe(i) for i in range(len(interpreter.program.instructions))),
