@@ -59,7 +59,7 @@ class _Outgoing:
 class Channel:
     """The connection to one peer, with a thread that writes to it and one that reads."""
 
-    def __init__(self, peer: int, sock: socket.socket, mailbox: Mailbox) -> None:
+    def __init__(self, peer: int, sock: socket.socket, mailbox: Mailbox[Message]) -> None:
         self._peer = peer
         self._socket = sock
         self._mailbox = mailbox

@@ -31,14 +31,14 @@ _FLUSH_S = 2.0
 class HostTransport:
     """The transport of worker `number`. Make it, tell everybody its `address`, then `connect`.
 
-    host: the address of this machine that peers reach, and on which alone it listens.
+    host: the address of this machine that peers reach, and on which alone it listens. mailbox: what has arrived.
     """
 
     def __init__(self, secret: bytes, number: int, host: str = "127.0.0.1") -> None:
         self.number = number
         self._secret = secret
         self._doors = Doors(secret, number, host)
-        self._mailbox = Mailbox(number)
+        self.mailbox = Mailbox[Message](number)
         self._channels: dict[int, Channel] = {}
 
     @property
@@ -68,7 +68,7 @@ class HostTransport:
 
     def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
         """See `Transport.send`."""
-        self._mailbox.check()
+        self.mailbox.check()
         return self._channel(peer).send(tag, parts)
 
     def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> list[np.ndarray[Any, Any]]:
@@ -88,7 +88,7 @@ class HostTransport:
     def take(self, peer: int, tag: int, timeout_s: float | None) -> Message:
         """The bytes of a message. Waits as `receive` does, with None for ever."""
         self._channel(peer)
-        return self._mailbox.take(peer, tag, timeout_s)
+        return self.mailbox.take(peer, tag, timeout_s)
 
     def close(self) -> None:
         """See `Transport.close`. Waits a little for sends that are under way."""
@@ -100,13 +100,13 @@ class HostTransport:
             channel.close(max(0.0, flushed - time.monotonic()))
         while not self._doors.arrivals.empty():
             self._doors.arrivals.get()[1].close()
-        self._mailbox.fail(WorkerError(f"Worker {self.number} has closed its transport."))
+        self.mailbox.fail(WorkerError(f"Worker {self.number} has closed its transport."))
 
     def _add(self, peer: int, sock: socket.socket) -> None:
         if peer in self._channels or peer == self.number:
             sock.close()
             return
-        self._channels[peer] = Channel(peer, sock, self._mailbox)
+        self._channels[peer] = Channel(peer, sock, self.mailbox)
 
     def _channel(self, peer: int) -> Channel:
         channel = self._channels.get(peer)

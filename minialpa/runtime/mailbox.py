@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from minialpa.errors import WorkerError
 from minialpa.runtime.segments import Bytes
+
+T = TypeVar("T")
 
 
 class ProtocolError(Exception):
@@ -21,24 +24,24 @@ class Message:
     digest: int
 
 
-class Mailbox:
+class Mailbox(Generic[T]):
     """What has arrived and was not asked for yet, by peer and tag; and the first error, for all who wait."""
 
     def __init__(self, number: int) -> None:
         self._number = number
         self._changed = threading.Condition()
-        self._messages: dict[tuple[int, int], Message] = {}
+        self._messages: dict[tuple[int, int], T] = {}
         self._gone: set[int] = set()
         self._error: WorkerError | None = None
 
-    def put(self, peer: int, tag: int, message: Message) -> None:
+    def put(self, peer: int, tag: int, message: T) -> None:
         with self._changed:
             if (peer, tag) in self._messages:
                 raise ProtocolError(f"it sent two messages {tag}")
             self._messages[peer, tag] = message
             self._changed.notify_all()
 
-    def take(self, peer: int, tag: int, timeout_s: float | None) -> Message:
+    def take(self, peer: int, tag: int, timeout_s: float | None) -> T:
         with self._changed:
             self._changed.wait_for(
                 lambda: (peer, tag) in self._messages or self._error is not None or peer in self._gone, timeout_s
@@ -72,6 +75,13 @@ class Mailbox:
     def check(self) -> None:
         if self._error is not None:
             raise WorkerError(str(self._error)) from self._error
+
+    def wait_for_failure(self) -> WorkerError:
+        """The first error, once there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None)
+            assert self._error is not None
+            return self._error
 
     @property
     def failed(self) -> bool:
