@@ -165,8 +165,8 @@ class Channel:
             self._mailbox.leave(self._peer)
         except Exception as error:
             if not self._closing:
-                why = "Its process has ended" if isinstance(error, EOFError | OSError) else "The connection is unusable"
-                self._mailbox.fail(WorkerError(f"Worker {self._peer} is lost. {why}: {error}."))
+                why = "Its process has ended, or failed" if isinstance(error, EOFError | OSError) else "This is a bug"
+                self._mailbox.fail(WorkerError(f"Worker {self._peer} is lost: {error}. {why}."))
                 shut(self._socket)  # Wakes the writer.
         finally:
             self._segments.clear()

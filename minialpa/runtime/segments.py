@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -55,9 +56,12 @@ class _Lease:
         self.__array_interface__ = payload.__array_interface__
         self._payload = payload  # Keeps the pages mapped.
         self._flag = flag
+        self._process = os.getpid()
 
-    def __del__(self) -> None:
-        self._flag[0] = 0  # _FREE, whose name may be gone when the interpreter ends.
+    # Names of the module may be gone when the interpreter ends.
+    def __del__(self, free: int = _FREE, getpid: Callable[[], int] = os.getpid) -> None:
+        if self._process == getpid():  # A forked child has the same pages, and no say in them.
+            self._flag[0] = free
 
 
 class Pool:
