@@ -38,21 +38,20 @@ def transport(size: Size) -> Rows:
     with _echo(shared=True) as shared, _echo(shared=False) as tcp:
         for n_kb in kilobytes:
             x = jax.device_put(np.zeros(n_kb << 10, np.uint8), source)
-            calls: dict[str, Callable[[], Any]] = {
-                "device_put": lambda x=x: jax.device_put(x, target),
-                "shared memory": lambda x=x: shared(x, target),
-                "TCP": lambda x=x: tcp(x, target),
-            }
             repeats = 2 if size == "tiny" else min(500, max(15, (1 << 20) // n_kb))
-            seconds = interleaved(calls, repeats)
-            alone_s = statistics.median(seconds["device_put"])
-            for name in calls:
-                one_way_s = statistics.median(seconds[name]) / (1 if name == "device_put" else 2)
+            for name, there_and_back in (("shared memory", shared), ("TCP", tcp)):
+                calls: dict[str, Callable[[], Any]] = {
+                    "device_put": lambda x=x: jax.device_put(x, target),
+                    name: lambda x=x, call=there_and_back: call(x, target),
+                }
+                seconds = interleaved(calls, repeats)
+                alone_s, one_way_s = statistics.median(seconds["device_put"]), statistics.median(seconds[name]) / 2
                 rows.append(
                     {
                         "array": f"{n_kb} KB" if n_kb < 1024 else f"{n_kb >> 10} MB",
                         "way": name,
                         "time_us": one_way_s * 1e6,
+                        "device_put_us": alone_s * 1e6,
                         "gb_per_s": n_kb * 1024 / one_way_s / 1e9,
                         "speed_to_device_put": alone_s / one_way_s,
                     }

@@ -64,7 +64,7 @@ class Channel:
         self._socket = sock
         self._mailbox = mailbox
         self._closing = False
-        self._shares = sock.family != socket.AF_INET and sock.family != socket.AF_INET6
+        self._shares = sock.family not in (socket.AF_INET, socket.AF_INET6)
         # Of the writer's where memory is shared, else of the reader's.
         self._pool = Pool(self._shares, _IDLE_BYTES)
         self._segments: dict[int, Segment] = {}  # The peer's.
@@ -150,7 +150,7 @@ class Channel:
         _send_all(self._socket, buffers)
 
     def _failed_to_send(self, tag: int, error: Exception) -> WorkerError:
-        failure = WorkerError(f"Message {tag} to worker {self._peer} was not sent: {error or type(error).__name__}")
+        failure = WorkerError(f"Message {tag} to worker {self._peer} was not sent: {str(error) or repr(error)}")
         failure.__cause__ = error
         if not self._closing and not self._mailbox.has_left(self._peer):
             self._mailbox.fail(failure)

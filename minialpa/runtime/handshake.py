@@ -136,7 +136,7 @@ def knock(address: Address, secret: bytes, number: int, peer: int, deadline: flo
             if time.monotonic() > deadline:
                 raise WorkerError(
                     f"Worker {number} cannot connect to worker {peer} at {address.host}, port {address.port}: "
-                    f"{error or 'it hangs up'}. Is it running, and is there a firewall between the two?"
+                    f"{error}. Is it running, and is there a firewall between the two?"
                 ) from error
             time.sleep(_RETRY_S)
         except BaseException:

@@ -161,7 +161,7 @@ class NcclTransport:
                 self._mailbox.check()  # What was aborted seems to be done, too.
                 job.sent.set_result(None)
             except Exception as error:
-                failure = WorkerError(f"Message {job.tag} to worker {peer} was not sent: {error or repr(error)}")
+                failure = WorkerError(f"Message {job.tag} to worker {peer} was not sent: {str(error) or repr(error)}")
                 failure.__cause__ = error
                 job.sent.set_exception(failure)
                 self._fail(failure)
@@ -185,7 +185,7 @@ class NcclTransport:
                 tag, entries = json.loads(announcement.payload.tobytes())
                 self._mailbox.put(peer, int(tag), self._receive_all(peer, entries))
             except Exception as error:
-                failure = WorkerError(f"A message of worker {peer} could not be received: {error or repr(error)}")
+                failure = WorkerError(f"A message of worker {peer} could not be received: {str(error) or repr(error)}")
                 failure.__cause__ = error
                 self._fail(failure)
                 return
