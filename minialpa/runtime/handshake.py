@@ -20,6 +20,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -86,8 +87,8 @@ class Doors:
         for listener in self._listeners:
             listener.close()
 
-    def _start(self, run: object, sock: socket.socket) -> None:
-        thread = threading.Thread(target=run, args=(sock,), name="minialpa-door", daemon=True)  # type: ignore[arg-type]
+    def _start(self, run: Callable[[socket.socket], None], sock: socket.socket) -> None:
+        thread = threading.Thread(target=run, args=(sock,), name="minialpa-door", daemon=True)
         self._threads.add(thread)
         thread.start()
 

@@ -32,6 +32,9 @@ class HostTransport:
     """The transport of worker `number`. Make it, tell everybody its `address`, then `connect`.
 
     host: the address of this machine that peers reach, and on which alone it listens. mailbox: what has arrived.
+
+    Its threads need Python's interpreter a few times for each message. Where other threads keep it busy, each time
+    takes up to `sys.getswitchinterval()`, which is 5 ms unless the worker sets it lower.
     """
 
     def __init__(self, secret: bytes, number: int, host: str = "127.0.0.1") -> None:
@@ -72,7 +75,10 @@ class HostTransport:
         return self._channel(peer).send(tag, parts)
 
     def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> list[np.ndarray[Any, Any]]:
-        """See `Transport.receive`. The arrays are aligned to ALIGNMENT, and not to be written to."""
+        """See `Transport.receive`. The arrays are aligned to ALIGNMENT, and not to be written to.
+
+        They share the memory of the message, which is used again when all of them are gone.
+        """
         message = self.take(peer, tag, timeout_s)
         layout = lay_out(pieces)
         if (message.payload.size, message.digest) != (layout.size_bytes, layout.digest):

@@ -51,8 +51,9 @@ class NcclTransport:
     """The transport between the GPUs of workers.
 
     control: connected; it is closed with this transport. devices: of this worker. links: all that are used between any
-    workers, the same list everywhere. Making one blocks until the peers make theirs. Every worker makes communicators
-    in the one order of all links, so no two wait for each other; that one dies meanwhile is the launcher's to notice.
+    workers, the same list everywhere; each costs time and memory of two GPUs. Making a transport blocks until the peers
+    make theirs. Every worker makes communicators in the one order of all links, so no two wait for each other; that a
+    peer dies meanwhile is the launcher's to notice.
     """
 
     def __init__(self, control: HostTransport, devices: Sequence[jax.Device], links: Sequence[Link]) -> None:
@@ -130,7 +131,7 @@ class NcclTransport:
             unique_id = self._control.take(link.source, i, _SETUP_TIMEOUT_S).payload.tobytes()
             end = LinkEnd(self._devices[link.target_device], unique_id, rank=1)
         # NCCL sets up the way at first use, and waits for the peer meanwhile: better here, where all keep one order.
-        probe = jnp.empty((1,), jnp.uint8, device=end.device)
+        probe = jnp.empty((1,), jnp.uint8, device=end.device).block_until_ready()
         exchange([(end, probe)], []) if self._number == link.source else exchange([], [(end, probe)])
         return end
 
@@ -212,6 +213,7 @@ class NcclTransport:
     def _fail(self, error: WorkerError) -> None:
         if not self._closing:
             self._end(error, abort=True)
+            self._control.mailbox.fail(error)  # So it will not say goodbye, and the peers notice.
 
     def _end(self, error: WorkerError, abort: bool) -> None:
         self._mailbox.fail(error)

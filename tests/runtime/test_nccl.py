@@ -141,6 +141,15 @@ def test_a_peer_that_is_lost_in_the_middle_of_a_transfer_ends_every_wait(workers
         message.result(TIMEOUT_S)
 
 
+def test_a_worker_that_fails_is_noticed_when_it_closes(workers: list[NcclTransport]) -> None:
+    workers[0]._ends[Link(0, 0, 1, 0)].communicator.abort()
+    with pytest.raises(WorkerError, match="Message 1 to worker 1 was not sent: NCCL_ERROR"):
+        workers[0].send(1, 1, [Part(place(np.zeros(2, np.float32), 0, 0))]).result(TIMEOUT_S)
+    workers[0].close()
+    with pytest.raises(WorkerError, match="Worker 0 is lost"):
+        workers[2].receive(1, 1, [], TIMEOUT_S)
+
+
 def test_a_peer_that_leaves_is_named(workers: list[NcclTransport]) -> None:
     workers[1].close()
     with pytest.raises(WorkerError, match="message 9 of worker 1, which has closed its transport"):
