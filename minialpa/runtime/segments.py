@@ -8,7 +8,9 @@ store: no message, no lock, safe in a finalizer that runs anywhere.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import mmap
 import os
 from collections.abc import Callable
@@ -128,27 +130,36 @@ def map_descriptor(descriptor: int, total_bytes: int) -> Segment:
 
 
 class _SharedPages:
-    """A shared mapping. Unlike those of Python's `mmap`, it keeps no file descriptor, of which a process has few."""
+    """A shared mapping. Unlike those of Python's `mmap`, it keeps no file descriptor, of which a process has few.
+
+    Only arrays refer to it, into which the garbage collector does not look: it goes when the last of them has gone.
+    """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-        libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        address = libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc().mmap(None, size_bytes, access, mmap.MAP_SHARED, descriptor, 0)
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self._unmap = libc.munmap
-        self._address, self._size_bytes = address, size_bytes
         self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (size_bytes,), "typestr": "|u1"}
+        self._unmap = functools.partial(_libc().munmap, address, size_bytes)
 
     def __del__(self) -> None:
-        if hasattr(self, "_address"):
-            self._unmap(self._address, self._size_bytes)
+        if hasattr(self, "_unmap"):
+            self._unmap()
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc
 
 
 def _map_private(total_bytes: int) -> Bytes:
     mapping = mmap.mmap(-1, total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Fresh huge pages cost a fifth of fresh small ones.
-    mapping.madvise(mmap.MADV_HUGEPAGE)
+    # Fresh huge pages cost a fifth of fresh small ones. Not every system has them.
+    with contextlib.suppress(AttributeError, OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)
