@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ class Worker:
 
     def join(self, coordinator: tuple[str, int] | None, n_workers: int, rank: int) -> None:
         """Start jax, as process `rank` of the mesh's workers."""
+        # The threads of the transport would wait for up to 5 ms each time while another one runs Python.
+        sys.setswitchinterval(2e-4)
         import jax
 
         from minialpa.runtime.gloo import bind_gloo
