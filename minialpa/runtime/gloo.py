@@ -17,7 +17,7 @@ def bind_gloo(ip: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         from jax._src import distributed, xla_bridge
-        from jax._src.lib import _jax
+        from jax._src.lib import _jax  # type: ignore[attr-defined]
 
         collectives = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=ip)
         make_client = partial(xla_bridge.make_cpu_client, collectives=collectives)

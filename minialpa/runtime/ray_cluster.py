@@ -196,8 +196,8 @@ def _connect(request: Request) -> None:
 
 def _no_cluster(address: str, reason: str) -> MinialpaError:
     return MinialpaError(
-        f"No Ray cluster answers at {address!r} ({reason}). Start one with `ray start --head`, or leave out `address` and "
-        "`RAY_ADDRESS` to start one on this machine."
+        f"No Ray cluster answers at {address!r} ({reason}). Start one with `ray start --head`, or leave out `address` "
+        "and `RAY_ADDRESS` to start one on this machine."
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 
 from minialpa.arrays import RemoteArray
-from minialpa.mesh_program import ArrayType, MeshProgram, Place, worker_places
+from minialpa.mesh_program import ArrayType, MeshProgram, Place, links, worker_places
 from minialpa.program import InputSlot, Program
 from minialpa.resharding import Box, shard_boxes
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
@@ -166,9 +166,12 @@ class RayExecutable:
         addresses = self.runtime.gather(
             {w.actor.open_transport.remote(self.number, i): w for i, (w, _) in enumerate(workers)}
         )
+        ways: tuple[tuple[int, int, int, int], ...] = ()
+        if self.runtime.cluster.platform == "cuda" and all(self.runtime.ask([w for w, _ in workers], "has_nccl")):
+            ways = links(self.programs, self.places)
         shared = {program.mesh: ray.put(program) for program in self.programs}
         self.runtime.gather({
-            w.actor.load.remote(self.number, shared[program.mesh], self.places, i, addresses): w
+            w.actor.load.remote(self.number, shared[program.mesh], self.places, i, addresses, ways): w
             for i, (w, program) in enumerate(workers)
         })  # fmt: skip
 

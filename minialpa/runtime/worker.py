@@ -6,6 +6,7 @@ returns as a `Failure`, so that nothing has to be unpickled that only the worker
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import sys
@@ -117,12 +118,17 @@ class Worker:
             self._reserved.close()
             self._reserved = None
         self._devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-        local = sum(d.process_index == jax.process_index() for d in self._devices)
+        local = len(self._local_devices())
         if local != self.settings.n_devices:
             raise WorkerError(
                 f"Host {self.settings.host} ({self.settings.ip}) has {local} {self.settings.platform} devices for a "
                 f"worker of {self.settings.n_devices}."
             )
+
+    def _local_devices(self) -> list[Any]:
+        import jax
+
+        return [device for device in self._devices if device.process_index == jax.process_index()]
 
     # ---- programs -------------------------------------------------------------------------------------------------
 
@@ -133,14 +139,32 @@ class Worker:
         self._transports[number] = HostTransport(self.settings.secret, me, self.settings.ip)
         return self._transports[number].address
 
+    def has_nccl(self) -> bool:
+        """Whether this worker can send arrays from GPU to GPU."""
+        return self.settings.platform == "cuda" and importlib.util.find_spec("cupy") is not None
+
     def load(
-        self, number: int, program: MeshProgram, places: Sequence[Place], me: int, addresses: Sequence[Any]
+        self,
+        number: int,
+        program: MeshProgram,
+        places: Sequence[Place],
+        me: int,
+        addresses: Sequence[Any],
+        links: Sequence[tuple[int, int, int, int]],
     ) -> None:
-        """Compile program `number` and connect to its other workers. places, me: as in `Interpreter`."""
+        """Compile program `number` and connect to its other workers. places, me: as in `Interpreter`.
+
+        links: ways between GPUs of all workers, in the order of `mesh_program.links`; none to send through the hosts.
+        """
         from minialpa.runtime.interpreter import Interpreter
 
         transport = self._transports[number]
         transport.connect(addresses, self.settings.timeout_s)
+        if links:
+            from minialpa.runtime.nccl import Link, NcclTransport
+
+            transport = NcclTransport(transport, self._local_devices(), [Link(*link) for link in links])
+            self._transports[number] = transport
         self._programs[number] = Interpreter(
             program, places, me, self._devices, transport, self._compiled, self.settings.timeout_s
         )
