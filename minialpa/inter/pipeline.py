@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError, ShardingError
@@ -12,12 +14,13 @@ from minialpa.inter.assemble import LayeredStep, Progress, StageTooLargeError, a
 from minialpa.inter.cost_cache import load_costs, save_costs
 from minialpa.inter.forward import assign_layers, balanced_runs, layer_flops
 from minialpa.inter.given_stages import DecidedStage, given_stages
-from minialpa.inter.search import Found, Space, StageSearch
+from minialpa.inter.search import Found, StageSearch
+from minialpa.inter.stage_bounds import Space, StageBounds
 from minialpa.inter.stage_solve import StageSolver
 from minialpa.inter.staging import n_groups
-from minialpa.inter.submeshes import Candidate, candidates
+from minialpa.inter.submeshes import Candidate, candidates, preferred_seconds
 from minialpa.intra.factors import primitives_without_rule
-from minialpa.options import AutoStageOption, PlanOptions, remats
+from minialpa.options import AutoStageOption, PlanOptions, Remat, remats
 from minialpa.plan import Plan
 from minialpa.trace import TracedStep
 
@@ -26,8 +29,6 @@ from minialpa.trace import TracedStep
 _MAX_PLANS, _MAX_ROUNDS = 8, 30
 #: Of the step time, the bubble that is worth looking at interleaved stages.
 _LARGE_BUBBLE = 0.02
-#: By how much of its time a plan on all devices has to be faster than one on none.
-_PER_DEVICE = 1e-3
 #: Steps of so many equations are planned for every promise that the sums of pieces make; and on one device, too.
 _FEW_EQUATIONS, _VERY_FEW_EQUATIONS = 10_000, 4000
 
@@ -66,18 +67,33 @@ def plan_step(
     n_layers = max(of_group, default=-1) + 1
     stages = given_stages(cluster, options, n_layers)
     solver = StageSolver()
+
+    def attempt(remat: tuple[Remat, ...]) -> Plan:
+        return assemble(layered_step(traced, of_group, remat), cluster, options, stages, logical_mesh, report, solver)
+
+    return _best(partial(attempt, remat) for remat in remats(options.layers, n_layers))
+
+
+def _best(attempts: Iterable[Callable[[], Plan]]) -> Plan:
+    """The best of the plans that attempts make; of plans that hardly differ, the one on fewer devices.
+
+    Raises InfeasibleError where none makes any.
+    """
     plans: list[Plan] = []
-    failure: InfeasibleError | None = None
-    for remat in remats(options.layers, n_layers):
-        layered = layered_step(traced, of_group, remat)
+    failure = InfeasibleError("There is nothing to choose from.")
+    for attempt in attempts:
         try:
-            plans.append(assemble(layered, cluster, options, stages, logical_mesh, report, solver))
+            plans.append(attempt())
         except InfeasibleError as error:
             failure = error
     if not plans:
-        assert failure is not None
         raise failure
-    return min(plans, key=lambda plan: plan.cost.total_s)
+    return min(plans, key=_preference)
+
+
+def _preference(plan: Plan) -> float:
+    n_devices = sum(stage.n_devices for stage in plan.stages)
+    return preferred_seconds(plan.cost.total_s, n_devices / plan.cluster.n_devices)
 
 
 def _warn_of_missing_rules(traced: TracedStep) -> None:
@@ -97,26 +113,17 @@ def _best_shape(
 ) -> Plan:
     """The best plan of a step without layers, such as one that computes no gradients: one stage, on any submesh."""
     solver, layered = StageSolver(), LayeredStep(traced, traced.fingerprint)
-    plans: list[Plan] = []
-    failure: InfeasibleError | None = None
-    for candidate in candidates(cluster, auto):
-        if options.use_all_devices and candidate.n_devices < cluster.n_devices:
-            continue
+
+    def attempt(candidate: Candidate) -> Plan:
         host = next(h for h in range(cluster.num_hosts) if candidate.device in (None, cluster.device_of(h)))
         stage = DecidedStage((), candidate, options.sharding, host * cluster.devices_per_host)
-        try:
-            plans.append(assemble(layered, cluster, options, [stage], None, report, solver))
-        except InfeasibleError as error:
-            failure = error
-    if not plans:
-        raise failure or InfeasibleError(f"No submesh has all {cluster.n_devices} devices.")
-    return min(plans, key=_preference)
+        return assemble(layered, cluster, options, [stage], None, report, solver)
 
-
-def _preference(plan: Plan) -> float:
-    """Predicted seconds; of plans that hardly differ, those on fewer devices are preferred."""
-    n_devices = sum(stage.n_devices for stage in plan.stages)
-    return plan.cost.total_s * (1 + _PER_DEVICE * n_devices / plan.cluster.n_devices)
+    n_least = cluster.n_devices if options.use_all_devices else 1
+    found = [candidate for candidate in candidates(cluster, auto) if candidate.n_devices >= n_least]
+    if not found:
+        raise InfeasibleError(f"No submesh has all {cluster.n_devices} devices.")
+    return _best(partial(attempt, candidate) for candidate in found)
 
 
 def _searched(
@@ -138,8 +145,8 @@ def _searched(
         auto.tolerance,
     )
     known = load_costs(auto.cached_costs)
-    search = StageSearch(traced, of_group, cluster, space, options.sharding, report, known)
-    solver = StageSolver(search.menus)
+    bounds = StageBounds(traced, of_group, cluster, space, options.sharding, known)
+    search, solver = StageSearch(bounds, report), StageSolver(bounds.menus)
     plans: list[Plan] = []
     failure: InfeasibleError | None = None
     excess = 1.0  # by which whole stages cost more than the sums of their pieces
@@ -158,8 +165,7 @@ def _searched(
             search.exclude(found, error.stage, error.n_live)
             failure = error
             continue
-        costs = [(s.compute_s + s.communication_s, s.update_s) for s in plan.stages]
-        search.learn(found, {s.choice: cost for s, cost in zip(found.stages, costs, strict=True)})
+        search.learn(found, [(s.compute_s + s.communication_s, s.update_s) for s in plan.stages])
         if not plans and len(traced.flat.eqns) > _FEW_EQUATIONS:
             excess = max(1.0, plan.cost.total_s / found.seconds)
         plans.append(plan)
@@ -187,7 +193,7 @@ def _assembled(
     """The plan of what a search found. Raises StageTooLargeError where a stage does not fit after all."""
     remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
     layered = layered_step(traced, of_group, remat)
-    stages = [DecidedStage(s.layers, s.candidate, options.sharding, s.first_device) for s in found.stages]
+    stages = [DecidedStage(s.layers, s.candidate, options.sharding, s.choice.first_device) for s in found.stages]
     if len(stages) == 1 and not set(remat) - {"none"}:  # no use for layers
         layered, stages = LayeredStep(traced, traced.fingerprint), [dataclasses.replace(stages[0], layers=())]
     chosen = dataclasses.replace(options, n_micro_batches=found.n_micro_batches)
@@ -202,22 +208,18 @@ def _or_interleaved(
     alike = len({(stage.submesh, stage.logical_shape) for stage in best.stages}) == 1 and not cluster.host_devices
     if p == 1 or not alike or best.cost.bubble_s < _LARGE_BUBBLE * best.cost.total_s:
         return best
-    plans = [best]
-    for v in (2, 4):
-        if p * v > n_layers:
-            break
+    layered = layered_step(traced, best.layer_of_group, best.remat)
+    chosen = dataclasses.replace(options, n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved")
+
+    def attempt(v: int) -> Plan:
         chunks = balanced_runs(layer_flops(traced, best.layer_of_group), p * v)
         stages = [
             DecidedStage(sum(chunks[k::p], ()), Candidate(s.submesh, s.logical_shape), options.sharding, s.first_device)
             for k, s in enumerate(best.stages)
         ]
-        chosen = dataclasses.replace(options, n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved")
-        layered = layered_step(traced, best.layer_of_group, best.remat)
-        try:
-            plans.append(assemble(layered, cluster, chosen, stages, None, report, solver))
-        except InfeasibleError:
-            continue
-    return min(plans, key=_preference)
+        return assemble(layered, cluster, chosen, stages, None, report, solver)
+
+    return _best([lambda: best, *(partial(attempt, v) for v in (2, 4) if p * v <= n_layers)])
 
 
 def _or_one_device(
@@ -226,9 +228,5 @@ def _or_one_device(
     """`best`, or one device where that is as fast: the sums of pieces can promise more than small steps keep."""
     alone = dataclasses.replace(cluster, num_hosts=1, devices_per_host=1, host_devices=cluster.host_devices[:1])
     whole = dataclasses.replace(options, n_micro_batches=1 if options.choose_micro_batches else options.n_micro_batches)
-    try:
-        plan = _best_shape(traced, alone, whole, auto, report)
-    except InfeasibleError:
-        return best
-    plan = dataclasses.replace(plan, cluster=cluster)
-    return min(best, plan, key=_preference)
+    one = partial(_best_shape, traced, alone, whole, auto, report)
+    return _best([lambda: best, lambda: dataclasses.replace(one(), cluster=cluster)])

@@ -65,12 +65,10 @@ class StageSolver:
         free_stage = self._rebound((kind, None), staged, mesh, problem, view)
         if n_bytes is None or _needed(free_stage.memory, moments) <= n_bytes:
             return free_stage
-        if (kind, tuple(map(tuple, moments))) not in self._solved:
-            self._solved[kind, moments] = (
-                problem,
-                _solve_stage(staged, mesh, problem, view, option, moments, self.menus),
-            )
-        return self._rebound((kind, tuple(map(tuple, moments))), staged, mesh, problem, view)
+        limited = (kind, tuple(map(tuple, moments)))
+        if limited not in self._solved:
+            self._solved[limited] = problem, _solve_stage(staged, mesh, problem, view, option, moments, self.menus)
+        return self._rebound(limited, staged, mesh, problem, view)
 
     def _rebound(
         self, key: object, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
