@@ -11,7 +11,7 @@ from minialpa.inter.stage_cost import PieceCost
 
 #: To be raised with every change after which some piece costs something else, be it of rules, strategies, prices,
 #: memory or names: the names of costs tell pieces, meshes and options apart, and not the code that priced them.
-_VERSION = 1
+_VERSION = 2
 
 
 def load_costs(path: str | None) -> dict[str, PieceCost]:

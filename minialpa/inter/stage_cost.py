@@ -26,7 +26,7 @@ from minialpa.intra.menu import Menus
 from minialpa.intra.problem import MeshEquations
 from minialpa.intra.solve import MeshSolver
 from minialpa.intra.usage import MemoryLimit, Usage
-from minialpa.jaxprs import bytes_of, is_literal
+from minialpa.jaxprs import Atom, bytes_of, is_literal
 from minialpa.options import AutoShardingOption
 
 _PIECE_TIME_LIMIT_S = 5.0
@@ -154,13 +154,15 @@ def problem_key(problem: MeshEquations) -> str:
     number: dict[Var, int] = {}
     types: dict[object, str] = {}
 
-    def name(atom: object) -> str:
-        if is_literal(atom):
-            return f"{getattr(atom, 'val', None)!r}"
-        assert isinstance(atom, Var)
+    def type_of(atom: Atom) -> str:
         if atom.aval not in types:
             types[atom.aval] = str(atom.aval)
-        return f"{number.setdefault(atom, len(number))}{types[atom.aval]}"
+        return types[atom.aval]
+
+    def name(atom: Atom) -> str:
+        if is_literal(atom):
+            return f"={np.asarray(atom.val).tolist()!r}{type_of(atom)}"
+        return f"{number.setdefault(atom, len(number))}{type_of(atom)}"
 
     parts = [f"{name(v)} {role} {problem.batch_dims.get(v)}" for v, role in problem.inputs]
     for eqn, times, late in zip(problem.eqns, problem.times, problem.in_update, strict=True):
