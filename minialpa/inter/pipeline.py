@@ -48,28 +48,28 @@ def plan_step(
     """
     report = progress or (lambda what, done, total: None)
     _warn_of_missing_rules(traced)
+    whole = LayeredStep(traced, traced.fingerprint)
     if options.layers is None:
         submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
         shape = options.logical_shape or (logical_mesh.shape if logical_mesh else (submesh[0] * submesh[1],))
         stages = [DecidedStage((), Candidate(submesh, shape), options.sharding, 0)]
-        layered = LayeredStep(traced, traced.fingerprint)
-        return assemble(layered, cluster, options, stages, logical_mesh, report, StageSolver())
+        return assemble(whole, cluster, options, stages, logical_mesh, report, StageSolver())
     if logical_mesh is not None and isinstance(options.stages, AutoStageOption):
         raise ShardingError(
             "A LogicalMesh is one view of its devices, and a search looks at all of them. Give a ClusterSpec or a list "
             "of devices, or use `ShardParallel`."
         )
     if isinstance(options.stages, AutoStageOption) and n_groups(traced) == 0:
-        return _best_shape(traced, cluster, options, options.stages, report)
+        return _best_shape(whole, cluster, options, options.stages, report)
     of_group = assign_layers(traced, options.layers)
     if isinstance(options.stages, AutoStageOption):
-        return _searched(traced, cluster, options, options.stages, of_group, report)
+        return _searched(whole, cluster, options, options.stages, of_group, report)
     n_layers = max(of_group, default=-1) + 1
     stages = given_stages(cluster, options, n_layers)
     solver = StageSolver()
 
     def attempt(remat: tuple[Remat, ...]) -> Plan:
-        return assemble(layered_step(traced, of_group, remat), cluster, options, stages, logical_mesh, report, solver)
+        return assemble(layered_step(whole, of_group, remat), cluster, options, stages, logical_mesh, report, solver)
 
     return _best(partial(attempt, remat) for remat in remats(options.layers, n_layers))
 
@@ -109,15 +109,15 @@ def _warn_of_missing_rules(traced: TracedStep) -> None:
 
 
 def _best_shape(
-    traced: TracedStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
+    whole: LayeredStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
 ) -> Plan:
     """The best plan of a step without layers, such as one that computes no gradients: one stage, on any submesh."""
-    solver, layered = StageSolver(), LayeredStep(traced, traced.fingerprint)
+    solver = StageSolver()
 
     def attempt(candidate: Candidate) -> Plan:
         host = next(h for h in range(cluster.num_hosts) if candidate.device in (None, cluster.device_of(h)))
         stage = DecidedStage((), candidate, options.sharding, host * cluster.devices_per_host)
-        return assemble(layered, cluster, options, [stage], None, report, solver)
+        return assemble(whole, cluster, options, [stage], None, report, solver)
 
     n_least = cluster.n_devices if options.use_all_devices else 1
     found = [candidate for candidate in candidates(cluster, auto) if candidate.n_devices >= n_least]
@@ -127,7 +127,7 @@ def _best_shape(
 
 
 def _searched(
-    traced: TracedStep,
+    whole: LayeredStep,
     cluster: ClusterSpec,
     options: PlanOptions,
     auto: AutoStageOption,
@@ -136,6 +136,7 @@ def _searched(
 ) -> Plan:
     """The best plan of a joint search. Stages that it finds are solved as wholes, and what these cost is learned."""
     assert options.layers is not None
+    traced = whole.step
     space = Space(
         options.micro_batch_choices(traced.batch_size),
         tuple(remat[0] for remat in remats(options.layers, 1)),
@@ -160,7 +161,7 @@ def _searched(
         if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS:
             break
         try:
-            plan = _assembled(traced, of_group, cluster, options, found, solver, report)
+            plan = _assembled(whole, of_group, cluster, options, found, solver, report)
         except StageTooLargeError as error:
             search.exclude(found, error.stage, error.n_live)
             failure = error
@@ -175,14 +176,14 @@ def _searched(
         raise failure
     best = min(plans, key=_preference)
     if options.choose_schedule:
-        best = _or_interleaved(best, traced, cluster, options, report, solver)
+        best = _or_interleaved(best, whole, cluster, options, report, solver)
     if len(traced.flat.eqns) <= _VERY_FEW_EQUATIONS and not options.use_all_devices:
-        best = _or_one_device(best, traced, cluster, options, auto, report)
+        best = _or_one_device(best, whole, cluster, options, auto, report)
     return best
 
 
 def _assembled(
-    traced: TracedStep,
+    whole: LayeredStep,
     of_group: tuple[int, ...],
     cluster: ClusterSpec,
     options: PlanOptions,
@@ -192,27 +193,27 @@ def _assembled(
 ) -> Plan:
     """The plan of what a search found. Raises StageTooLargeError where a stage does not fit after all."""
     remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
-    layered = layered_step(traced, of_group, remat)
+    layered = layered_step(whole, of_group, remat)
     stages = [DecidedStage(s.layers, s.candidate, options.sharding, s.choice.first_device) for s in found.stages]
     if len(stages) == 1 and not set(remat) - {"none"}:  # no use for layers
-        layered, stages = LayeredStep(traced, traced.fingerprint), [dataclasses.replace(stages[0], layers=())]
+        layered, stages = whole, [dataclasses.replace(stages[0], layers=())]
     chosen = dataclasses.replace(options, n_micro_batches=found.n_micro_batches)
     return assemble(layered, cluster, chosen, stages, None, report, solver)
 
 
 def _or_interleaved(
-    best: Plan, traced: TracedStep, cluster: ClusterSpec, options: PlanOptions, report: Progress, solver: StageSolver
+    best: Plan, whole: LayeredStep, cluster: ClusterSpec, options: PlanOptions, report: Progress, solver: StageSolver
 ) -> Plan:
     """`best`, or its submeshes with several runs of layers each, where a shorter bubble is worth the transfers."""
     p, n_layers = len(best.stages), len(best.remat)
     alike = len({(stage.submesh, stage.logical_shape) for stage in best.stages}) == 1 and not cluster.host_devices
     if p == 1 or not alike or best.cost.bubble_s < _LARGE_BUBBLE * best.cost.total_s:
         return best
-    layered = layered_step(traced, best.layer_of_group, best.remat)
+    layered = layered_step(whole, best.layer_of_group, best.remat)
     chosen = dataclasses.replace(options, n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved")
 
     def attempt(v: int) -> Plan:
-        chunks = balanced_runs(layer_flops(traced, best.layer_of_group), p * v)
+        chunks = balanced_runs(layer_flops(whole.step, best.layer_of_group), p * v)
         stages = [
             DecidedStage(sum(chunks[k::p], ()), Candidate(s.submesh, s.logical_shape), options.sharding, s.first_device)
             for k, s in enumerate(best.stages)
@@ -223,10 +224,10 @@ def _or_interleaved(
 
 
 def _or_one_device(
-    best: Plan, traced: TracedStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
+    best: Plan, whole: LayeredStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
 ) -> Plan:
     """`best`, or one device where that is as fast: the sums of pieces can promise more than small steps keep."""
     alone = dataclasses.replace(cluster, num_hosts=1, devices_per_host=1, host_devices=cluster.host_devices[:1])
-    whole = dataclasses.replace(options, n_micro_batches=1 if options.choose_micro_batches else options.n_micro_batches)
-    one = partial(_best_shape, traced, alone, whole, auto, report)
+    n = 1 if options.choose_micro_batches else options.n_micro_batches
+    one = partial(_best_shape, whole, alone, dataclasses.replace(options, n_micro_batches=n), auto, report)
     return _best([lambda: best, lambda: dataclasses.replace(one(), cluster=cluster)])

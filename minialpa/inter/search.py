@@ -86,9 +86,9 @@ class StageSearch:
                 continue  # another number may be the most promising now
             unsolved = bounds.unsolved(n, found)
             self.report("Costs of stages", bounds.n_solved, bounds.n_solved + len(unsolved))
-            for piece, c in unsolved:
-                bounds.raise_bound(n, piece, c)
-            if not bounds.unsolved(n, found):
+            if unsolved:
+                bounds.raise_bound(n, *unsolved[0])
+            else:
                 seconds = bounds.seconds_of(n, found)
                 if best is None or seconds < best[0]:
                     best = seconds, n, found

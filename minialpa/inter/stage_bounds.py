@@ -242,7 +242,7 @@ class StageBounds:
         self._costs[n].chosen = None
 
     def unsolved(self, n: int, found: StageAssignment) -> list[tuple[int, int]]:
-        """Pieces and columns that stages use and that are not solved: one of each kind, those that repeat first."""
+        """Pieces and columns that stages use and that are not solved, one of each kind: the most time first."""
         costs = self._costs[n]
         users: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for stage in found.stages:
@@ -253,8 +253,9 @@ class StageBounds:
                 inside = stage.first_layer <= layer <= stage.last_layer
                 if inside and not costs.solved[piece, stage.candidate]:
                     users.setdefault((kinds[piece], stage.candidate), []).append((piece, stage.candidate))
-        repeated = [places[0] for places in users.values() if len(places) > 1]
-        return repeated or [places[0] for places in users.values()]
+        seconds = costs.by_name["seconds"]
+        ordered = sorted(users.values(), key=lambda places: -len(places) * seconds[places[0]])
+        return [places[0] for places in ordered]
 
     def seconds_of(self, n: int, found: StageAssignment) -> float:
         """Seconds of a step under the bounds; inf if the stages do not fit in memory."""

@@ -165,7 +165,7 @@ class GraphBuilder:
                 self.choices[var] = self.choices[leader]
 
     def _add_input(self, var: Var, role: Role, count: int) -> None:
-        specs = self.wishes.input_specs(var, role)
+        specs = self.menus.same(self.wishes.input_specs(var, role))
         if len(specs) == 1 and role in ("batch", "received"):
             self.choices[var] = Choice(None, specs)
             return
@@ -228,8 +228,7 @@ class GraphBuilder:
             carried = scan.n_consts <= k < scan.n_lead
             find = partial_specs_of if carried and is_inexact(inner) else specs_of
             specs = tuple(find(shape_of(inner), self.mesh.shape))
-            if is_extended(aval_of(inner).dtype):
-                specs = specs[:1]
+            specs = self.menus.same(specs[:1] if is_extended(aval_of(inner).dtype) else specs)
             self.choices[inner] = Choice(self._new_node([0.0] * len(specs)), specs)
             operands.append(Choice(self.choices[inner].node, tuple(scan.outer_operand(k, s) for s in specs)))
             self._connect(eqn, k, operands[k].node, operands[k].specs, times, varied)
@@ -262,7 +261,8 @@ class GraphBuilder:
         heavy = [k for k, v in enumerate(eqn.invars) if not is_literal(v) and self.choices[v].node is not None]
         nodes = {None if k in varied else self._choice(eqn.invars[k]).node for k in heavy}
         if not self.option.enable_auto_sharding or (not heavy and not _makes_array(eqn)):
-            fixed = {k: self.choices[v].specs[:1] for k, v in enumerate(eqn.invars) if not is_literal(v)}
+            known = {k: self.choices[v].specs for k, v in enumerate(eqn.invars) if not is_literal(v)}
+            fixed = {k: self.menus.same(specs[:1]) for k, specs in known.items()}
             given = {} if heavy else fixed
             return Record(None, self._menu(eqn.outvars).follow(eqn, kind, given, 1, whole=self._is_whole(eqn)))
         if len(nodes) == 1 and None not in nodes and not self._has_own_strategies(eqn, kind.factors):

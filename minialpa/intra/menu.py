@@ -51,12 +51,16 @@ class _Memo:
         value: T = found[0]
         return value
 
+    def same(self, specs: Specs) -> Specs:
+        """The tuple that stands for all that are equal."""
+        return self.once(("specs", specs), None, lambda: specs)
+
 
 class _Shape:
     """`Ways` on the meshes of one shape."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
+    def __init__(self, shape: tuple[int, ...], memo: _Memo) -> None:
+        self.shape, self._all = shape, memo
         self._memo = _Memo()
 
     def enumerate(self, eqn: JaxprEqn, kind: EquationKind, options: tuple[Any, ...], *, most_splits: bool) -> Ways:
@@ -64,22 +68,30 @@ class _Shape:
         return self._memo.once(
             ("enumerate", self._alike(kind), options, most_splits),
             None,
-            lambda: enumerate_ways(
-                eqn, kind.factors, self.shape, dict(required), dict(pending), scatter=scatter, most_splits=most_splits
+            lambda: self._same(
+                enumerate_ways(
+                    eqn, kind.factors, self.shape, dict(required), dict(pending), scatter=scatter,
+                    most_splits=most_splits,
+                )
             ),
-        )
+        )  # fmt: skip
 
     def follow(self, eqn: JaxprEqn, kind: EquationKind, given: Mapping[int, Specs], n: int, *, whole: bool) -> Ways:
         lead = tuple((k, id(given[k])) for k in leads(eqn, given))
         return self._memo.once(
             ("follow", self._alike(kind), lead, n, whole),
             tuple(given.values()),
-            lambda: follow_ways(eqn, kind.factors, self.shape, given, n, whole=whole),
+            lambda: self._same(follow_ways(eqn, kind.factors, self.shape, given, n, whole=whole)),
         )
 
     def numbers(self, table: ReshardTable, specs: Specs) -> NDArray[np.int64]:
         """`ReshardTable.numbers`."""
         return self._memo.once((id(table.number), id(specs)), (table.number, specs), lambda: table.numbers(specs))
+
+    def _same(self, ways: Ways) -> Ways:
+        """With specs that can be compared by identity."""
+        operands, results = (tuple(map(self._all.same, columns)) for columns in (ways.operands, ways.results))
+        return replace(ways, operands=operands, results=results)
 
     def _alike(self, kind: EquationKind) -> object:
         """The same for all kinds that have the same ways."""
@@ -96,12 +108,10 @@ class _Shape:
 class Menu:
     """What `strategies` and `reshard` give for one mesh, where `n_together` sums share the time to start; remembers."""
 
-    def __init__(
-        self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int = 1, shape: _Shape | None = None
-    ) -> None:
+    def __init__(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, shape: _Shape) -> None:
         self.apart, self.forbidden, self.n_together = mesh, forbidden, n_together
         self.mesh = replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
-        self._shape, self._memo = shape or _Shape(mesh.shape), _Memo()
+        self._shape, self._memo = shape, _Memo()
 
     def enumerate(
         self,
@@ -154,8 +164,12 @@ class Menus:
         self._memo = _Memo()
 
     def of(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int) -> Menu:
-        shape = self._memo.once(("shape", mesh.shape), None, lambda: _Shape(mesh.shape))
+        shape = self._memo.once(("shape", mesh.shape), None, lambda: _Shape(mesh.shape, self._memo))
         return self._memo.once((mesh, forbidden, n_together), None, lambda: Menu(mesh, forbidden, n_together, shape))
+
+    def same(self, specs: Specs) -> Specs:
+        """The tuple that stands for all that are equal: specs are compared by identity."""
+        return self._memo.same(specs)
 
     def kind_of(self, eqn: JaxprEqn) -> EquationKind:
         """Equations of one kind have the same."""
