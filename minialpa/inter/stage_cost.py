@@ -83,15 +83,20 @@ class PieceCosts:
         n = self.staged.split.n_micro_batches
         mesh = self.cluster.logical_mesh(choice.submesh, choice.logical_shape, choice.device)
         n_live = min(n, _USUALLY_LIVE)
-        kept, byte_s = kept_usages(self.staged, piece, n_live), 0.0
+        byte_s = 0.0
         if fastest is not None and thrift:
             keeps = max(1.0, fastest.fixed_bytes + n_live * fastest.in_flight_bytes)
             byte_s = thrift * (n * fastest.seconds + fastest.step_seconds) / keeps
-        n_bytes = self.option.limit_bytes(mesh.device) if limited else None
-        name = f"{self._digests[piece]} {mesh} {self.option} {n_live} {n_bytes} {byte_s}"
-        if name not in self.known:
-            self.known[name] = self._solve(piece, mesh, n_bytes, kept, byte_s)
-        return self.known[name]
+
+        def known(n_bytes: float | None) -> PieceCost:
+            name = f"{self._digests[piece]} {mesh} {self.option} {n_live} {n_bytes} {byte_s}"
+            if name not in self.known:
+                self.known[name] = self._solve(piece, mesh, n_bytes, kept_usages(self.staged, piece, n_live), byte_s)
+            return self.known[name]
+
+        free, n_bytes = known(None), self.option.limit_bytes(mesh.device)
+        # What is best of all is best under a limit that it keeps.
+        return free if not limited or n_bytes is None or free.fixed_bytes <= n_bytes else known(n_bytes)
 
     def _solve(
         self, piece: int, mesh: LogicalMesh, n_bytes: float | None, kept: Sequence[Usage], byte_s: float
