@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.factors import Factors, factors_of
 from minialpa.intra.reshard import ReshardTable, reshard_table, same_divisors
-from minialpa.intra.strategies import StrategySet, has_contraction, priced, splits_most
+from minialpa.intra.strategies import StrategySet, priced, splits_most
 from minialpa.intra.ways import Specs, Ways, enumerate_ways, follow_ways, leads, same_operands
 from minialpa.jaxprs import dtype_name, is_constraint, shape_of, sub_jaxprs
 
@@ -29,13 +29,12 @@ T = TypeVar("T")
 class EquationKind:
     """Equations that differ in the names of variables only, which have equal strategies.
 
-    factors: those on a mesh. same: for each operand the first that is the same. has_contraction: it, or one inside it.
+    factors: those on a mesh. same: for each operand the first that is the same, -1 for literals.
     """
 
     factors: Factors
     same: tuple[int, ...]
     result_shapes: tuple[tuple[int, ...], ...]
-    has_contraction: bool
 
 
 class _Memo:
@@ -177,12 +176,11 @@ class Menus:
 
     def _kind_of(self, eqn: JaxprEqn) -> EquationKind:
         factors, same = factors_of(eqn).on_mesh(), same_operands(eqn)
-        contraction = has_contraction(eqn)
         arrays = tuple((shape_of(v), dtype_name(v)) for v in (*eqn.invars, *eqn.outvars))
         text = str(eqn.params) if is_constraint(eqn) else tuple(str(body) for body in sub_jaxprs(eqn))
-        key = (eqn.primitive.name, text, arrays, same, contraction, factors.sizes, factors.flops, _structure(factors))
+        key = (eqn.primitive.name, text, arrays, same, factors.sizes, factors.flops, _structure(factors))
         shapes = tuple(shape_of(v) for v in eqn.outvars)
-        return self._memo.once(key, None, lambda: EquationKind(factors, same, shapes, contraction))
+        return self._memo.once(key, None, lambda: EquationKind(factors, same, shapes))
 
 
 def _structure(factors: Factors) -> Hashable:
