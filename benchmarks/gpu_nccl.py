@@ -107,7 +107,8 @@ def check_dlpack(cupy: Any) -> None:
 
 def some_array(dtype: str, shape: tuple[int, ...], device: jax.Device) -> jax.Array:
     values = np.random.default_rng(0).integers(0, 100, size=shape)
-    return jax.device_put(jnp.asarray(values).astype(jnp.dtype(dtype)), device)
+    placed: jax.Array = jax.device_put(jnp.asarray(values).astype(jnp.dtype(dtype)), device)
+    return placed
 
 
 def check_equal(actual: jax.Array, expected: jax.Array) -> None:
@@ -157,7 +158,7 @@ def _worker(pipe: Connection, secret: bytes, number: int, gpu: str, work: Any) -
 
 
 def _messages() -> list[tuple[str, tuple[int, ...]]]:
-    checked = [(dtype, shape) for dtype in DTYPES for shape in SHAPES]
+    checked: list[tuple[str, tuple[int, ...]]] = [(dtype, shape) for dtype in DTYPES for shape in SHAPES]
     return checked + [("uint8", (n_bytes,)) for n_bytes in (1024, *SIZES) for _ in range(REPEATS)]
 
 

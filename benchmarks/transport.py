@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -41,8 +42,8 @@ def transport(size: Size) -> Rows:
             repeats = 2 if size == "tiny" else min(500, max(15, (1 << 20) // n_kb))
             for name, there_and_back in (("shared memory", shared), ("TCP", tcp)):
                 calls: dict[str, Callable[[], Any]] = {
-                    "device_put": lambda x=x: jax.device_put(x, target),
-                    name: lambda x=x, call=there_and_back: call(x, target),
+                    "device_put": partial(jax.device_put, x, target),
+                    name: partial(there_and_back, x, target),
                 }
                 seconds = interleaved(calls, repeats)
                 alone_s, one_way_s = statistics.median(seconds["device_put"]), statistics.median(seconds[name]) / 2
@@ -80,7 +81,8 @@ def _echo(shared: bool) -> Iterator[Callable[[jax.Array, jax.Device], jax.Array]
         n_sent += 1
         mine.send(1, n_sent, [Part(x)])
         (back,) = mine.receive(1, n_sent, [Piece(x.shape, np.dtype(x.dtype))], _TIMEOUT_S)
-        return jax.device_put(back, device).block_until_ready()
+        arrived: jax.Array = jax.device_put(back, device).block_until_ready()
+        return arrived
 
     try:
         yield there_and_back
