@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,9 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 
 class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
-    """An array whose data is elsewhere. NumPy functions, operators and `float` fetch it; jax functions too.
+    """An array whose data is elsewhere. NumPy functions, operators, `float` and `jnp.asarray` fetch it.
+
+    Functions of jax take no arrays but their own: give them `jnp.asarray(x)`.
 
     shape, dtype: those of the whole array.
     """
@@ -25,6 +28,12 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
     @abc.abstractmethod
     def _fetch(self) -> Any:
         """The value: a NumPy array, or a jax array of typed keys."""
+
+    @classmethod
+    def _fetch_all(cls, arrays: Sequence[Any]) -> None:
+        """Fetch the values of several arrays of this class at once."""
+        for array in arrays:
+            array._fetch()
 
     @abc.abstractmethod
     def block_until_ready(self) -> RemoteArray:
@@ -91,3 +100,16 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
+
+
+def prefetch(tree: Any) -> None:
+    """Fetch the values of all remote arrays of a pytree at once, so that reading them later does not wait for each.
+
+    Other leaves are left alone. Raises WorkerError if a value was lost or donated.
+    """
+    by_class: dict[type[RemoteArray], list[RemoteArray]] = {}
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, RemoteArray):
+            by_class.setdefault(type(leaf), []).append(leaf)
+    for cls, arrays in by_class.items():
+        cls._fetch_all(arrays)

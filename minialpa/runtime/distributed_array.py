@@ -1,9 +1,12 @@
-"""Arrays that workers hold: a number, by which workers know the array, and where copies of it are."""
+"""Arrays that workers hold: a number, by which workers know the array, and the meshes that have copies of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jax.sharding import PartitionSpec
 
@@ -13,7 +16,38 @@ from minialpa.mesh_program import ArrayType
 from minialpa.program import MeshShape
 
 if TYPE_CHECKING:
-    from minialpa.runtime.ray_runtime import MeshWorkers, RayRuntime
+    from minialpa.runtime.ray_cluster import WorkerHandle
+
+
+class Holder(Protocol):
+    """The runtime that arrays belong to."""
+
+    def fetch(self, arrays: Sequence[DistributedArray]) -> None:
+        """Bring the values of arrays to this process."""
+
+    def sync(self) -> None:
+        """Wait until every step has ended."""
+
+
+@dataclass(slots=True, eq=False)
+class MeshWorkers:
+    """The workers of some devices. freed: arrays that nobody uses any more and that they have not been told of."""
+
+    first_device: int
+    n_devices: int
+    workers: list[WorkerHandle]
+    alive: bool = True
+    freed: deque[int] = field(default_factory=deque)
+    arrays: weakref.WeakValueDictionary[int, DistributedArray] = field(default_factory=weakref.WeakValueDictionary)
+    programs: set[int] = field(default_factory=set)
+
+    @property
+    def devices(self) -> range:
+        return range(self.first_device, self.first_device + self.n_devices)
+
+    def take_freed(self) -> list[int]:
+        """Arrays to free with the next call."""
+        return [self.freed.popleft() for _ in range(len(self.freed))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +66,7 @@ class DistributedArray(RemoteArray):
     workers when the last reference goes.
     """
 
-    def __init__(self, runtime: RayRuntime, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> None:
+    def __init__(self, runtime: Holder, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> None:
         self._runtime, self.number, self.type, self.copies = runtime, number, type, copies
         self.shape, self.dtype = type.shape, type.jax_dtype
         for copy in copies:
@@ -102,6 +136,14 @@ class DistributedArray(RemoteArray):
             self._runtime.fetch([self])
         return self._host
 
+    @classmethod
+    def _fetch_all(cls, arrays: Sequence[Any]) -> None:
+        for array in arrays:
+            array._check()
+        missing = [array for array in arrays if not array.held_here]
+        if missing:
+            missing[0]._runtime.fetch(missing)
+
     def _check(self) -> None:
         if self._deleted:
             raise WorkerError(
@@ -117,12 +159,3 @@ class DistributedArray(RemoteArray):
     def __del__(self) -> None:
         if not getattr(self, "_deleted", True):
             self._release()
-
-
-def prefetch(tree: Any) -> None:
-    """Fetch the values of all arrays of a pytree at once, so that reading them later does not wait for each."""
-    import jax
-
-    found = [x for x in jax.tree.leaves(tree) if isinstance(x, DistributedArray) and not x.held_here]
-    if found:
-        found[0]._runtime.fetch(found)

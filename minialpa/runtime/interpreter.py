@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -68,7 +69,7 @@ class Interpreter:
         compiled: dict[Any, Any],
         timeout_s: float,
     ) -> None:
-        self.program, self.me = program, me
+        self.program, self.me, self.places = program, me, tuple(places)
         self.transport, self.timeout_s = transport, timeout_s
         self.mesh = make_mesh(devices, program.shape.logical_shape)
         own = places[me]
@@ -169,7 +170,8 @@ class Interpreter:
         )
 
     def _post(self, number: int, message: Message, shards: dict[int, Any], boxes: dict[int, Box]) -> Future[None]:
-        parts = [Part(shards[m.source], _inside(m.box, boxes[m.source])) for m in message.moves]
+        first = self.places[message.target].first_device
+        parts = [Part(shards[m.source], _inside(m.box, boxes[m.source]), m.targets[0] - first) for m in message.moves]
         return self.transport.send(message.target, self._tag(number), parts)
 
     def _finish_sends(self, buffers: Iterable[int]) -> None:
@@ -184,12 +186,17 @@ class Interpreter:
         got: dict[int, list[tuple[Box, Any]]] = {d: [] for d in boxes}
         for message in self.messages[number]:
             if message.target == self.me:
-                pieces = [Piece(_shape(m.box), np.dtype(transfer.type.dtype)) for m in message.moves]
+                first, dtype = min(self.local), np.dtype(transfer.type.dtype)
+                pieces = [Piece(_shape(m.box), dtype, m.targets[0] - first) for m in message.moves]
                 arrays = self.transport.receive(message.source, self._tag(number), pieces, self.timeout_s)
                 for move, array in zip(message.moves, arrays, strict=True):
                     for device in move.targets:
-                        got[device].append((move.box, array))
-        shards = jax.device_put([_joined(got[d], boxes[d]) for d in boxes], [self.local[d] for d in boxes])
+                        # A transport between GPUs gives arrays on the first of them.
+                        mine = jax.device_put(array, self.local[device]) if isinstance(array, jax.Array) else array
+                        got[device].append((move.box, mine))
+        shards = jax.device_put(
+            [_joined(got[d], boxes[d], transfer.type.dtype) for d in boxes], [self.local[d] for d in boxes]
+        )
         for message in self.messages[number]:
             if message.source == self.me and message.moves[0].relayed:  # others of this mesh get it from here
                 self._post(number, message, dict(zip(boxes, shards, strict=True)), boxes)
@@ -290,11 +297,16 @@ def _inside(box: Box, outer: Box) -> tuple[slice, ...] | None:
     return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(box, outer, strict=True))
 
 
-def _joined(parts: list[tuple[Box, Any]], outer: Box) -> Any:
+def _joined(parts: list[tuple[Box, Any]], outer: Box, dtype: str) -> Any:
     """The part `outer` of an array, from the parts that it is made of."""
     if len(parts) == 1 and parts[0][0] == outer:
         return parts[0][1]
-    out = np.empty(_shape(outer), parts[0][1].dtype)
+    if parts and isinstance(parts[0][1], jax.Array):
+        joined = jnp.zeros(_shape(outer), dtype, device=parts[0][1].device)
+        for box, array in parts:
+            joined = joined.at[_inside(box, outer) or ...].set(array)
+        return joined
+    out = np.empty(_shape(outer), dtype)
     for box, array in parts:
         out[_inside(box, outer) or ...] = array
     return out

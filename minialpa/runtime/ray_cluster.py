@@ -212,34 +212,37 @@ def _worker_env(platform: str) -> dict[str, str]:
 
 
 def _connect(request: Request) -> None:
-    address = request.address or os.environ.get("RAY_ADDRESS") or _running_here()
-    try:
+    address = request.address or os.environ.get("RAY_ADDRESS") or _started_here()
+    if address is None:
         with warnings.catch_warnings():
             # Ray forks to start its processes, and these replace themselves at once.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-            if address is None:
-                ray.init("local", namespace=request.namespace, include_dashboard=False, log_to_driver=False)
-            else:
-                ray.init(address=address, namespace=request.namespace, log_to_driver=False)
+            ray.init("local", namespace=request.namespace, include_dashboard=False, log_to_driver=False)
+        return
+    # Ray would try for minutes.
+    if re.fullmatch(r"\S+:\d+", address) and "://" not in address and not _answers(address):
+        raise _no_cluster(address, "nothing listens there")
+    try:
+        ray.init(address=address, namespace=request.namespace, log_to_driver=False)
     except (ConnectionError, RuntimeError) as error:
-        raise MinialpaError(
-            f"No Ray cluster answers at {address!r} ({error}). Start one with `ray start --head`, or leave out "
-            "`address` to start one on this machine."
-        ) from error
+        raise _no_cluster(address, str(error)) from error
 
 
-def _running_here() -> str | None:
-    """The address of the cluster that `ray start` has started on this machine, if it still runs.
+def _no_cluster(address: str, reason: str) -> MinialpaError:
+    return MinialpaError(
+        f"No Ray cluster answers at {address!r} ({reason}). Start one with `ray start --head`, or leave out `address` "
+        "and `RAY_ADDRESS` to start one on this machine."
+    )
 
-    Ray would look for it too, but wait for minutes for one that has ended without a word.
-    """
+
+def _started_here() -> str | None:
+    """The address of the cluster that `ray start` has started on this machine, if it still runs."""
     try:
         from ray._private.utils import read_ray_address
-
-        address = read_ray_address()
     except ImportError:
         return None
-    return address if address and _answers(address) else None
+    address = read_ray_address()
+    return str(address) if address and _answers(address) else None
 
 
 def _choose_nodes(request: Request) -> tuple[str, list[dict[str, Any]], int]:
@@ -350,7 +353,7 @@ def _answers(address: str) -> bool:
     """Whether something listens at host:port."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=2.0):
             return True
-    except OSError:
+    except (OSError, ValueError):
         return False

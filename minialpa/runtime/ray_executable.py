@@ -12,13 +12,13 @@ import numpy as np
 import ray
 
 from minialpa.arrays import RemoteArray
-from minialpa.mesh_program import ArrayType, MeshProgram, Place, worker_places
+from minialpa.mesh_program import ArrayType, MeshProgram, Place, links, worker_places
 from minialpa.program import InputSlot, Program
 from minialpa.resharding import Box, shard_boxes
-from minialpa.runtime.distributed_array import Copy, DistributedArray
+from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
 from minialpa.runtime.interpreter import Argument, Given, Held
 from minialpa.runtime.ray_cluster import WorkerHandle
-from minialpa.runtime.ray_runtime import MeshWorkers, RayRuntime
+from minialpa.runtime.ray_runtime import RayRuntime
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +171,12 @@ class RayExecutable:
         addresses = self.runtime.gather(
             {w.actor.open_transport.remote(self.number, i): w for i, (w, _) in enumerate(workers)}
         )
+        ways: tuple[tuple[int, int, int, int], ...] = ()
+        if self.runtime.cluster.platform == "cuda" and all(self.runtime.ask([w for w, _ in workers], "has_nccl")):
+            ways = links(self.programs, self.places)
         shared = {program.mesh: ray.put(program) for program in self.programs}
         self.runtime.gather({
-            w.actor.load.remote(self.number, shared[program.mesh], self.places, i, addresses): w
+            w.actor.load.remote(self.number, shared[program.mesh], self.places, i, addresses, ways): w
             for i, (w, program) in enumerate(workers)
         })  # fmt: skip
         self._meshes = meshes

@@ -10,10 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,7 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 from minialpa.errors import WorkerError
 from minialpa.mesh_program import ArrayType, MeshProgram
 from minialpa.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
-from minialpa.runtime.distributed_array import Copy, DistributedArray
+from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
 from minialpa.runtime.failures import Failure, Status, ended, root_cause, with_stage, worker_error
 from minialpa.runtime.ray_cluster import HEAD_S, RayCluster, WorkerHandle, death, failed_call
 from minialpa.runtime.watch import Watch, silent
@@ -33,27 +31,6 @@ from minialpa.runtime.watch import Watch, silent
 _STEPS_AHEAD = 2
 #: Seconds that other workers have to say what they know of a failure.
 _GRACE_S = 2.0
-
-
-@dataclass(slots=True, eq=False)
-class MeshWorkers:
-    """The workers of some devices. freed: arrays that nobody uses any more and that they have not been told of."""
-
-    first_device: int
-    n_devices: int
-    workers: list[WorkerHandle]
-    alive: bool = True
-    freed: deque[int] = field(default_factory=deque)
-    arrays: weakref.WeakValueDictionary[int, DistributedArray] = field(default_factory=weakref.WeakValueDictionary)
-    programs: set[int] = field(default_factory=set)
-
-    @property
-    def devices(self) -> range:
-        return range(self.first_device, self.first_device + self.n_devices)
-
-    def take_freed(self) -> list[int]:
-        """Arrays to free with the next call."""
-        return [self.freed.popleft() for _ in range(len(self.freed))]
 
 
 class RayRuntime:

@@ -6,8 +6,10 @@ returns as a `Failure`, so that nothing has to be unpickled that only the worker
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
@@ -46,6 +48,7 @@ class Worker:
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
         self._reserved: socket.socket | None = None
+        self._coordinator = "none"
         self._arrays: dict[int, Any] = {}
         self._programs: dict[int, Any] = {}
         self._compiled: dict[Any, Any] = {}
@@ -66,7 +69,11 @@ class Worker:
 
     def join(self, coordinator: tuple[str, int] | None, n_workers: int, rank: int) -> None:
         """Start jax, as process `rank` of the mesh's workers."""
+        # The threads of the transport would wait for up to 5 ms each time while another one runs Python.
+        sys.setswitchinterval(2e-4)
         import jax
+
+        from minialpa.runtime.gloo import bind_gloo
 
         jax.config.update("jax_enable_x64", True)  # arrays keep the types that the traced step gave them
         jax.config.update("jax_platforms", self.settings.platform)
@@ -75,7 +82,7 @@ class Worker:
         if n_workers > 1:
             assert coordinator is not None
             address = f"{coordinator[0]}:{coordinator[1]}"
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            self._coordinator = address
             jax.distributed.initialize(
                 address,
                 n_workers,
@@ -86,16 +93,23 @@ class Worker:
                 heartbeat_timeout_seconds=int(self.settings.timeout_s) + 60,
                 coordinator_bind_address=address if rank == 0 else None,
             )
+            if self.settings.platform == "cpu":
+                bind_gloo(self.settings.ip)
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
         self._devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-        local = sum(d.process_index == jax.process_index() for d in self._devices)
+        local = len(self._local_devices())
         if local != self.settings.n_devices:
             raise WorkerError(
                 f"Host {self.settings.host} ({self.settings.ip}) has {local} {self.settings.platform} devices for a "
                 f"worker of {self.settings.n_devices}."
             )
+
+    def _local_devices(self) -> list[Any]:
+        import jax
+
+        return [device for device in self._devices if device.process_index == jax.process_index()]
 
     # ---- programs -------------------------------------------------------------------------------------------------
 
@@ -107,14 +121,32 @@ class Worker:
         self._transports[number] = HostTransport(self.settings.secret, me, self.settings.ip)
         return self._transports[number].address
 
+    def has_nccl(self) -> bool:
+        """Whether this worker can send arrays from GPU to GPU."""
+        return self.settings.platform == "cuda" and importlib.util.find_spec("cupy") is not None
+
     def load(
-        self, number: int, program: MeshProgram, places: Sequence[Place], me: int, addresses: Sequence[Any]
+        self,
+        number: int,
+        program: MeshProgram,
+        places: Sequence[Place],
+        me: int,
+        addresses: Sequence[Any],
+        links: Sequence[tuple[int, int, int, int]],
     ) -> None:
-        """Compile program `number` and connect to its other workers. places, me: as in `Interpreter`."""
+        """Compile program `number` and connect to its other workers. places, me: as in `Interpreter`.
+
+        links: ways between GPUs of all workers, in the order of `mesh_program.links`; none to send through the hosts.
+        """
         from minialpa.runtime.interpreter import Interpreter
 
         transport = self._transports[number]
         transport.connect(addresses, self.settings.timeout_s)
+        if links:
+            from minialpa.runtime.nccl import Link, NcclTransport
+
+            transport = NcclTransport(transport, self._local_devices(), [Link(*link) for link in links])
+            self._transports[number] = transport
         self._programs[number] = Interpreter(
             program, places, me, self._devices, transport, self._compiled, self.settings.timeout_s
         )
@@ -226,7 +258,8 @@ class Worker:
         interpreter, own = self._programs[program], self.settings
         lines = [
             f"worker {own.number} of stage {interpreter.program.mesh}, host {own.host} ({own.ip})",
-            f"jax {jax.__version__}, {own.platform}, process {jax.process_index()} of {jax.process_count()}",
+            f"jax {jax.__version__}, {own.platform}, process {jax.process_index()} of {jax.process_count()}, "
+            f"coordinator {self._coordinator}",
             f"devices {[str(d) for d in jax.local_devices()]} of mesh {interpreter.mesh.devices.tolist()}",
             *(f"{k}={os.environ.get(k, '')}" for k in ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")),
             *(interpreter.describe(i) for i in range(len(interpreter.program.instructions))),

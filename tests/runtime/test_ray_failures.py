@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ray
 
 import minialpa
 from minialpa import AutoShardingOption, PipeshardParallel, ShardParallel, WorkerError
@@ -28,10 +29,9 @@ from minialpa.runtime import ray_cluster
 from minialpa.runtime.worker import Worker
 from minialpa.session import current_session
 from minialpa.testing import assert_allclose
+from tests.runtime.ray_cluster import WORKER_ENV, ray_nodes
 
-ray = pytest.importorskip("ray")
-
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 #: Seconds within which an error has to come, once there are signs of it.
 SOON_S = 10.0
@@ -107,7 +107,7 @@ class Training:
         self.hosts = hosts
         minialpa.init(
             cluster="ray", address=self.address, num_hosts=hosts, devices_per_host=2 // hosts,
-            worker_timeout_s=timeout_s, worker_env=env,
+            worker_timeout_s=timeout_s, worker_env={**WORKER_ENV, **(env or {})},
         )  # fmt: skip
         self.steps.setdefault(hosts, minialpa.parallelize(train_step(minialpa.value_and_grad), method=METHODS[hosts]))
 
@@ -224,18 +224,10 @@ def told_of(fault: Callable[[], None], call: Callable[[], Any], after_s: float =
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Two Ray nodes on this machine, with two devices each."""
-    from ray.cluster_utils import Cluster
-
-    node = {"num_cpus": 1, "resources": {"minialpa_cpu_device": 2}, "object_store_memory": 100 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    cluster.add_node(**node)
-    # Sessions find a Ray that was there before, and leave it running.
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield cluster
-    minialpa.shutdown()
-    ray.shutdown()
-    cluster.shutdown()
+    """Two Ray nodes on this machine, with two devices each. Sessions find Ray connected, and leave it so."""
+    with ray_nodes(2, 2) as cluster:
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
 
 
 @pytest.fixture(scope="module")
