@@ -6,8 +6,9 @@ Instructions are issued in order and jax runs them asynchronously. Only a `Recei
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,7 @@ class Interpreter:
         own = places[me]
         first = program.shape.first_device
         self.local = {device: devices[device - first] for device in own.devices}
-        self.functions = [self._compile(function, compiled) for function in program.functions]
+        self.functions = self._compile_all(compiled)
         self.relayouts = {i: self._relayout(i, compiled) for i in program.instructions if isinstance(i, Relayout)}
         self.messages = {number: messages(t, places) for number, t in program.transfers.items()}
         self.constants = {c.buffer: self._constant(c.value, program.types[c.buffer], c.spec) for c in program.constants}
@@ -213,20 +214,26 @@ class Interpreter:
 
     # ---- programs -------------------------------------------------------------------------------------------------
 
-    def _compile(self, function: MeshFunction, compiled: dict[Any, Any]) -> Any:
-        """Compiled once for all equal functions of a worker."""
-        key = (function.code, function.in_specs, function.out_specs, function.donated, self.mesh)
-        if key not in compiled:
-            exported = jax.export.deserialize(bytearray(function.code))
-            jitted = jax.jit(
-                exported.call,
-                in_shardings=tuple(NamedSharding(self.mesh, spec) for spec in function.in_specs),
-                out_shardings=tuple(NamedSharding(self.mesh, spec) for spec in function.out_specs),
-                donate_argnums=function.donated,
-                keep_unused=True,
-            )
-            compiled[key] = jitted.lower(*exported.in_avals).compile()
-        return compiled[key]
+    def _compile_all(self, compiled: dict[Any, Any]) -> list[Any]:
+        """Each function of the program; equal ones are compiled once. Lowering holds the interpreter lock, compiling
+        does not."""
+        keys = [(f.code, f.in_specs, f.out_specs, f.donated, self.mesh) for f in self.program.functions]
+        missing = {key: f for key, f in zip(keys, self.program.functions, strict=True) if key not in compiled}
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            pending = {key: pool.submit(self._lower(function).compile) for key, function in missing.items()}
+            compiled.update((key, future.result()) for key, future in pending.items())
+        return [compiled[key] for key in keys]
+
+    def _lower(self, function: MeshFunction) -> Any:
+        exported = jax.export.deserialize(bytearray(function.code))
+        jitted = jax.jit(
+            exported.call,
+            in_shardings=tuple(NamedSharding(self.mesh, spec) for spec in function.in_specs),
+            out_shardings=tuple(NamedSharding(self.mesh, spec) for spec in function.out_specs),
+            donate_argnums=function.donated,
+            keep_unused=True,
+        )
+        return jitted.lower(*exported.in_avals)
 
     def _relayout(self, instruction: Relayout, compiled: dict[Any, Any]) -> Any:
         sharding = NamedSharding(self.mesh, instruction.spec)

@@ -190,10 +190,17 @@ class RayExecutable:
                 out[f"stage{number}-host{worker.host}-worker"] = text
         return out
 
-    def _per_function(self, method: str) -> list[Any]:
-        """Answers of the first worker of each mesh, a list for its functions, in the order of the whole program."""
+    def function_seconds(self, repeats: int = 5) -> list[float]:
+        """Seconds of each function of the program by itself: median of `repeats` calls."""
+        return self._per_function("function_seconds", repeats)
+
+    def _per_function(self, method: str, *args: Any) -> list[Any]:
+        """Answers of the first worker of each mesh, a list for its functions, in the order of the whole program.
+
+        One mesh after the other, and all workers of a mesh at once.
+        """
         self._load()
-        found = [iter(self.runtime.ask(mesh.workers[:1], method, self.number)[0]) for mesh in self._meshes]
+        found = [iter(self.runtime.ask(mesh.workers, method, self.number, *args)[0]) for mesh in self._meshes]
         return [next(found[mesh]) for mesh in self._mesh_of_function]
 
     def sync(self) -> None:

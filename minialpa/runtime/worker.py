@@ -247,11 +247,17 @@ class Worker:
         ]
         return "\n".join(lines)
 
-    def counts(self) -> dict[str, int]:
-        """What this worker holds: arrays of the session, and live arrays of jax."""
-        import jax
+    def function_seconds(self, program: int, repeats: int) -> list[float]:
+        """Seconds of each function by itself, in `repeats` calls. All workers of a mesh have to be asked at once."""
+        from minialpa.runtime.task_times import function_seconds
 
-        return {"arrays": len(self._arrays), "live": len(jax.live_arrays())}
+        return [function_seconds(compiled, repeats) for compiled in self._programs[program].functions]
+
+    def counts(self) -> dict[str, int]:
+        """What this worker holds: arrays of the session, programs, and what `holdings` counts."""
+        from minialpa.runtime.holdings import holdings
+
+        return {"arrays": len(self._arrays), "programs": len(self._programs), **holdings()}
 
 
 def _shards(array: Any) -> list[tuple[Box, Any]]:
