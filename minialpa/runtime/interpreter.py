@@ -35,21 +35,18 @@ from minialpa.sharding import AXIS_NAMES
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """An argument that the workers hold already, by the number of the array."""
-
-    array: int
-
-
-@dataclass(frozen=True, slots=True)
 class Given:
-    """An argument that the caller sends: distinct shards, and for each device of the worker which of them it gets."""
+    """An argument that the caller sends: distinct shards, and for each device of the worker which of them it gets.
 
-    shards: tuple[np.ndarray[Any, Any], ...]
+    A shard that several workers get may be a number instead, of an array that comes beside the arguments.
+    """
+
+    shards: tuple[np.ndarray[Any, Any] | int, ...]
     shard_of_device: tuple[int, ...]
 
 
-Argument = Held | Given
+Argument = int | Given
+"""A number is that of an array that the workers hold already. Thousands of them are pickled for every step."""
 
 
 class Interpreter:
@@ -193,12 +190,13 @@ class Interpreter:
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
-    def argument(self, number: int, given: Given) -> jax.Array:
+    def argument(self, number: int, given: Given, shared: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
         """The array of input `number` of the program, from what the caller sent."""
         slot = self.program.inputs[number]
+        shards = [shared[shard] if isinstance(shard, int) else shard for shard in given.shards]
         # A caller's memory may be what lies on the device; a donated array must be the program's own.
-        may_alias = slot.leaf not in self.program.donated_leaves
-        shards = given.shards if may_alias else [np.array(shard) for shard in given.shards]
+        if slot.leaf in self.program.donated_leaves:
+            shards = [np.array(shard) for shard in shards]
         return self._array([shards[k] for k in given.shard_of_device], self.program.types[slot.buffer], slot.spec)
 
     def _array(self, shards: Sequence[Any], type_: ArrayType, spec: PartitionSpec) -> jax.Array:

@@ -151,11 +151,13 @@ class Worker:
         results: Mapping[int, int],
         donated: Sequence[int],
         freed: Sequence[int],
+        *shared: Any,
     ) -> Failure | None:
         """Run a step of a program.
 
-        arguments: a `Held` or `Given` for each input of the program. results: result number -> number under which the
-        array is kept. donated: arrays that the step uses up. freed: arrays that nobody needs any more.
+        arguments: an `Argument` for each input of the program. results: result number -> number under which the array
+        is kept. donated: arrays that the step uses up. freed: arrays that nobody needs any more. shared: arrays whose
+        places are shards of arguments.
         """
         if self._failure is not None:
             return self._failure
@@ -163,7 +165,7 @@ class Worker:
         self._running = interpreter
         try:
             self.free(freed)
-            inputs = self._inputs(interpreter, arguments, set(donated))
+            inputs = self._inputs(interpreter, arguments, set(donated), shared)
             self.free(donated)
             made = interpreter.run(step, inputs)
             self._arrays.update((results[number], array) for number, array in made.items() if number in results)
@@ -174,19 +176,19 @@ class Worker:
             return self._failure
         return None
 
-    def _inputs(self, interpreter: Any, arguments: Sequence[Any], donated: set[int]) -> list[Any]:
-        from minialpa.runtime.interpreter import Held
-
+    def _inputs(
+        self, interpreter: Any, arguments: Sequence[Any], donated: set[int], shared: Sequence[Any]
+    ) -> list[Any]:
         inputs: list[Any] = []
         seen: set[int] = set()
         for i, argument in enumerate(arguments):
-            if not isinstance(argument, Held):
-                inputs.append(interpreter.argument(i, argument))
+            if not isinstance(argument, int):
+                inputs.append(interpreter.argument(i, argument, shared))
                 continue
-            array = self._arrays[argument.array]
+            array = self._arrays[argument]
             # One array for two arguments: only one of them can be taken over.
-            inputs.append(array.copy() if argument.array in donated & seen else array)
-            seen.add(argument.array)
+            inputs.append(array.copy() if argument in donated & seen else array)
+            seen.add(argument)
         return inputs
 
     def _failed(self, interpreter: Any, step: int, error: Exception) -> Failure:
@@ -205,11 +207,14 @@ class Worker:
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
-    def put(self, program: int, arguments: Mapping[int, tuple[int, Any]]) -> Failure | None:
-        """Keep arrays, laid out as inputs of a program: input -> (number under which it is kept, `Given`)."""
+    def put(self, program: int, numbers: Mapping[int, int], arguments: Sequence[Any], *shared: Any) -> Failure | None:
+        """Keep arrays, laid out as inputs of a program.
+
+        numbers: input -> number under which it is kept, in the order of arguments. arguments, shared: as in `step`.
+        """
         interpreter = self._programs[program]
-        for i, (number, given) in arguments.items():
-            self._arrays[number] = interpreter.argument(i, given)
+        for (i, number), given in zip(numbers.items(), arguments, strict=True):
+            self._arrays[number] = interpreter.argument(i, given, shared)
         return None
 
     def fetch(self, numbers: Sequence[int]) -> list[list[tuple[Box, Any]]] | Failure:
