@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def ray_dispatch(size: Size) -> Rows:
 
 def main(size: Size) -> Rows:
     # Hidden size, rows of a micro-batch, micro-batches, repeats.
-    cases = [(8, 4, 4, 2)] if size == "tiny" else [(8, 4, 16, 100), (256, 512, 16, 12), (512, 512, 16, 12)]
+    cases = [(8, 4, 4, 2)] if size == "tiny" else [(8, 4, 16, 100), (256, 512, 16, 20), (512, 1024, 16, 12)]
     local = [_Case(*case) for case in cases]  # before the session: a step belongs to one
     with ray_session(N_STAGES) as runtime:
         rows = [row for case in local for row in case.rows()]
@@ -69,52 +70,63 @@ class _Case:
     def rows(self) -> Rows:
         executables = {"in-process": self.in_process, "ray": self._executable()}
         steps = {name: self._training(executable) for name, executable in executables.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in executables}
-        bounds: dict[str, list[float]] = {name: [] for name in executables}
-        tasks: dict[str, list[float]] = {}
+        seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in executables}
         # In turns, and the functions in between: the machine may be busy with other things, now less and now more.
         for i in range(1 + self.repeats):
             for name, executable in executables.items():
-                start = time.perf_counter()
-                steps[name]()
-                if i:
-                    seconds[name].append(time.perf_counter() - start)
+                found = {kind: step() for kind, step in steps[name].items()}
                 if i % 4 == 1:
-                    tasks[name] = executable.runner.function_seconds(5)
-                    bounds[name].append(bound_s(executable._program, tasks[name]))
-        step_s = {name: statistics.median(values) for name, values in seconds.items()}
-        return [self._row(name, executables[name]._program, tasks[name], bounds[name], step_s) for name in executables]
+                    found["bound"] = bound_s(executable._program, executable.runner.function_seconds(5))
+                for kind, value in found.items() if i else ():
+                    seconds[name][kind].append(value)
+        medians = {name: {kind: statistics.median(v) for kind, v in kinds.items()} for name, kinds in seconds.items()}
+        return [self._row(name, executables[name]._program, medians) for name in executables]
 
-    def _row(
-        self, name: str, program: Program, tasks: Sequence[float], bounds: Sequence[float], step_s: dict[str, float]
-    ) -> dict[str, Any]:
+    def _row(self, name: str, program: Program, medians: dict[str, dict[str, float]]) -> dict[str, Any]:
         n_tasks = sum(isinstance(i, Run | Accumulate) for i in program.instructions)
-        bound = statistics.median(bounds)
+        own, bound = medians[name], medians[name]["bound"]
         return {
             "case": f"mlp {self.hidden}, {name}",
             "tasks": n_tasks,
-            "forward_ms": tasks[0] * 1e3,
-            "step_ms": step_s[name] * 1e3,
+            "task_ms": bound / n_tasks * N_STAGES * 1e3,
             "bound_ms": bound * 1e3,
-            "bound_over_step": bound / step_s[name],
-            "us_over_bound_per_task": (step_s[name] - bound) / n_tasks * 1e6,
-            "times_in_process": step_s[name] / step_s["in-process"],
+            "step_ms": own["waited for"] * 1e3,
+            "ahead_ms": own["ahead"] * 1e3,
+            "loss_read_ms": own["loss read"] * 1e3,
+            "bound_over_step": bound / own["waited for"],
+            "us_over_bound_per_task": (own["waited for"] - bound) / n_tasks * 1e6,
+            "times_in_process": own["waited for"] / medians["in-process"]["waited for"],
         }
 
     def _executable(self) -> Any:
         step = minialpa.parallelize(self.model.train_step(minialpa.value_and_grad), method=self.method)
         return step.get_executable(self.state, self.batch)
 
-    def _training(self, executable: Any) -> Callable[[], None]:
-        """A call that trains one step further and waits for it."""
+    def _training(self, executable: Any) -> dict[str, Callable[[], float]]:
+        """Calls that train further and say how many seconds a step took.
+
+        waited for: one step, to its end. loss read: one step, to its loss as a number. ahead: four steps, of which each
+        is started without waiting for the one before.
+        """
         leaves = executable.place(jax.tree.leaves((self.state, self.batch)))
         n_state = len(jax.tree.leaves(self.state))
 
-        def call() -> None:
-            leaves[:n_state] = executable.run(leaves)[:n_state]
-            executable.sync()
+        def step() -> Any:
+            results = executable.run(leaves)
+            leaves[:n_state] = results[:n_state]
+            return results[n_state:]
 
-        return call
+        def seconds(n_steps: int, run: Callable[[], Any]) -> float:
+            executable.sync()
+            start = time.perf_counter()
+            run()
+            return (time.perf_counter() - start) / n_steps
+
+        return {
+            "waited for": lambda: seconds(1, lambda: (step(), executable.sync())),
+            "loss read": lambda: seconds(1, lambda: [float(metric) for metric in step()]),
+            "ahead": lambda: seconds(4, lambda: ([step() for _ in range(4)], executable.sync())),
+        }
 
 
 def bound_s(program: Program, seconds: Sequence[float]) -> float:
