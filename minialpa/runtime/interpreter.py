@@ -7,7 +7,7 @@ Instructions are issued in order and jax runs them asynchronously. Only a `Recei
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +54,7 @@ class Interpreter:
 
     places, me: all workers of the program, and which of them this is; the transport numbers them so too.
     devices: those of the whole mesh, in its order; those of other processes included.
+    compiled: functions that programs of this worker have compiled; equal ones are used again. May forget them.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Interpreter:
         me: int,
         devices: Sequence[jax.Device],
         transport: Transport,
-        compiled: dict[Any, Any],
+        compiled: MutableMapping[Any, Any],
         timeout_s: float,
     ) -> None:
         self.program, self.me = program, me
@@ -212,15 +213,17 @@ class Interpreter:
 
     # ---- programs -------------------------------------------------------------------------------------------------
 
-    def _compile_all(self, compiled: dict[Any, Any]) -> list[Any]:
+    def _compile_all(self, compiled: MutableMapping[Any, Any]) -> list[Any]:
         """Each function of the program; equal ones are compiled once. Lowering holds the interpreter lock, compiling
         does not."""
         keys = [(f.code, f.in_specs, f.out_specs, f.donated, self.mesh) for f in self.program.functions]
-        missing = {key: f for key, f in zip(keys, self.program.functions, strict=True) if key not in compiled}
+        made = {key: compiled.get(key) for key in keys}  # held from here: `compiled` does not
+        missing = {key: f for key, f in zip(keys, self.program.functions, strict=True) if made[key] is None}
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             pending = {key: pool.submit(self._lower(function).compile) for key, function in missing.items()}
-            compiled.update((key, future.result()) for key, future in pending.items())
-        return [compiled[key] for key in keys]
+            made.update((key, future.result()) for key, future in pending.items())
+        compiled.update(made)
+        return [made[key] for key in keys]
 
     def _lower(self, function: MeshFunction) -> Any:
         exported = jax.export.deserialize(bytearray(function.code))
@@ -233,11 +236,11 @@ class Interpreter:
         )
         return jitted.lower(*exported.in_avals)
 
-    def _relayout(self, instruction: Relayout, compiled: dict[Any, Any]) -> Any:
+    def _relayout(self, instruction: Relayout, compiled: MutableMapping[Any, Any]) -> Any:
         sharding = NamedSharding(self.mesh, instruction.spec)
-        if sharding not in compiled:
-            compiled[sharding] = jax.jit(lambda x: x, out_shardings=sharding)
-        return compiled[sharding]
+        made = compiled.get(sharding) or jax.jit(lambda x: x, out_shardings=sharding)
+        compiled[sharding] = made
+        return made
 
 
 def make_mesh(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> Mesh:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,8 @@ class Worker:
         self._reserved: socket.socket | None = None
         self._arrays: dict[int, Any] = {}
         self._programs: dict[int, Any] = {}
-        self._compiled: dict[Any, Any] = {}
+        # What no program of this worker uses any more goes with the program.
+        self._compiled: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         self._running: Any = None
         self._failure: Failure | None = None
         self._devices: list[Any] = []
@@ -259,10 +261,11 @@ class Worker:
         return [function_seconds(compiled, repeats) for compiled in self._programs[program].functions]
 
     def counts(self) -> dict[str, int]:
-        """What this worker holds: arrays of the session, programs, and what `holdings` counts."""
+        """What this worker holds: arrays of the session, programs, their functions, and what `holdings` counts."""
         from minialpa.runtime.holdings import holdings
 
-        return {"arrays": len(self._arrays), "programs": len(self._programs), **holdings()}
+        own = {"arrays": self._arrays, "programs": self._programs, "compiled": self._compiled}
+        return {name: len(held) for name, held in own.items()} | holdings()
 
 
 def _shards(array: Any) -> list[tuple[Box, Any]]:

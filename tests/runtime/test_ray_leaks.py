@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,20 @@ def test_nothing_grows_after_the_first_steps(runtime: Any) -> None:
         # Allocators still settle a little; a batch or a result that stays behind in every step would be far more.
         assert grown.pop("rss_bytes") < (n_steps - warm_up) * BATCH_BYTES / 4, process
         assert all(n <= 0 for n in grown.values()), (process, grown)
+
+
+def test_programs_that_nobody_uses_leave_nothing_behind(runtime: Any) -> None:
+    held: list[list[dict[str, int]]] = []
+    for i in range(6):
+        step, params, batch = _small_step(n_rows=8 + i)  # other shapes, other programs
+        float(step(params, batch)[1])
+        del step, params, batch
+        gc.collect()
+        workers = [worker for mesh in runtime._meshes.values() for worker in mesh.workers]
+        held.append(runtime.ask(workers, "counts"))
+    for before, after in zip(held[2], held[5], strict=True):
+        grown = {what: after[what] - before[what] for what in after if what != "rss_bytes"}
+        assert all(n <= 0 for n in grown.values()), grown
 
 
 def test_step_is_one_call_for_each_worker_and_a_fetch_one_more(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +108,9 @@ def _train_step_with(value_and_grad: Any) -> Any:
     return train_step
 
 
-def _small_step() -> tuple[Any, Any, Any]:
+def _small_step(n_rows: int = 8) -> tuple[Any, Any, Any]:
     method = minialpa.PipeshardParallel(
         num_micro_batches=1, layer_option="manual", stage_option=minialpa.UniformStageOption(num_stages=N_MESHES)
     )
     step = minialpa.parallelize(_train_step_with(minialpa.value_and_grad), method=method)
-    return step, {name: np.eye(64, dtype=np.float32) for name in "uv"}, {"x": np.ones((8, 64), np.float32)}
+    return step, {name: np.eye(64, dtype=np.float32) for name in "uv"}, {"x": np.ones((n_rows, 64), np.float32)}
