@@ -30,6 +30,7 @@ from minialpa.mesh_program import (
 )
 from minialpa.program import Accumulate, Free, Run
 from minialpa.resharding import Box
+from minialpa.runtime.plain import from_plain
 from minialpa.runtime.transport import Part, Piece, Transport
 from minialpa.sharding import AXIS_NAMES
 
@@ -38,7 +39,7 @@ from minialpa.sharding import AXIS_NAMES
 class Given:
     """An argument that the caller sends: distinct shards, and for each device of the worker which of them it gets.
 
-    A shard that several workers get may be a number instead, of an array that comes beside the arguments.
+    Shards are as `to_plain` makes them. A shard that several workers get may be a number instead, of an array that comes beside the arguments.
     """
 
     shards: tuple[np.ndarray[Any, Any] | int, ...]
@@ -194,11 +195,13 @@ class Interpreter:
     def argument(self, number: int, given: Given, shared: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
         """The array of input `number` of the program, from what the caller sent."""
         slot = self.program.inputs[number]
-        shards = [shared[shard] if isinstance(shard, int) else shard for shard in given.shards]
+        kind = self.program.types[slot.buffer]
+        sent = [shared[shard] if isinstance(shard, int) else shard for shard in given.shards]
+        shards = [from_plain(shard, kind.dtype) for shard in sent]
         # A caller's memory may be what lies on the device; a donated array must be the program's own.
         if slot.leaf in self.program.donated_leaves:
             shards = [np.array(shard) for shard in shards]
-        return self._array([shards[k] for k in given.shard_of_device], self.program.types[slot.buffer], slot.spec)
+        return self._array([shards[k] for k in given.shard_of_device], kind, slot.spec)
 
     def _array(self, shards: Sequence[Any], type_: ArrayType, spec: PartitionSpec) -> jax.Array:
         """An array of a shard for each device of this worker."""

@@ -18,6 +18,7 @@ from minialpa.program import InputSlot, Program
 from minialpa.resharding import Box, shard_boxes
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
 from minialpa.runtime.interpreter import Argument, Given
+from minialpa.runtime.plain import to_plain
 from minialpa.runtime.ray_cluster import WorkerHandle
 from minialpa.runtime.ray_runtime import RayRuntime
 
@@ -243,7 +244,8 @@ class _Values:
             if slot.rows is not None:
                 start, stop, dim = slot.rows
                 value = value[(slice(None),) * dim + (slice(start, stop),)]
-            self._shards[key] = np.asarray(value[tuple(slice(*ends) for ends in box)], order="C")
+            shard = np.asarray(value[tuple(slice(*ends) for ends in box)], order="C")
+            self._shards[key] = to_plain(shard)
         return self._shards[key]
 
 

@@ -23,6 +23,7 @@ from minialpa.errors import WorkerError
 from minialpa.mesh_program import ArrayType, MeshProgram
 from minialpa.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
+from minialpa.runtime.plain import from_plain
 from minialpa.runtime.ray_cluster import RayCluster, WorkerHandle, end_workers
 from minialpa.runtime.worker import Failure, Status
 
@@ -170,7 +171,8 @@ class RayRuntime:
         values: dict[int, Any] = {}
         for mine, answer in zip(owners, self.gather(calls), strict=True):
             for array, shards in zip(mine, answer, strict=True):
-                for box, shard in shards:
+                for box, sent in shards:
+                    shard = from_plain(sent, array.type.dtype)
                     if array.number not in values:
                         whole = array.type.data_shape
                         values[array.number] = shard if shard.shape == whole else np.empty(whole, shard.dtype)

@@ -220,7 +220,7 @@ class Worker:
         return None
 
     def fetch(self, numbers: Sequence[int]) -> list[list[tuple[Box, Any]]] | Failure:
-        """The distinct shards of arrays that this worker has, as NumPy arrays; integers for typed keys."""
+        """The distinct shards of arrays that this worker has, as `to_plain` makes them; integers for typed keys."""
         if self._failure is not None:
             return self._failure
         return [_shards(self._arrays[number]) for number in numbers]
@@ -272,11 +272,13 @@ def _shards(array: Any) -> list[tuple[Box, Any]]:
     import jax
     import numpy as np
 
+    from minialpa.runtime.plain import to_plain
+
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         array = jax.random.key_data(array)
     found: list[tuple[Box, Any]] = []
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
             ends = [cut.indices(size)[:2] for cut, size in zip(shard.index, array.shape, strict=True)]
-            found.append((tuple(ends), np.asarray(shard.data)))
+            found.append((tuple(ends), to_plain(np.asarray(shard.data))))
     return found
