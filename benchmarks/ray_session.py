@@ -18,8 +18,14 @@ def ray_session(n_devices: int, worker_env: Mapping[str, str] | None = None) -> 
     """The runtime of a session on one host of `n_devices` virtual devices. The cluster ends behind the block."""
     import ray
 
-    # Not the one that may run here already.
-    ray.init("local", num_cpus=n_devices, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        "local",  # not the cluster that may run here already
+        num_cpus=n_devices,
+        include_dashboard=False,
+        log_to_driver=False,
+        # Else its workers would let every other process go first, and be compared with one that does not.
+        _system_config={"worker_niceness": 0},
+    )
     try:
         env = {"XLA_FLAGS": ONE_CORE, **(worker_env or {})}
         minialpa.init(cluster="ray", devices_per_host=n_devices, worker_env=env)
