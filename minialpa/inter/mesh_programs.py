@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -224,7 +225,8 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
         keep_unused=True,
     )
     try:
-        exported = jax.export.export(jitted, platforms=(platform,))(*function.in_avals)
+        with _without_locations():
+            exported = jax.export.export(jitted, platforms=(platform,))(*function.in_avals)
         code = bytes(exported.serialize())
     except (NotImplementedError, ValueError) as error:
         raise TraceError(
@@ -240,3 +242,16 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
         function.out_specs,
         function.donated,
     )
+
+
+@contextmanager
+def _without_locations() -> Iterator[None]:
+    """Programs that are lowered in here do not say which lines they are from: equal stages are written at different
+    lines, and a step may be called from several."""
+    name = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)

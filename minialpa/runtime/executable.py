@@ -28,6 +28,9 @@ class Runner(Protocol):
     def allocation_sizes(self) -> list[int]:
         """Bytes per device of each function of the program: arguments, results and temporaries."""
 
+    def function_seconds(self, repeats: int = 5) -> list[float]:
+        """Seconds of each function of the program by itself: median of `repeats` calls."""
+
     def descriptions(self) -> Mapping[str, str]:
         """What there is to know of each process that takes part, by a name for it."""
 

@@ -6,8 +6,9 @@ Instructions are issued in order and jax runs them asynchronously. Only a `Recei
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+import os
+from collections.abc import Iterable, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,26 +31,25 @@ from minialpa.mesh_program import (
 )
 from minialpa.program import Accumulate, Free, Run
 from minialpa.resharding import Box
+from minialpa.runtime.plain import from_plain
 from minialpa.runtime.transport import Part, Piece, Transport
 from minialpa.sharding import AXIS_NAMES
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """An argument that the workers hold already, by the number of the array."""
-
-    array: int
-
-
-@dataclass(frozen=True, slots=True)
 class Given:
-    """An argument that the caller sends: distinct shards, and for each device of the worker which of them it gets."""
+    """An argument that the caller sends: distinct shards, and for each device of the worker which of them it gets.
 
-    shards: tuple[np.ndarray[Any, Any], ...]
+    Shards are as `to_plain` makes them. A shard that several workers get may be a number instead, of an array that comes
+    beside the arguments.
+    """
+
+    shards: tuple[np.ndarray[Any, Any] | int, ...]
     shard_of_device: tuple[int, ...]
 
 
-Argument = Held | Given
+Argument = int | Given
+"""A number is that of an array that the workers hold already. Thousands of them are pickled for every step."""
 
 
 class Interpreter:
@@ -57,6 +57,7 @@ class Interpreter:
 
     places, me: all workers of the program, and which of them this is; the transport numbers them so too.
     devices: those of the whole mesh, in its order; those of other processes included.
+    compiled: functions that programs of this worker have compiled; equal ones are used again. May forget them.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Interpreter:
         me: int,
         devices: Sequence[jax.Device],
         transport: Transport,
-        compiled: dict[Any, Any],
+        compiled: MutableMapping[Any, Any],
         timeout_s: float,
     ) -> None:
         self.program, self.me, self.places = program, me, tuple(places)
@@ -75,7 +76,7 @@ class Interpreter:
         own = places[me]
         first = program.shape.first_device
         self.local = {device: devices[device - first] for device in own.devices}
-        self.functions = [self._compile(function, compiled) for function in program.functions]
+        self.functions = self._compile_all(compiled)
         self.relayouts = {i: self._relayout(i, compiled) for i in program.instructions if isinstance(i, Relayout)}
         self.messages = {number: messages(t, places) for number, t in program.transfers.items()}
         self.constants = {c.buffer: self._constant(c.value, program.types[c.buffer], c.spec) for c in program.constants}
@@ -215,13 +216,16 @@ class Interpreter:
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
-    def argument(self, number: int, given: Given) -> jax.Array:
+    def argument(self, number: int, given: Given, shared: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
         """The array of input `number` of the program, from what the caller sent."""
         slot = self.program.inputs[number]
+        kind = self.program.types[slot.buffer]
+        sent = [shared[shard] if isinstance(shard, int) else shard for shard in given.shards]
+        shards = [from_plain(shard, kind.dtype) for shard in sent]
         # A caller's memory may be what lies on the device; a donated array must be the program's own.
-        may_alias = slot.leaf not in self.program.donated_leaves
-        shards = given.shards if may_alias else [np.array(shard) for shard in given.shards]
-        return self._array([shards[k] for k in given.shard_of_device], self.program.types[slot.buffer], slot.spec)
+        if slot.leaf in self.program.donated_leaves:
+            shards = [np.array(shard) for shard in shards]
+        return self._array([shards[k] for k in given.shard_of_device], kind, slot.spec)
 
     def _array(self, shards: Sequence[Any], type_: ArrayType, spec: PartitionSpec) -> jax.Array:
         """An array of a shard for each device of this worker."""
@@ -236,26 +240,34 @@ class Interpreter:
 
     # ---- programs -------------------------------------------------------------------------------------------------
 
-    def _compile(self, function: MeshFunction, compiled: dict[Any, Any]) -> Any:
-        """Compiled once for all equal functions of a worker."""
-        key = (function.code, function.in_specs, function.out_specs, function.donated, self.mesh)
-        if key not in compiled:
-            exported = jax.export.deserialize(bytearray(function.code))
-            jitted = jax.jit(
-                exported.call,
-                in_shardings=tuple(NamedSharding(self.mesh, spec) for spec in function.in_specs),
-                out_shardings=tuple(NamedSharding(self.mesh, spec) for spec in function.out_specs),
-                donate_argnums=function.donated,
-                keep_unused=True,
-            )
-            compiled[key] = jitted.lower(*exported.in_avals).compile()
-        return compiled[key]
+    def _compile_all(self, compiled: MutableMapping[Any, Any]) -> list[Any]:
+        """Each function of the program; equal ones are compiled once. Lowering holds the interpreter lock, compiling
+        does not."""
+        keys = [(f.code, f.in_specs, f.out_specs, f.donated, self.mesh) for f in self.program.functions]
+        made = {key: compiled.get(key) for key in keys}  # held from here: `compiled` does not
+        missing = {key: f for key, f in zip(keys, self.program.functions, strict=True) if made[key] is None}
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            pending = {key: pool.submit(self._lower(function).compile) for key, function in missing.items()}
+            made.update((key, future.result()) for key, future in pending.items())
+        compiled.update(made)
+        return [made[key] for key in keys]
 
-    def _relayout(self, instruction: Relayout, compiled: dict[Any, Any]) -> Any:
+    def _lower(self, function: MeshFunction) -> Any:
+        exported = jax.export.deserialize(bytearray(function.code))
+        jitted = jax.jit(
+            exported.call,
+            in_shardings=tuple(NamedSharding(self.mesh, spec) for spec in function.in_specs),
+            out_shardings=tuple(NamedSharding(self.mesh, spec) for spec in function.out_specs),
+            donate_argnums=function.donated,
+            keep_unused=True,
+        )
+        return jitted.lower(*exported.in_avals)
+
+    def _relayout(self, instruction: Relayout, compiled: MutableMapping[Any, Any]) -> Any:
         sharding = NamedSharding(self.mesh, instruction.spec)
-        if sharding not in compiled:
-            compiled[sharding] = jax.jit(lambda x: x, out_shardings=sharding)
-        return compiled[sharding]
+        made = compiled.get(sharding) or jax.jit(lambda x: x, out_shardings=sharding)
+        compiled[sharding] = made
+        return made
 
 
 def make_mesh(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> Mesh:

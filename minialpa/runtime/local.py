@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from minialpa.errors import ShardingError, WorkerError
 from minialpa.program import Accumulate, Free, Function, InputSlot, Instruction, Program, Run, Transfer, reads
+from minialpa.runtime.task_times import function_seconds
 from minialpa.sharding import AXIS_NAMES
 
 
@@ -92,6 +93,10 @@ class LocalExecutable:
     def allocation_sizes(self) -> list[int]:
         """Bytes per device of each function: arguments, results and temporaries."""
         return list(map(allocation_size, self.compiled))
+
+    def function_seconds(self, repeats: int = 5) -> list[float]:
+        """Seconds of each function by itself: median of `repeats` calls."""
+        return [function_seconds(compiled, repeats) for compiled in self.compiled]
 
     def descriptions(self) -> dict[str, str]:
         """The devices of each mesh."""

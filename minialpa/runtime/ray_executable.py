@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,13 @@ from minialpa.mesh_program import ArrayType, MeshProgram, Place, links, worker_p
 from minialpa.program import InputSlot, Program
 from minialpa.resharding import Box, shard_boxes
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
-from minialpa.runtime.interpreter import Argument, Given, Held
+from minialpa.runtime.interpreter import Argument, Given
+from minialpa.runtime.plain import to_plain
 from minialpa.runtime.ray_cluster import WorkerHandle
 from minialpa.runtime.ray_runtime import RayRuntime
+
+#: Shards of this size, where several workers get them, are put into the object store by themselves.
+_SHARE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +77,20 @@ class RayExecutable:
         values = _Values(leaves)
         # All arguments first: fetching one waits for earlier steps, but not for a part of this one.
         arguments = [
-            [[self._argument(slot, own, cut[k], leaves, values) for slot, cut in zip(own.inputs, cuts, strict=True)]
-             for k in range(len(mesh.workers))]
+            [self._argument(slot, own, cut[k], leaves, values) for slot, cut in zip(own.inputs, cuts, strict=True)]
             for own, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True)
-        ]  # fmt: skip
+            for k in range(len(mesh.workers))
+        ]
+        given = iter(_share(arguments))
         calls: dict[Any, WorkerHandle] = {}
         try:
-            for own, mesh, given in zip(self.programs, self._meshes, arguments, strict=True):
+            for own, mesh in zip(self.programs, self._meshes, strict=True):
                 results = {number: numbers[number] for number, _ in own.outputs}
                 freed, donated = mesh.take_freed(), self._donated(mesh, leaves)
-                for worker, mine in zip(mesh.workers, given, strict=True):
-                    calls[worker.actor.step.remote(self.number, step, mine, results, donated, freed)] = worker
+                for worker in mesh.workers:
+                    mine, shared = next(given)
+                    ref = worker.actor.step.remote(self.number, step, mine, results, donated, freed, *shared)
+                    calls[ref] = worker
         except BaseException:  # Ctrl-C, say
             if calls:
                 self.runtime.abandon("A step was interrupted when only some workers had been told of it.")
@@ -99,16 +107,20 @@ class RayExecutable:
         out, values = list(leaves), _Values(leaves)
         copies: dict[int, list[Copy]] = {}
         numbers: dict[int, int] = {}
-        calls: dict[Any, WorkerHandle] = {}
+        puts: list[tuple[WorkerHandle, dict[int, int], list[Argument]]] = []
         for own, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True):
             mine = [i for i, slot in enumerate(own.inputs) if slot.rows is None and not _lies(leaves, own, slot)]
             for slot in (own.inputs[i] for i in mine):
                 numbers.setdefault(slot.leaf, self.runtime.new_number())
                 copies.setdefault(slot.leaf, []).append(Copy(mesh, own.shape, slot.spec))
+            kept = {i: numbers[own.inputs[i].leaf] for i in mine}
             for k, worker in enumerate(mesh.workers):
-                given = {i: (numbers[own.inputs[i].leaf], values.given(own.inputs[i], own, cuts[i][k])) for i in mine}
-                if given:
-                    calls[worker.actor.put.remote(self.number, given)] = worker
+                puts.append((worker, kept, [values.given(own.inputs[i], own, cuts[i][k]) for i in mine]))
+        calls = {
+            worker.actor.put.remote(self.number, kept, given, *shared): worker
+            for (worker, kept, _), (given, shared) in zip(puts, _share([given for *_, given in puts]), strict=True)
+            if kept
+        }
         self.runtime.gather(calls)
         for leaf, number in numbers.items():
             kind = next(own.types[s.buffer] for own in self.programs for s in own.inputs if s.leaf == leaf)
@@ -135,7 +147,7 @@ class RayExecutable:
     def _argument(
         self, slot: InputSlot, own: MeshProgram, cut: _Cut, leaves: Sequence[Any], values: _Values
     ) -> Argument:
-        return Held(leaves[slot.leaf].number) if _lies(leaves, own, slot) else values.given(slot, own, cut)
+        return leaves[slot.leaf].number if _lies(leaves, own, slot) else values.given(slot, own, cut)
 
     def _donated(self, mesh: MeshWorkers, leaves: Sequence[Any]) -> list[int]:
         """Arrays on `mesh` that the step uses up."""
@@ -199,10 +211,17 @@ class RayExecutable:
                 out[f"stage{number}-host{worker.host}-worker"] = text
         return out
 
-    def _per_function(self, method: str) -> list[Any]:
-        """Answers of the first worker of each mesh, a list for its functions, in the order of the whole program."""
+    def function_seconds(self, repeats: int = 5) -> list[float]:
+        """Seconds of each function of the program by itself: median of `repeats` calls."""
+        return self._per_function("function_seconds", repeats)
+
+    def _per_function(self, method: str, *args: Any) -> list[Any]:
+        """Answers of the first worker of each mesh, a list for its functions, in the order of the whole program.
+
+        One mesh after the other, and all workers of a mesh at once.
+        """
         self._load()
-        found = [iter(self.runtime.ask(mesh.workers[:1], method, self.number)[0]) for mesh in self._meshes]
+        found = [iter(self.runtime.ask(mesh.workers, method, self.number, *args)[0]) for mesh in self._meshes]
         return [next(found[mesh]) for mesh in self._mesh_of_function]
 
     def sync(self) -> None:
@@ -211,11 +230,12 @@ class RayExecutable:
 
 
 class _Values:
-    """Leaves as NumPy arrays, each converted once."""
+    """Leaves as NumPy arrays and their shards, each converted and cut once."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._leaves = leaves
         self._known: dict[int, Any] = {}
+        self._shards: dict[tuple[Any, ...], np.ndarray[Any, Any]] = {}
 
     def given(self, slot: InputSlot, program: MeshProgram, cut: _Cut) -> Given:
         """The shards of input `slot` that one worker gets."""
@@ -224,12 +244,42 @@ class _Values:
             leaf = self._leaves[slot.leaf]
             leaf = leaf[...] if isinstance(leaf, RemoteArray) else leaf
             self._known[slot.leaf] = np.asarray(kind.data(leaf), kind.dtype)
-        value = self._known[slot.leaf]
-        if slot.rows is not None:
-            start, stop, dim = slot.rows
-            value = value[(slice(None),) * dim + (slice(start, stop),)]
-        shards = tuple(np.asarray(value[tuple(slice(*ends) for ends in box)], order="C") for box in cut.boxes)
-        return Given(shards, cut.shard_of_device)
+        return Given(tuple(self._shard(slot, box) for box in cut.boxes), cut.shard_of_device)
+
+    def _shard(self, slot: InputSlot, box: Box) -> np.ndarray[Any, Any]:
+        key = (slot.leaf, slot.rows, box)
+        if key not in self._shards:
+            value = self._known[slot.leaf]
+            if slot.rows is not None:
+                start, stop, dim = slot.rows
+                value = value[(slice(None),) * dim + (slice(start, stop),)]
+            shard = np.asarray(value[tuple(slice(*ends) for ends in box)], order="C")
+            self._shards[key] = to_plain(shard)
+        return self._shards[key]
+
+
+def _share(arguments: Sequence[Sequence[Argument]]) -> list[tuple[Sequence[Argument], list[Any]]]:
+    """The arguments of each worker, and what comes beside them.
+
+    A large shard that several workers get is written to the object store once, and comes beside the arguments.
+    """
+    large = [
+        {id(s): s for x in mine if isinstance(x, Given) for s in x.shards if np.asarray(s).nbytes >= _SHARE_BYTES}
+        for mine in arguments
+    ]
+    users = Counter(key for shards in large for key in shards)
+    refs = {key: ray.put(shard) for key, shard in ChainMap(*large).items() if users[key] > 1}
+    out: list[tuple[Sequence[Argument], list[Any]]] = []
+    for mine, shards in zip(arguments, large, strict=True):
+        shared = [key for key in shards if key in refs]
+        numbers = {key: i for i, key in enumerate(shared)}
+        if shared:
+            mine = [
+                Given(tuple(numbers.get(id(s), s) for s in x.shards), x.shard_of_device) if isinstance(x, Given) else x
+                for x in mine
+            ]
+        out.append((mine, [refs[key] for key in shared]))
+    return out
 
 
 def _lies(leaves: Sequence[Any], own: MeshProgram, slot: InputSlot) -> bool:

@@ -24,6 +24,7 @@ from minialpa.mesh_program import ArrayType, MeshProgram
 from minialpa.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
 from minialpa.runtime.failures import Failure, Status, ended, root_cause, with_stage, worker_error
+from minialpa.runtime.plain import from_plain
 from minialpa.runtime.ray_cluster import HEAD_S, RayCluster, WorkerHandle, death, failed_call
 from minialpa.runtime.watch import Watch, silent
 
@@ -204,7 +205,8 @@ class RayRuntime:
         values: dict[int, Any] = {}
         for mine, answer in zip(owners, self.gather(calls), strict=True):
             for array, shards in zip(mine, answer, strict=True):
-                for box, shard in shards:
+                for box, sent in shards:
+                    shard = from_plain(sent, array.type.dtype)
                     if array.number not in values:
                         whole = array.type.data_shape
                         values[array.number] = shard if shard.shape == whole else np.empty(whole, shard.dtype)

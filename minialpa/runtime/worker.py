@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,8 @@ class Worker:
         self._coordinator = "none"
         self._arrays: dict[int, Any] = {}
         self._programs: dict[int, Any] = {}
-        self._compiled: dict[Any, Any] = {}
+        # What no program of this worker uses any more goes with the program.
+        self._compiled: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         self._running: Any = None
         self._failure: Failure | None = None
         self._devices: list[Any] = []
@@ -165,11 +167,13 @@ class Worker:
         results: Mapping[int, int],
         donated: Sequence[int],
         freed: Sequence[int],
+        *shared: Any,
     ) -> Failure | None:
         """Run a step of a program.
 
-        arguments: a `Held` or `Given` for each input of the program. results: result number -> number under which the
-        array is kept. donated: arrays that the step uses up. freed: arrays that nobody needs any more.
+        arguments: an `Argument` for each input of the program. results: result number -> number under which the array
+        is kept. donated: arrays that the step uses up. freed: arrays that nobody needs any more. shared: arrays whose
+        places are shards of arguments.
         """
         if self._failure is not None:
             return self._failure
@@ -177,7 +181,7 @@ class Worker:
             interpreter = self._running = self._programs[program]
             interpreter.begin(step)
             self.free(freed)
-            inputs = self._inputs(interpreter, arguments, set(donated))
+            inputs = self._inputs(interpreter, arguments, set(donated), shared)
             self.free(donated)
             made = interpreter.run(inputs)
             self._arrays.update((results[number], array) for number, array in made.items() if number in results)
@@ -190,19 +194,19 @@ class Worker:
                 threading.Thread(target=transport.close, daemon=True).start()
         return self._failure
 
-    def _inputs(self, interpreter: Any, arguments: Sequence[Any], donated: set[int]) -> list[Any]:
-        from minialpa.runtime.interpreter import Held
-
+    def _inputs(
+        self, interpreter: Any, arguments: Sequence[Any], donated: set[int], shared: Sequence[Any]
+    ) -> list[Any]:
         inputs: list[Any] = []
         seen: set[int] = set()
         for i, argument in enumerate(arguments):
-            if not isinstance(argument, Held):
-                inputs.append(interpreter.argument(i, argument))
+            if not isinstance(argument, int):
+                inputs.append(interpreter.argument(i, argument, shared))
                 continue
-            array = self._arrays[argument.array]
+            array = self._arrays[argument]
             # One array for two arguments: only one of them can be taken over.
-            inputs.append(array.copy() if argument.array in donated & seen else array)
-            seen.add(argument.array)
+            inputs.append(array.copy() if argument in donated & seen else array)
+            seen.add(argument)
         return inputs
 
     def status(self) -> Status:
@@ -223,15 +227,18 @@ class Worker:
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
-    def put(self, program: int, arguments: Mapping[int, tuple[int, Any]]) -> Failure | None:
-        """Keep arrays, laid out as inputs of a program: input -> (number under which it is kept, `Given`)."""
+    def put(self, program: int, numbers: Mapping[int, int], arguments: Sequence[Any], *shared: Any) -> Failure | None:
+        """Keep arrays, laid out as inputs of a program.
+
+        numbers: input -> number under which it is kept, in the order of arguments. arguments, shared: as in `step`.
+        """
         interpreter = self._programs[program]
-        for i, (number, given) in arguments.items():
-            self._arrays[number] = interpreter.argument(i, given)
+        for (i, number), given in zip(numbers.items(), arguments, strict=True):
+            self._arrays[number] = interpreter.argument(i, given, shared)
         return None
 
     def fetch(self, numbers: Sequence[int]) -> list[list[tuple[Box, Any]]] | Failure:
-        """The distinct shards of arrays that this worker has, as NumPy arrays; integers for typed keys."""
+        """The distinct shards of arrays that this worker has, as `to_plain` makes them; integers for typed keys."""
         if self._failure is not None:
             return self._failure
         return [_shards(self._arrays[number]) for number in numbers]
@@ -266,16 +273,25 @@ class Worker:
         ]
         return "\n".join(lines)
 
-    def counts(self) -> dict[str, int]:
-        """What this worker holds: arrays of the session, and live arrays of jax."""
-        import jax
+    def function_seconds(self, program: int, repeats: int) -> list[float]:
+        """Seconds of each function by itself, in `repeats` calls. All workers of a mesh have to be asked at once."""
+        from minialpa.runtime.task_times import function_seconds
 
-        return {"arrays": len(self._arrays), "live": len(jax.live_arrays())}
+        return [function_seconds(compiled, repeats) for compiled in self._programs[program].functions]
+
+    def counts(self) -> dict[str, int]:
+        """What this worker holds: arrays of the session, programs, their functions, and what `holdings` counts."""
+        from minialpa.runtime.holdings import holdings
+
+        own = {"arrays": self._arrays, "programs": self._programs, "compiled": self._compiled}
+        return {name: len(held) for name, held in own.items()} | holdings()
 
 
 def _shards(array: Any) -> list[tuple[Box, Any]]:
     import jax
     import numpy as np
+
+    from minialpa.runtime.plain import to_plain
 
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         array = jax.random.key_data(array)
@@ -283,5 +299,5 @@ def _shards(array: Any) -> list[tuple[Box, Any]]:
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
             ends = [cut.indices(size)[:2] for cut, size in zip(shard.index, array.shape, strict=True)]
-            found.append((tuple(ends), np.asarray(shard.data)))
+            found.append((tuple(ends), to_plain(np.asarray(shard.data))))
     return found
