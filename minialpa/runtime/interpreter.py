@@ -41,7 +41,7 @@ class Given:
     """An argument that the caller sends: distinct shards, and for each device of the worker which of them it gets.
 
     Shards are as `to_plain` makes them. A shard that several workers get may be a number instead, of an array that comes
-    beside the arguments.
+    beside the others.
     """
 
     shards: tuple[np.ndarray[Any, Any] | int, ...]

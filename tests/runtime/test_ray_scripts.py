@@ -39,7 +39,15 @@ def _as_in_a_script() -> Iterator[None]:
 
 
 def init(cluster: Cluster, **options: Any) -> None:
-    alpa.init(cluster="ray", cluster_address=cluster.address, worker_env=WORKER_ENV, **options)
+    """A session on the cluster: the one that the last test has left, if it is of the same part."""
+    arguments = {"cluster_address": cluster.address, "worker_env": WORKER_ENV, **options}
+    try:
+        alpa.init(cluster="ray", **arguments)
+    except alpa.MinialpaError as error:
+        if "other arguments" not in str(error):
+            raise
+        alpa.shutdown()
+        alpa.init(cluster="ray", **arguments)
 
 
 # ---- the scripts ----------------------------------------------------------------------------------------------------
