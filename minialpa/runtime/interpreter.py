@@ -115,7 +115,7 @@ class Interpreter:
         return results
 
     def _first_failed(self, buffers: dict[int, Any]) -> int:
-        """The first instruction that is known to have failed: jax says so when a later one wants the result."""
+        """The first instruction whose results are still there and have failed: jax says so to who wants the result."""
         for i, instruction in enumerate(self.program.instructions[: self.position]):
             if any(b in buffers and _has_failed(buffers[b]) for b in _written(instruction)):
                 return i

@@ -213,7 +213,7 @@ def _worker_env(platform: str) -> dict[str, str]:
 
 def _connect(request: Request) -> None:
     address = request.address or os.environ.get("RAY_ADDRESS") or _started_here()
-    if address is None:
+    if address in (None, "local"):
         with warnings.catch_warnings():
             # Ray forks to start its processes, and these replace themselves at once.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
