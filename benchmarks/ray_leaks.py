@@ -96,8 +96,9 @@ def holdings_of_all(runtime: Any) -> dict[str, dict[str, int]]:
     runtime.sync()
     time.sleep(1.0)  # the object store is counted a few times a second
     held = {"driver": holdings()}
+    core_worker: Any = global_worker.core_worker  # type: ignore[attr-defined]
     held["driver"] |= {
-        "ray_objects": len(global_worker.core_worker.get_all_reference_counts()),
+        "ray_objects": len(core_worker.get_all_reference_counts()),
         "ray_bytes": int(ray.cluster_resources()[_STORE] - ray.available_resources().get(_STORE, 0)),
     }
     workers = [worker for mesh in runtime._meshes.values() for worker in mesh.workers]

@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import jax
 
@@ -32,6 +33,9 @@ OnStale = Literal["refuse", "replan"]
 
 class ParallelizedFunc:
     """A step that is planned, compiled and cached for each set of argument shapes, and runs by the plan."""
+
+    #: The plan that was made or loaded last, by any function: what scripts for Alpa ask for.
+    last_plan: ClassVar[Plan | None] = None
 
     def __init__(
         self,
@@ -195,9 +199,12 @@ class ParallelizedFunc:
 
     def _plan_for(self, traced: TracedStep) -> tuple[Plan, Target]:
         if isinstance(self._method, Plan):
-            return self._saved_plan(traced, self._method), Target(self._method.cluster, None, None)
-        target = resolve_devices(self._method.devices)
-        return _make_plan(traced, self._method, target), target
+            plan, target = self._saved_plan(traced, self._method), Target(self._method.cluster, None, None)
+        else:
+            target = resolve_devices(self._method.devices)
+            plan = _make_plan(traced, self._method, target)
+        ParallelizedFunc.last_plan = plan
+        return plan, target
 
     def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
         """The plan, or, where it is stale and the caller wants that, one with its decisions and new shardings."""
@@ -381,3 +388,33 @@ def replan(
     kept, and the shardings are solved again. Raises VerifyError where the model has other layers.
     """
     return ParallelizedFunc(fun, plan_to_method(plan), "auto", "auto", batch_argnums).plan(*args)
+
+
+@dataclass(frozen=True, slots=True)
+class DPResult:
+    """What the search for stages decided, in the terms of Alpa: an entry for each stage.
+
+    It unpacks as Alpa's tuple: a profile file (None), layers, submeshes, logical shapes, options.
+    """
+
+    forward_stage_layer_ids: tuple[tuple[int, ...], ...]
+    submesh_physical_shapes: tuple[tuple[int, int], ...]
+    submesh_logical_shapes: tuple[tuple[int, ...], ...]
+    submesh_autosharding_option_dicts: tuple[dict[str, Any], ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((None, *(getattr(self, field.name) for field in dataclasses.fields(self))))
+
+
+def get_last_dp_result() -> DPResult:
+    """The stages of the plan that was made last. Raises MinialpaError before the first."""
+    plan = ParallelizedFunc.last_plan
+    if plan is None:
+        raise MinialpaError("No plan was made yet. Call a parallelized function, its `plan`, or `minialpa.plan` first.")
+    stages = plan.stages
+    return DPResult(
+        tuple(stage.layers for stage in stages),
+        tuple(stage.submesh for stage in stages),
+        tuple(stage.logical_shape for stage in stages),
+        tuple(dataclasses.asdict(stage.option) for stage in stages),
+    )

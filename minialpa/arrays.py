@@ -15,7 +15,9 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 
 class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
-    """An array whose data is elsewhere. NumPy functions, operators and `float` fetch it; jax functions too.
+    """An array whose data is elsewhere. NumPy functions, operators, `float` and `jnp.asarray` fetch it.
+
+    Functions of jax take no arrays but their own: give them `jnp.asarray(x)`.
 
     shape, dtype: those of the whole array.
     """

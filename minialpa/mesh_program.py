@@ -179,3 +179,18 @@ def messages(transfer: MeshTransfer, places: Sequence[Place]) -> tuple[Message, 
         pair = workers[mesh, move.source], workers[transfer.target, move.targets[0]]
         held.setdefault(pair, []).append(move)
     return tuple(Message(source, target, tuple(moves)) for (source, target), moves in held.items())
+
+
+def links(programs: Sequence[MeshProgram], places: Sequence[Place]) -> tuple[tuple[int, int, int, int], ...]:
+    """Ways between devices that transfers take: (sending worker, its device, receiving worker, its device), in order.
+
+    Workers count by their place, devices from the first one of their worker.
+    """
+    transfers = {number: transfer for program in programs for number, transfer in program.transfers.items()}
+    found = set()
+    for transfer in transfers.values():
+        for message in messages(transfer, places):
+            first = places[message.source].first_device, places[message.target].first_device
+            for move in message.moves:
+                found.add((message.source, move.source - first[0], message.target, move.targets[0] - first[1]))
+    return tuple(sorted(found))

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from minialpa.errors import VerifyError
 from minialpa.program import MeshShape
-from minialpa.sharding import AXIS_NAMES
+from minialpa.sharding import Spec
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop of a part of an array in each dimension."""
@@ -140,18 +140,15 @@ def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
 
 def shard_boxes(shape: tuple[int, ...], mesh: MeshShape, spec: PartitionSpec) -> dict[int, Box]:
     """The shard of each device of `mesh`, by device number, of an array of `shape` that `spec` lays out."""
-    lengths = dict(zip(AXIS_NAMES, mesh.logical_shape, strict=False))
-    places = itertools.product(*(range(n) for n in mesh.logical_shape))
-    dims = [() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in spec]
-    dims += [()] * (len(shape) - len(dims))
+    lengths = mesh.logical_shape
+    dims = Spec.of(spec, len(shape)).dims
     boxes = {}
-    for device, place in enumerate(places, mesh.first_device):
-        at = dict(zip(AXIS_NAMES, place, strict=False))
+    for device, place in enumerate(itertools.product(*map(range, lengths)), mesh.first_device):
         box = []
-        for size, names in zip(shape, dims, strict=True):
+        for size, axes in zip(shape, dims, strict=True):
             index, n = 0, 1
-            for name in names:
-                index, n = index * lengths[name] + at[name], n * lengths[name]
+            for axis in axes:
+                index, n = index * lengths[axis] + place[axis], n * lengths[axis]
             box.append((index * size // n, (index + 1) * size // n))
         boxes[device] = tuple(box)
     return boxes

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 
 from minialpa.cluster import ClusterSpec, PresetName
-from minialpa.errors import MinialpaError, ShardingError
+from minialpa.errors import MinialpaError, ShardingError, WorkerError
 from minialpa.inter.mesh_programs import split_by_mesh
 
 
@@ -54,13 +54,15 @@ def init(
     custom resource `minialpa_cpu_device`; without that, CPUs, of which each stands for a virtual CPU device unless
     `devices_per_host` says how many there are.
 
-    worker_timeout_s: how long a worker waits for another one before the step fails. worker_env: environment variables
+    worker_timeout_s: how long a worker waits for another one, may take to answer, and a step may take to get on from
+    one instruction to the next, before the step fails and the session ends. worker_env: environment variables
     of the workers, such as XLA_FLAGS; they have none from here. With `JAX_COMPILATION_CACHE_DIR`, a folder that all
     hosts see, sessions to come find what workers have compiled; `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0` keeps
     what compiles in less than a second, too.
 
     `address`, `num_hosts`, `devices_per_host` may also be spelt `cluster_address`, `num_nodes`,
     `num_devices_per_node`. Calling it again with the same arguments does nothing; with others it raises MinialpaError.
+    After a WorkerError that has ended the session it starts a new one.
     """
     hosts = next((n for n in (num_hosts, num_nodes) if n is not None), None)
     spelt = (devices_per_host, num_devices_per_node, devices_per_node)
@@ -72,6 +74,8 @@ def init(
             raise MinialpaError("`init` was already called with other arguments. Call `minialpa.shutdown()` first.")
         if _Current.session.arguments == arguments:
             return
+    elif _Current.session is not None:
+        shutdown()
     if cluster == "ray":
         _Current.session = _ray_session(arguments)
     elif cluster == "local":
@@ -92,7 +96,14 @@ def shutdown() -> None:
 
 
 def _has_failed(session: Session) -> bool:
-    return session.runtime is not None and session.runtime.failure is not None
+    """Whether the session has ended, though perhaps nobody has been told of it yet."""
+    if session.runtime is None:
+        return False
+    try:
+        session.runtime.check()
+    except WorkerError:
+        return True
+    return False
 
 
 def current_session() -> Session:

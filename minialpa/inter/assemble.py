@@ -52,9 +52,9 @@ class LayeredStep:
     remat: tuple[Remat, ...] = ()
 
 
-def layered_step(traced: TracedStep, of_group: tuple[int, ...], remat: tuple[Remat, ...]) -> LayeredStep:
-    """A traced step with its layers, and what they compute again."""
-    return LayeredStep(rematerialise(traced, of_group, remat), traced.fingerprint, of_group, remat)
+def layered_step(whole: LayeredStep, of_group: tuple[int, ...], remat: tuple[Remat, ...]) -> LayeredStep:
+    """A step without layers with these layers, and what they compute again."""
+    return LayeredStep(rematerialise(whole.step, of_group, remat), whole.fingerprint, of_group, remat)
 
 
 def _staged(layered: LayeredStep, options: PlanOptions, chunks: Chunks) -> StagedStep:

@@ -1,10 +1,10 @@
 """Cross-mesh resharding: how an array gets from a mesh to another one, over few bytes of slow links.
 
 1. The cuts of both specs make cells: parts of the array that lie in one tile (distinct shard) on either side -> _cells
-2. Each host with a tile gets each of its cells once, from a host with a copy that has sent least            -> _moves
-3. Moves between two workers are one message; senders start with different receivers                        -> _in_turns
+2. Each host with a tile gets each of its cells once, from a host with a copy that has sent least             -> _moves
+3. Moves between two workers are one message; senders start with different receivers                       -> _in_order
 4. A tile that several hosts want may be sent to each of them (direct); relayed by those that have it
-   (broadcast); or sent in distinct parts, which the target mesh gathers (gather)             -> resharding_candidates
+   (broadcast, see _turns); or sent in distinct parts, which the target mesh gathers (gather, see _finer)
 
 The fastest is taken by `resharding_s`. Everything is done tile by tile, never element by element.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,8 +23,10 @@ from jax.sharding import PartitionSpec
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import ShardingError
 from minialpa.program import MeshShape
-from minialpa.resharding import Box, Move, Resharding, n_elements
+from minialpa.resharding import Box, Move, Resharding, bytes_per_link, n_elements
 from minialpa.sharding import Spec
+
+Way = Literal["direct", "broadcast", "gather"]
 
 _Tile = tuple[int, ...]
 """Place of a distinct shard: its number along each dimension of the array."""
@@ -34,7 +36,7 @@ _Tile = tuple[int, ...]
 class ReshardingCandidate:
     """A way to reshard, and the seconds that it takes with the gathering behind it."""
 
-    way: Literal["direct", "broadcast", "gather"]
+    way: Way
     resharding: Resharding
     seconds: float
 
@@ -52,11 +54,26 @@ def plan_resharding(
 
     shape: of the array as it is stored. Raises ShardingError where a spec does not fit it or a mesh the cluster.
     """
-    best, *others = resharding_candidates(shape, item_bytes, source, source_spec, target, target_spec, cluster)
-    for other in others:
-        if other.seconds < best.seconds * (1 - 1e-9):  # more than rounding
-            best = other
+    candidates = resharding_candidates(shape, item_bytes, source, source_spec, target, target_spec, cluster)
+    best = next(candidates)
+    if best.seconds > _receiving_s(best.resharding, cluster) * _ROUNDING:
+        for other in candidates:
+            if best.seconds > other.seconds * _ROUNDING:
+                best = other
     return best.resharding
+
+
+#: Two ways that take the same time may differ by this factor.
+_ROUNDING = 1 + 1e-9
+
+
+def _receiving_s(resharding: Resharding, cluster: ClusterSpec) -> float:
+    """Seconds that some host needs to get its tiles over its link, sent straight or gathered: no way takes less."""
+    received: dict[int, int] = defaultdict(int)
+    for (sender, host), n_bytes in bytes_per_link(resharding, cluster.devices_per_host).items():
+        if sender != host:
+            received[host] += n_bytes
+    return cluster.inter_host.transfer_s(max(received.values())) if received else 0.0
 
 
 def resharding_candidates(
@@ -67,29 +84,32 @@ def resharding_candidates(
     target: MeshShape,
     target_spec: PartitionSpec,
     cluster: ClusterSpec,
-) -> tuple[ReshardingCandidate, ...]:
-    """The ways to reshard, "direct" first. See `plan_resharding`."""
+) -> Iterator[ReshardingCandidate]:
+    """The ways to reshard, "direct" first, each made when it is asked for. See `plan_resharding`."""
     wanted = Spec.of(target_spec, len(shape))
     tiles = _tiling(shape, Spec.of(source_spec, len(shape)), source, cluster)
     target_tiles = _tiling(shape, wanted, target, cluster)
 
     def candidate(
-        way: Literal["direct", "broadcast", "gather"], landing: PartitionSpec, landing_tiles: _Tiling
+        way: Way, landing: PartitionSpec, landing_tiles: _Tiling, turns: Mapping[int, _Turn]
     ) -> ReshardingCandidate:
         cells = _cells(shape, tiles.parts, landing_tiles.parts)
-        moves = _moves(cells, tiles, landing_tiles, relay=way == "broadcast")
+        moves = _moves(cells, tiles, landing_tiles, turns)
         resharding = Resharding(shape, item_bytes, tiles.boxes, landing_tiles.boxes, landing, moves)
         return ReshardingCandidate(way, resharding, resharding_s(resharding, target, target_spec, cluster))
 
-    out = [candidate("direct", target_spec, target_tiles)]
-    if target_tiles.n_hosts > 1:
-        out.append(candidate("broadcast", target_spec, target_tiles))
-    if target_tiles.n_hosts > 1 and _logical_mesh(target, cluster) is not None:
-        for spec in _finer(wanted, shape, target.logical_shape, tiles.parts):
-            finer_tiles = _tiling(shape, spec, target, cluster)
-            if finer_tiles.n_hosts < target_tiles.n_hosts:
-                out.append(candidate("gather", spec.partition_spec(), finer_tiles))
-    return tuple(out)
+    yield candidate("direct", target_spec, target_tiles, {})
+    if target_tiles.n_hosts == 1:
+        return
+    turns = _turns(target_tiles, len({device // cluster.devices_per_host for device, _ in tiles.boxes}))
+    if any(turn.relay is not None for turn in turns.values()):
+        yield candidate("broadcast", target_spec, target_tiles, turns)
+    if _logical_mesh(target, cluster) is None:
+        return
+    for spec in _finer(wanted, shape, target.logical_shape, tiles.parts):
+        finer_tiles = _tiling(shape, spec, target, cluster)
+        if finer_tiles.n_hosts < target_tiles.n_hosts:
+            yield candidate("gather", spec.partition_spec(), finer_tiles, {})
 
 
 def resharding_s(resharding: Resharding, target: MeshShape, target_spec: PartitionSpec, cluster: ClusterSpec) -> float:
@@ -97,7 +117,7 @@ def resharding_s(resharding: Resharding, target: MeshShape, target_spec: Partiti
 
     Moves from one worker to another are one message: alpha + beta * bytes. A host sends one message at a time to other
     hosts and gets one at a time, in the order of the moves, and relays when it has everything. Workers of one host pass
-    parts from device to device, all devices at the same time.
+    parts from device to device, all devices at the same time. Copies among the targets of a move cost nothing.
     """
     seconds = _moves_s(resharding, cluster)
     ndim = len(resharding.shape)
@@ -174,65 +194,91 @@ def _cells(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, .
     return sorted(cells, key=lambda cell: -n_elements(cell[0]))
 
 
-def _moves(cells: Sequence[_Cell], source: _Tiling, target: _Tiling, *, relay: bool) -> tuple[Move, ...]:
-    """Each cell once to each host with its tile, from the host with a copy that can begin first.
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """The round in which a host gets its tiles, and the host of the target mesh that relays them, if one does."""
 
-    That is the host itself, or the one that has sent least; with `relay` also one of the target mesh, when it has all
-    that it gets. Hosts relay to higher ones only, so that none waits for the other. Time is counted in elements.
+    round: int = 0
+    relay: int | None = None
+
+
+def _turns(target: _Tiling, n_sources: int) -> dict[int, _Turn]:
+    """Turns in which each host of the source mesh, and each that has its tiles, serves one other host a round."""
+    tiles: dict[int, list[_Tile]] = defaultdict(list)
+    for tile, holders in target.devices.items():
+        for host in holders:
+            tiles[host].append(tile)
+    groups: dict[tuple[_Tile, ...], list[int]] = defaultdict(list)  # hosts that want the same
+    for host in sorted(tiles):
+        groups[tuple(tiles[host])].append(host)
+    alike = list(groups.values())
+    served = [0] * len(alike)
+    turns: dict[int, _Turn] = {}
+    while len(turns) < len(tiles):
+        number = max((turn.round + 1 for turn in turns.values()), default=0)
+        relays = [hosts[:n] for hosts, n in zip(alike, served, strict=True)]
+        for _ in range(min(n_sources, len(tiles) - len(turns))):
+            g = min((g for g, hosts in enumerate(alike) if served[g] < len(hosts)), key=served.__getitem__)
+            turns[alike[g][served[g]]] = _Turn(number)
+            served[g] += 1
+        for g, hosts in enumerate(alike):
+            for relay, host in zip(relays[g], hosts[served[g] :], strict=False):
+                turns[host] = _Turn(number, relay)
+                served[g] += 1
+    return turns
+
+
+def _moves(cells: Sequence[_Cell], source: _Tiling, target: _Tiling, turns: Mapping[int, _Turn]) -> tuple[Move, ...]:
+    """Each cell once to each host with its tile, in the turn of the host, or in the first round.
+
+    It comes from the host itself if that is in both meshes and has a copy, or from the relay of its turn, or from the
+    host with a copy that has sent least.
     """
     wanted: dict[int, list[_Cell]] = defaultdict(list)
     for cell in cells:
         for host in target.devices[cell[2]]:
             wanted[host].append(cell)
-    free: dict[int, int] = defaultdict(int)  # when a host has sent what it has to so far
-    sent: dict[int, int] = defaultdict(int)  # by device
-    complete: dict[int, int] = {}
+    turn_of = {host: turns.get(host, _Turn()) for host in wanted}
+    by_host: dict[int, int] = defaultdict(int)  # elements that it sends to other hosts
+    by_device: dict[int, int] = defaultdict(int)
     messages: dict[_Workers, list[Move]] = defaultdict(list)
-    for host in sorted(wanted):
-        end = 0
+    for host in sorted(wanted, key=lambda h: (turn_of[h].round, h)):
+        relay = turn_of[host].relay
         for box, source_tile, target_tile in wanted[host]:
-            size, targets = n_elements(box), target.devices[target_tile][host]
-            holders, relays = source.devices[source_tile], target.devices[target_tile] if relay else {}
-            relayed, sender = False, host
-            if host not in holders:
-                # The host gets one message at a time. From a host that sends it something anyway, it saves a start.
-                begin, relayed, _, _, sender = min(
-                    (max(ready, end), relayed, (relayed, h, host) not in messages, ready, h)
-                    for relayed, ready, h in itertools.chain(
-                        ((False, free[h], h) for h in holders),
-                        ((True, max(free[h], complete[h]), h) for h in relays if h in complete),
-                    )
-                )
-                end = begin + size
-                free[sender] = max(free[sender], complete[sender] if relayed else 0) + size
-            pool = relays[sender] if relayed else holders[sender]
-            device = min(pool, key=lambda d: (d not in targets, sent[d], d))
-            sent[device] += size
+            size, targets, holders = n_elements(box), target.devices[target_tile][host], source.devices[source_tile]
+            relayed = relay is not None and host not in holders
+            if host in holders:
+                sender = host
+            elif relay is not None:
+                sender = relay
+            else:
+                # A host gets one message at a time. From one that sends it something anyway, it saves a start.
+                sender = min(holders, key=lambda h: ((False, h, host) not in messages, by_host[h], h))
+                by_host[sender] += size
+            pool = target.devices[target_tile][sender] if relayed else holders[sender]
+            device = min(pool, key=lambda d: (d not in targets, by_device[d], d))
+            by_device[device] += size
             messages[relayed, sender, host].append(Move(box, device, targets, relayed))
-        complete[host] = end
-    return _in_turns(messages)
+    return tuple(move for workers in _in_order(messages, turn_of) for move in messages[workers])
 
 
 _Workers = tuple[bool, int, int]
 """Whether the sender is a host of the target mesh, which relays; the sending host, the receiving host."""
 
 
-def _in_turns(messages: Mapping[_Workers, Sequence[Move]]) -> tuple[Move, ...]:
-    """The moves of all messages, each host's own before those that it relays, and receivers in turns.
+def _in_order(messages: Iterable[_Workers], turn_of: Mapping[int, _Turn]) -> list[_Workers]:
+    """Round by round, and in a round each sender begins with another receiver and goes on to the next of them."""
+    rounds: dict[int, list[int]] = defaultdict(list)
+    for host in sorted(turn_of):
+        rounds[turn_of[host].round].append(host)
+    number = {host: i for hosts in rounds.values() for i, host in enumerate(hosts)}
 
-    In turn k each host sends to the k-th receiver behind itself: all at the same time, and none to the same.
-    """
-    receivers = sorted({host for _, _, host in messages})
-    number = {host: i for i, host in enumerate(receivers)}
-    hops: dict[int, int] = {}  # to the last part that a host gets; they only relay to higher ones
-    for host in receivers:
-        hops[host] = 1 + max((hops[a] for relayed, a, b in messages if relayed and b == host), default=0)
+    def place(workers: _Workers) -> tuple[int, int, int]:
+        _, sender, host = workers
+        turn = turn_of[host].round
+        return turn, (number[host] - sender) % len(rounds[turn]), sender
 
-    def turn(workers: _Workers) -> tuple[int, int, int]:
-        relayed, sender, host = workers
-        return hops[sender] if relayed else 0, (number[host] - sender) % len(receivers), sender
-
-    return tuple(move for workers in sorted(messages, key=turn) for move in messages[workers])
+    return sorted(messages, key=place)
 
 
 def _moves_s(resharding: Resharding, cluster: ClusterSpec) -> float:

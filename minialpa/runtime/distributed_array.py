@@ -126,6 +126,8 @@ class DistributedArray(RemoteArray):
         self._check()
         if self._host is None:
             self._runtime.sync()
+            if not any(copy.mesh.alive for copy in self.copies):
+                raise WorkerError(f"The session that held an array of shape {self.shape} has ended.")
         return self
 
     def _fetch(self) -> Any:

@@ -12,6 +12,7 @@ Both sides prove the secret with a MAC over numbers and nonces of both, before e
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import secrets
 import socket
@@ -19,6 +20,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -79,14 +81,14 @@ class Doors:
             self._closed = True
             threads = tuple(self._threads)
             for open_socket in (*self._listeners, *self._guests):
-                _shut(open_socket)
+                shut(open_socket)
         for thread in threads:
             thread.join()
         for listener in self._listeners:
             listener.close()
 
-    def _start(self, run: object, sock: socket.socket) -> None:
-        thread = threading.Thread(target=run, args=(sock,), name="minialpa-door", daemon=True)  # type: ignore[arg-type]
+    def _start(self, run: Callable[[socket.socket], None], sock: socket.socket) -> None:
+        thread = threading.Thread(target=run, args=(sock,), name="minialpa-door", daemon=True)
         self._threads.add(thread)
         thread.start()
 
@@ -109,9 +111,8 @@ class Doors:
     def _welcome(self, guest: socket.socket) -> None:
         peer = None
         try:
-            peer = _answer(guest, self._secret, self._number, time.monotonic() + HANDSHAKE_S)
-        except (OSError, EOFError):
-            pass
+            with contextlib.suppress(OSError, EOFError):
+                peer = _answer(guest, self._secret, self._number, time.monotonic() + HANDSHAKE_S)
         finally:
             with self._lock:
                 self._guests.discard(guest)
@@ -136,7 +137,7 @@ def knock(address: Address, secret: bytes, number: int, peer: int, deadline: flo
             if time.monotonic() > deadline:
                 raise WorkerError(
                     f"Worker {number} cannot connect to worker {peer} at {address.host}, port {address.port}: "
-                    f"{error or 'it hangs up'}. Is it running, and is there a firewall between the two?"
+                    f"{error}. Is it running, and is there a firewall between the two?"
                 ) from error
             time.sleep(_RETRY_S)
         except BaseException:
@@ -208,9 +209,7 @@ def _mac(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, role + b"\0" + hello + nonce, "sha256")
 
 
-def _shut(sock: socket.socket) -> None:
+def shut(sock: socket.socket) -> None:
     """Wake the threads that wait at a socket."""
-    try:
+    with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass

@@ -1,8 +1,7 @@
 """Transport through host memory: NumPy arrays between processes of one machine, or over TCP between machines.
 
-Each pair of workers has one connection and a thread for each direction at both ends. On one machine, the sender copies
-into memory that both map and the connection only says where; the receiver hands that memory out. Over TCP, and for
-small messages, the bytes follow their header. The receiver reads everything as it comes, into a mailbox.
+Each pair of workers has one connection. On one machine, the sender copies into memory that both map, and the receiver
+hands that memory out. What comes waits in a mailbox until it is asked for.
 
 Arrays that `receive` returns are views of transport memory, which is used again once nothing refers to them. jax on CPU
 takes them over as they are: `jax.device_put` to any of the devices, `jax.dlpack.from_dlpack` to the first one. It never
@@ -11,46 +10,39 @@ writes to such memory, not even when the array is donated: the result then gets 
 
 from __future__ import annotations
 
-import os
 import socket
-import struct
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from enum import IntEnum
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any
 
 import numpy as np
 
 from minialpa.errors import WorkerError
+from minialpa.runtime.channel import Channel
 from minialpa.runtime.handshake import Address, Doors, knock
-from minialpa.runtime.segments import Bytes, Pool, Segment, map_descriptor, segment_bytes
-from minialpa.runtime.transport import ALIGNMENT, Layout, Part, Piece, lay_out
+from minialpa.runtime.mailbox import Mailbox, Message
+from minialpa.runtime.transport import Part, Piece, lay_out
 
-INLINE_BYTES = 32 << 10
-"""Messages up to this size follow their header on the connection, as all do over TCP."""
-
-_IDLE_BYTES = 1 << 30
-_MAX_MESSAGE_BYTES = 1 << 40
 _FLUSH_S = 2.0
-_JOIN_S = 1.0
 
 
 class HostTransport:
     """The transport of worker `number`. Make it, tell everybody its `address`, then `connect`.
 
-    host: the address of this machine that peers reach, and on which alone it listens.
+    host: the address of this machine that peers reach, and on which alone it listens. mailbox: what has arrived.
+
+    Its threads need Python's interpreter a few times for each message. Where other threads keep it busy, each time
+    takes up to `sys.getswitchinterval()`, which is 5 ms unless the worker sets it lower.
     """
 
     def __init__(self, secret: bytes, number: int, host: str = "127.0.0.1") -> None:
         self.number = number
         self._secret = secret
         self._doors = Doors(secret, number, host)
-        self._mailbox = _Mailbox(number)
-        self._channels: dict[int, _Channel] = {}
+        self.mailbox = Mailbox[Message](number)
+        self._channels: dict[int, Channel] = {}
 
     @property
     def address(self) -> Address:
@@ -79,16 +71,19 @@ class HostTransport:
 
     def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
         """See `Transport.send`."""
-        self._mailbox.check()
+        self.mailbox.check()
         return self._channel(peer).send(tag, parts)
 
     def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> list[np.ndarray[Any, Any]]:
-        """See `Transport.receive`. The arrays are aligned to ALIGNMENT, and not to be written to."""
+        """See `Transport.receive`. The arrays are aligned to ALIGNMENT, and not to be written to.
+
+        They share the memory of the message, which is used again when all of them are gone.
+        """
         message = self.take(peer, tag, timeout_s)
         layout = lay_out(pieces)
         if (message.payload.size, message.digest) != (layout.size_bytes, layout.digest):
             raise WorkerError(
-                f"Worker {self.number} awaited {layout.size_bytes} bytes as message {tag} of worker {peer}, in {pieces}, "
+                f"Worker {self.number} awaited {layout.size_bytes} bytes as message {tag} of worker {peer}, {pieces}, "
                 f"and got {message.payload.size} bytes with another layout. The two run different programs."
             )
         return [
@@ -99,7 +94,7 @@ class HostTransport:
     def take(self, peer: int, tag: int, timeout_s: float | None) -> Message:
         """The bytes of a message. Waits as `receive` does, with None for ever."""
         self._channel(peer)
-        return self._mailbox.take(peer, tag, timeout_s)
+        return self.mailbox.take(peer, tag, timeout_s)
 
     def close(self) -> None:
         """See `Transport.close`. Waits a little for sends that are under way."""
@@ -111,343 +106,16 @@ class HostTransport:
             channel.close(max(0.0, flushed - time.monotonic()))
         while not self._doors.arrivals.empty():
             self._doors.arrivals.get()[1].close()
-        self._mailbox.fail(WorkerError(f"Worker {self.number} has closed its transport."))
+        self.mailbox.fail(WorkerError(f"Worker {self.number} has closed its transport."))
 
     def _add(self, peer: int, sock: socket.socket) -> None:
         if peer in self._channels or peer == self.number:
             sock.close()
             return
-        self._channels[peer] = _Channel(peer, sock, self._mailbox)
+        self._channels[peer] = Channel(peer, sock, self.mailbox)
 
-    def _channel(self, peer: int) -> _Channel:
+    def _channel(self, peer: int) -> Channel:
         channel = self._channels.get(peer)
         if channel is None:
             raise WorkerError(f"Worker {self.number} is not connected to {peer}, but to {sorted(self._channels)}.")
         return channel
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Message:
-    """The bytes of a message as they came, aligned, and the digest of what the sender says they are."""
-
-    payload: Bytes
-    digest: int
-
-
-class _Mailbox:
-    """What has arrived and was not asked for yet, by peer and tag; and the first error, for all who wait."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._changed = threading.Condition()
-        self._messages: dict[tuple[int, int], Message] = {}
-        self._gone: set[int] = set()
-        self._error: WorkerError | None = None
-
-    def put(self, peer: int, tag: int, message: Message) -> None:
-        with self._changed:
-            if (peer, tag) in self._messages:
-                raise _BrokenFrame(f"it sent two messages {tag}")
-            self._messages[peer, tag] = message
-            self._changed.notify_all()
-
-    def take(self, peer: int, tag: int, timeout_s: float | None) -> Message:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (peer, tag) in self._messages or self._error is not None or peer in self._gone, timeout_s
-            )
-            self.check()
-            message = self._messages.pop((peer, tag), None)
-            if message is not None:
-                return message
-            if peer in self._gone:
-                why = "which has closed its transport"
-            else:
-                why = f"which did not come within {timeout_s:g} s"
-            others = sorted(self._messages)
-            raise WorkerError(
-                f"Worker {self._number} awaited message {tag} of worker {peer}, {why}. There are "
-                f"{len(others)} messages that nobody has asked for, as (worker, tag): {others[:8]}."
-            )
-
-    def leave(self, peer: int) -> None:
-        """`peer` has said goodbye: what it has sent may still be taken."""
-        with self._changed:
-            self._gone.add(peer)
-            self._changed.notify_all()
-
-    def fail(self, error: WorkerError) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._messages.clear()
-            self._changed.notify_all()
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise WorkerError(str(self._error)) from self._error
-
-    @property
-    def failed(self) -> bool:
-        return self._error is not None
-
-    def has_left(self, peer: int) -> bool:
-        return peer in self._gone
-
-
-class _Kind(IntEnum):
-    """What a frame is. INLINE: a message follows. SHARED: a message lies in a segment; where that is new, its file
-    descriptor comes with the frame. DROP: a segment is not used again. GOODBYE: nothing else comes."""
-
-    INLINE = 1
-    SHARED = 2
-    DROP = 3
-    GOODBYE = 4
-
-
-# Magic, kind, digest, tag, number of the segment, bytes of the message.
-_FRAME = struct.Struct("<HHIQQQ")
-_MAGIC = 0xA1FA
-
-
-class _BrokenFrame(Exception):
-    """The peer does not keep to the protocol."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Outgoing:
-    tag: int
-    parts: tuple[Part, ...]
-    sent: Future[None]
-
-
-class _Channel:
-    """The connection to one peer, with a thread that writes to it and one that reads."""
-
-    def __init__(self, peer: int, sock: socket.socket, mailbox: _Mailbox) -> None:
-        self._peer = peer
-        self._socket = sock
-        self._mailbox = mailbox
-        self._closing = False
-        self._shares = sock.family != socket.AF_INET and sock.family != socket.AF_INET6
-        # Of the writer's where memory is shared, else of the reader's.
-        self._pool = Pool(self._shares, _IDLE_BYTES)
-        self._segments: dict[int, Segment] = {}  # The peer's.
-        self._outgoing: SimpleQueue[_Outgoing | None] = SimpleQueue()
-        if not self._shares:
-            _tune(sock)
-        self._threads = [
-            threading.Thread(target=run, name=f"minialpa-{name}-{peer}", daemon=True)
-            for name, run in (("write", self._write_all), ("read", self._read_all))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def send(self, tag: int, parts: Sequence[Part]) -> Future[None]:
-        sent: Future[None] = Future()
-        sent.set_running_or_notify_cancel()
-        self._outgoing.put(_Outgoing(tag, tuple(parts), sent))
-        return sent
-
-    def say_goodbye(self) -> None:
-        self._closing = True
-        self._outgoing.put(None)
-
-    def close(self, flush_s: float) -> None:
-        """Give the writer `flush_s` seconds to end, then cut it short."""
-        writer, reader = self._threads
-        writer.join(flush_s)
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        # A writer that still waits for jax to compute an array cannot be woken. It ends when that is done.
-        writer.join(_JOIN_S)
-        reader.join(_JOIN_S)
-        self._socket.close()
-
-    # Writing
-
-    def _write_all(self) -> None:
-        while (job := self._outgoing.get()) is not None:
-            try:
-                self._mailbox.check()
-                self._write(job)
-                job.sent.set_result(None)
-            except Exception as error:
-                job.sent.set_exception(self._failed_to_send(job.tag, error))
-            del job  # And with it the arrays, while waiting for the next one.
-        if not self._mailbox.failed:
-            try:
-                self._socket.sendall(_FRAME.pack(_MAGIC, _Kind.GOODBYE, 0, 0, 0, 0))
-            except OSError:
-                pass
-
-    def _write(self, job: _Outgoing) -> None:
-        arrays = [_view(part) for part in job.parts]
-        layout = lay_out([Piece(array.shape, array.dtype) for array in arrays])
-        if self._shares and layout.size_bytes > INLINE_BYTES:
-            self._write_shared(job.tag, layout, arrays)
-        else:
-            self._write_inline(job.tag, layout, arrays)
-
-    def _write_shared(self, tag: int, layout: Layout, arrays: list[np.ndarray[Any, Any]]) -> None:
-        number, segment, descriptor = self._pool.take(layout.size_bytes)
-        try:
-            payload = segment.take(layout.size_bytes)
-            for offset, array in zip(layout.offsets, arrays, strict=True):
-                target = payload[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
-                np.copyto(_plain(target), _plain(array))
-            frame = _FRAME.pack(_MAGIC, _Kind.SHARED, layout.digest, tag, number, layout.size_bytes)
-            n_sent = 0
-            if descriptor is not None:
-                n_sent = socket.send_fds(self._socket, [frame], [descriptor])
-            self._socket.sendall(frame[n_sent:])
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
-        for dropped in self._pool.drop_idle():
-            self._socket.sendall(_FRAME.pack(_MAGIC, _Kind.DROP, 0, 0, dropped, 0))
-
-    def _write_inline(self, tag: int, layout: Layout, arrays: list[np.ndarray[Any, Any]]) -> None:
-        buffers = [memoryview(_FRAME.pack(_MAGIC, _Kind.INLINE, layout.digest, tag, 0, layout.size_bytes))]
-        end = 0
-        for offset, array in zip(layout.offsets, arrays, strict=True):
-            buffers.append(memoryview(bytes(offset - end)))
-            whole = _plain(np.ascontiguousarray(array))
-            buffers.append(memoryview(whole.reshape(-1).view(np.uint8)))
-            end = offset + array.nbytes
-        _send_all(self._socket, buffers)
-
-    def _failed_to_send(self, tag: int, error: Exception) -> WorkerError:
-        failure = WorkerError(f"Message {tag} to worker {self._peer} was not sent: {error or type(error).__name__}")
-        failure.__cause__ = error
-        if not self._closing and not self._mailbox.has_left(self._peer):
-            self._mailbox.fail(failure)
-        return failure
-
-    # Reading
-
-    def _read_all(self) -> None:
-        try:
-            while self._read_frame():
-                pass
-            self._mailbox.leave(self._peer)
-        except Exception as error:
-            if not self._closing:
-                why = "Its process has ended" if isinstance(error, EOFError | OSError) else "The connection is unusable"
-                self._mailbox.fail(WorkerError(f"Worker {self._peer} is lost. {why}: {error}."))
-        finally:
-            self._segments.clear()
-
-    def _read_frame(self) -> bool:
-        """Read a frame and what belongs to it. False after a goodbye."""
-        data, descriptor = _receive_frame(self._socket, self._shares)
-        try:
-            magic, kind, digest, tag, number, size_bytes = _FRAME.unpack(data)
-            if magic != _MAGIC or size_bytes > _MAX_MESSAGE_BYTES:
-                raise _BrokenFrame(f"it sent a frame {data.hex()}")
-            match kind:
-                case _Kind.INLINE:
-                    payload = self._read_payload(size_bytes)
-                case _Kind.SHARED:
-                    payload = self._find_payload(number, size_bytes, descriptor)
-                case _Kind.DROP:
-                    self._segments.pop(number, None)
-                    return True
-                case _Kind.GOODBYE:
-                    return False
-                case _:
-                    raise _BrokenFrame(f"it sent a frame of kind {kind}")
-            self._mailbox.put(self._peer, tag, Message(payload, digest))
-            return True
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
-
-    def _read_payload(self, size_bytes: int) -> Bytes:
-        if size_bytes <= INLINE_BYTES:
-            payload = _aligned(size_bytes)
-            _receive_into(self._socket, payload)
-            return payload
-        _, segment, _ = self._pool.take(size_bytes)
-        _receive_into(self._socket, segment.take(size_bytes))
-        self._pool.drop_idle()
-        return segment.lend(size_bytes)
-
-    def _find_payload(self, number: int, size_bytes: int, descriptor: int | None) -> Bytes:
-        if descriptor is not None:
-            self._segments[number] = map_descriptor(descriptor, segment_bytes(size_bytes))
-        segment = self._segments.get(number)
-        if segment is None or size_bytes > segment.size_bytes:
-            raise _BrokenFrame(f"it sent {size_bytes} bytes in segment {number}")
-        return segment.lend(size_bytes)
-
-
-def _view(part: Part) -> np.ndarray[Any, Any]:
-    """What a part sends. Waits until it is ready; a jax array on CPU is viewed, not copied."""
-    array = np.asarray(part.array)
-    return array if part.index is None else array[part.index]
-
-
-def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The same elements as unsigned integers: NumPy copies those of other packages, as bfloat16, one by one."""
-    size = array.dtype.itemsize
-    return array.view(f"u{size}") if size in (1, 2, 4, 8) else array
-
-
-def _aligned(size_bytes: int) -> Bytes:
-    room = np.empty(size_bytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + size_bytes]
-
-
-def _tune(sock: socket.socket) -> None:
-    """Send at once, and notice within half a minute that a machine is gone."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def _send_all(sock: socket.socket, buffers: list[memoryview]) -> None:
-    # As many at a time as the kernel takes.
-    for start in range(0, len(buffers), 512):
-        left = [buffer for buffer in buffers[start : start + 512] if buffer.nbytes]
-        while left:
-            n_sent = sock.sendmsg(left)
-            while left and n_sent >= left[0].nbytes:
-                n_sent -= left.pop(0).nbytes
-            if left:
-                left[0] = left[0][n_sent:]
-
-
-def _receive_frame(sock: socket.socket, with_descriptors: bool) -> tuple[bytes, int | None]:
-    """The next header, and the file descriptor that came with it, if any."""
-    data = b""
-    descriptors: list[int] = []
-    try:
-        while len(data) < _FRAME.size:
-            if with_descriptors:
-                received, fds, _, _ = socket.recv_fds(sock, _FRAME.size - len(data), 1)
-                descriptors += fds
-            else:
-                received = sock.recv(_FRAME.size - len(data))
-            if not received:
-                raise EOFError("the connection was closed")
-            data += received
-        if len(descriptors) > 1:
-            raise _BrokenFrame(f"it sent {len(descriptors)} file descriptors at once")
-        return data, descriptors.pop() if descriptors else None
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def _receive_into(sock: socket.socket, target: Bytes) -> None:
-    view = memoryview(target)
-    while view.nbytes:
-        n_received = sock.recv_into(view, 0, socket.MSG_WAITALL)
-        if not n_received:
-            raise EOFError("the connection was closed in the middle of a message")
-        view = view[n_received:]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -39,7 +40,8 @@ from minialpa.sharding import AXIS_NAMES
 class Given:
     """An argument that the caller sends: distinct shards, and for each device of the worker which of them it gets.
 
-    Shards are as `to_plain` makes them. A shard that several workers get may be a number instead, of an array that comes beside the arguments.
+    Shards are as `to_plain` makes them. One that several workers get may be a number instead, of an array that comes
+    beside the others.
     """
 
     shards: tuple[np.ndarray[Any, Any] | int, ...]
@@ -68,7 +70,7 @@ class Interpreter:
         compiled: MutableMapping[Any, Any],
         timeout_s: float,
     ) -> None:
-        self.program, self.me = program, me
+        self.program, self.me, self.places = program, me, tuple(places)
         self.transport, self.timeout_s = transport, timeout_s
         self.mesh = make_mesh(devices, program.shape.logical_shape)
         own = places[me]
@@ -84,29 +86,45 @@ class Interpreter:
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
-    def run(self, step: int, arguments: list[jax.Array]) -> dict[int, jax.Array]:
-        """Run step number `step` on an array for each input of the program; returns the results by number.
+    def begin(self, step: int) -> None:
+        """Step number `step` is the next one to run."""
+        self.step, self.position = step, -1
 
-        Empties `arguments`, so that nothing but the step holds what it may free.
+    def run(self, arguments: list[jax.Array]) -> dict[int, jax.Array]:
+        """Run a step on an array for each input of the program; returns the results by number.
+
+        Empties `arguments`, so that nothing but the step holds what it may free. Where it raises, `position` is the
+        instruction that failed.
         """
         buffers: dict[int, Any] = dict(self.constants)
-        self.step = step
         self.sending.clear()
         buffers.update((slot.buffer, x) for slot, x in zip(self.program.inputs, arguments, strict=True))
         arguments.clear()
-        for i, instruction in enumerate(self.program.instructions):
-            self.position = i
-            self._issue(instruction, buffers)
-        self.position = len(self.program.instructions)
-        results = {number: buffers[b] for number, b in self.program.outputs}
-        jax.block_until_ready(list(results.values()))
-        self._finish_sends(list(self.sending))
+        try:
+            for i, instruction in enumerate(self.program.instructions):
+                self.position = i
+                self._issue(instruction, buffers)
+            self.position = len(self.program.instructions)
+            results = {number: buffers[b] for number, b in self.program.outputs}
+            jax.block_until_ready(list(results.values()))
+            self._finish_sends(list(self.sending))
+        except Exception:
+            self.position = self._first_failed(buffers)
+            raise
+        self.position = -1
         return results
+
+    def _first_failed(self, buffers: dict[int, Any]) -> int:
+        """The first instruction that is known to have failed: jax says so when a later one wants the result."""
+        for i, instruction in enumerate(self.program.instructions[: self.position]):
+            if any(b in buffers and _has_failed(buffers[b]) for b in _written(instruction)):
+                return i
+        return self.position
 
     def describe(self, i: int) -> str:
         """Instruction `i` in words."""
         if not 0 <= i < len(self.program.instructions):
-            return "no instruction" if i < 0 else "the end of the step"
+            return "no instruction" if i < 0 else "the end of the step, where results are awaited"
         instruction = self.program.instructions[i]
         text = f"instruction {i}, {type(instruction).__name__}"
         match instruction:
@@ -153,7 +171,8 @@ class Interpreter:
         )
 
     def _post(self, number: int, message: Message, shards: dict[int, Any], boxes: dict[int, Box]) -> Future[None]:
-        parts = [Part(shards[m.source], _inside(m.box, boxes[m.source])) for m in message.moves]
+        first = self.places[message.target].first_device
+        parts = [Part(shards[m.source], _inside(m.box, boxes[m.source]), m.targets[0] - first) for m in message.moves]
         return self.transport.send(message.target, self._tag(number), parts)
 
     def _finish_sends(self, buffers: Iterable[int]) -> None:
@@ -168,12 +187,17 @@ class Interpreter:
         got: dict[int, list[tuple[Box, Any]]] = {d: [] for d in boxes}
         for message in self.messages[number]:
             if message.target == self.me:
-                pieces = [Piece(_shape(m.box), np.dtype(transfer.type.dtype)) for m in message.moves]
+                first, dtype = min(self.local), np.dtype(transfer.type.dtype)
+                pieces = [Piece(_shape(m.box), dtype, m.targets[0] - first) for m in message.moves]
                 arrays = self.transport.receive(message.source, self._tag(number), pieces, self.timeout_s)
                 for move, array in zip(message.moves, arrays, strict=True):
                     for device in move.targets:
-                        got[device].append((move.box, array))
-        shards = jax.device_put([_joined(got[d], boxes[d]) for d in boxes], [self.local[d] for d in boxes])
+                        # A transport between GPUs gives arrays on the first of them.
+                        mine = jax.device_put(array, self.local[device]) if isinstance(array, jax.Array) else array
+                        got[device].append((move.box, mine))
+        shards = jax.device_put(
+            [_joined(got[d], boxes[d], transfer.type.dtype) for d in boxes], [self.local[d] for d in boxes]
+        )
         for message in self.messages[number]:
             if message.source == self.me and message.moves[0].relayed:  # others of this mesh get it from here
                 self._post(number, message, dict(zip(boxes, shards, strict=True)), boxes)
@@ -252,6 +276,28 @@ def make_mesh(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> Mesh:
     return Mesh(grid, AXIS_NAMES[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
 
 
+def _written(instruction: MeshInstruction) -> tuple[int, ...]:
+    match instruction:
+        case Run(_, _, outputs):
+            return tuple(outputs)
+        case Accumulate(_, totals, _):
+            return tuple(totals)
+        case Receive(target, _) | Relayout(_, target, _):
+            return (target,)
+    return ()
+
+
+def _has_failed(array: Any) -> bool:
+    """Whether the computation of an array has ended with an error. Does not wait for it."""
+    if array.is_deleted() or not array.is_ready():
+        return False
+    try:
+        array.block_until_ready()
+    except Exception:
+        return True
+    return False
+
+
 def _shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
@@ -263,11 +309,16 @@ def _inside(box: Box, outer: Box) -> tuple[slice, ...] | None:
     return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(box, outer, strict=True))
 
 
-def _joined(parts: list[tuple[Box, Any]], outer: Box) -> Any:
+def _joined(parts: list[tuple[Box, Any]], outer: Box, dtype: str) -> Any:
     """The part `outer` of an array, from the parts that it is made of."""
     if len(parts) == 1 and parts[0][0] == outer:
         return parts[0][1]
-    out = np.empty(_shape(outer), parts[0][1].dtype)
+    if parts and isinstance(parts[0][1], jax.Array):
+        joined = jnp.zeros(_shape(outer), dtype, device=parts[0][1].device)
+        for box, array in parts:
+            joined = joined.at[_inside(box, outer) or ...].set(array)
+        return joined
+    out = np.empty(_shape(outer), dtype)
     for box, array in parts:
         out[_inside(box, outer) or ...] = array
     return out

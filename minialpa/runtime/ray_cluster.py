@@ -6,25 +6,32 @@ each of which stands for one virtual CPU device unless the number is given.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import secrets
 import socket
+import time
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from minialpa.cluster import ClusterSpec, PresetName
-from minialpa.errors import MinialpaError, ShardingError, WorkerError
+from minialpa.errors import MinialpaError, ShardingError
+from minialpa.runtime.failures import Failure, Fault, Status, worker_error
 from minialpa.runtime.worker import Worker, WorkerSettings
 
 CPU_DEVICE = "minialpa_cpu_device"
 #: Seconds that the cluster has to reserve the hosts, and that the workers of a mesh have to start.
 RESERVE_S, START_S = 60.0, 180.0
+#: Seconds for which the head of the cluster may be away. Ray itself ends this process after a minute.
+HEAD_S = 10.0
 _ATTEMPTS = 3
 #: Part of the name that Ray has for a kind of GPU, and its preset.
 _GPU_PRESETS: tuple[tuple[str, PresetName], ...] = (
@@ -85,6 +92,7 @@ class RayCluster:
             self._share = _resource_share(self.resource, nodes, self.devices_per_host)
             self._group = _reserve(len(nodes), {self.resource: self._share * self.devices_per_host})
             self.hosts = _hosts(self._group)
+            self.head = ray.get_runtime_context().gcs_address
         except BaseException:
             if self.owns_ray:
                 ray.shutdown()
@@ -92,16 +100,30 @@ class RayCluster:
         self._secret = secrets.token_bytes(32)
         self._n_workers = 0
         self._released = False
+        self._headless_since: float | None = None
 
     def release(self) -> None:
         """Give the hosts back; what was started on them ends. Calling it twice is fine."""
         if self._released:
             return
         self._released = True
-        if ray.is_initialized():
-            remove_placement_group(self._group)
+        if not ray.is_initialized():
+            return
+        try:
+            if _answers(self.head):
+                remove_placement_group(self._group)
+        finally:
             if self.owns_ray:
                 ray.shutdown()
+
+    def headless_s(self) -> float:
+        """Seconds since the first of those calls of this that have found that the head of the cluster is away."""
+        if _answers(self.head):
+            self._headless_since = None
+            return 0.0
+        now = time.monotonic()
+        self._headless_since = self._headless_since or now
+        return now - self._headless_since
 
     def describe(self) -> ClusterSpec:
         """The cluster for the planner: device and links by the kind of the GPUs, or those of CPUs."""
@@ -121,17 +143,32 @@ class RayCluster:
         Raises WorkerError if they do not start.
         """
         for attempt in range(_ATTEMPTS):
-            meshes = [self._spawn(*key) for key in wanted]
+            meshes: list[list[WorkerHandle]] = []
             try:
-                _join(meshes)
-            except Exception as error:
-                for workers in meshes:
-                    end_workers(workers)
-                if attempt + 1 == _ATTEMPTS or not _port_was_taken(error):
-                    raise _start_error(wanted, error) from error
-            else:
+                meshes.extend(self._spawn(*key) for key in wanted)
+                failure = _join(meshes)
+            except BaseException:
+                self.end(list(itertools.chain(*meshes)))
+                raise
+            if failure is None:
                 return meshes
+            self.end(list(itertools.chain(*meshes)))
+            if attempt + 1 == _ATTEMPTS or not _port_was_taken(failure):
+                hint = (
+                    f"{failure.message}\nIs minialpa installed on every host, with the same versions of jax and Python?"
+                )
+                raise worker_error(replace(failure, message=hint), (), has_ended=False)
         raise AssertionError("unreachable")
+
+    def end(self, workers: Sequence[WorkerHandle]) -> None:
+        """End the processes of workers. Those that are gone already are no error."""
+        if not workers or not ray.is_initialized():
+            return
+        if not _answers(self.head):  # which passes on what `ray.kill` asks for
+            for worker in workers:
+                worker.actor.stop.options(concurrency_group="control").remote()
+        for worker in workers:
+            ray.kill(worker.actor, no_restart=True)
 
     def _spawn(self, first_device: int, n_devices: int) -> list[WorkerHandle]:
         per_host = self.devices_per_host
@@ -163,13 +200,7 @@ class RayCluster:
         return {**wanted, "scheduling_strategy": placed, "runtime_env": {"env_vars": env}, "max_restarts": 0}
 
 
-def end_workers(workers: Sequence[WorkerHandle]) -> None:
-    """End the processes of workers. Those that are gone already are no error."""
-    for worker in workers:
-        ray.kill(worker.actor, no_restart=True)
-
-
-_ACTOR: Any = ray.remote(concurrency_groups={"control": 1})(Worker)  # type: ignore[call-overload]
+_ACTOR: Any = ray.remote(concurrency_groups={"control": 1, "life": 1})(Worker)  # type: ignore[call-overload]
 
 
 def _worker_env(platform: str) -> dict[str, str]:
@@ -181,38 +212,37 @@ def _worker_env(platform: str) -> dict[str, str]:
 
 
 def _connect(request: Request) -> None:
-    address = request.address or os.environ.get("RAY_ADDRESS") or _running_here()
-    try:
-        if address is None:
+    address = request.address or os.environ.get("RAY_ADDRESS") or _started_here()
+    if address is None:
+        with warnings.catch_warnings():
+            # Ray forks to start its processes, and these replace themselves at once.
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init("local", namespace=request.namespace, include_dashboard=False, log_to_driver=False)
-        else:
-            ray.init(address=address, namespace=request.namespace, log_to_driver=False)
+        return
+    # Ray would try for minutes.
+    if re.fullmatch(r"\S+:\d+", address) and "://" not in address and not _answers(address):
+        raise _no_cluster(address, "nothing listens there")
+    try:
+        ray.init(address=address, namespace=request.namespace, log_to_driver=False)
     except (ConnectionError, RuntimeError) as error:
-        raise MinialpaError(
-            f"No Ray cluster answers at {address!r} ({error}). Start one with `ray start --head`, or leave out "
-            "`address` to start one on this machine."
-        ) from error
+        raise _no_cluster(address, str(error)) from error
 
 
-def _running_here() -> str | None:
-    """The address of the cluster that `ray start` has started on this machine, if it still runs.
+def _no_cluster(address: str, reason: str) -> MinialpaError:
+    return MinialpaError(
+        f"No Ray cluster answers at {address!r} ({reason}). Start one with `ray start --head`, or leave out `address` "
+        "and `RAY_ADDRESS` to start one on this machine."
+    )
 
-    Ray would look for it too, but wait for minutes for one that has ended without a word.
-    """
+
+def _started_here() -> str | None:
+    """The address of the cluster that `ray start` has started on this machine, if it still runs."""
     try:
         from ray._private.utils import read_ray_address
-
-        address = read_ray_address()
     except ImportError:
         return None
-    if address is None:
-        return None
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=2.0):
-            return str(address)
-    except (OSError, ValueError):
-        return None
+    address = read_ray_address()
+    return str(address) if address and _answers(address) else None
 
 
 def _choose_nodes(request: Request) -> tuple[str, list[dict[str, Any]], int]:
@@ -272,26 +302,58 @@ def _hosts(group: Any) -> tuple[Host, ...]:
     return tuple(sorted(hosts, key=lambda host: (_ip_key(host.ip), host.node_id)))
 
 
-def _join(meshes: Sequence[Sequence[WorkerHandle]]) -> None:
-    """Start jax in the workers of each mesh. The coordinator of a mesh is on its first worker."""
+def _join(meshes: Sequence[Sequence[WorkerHandle]]) -> Failure | None:
+    """Start jax in the workers of each mesh; the first failure. The coordinator of a mesh is on its first worker."""
     ports = [workers[0].actor.reserve_port.remote() for workers in meshes]
-    joined = [
-        worker.actor.join.remote(port, len(workers), rank)
-        for workers, port in zip(meshes, ports, strict=True)
+    calls = {
+        worker.actor.join.remote(port, len(workers), rank): Status(worker.number, worker.host, None, mesh)
+        for mesh, (workers, port) in enumerate(zip(meshes, ports, strict=True))
         for rank, worker in enumerate(workers)
-    ]
-    ray.get(joined, timeout=START_S)
+    }
+    deadline = time.monotonic() + START_S
+    while calls:
+        done, _ = ray.wait(list(calls), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        for ref in done:
+            status = calls.pop(ref)
+            try:
+                ray.get(ref)
+            except RayTaskError as error:
+                return failed_call(status, error)
+            except RayError as error:
+                return death(status, error)
+        if not done:
+            late = next(iter(calls.values()))
+            return Failure(Fault.SILENT, late, f"it did not start within {START_S:.0f} s.")
+    return None
 
 
-def _port_was_taken(error: Exception) -> bool:
-    return any(
-        text in str(error).lower() for text in ("address already in use", "failed to bind", "failed to add port")
-    )
+def _port_was_taken(failure: Failure) -> bool:
+    """Whether another process has, or may have, the port of a coordinator: some versions of jax crash then."""
+    text = failure.message.lower()
+    return failure.fault is Fault.DIED or "address already in use" in text or "failed to bind" in text
 
 
-def _start_error(wanted: Sequence[tuple[int, int]], error: Exception) -> WorkerError:
-    devices = ", ".join(f"{first} to {first + n - 1}" for first, n in wanted)
-    return WorkerError(
-        f"The workers for devices {devices} did not start: {error}. Is minialpa installed on every host, with the same "
-        "versions of jax and Python?"
-    )
+def death(last: Status, error: RayError) -> Failure:
+    """The failure of a worker that is gone. last: where it was when it last said so."""
+    lines = (line.strip() for line in str(error).splitlines())
+    reason = " ".join(line for line in lines if line and not line.startswith(_LABELS))
+    return Failure(Fault.DIED, last, f"its process died. {reason[:600]}")
+
+
+_LABELS = ("actor_id:", "class_name:", "ip:", "name:", "namespace:", "pid:")
+
+
+def failed_call(last: Status, error: RayTaskError) -> Failure:
+    """The failure of a call that is no step, such as the loading of a program."""
+    where = replace(last, instruction=f"the call of `{error.function_name}`", recent=())
+    return Failure(Fault.RAISED, where, f"{error.cause!r}" if error.cause else str(error), str(error))
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=2.0):
+            return True
+    except (OSError, ValueError):
+        return False

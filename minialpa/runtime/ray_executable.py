@@ -13,7 +13,7 @@ import numpy as np
 import ray
 
 from minialpa.arrays import RemoteArray
-from minialpa.mesh_program import ArrayType, MeshProgram, Place, worker_places
+from minialpa.mesh_program import ArrayType, MeshProgram, Place, links, worker_places
 from minialpa.program import InputSlot, Program
 from minialpa.resharding import Box, shard_boxes
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
@@ -73,7 +73,7 @@ class RayExecutable:
 
     def _start(self, leaves: Sequence[Any], numbers: Sequence[int]) -> None:
         """Start a step whose results the workers keep under `numbers`."""
-        step = self.runtime.new_number()
+        step = self.runtime.new_step()
         values = _Values(leaves)
         # All arguments first: fetching one waits for earlier steps, but not for a part of this one.
         arguments = [
@@ -83,13 +83,18 @@ class RayExecutable:
         ]
         given = iter(_share(arguments))
         calls: dict[Any, WorkerHandle] = {}
-        for own, mesh in zip(self.programs, self._meshes, strict=True):
-            results = {number: numbers[number] for number, _ in own.outputs}
-            freed, donated = mesh.take_freed(), self._donated(mesh, leaves)
-            for worker in mesh.workers:
-                mine, shared = next(given)
-                ref = worker.actor.step.remote(self.number, step, mine, results, donated, freed, *shared)
-                calls[ref] = worker
+        try:
+            for own, mesh in zip(self.programs, self._meshes, strict=True):
+                results = {number: numbers[number] for number, _ in own.outputs}
+                freed, donated = mesh.take_freed(), self._donated(mesh, leaves)
+                for worker in mesh.workers:
+                    mine, shared = next(given)
+                    ref = worker.actor.step.remote(self.number, step, mine, results, donated, freed, *shared)
+                    calls[ref] = worker
+        except BaseException:  # Ctrl-C, say
+            if calls:
+                self.runtime.abandon("A step was interrupted when only some workers had been told of it.")
+            raise
         for leaf in self._donated_leaves:
             if isinstance(leaves[leaf], DistributedArray):
                 self._use_up(leaves[leaf])
@@ -171,18 +176,22 @@ class RayExecutable:
         """Start the meshes that do not run, and compile where they have not the program yet."""
         if self._meshes and all(mesh.alive for mesh in self._meshes):
             return
-        self._meshes = self.runtime.meshes(self._keys)
+        meshes = self.runtime.meshes(self._keys)
         self.runtime.unload_dropped()
-        workers = [(worker, program) for program, mesh in zip(self.programs, self._meshes, strict=True)
+        workers = [(worker, program) for program, mesh in zip(self.programs, meshes, strict=True)
                    for worker in mesh.workers]  # fmt: skip
         addresses = self.runtime.gather(
             {w.actor.open_transport.remote(self.number, i): w for i, (w, _) in enumerate(workers)}
         )
+        ways: tuple[tuple[int, int, int, int], ...] = ()
+        if self.runtime.cluster.platform == "cuda" and all(self.runtime.ask([w for w, _ in workers], "has_nccl")):
+            ways = links(self.programs, self.places)
         shared = {program.mesh: ray.put(program) for program in self.programs}
         self.runtime.gather({
-            w.actor.load.remote(self.number, shared[program.mesh], self.places, i, addresses): w
+            w.actor.load.remote(self.number, shared[program.mesh], self.places, i, addresses, ways): w
             for i, (w, program) in enumerate(workers)
         })  # fmt: skip
+        self._meshes = meshes
 
     def hlo_texts(self) -> list[str]:
         """Compiled HLO of each function of the program."""

@@ -1,31 +1,32 @@
 """The runtime of a session on Ray: meshes of workers, the steps that they run, and the arrays that they hold.
 
 A step is one call to each worker. Calls return at once; what goes wrong shows in the answers, which every wait looks
-at, whatever it waits for. One failed worker ends the session: the others are told, all are ended, the hosts are given
-back, and whoever waits gets one WorkerError.
+at, whatever it waits for. A failed step, and a worker that is lost, end the session: all workers are ended, the hosts
+are given back, and whoever calls gets one WorkerError. Other calls may fail, as for want of memory, without that.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import ray
 from jax.sharding import PartitionSpec
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from minialpa.errors import WorkerError
 from minialpa.mesh_program import ArrayType, MeshProgram
 from minialpa.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
+from minialpa.runtime.failures import Failure, Status, ended, root_cause, with_stage, worker_error
 from minialpa.runtime.plain import from_plain
-from minialpa.runtime.ray_cluster import RayCluster, WorkerHandle, end_workers
-from minialpa.runtime.worker import Failure, Status
+from minialpa.runtime.ray_cluster import HEAD_S, RayCluster, WorkerHandle, death, failed_call
+from minialpa.runtime.watch import Watch, silent
 
 #: Steps that are under way at most: one runs, one waits at the workers.
 _STEPS_AHEAD = 2
@@ -45,14 +46,20 @@ class RayRuntime:
         self.cluster, self.split = cluster, split
         self.dropped: deque[int] = deque()
         self._moves: dict[Any, Any] = {}
+        #: What has ended the session, if anything.
         self.failure: WorkerError | None = None
+        self._watch = Watch(cluster.request.timeout_s)
         self._meshes: dict[tuple[int, int], MeshWorkers] = {}
-        self._numbers = itertools.count()
+        self._numbers, self._step_numbers = itertools.count(), itertools.count()
         self._steps: deque[dict[Any, WorkerHandle]] = deque()
 
     def new_number(self) -> int:
-        """A number for an array, a program or a step; never given twice."""
+        """A number for an array or a program; never given twice."""
         return next(self._numbers)
+
+    def new_step(self) -> int:
+        """The number of the next step, from 0. Moves of arrays count too."""
+        return next(self._step_numbers)
 
     # ---- meshes ---------------------------------------------------------------------------------------------------
 
@@ -72,20 +79,27 @@ class RayRuntime:
         missing = [key for key in keys if key not in self._meshes]
         for key, workers in zip(missing, self.cluster.start_meshes(missing), strict=True):
             self._meshes[key] = MeshWorkers(*key, workers)
+            self._watch.add(workers)
         return [self._meshes[key] for key in keys]
+
+    @property
+    def workers(self) -> list[WorkerHandle]:
+        """All workers of the session."""
+        return [worker for mesh in self._meshes.values() for worker in mesh.workers]
 
     def unload_dropped(self) -> None:
         """Have workers forget the programs that nobody uses any more."""
         numbers = [self.dropped.popleft() for _ in range(len(self.dropped))]
         for number in numbers:
-            self.ask([w for mesh in self._meshes.values() for w in mesh.workers], "unload", number)
+            self.ask(self.workers, "unload", number)
 
     def _retire(self, key: tuple[int, int], mesh: MeshWorkers) -> None:
         self.sync()
         self.fetch([a for a in list(mesh.arrays.values()) if not a.is_deleted() and not a.held_here])
         mesh.alive = False
         del self._meshes[key]
-        end_workers(mesh.workers)
+        self._watch.remove(mesh.workers)
+        self.cluster.end(mesh.workers)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -113,43 +127,63 @@ class RayRuntime:
             self._steps.popleft()
 
     def check(self) -> None:
-        """Raise WorkerError if the session has ended."""
+        """Raise WorkerError if the session has ended, or if a worker was lost or a step failed meanwhile."""
         if self.failure is not None:
-            raise WorkerError(
-                f"The session has ended: {self.failure}\nCall `minialpa.shutdown()` and `minialpa.init` for a new one, "
-                "and restore the state from a checkpoint."
-            )
+            raise ended(self.failure)
+        watched = self._watched()
+        if watched:
+            done, _ = ray.wait(list(watched), num_returns=len(watched), timeout=0)
+            for ref in done:
+                self._look_at(ref, watched[ref])
 
-    def _wait(self, calls: dict[Any, WorkerHandle]) -> None:
-        """Wait for calls, and look at all steps under way: what waits behind a step that hangs is never answered."""
-        watched = dict(calls)
+    def _watched(self) -> dict[Any, WorkerHandle]:
+        """Calls that tell of failures: the lives of the workers, and the steps under way."""
+        watched = dict(self._watch.lives)
         for step in self._steps:
             watched.update(step)
+        return watched
+
+    def _wait(self, calls: dict[Any, WorkerHandle]) -> None:
+        """Wait for calls, and look at everything else: what waits behind a step that hangs is never answered."""
+        watched = self._watched() | calls
         waiting = set(calls)
+        self._watch.moved()
         while waiting:
-            done, _ = ray.wait(list(watched), num_returns=1, timeout=self.cluster.request.timeout_s)
-            if not done:
-                self._check_responsive()
+            done, _ = ray.wait(list(watched), num_returns=1, timeout=self._watch.interval_s)
             for ref in done:
-                worker = watched.pop(ref)
+                self._watch.moved()
+                self._look_at(ref, watched.pop(ref))
                 waiting.discard(ref)
-                try:
-                    answer = ray.get(ref)
-                except RayActorError as error:
-                    self._fail(_death(worker, error))
-                except RayTaskError:
-                    continue  # a call with bad arguments; whoever made it sees the error
-                except RayError as error:
-                    self._fail(_death(worker, error))
-                else:
-                    if isinstance(answer, Failure):
-                        self._fail(answer)
+            if not done:
+                self._beat()
+
+    def _look_at(self, ref: Any, worker: WorkerHandle) -> None:
+        failure = self._failure_in(ref, worker)
+        if failure is not None:
+            self._fail(failure)
+
+    def _failure_in(self, ref: Any, worker: WorkerHandle) -> Failure | None:
+        """What an answer tells of the worker that gave it, or of its end."""
+        try:
+            answer = ray.get(ref)
+        except RayTaskError as error:
+            # Whoever has made another call than a step sees its error.
+            return failed_call(self._status(worker), error) if any(ref in step for step in self._steps) else None
+        except RayError as error:
+            return death(self._status(worker), error)
+        return answer if isinstance(answer, Failure) else None
 
     def _answer(self, ref: Any, worker: WorkerHandle) -> Any:
         try:
             return ray.get(ref)
         except RayTaskError as error:
-            raise WorkerError(f"Worker {worker.number} on host {worker.host}: {error}") from error
+            raise worker_error(failed_call(self._status(worker), error), (), has_ended=False) from error
+
+    def _status(self, worker: WorkerHandle) -> Status:
+        """Where a worker was when it last said so."""
+        meshes = sorted(self._meshes.values(), key=lambda mesh: mesh.first_device)
+        stage = next((i for i, mesh in enumerate(meshes) if worker in mesh.workers), -1)
+        return with_stage(self._watch.status(worker), stage)
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
@@ -200,66 +234,61 @@ class RayRuntime:
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End all workers and give the hosts back. Arrays that were not fetched are lost."""
+        """End all workers and give the hosts back. Arrays that were not fetched are lost. Calling it twice is fine."""
+        if self.failure is None:
+            self.failure = WorkerError("`minialpa.shutdown()` was called.")
         for mesh in self._meshes.values():
             mesh.alive = False
-            end_workers(mesh.workers)
+        self.cluster.end(self.workers)
+        self._watch.remove(list(self._watch.lives.values()))
         self._meshes.clear()
         self._steps.clear()
         self.cluster.release()
 
-    def _check_responsive(self) -> None:
-        """Raise WorkerError if a worker does not say where it is."""
-        workers = [w for mesh in self._meshes.values() for w in mesh.workers]
-        calls = {w.actor.status.options(concurrency_group="control").remote(): w for w in workers}
-        _, silent = ray.wait(list(calls), num_returns=len(calls), timeout=min(10.0, self.cluster.request.timeout_s))
-        if silent:
-            worker = calls[silent[0]]
-            reason = f"it has not answered for {self.cluster.request.timeout_s:.0f} s"
-            self._fail(Failure(worker.number, worker.host, -1, -1, "unknown", (), reason, "", False))
+    def abandon(self, message: str) -> NoReturn:
+        """End the session; raises a WorkerError that says `message`."""
+        self._end(WorkerError(message))
 
-    def _stage_of(self, worker: WorkerHandle) -> int:
-        meshes = sorted(self._meshes.values(), key=lambda mesh: mesh.first_device)
-        return next((i for i, mesh in enumerate(meshes) if worker in mesh.workers), -1)
+    def _beat(self) -> None:
+        """Raise WorkerError if a worker, or the head of the cluster, hangs."""
+        failure = self._watch.beat(bool(self._steps))
+        if failure is not None:
+            self._fail(failure)
+        if self.cluster.headless_s() > HEAD_S:
+            self.abandon(
+                f"The head of the Ray cluster at {self.cluster.head} has not answered for {HEAD_S:.0f} s. Start a "
+                "cluster and call `minialpa.init` again; restore the state from a checkpoint."
+            )
 
-    def _fail(self, first: Failure) -> None:
+    def _fail(self, first: Failure) -> NoReturn:
         """End the session for what `first` says, or for what turns out to be its cause; raises WorkerError."""
-        found = [first, *self._other_failures()]
-        # What a worker says of itself comes first, then deaths, then those that only lost a peer.
-        cause = min(found, key=lambda f: (f.follows, not f.traceback))
-        if cause.stage < 0:
-            handles = {w.number: w for mesh in self._meshes.values() for w in mesh.workers}
-            cause = dataclasses.replace(cause, stage=self._stage_of(handles[cause.worker]))
-        statuses = self._statuses(exclude={f.worker for f in found if not f.traceback})
-        self.failure = WorkerError(_story(cause, statuses))
+        found, statuses = self._hear(first)
+        self._end(worker_error(root_cause(found), statuses))
+
+    def _end(self, error: WorkerError) -> NoReturn:
+        self.failure = error
         self.shutdown()
-        raise self.failure
+        raise error
 
-    def _other_failures(self) -> list[Failure]:
-        calls = {ref: worker for step in self._steps for ref, worker in step.items()}
-        found = []
-        done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_GRACE_S) if calls else ([], [])
-        for ref in done:
-            try:
-                answer = ray.get(ref)
-            except RayError as error:
-                found.append(_death(calls[ref], error))
-            else:
-                if isinstance(answer, Failure):
-                    found.append(answer)
-        return found
-
-    def _statuses(self, exclude: set[int]) -> list[Status]:
-        workers = [w for mesh in self._meshes.values() for w in mesh.workers if w.number not in exclude]
-        calls = [w.actor.status.options(concurrency_group="control").remote() for w in workers]
-        done, _ = ray.wait(calls, num_returns=len(calls), timeout=_GRACE_S) if calls else ([], [])
-        statuses = []
-        for ref in done:
-            try:
-                statuses.append(ray.get(ref))
-            except RayError:
-                continue
-        return statuses
+    def _hear(self, first: Failure) -> tuple[list[Failure], list[Status]]:
+        """What all workers say within a moment: failures in the order in which they come, and where the others are."""
+        found, statuses = [first], []
+        asked = self._watch.ask({first.where.worker})
+        watched = self._watched() | asked
+        deadline = time.monotonic() + _GRACE_S
+        # Those who live never say so.
+        while watched.keys() - self._watch.lives.keys() and (left := deadline - time.monotonic()) > 0:
+            done, _ = ray.wait(list(watched), num_returns=1, timeout=left)
+            for ref in done:
+                worker = watched.pop(ref)
+                failure = self._failure_in(ref, worker)
+                if failure is not None:
+                    found.append(failure)
+                elif asked.pop(ref, None) is not None:
+                    statuses.append(with_stage(ray.get(ref), self._status(worker).stage))
+        known = {f.where.worker for f in found}
+        found += [silent(self._status(w), _GRACE_S) for w in asked.values() if w.number not in known]
+        return found, statuses
 
 
 def _moving_program(moves: Sequence[tuple[ArrayType, MeshShape, PartitionSpec, MeshShape, PartitionSpec]]) -> Program:
@@ -277,25 +306,3 @@ def _moving_program(moves: Sequence[tuple[ArrayType, MeshShape, PartitionSpec, M
         frozenset(),
         2 * n,
     )
-
-
-def _death(worker: WorkerHandle, error: Exception) -> Failure:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = "its process died: " + " ".join(lines)[:600]
-    return Failure(worker.number, worker.host, -1, -1, "unknown", (), reason, "", False)
-
-
-def _story(cause: Failure, statuses: Sequence[Status]) -> str:
-    """What happened, for the user: worker, host, stage, instruction, the last ones, and the remote traceback."""
-    where = f"Worker {cause.worker} of stage {cause.stage} on host {cause.host}"
-    lines = [f"{where} failed: {cause.message}"]
-    if cause.step >= 0:
-        lines.append(f"It was at {cause.instruction}; before that: {'; '.join(cause.recent) or 'nothing'}.")
-    for status in statuses:
-        if status.worker != cause.worker:
-            lines.append(
-                f"Worker {status.worker} of stage {status.stage} on host {status.host}: at {status.instruction}."
-            )
-    if cause.traceback:
-        lines.append(f"Traceback of the worker:\n{cause.traceback}")
-    return "\n".join(lines)

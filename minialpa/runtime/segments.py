@@ -8,8 +8,12 @@ store: no message, no lock, safe in a finalizer that runs anywhere.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import mmap
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,8 +32,7 @@ class Segment:
     The pages have no name and live as long as a mapping or array of any process refers to them.
     """
 
-    def __init__(self, mapping: mmap.mmap) -> None:
-        pages = np.frombuffer(mapping, np.uint8)
+    def __init__(self, pages: Bytes) -> None:
         self._flag = pages[:1]
         self._payload = pages[_HEADER_BYTES:]
         self.size_bytes = self._payload.size
@@ -55,9 +58,12 @@ class _Lease:
         self.__array_interface__ = payload.__array_interface__
         self._payload = payload  # Keeps the pages mapped.
         self._flag = flag
+        self._process = os.getpid()
 
-    def __del__(self) -> None:
-        self._flag[0] = 0  # _FREE, whose name may be gone when the interpreter ends.
+    # Names of the module may be gone when the interpreter ends.
+    def __del__(self, free: int = _FREE, getpid: Callable[[], int] = os.getpid) -> None:
+        if self._process == getpid():  # A forked child has the same pages, and no say in them.
+            self._flag[0] = free
 
 
 class Pool:
@@ -74,15 +80,21 @@ class Pool:
         self._n_made = 0
 
     def take(self, size_bytes: int) -> tuple[int, Segment, int | None]:
-        """A free segment: its number, itself, and if it is new and shared a file descriptor, which the caller closes."""
+        """A free segment: its number, itself, and if it is new and shared a file descriptor for the caller to close."""
         total_bytes = segment_bytes(size_bytes)
-        for number, segment in self._segments.items():
+        for number, segment in reversed(self._segments.items()):  # The last one may still be in a cache.
             if segment.size_bytes + _HEADER_BYTES == total_bytes and segment.free:
                 self._segments[number] = self._segments.pop(number)
                 return number, segment, None
-        mapping, descriptor = _map_shared(total_bytes) if self._shared else (_map_private(total_bytes), None)
+        descriptor = None
+        if self._shared:
+            descriptor = os.memfd_create("minialpa", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, total_bytes)
+            segment = map_descriptor(descriptor, total_bytes)
+        else:
+            segment = Segment(_map_private(total_bytes))
         number, self._n_made = self._n_made, self._n_made + 1
-        self._segments[number] = segment = Segment(mapping)
+        self._segments[number] = segment
         self._total_bytes += total_bytes
         return number, segment, descriptor
 
@@ -104,29 +116,50 @@ class Pool:
 
 
 def segment_bytes(size_bytes: int) -> int:
-    """Bytes of the segment for a payload: whole pages, at most an eighth too many, so that like sizes share segments."""
+    """Bytes of the segment for a payload: whole pages, at most an eighth too many, so that like sizes are one."""
     needed = size_bytes + _HEADER_BYTES
     step = max(mmap.PAGESIZE, 1 << max(0, needed.bit_length() - 4))
     return -(-needed // step) * step
 
 
 def map_descriptor(descriptor: int, total_bytes: int) -> Segment:
-    """The segment that a peer has made. Raises ValueError if the descriptor's pages are fewer than `total_bytes`."""
-    return Segment(mmap.mmap(descriptor, total_bytes))
+    """The segment in the pages of a file descriptor. Raises ValueError if they are fewer than `total_bytes`."""
+    if os.fstat(descriptor).st_size < total_bytes:
+        raise ValueError(f"a segment of {total_bytes} bytes has only {os.fstat(descriptor).st_size}")
+    return Segment(np.asarray(_SharedPages(descriptor, total_bytes)))
 
 
-def _map_shared(total_bytes: int) -> tuple[mmap.mmap, int]:
-    descriptor = os.memfd_create("minialpa", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, total_bytes)
-        return mmap.mmap(descriptor, total_bytes), descriptor
-    except BaseException:
-        os.close(descriptor)
-        raise
+class _SharedPages:
+    """A shared mapping. Unlike those of Python's `mmap`, it keeps no file descriptor, of which a process has few.
+
+    Only arrays refer to it, into which the garbage collector does not look: it goes when the last of them has gone.
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc().mmap(None, size_bytes, access, mmap.MAP_SHARED, descriptor, 0)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (size_bytes,), "typestr": "|u1"}
+        self._unmap = functools.partial(_libc().munmap, address, size_bytes)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_unmap"):
+            self._unmap()
 
 
-def _map_private(total_bytes: int) -> mmap.mmap:
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc
+
+
+def _map_private(total_bytes: int) -> Bytes:
     mapping = mmap.mmap(-1, total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Fresh huge pages cost a fifth of fresh small ones.
-    mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
+    # Fresh huge pages cost a fifth of fresh small ones. Not every system has them.
+    with contextlib.suppress(AttributeError, OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, np.uint8)

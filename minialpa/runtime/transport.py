@@ -24,7 +24,7 @@ ALIGNMENT = 64
 class Part:
     """What is sent: `array`, which lies on one device, or the elements of it at `index`, a tuple of slices.
 
-    device: the device, numbered within the receiving worker, that it is for. Transports between hosts leave it alone.
+    device: the device that it is for, as the receiving worker numbers its own. The host transport leaves that alone.
     """
 
     array: jax.Array | np.ndarray[Any, Any]

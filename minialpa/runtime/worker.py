@@ -6,8 +6,11 @@ returns as a `Failure`, so that nothing has to be unpickled that only the worker
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
+import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
@@ -17,6 +20,10 @@ from typing import Any
 from minialpa.errors import WorkerError
 from minialpa.mesh_program import MeshProgram, Place
 from minialpa.resharding import Box
+from minialpa.runtime.failures import Failure, Status, fault_of
+
+#: Instructions before the present one that a status tells.
+_N_RECENT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +43,13 @@ class WorkerSettings:
     n_devices: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A step that failed on a worker. follows: whether another worker's failure was the cause, as far as it knows."""
-
-    worker: int
-    host: int
-    stage: int
-    step: int
-    instruction: str
-    recent: tuple[str, ...]
-    message: str
-    traceback: str
-    follows: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """Where a worker is: the step and the instruction that it is at."""
-
-    worker: int
-    host: int
-    stage: int
-    step: int
-    instruction: str
-
-
 class Worker:
-    """Devices of one mesh on one host. Calls come one after the other, but for `status` and `stop`."""
+    """Devices of one mesh on one host. Calls come one after the other, but for `status`, `live` and `stop`."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
         self._reserved: socket.socket | None = None
+        self._coordinator = "none"
         self._arrays: dict[int, Any] = {}
         self._programs: dict[int, Any] = {}
         # What no program of this worker uses any more goes with the program.
@@ -89,7 +71,11 @@ class Worker:
 
     def join(self, coordinator: tuple[str, int] | None, n_workers: int, rank: int) -> None:
         """Start jax, as process `rank` of the mesh's workers."""
+        # The threads of the transport would wait for up to 5 ms each time while another one runs Python.
+        sys.setswitchinterval(2e-4)
         import jax
+
+        from minialpa.runtime.gloo import bind_gloo
 
         jax.config.update("jax_enable_x64", True)  # arrays keep the types that the traced step gave them
         jax.config.update("jax_platforms", self.settings.platform)
@@ -98,25 +84,34 @@ class Worker:
         if n_workers > 1:
             assert coordinator is not None
             address = f"{coordinator[0]}:{coordinator[1]}"
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            self._coordinator = address
             jax.distributed.initialize(
                 address,
                 n_workers,
                 rank,
                 cluster_detection_method="deactivate",
                 initialization_timeout=60,
+                # The caller finds out first who hangs. This would end the processes that wait for it.
+                heartbeat_timeout_seconds=int(self.settings.timeout_s) + 60,
                 coordinator_bind_address=address if rank == 0 else None,
             )
+            if self.settings.platform == "cpu":
+                bind_gloo(self.settings.ip)
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
         self._devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-        local = sum(d.process_index == jax.process_index() for d in self._devices)
+        local = len(self._local_devices())
         if local != self.settings.n_devices:
             raise WorkerError(
                 f"Host {self.settings.host} ({self.settings.ip}) has {local} {self.settings.platform} devices for a "
                 f"worker of {self.settings.n_devices}."
             )
+
+    def _local_devices(self) -> list[Any]:
+        import jax
+
+        return [device for device in self._devices if device.process_index == jax.process_index()]
 
     # ---- programs -------------------------------------------------------------------------------------------------
 
@@ -124,17 +119,36 @@ class Worker:
         """Prepare for program `number`, as its worker `me`; returns the address at which its other workers find it."""
         from minialpa.runtime.host_transport import HostTransport
 
+        self.unload(number)  # of an earlier attempt that was broken off
         self._transports[number] = HostTransport(self.settings.secret, me, self.settings.ip)
         return self._transports[number].address
 
+    def has_nccl(self) -> bool:
+        """Whether this worker can send arrays from GPU to GPU."""
+        return self.settings.platform == "cuda" and importlib.util.find_spec("cupy") is not None
+
     def load(
-        self, number: int, program: MeshProgram, places: Sequence[Place], me: int, addresses: Sequence[Any]
+        self,
+        number: int,
+        program: MeshProgram,
+        places: Sequence[Place],
+        me: int,
+        addresses: Sequence[Any],
+        links: Sequence[tuple[int, int, int, int]],
     ) -> None:
-        """Compile program `number` and connect to its other workers. places, me: as in `Interpreter`."""
+        """Compile program `number` and connect to its other workers. places, me: as in `Interpreter`.
+
+        links: ways between GPUs of all workers, in the order of `mesh_program.links`; none to send through the hosts.
+        """
         from minialpa.runtime.interpreter import Interpreter
 
         transport = self._transports[number]
         transport.connect(addresses, self.settings.timeout_s)
+        if links:
+            from minialpa.runtime.nccl import Link, NcclTransport
+
+            transport = NcclTransport(transport, self._local_devices(), [Link(*link) for link in links])
+            self._transports[number] = transport
         self._programs[number] = Interpreter(
             program, places, me, self._devices, transport, self._compiled, self.settings.timeout_s
         )
@@ -163,20 +177,22 @@ class Worker:
         """
         if self._failure is not None:
             return self._failure
-        interpreter = self._programs[program]
-        self._running = interpreter
         try:
+            interpreter = self._running = self._programs[program]
+            interpreter.begin(step)
             self.free(freed)
             inputs = self._inputs(interpreter, arguments, set(donated), shared)
             self.free(donated)
-            made = interpreter.run(step, inputs)
+            made = interpreter.run(inputs)
             self._arrays.update((results[number], array) for number, array in made.items() if number in results)
         except Exception as error:
-            self._failure = self._failed(interpreter, step, error)
-            for transport in self._transports.values():  # those who wait for this worker know then
-                transport.close()
-            return self._failure
-        return None
+            self._failure = Failure(
+                fault_of(error), self.status(), f"{type(error).__name__}: {error}", traceback.format_exc()
+            )
+            # Those who wait for this worker know then. The caller is not kept waiting for it.
+            for transport in self._transports.values():
+                threading.Thread(target=transport.close, daemon=True).start()
+        return self._failure
 
     def _inputs(
         self, interpreter: Any, arguments: Sequence[Any], donated: set[int], shared: Sequence[Any]
@@ -193,19 +209,21 @@ class Worker:
             seen.add(argument)
         return inputs
 
-    def _failed(self, interpreter: Any, step: int, error: Exception) -> Failure:
-        i = interpreter.position
-        recent = tuple(interpreter.describe(k) for k in range(max(0, i - 4), i))
-        return Failure(
-            self.settings.number, self.settings.host, interpreter.program.mesh, step, interpreter.describe(i), recent,
-            f"{type(error).__name__}: {error}", traceback.format_exc(), isinstance(error, WorkerError),
-        )  # fmt: skip
-
     def status(self) -> Status:
         """Where the worker is now. Answers while a step runs."""
-        at = self._running
-        stage, step, what = (-1, -1, "no step") if at is None else (at.program.mesh, at.step, at.describe(at.position))
-        return Status(self.settings.number, self.settings.host, stage, step, what)
+        own, at = self.settings, self._running
+        if at is None:
+            return Status(own.number, own.host, os.getpid())
+        recent = tuple(at.describe(k) for k in range(max(0, at.position - _N_RECENT), at.position))
+        return Status(own.number, own.host, os.getpid(), at.program.mesh, at.step, at.describe(at.position), recent)
+
+    def live(self) -> None:
+        """Never returns: a call of this ends when the process does."""
+        threading.Event().wait()
+
+    def stop(self) -> None:
+        """End this process."""
+        os._exit(1)
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
@@ -247,7 +265,8 @@ class Worker:
         interpreter, own = self._programs[program], self.settings
         lines = [
             f"worker {own.number} of stage {interpreter.program.mesh}, host {own.host} ({own.ip})",
-            f"jax {jax.__version__}, {own.platform}, process {jax.process_index()} of {jax.process_count()}",
+            f"jax {jax.__version__}, {own.platform}, process {jax.process_index()} of {jax.process_count()}, "
+            f"coordinator {self._coordinator}",
             f"devices {[str(d) for d in jax.local_devices()]} of mesh {interpreter.mesh.devices.tolist()}",
             *(f"{k}={os.environ.get(k, '')}" for k in ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")),
             *(interpreter.describe(i) for i in range(len(interpreter.program.instructions))),

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import pytest
 from ray.cluster_utils import Cluster
-from tests.runtime.ray_cluster import WORKER_ENV, ray_nodes
-from tests.test_numeric_matrix import N_MICRO_BATCHES, SIZES, pipeline, serial_step
 
 import minialpa
 from minialpa import ShardParallel, models
 from minialpa.testing import assert_allclose
+from tests.runtime.ray_cluster import WORKER_ENV, ray_nodes
+from tests.test_numeric_matrix import N_MICRO_BATCHES, SIZES, pipeline, serial_step
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
