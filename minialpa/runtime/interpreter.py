@@ -40,7 +40,7 @@ from minialpa.sharding import AXIS_NAMES
 class Given:
     """An argument that the caller sends: distinct shards, and for each device of the worker which of them it gets.
 
-    Shards are as `to_plain` makes them. A shard that several workers get may be a number instead, of an array that comes
+    Shards are as `to_plain` makes them. One that several workers get may be a number instead, of an array that comes
     beside the others.
     """
 
