@@ -40,6 +40,8 @@ def _leaf_key(leaf: Any) -> Hashable:
         dtype = _canonical(leaf.dtype)
         return (leaf.shape, dtype, getattr(leaf, "weak_type", False) and dtype.kind in "fc")
     # A step count that starts as a Python int comes back as an array of the default integer type.
+    if hasattr(leaf, "__jax_array__"):  # an array in parts
+        return (leaf.shape, _canonical(leaf.dtype), False)
     if type(leaf) is int:
         return ((), _canonical(np.dtype(int)), False)
     if type(leaf) is float:
@@ -64,6 +66,8 @@ def rebuild(call: Call, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[st
 def is_numeric(value: Any) -> bool:
     if isinstance(value, bool | np.bool_):
         return False
+    if hasattr(value, "__jax_array__"):
+        return True
     return isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float | complex)
 
 

@@ -142,7 +142,7 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:
-        aval = jax.typeof(leaf)
+        aval = leaf.aval if hasattr(leaf, "__jax_array__") else jax.typeof(leaf)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
     except TypeError as error:
         raise TraceError(

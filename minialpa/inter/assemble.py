@@ -11,8 +11,10 @@ from minialpa.cost import CollectiveKind
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.fingerprint import Fingerprint
 from minialpa.inter.chunks import Chunks, check_chunks, chunks_of
+from minialpa.inter.cut_scans import CutStep
 from minialpa.inter.given_stages import DecidedStage
 from minialpa.inter.mesh_problem import ShardedView, TaskCollectives, mesh_collectives, mesh_equations
+from minialpa.inter.placed import merged_values
 from minialpa.inter.remat import rematerialise
 from minialpa.inter.schedule import PipelineSize, live_counts, make_schedule
 from minialpa.inter.split import StagedStep
@@ -22,6 +24,7 @@ from minialpa.inter.stage_solve import SolvedStage, StageSolver
 from minialpa.inter.stage_times import StageTimes, stage_times
 from minialpa.inter.staging import stage_step
 from minialpa.inter.transfers import planned_transfers
+from minialpa.inter.unstack import RowBlocks
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.strategies import is_contraction
 from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of
@@ -44,17 +47,19 @@ class StageTooLargeError(InfeasibleError):
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayeredStep:
     """A step as its layers compute it; the fingerprint of the step that was traced; the layer of each forward group,
-    and what each layer computes again."""
+    what each layer computes again, and the rows of each block of each scan over layers that is cut."""
 
     step: TracedStep
     fingerprint: Fingerprint
     of_group: tuple[int, ...] = ()
     remat: tuple[Remat, ...] = ()
+    row_blocks: RowBlocks = ()
 
 
-def layered_step(traced: TracedStep, of_group: tuple[int, ...], remat: tuple[Remat, ...]) -> LayeredStep:
-    """A traced step with its layers, and what they compute again."""
-    return LayeredStep(rematerialise(traced, of_group, remat), traced.fingerprint, of_group, remat)
+def layered_step(cut: CutStep, remat: tuple[Remat, ...]) -> LayeredStep:
+    """A step with its layers, and what they compute again."""
+    step = rematerialise(cut.step, cut.of_group, remat)
+    return LayeredStep(step, cut.traced.fingerprint, cut.of_group, remat, cut.row_blocks)
 
 
 def _staged(layered: LayeredStep, options: PlanOptions, chunks: Chunks) -> StagedStep:
@@ -115,6 +120,7 @@ def assemble(
         tuple(collectives),
         planned_transfers(staged),
         _cost(plans, _border_seconds(staged, cluster, stages, chunks), schedule.size),
+        layered.row_blocks,
     )
 
 
@@ -208,7 +214,7 @@ def _placed_inputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tup
             like = micro[var]
             meshes = tuple(sorted({task.mesh for task in staged.tasks if like in task.invars}))
         out.append(_placed(path, var, {mesh: shardings[mesh].specs.get(like) for mesh in meshes}))
-    return tuple(out)
+    return merged_values(out, traced.in_parts)
 
 
 def _placed_outputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tuple[PlacedValue, ...]:
@@ -219,7 +225,7 @@ def _placed_outputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tu
     ):
         results = [None if is_literal(atom) else shardings[mesh].results.get(atom) for mesh in meshes]
         out.append(_placed(path, atom, dict(zip(meshes, results, strict=True))))
-    return tuple(out)
+    return merged_values(out, staged.split.traced.out_parts)
 
 
 def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineSize) -> PlanCost:

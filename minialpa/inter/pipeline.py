@@ -7,10 +7,11 @@ import math
 import warnings
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError
 from minialpa.inter.assemble import LayeredStep, Progress, StageTooLargeError, assemble, layered_step
 from minialpa.inter.cost_cache import load_costs, save_costs
-from minialpa.inter.forward import assign_layers, balanced_runs, layer_flops
+from minialpa.inter.cut_scans import CutStep, cut_scans, whole_scans
+from minialpa.inter.forward import balanced_runs, layer_flops
 from minialpa.inter.given_stages import DecidedStage, given_stages
 from minialpa.inter.search import Found, Space, StageSearch
 from minialpa.inter.stage_solve import StageSolver
@@ -60,16 +61,17 @@ def plan_step(
         )
     if isinstance(options.stages, AutoStageOption) and n_groups(traced) == 0:
         return _best_shape(traced, cluster, options, options.stages, report)
-    of_group = assign_layers(traced, options.layers)
     if isinstance(options.stages, AutoStageOption):
-        return _searched(traced, cluster, options, options.stages, of_group, report)
-    n_layers = max(of_group, default=-1) + 1
-    stages = given_stages(cluster, options, n_layers)
+        return _best_cut(traced, cluster, options, options.stages, report)
+    cut = cut_scans(traced, options.layers)
+    if cut is None or len(given_stages(cluster, options, cut.n_layers)) == 1:
+        cut = whole_scans(traced, options.layers)
+    stages = given_stages(cluster, options, cut.n_layers)
     solver = StageSolver()
     plans: list[Plan] = []
     failure: InfeasibleError | None = None
-    for remat in remats(options.layers, n_layers):
-        layered = layered_step(traced, of_group, remat)
+    for remat in remats(options.layers, cut.n_layers):
+        layered = layered_step(cut, remat)
         try:
             plans.append(assemble(layered, cluster, options, stages, logical_mesh, report, solver))
         except InfeasibleError as error:
@@ -113,6 +115,28 @@ def _best_shape(
     return min(plans, key=_preference)
 
 
+def _best_cut(
+    traced: TracedStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
+) -> Plan:
+    """The best plan of a joint search, with scans over layers whole, and, where that may help, with stages in them."""
+    assert options.layers is not None
+    cut = cut_scans(traced, options.layers) if cluster.n_devices > 1 else None
+    plans: list[Plan] = []
+    failure: MinialpaError | None = None
+    for step in (None, cut) if cut else (None,):
+        try:
+            chosen = step or whole_scans(traced, options.layers)
+            plans.append(_searched(chosen, cluster, options, auto, report))
+        except (InfeasibleError, TraceError) as error:
+            failure = error
+            if cut is None:
+                raise
+    if not plans:
+        assert failure is not None
+        raise failure
+    return min(plans, key=_preference)
+
+
 def _preference(plan: Plan) -> float:
     """Predicted seconds; of plans that hardly differ, those on fewer devices are preferred."""
     n_devices = sum(stage.n_devices for stage in plan.stages)
@@ -120,15 +144,11 @@ def _preference(plan: Plan) -> float:
 
 
 def _searched(
-    traced: TracedStep,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    auto: AutoStageOption,
-    of_group: tuple[int, ...],
-    report: Progress,
+    cut: CutStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
 ) -> Plan:
     """The best plan of a joint search. Stages that it finds are solved as wholes, and what these cost is learned."""
     assert options.layers is not None
+    traced = cut.step
     space = Space(
         options.micro_batch_choices(traced.batch_size),
         tuple(remat[0] for remat in remats(options.layers, 1)),
@@ -138,7 +158,7 @@ def _searched(
         auto.tolerance,
     )
     known = load_costs(auto.cached_costs)
-    search = StageSearch(traced, of_group, cluster, space, options.sharding, report, known)
+    search = StageSearch(traced, cut.of_group, cluster, space, options.sharding, report, known)
     solver = StageSolver(search.menus)
     plans: list[Plan] = []
     failure: InfeasibleError | None = None
@@ -153,7 +173,7 @@ def _searched(
         if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS:
             break
         try:
-            plan = _assembled(traced, of_group, cluster, options, found, solver, report)
+            plan = _assembled(cut, cluster, options, found, solver, report)
         except StageTooLargeError as error:
             search.exclude(found, error.stage, error.n_live)
             failure = error
@@ -169,15 +189,14 @@ def _searched(
         raise failure
     best = min(plans, key=_preference)
     if options.choose_schedule:
-        best = _or_interleaved(best, traced, cluster, options, report, solver)
+        best = _or_interleaved(best, cut, cluster, options, report, solver)
     if len(traced.flat.eqns) <= _VERY_FEW_EQUATIONS and not options.use_all_devices:
-        best = _or_one_device(best, traced, cluster, options, auto, report)
+        best = _or_one_device(best, cut.traced, cluster, options, auto, report)
     return best
 
 
 def _assembled(
-    traced: TracedStep,
-    of_group: tuple[int, ...],
+    cut: CutStep,
     cluster: ClusterSpec,
     options: PlanOptions,
     found: Found,
@@ -186,16 +205,16 @@ def _assembled(
 ) -> Plan:
     """The plan of what a search found. Raises StageTooLargeError where a stage does not fit after all."""
     remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
-    layered = layered_step(traced, of_group, remat)
+    layered = layered_step(cut, remat)
     stages = [DecidedStage(s.layers, s.candidate, options.sharding, s.first_device) for s in found.stages]
     if len(stages) == 1 and not set(remat) - {"none"}:  # no use for layers
-        layered, stages = LayeredStep(traced, traced.fingerprint), [dataclasses.replace(stages[0], layers=())]
+        layered, stages = LayeredStep(cut.traced, cut.traced.fingerprint), [dataclasses.replace(stages[0], layers=())]
     chosen = dataclasses.replace(options, n_micro_batches=found.n_micro_batches)
     return assemble(layered, cluster, chosen, stages, None, report, solver)
 
 
 def _or_interleaved(
-    best: Plan, traced: TracedStep, cluster: ClusterSpec, options: PlanOptions, report: Progress, solver: StageSolver
+    best: Plan, cut: CutStep, cluster: ClusterSpec, options: PlanOptions, report: Progress, solver: StageSolver
 ) -> Plan:
     """`best`, or its submeshes with several runs of layers each, where a shorter bubble is worth the transfers."""
     p, n_layers = len(best.stages), len(best.remat)
@@ -206,13 +225,13 @@ def _or_interleaved(
     for v in (2, 4):
         if p * v > n_layers:
             break
-        chunks = balanced_runs(layer_flops(traced, best.layer_of_group), p * v)
+        chunks = balanced_runs(layer_flops(cut.step, best.layer_of_group), p * v)
         stages = [
             DecidedStage(sum(chunks[k::p], ()), Candidate(s.submesh, s.logical_shape), options.sharding, s.first_device)
             for k, s in enumerate(best.stages)
         ]
         chosen = dataclasses.replace(options, n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved")
-        layered = layered_step(traced, best.layer_of_group, best.remat)
+        layered = layered_step(cut, best.remat)
         try:
             plans.append(assemble(layered, cluster, chosen, stages, None, report, solver))
         except InfeasibleError:

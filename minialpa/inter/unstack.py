@@ -22,7 +22,8 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.stacks import Cut, Stacks, dependent_on_batch
+from minialpa.errors import VerifyError
+from minialpa.inter.stacks import Cut, Stacks, dependent_on_batch, find_stacks
 from minialpa.intra.factors import factors_of, localize
 from minialpa.intra.rules_control import scan_counts
 from minialpa.jaxprs import (
@@ -51,6 +52,8 @@ _COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
 
 #: A forward group of the step with scans, and the first of its rows that a group of the new step has.
 GroupKey = tuple[int, int]
+#: For each stack, the rows of each of its blocks.
+RowBlocks = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,19 @@ def unstack(
     for s, (sizes, length) in enumerate(zip(blocks, stacks.lengths, strict=True)):
         assert sum(sizes) == length and min(sizes) > 0, (s, sizes, length)
     return _Unstacker(traced, stacks, blocks, inline).run()
+
+
+def with_row_blocks(traced: TracedStep, row_blocks: RowBlocks) -> TracedStep:
+    """The step whose scans were cut into these blocks. Raises VerifyError where they do not fit."""
+    if not row_blocks:
+        return traced
+    stacks = find_stacks(traced)
+    if tuple(map(sum, row_blocks)) != stacks.lengths:
+        raise VerifyError(
+            f"The plan cuts scans of {', '.join(str(sum(sizes)) for sizes in row_blocks)} layers and the model has "
+            f"scans of {', '.join(map(str, stacks.lengths)) or 'none'}: it is another model. Plan it anew."
+        )
+    return unstack(traced, stacks, row_blocks).step
 
 
 class _Unstacker:
