@@ -37,6 +37,7 @@ from minialpa.jaxprs import (
     live_equations,
     rebuild,
     shape_of,
+    sub_jaxprs,
     unary_equation,
 )
 from minialpa.trace import Origin, Part, TracedStep
@@ -102,9 +103,11 @@ class _Unstacker:
         self.consts: list[Any] = list(traced.flat.consts)
         self.stack_of_group = self._scanned_groups()
         self.early = self._early_groups()
+        self.fixed = self._fixed()
+        self.near: dict[tuple[Var, int, int], Var] = {}  # a fixed value's copy for a block of a stack
         self.origin, self.key = Origin("other", None, 0), None
         self.squeeze = unary_equation(lambda x: lax.squeeze(x, (0,)))
-        self.expand = unary_equation(lambda x: lax.expand_dims(x, (0,)))
+        self.expand = unary_equation(_as_one_row)
 
     def run(self) -> Unstacked:
         inputs = self._inputs()
@@ -139,6 +142,19 @@ class _Unstacker:
         forward = (i for i, _ in self._cuts() if origins[i].direction == "forward")
         steady = (i for i in forward if not any(v in varies for v in self.traced.flat.eqns[i].outvars))
         return {g for i in steady if (g := origins[i].group) is not None and g not in self.stack_of_group}
+
+    def _fixed(self) -> dict[Var, JaxprEqn]:
+        """What is made of literals alone, such as masks and angles, and belongs to no layer, with its equation.
+
+        Jax takes it out of the bodies of scans. It goes back to each block: a value that all layers share would be
+        kept in memory from the first of them to the last.
+        """
+        made: dict[Var, JaxprEqn] = {}
+        for eqn, origin in zip(self.traced.flat.eqns, self.traced.origins, strict=True):
+            is_plain = origin.direction == "other" and not eqn.effects and not sub_jaxprs(eqn)
+            if is_plain and all(is_literal(v) or v in made for v in eqn.invars):
+                made.update((v, eqn) for v in eqn.outvars)
+        return made
 
     def _place(self, stack: int | None, block: int) -> None:
         """What is added from now on is for this block of the equation at hand; or for all of it."""
@@ -190,6 +206,18 @@ class _Unstacker:
             self.pieces[v], self.key = tuple(cut), key
         return self.pieces[v]
 
+    def _nearby(self, v: Atom, stack: int, block: int) -> Atom:
+        """The whole value of `v`; where it is fixed, one that is computed for this block."""
+        if is_literal(v) or v not in self.fixed or self.key is None:
+            return self._whole(v)
+        if (v, stack, block) not in self.near:
+            eqn = self.fixed[v]
+            invars = [self._nearby(operand, stack, block) for operand in eqn.invars]
+            outvars = [fresh_var(aval_of(out)) for out in eqn.outvars]
+            self._add(eqn.replace(invars=invars, outvars=outvars))
+            self.near.update(((out, stack, block), new) for out, new in zip(eqn.outvars, outvars, strict=True))
+        return self.near[v, stack, block]
+
     def _only_row(self, block: Atom) -> Atom:
         assert not is_literal(block)
         if block not in self.row:
@@ -199,7 +227,7 @@ class _Unstacker:
 
     def _as_block(self, row: Atom) -> Atom:
         if is_literal(row):
-            return self._compute(lambda x: lax.expand_dims(x, (0,)), row)
+            return self._compute(_as_one_row, row)
         eqn, block = self.expand(row)
         self._add(eqn)
         self.row[block] = row
@@ -209,7 +237,6 @@ class _Unstacker:
 
     def _cut_scan(self, eqn: JaxprEqn, stack: int) -> None:
         n_consts, n_carry = scan_counts(eqn)
-        consts = [self._whole(v) for v in eqn.invars[:n_consts]]
         carry = [self._whole(v) for v in eqn.invars[n_consts : n_consts + n_carry]]
         xs = [self._blocks_of_operand(v, stack) for v in eqn.invars[n_consts + n_carry :]]
         sizes = self.blocks[stack]
@@ -217,6 +244,7 @@ class _Unstacker:
         body = self._body(eqn) if self.inline and 1 in sizes else None
         for b in reversed(range(len(sizes))) if eqn.params["reverse"] else range(len(sizes)):
             self._place(stack, b)
+            consts = [self._nearby(v, stack, b) for v in eqn.invars[:n_consts]]
             args = [*consts, *carry, *(x[b] for x in xs)]
             if sizes[b] == 1 and body is not None:
                 rows = [self._only_row(v) for v in args[n_consts + n_carry :]]
@@ -347,6 +375,10 @@ class _Unstacker:
             out_parts=tuple(outputs.parts),
         )
         return Unstacked(step, tuple(keys), self.stack_of_group)
+
+
+def _as_one_row(x: Any) -> Any:
+    return lax.reshape(x, (1, *x.shape))
 
 
 @dataclass(slots=True)
