@@ -87,7 +87,8 @@ class StageSolver:
         names.update(ends)
         sharding = replace(
             solved.sharding,
-            specs={names[v]: spec for v, spec in solved.sharding.specs.items()},
+            # Variables inside loops have specs too, which their equations hold.
+            specs={names[v]: spec for v, spec in solved.sharding.specs.items() if v in names},
             results={names[v]: spec for v, spec in solved.sharding.results.items()},
         )
         programs = tuple(mesh_programs(staged, mesh, problem, sharding, view))

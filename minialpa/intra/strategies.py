@@ -270,16 +270,23 @@ def _reduced(eqn: JaxprEqn, eager: Sequence[int], mesh: LogicalMesh, scatter: bo
 def compute_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, n_splits: int) -> float:
     """Seconds on one device when the work is split in `n_splits` parts.
 
-    Contractions read and write memory; other operations count what they write, as XLA fuses their reads. On a mesh
-    without a device, compute has no price.
+    Contractions read and write memory; other operations count what they write, as XLA fuses their reads. What only adds
+    or drops dimensions of length 1 writes nothing. On a mesh without a device, compute has no price.
     """
-    if mesh.device is None:
+    if mesh.device is None or _is_same_array(eqn):
         return 0.0
     dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
     written = sum(bytes_of(v) for v in eqn.outvars)
     read = sum(bytes_of(v) for v in eqn.invars) if is_contraction(eqn) else 0
     work = max(factors.flops / mesh.device.flops_per_s(dtype), (read + written) / mesh.device.memory_bandwidth)
     return work / n_splits
+
+
+def _is_same_array(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name not in ("reshape", "squeeze"):
+        return False
+    before, after = ([n for n in shape_of(v) if n != 1] for v in (eqn.invars[0], eqn.outvars[0]))
+    return before == after
 
 
 def is_contraction(eqn: JaxprEqn) -> bool:

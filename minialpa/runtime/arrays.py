@@ -54,6 +54,9 @@ class BlockedArray:
         near = [parts[0], *(jax.device_put(x, parts[0].sharding) for x in parts[1:])]
         return jnp.concatenate(near)
 
+    def copy(self) -> BlockedArray:
+        return BlockedArray([block.copy() for block in self.blocks])
+
     def block_until_ready(self) -> BlockedArray:
         jax.block_until_ready(self.blocks)
         return self

@@ -12,6 +12,7 @@ import numpy as np
 
 from minialpa.plan import Plan
 from minialpa.program import Accumulate, Program, Run
+from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.local import LocalExecutable
 
 
@@ -36,7 +37,7 @@ class Executable:
         """Argument leaves laid out as the step wants them. What the step donates never shares memory with `leaves`."""
         out = []
         for i, (leaf, placed) in enumerate(zip(leaves, self._local.place(leaves), strict=True)):
-            if not isinstance(leaf, jax.Array):
+            if not isinstance(leaf, jax.Array | BlockedArray) or not isinstance(placed, type(leaf)):
                 out.append(placed)
             elif leaf.sharding == placed.sharding:
                 out.append(leaf)
