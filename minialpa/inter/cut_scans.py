@@ -11,8 +11,8 @@ import itertools
 from dataclasses import dataclass
 
 from minialpa.inter.forward import assign_layers
-from minialpa.inter.stacks import find_stacks
-from minialpa.inter.unstack import RowBlocks, Unstacked, unstack, with_row_blocks
+from minialpa.inter.stacks import Stacks, find_stacks
+from minialpa.inter.unstack import RowBlocks, unstack, with_row_blocks
 from minialpa.options import AutoLayerOption, FixedLayerOption, LayerOption, remats
 from minialpa.trace import TracedStep
 
@@ -57,7 +57,7 @@ def cut_scans(traced: TracedStep, option: LayerOption) -> CutStep | None:
     layer = dict(zip(fine.groups, of_group, strict=True))
     again = any(choice != ("none",) for choice in remats(option, 1))
     blocks = tuple(
-        (1,) * n if again and n <= _MOST_ROWS else _blocks(fine, layer, s) for s, n in enumerate(stacks.lengths)
+        (1,) * n if again and n <= _MOST_ROWS else _blocks(stacks, layer, s) for s, n in enumerate(stacks.lengths)
     )
     if all(len(sizes) == 1 for sizes in blocks):
         return None
@@ -66,9 +66,9 @@ def cut_scans(traced: TracedStep, option: LayerOption) -> CutStep | None:
     return CutStep(traced, cut.step, tuple(layer[key] for key in cut.groups), blocks)
 
 
-def _blocks(fine: Unstacked, layer: dict[tuple[int, int], int], stack: int) -> tuple[int, ...]:
+def _blocks(stacks: Stacks, layer: dict[tuple[int, int], int], stack: int) -> tuple[int, ...]:
     """Neighbouring rows whose groups are all in the same layers, as blocks."""
-    groups = [g for g, s in fine.stack_of_group.items() if s == stack]
+    groups = [g for g, s in stacks.scanned.items() if s == stack]
     starts = sorted({row for g, row in layer if g in groups})
     of_row = [tuple(layer.get((g, row)) for g in groups) for row in starts]
     return tuple(len(list(rows)) for _, rows in itertools.groupby(of_row))

@@ -9,7 +9,7 @@ of its own, that may be cut into blocks of any lengths.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -32,18 +32,26 @@ class Cut:
 @dataclass(frozen=True, slots=True)
 class Stacks:
     """lengths: rows of each stack, which are numbered by their first scan. of: the stacked variables.
-    cuts: equations by number. groups: forward group of the first scan of each stack."""
+    cuts: equations by number. groups: forward group of the first scan of each stack.
+    scanned: the stack of each forward group that has a scan. early: forward groups of what is made row by row of
+        weights alone, such as casts.
+    fixed: what is made of literals alone, such as masks and angles, and belongs to no layer, with its equation. Jax
+        takes it out of the bodies of scans.
+    """
 
     lengths: tuple[int, ...]
     of: Mapping[Var, int]
     cuts: Mapping[int, Cut]
     groups: tuple[int, ...]
+    scanned: Mapping[int, int] = field(default_factory=dict)
+    early: frozenset[int] = frozenset()
+    fixed: Mapping[Var, JaxprEqn] = field(default_factory=dict)
 
 
 def find_stacks(traced: TracedStep) -> Stacks:
     """The stacks of a step. Scans of recurrent models have none: their weights are the same in every iteration."""
     eqns = traced.flat.eqns
-    varies = dependent_on_batch(traced)
+    varies = _dependent_on_batch(traced)
     scans = [
         i
         for i, origin in enumerate(traced.origins)
@@ -79,7 +87,21 @@ def find_stacks(traced: TracedStep) -> Stacks:
             cuts[i] = Cut(known[0][0], known[0][1].factor)
     of = {v: number[root] for v in rows.parent if (root := rows.root(v)) in number}
     size = {of[v]: shape_of(v)[0] for v in of}
-    return Stacks(tuple(size[s] for s in range(len(number))), of, cuts, tuple(groups))
+    forward = [(i, cut) for i, cut in cuts.items() if traced.origins[i].direction == "forward"]
+    grouped = [(eqns[i], g, cut.stack) for i, cut in forward if (g := traced.origins[i].group) is not None]
+    scanned = {g: s for eqn, g, s in grouped if eqn.primitive.name == "scan"}
+    early = {g for eqn, g, _ in grouped if g not in scanned and not any(v in varies for v in eqn.outvars)}
+    lengths_of = tuple(size[s] for s in range(len(number)))
+    return Stacks(lengths_of, of, cuts, tuple(groups), scanned, frozenset(early), _fixed(traced))
+
+
+def _fixed(traced: TracedStep) -> dict[Var, JaxprEqn]:
+    made: dict[Var, JaxprEqn] = {}
+    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
+        is_plain = origin.direction == "other" and not eqn.effects and not sub_jaxprs(eqn)
+        if is_plain and all(is_literal(v) or v in made for v in eqn.invars):
+            made.update((v, eqn) for v in eqn.outvars)
+    return made
 
 
 class _Rows:
@@ -117,7 +139,11 @@ def _links(eqn: JaxprEqn, lengths: set[int]) -> list[_Link]:
         return []
     if is_barrier(eqn):
         pairs = zip(eqn.invars, eqn.outvars, strict=True)
-        return [_Link(None, (v, out)) for v, out in pairs if not is_literal(v) and shape_of(v)[:1] and shape_of(v)[0] in lengths]
+        return [
+            _Link(None, (v, out))
+            for v, out in pairs
+            if not is_literal(v) and shape_of(v)[:1] and shape_of(v)[0] in lengths
+        ]
     factors = factors_of(eqn)
     dims = (*factors.operands, *factors.results)
     firsts = dict.fromkeys(d[0][0] for d in dims if d and len(d[0]) == 1)
@@ -145,8 +171,7 @@ def _stacked(eqn: JaxprEqn) -> tuple[Var, ...]:
     return tuple(v for v in atoms if not is_literal(v))
 
 
-def dependent_on_batch(traced: TracedStep) -> set[Var]:
-    """Variables that depend on the batch in any way."""
+def _dependent_on_batch(traced: TracedStep) -> set[Var]:
     varies = {v for v, dim in zip(traced.flat.invars, traced.batch_dims, strict=True) if dim is not None}
     for eqn in traced.flat.eqns:
         if any(v in varies for v in eqn.invars if not is_literal(v)):

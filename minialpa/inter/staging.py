@@ -15,8 +15,8 @@ from minialpa.errors import VerifyError
 from minialpa.inter.chunks import plan_chunks
 from minialpa.inter.mesh_problem import mesh_equations
 from minialpa.inter.microbatch import split_micro_batches
-from minialpa.inter.remat import rematerialise
 from minialpa.inter.placed import values_of_parts
+from minialpa.inter.remat import rematerialise
 from minialpa.inter.replan import check_fits
 from minialpa.inter.split import StagedStep, stage_split, traced_positions
 from minialpa.inter.split_step import Op, Phase, SplitStep

@@ -17,13 +17,13 @@ import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import VerifyError
-from minialpa.inter.stacks import Cut, Stacks, dependent_on_batch, find_stacks
+from minialpa.inter.stacks import Stacks, find_stacks
 from minialpa.intra.factors import factors_of, localize
 from minialpa.intra.rules_control import scan_counts
 from minialpa.jaxprs import (
@@ -37,10 +37,12 @@ from minialpa.jaxprs import (
     live_equations,
     rebuild,
     shape_of,
-    sub_jaxprs,
     unary_equation,
 )
 from minialpa.trace import Origin, Part, TracedStep
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 _COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
     "and": operator.and_,
@@ -59,17 +61,13 @@ RowBlocks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Unstacked:
-    """A step in blocks of rows. groups: what each of its forward groups was. stack_of_group: the stack of each forward
-    group, of the step with scans, that has become one for each block."""
+    """A step in blocks of rows, and what each of its forward groups was."""
 
     step: TracedStep
     groups: tuple[GroupKey, ...]
-    stack_of_group: Mapping[int, int]
 
 
-def unstack(
-    traced: TracedStep, stacks: Stacks, blocks: Sequence[Sequence[int]], *, inline: bool = True
-) -> Unstacked:
+def unstack(traced: TracedStep, stacks: Stacks, blocks: Sequence[Sequence[int]], *, inline: bool = True) -> Unstacked:
     """`blocks[s]`: rows of each block of stack s. Without `inline`, blocks of one row are scans too."""
     for s, (sizes, length) in enumerate(zip(blocks, stacks.lengths, strict=True)):
         assert sum(sizes) == length and min(sizes) > 0, (s, sizes, length)
@@ -101,11 +99,9 @@ class _Unstacker:
         self.row: dict[Var, Atom] = {}  # the row of a block that has one
         self.constvars: list[Var] = list(traced.flat.constvars)
         self.consts: list[Any] = list(traced.flat.consts)
-        self.stack_of_group = self._scanned_groups()
-        self.early = self._early_groups()
-        self.fixed = self._fixed()
         self.near: dict[tuple[Var, int, int], Var] = {}  # a fixed value's copy for a block of a stack
-        self.origin, self.key = Origin("other", None, 0), None
+        self.origin = Origin("other", None, 0)
+        self.key: GroupKey | None = None
         self.squeeze = unary_equation(lambda x: lax.squeeze(x, (0,)))
         self.expand = unary_equation(_as_one_row)
 
@@ -127,43 +123,14 @@ class _Unstacker:
 
     # ---- where equations belong -----------------------------------------------------------------------------------
 
-    def _cuts(self) -> list[tuple[int, Cut]]:
-        return [(i, cut) for i, cut in self.stacks.cuts.items() if len(self.blocks[cut.stack]) > 1]
-
-    def _scanned_groups(self) -> dict[int, int]:
-        """Forward groups of scans that are cut, with their stacks."""
-        eqns, origins = self.traced.flat.eqns, self.traced.origins
-        found = ((origins[i], cut.stack) for i, cut in self._cuts() if eqns[i].primitive.name == "scan")
-        return {o.group: s for o, s in found if o.group is not None and o.direction == "forward"}
-
-    def _early_groups(self) -> set[int]:
-        """Forward groups of what is made row by row of weights alone, such as casts: each block goes with its scan."""
-        varies, origins = dependent_on_batch(self.traced), self.traced.origins
-        forward = (i for i, _ in self._cuts() if origins[i].direction == "forward")
-        steady = (i for i in forward if not any(v in varies for v in self.traced.flat.eqns[i].outvars))
-        return {g for i in steady if (g := origins[i].group) is not None and g not in self.stack_of_group}
-
-    def _fixed(self) -> dict[Var, JaxprEqn]:
-        """What is made of literals alone, such as masks and angles, and belongs to no layer, with its equation.
-
-        Jax takes it out of the bodies of scans. It goes back to each block: a value that all layers share would be
-        kept in memory from the first of them to the last.
-        """
-        made: dict[Var, JaxprEqn] = {}
-        for eqn, origin in zip(self.traced.flat.eqns, self.traced.origins, strict=True):
-            is_plain = origin.direction == "other" and not eqn.effects and not sub_jaxprs(eqn)
-            if is_plain and all(is_literal(v) or v in made for v in eqn.invars):
-                made.update((v, eqn) for v in eqn.outvars)
-        return made
-
     def _place(self, stack: int | None, block: int) -> None:
         """What is added from now on is for this block of the equation at hand; or for all of it."""
         group = self.origin.group
         if group is None:
             self.key = None
-        elif stack is not None and group in self.early:
+        elif stack is not None and group in self.stacks.early:
             self.key = (self.stacks.groups[stack], self.starts[stack][block])
-        elif stack is not None and group in self.stack_of_group:
+        elif stack is not None and group in self.stacks.scanned:
             self.key = (group, self.starts[stack][block])
         else:
             self.key = (group, 0)
@@ -182,7 +149,7 @@ class _Unstacker:
 
     # ---- values ---------------------------------------------------------------------------------------------------
 
-    def _is_cut(self, v: Atom) -> bool:
+    def _is_cut(self, v: Atom) -> TypeIs[Var]:
         return not is_literal(v) and v in self.stacks.of and len(self.blocks[self.stacks.of[v]]) > 1
 
     def _rows(self, v: Var) -> list[tuple[int, int]]:
@@ -202,16 +169,21 @@ class _Unstacker:
             cut = []
             for b, (start, stop) in enumerate(self._rows(v)):
                 self._place(here, b)
-                cut.append(self._compute(functools.partial(lax.slice_in_dim, start_index=start, limit_index=stop), whole))
+                cut.append(
+                    self._compute(functools.partial(lax.slice_in_dim, start_index=start, limit_index=stop), whole)
+                )
             self.pieces[v], self.key = tuple(cut), key
         return self.pieces[v]
 
     def _nearby(self, v: Atom, stack: int, block: int) -> Atom:
-        """The whole value of `v`; where it is fixed, one that is computed for this block."""
-        if is_literal(v) or v not in self.fixed or self.key is None:
+        """The whole value of `v`; where it is fixed, one that is computed for this block.
+
+        What all layers share would be kept in memory from the first of them to the last.
+        """
+        if is_literal(v) or v not in self.stacks.fixed or self.key is None:
             return self._whole(v)
         if (v, stack, block) not in self.near:
-            eqn = self.fixed[v]
+            eqn = self.stacks.fixed[v]
             invars = [self._nearby(operand, stack, block) for operand in eqn.invars]
             outvars = [fresh_var(aval_of(out)) for out in eqn.outvars]
             self._add(eqn.replace(invars=invars, outvars=outvars))
@@ -286,17 +258,20 @@ class _Unstacker:
     def _cut_barrier(self, eqn: JaxprEqn) -> None:
         """A barrier for each block, and one for what is not in blocks."""
         pairs = list(zip(eqn.invars, eqn.outvars, strict=True))
-        for s, sizes in enumerate(self.blocks):
-            mine = [(v, out) for v, out in pairs if self._is_cut(v) and self.stacks.of[v] == s]
-            if not mine:
-                continue
+        rest: list[tuple[Atom, Var]] = []
+        of_stack: dict[int, list[tuple[tuple[Atom, ...], Var]]] = {}
+        for v, out in pairs:
+            if self._is_cut(v):
+                of_stack.setdefault(self.stacks.of[v], []).append((self._blocks(v), out))
+            else:
+                rest.append((self._whole(v), out))
+        for s, mine in of_stack.items():
             behind: list[list[Var]] = []
-            for b in range(len(sizes)):
+            for b in range(len(self.blocks[s])):
                 self._place(s, b)
-                behind.append(self._add(rebuild(eqn, [self._blocks(v)[b] for v, _ in mine])))
+                behind.append(self._add(rebuild(eqn, [blocks[b] for blocks, _ in mine])))
             for k, (_, out) in enumerate(mine):
                 self.pieces[out] = tuple(block[k] for block in behind)
-        rest = [(self._whole(v), out) for v, out in pairs if not self._is_cut(v)]
         self._place(None, 0)
         if rest:
             self._add(eqn.replace(invars=[v for v, _ in rest], outvars=[out for _, out in rest]))
@@ -308,7 +283,7 @@ class _Unstacker:
         for b, n_rows in enumerate(self.blocks[stack]):
             self._place(stack, b)
             args = [
-                self._blocks(v)[b] if dims[:1] == ((factor,),) else self._whole(v)
+                self._blocks(v)[b] if not is_literal(v) and dims[:1] == ((factor,),) else self._whole(v)
                 for v, dims in zip(eqn.invars, factors.operands, strict=True)
             ]
             sizes = (*factors.sizes[:factor], n_rows, *factors.sizes[factor + 1 :])
@@ -326,7 +301,7 @@ class _Unstacker:
 
     def _inputs(self) -> _Leaves:
         traced, out = self.traced, _Leaves()
-        for i, (v, path, dim) in enumerate(zip(traced.flat.invars, traced.in_paths, traced.batch_dims, strict=True)):
+        for i, (v, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
             if not self._is_cut(v):
                 out.add(v, path, Part(i, None))
             else:
@@ -364,7 +339,9 @@ class _Unstacker:
         step = replace(
             traced,
             flat=flat,
-            origins=tuple(replace(self.origins[i], group=group.get(self.keys[i])) for i in live),
+            origins=tuple(
+                replace(self.origins[i], group=None if (key := self.keys[i]) is None else group[key]) for i in live
+            ),
             in_paths=tuple(inputs.paths),
             out_paths=tuple(outputs.paths),
             batch_dims=tuple(traced.batch_dims[part.leaf] for part in inputs.parts),
@@ -374,7 +351,7 @@ class _Unstacker:
             in_parts=tuple(inputs.parts),
             out_parts=tuple(outputs.parts),
         )
-        return Unstacked(step, tuple(keys), self.stack_of_group)
+        return Unstacked(step, tuple(keys))
 
 
 def _as_one_row(x: Any) -> Any:

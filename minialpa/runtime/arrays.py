@@ -1,4 +1,4 @@
-"""Arrays that live in blocks of rows, each wherever it is used. They go from one call of a step to the next as they are."""
+"""Arrays that live in blocks of rows, each where it is used. They go from one call to the next as they are."""
 
 from __future__ import annotations
 

@@ -18,7 +18,18 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from minialpa.errors import ShardingError, WorkerError
-from minialpa.program import Accumulate, Free, Function, InputSlot, Instruction, OutputSlot, Program, Run, Transfer, reads
+from minialpa.program import (
+    Accumulate,
+    Free,
+    Function,
+    InputSlot,
+    Instruction,
+    OutputSlot,
+    Program,
+    Run,
+    Transfer,
+    reads,
+)
 from minialpa.runtime.arrays import BlockedArray
 from minialpa.sharding import AXIS_NAMES
 

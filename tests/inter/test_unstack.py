@@ -95,6 +95,7 @@ class Model:
 
     def _second(self, weights: jax.Array, x: jax.Array, ys: jax.Array) -> jax.Array:
         if self.second == "residual":
+
             def body(x: jax.Array, row: Any) -> tuple[jax.Array, None]:
                 return jnp.tanh(jnp.dot(x, row[0])) * row[1][:, None], None
 
@@ -202,7 +203,9 @@ def test_what_a_checkpoint_computes_again_is_not_kept() -> None:
         step = with_row_blocks(model.traced()[0], ((1,) * 5,))
         pairs = list(zip(step.flat.eqns, step.origins, strict=True))
         made = {v for eqn, o in pairs if o.direction == "forward" for v in eqn.outvars}
-        read = {v for eqn, o in pairs if o.direction == "backward" for v in eqn.invars if isinstance(v, jax.extend.core.Var)}
+        read = {
+            v for eqn, o in pairs if o.direction == "backward" for v in eqn.invars if isinstance(v, jax.extend.core.Var)
+        }
         return sum(v.aval.shape == (BATCH, WIDTH) for v in made & read)
 
     assert kept(plain(again=True)) < kept(plain())
