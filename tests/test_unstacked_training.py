@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -205,6 +206,25 @@ def test_blocks_go_from_one_plan_to_another(key: jax.Array) -> None:
         if other != pipeline(UniformStageOption(2), 2):
             assert_allclose(jax.device_get(state), host, rtol=0, atol=0)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, BlockedArray))
+
+
+def test_evaluation_takes_the_blocks_of_training(key: jax.Array) -> None:
+    case = Perceptron(5, again=False)
+    state, batch = case.init(key), case.make_batch(0, BATCH)
+    method = pipeline(UniformStageOption(2), 2)
+    state, _ = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)(state, batch)
+
+    def evaluate(params: Any, batch: Any) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(jnp.dot(x, w)), None), batch["x"], params["w"])
+        return jnp.dot(x, params["head"])
+
+    option = dataclasses.replace(method, pipeline_schedule="inference")
+    step = minialpa.parallelize(evaluate, method=option)
+    for _ in range(2):  # nothing is donated
+        assert_allclose(step(state[0], batch), evaluate(jax.device_get(state[0]), batch), rtol=1e-4, atol=1e-5)
+    plan = step.get_last_executable().get_parallel_plan()
+    assert plan.row_blocks == ((2, 3),) or plan.row_blocks == ((3, 2),)
+    assert step.get_last_executable().get_input_placement_specs()[0]["w"].rows
 
 
 def test_blocks_are_used_in_place(key: jax.Array) -> None:
