@@ -245,3 +245,17 @@ def blocks_of(state: Any) -> list[jax.Array]:
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, BlockedArray)]
     assert leaves
     return [shard.data for leaf in leaves for block in leaf.blocks for shard in block.addressable_shards]
+
+
+def test_stages_have_one_scan_where_it_is_as_fast(key: jax.Array) -> None:
+    case = Perceptron(12, again=True).case()
+    method = PipeshardParallel(
+        num_micro_batches=4,
+        layer_option=AutoLayerOption(),
+        stage_option=UniformStageOption(2, submesh_physical_shape=(1, 1)),
+    )
+    plan = train(case, method, key)
+    assert len(plan.row_blocks[0]) == 2 and [stage.layers for stage in plan.stages] == [(0,), (1,)]
+    assert minialpa.replan(
+        plan, case.train_step(minialpa.value_and_grad), (case.init(key), case.make_batch(0, BATCH))
+    ).row_blocks == (plan.row_blocks)

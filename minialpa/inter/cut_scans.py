@@ -8,11 +8,12 @@ rows one by one.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from minialpa.inter.forward import assign_layers
 from minialpa.inter.stacks import Stacks, find_stacks
-from minialpa.inter.unstack import RowBlocks, unstack, with_row_blocks
+from minialpa.inter.unstack import GroupKey, RowBlocks, unstack, with_row_blocks
 from minialpa.options import AutoLayerOption, FixedLayerOption, LayerOption, remats
 from minialpa.trace import TracedStep
 
@@ -22,13 +23,17 @@ _MOST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class CutStep:
-    """A step as it was traced, and with its scans cut; the layer of each forward group of that; and the rows of each
-    block of each stack, none where scans are whole."""
+    """A step as it was traced, and with its scans cut.
+
+    of_group: layer of each forward group of the latter. row_blocks: rows of each block of each stack, none where scans
+    are whole; groups: then, what each forward group was, see `Unstacked`.
+    """
 
     traced: TracedStep
     step: TracedStep
     of_group: tuple[int, ...]
     row_blocks: RowBlocks = ()
+    groups: tuple[GroupKey, ...] = ()
 
     @property
     def n_layers(self) -> int:
@@ -45,30 +50,40 @@ def cut_scans(traced: TracedStep, option: LayerOption) -> CutStep | None:
     if isinstance(option, FixedLayerOption):
         if not option.row_blocks:
             return None
-        step = with_row_blocks(traced, option.row_blocks)
-        return CutStep(traced, step, assign_layers(step, option), option.row_blocks)
+        cut = with_row_blocks(traced, option.row_blocks)
+        return CutStep(traced, cut.step, assign_layers(cut.step, option), option.row_blocks, cut.groups)
     if not isinstance(option, AutoLayerOption):
         return None
     stacks = find_stacks(traced)
     if not stacks.lengths:
         return None
-    fine = unstack(traced, stacks, [(1,) * n for n in stacks.lengths], inline=False)
-    of_group = assign_layers(fine.step, option)
-    layer = dict(zip(fine.groups, of_group, strict=True))
+    single = tuple((1,) * n for n in stacks.lengths)
+    fine = unstack(traced, stacks, single, inline=False)
+    layer = dict(zip(fine.groups, assign_layers(fine.step, option), strict=True))
     again = any(choice != ("none",) for choice in remats(option, 1))
     blocks = tuple(
-        (1,) * n if again and n <= _MOST_ROWS else _blocks(stacks, layer, s) for s, n in enumerate(stacks.lengths)
+        rows if again and len(rows) <= _MOST_ROWS else _joined(stacks, s, rows, layer) for s, rows in enumerate(single)
     )
-    if all(len(sizes) == 1 for sizes in blocks):
-        return None
+    return None if all(len(sizes) == 1 for sizes in blocks) else _cut(traced, stacks, blocks, layer)
+
+
+def with_longer_scans(cut: CutStep, chunk_of_layer: Sequence[int]) -> CutStep:
+    """The same with one layer for each chunk, and rows of a chunk in one block."""
+    stacks = find_stacks(cut.traced)
+    layer = {key: chunk_of_layer[i] for key, i in zip(cut.groups, cut.of_group, strict=True)}
+    blocks = tuple(_joined(stacks, s, sizes, layer) for s, sizes in enumerate(cut.row_blocks))
+    return _cut(cut.traced, stacks, blocks, layer)
+
+
+def _cut(traced: TracedStep, stacks: Stacks, blocks: RowBlocks, layer: Mapping[GroupKey, int]) -> CutStep:
+    """`layer`: that of each group of a step in the same blocks or in parts of them, which begin where they do."""
     cut = unstack(traced, stacks, blocks)
-    # Groups of the coarse step begin with a row of the fine one; what is in one piece there is so here too.
-    return CutStep(traced, cut.step, tuple(layer[key] for key in cut.groups), blocks)
+    return CutStep(traced, cut.step, tuple(layer[key] for key in cut.groups), blocks, cut.groups)
 
 
-def _blocks(stacks: Stacks, layer: dict[tuple[int, int], int], stack: int) -> tuple[int, ...]:
-    """Neighbouring rows whose groups are all in the same layers, as blocks."""
+def _joined(stacks: Stacks, stack: int, sizes: Sequence[int], layer: Mapping[GroupKey, int]) -> tuple[int, ...]:
+    """Blocks of these sizes; neighbours whose groups are all in the same layers become one."""
+    starts = itertools.accumulate(sizes, initial=0)
     groups = [g for g, s in stacks.scanned.items() if s == stack]
-    starts = sorted({row for g, row in layer if g in groups})
-    of_row = [tuple(layer.get((g, row)) for g in groups) for row in starts]
-    return tuple(len(list(rows)) for _, rows in itertools.groupby(of_row))
+    layers = ((tuple(layer.get((g, start)) for g in groups), n) for start, n in zip(starts, sizes, strict=False))
+    return tuple(sum(n for _, n in run) for _, run in itertools.groupby(layers, key=lambda pair: pair[0]))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import warnings
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError
 from minialpa.inter.assemble import LayeredStep, Progress, StageTooLargeError, assemble, layered_step
+from minialpa.inter.chunks import plan_chunks
 from minialpa.inter.cost_cache import load_costs, save_costs
-from minialpa.inter.cut_scans import CutStep, cut_scans, whole_scans
+from minialpa.inter.cut_scans import CutStep, cut_scans, whole_scans, with_longer_scans
 from minialpa.inter.forward import balanced_runs, layer_flops
 from minialpa.inter.given_stages import DecidedStage, given_stages
 from minialpa.inter.search import Found, Space, StageSearch
@@ -18,7 +20,7 @@ from minialpa.inter.stage_solve import StageSolver
 from minialpa.inter.staging import n_groups
 from minialpa.inter.submeshes import Candidate, candidates
 from minialpa.intra.factors import primitives_without_rule
-from minialpa.options import AutoStageOption, PlanOptions, remats
+from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, PlanOptions, remats
 from minialpa.plan import Plan
 from minialpa.trace import TracedStep
 
@@ -29,6 +31,8 @@ _MAX_PLANS, _MAX_ROUNDS = 8, 30
 _LARGE_BUBBLE = 0.02
 #: By how much of its time a plan on all devices has to be faster than one on none.
 _PER_DEVICE = 1e-3
+#: Of the step time of a plan that has each layer by itself, what one with long scans may take.
+_AS_FAST = 1.01
 #: Steps of so many equations are planned for every promise that the sums of pieces make; and on one device, too.
 _FEW_EQUATIONS, _VERY_FEW_EQUATIONS = 10_000, 4000
 
@@ -64,7 +68,8 @@ def plan_step(
     if isinstance(options.stages, AutoStageOption):
         return _best_cut(traced, cluster, options, options.stages, report)
     cut = cut_scans(traced, options.layers)
-    if cut is None or len(given_stages(cluster, options, cut.n_layers)) == 1:
+    one_stage = cut is not None and len(given_stages(cluster, options, cut.n_layers)) == 1
+    if cut is None or (one_stage and not isinstance(options.layers, FixedLayerOption)):
         cut = whole_scans(traced, options.layers)
     stages = given_stages(cluster, options, cut.n_layers)
     solver = StageSolver()
@@ -79,7 +84,10 @@ def plan_step(
     if not plans:
         assert failure is not None
         raise failure
-    return min(plans, key=lambda plan: plan.cost.total_s)
+    best = min(plans, key=lambda plan: plan.cost.total_s)
+    if logical_mesh is None and options.layers == AutoLayerOption():
+        return _or_longer_scans(best, cut, cluster, options, report)
+    return best
 
 
 def _warn_of_missing_rules(traced: TracedStep) -> None:
@@ -126,7 +134,8 @@ def _best_cut(
     for step in (None, cut) if cut else (None,):
         try:
             chosen = step or whole_scans(traced, options.layers)
-            plans.append(_searched(chosen, cluster, options, auto, report))
+            found = _searched(chosen, cluster, options, auto, report)
+            plans.append(_or_longer_scans(found, chosen, cluster, options, report))
         except (InfeasibleError, TraceError) as error:
             failure = error
             if cut is None:
@@ -135,6 +144,28 @@ def _best_cut(
         assert failure is not None
         raise failure
     return min(plans, key=_preference)
+
+
+def _or_longer_scans(best: Plan, cut: CutStep, cluster: ClusterSpec, options: PlanOptions, report: Progress) -> Plan:
+    """`best`, or one scan for all rows of a chunk where that is as fast: its programs do not grow with the layers."""
+    if not best.row_blocks or set(best.remat) != {"none"}:
+        return best
+    chunks = plan_chunks(best)
+    longer = with_longer_scans(cut, chunks.of_group(range(len(best.remat))))
+    if longer.row_blocks == best.row_blocks:
+        return best
+    of_stage = [tuple(c for c, k in enumerate(chunks.stage_of) if k == stage) for stage in range(chunks.n_stages)]
+    stages = []
+    for layers, s in zip(of_stage, best.stages, strict=True):
+        device = cluster.device_of(s.first_device // cluster.devices_per_host) if cluster.host_devices else None
+        stages.append(DecidedStage(layers, Candidate(s.submesh, s.logical_shape, device), s.option, s.first_device))
+    chosen = dataclasses.replace(options, n_micro_batches=best.n_micro_batches, schedule=best.schedule)
+    layered = layered_step(longer, tuple(itertools.repeat("none", longer.n_layers)))
+    try:
+        plan = assemble(layered, cluster, chosen, stages, None, report, StageSolver())
+    except InfeasibleError:
+        return best
+    return plan if plan.cost.total_s <= _AS_FAST * best.cost.total_s else best
 
 
 def _preference(plan: Plan) -> float:

@@ -90,7 +90,8 @@ def final_specs(staged: StagedStep, plan: Plan, mesh: int) -> dict[Var, Spec]:
 def realise(traced: TracedStep, plan: Plan) -> StagedStep:
     """The staged step of a plan. Raises VerifyError if the plan was made for another step or other shapes."""
     check_fits(traced, plan)
-    step = rematerialise(with_row_blocks(traced, plan.row_blocks), plan.layer_of_group, plan.remat)
+    step = with_row_blocks(traced, plan.row_blocks).step if plan.row_blocks else traced
+    step = rematerialise(step, plan.layer_of_group, plan.remat)
     chunks = plan_chunks(plan)
     return stage_step(step, plan.n_micro_batches, chunks.of_group(plan.layer_of_group), chunks.stage_of)
 

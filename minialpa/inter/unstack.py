@@ -74,17 +74,15 @@ def unstack(traced: TracedStep, stacks: Stacks, blocks: Sequence[Sequence[int]],
     return _Unstacker(traced, stacks, blocks, inline).run()
 
 
-def with_row_blocks(traced: TracedStep, row_blocks: RowBlocks) -> TracedStep:
-    """The step whose scans were cut into these blocks. Raises VerifyError where they do not fit."""
-    if not row_blocks:
-        return traced
+def with_row_blocks(traced: TracedStep, row_blocks: RowBlocks) -> Unstacked:
+    """The step with its scans cut into these blocks of a plan. Raises VerifyError where they do not fit."""
     stacks = find_stacks(traced)
     if tuple(map(sum, row_blocks)) != stacks.lengths:
         raise VerifyError(
             f"The plan cuts scans of {', '.join(str(sum(sizes)) for sizes in row_blocks)} layers and the model has "
             f"scans of {', '.join(map(str, stacks.lengths)) or 'none'}: it is another model. Plan it anew."
         )
-    return unstack(traced, stacks, row_blocks).step
+    return unstack(traced, stacks, row_blocks)
 
 
 class _Unstacker:
