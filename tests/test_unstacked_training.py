@@ -160,14 +160,19 @@ def test_chunks_of_a_scan_go_round_the_stages(key: jax.Array) -> None:
 
 
 def test_a_search_may_end_stages_in_a_scan(key: jax.Array) -> None:
-    option = PipeshardParallel(
-        num_micro_batches=4, layer_option=AutoLayerOption(layer_num=4), stage_option=AutoStageOption()
+    """Two hosts with a slow link, and more weights than activations: stages are cheaper than sharding."""
+    case = models.build(
+        "llama", n_layers=4, scan_layers=True, batch_size=64, seq_len=128, hidden=1024, ffn=4096, n_heads=8
     )
-    case = models.build("llama", n_layers=4, scan_layers=True, batch_size=BATCH)
-    state, batch = case.init(key), case.make_batch(0, BATCH)
-    step = case.train_step(minialpa.value_and_grad)
-    cluster = minialpa.ClusterSpec.preset("cpu", num_hosts=2, devices_per_host=2)
-    plan = minialpa.plan(step, (state, batch), cluster=cluster, method=option)
+    state, batch = jax.eval_shape(case.init, key), case.make_batch(0, 64)
+    method = PipeshardParallel(
+        num_micro_batches=8, layer_option=AutoLayerOption(layer_num=4), stage_option=AutoStageOption()
+    )
+    cluster = minialpa.ClusterSpec.preset("h100", num_hosts=2, devices_per_host=1)
+    plan = minialpa.plan(case.train_step(minialpa.value_and_grad), (state, batch), cluster=cluster, method=method)
+    assert len(plan.stages) == 2 and sum(plan.row_blocks[0]) == 4 and len(plan.row_blocks[0]) > 1
+    weights = [value for value in plan.inputs if "params['blocks']" in value.path]
+    assert weights and all(set(value.mesh_ids) == {0, 1} for value in weights)
     assert Plan.from_json(plan.to_json()) == plan
 
 
