@@ -270,10 +270,10 @@ def _reduced(eqn: JaxprEqn, eager: Sequence[int], mesh: LogicalMesh, scatter: bo
 def compute_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, n_splits: int) -> float:
     """Seconds on one device when the work is split in `n_splits` parts.
 
-    Contractions read and write memory; other operations count what they write, as XLA fuses their reads. What only adds
-    or drops dimensions of length 1 writes nothing. On a mesh without a device, compute has no price.
+    Contractions read and write memory; other operations count what they write, as XLA fuses their reads. What takes
+    the only row of an array, or makes one of a row, writes nothing. On a mesh without a device, compute has no price.
     """
-    if mesh.device is None or _is_same_array(eqn):
+    if mesh.device is None or _is_row(eqn):
         return 0.0
     dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
     written = sum(bytes_of(v) for v in eqn.outvars)
@@ -282,11 +282,12 @@ def compute_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, n_splits: int)
     return work / n_splits
 
 
-def _is_same_array(eqn: JaxprEqn) -> bool:
+def _is_row(eqn: JaxprEqn) -> bool:
+    """Whether an array of one row becomes the row, or the other way round."""
     if eqn.primitive.name not in ("reshape", "squeeze"):
         return False
-    before, after = ([n for n in shape_of(v) if n != 1] for v in (eqn.invars[0], eqn.outvars[0]))
-    return before == after
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    return before == (1, *after) or after == (1, *before)
 
 
 def is_contraction(eqn: JaxprEqn) -> bool:
