@@ -204,7 +204,8 @@ def zero3(setting: Setting) -> Climb:
     One stage of a pipeline of length one is the same as `Zero3Parallel`, and may be computed again block by block.
     """
     hosts, per_host = setting.cluster.num_hosts, setting.cluster.devices_per_host
-    shapes = [(hosts * per_host,)] + ([(hosts, per_host)] if hosts > 1 else [])
+    shapes: list[tuple[int, ...]] = [(hosts * per_host,)] + ([(hosts, per_host)] if hosts > 1 else [])
+    start: list[tuple[int, Remat, tuple[int, ...]]] = [(1, "full", shape) for shape in shapes[::-1]]
     largest = setting.batch_size // setting.n_devices
 
     def near(at: tuple[int, Remat, tuple[int, ...]]) -> Iterator[tuple[int, Remat, tuple[int, ...]]]:
@@ -225,7 +226,7 @@ def zero3(setting: Setting) -> Climb:
         failure = f"{setting.batch_size} examples are not a multiple of {setting.n_devices} devices"
         return Climb(Outcome("zero3", None, failure), 0)
     return climb(
-        [(1, "full", shape) for shape in shapes[::-1]],
+        start,
         lambda at: (choice for choice in near(at) if largest % choice[0] == 0),
         solve,
         max(1, setting.solves // 2),

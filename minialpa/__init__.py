@@ -1,7 +1,8 @@
 """minialpa: automatic intra- and inter-operator parallelism for JAX training steps."""
 
 from minialpa import testing, util
-from minialpa.api import ParallelizedFunc, explain, parallelize, plan, replan
+from minialpa.api import ParallelizedFunc, explain, get_last_dp_result, parallelize, plan, replan
+from minialpa.arrays import prefetch
 from minialpa.cluster import ClusterSpec, DeviceSpec, LinkSpec, LogicalMesh
 from minialpa.errors import (
     CheckpointError,
@@ -69,12 +70,14 @@ __all__ = [
     "__version__",
     "explain",
     "get_3d_parallel_method",
+    "get_last_dp_result",
     "grad",
     "init",
     "mark_pipeline_boundary",
     "parallelize",
     "plan",
     "plan_to_method",
+    "prefetch",
     "replan",
     "shutdown",
     "simulate",

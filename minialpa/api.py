@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import jax
 
@@ -21,6 +22,7 @@ from minialpa.inter.pipeline import plan_step
 from minialpa.inter.replan import check_fits, difference
 from minialpa.methods import AutoParallel, Method, Target, plan_to_method, resolve_devices
 from minialpa.plan import Plan, verify_plan
+from minialpa.program import Program
 from minialpa.progress import ProgressBar
 from minialpa.session import Session, current_session
 from minialpa.trace import TracedStep, trace_step
@@ -31,6 +33,9 @@ OnStale = Literal["refuse", "replan"]
 
 class ParallelizedFunc:
     """A step that is planned, compiled and cached for each set of argument shapes, and runs by the plan."""
+
+    #: The plan that was made or loaded last, by any function: what scripts for Alpa ask for.
+    last_plan: ClassVar[Plan | None] = None
 
     def __init__(
         self,
@@ -170,7 +175,7 @@ class ParallelizedFunc:
         return recent[1]
 
     def _find(self, call: Call, session: Session) -> tuple[Any, Any]:
-        key = (call.key(), session.devices, session.cluster)
+        key = (call.key(), session.devices, session.cluster, session.runtime)
         found = self._executables.get(key)
         if found is None:
             found = self._compile(call)
@@ -183,25 +188,23 @@ class ParallelizedFunc:
 
         traced = self._trace(call)
         plan, target = self._plan_for(traced)
-        devices = target.devices or current_session().devices
-        needed = sum(stage.n_devices for stage in plan.stages)
-        if needed > len(devices):
-            raise ShardingError(
-                f"The plan needs {needed} devices and there are {len(devices)}. Plan for fewer devices, or pass more."
-            )
         with ProgressBar() as bar:
             bar.report("Compiling", 0, 1)
             with collection_paused():
                 program = emit_program(traced, plan)
-            return Executable(plan, program, devices, call.tree[0], traced.out_tree), traced.out_tree
+            runner = _make_runner(program, plan, target)
+            return Executable(plan, program, runner, call.tree[0], traced.out_tree), traced.out_tree
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
     def _plan_for(self, traced: TracedStep) -> tuple[Plan, Target]:
         if isinstance(self._method, Plan):
-            return self._saved_plan(traced, self._method), Target(self._method.cluster, None, None)
-        target = resolve_devices(self._method.devices)
-        return _make_plan(traced, self._method, target), target
+            plan, target = self._saved_plan(traced, self._method), Target(self._method.cluster, None, None)
+        else:
+            target = resolve_devices(self._method.devices)
+            plan = _make_plan(traced, self._method, target)
+        ParallelizedFunc.last_plan = plan
+        return plan, target
 
     def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
         """The plan, or, where it is stale and the caller wants that, one with its decisions and new shardings."""
@@ -284,6 +287,30 @@ class ParallelizedFunc:
         return tuple(number + len(self._names) if number < 0 else number for number in numbers)
 
 
+def _make_runner(program: Program, plan: Plan, target: Target) -> Any:
+    """The program on the devices of the session, or on those that the method names."""
+    session = current_session()
+    devices = target.devices or session.devices
+    needed = max(stage.first_device + stage.n_devices for stage in plan.stages)
+    n_devices = len(devices) if session.runtime is None else session.cluster.n_devices
+    if needed > n_devices:
+        raise ShardingError(
+            f"The plan needs {needed} devices and there are {n_devices}. Plan for fewer devices, or pass more."
+        )
+    if session.runtime is None:
+        from minialpa.runtime.local import LocalExecutable
+
+        return LocalExecutable(program, devices)
+    if target.devices:
+        raise ShardingError(
+            "`devices` lists devices of this process, and the session runs on a Ray cluster. Leave `devices` out, or "
+            "give a ClusterSpec or a LogicalMesh."
+        )
+    from minialpa.runtime.ray_executable import RayExecutable
+
+    return RayExecutable(session.runtime, program)
+
+
 def _make_plan(traced: TracedStep, method: Method, target: Target) -> Plan:
     with ProgressBar() as bar, collection_paused():
         plan = plan_step(
@@ -361,3 +388,33 @@ def replan(
     kept, and the shardings are solved again. Raises VerifyError where the model has other layers.
     """
     return ParallelizedFunc(fun, plan_to_method(plan), "auto", "auto", batch_argnums).plan(*args)
+
+
+@dataclass(frozen=True, slots=True)
+class DPResult:
+    """What the search for stages decided, in the terms of Alpa: an entry for each stage.
+
+    It unpacks as Alpa's tuple: a profile file (None), layers, submeshes, logical shapes, options.
+    """
+
+    forward_stage_layer_ids: tuple[tuple[int, ...], ...]
+    submesh_physical_shapes: tuple[tuple[int, int], ...]
+    submesh_logical_shapes: tuple[tuple[int, ...], ...]
+    submesh_autosharding_option_dicts: tuple[dict[str, Any], ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((None, *(getattr(self, field.name) for field in dataclasses.fields(self))))
+
+
+def get_last_dp_result() -> DPResult:
+    """The stages of the plan that was made last. Raises MinialpaError before the first."""
+    plan = ParallelizedFunc.last_plan
+    if plan is None:
+        raise MinialpaError("No plan was made yet. Call a parallelized function, its `plan`, or `minialpa.plan` first.")
+    stages = plan.stages
+    return DPResult(
+        tuple(stage.layers for stage in stages),
+        tuple(stage.submesh for stage in stages),
+        tuple(stage.logical_shape for stage in stages),
+        tuple(dataclasses.asdict(stage.option) for stage in stages),
+    )

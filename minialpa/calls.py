@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
 
 
@@ -36,12 +37,10 @@ def _leaf_type(leaf: Any) -> Any:
 
 def _leaf_key(leaf: Any) -> Hashable:
     """Shape and dtype, and whether a float is weakly typed: that changes what it makes of an array of fewer bits."""
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | RemoteArray):
         dtype = _canonical(leaf.dtype)
         return (leaf.shape, dtype, getattr(leaf, "weak_type", False) and dtype.kind in "fc")
     # A step count that starts as a Python int comes back as an array of the default integer type.
-    if hasattr(leaf, "__jax_array__"):  # an array in parts
-        return (leaf.shape, _canonical(leaf.dtype), False)
     if type(leaf) is int:
         return ((), _canonical(np.dtype(int)), False)
     if type(leaf) is float:
@@ -66,9 +65,8 @@ def rebuild(call: Call, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[st
 def is_numeric(value: Any) -> bool:
     if isinstance(value, bool | np.bool_):
         return False
-    if hasattr(value, "__jax_array__"):
-        return True
-    return isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float | complex)
+    arrays = jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | RemoteArray
+    return isinstance(value, arrays | int | float | complex)
 
 
 def hashable(name: str, value: Any) -> Hashable:

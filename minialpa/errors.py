@@ -22,7 +22,27 @@ class VerifyError(MinialpaError, AssertionError):
 
 
 class WorkerError(MinialpaError, RuntimeError):
-    """An instruction of a program failed while it ran."""
+    """An instruction of a program failed while it ran, or a worker of the session was lost.
+
+    worker, host: their numbers in the session. stage, instruction, recent: where the worker was, and the instructions
+    before, the last one at the end. remote_traceback: of the worker. What is not known, or is about no worker of a
+    cluster, is None or empty.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        worker: int | None = None,
+        host: int | None = None,
+        stage: int | None = None,
+        instruction: str | None = None,
+        recent: tuple[str, ...] = (),
+        remote_traceback: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.worker, self.host, self.stage = worker, host, stage
+        self.instruction, self.recent, self.remote_traceback = instruction, recent, remote_traceback
 
 
 class CheckpointError(MinialpaError, RuntimeError):

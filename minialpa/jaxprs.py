@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -250,27 +250,65 @@ def eval_flat(flat: FlatJaxpr, args: Sequence[Any]) -> list[Any]:
     return [v.val if is_literal(v) else env[v] for v in flat.outvars]
 
 
-def rebuild(eqn: JaxprEqn, invars: Sequence[Atom], params: Mapping[str, Any] | None = None) -> JaxprEqn:
-    """The same primitive on other operands, with fresh result variables of the shapes that follow."""
-    new_params = dict(eqn.params) if params is None else dict(params)
+class EquationMaker:
+    """Makes equations, and asks jax about each kind of them once: `rebuild` and `equations_for`, by what they are.
+
+    To be used under one configuration of jax.
+    """
+
+    def __init__(self) -> None:
+        self._avals: dict[Hashable, Sequence[Any]] = {}
+        self._flat: dict[Hashable, FlatJaxpr] = {}
+
+    def rebuild(self, eqn: JaxprEqn, invars: Sequence[Atom], params: Mapping[str, Any] | None = None) -> JaxprEqn:
+        """The same primitive on other operands, with fresh result variables of the shapes that follow."""
+        new_params = dict(eqn.params) if params is None else dict(params)
+        operands = tuple(v.aval for v in invars)
+        try:
+            key = (eqn.primitive, tuple(new_params.items()), operands, eqn.ctx)
+            if key not in self._avals:
+                self._avals[key] = _result_avals(eqn, operands, new_params)
+            avals = self._avals[key]
+        except TypeError:  # a parameter that cannot be hashed
+            avals = _result_avals(eqn, operands, new_params)
+        new: JaxprEqn = eqn.replace(invars=list(invars), outvars=[fresh_var(a) for a in avals], params=new_params)
+        return new
+
+    def compute(self, key: Hashable, fun: Callable[..., Any], *operands: Atom) -> tuple[list[JaxprEqn], list[Atom]]:
+        """`equations_for`; functions of one `key` do the same."""
+        kind = key, tuple(v.aval for v in operands)
+        if kind not in self._flat:
+            self._flat[kind] = _flat_of(fun, operands)
+        return _on_atoms(self._flat[kind], operands)
+
+
+def _result_avals(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
     out: Any
     with eqn.ctx.manager:
-        out, _ = eqn.primitive.abstract_eval(*[v.aval for v in invars], **new_params)
-    avals = list(out) if eqn.primitive.multiple_results else [out]
-    new: JaxprEqn = eqn.replace(invars=list(invars), outvars=[fresh_var(a) for a in avals], params=new_params)
-    return new
+        out, _ = eqn.primitive.abstract_eval(*operands, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def equations_for(fun: Callable[..., Any], *operands: Atom) -> tuple[list[JaxprEqn], list[Atom]]:
     """Equations that compute `fun` on existing atoms, and the atoms of its results."""
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
-    flat, _ = trace_flat(fun, *structs)
-    env: dict[Var, Atom] = dict(zip(flat.invars, operands, strict=True))
+    return _on_atoms(_flat_of(fun, operands), operands)
+
+
+def _flat_of(fun: Callable[..., Any], operands: Sequence[Atom]) -> FlatJaxpr:
+    flat, _ = trace_flat(fun, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands])
     assert not flat.constvars, flat.constvars
+    return flat
+
+
+def _on_atoms(flat: FlatJaxpr, operands: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
+    """The equations of a program on these operands, with fresh variables."""
+    env: dict[Var, Atom] = dict(zip(flat.invars, operands, strict=True))
     eqns = []
     for eqn in flat.eqns:
-        eqns.append(eqn.replace(invars=[v if is_literal(v) else env.get(v, v) for v in eqn.invars]))
-    return eqns, [v if is_literal(v) else env.get(v, v) for v in flat.outvars]
+        new = [fresh_var(v.aval) for v in eqn.outvars]
+        eqns.append(eqn.replace(invars=[v if is_literal(v) else env[v] for v in eqn.invars], outvars=new))
+        env.update(zip(eqn.outvars, new, strict=True))
+    return eqns, [v if is_literal(v) else env[v] for v in flat.outvars]
 
 
 def unary_equation(fun: Callable[[Any], Any]) -> Callable[[Var], tuple[JaxprEqn, Var]]:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 
 from minialpa.cluster import ClusterSpec, PresetName
-from minialpa.errors import MinialpaError, ShardingError
+from minialpa.errors import MinialpaError, ShardingError, WorkerError
+from minialpa.inter.mesh_programs import split_by_mesh
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Devices in use, and their description for the planner."""
+    """What parallelized functions run on, and its description for the planner.
+
+    devices: those of this process, for a local session. runtime: workers on a Ray cluster, for the other kind.
+    """
 
     devices: tuple[jax.Device, ...]
     cluster: ClusterSpec
     arguments: tuple[Any, ...] = ()
+    runtime: Any = None
 
 
 class _Current:
@@ -33,6 +39,8 @@ def init(
     num_hosts: int | None = None,
     devices_per_host: int | None = None,
     namespace: str = "minialpa",
+    worker_timeout_s: float = 300.0,
+    worker_env: Mapping[str, str] | None = None,
     cluster_address: str | None = None,
     num_nodes: int | None = None,
     num_devices_per_node: int | None = None,
@@ -40,29 +48,62 @@ def init(
 ) -> None:
     """Choose the devices that parallelized functions run on.
 
-    `local`: the devices of this process; `num_hosts` x `devices_per_host` of them, seen by the planner as that many
-    hosts. `address`, `num_hosts`, `devices_per_host` may also be spelt `cluster_address`, `num_nodes`,
+    "local": the devices of this process; `num_hosts` x `devices_per_host` of them, seen by the planner as that many
+    hosts. "ray": hosts of a Ray cluster, whole or `num_hosts` x `devices_per_host` of it: the one at `address`, or that
+    of `RAY_ADDRESS`, or else one that is started on this machine. Devices are the GPUs of its nodes; without GPUs, the
+    custom resource `minialpa_cpu_device`; without that, CPUs, of which each stands for a virtual CPU device unless
+    `devices_per_host` says how many there are.
+
+    worker_timeout_s: how long a worker waits for another one, may take to answer, and a step may take to get on from
+    one instruction to the next, before the step fails and the session ends. worker_env: environment variables
+    of the workers, such as XLA_FLAGS; they have none from here. With `JAX_COMPILATION_CACHE_DIR`, a folder that all
+    hosts see, sessions to come find what workers have compiled; `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0` keeps
+    what compiles in less than a second, too.
+
+    `address`, `num_hosts`, `devices_per_host` may also be spelt `cluster_address`, `num_nodes`,
     `num_devices_per_node`. Calling it again with the same arguments does nothing; with others it raises MinialpaError.
+    After a WorkerError that has ended the session it starts a new one.
     """
-    hosts = next((n for n in (num_hosts, num_nodes) if n is not None), 1)
+    hosts = next((n for n in (num_hosts, num_nodes) if n is not None), None)
     spelt = (devices_per_host, num_devices_per_node, devices_per_node)
     per_host = next((n for n in spelt if n is not None), None)
-    arguments = (cluster, address or cluster_address, hosts, per_host, namespace)
-    if _Current.session is not None:
+    env = tuple(sorted((worker_env or {}).items()))
+    arguments = (cluster, address or cluster_address, hosts, per_host, namespace, worker_timeout_s, env)
+    if _Current.session is not None and not _has_failed(_Current.session):
         if _Current.session.arguments not in ((), arguments):
             raise MinialpaError("`init` was already called with other arguments. Call `minialpa.shutdown()` first.")
         if _Current.session.arguments == arguments:
             return
+    elif _Current.session is not None:
+        shutdown()
     if cluster == "ray":
-        raise MinialpaError('This version runs in one process only. Use `init(cluster="local")`.')
-    if cluster != "local":
+        _Current.session = _ray_session(arguments)
+    elif cluster == "local":
+        _Current.session = _local_session(1 if hosts is None else hosts, per_host, arguments)
+    else:
         raise MinialpaError(f'`cluster` is "local" or "ray"; got {cluster!r}.')
-    _Current.session = _local_session(hosts, per_host, arguments)
 
 
 def shutdown() -> None:
-    """End the session. Arrays stay valid; the next call or `init` starts a new session. Calling it twice is fine."""
-    _Current.session = None
+    """End the session; the next call or `init` starts a new one. Calling it twice is fine.
+
+    Arrays of a local session stay valid. Those on a Ray cluster are lost, except for values that were fetched: its
+    workers end and its hosts are given back.
+    """
+    session, _Current.session = _Current.session, None
+    if session is not None and session.runtime is not None:
+        session.runtime.shutdown()
+
+
+def _has_failed(session: Session) -> bool:
+    """Whether the session has ended, though perhaps nobody has been told of it yet."""
+    if session.runtime is None:
+        return False
+    try:
+        session.runtime.check()
+    except WorkerError:
+        return True
+    return False
 
 
 def current_session() -> Session:
@@ -70,6 +111,21 @@ def current_session() -> Session:
     if _Current.session is None:
         _Current.session = _local_session(1, None, ())
     return _Current.session
+
+
+def _ray_session(arguments: tuple[Any, ...]) -> Session:
+    try:
+        from minialpa.runtime.ray_cluster import RayCluster, Request
+        from minialpa.runtime.ray_runtime import RayRuntime
+    except ImportError as error:
+        raise MinialpaError(
+            f'`init(cluster="ray")` needs Ray ({error}). Install it with `pip install "minialpa[ray]"`.'
+        ) from error
+    _, address, hosts, per_host, namespace, timeout_s, env = arguments
+    cluster = RayCluster(Request(address, hosts, per_host, namespace, timeout_s, dict(env)))
+    spec = cluster.describe()
+    split = functools.partial(split_by_mesh, cluster=spec, platform=cluster.platform)
+    return Session((), spec, arguments, RayRuntime(cluster, split))
 
 
 def _local_session(hosts: int, per_host: int | None, arguments: tuple[Any, ...]) -> Session:

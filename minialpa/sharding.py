@@ -49,6 +49,18 @@ class Spec:
         )
 
     @staticmethod
+    def of(partition: PartitionSpec, ndim: int) -> Spec:
+        """The spec that `partition`, over `AXIS_NAMES`, gives an array of `ndim` dimensions."""
+        entries = (*partition, *(None,) * (ndim - len(partition)))
+        names = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
+        unknown = [name for dim in names for name in dim if name not in AXIS_NAMES]
+        if len(entries) > ndim or unknown:
+            raise ShardingError(
+                f"{partition} does not fit an array of {ndim} dimensions, over the axes {', '.join(AXIS_NAMES)}."
+            )
+        return Spec(tuple(tuple(AXIS_NAMES.index(name) for name in dim) for dim in names))
+
+    @staticmethod
     def replicated(ndim: int) -> Spec:
         return Spec(((),) * ndim)
 

@@ -7,9 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from minialpa.arrays import RemoteArray, prefetch
+
 
 def assert_allclose(actual: Any, expected: Any, rtol: float = 1e-4, atol: float = 1e-4) -> None:
     """Compare two pytrees leaf by leaf; AssertionError names the leaf that differs. PRNG keys compare by their bits."""
+    prefetch(actual)
     left, right = jax.tree.leaves(actual), jax.tree_util.tree_leaves_with_path(expected)
     if len(left) != len(right):
         raise AssertionError(f"The trees differ: {jax.tree.structure(actual)} against {jax.tree.structure(expected)}.")
@@ -19,6 +22,8 @@ def assert_allclose(actual: Any, expected: Any, rtol: float = 1e-4, atol: float 
 
 
 def _numbers(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, RemoteArray):
+        leaf = leaf[...]
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)

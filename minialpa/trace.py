@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
 from minialpa.fingerprint import Fingerprint, fingerprint_of
 from minialpa.gradients import boundary_p, gradient_p, tracing_step
@@ -142,7 +143,9 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     try:
-        aval = leaf.aval if hasattr(leaf, "__jax_array__") else jax.typeof(leaf)
+        if isinstance(leaf, RemoteArray):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        aval = jax.typeof(leaf)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
     except TypeError as error:
         raise TraceError(

@@ -10,8 +10,12 @@ import pytest
 from benchmarks.registry import Rows, Size, all_benchmarks, benchmark
 from benchmarks.run import main, table
 
+RAY = (pytest.mark.ray, pytest.mark.xdist_group("ray"))
 
-@pytest.mark.parametrize("name", all_benchmarks())
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=RAY if name.startswith("ray_") else ()) for name in all_benchmarks()]
+)
 def test_benchmark_gives_rows_of_numbers_and_text(name: str) -> None:
     rows = all_benchmarks()[name]("tiny")
     assert rows

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import CollectiveKind
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.fingerprint import Fingerprint
 from minialpa.inter.chunks import Chunks, check_chunks, chunks_of
-from minialpa.inter.cut_scans import CutStep
 from minialpa.inter.given_stages import DecidedStage
+from minialpa.inter.layered import LayeredStep
 from minialpa.inter.mesh_problem import ShardedView, TaskCollectives, mesh_collectives, mesh_equations
 from minialpa.inter.placed import merged_values
-from minialpa.inter.remat import rematerialise
 from minialpa.inter.schedule import PipelineSize, live_counts, make_schedule
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_cost import border_bytes
@@ -24,14 +21,12 @@ from minialpa.inter.stage_solve import SolvedStage, StageSolver
 from minialpa.inter.stage_times import StageTimes, stage_times
 from minialpa.inter.staging import stage_step
 from minialpa.inter.transfers import planned_transfers
-from minialpa.inter.unstack import RowBlocks
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.strategies import is_contraction
 from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of
-from minialpa.options import PlanOptions, Remat
+from minialpa.options import PlanOptions
 from minialpa.plan import PlacedValue, Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
 from minialpa.sharding import Spec
-from minialpa.trace import TracedStep
 
 Progress = Callable[[str, int, int], None]
 
@@ -42,24 +37,6 @@ class StageTooLargeError(InfeasibleError):
     def __init__(self, message: str, stage: int, n_live: int) -> None:
         super().__init__(message)
         self.stage, self.n_live = stage, n_live
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayeredStep:
-    """A step as its layers compute it; the fingerprint of the step that was traced; the layer of each forward group,
-    what each layer computes again, and the rows of each block of each scan over layers that is cut."""
-
-    step: TracedStep
-    fingerprint: Fingerprint
-    of_group: tuple[int, ...] = ()
-    remat: tuple[Remat, ...] = ()
-    row_blocks: RowBlocks = ()
-
-
-def layered_step(cut: CutStep, remat: tuple[Remat, ...]) -> LayeredStep:
-    """A step with its layers, and what they compute again."""
-    step = rematerialise(cut.step, cut.of_group, remat)
-    return LayeredStep(step, cut.traced.fingerprint, cut.of_group, remat, cut.row_blocks)
 
 
 def _staged(layered: LayeredStep, options: PlanOptions, chunks: Chunks) -> StagedStep:

@@ -9,8 +9,9 @@ from pathlib import Path
 from minialpa.errors import VerifyError
 from minialpa.inter.stage_cost import PieceCost
 
-#: Raised when the cost model changes what it says of the same piece.
-_VERSION = 1
+#: To be raised with every change after which some piece costs something else, be it of rules, strategies, prices,
+#: memory or names: the names of costs tell pieces, meshes and options apart, and not the code that priced them.
+_VERSION = 2
 
 
 def load_costs(path: str | None) -> dict[str, PieceCost]:

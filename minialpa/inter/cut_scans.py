@@ -9,76 +9,56 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from minialpa.inter.forward import assign_layers
+from minialpa.inter.layered import CutStep, LayeredStep
 from minialpa.inter.stacks import Stacks, find_stacks
 from minialpa.inter.unstack import GroupKey, RowBlocks, unstack, with_row_blocks
 from minialpa.options import AutoLayerOption, FixedLayerOption, LayerOption, remats
-from minialpa.trace import TracedStep
 
 #: Scans of more rows are not taken apart into single ones.
 _MOST_ROWS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class CutStep:
-    """A step as it was traced, and with its scans cut.
-
-    of_group: layer of each forward group of the latter. row_blocks: rows of each block of each stack, none where scans
-    are whole; groups: then, what each forward group was, see `Unstacked`.
-    """
-
-    traced: TracedStep
-    step: TracedStep
-    of_group: tuple[int, ...]
-    row_blocks: RowBlocks = ()
-    groups: tuple[GroupKey, ...] = ()
-
-    @property
-    def n_layers(self) -> int:
-        return max(self.of_group, default=-1) + 1
-
-
-def whole_scans(traced: TracedStep, option: LayerOption) -> CutStep:
+def whole_scans(whole: LayeredStep, option: LayerOption) -> CutStep:
     """The step as it is. Raises TraceError and VerifyError like `assign_layers`."""
-    return CutStep(traced, traced, assign_layers(traced, option))
+    return CutStep(whole, whole.step, assign_layers(whole.step, option))
 
 
-def cut_scans(traced: TracedStep, option: LayerOption) -> CutStep | None:
+def cut_scans(whole: LayeredStep, option: LayerOption) -> CutStep | None:
     """The step with its scans over layers cut between layers; None where there is nothing to cut."""
     if isinstance(option, FixedLayerOption):
         if not option.row_blocks:
             return None
-        cut = with_row_blocks(traced, option.row_blocks)
-        return CutStep(traced, cut.step, assign_layers(cut.step, option), option.row_blocks, cut.groups)
+        cut = with_row_blocks(whole.step, option.row_blocks)
+        return CutStep(whole, cut.step, assign_layers(cut.step, option), option.row_blocks, cut.groups)
     if not isinstance(option, AutoLayerOption):
         return None
-    stacks = find_stacks(traced)
+    stacks = find_stacks(whole.step)
     if not stacks.lengths:
         return None
     single = tuple((1,) * n for n in stacks.lengths)
-    fine = unstack(traced, stacks, single, inline=False)
+    fine = unstack(whole.step, stacks, single, inline=False)
     layer = dict(zip(fine.groups, assign_layers(fine.step, option), strict=True))
     again = any(choice != ("none",) for choice in remats(option, 1))
     blocks = tuple(
         rows if again and len(rows) <= _MOST_ROWS else _joined(stacks, s, rows, layer) for s, rows in enumerate(single)
     )
-    return None if all(len(sizes) == 1 for sizes in blocks) else _cut(traced, stacks, blocks, layer)
+    return None if all(len(sizes) == 1 for sizes in blocks) else _cut(whole, stacks, blocks, layer)
 
 
 def with_longer_scans(cut: CutStep, chunk_of_layer: Sequence[int]) -> CutStep:
     """The same with one layer for each chunk, and rows of a chunk in one block."""
-    stacks = find_stacks(cut.traced)
+    stacks = find_stacks(cut.whole.step)
     layer = {key: chunk_of_layer[i] for key, i in zip(cut.groups, cut.of_group, strict=True)}
     blocks = tuple(_joined(stacks, s, sizes, layer) for s, sizes in enumerate(cut.row_blocks))
-    return _cut(cut.traced, stacks, blocks, layer)
+    return _cut(cut.whole, stacks, blocks, layer)
 
 
-def _cut(traced: TracedStep, stacks: Stacks, blocks: RowBlocks, layer: Mapping[GroupKey, int]) -> CutStep:
+def _cut(whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer: Mapping[GroupKey, int]) -> CutStep:
     """`layer`: that of each group of a step in the same blocks or in parts of them, which begin where they do."""
-    cut = unstack(traced, stacks, blocks)
-    return CutStep(traced, cut.step, tuple(layer[key] for key in cut.groups), blocks, cut.groups)
+    cut = unstack(whole.step, stacks, blocks)
+    return CutStep(whole, cut.step, tuple(layer[key] for key in cut.groups), blocks, cut.groups)
 
 
 def _joined(stacks: Stacks, stack: int, sizes: Sequence[int], layer: Mapping[GroupKey, int]) -> tuple[int, ...]:

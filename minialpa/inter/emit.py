@@ -77,6 +77,10 @@ class _Emitter:
         self.micro_source = {micro: full for full, micro in self.split.micro_inputs}
         self.number_of_input = {v: i for i, v in enumerate(self.split.traced.flat.invars)}
         self.consts = dict(zip(self.split.traced.flat.constvars, self.split.traced.flat.consts, strict=True))
+        replaced = zip(self.split.traced.layouts, self.outputs, strict=True)
+        self.home_of_input: dict[int | None, int] = {
+            number: value.mesh_ids[0] for number, value in replaced if number is not None
+        }
 
     def run(self) -> Program:
         tasks = self.staged.tasks
@@ -127,10 +131,18 @@ class _Emitter:
         return self.n_buffers - 1
 
     def _buffer(self, var: Var, micro: int | None, mesh: int) -> int:
-        """The buffer that holds `var` on `mesh`; inputs and constants get theirs at the first read."""
+        """The buffer that holds `var` on `mesh`; inputs and constants get theirs at the first read.
+
+        A state that several meshes read, as tied weights, comes from the mesh where the last step has left it.
+        """
         for name in ((var, micro, mesh), (var, None, mesh)):
             if name in self.buffers:
                 return self.buffers[name]
+        number = self.number_of_input.get(var)
+        home = self.home_of_input.get(number, mesh)
+        if home != mesh and var not in self.micro_source:
+            self._buffer(var, None, home)
+            return self._transfer((var, None, home), mesh, self.specs[mesh][var])
         spec = self.specs[mesh].get(var, Spec.replicated(len(shape_of(var)))).partition_spec()
         buffer = self._new()
         if var is self.split.micro_index:
@@ -148,8 +160,8 @@ class _Emitter:
             self.constants.append(ConstantSlot(buffer, self.consts[var], mesh, spec))
             self.buffers[var, None, mesh] = buffer
         else:
-            assert var in self.number_of_input, f"{var} is not on mesh {mesh}"
-            part = self.split.traced.argument(self.number_of_input[var])
+            assert number is not None, f"{var} is not on mesh {mesh}"
+            part = self.split.traced.argument(number)
             rows = None if part.rows is None else (*part.rows, 0)
             self.input_slots.append(InputSlot(buffer, part.leaf, rows, mesh, spec, rows is not None))
             self.buffers[var, None, mesh] = buffer

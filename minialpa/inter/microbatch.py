@@ -17,7 +17,7 @@ what is once per micro-batch follows from how values depend on the examples (`ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,13 +35,13 @@ from minialpa.inter.whole_batch import whole_batch
 from minialpa.intra.factors import Factors, factors_of, localize
 from minialpa.jaxprs import (
     Atom,
+    EquationMaker,
     dtype_name,
     equations_for,
     fresh_var,
     is_inexact,
     is_literal,
     live_equations,
-    rebuild,
     shape_of,
     source_line,
 )
@@ -72,7 +72,7 @@ def _divisors(n: int) -> list[int]:
 
 class _Splitter:
     def __init__(self, step: TracedStep, n: int, chunk_of: Sequence[int | None] | None) -> None:
-        self.step, self.n = step, n
+        self.step, self.n, self.maker = step, n, EquationMaker()
         self.kinds: Kinds = batch_kinds(step, n)
         # The equations to split, and the number of the traced equation that each one comes from.
         self.sources, self.eqns = zip(*part_barriers(step.flat.eqns, self.kinds), strict=True)
@@ -168,8 +168,9 @@ class _Splitter:
         self.ops.append(Op(eqn, Phase.LOOP, self.current))
         return list(eqn.outvars)
 
-    def _compute(self, fun: Callable[..., Any], *operands: Atom) -> Atom:
-        eqns, (out,) = equations_for(fun, *operands)
+    def _compute(self, key: Hashable, fun: Callable[..., Any], *operands: Atom) -> Atom:
+        """The result of `fun` in the loop; functions of one `key` do the same."""
+        eqns, (out,) = self.maker.compute(key, fun, *operands)
         for eqn in eqns:
             self._add(eqn)
         return out
@@ -195,7 +196,7 @@ class _Splitter:
             stack.extend(v for v in self.eqns[i].invars if not is_literal(v))
         for i in sorted(wanted):
             eqn = self.eqns[i]
-            copy = rebuild(eqn, [v if is_literal(v) else self.loop.get(v, v) for v in eqn.invars])
+            copy = self.maker.rebuild(eqn, [v if is_literal(v) else self.loop.get(v, v) for v in eqn.invars])
             self.loop.update(zip(eqn.outvars, self._add(copy), strict=True))
 
     def _private(self, var: Var) -> Atom:
@@ -204,7 +205,9 @@ class _Splitter:
             return self.loop[var]
         if var not in self.private:
             scale = form.rescale
-            self.private[var] = self._compute(lambda x: x * jnp.asarray(scale, x.dtype), self.loop[var])
+            self.private[var] = self._compute(
+                ("scale", scale), lambda x: x * jnp.asarray(scale, x.dtype), self.loop[var]
+            )
         return self.private[var]
 
     def _rows(self, var: Atom, dim: int) -> Atom:
@@ -230,7 +233,7 @@ class _Splitter:
         for k, atom in enumerate(eqn.invars):
             d = _dim_of(factors.operands[k], (factor,))
             args.append(self._value(atom) if d is None else self._rows(atom, d))
-        copy = rebuild(eqn, args, localize(eqn, factors, {factor: self.n}))
+        copy = self.maker.rebuild(eqn, args, localize(eqn, factors, {factor: self.n}))
         return self._add(copy)[r]
 
     def _cut(self, var: Var, dim: int) -> Atom:
@@ -241,7 +244,7 @@ class _Splitter:
         def cut(x: Any, m: Any) -> Any:
             return jax.lax.dynamic_slice_in_dim(x, m * size, size, dim)
 
-        return self._compute(cut, self._value(var), self.micro_index)
+        return self._compute(("cut", dim), cut, self._value(var), self.micro_index)
 
     # ---- equations of the loop ------------------------------------------------------------------------------------
 
@@ -270,7 +273,7 @@ class _Splitter:
                 args.append(self._only_once(atom))
             else:
                 args.append(self._value(atom))
-        copy = rebuild(eqn, args, localize(eqn, factors, dict.fromkeys(split, self.n)))
+        copy = self.maker.rebuild(eqn, args, localize(eqn, factors, dict.fromkeys(split, self.n)))
         for r, (var, new) in enumerate(zip(eqn.outvars, self._add(copy), strict=True)):
             self.loop[var] = new
             d = _dim_of(factors.results[r], split)
@@ -295,12 +298,19 @@ class _Splitter:
         if isinstance(form, Partial) and form.reduction == "sum":
             return self.loop[atom]
         if form is not None:
-            return self._compute(lambda x: x / jnp.asarray(self.n, x.dtype), self._value(atom))
+            return self._compute("share", self._share, self._value(atom))
         if self.forms.is_zero(atom):
             return self._value(atom)
         if self.micro_index is None:
             self.micro_index = fresh_var(jax.core.ShapedArray((), np.dtype("int32")))
-        return self._compute(lambda x, m: jnp.where(m == 0, x, jnp.zeros_like(x)), self._value(atom), self.micro_index)
+
+        def first(x: Any, m: Any) -> Any:
+            return jnp.where(m == 0, x, jnp.zeros_like(x))
+
+        return self._compute("first", first, self._value(atom), self.micro_index)
+
+    def _share(self, x: Any) -> Any:
+        return x / jnp.asarray(self.n, x.dtype)
 
     def _emit_aggregate(self, i: int, eqn: JaxprEqn) -> None:
         needed = any(v in self.needed for v in eqn.outvars)
@@ -319,7 +329,7 @@ class _Splitter:
             form = PRIVATE
         else:
             return  # the update computes it from totals
-        for var, new in zip(eqn.outvars, self._add(rebuild(eqn, args)), strict=True):
+        for var, new in zip(eqn.outvars, self._add(self.maker.rebuild(eqn, args)), strict=True):
             self.loop[var], self.forms.of[var] = self._evened(new, form)
 
     def _evened(self, var: Var, form: Form) -> tuple[Atom, Form]:
@@ -327,7 +337,8 @@ class _Splitter:
         if not isinstance(form, Partial) or form.rescale in (None, self.n):
             return var, form
         share = form.rescale / self.n
-        return self._compute(lambda x: x * jnp.asarray(share, x.dtype), var), replace(form, rescale=float(self.n))
+        scaled = self._compute(("scale", share), lambda x: x * jnp.asarray(share, x.dtype), var)
+        return scaled, replace(form, rescale=float(self.n))
 
     def _as_partial(self, atom: Atom, factors: Factors, k: int) -> Atom:
         """An operand beside partial ones: added, a private value counts one n-th; as a factor, it counts whole."""
@@ -335,7 +346,7 @@ class _Splitter:
         if not self.forms.is_private(atom):
             return value
         if factors.linear == "joint" and k in factors.linear_operands:
-            return self._compute(lambda x: x / jnp.asarray(self.n, x.dtype), value)
+            return self._compute("share", self._share, value)
         return value
 
     # ---- results and the update -----------------------------------------------------------------------------------
@@ -397,7 +408,7 @@ class _Splitter:
             (x,) = gradient_p.bind(x, call=0)  # where the planner may put the sum over devices, once for all parts
             return (x / jnp.asarray(n, dtype) if n > 1 else x).astype(aval.dtype)
 
-        eqns, (out,) = equations_for(finished, total)
+        eqns, (out,) = self.maker.compute(("finished", n, aval.dtype), finished, total)
         self._add_after(var, eqns, out)
 
     def _take_any(self, var: Var) -> None:
@@ -413,7 +424,9 @@ class _Splitter:
             impls.append(jax.random.key_impl(keys))
             return jax.random.key_data(keys)
 
-        data = self._compute(to_data, self.loop[var])
+        eqns, (data,) = equations_for(to_data, self.loop[var])
+        for eqn in eqns:
+            self._add(eqn)
         total = fresh_var(data.aval)
         self.accumulators[var] = Accumulator(data, total, "max")
         eqns, (out,) = equations_for(lambda x: jax.random.wrap_key_data(x, impl=impls[0]), total)

@@ -6,21 +6,25 @@ import dataclasses
 import itertools
 import math
 import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError
-from minialpa.inter.assemble import LayeredStep, Progress, StageTooLargeError, assemble, layered_step
+from minialpa.inter.assemble import Progress, StageTooLargeError, assemble
 from minialpa.inter.chunks import plan_chunks
 from minialpa.inter.cost_cache import load_costs, save_costs
-from minialpa.inter.cut_scans import CutStep, cut_scans, whole_scans, with_longer_scans
+from minialpa.inter.cut_scans import cut_scans, whole_scans, with_longer_scans
 from minialpa.inter.forward import balanced_runs, layer_flops
 from minialpa.inter.given_stages import DecidedStage, given_stages
-from minialpa.inter.search import Found, Space, StageSearch
+from minialpa.inter.layered import CutStep, LayeredStep, layered_step
+from minialpa.inter.search import Found, StageSearch
+from minialpa.inter.stage_bounds import Space, StageBounds
 from minialpa.inter.stage_solve import StageSolver
 from minialpa.inter.staging import n_groups
-from minialpa.inter.submeshes import Candidate, candidates
+from minialpa.inter.submeshes import Candidate, candidates, preferred_seconds
 from minialpa.intra.factors import primitives_without_rule
-from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, PlanOptions, remats
+from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, PlanOptions, Remat, remats
 from minialpa.plan import Plan
 from minialpa.trace import TracedStep
 
@@ -29,8 +33,6 @@ from minialpa.trace import TracedStep
 _MAX_PLANS, _MAX_ROUNDS = 8, 30
 #: Of the step time, the bubble that is worth looking at interleaved stages.
 _LARGE_BUBBLE = 0.02
-#: By how much of its time a plan on all devices has to be faster than one on none.
-_PER_DEVICE = 1e-3
 #: Of the step time of a plan that has each layer by itself, what one with long scans may take.
 _AS_FAST = 1.01
 #: Steps of so many equations are planned for every promise that the sums of pieces make; and on one device, too.
@@ -52,42 +54,59 @@ def plan_step(
     """
     report = progress or (lambda what, done, total: None)
     _warn_of_missing_rules(traced)
+    whole = LayeredStep(traced, traced.fingerprint)
     if options.layers is None:
         submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
         shape = options.logical_shape or (logical_mesh.shape if logical_mesh else (submesh[0] * submesh[1],))
         stages = [DecidedStage((), Candidate(submesh, shape), options.sharding, 0)]
-        layered = LayeredStep(traced, traced.fingerprint)
-        return assemble(layered, cluster, options, stages, logical_mesh, report, StageSolver())
+        return assemble(whole, cluster, options, stages, logical_mesh, report, StageSolver())
     if logical_mesh is not None and isinstance(options.stages, AutoStageOption):
         raise ShardingError(
             "A LogicalMesh is one view of its devices, and a search looks at all of them. Give a ClusterSpec or a list "
             "of devices, or use `ShardParallel`."
         )
     if isinstance(options.stages, AutoStageOption) and n_groups(traced) == 0:
-        return _best_shape(traced, cluster, options, options.stages, report)
+        return _best_shape(whole, cluster, options, options.stages, report)
     if isinstance(options.stages, AutoStageOption):
-        return _best_cut(traced, cluster, options, options.stages, report)
-    cut = cut_scans(traced, options.layers)
+        return _best_cut(whole, cluster, options, options.stages, report)
+    cut = cut_scans(whole, options.layers)
     one_stage = cut is not None and len(given_stages(cluster, options, cut.n_layers)) == 1
     if cut is None or (one_stage and not isinstance(options.layers, FixedLayerOption)):
-        cut = whole_scans(traced, options.layers)
+        cut = whole_scans(whole, options.layers)
     stages = given_stages(cluster, options, cut.n_layers)
     solver = StageSolver()
-    plans: list[Plan] = []
-    failure: InfeasibleError | None = None
-    for remat in remats(options.layers, cut.n_layers):
-        layered = layered_step(cut, remat)
-        try:
-            plans.append(assemble(layered, cluster, options, stages, logical_mesh, report, solver))
-        except InfeasibleError as error:
-            failure = error
-    if not plans:
-        assert failure is not None
-        raise failure
-    best = min(plans, key=lambda plan: plan.cost.total_s)
+
+    def attempt(remat: tuple[Remat, ...]) -> Plan:
+        return assemble(layered_step(cut, remat), cluster, options, stages, logical_mesh, report, solver)
+
+    best = _best(partial(attempt, remat) for remat in remats(options.layers, cut.n_layers))
     if logical_mesh is None and options.layers == AutoLayerOption():
         return _or_longer_scans(best, cut, cluster, options, report)
     return best
+
+
+def _best(
+    attempts: Iterable[Callable[[], Plan]], excused: tuple[type[MinialpaError], ...] = (InfeasibleError,)
+) -> Plan:
+    """The best of the plans that attempts make; of plans that hardly differ, the one on fewer devices.
+
+    Raises the last of the `excused` errors where none makes any.
+    """
+    plans: list[Plan] = []
+    failure: MinialpaError = InfeasibleError("There is nothing to choose from.")
+    for attempt in attempts:
+        try:
+            plans.append(attempt())
+        except excused as error:
+            failure = error
+    if not plans:
+        raise failure
+    return min(plans, key=_preference)
+
+
+def _preference(plan: Plan) -> float:
+    n_devices = sum(stage.n_devices for stage in plan.stages)
+    return preferred_seconds(plan.cost.total_s, n_devices / plan.cluster.n_devices)
 
 
 def _warn_of_missing_rules(traced: TracedStep) -> None:
@@ -103,47 +122,38 @@ def _warn_of_missing_rules(traced: TracedStep) -> None:
 
 
 def _best_shape(
-    traced: TracedStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
+    whole: LayeredStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
 ) -> Plan:
     """The best plan of a step without layers, such as one that computes no gradients: one stage, on any submesh."""
-    solver, layered = StageSolver(), LayeredStep(traced, traced.fingerprint)
-    plans: list[Plan] = []
-    failure: InfeasibleError | None = None
-    for candidate in candidates(cluster, auto):
-        if options.use_all_devices and candidate.n_devices < cluster.n_devices:
-            continue
+    solver = StageSolver()
+
+    def attempt(candidate: Candidate) -> Plan:
         host = next(h for h in range(cluster.num_hosts) if candidate.device in (None, cluster.device_of(h)))
         stage = DecidedStage((), candidate, options.sharding, host * cluster.devices_per_host)
-        try:
-            plans.append(assemble(layered, cluster, options, [stage], None, report, solver))
-        except InfeasibleError as error:
-            failure = error
-    if not plans:
-        raise failure or InfeasibleError(f"No submesh has all {cluster.n_devices} devices.")
-    return min(plans, key=_preference)
+        return assemble(whole, cluster, options, [stage], None, report, solver)
+
+    n_least = cluster.n_devices if options.use_all_devices else 1
+    found = [candidate for candidate in candidates(cluster, auto) if candidate.n_devices >= n_least]
+    if not found:
+        raise InfeasibleError(f"No submesh has all {cluster.n_devices} devices.")
+    return _best(partial(attempt, candidate) for candidate in found)
 
 
 def _best_cut(
-    traced: TracedStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
+    whole: LayeredStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
 ) -> Plan:
     """The best plan of a joint search, with scans over layers whole, and, where that may help, with stages in them."""
     assert options.layers is not None
-    cut = cut_scans(traced, options.layers) if cluster.n_devices > 1 else None
-    plans: list[Plan] = []
-    failure: MinialpaError | None = None
-    for step in (None, cut) if cut else (None,):
-        try:
-            chosen = step or whole_scans(traced, options.layers)
-            found = _searched(chosen, cluster, options, auto, report)
-            plans.append(_or_longer_scans(found, chosen, cluster, options, report))
-        except (InfeasibleError, TraceError) as error:
-            failure = error
-            if cut is None:
-                raise
-    if not plans:
-        assert failure is not None
-        raise failure
-    return min(plans, key=_preference)
+    layers = options.layers
+    cut = cut_scans(whole, layers) if cluster.n_devices > 1 else None
+
+    def attempt(step: CutStep | None) -> Plan:
+        chosen = step or whole_scans(whole, layers)
+        found = _searched(chosen, cluster, options, auto, report)
+        return _or_longer_scans(found, chosen, cluster, options, report)
+
+    # A step whose layers are all in scans may have too little outside them to be layers, or batches.
+    return _best([partial(attempt, step) for step in ((None, cut) if cut else (None,))], (InfeasibleError, TraceError))
 
 
 def _or_longer_scans(best: Plan, cut: CutStep, cluster: ClusterSpec, options: PlanOptions, report: Progress) -> Plan:
@@ -168,12 +178,6 @@ def _or_longer_scans(best: Plan, cut: CutStep, cluster: ClusterSpec, options: Pl
     return plan if plan.cost.total_s <= _AS_FAST * best.cost.total_s else best
 
 
-def _preference(plan: Plan) -> float:
-    """Predicted seconds; of plans that hardly differ, those on fewer devices are preferred."""
-    n_devices = sum(stage.n_devices for stage in plan.stages)
-    return plan.cost.total_s * (1 + _PER_DEVICE * n_devices / plan.cluster.n_devices)
-
-
 def _searched(
     cut: CutStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
 ) -> Plan:
@@ -189,8 +193,8 @@ def _searched(
         auto.tolerance,
     )
     known = load_costs(auto.cached_costs)
-    search = StageSearch(traced, cut.of_group, cluster, space, options.sharding, report, known)
-    solver = StageSolver(search.menus)
+    bounds = StageBounds(traced, cut.of_group, cluster, space, options.sharding, known)
+    search, solver = StageSearch(bounds, report), StageSolver(bounds.menus)
     plans: list[Plan] = []
     failure: InfeasibleError | None = None
     excess = 1.0  # by which whole stages cost more than the sums of their pieces
@@ -209,8 +213,7 @@ def _searched(
             search.exclude(found, error.stage, error.n_live)
             failure = error
             continue
-        costs = [(s.compute_s + s.communication_s, s.update_s) for s in plan.stages]
-        search.learn(found, {s.choice: cost for s, cost in zip(found.stages, costs, strict=True)})
+        search.learn(found, [(s.compute_s + s.communication_s, s.update_s) for s in plan.stages])
         if not plans and len(traced.flat.eqns) > _FEW_EQUATIONS:
             excess = max(1.0, plan.cost.total_s / found.seconds)
         plans.append(plan)
@@ -222,7 +225,7 @@ def _searched(
     if options.choose_schedule:
         best = _or_interleaved(best, cut, cluster, options, report, solver)
     if len(traced.flat.eqns) <= _VERY_FEW_EQUATIONS and not options.use_all_devices:
-        best = _or_one_device(best, cut.traced, cluster, options, auto, report)
+        best = _or_one_device(best, cut.whole, cluster, options, auto, report)
     return best
 
 
@@ -237,9 +240,9 @@ def _assembled(
     """The plan of what a search found. Raises StageTooLargeError where a stage does not fit after all."""
     remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
     layered = layered_step(cut, remat)
-    stages = [DecidedStage(s.layers, s.candidate, options.sharding, s.first_device) for s in found.stages]
+    stages = [DecidedStage(s.layers, s.candidate, options.sharding, s.choice.first_device) for s in found.stages]
     if len(stages) == 1 and not set(remat) - {"none"}:  # no use for layers
-        layered, stages = LayeredStep(cut.traced, cut.traced.fingerprint), [dataclasses.replace(stages[0], layers=())]
+        layered, stages = cut.whole, [dataclasses.replace(stages[0], layers=())]
     chosen = dataclasses.replace(options, n_micro_batches=found.n_micro_batches)
     return assemble(layered, cluster, chosen, stages, None, report, solver)
 
@@ -252,33 +255,25 @@ def _or_interleaved(
     alike = len({(stage.submesh, stage.logical_shape) for stage in best.stages}) == 1 and not cluster.host_devices
     if p == 1 or not alike or best.cost.bubble_s < _LARGE_BUBBLE * best.cost.total_s:
         return best
-    plans = [best]
-    for v in (2, 4):
-        if p * v > n_layers:
-            break
+    layered = layered_step(cut, best.remat)
+    chosen = dataclasses.replace(options, n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved")
+
+    def attempt(v: int) -> Plan:
         chunks = balanced_runs(layer_flops(cut.step, best.layer_of_group), p * v)
         stages = [
             DecidedStage(sum(chunks[k::p], ()), Candidate(s.submesh, s.logical_shape), options.sharding, s.first_device)
             for k, s in enumerate(best.stages)
         ]
-        chosen = dataclasses.replace(options, n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved")
-        layered = layered_step(cut, best.remat)
-        try:
-            plans.append(assemble(layered, cluster, chosen, stages, None, report, solver))
-        except InfeasibleError:
-            continue
-    return min(plans, key=_preference)
+        return assemble(layered, cluster, chosen, stages, None, report, solver)
+
+    return _best([lambda: best, *(partial(attempt, v) for v in (2, 4) if p * v <= n_layers)])
 
 
 def _or_one_device(
-    best: Plan, traced: TracedStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
+    best: Plan, whole: LayeredStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
 ) -> Plan:
     """`best`, or one device where that is as fast: the sums of pieces can promise more than small steps keep."""
     alone = dataclasses.replace(cluster, num_hosts=1, devices_per_host=1, host_devices=cluster.host_devices[:1])
-    whole = dataclasses.replace(options, n_micro_batches=1 if options.choose_micro_batches else options.n_micro_batches)
-    try:
-        plan = _best_shape(traced, alone, whole, auto, report)
-    except InfeasibleError:
-        return best
-    plan = dataclasses.replace(plan, cluster=cluster)
-    return min(best, plan, key=_preference)
+    n = 1 if options.choose_micro_batches else options.n_micro_batches
+    one = partial(_best_shape, whole, alone, dataclasses.replace(options, n_micro_batches=n), auto, report)
+    return _best([lambda: best, lambda: dataclasses.replace(one(), cluster=cluster)])

@@ -26,7 +26,7 @@ from minialpa.intra.menu import Menus
 from minialpa.intra.problem import MeshEquations
 from minialpa.intra.solve import MeshSolver
 from minialpa.intra.usage import MemoryLimit, Usage
-from minialpa.jaxprs import bytes_of, is_literal
+from minialpa.jaxprs import Atom, bytes_of, is_literal
 from minialpa.options import AutoShardingOption
 
 _PIECE_TIME_LIMIT_S = 5.0
@@ -83,15 +83,20 @@ class PieceCosts:
         n = self.staged.split.n_micro_batches
         mesh = self.cluster.logical_mesh(choice.submesh, choice.logical_shape, choice.device)
         n_live = min(n, _USUALLY_LIVE)
-        kept, byte_s = kept_usages(self.staged, piece, n_live), 0.0
+        byte_s = 0.0
         if fastest is not None and thrift:
             keeps = max(1.0, fastest.fixed_bytes + n_live * fastest.in_flight_bytes)
             byte_s = thrift * (n * fastest.seconds + fastest.step_seconds) / keeps
-        n_bytes = self.option.limit_bytes(mesh.device) if limited else None
-        name = f"{self._digests[piece]} {mesh} {self.option} {n_live} {n_bytes} {byte_s}"
-        if name not in self.known:
-            self.known[name] = self._solve(piece, mesh, n_bytes, kept, byte_s)
-        return self.known[name]
+
+        def known(n_bytes: float | None) -> PieceCost:
+            name = f"{self._digests[piece]} {mesh} {self.option} {n_live} {n_bytes} {byte_s}"
+            if name not in self.known:
+                self.known[name] = self._solve(piece, mesh, n_bytes, kept_usages(self.staged, piece, n_live), byte_s)
+            return self.known[name]
+
+        free, n_bytes = known(None), self.option.limit_bytes(mesh.device)
+        # What is best of all is best under a limit that it keeps.
+        return free if not limited or n_bytes is None or free.fixed_bytes <= n_bytes else known(n_bytes)
 
     def _solve(
         self, piece: int, mesh: LogicalMesh, n_bytes: float | None, kept: Sequence[Usage], byte_s: float
@@ -154,13 +159,15 @@ def problem_key(problem: MeshEquations) -> str:
     number: dict[Var, int] = {}
     types: dict[object, str] = {}
 
-    def name(atom: object) -> str:
-        if is_literal(atom):
-            return f"{getattr(atom, 'val', None)!r}"
-        assert isinstance(atom, Var)
+    def type_of(atom: Atom) -> str:
         if atom.aval not in types:
             types[atom.aval] = str(atom.aval)
-        return f"{number.setdefault(atom, len(number))}{types[atom.aval]}"
+        return types[atom.aval]
+
+    def name(atom: Atom) -> str:
+        if is_literal(atom):
+            return f"={np.asarray(atom.val).tolist()!r}{type_of(atom)}"
+        return f"{number.setdefault(atom, len(number))}{type_of(atom)}"
 
     parts = [f"{name(v)} {role} {problem.batch_dims.get(v)}" for v, role in problem.inputs]
     for eqn, times, late in zip(problem.eqns, problem.times, problem.in_update, strict=True):

@@ -37,7 +37,8 @@ Bytes = TypeVar("Bytes", float, NDArray[np.float64])
 
 
 def needed_bytes(kept: Bytes, temp: Bytes) -> Bytes:
-    """Bytes that a limit has to allow for what is kept and for temporaries."""
+    """Bytes of a limit that is kept: those of what stays, such as parameters and residuals, which are exact, and those
+    of temporaries, which are predicted, with the reserve for what predictions miss. One device, or an array of them."""
     return kept + (1 + _RESERVE) * temp + _RESERVE_BYTES
 
 

@@ -38,6 +38,17 @@ class SolvedStage:
     memory: MeshMemory
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stage:
+    """A stage to solve: mesh `mesh` of a staged step, its problem, and what solves that."""
+
+    staged: StagedStep
+    mesh: int
+    problem: MeshEquations
+    view: ShardedView
+    solver: MeshSolver
+
+
 class StageSolver:
     """Solves stages, each distinct one once.
 
@@ -49,7 +60,8 @@ class StageSolver:
     def __init__(self, menus: Menus | None = None) -> None:
         """`menus`: shared with other problems."""
         self.menus = menus or Menus()
-        self._solved: dict[object, tuple[MeshEquations, SolvedStage]] = {}
+        self._stages: dict[object, _Stage] = {}  # the first of each kind
+        self._solved: dict[object, SolvedStage] = {}
 
     def solve(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
@@ -58,61 +70,59 @@ class StageSolver:
         """The cheapest shardings of a stage with so much in flight (see `live_counts`). Raises InfeasibleError."""
         names = problem.paths if option.fixed_specs else None
         kind = (problem_key(problem), str(names), view, option)
-        n_bytes = option.limit_bytes(view.mesh.device)
-        if (kind, None) not in self._solved:
+        if kind not in self._stages:
+            solver = MeshSolver(problem, view.mesh, option, self.menus)
+            self._stages[kind] = _Stage(staged, mesh, problem, view, solver)
+        first = self._stages[kind]
+        if kind not in self._solved:
             free = replace(option, memory_limit_bytes=math.inf)
-            self._solved[kind, None] = problem, _solve_stage(staged, mesh, problem, view, free, moments, self.menus)
-        free_stage = self._rebound((kind, None), staged, mesh, problem, view)
-        if n_bytes is None or _needed(free_stage.memory, moments) <= n_bytes:
-            return free_stage
-        if (kind, tuple(map(tuple, moments))) not in self._solved:
-            self._solved[kind, moments] = (
-                problem,
-                _solve_stage(staged, mesh, problem, view, option, moments, self.menus),
-            )
-        return self._rebound((kind, tuple(map(tuple, moments))), staged, mesh, problem, view)
+            self._solved[kind] = _solve_stage(first, free, moments)
+        n_bytes = option.limit_bytes(view.mesh.device)
+        if n_bytes is None or _needed(self._solved[kind].memory, moments) <= n_bytes:
+            return _rebound(self._solved[kind], first, staged, mesh, problem)
+        limited = (kind, tuple(map(tuple, moments)))
+        if limited not in self._solved:
+            self._solved[limited] = _solve_stage(first, option, moments)
+        return _rebound(self._solved[limited], first, staged, mesh, problem)
 
-    def _rebound(
-        self, key: object, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
-    ) -> SolvedStage:
-        """The solution under `key`, in the variables of `problem`."""
-        own, solved = self._solved[key]
-        if own is problem:
-            return solved
-        names: dict[Var, Var] = {}
-        ends = [(v, w) for (v, _), (w, _) in zip(own.inputs, problem.inputs, strict=True)]
-        for mine, other in zip(own.eqns, problem.eqns, strict=True):
-            ends += zip(mine.outvars, other.outvars, strict=True)
-        ends += zip(own.equal.values(), problem.equal.values(), strict=True)
-        names.update(ends)
-        sharding = replace(
-            solved.sharding,
-            # Variables inside loops have specs too, which their equations hold.
-            specs={names[v]: spec for v, spec in solved.sharding.specs.items() if v in names},
-            results={names[v]: spec for v, spec in solved.sharding.results.items()},
-        )
-        programs = tuple(mesh_programs(staged, mesh, problem, sharding, view))
-        return SolvedStage(sharding, programs, solved.memory)
+
+def _rebound(
+    solved: SolvedStage, first: _Stage, staged: StagedStep, mesh: int, problem: MeshEquations
+) -> SolvedStage:  # fmt: skip
+    """The solution of the first stage of a kind, in the variables of `problem`."""
+    own = first.problem
+    if own is problem:
+        return solved
+    names: dict[Var, Var] = {}
+    ends = [(v, w) for (v, _), (w, _) in zip(own.inputs, problem.inputs, strict=True)]
+    for mine, other in zip(own.eqns, problem.eqns, strict=True):
+        ends += zip(mine.outvars, other.outvars, strict=True)
+    ends += zip(own.equal.values(), problem.equal.values(), strict=True)
+    names.update(ends)
+    sharding = replace(
+        solved.sharding,
+        # Variables inside loops have specs too, which their equations hold.
+        specs={names[v]: spec for v, spec in solved.sharding.specs.items() if v in names},
+        results={names[v]: spec for v, spec in solved.sharding.results.items()},
+    )
+    return SolvedStage(sharding, tuple(mesh_programs(staged, mesh, problem, sharding, first.view)), solved.memory)
 
 
 def _needed(memory: MeshMemory, moments: Moments) -> float:
     return needed_bytes(memory.peak_bytes(moments) - memory.temp_bytes, memory.temp_bytes)
 
 
-def _solve_stage(
-    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
-    moments: Moments, menus: Menus,
-) -> SolvedStage:  # fmt: skip
+def _solve_stage(stage: _Stage, option: AutoShardingOption, moments: Moments) -> SolvedStage:
     """As `StageSolver.solve`, from nothing."""
+    staged, mesh, problem, view = stage.staged, stage.mesh, stage.problem, stage.view
     limit = _limit(staged, mesh, problem, view, option, moments)
     room, found = limit, list[SolvedStage]()
-    solver = MeshSolver(problem, view.mesh, option, menus)
     deadline = time.monotonic() + option.solver_time_limit_s
     solved_bytes = hopeless_bytes = 0.0  # room of the last solution; room that was too little
     for _ in range(_MAX_SOLVES):
         left_s = max(1.0, deadline - time.monotonic())
         try:
-            solution = solver.solve(room, left_s)
+            solution = stage.solver.solve(room, left_s)
         except InfeasibleError:
             if room is None or not found:
                 raise

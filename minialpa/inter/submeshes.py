@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from minialpa.cluster import ClusterSpec, DeviceSpec
 from minialpa.inter.stage_kernels import Bools, Floats, Ints
 from minialpa.options import AutoStageOption
+
+#: By how much of its time what uses all devices has to be faster than what uses none.
+_PER_DEVICE = 1e-3
+
+Seconds = TypeVar("Seconds", float, Floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,11 @@ def transfer_seconds(cluster: ClusterSpec, border_bytes: Floats) -> Floats:
     alpha, beta = np.array([link.alpha_s for link in links]), np.array([link.beta_s_per_byte for link in links])
     out: Floats = 2 * alpha + beta * np.asarray(border_bytes, np.float64)[:, None]
     return out
+
+
+def preferred_seconds(seconds: Seconds, share: Seconds) -> Seconds:
+    """Seconds to compare by, of what takes a share of the devices: of what hardly differs, fewer are preferred."""
+    return seconds * (1 + _PER_DEVICE * share)
 
 
 def _runs_of_hosts(cluster: ClusterSpec) -> dict[DeviceSpec, list[int]]:

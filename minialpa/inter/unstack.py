@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +28,13 @@ from minialpa.intra.factors import factors_of, localize
 from minialpa.intra.rules_control import scan_counts
 from minialpa.jaxprs import (
     Atom,
+    EquationMaker,
     FlatJaxpr,
     aval_of,
-    equations_for,
     flatten_calls,
     fresh_var,
     is_literal,
     live_equations,
-    rebuild,
     shape_of,
     unary_equation,
 )
@@ -100,6 +99,7 @@ class _Unstacker:
         self.near: dict[tuple[Var, int, int], Var] = {}  # a fixed value's copy for a block of a stack
         self.origin = Origin("other", None, 0)
         self.key: GroupKey | None = None
+        self.maker = EquationMaker()
         self.squeeze = unary_equation(lambda x: lax.squeeze(x, (0,)))
         self.expand = unary_equation(_as_one_row)
 
@@ -139,8 +139,9 @@ class _Unstacker:
         self.keys.append(self.key)
         return list(eqn.outvars)
 
-    def _compute(self, fun: Callable[..., Any], *operands: Atom) -> Atom:
-        eqns, (out,) = equations_for(fun, *operands)
+    def _compute(self, key: Hashable, fun: Callable[..., Any], *operands: Atom) -> Atom:
+        """The result of `fun`; functions of one `key` do the same."""
+        eqns, (out,) = self.maker.compute(key, fun, *operands)
         for eqn in eqns:
             self._add(eqn)
         return out
@@ -158,7 +159,7 @@ class _Unstacker:
         if is_literal(v):
             return v
         if v in self.pieces and v not in self.whole:
-            self.whole[v] = self._compute(lambda *xs: lax.concatenate(xs, 0), *self.pieces[v])
+            self.whole[v] = self._compute("whole", lambda *xs: lax.concatenate(xs, 0), *self.pieces[v])
         return self.whole.get(v, v)
 
     def _blocks(self, v: Var) -> tuple[Atom, ...]:
@@ -167,9 +168,8 @@ class _Unstacker:
             cut = []
             for b, (start, stop) in enumerate(self._rows(v)):
                 self._place(here, b)
-                cut.append(
-                    self._compute(functools.partial(lax.slice_in_dim, start_index=start, limit_index=stop), whole)
-                )
+                rows = functools.partial(lax.slice_in_dim, start_index=start, limit_index=stop)
+                cut.append(self._compute((start, stop), rows, whole))
             self.pieces[v], self.key = tuple(cut), key
         return self.pieces[v]
 
@@ -197,7 +197,7 @@ class _Unstacker:
 
     def _as_block(self, row: Atom) -> Atom:
         if is_literal(row):
-            return self._compute(_as_one_row, row)
+            return self._compute("expand", _as_one_row, row)
         eqn, block = self.expand(row)
         self._add(eqn)
         self.row[block] = row
@@ -222,7 +222,8 @@ class _Unstacker:
                 results[n_carry:] = [self._as_block(v) for v in results[n_carry:]]
             else:
                 unroll = min(eqn.params.get("unroll", 1), sizes[b])
-                results = list(self._add(rebuild(eqn, args, dict(eqn.params, length=sizes[b], unroll=unroll))))
+                params = dict(eqn.params, length=sizes[b], unroll=unroll)
+                results = list(self._add(self.maker.rebuild(eqn, args, params)))
             carry, ys[b] = results[:n_carry], results[n_carry:]
         self.whole.update(zip(eqn.outvars[:n_carry], carry, strict=True))
         for k, v in enumerate(eqn.outvars[n_carry:]):
@@ -267,7 +268,7 @@ class _Unstacker:
             behind: list[list[Var]] = []
             for b in range(len(self.blocks[s])):
                 self._place(s, b)
-                behind.append(self._add(rebuild(eqn, [blocks[b] for blocks, _ in mine])))
+                behind.append(self._add(self.maker.rebuild(eqn, [blocks[b] for blocks, _ in mine])))
             for k, (_, out) in enumerate(mine):
                 self.pieces[out] = tuple(block[k] for block in behind)
         self._place(None, 0)
@@ -285,15 +286,16 @@ class _Unstacker:
                 for v, dims in zip(eqn.invars, factors.operands, strict=True)
             ]
             sizes = (*factors.sizes[:factor], n_rows, *factors.sizes[factor + 1 :])
-            found.append(self._add(rebuild(eqn, args, localize(eqn, replace(factors, sizes=sizes), {}))))
+            found.append(self._add(self.maker.rebuild(eqn, args, localize(eqn, replace(factors, sizes=sizes), {}))))
         self._place(None, 0)
         for r, (v, dims) in enumerate(zip(eqn.outvars, factors.results, strict=True)):
             parts = [results[r] for results in found]
             if dims[:1] == ((factor,),):
                 self.pieces[v] = tuple(parts)
             else:
-                combine = _COMBINE[factors.reductions[factor]]
-                self.whole[v] = self._compute(lambda *xs, f=combine: functools.reduce(f, xs), *parts)
+                reduction = factors.reductions[factor]
+                combine = _COMBINE[reduction]
+                self.whole[v] = self._compute(reduction, lambda *xs, f=combine: functools.reduce(f, xs), *parts)
 
     # ---- borders --------------------------------------------------------------------------------------------------
 

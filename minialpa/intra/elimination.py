@@ -19,6 +19,7 @@ import numpy as np
 
 from minialpa.errors import InfeasibleError
 from minialpa.intra.costgraph import Bools, Floats
+from minialpa.intra.dominance import undominated
 from minialpa.intra.residual import Residual, add_term, keep, loosen_rows, room_for
 
 #: Largest min-plus table that eliminating one node of degree 2 may build.
@@ -86,35 +87,14 @@ def _usable(residual: Residual, v: int) -> Bools:
 
 def _undominated(residual: Residual, v: int) -> Bools:
     """Formula 2. Of strategies that dominate each other, the first stays."""
-    better, worse = np.nonzero(_may_dominate(residual, v))
-    excess = residual.costs[v][better] - residual.costs[v][worse]
-    with np.errstate(invalid="ignore"):
-        for edge in residual.adjacent[v].values():
-            # inf - inf: the neighbour's choice rules A out, so it cannot speak for A; fmax skips the NaN.
-            excess += np.fmax.reduce(edge[better] - edge[worse], axis=1)
-    dominates = excess <= 0
-    stays = np.ones(len(residual.costs[v]), bool)
-    # Pairs by descending `worse`: when a strategy is judged, all later ones have been.
-    order = np.argsort(-worse[dominates], kind="stable")
-    for b, a in zip(better[dominates][order].tolist(), worse[dominates][order].tolist(), strict=True):
-        stays[a] &= not stays[b]
-    return stays
-
-
-def _may_dominate(residual: Residual, v: int) -> Bools:
-    """[B, A]: B uses no more than A, and the excess of formula 2 is not positive where each neighbour suits A best."""
-    cost = residual.costs[v]
-    excess = cost[:, None] - cost[None, :]
-    size = np.abs(cost)
-    for edge in residual.adjacent[v].values():
-        least = edge.min(axis=1)
-        excess += edge[:, edge.argmin(axis=1)] - least
-        size = size + np.abs(least)
-    may = excess <= 1e-12 * size
-    for usage in residual.terms[v].values():
-        may &= usage[:, None] <= usage[None, :]
-    np.fill_diagonal(may, False)
-    return may
+    cost, edges = residual.costs[v], list(residual.adjacent[v].values())
+    none = np.zeros((0, len(cost)))
+    return undominated(
+        cost,
+        np.stack(list(residual.terms[v].values())) if residual.terms[v] else none,
+        np.concatenate(edges, axis=1) if edges else none.T,
+        np.cumsum([0, *(edge.shape[1] for edge in edges)]),
+    )
 
 
 def _fold_separable_edges(residual: Residual, v: int) -> bool:

@@ -22,11 +22,11 @@ from minialpa.intra import rules as _rules  # noqa: F401  (registers the rules)
 from minialpa.intra.combining import n_together
 from minialpa.intra.constraints import constraint_of_equation
 from minialpa.intra.costgraph import FORBIDDEN
-from minialpa.intra.factors import Factors, factors_of
+from minialpa.intra.factors import Factors
 from minialpa.intra.folding import Varied
 from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
 from minialpa.intra.loops import ScanBody, scan_body
-from minialpa.intra.menu import Menu, Menus
+from minialpa.intra.menu import EquationKind, Menu, Menus
 from minialpa.intra.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.records import AnyRecord, Choice, LoopRecord, PassRecord, Record
 from minialpa.intra.reshard import partial_specs_of
@@ -76,12 +76,12 @@ class GraphBuilder:
         self.choices: dict[Var, Choice] = {}
         self.clusters: set[int] = set()
         self.sums: set[Var] = set()  # reductions that follow their operand, and what follows them
-        self.menus = menus or Menus()
+        self.menus, self.menu_of = menus or Menus(), dict[int, Menu]()
         self.n_gradients = max(1, sum(map(_is_marker, problem.eqns)))
         self.n_together = n_together(problem.eqns)
         self.n_readers = Counter(v for eqn in problem.eqns for v in eqn.invars if not is_literal(v))
         self.wishes = Wishes(problem, mesh, option)
-        self.folding = fold_problem(problem, self.wishes, self.n_together) if folded else None
+        self.folding = fold_problem(problem, self.wishes, self.n_together, self.menus) if folded else None
         self._add_inputs()
         self.records: list[AnyRecord] = []
         self.late: list[_Reader] = []
@@ -165,7 +165,7 @@ class GraphBuilder:
                 self.choices[var] = self.choices[leader]
 
     def _add_input(self, var: Var, role: Role, count: int) -> None:
-        specs = self.wishes.input_specs(var, role)
+        specs = self.menus.same(self.wishes.input_specs(var, role))
         if len(specs) == 1 and role in ("batch", "received"):
             self.choices[var] = Choice(None, specs)
             return
@@ -228,8 +228,7 @@ class GraphBuilder:
             carried = scan.n_consts <= k < scan.n_lead
             find = partial_specs_of if carried and is_inexact(inner) else specs_of
             specs = tuple(find(shape_of(inner), self.mesh.shape))
-            if is_extended(aval_of(inner).dtype):
-                specs = specs[:1]
+            specs = self.menus.same(specs[:1] if is_extended(aval_of(inner).dtype) else specs)
             self.choices[inner] = Choice(self._new_node([0.0] * len(specs)), specs)
             operands.append(Choice(self.choices[inner].node, tuple(scan.outer_operand(k, s) for s in specs)))
             self._connect(eqn, k, operands[k].node, operands[k].specs, times, varied)
@@ -258,18 +257,19 @@ class GraphBuilder:
                 self.choices[total] = choice
 
     def _add_plain(self, eqn: JaxprEqn, times: int, in_update: bool, varied: Varied) -> Record:
-        factors = factors_of(eqn).on_mesh()
+        kind = self.menus.kind_of(eqn)
         heavy = [k for k, v in enumerate(eqn.invars) if not is_literal(v) and self.choices[v].node is not None]
         nodes = {None if k in varied else self._choice(eqn.invars[k]).node for k in heavy}
-        fixed = {k: self.choices[v].specs[:1] for k, v in enumerate(eqn.invars) if not is_literal(v)}
         if not self.option.enable_auto_sharding or (not heavy and not _makes_array(eqn)):
+            known = {k: self.choices[v].specs for k, v in enumerate(eqn.invars) if not is_literal(v)}
+            fixed = {k: self.menus.same(specs[:1]) for k, specs in known.items()}
             given = {} if heavy else fixed
-            return Record(None, self._menu(eqn.outvars).follow(eqn, factors, given, 1, whole=self._is_whole(eqn)))
-        if len(nodes) == 1 and None not in nodes and not self._has_own_strategies(eqn, factors):
-            return self._follow(eqn, factors, heavy, times)
+            return Record(None, self._menu(eqn.outvars).follow(eqn, kind, given, 1, whole=self._is_whole(eqn)))
+        if len(nodes) == 1 and None not in nodes and not self._has_own_strategies(eqn, kind.factors):
+            return self._follow(eqn, kind, heavy, times)
         heavy = [k for k in heavy if k not in varied]
-        lead = self._cluster_operand(eqn, factors, heavy) if in_update else None
-        return self._own(eqn, factors, times, in_update) if lead is None else self._follow(eqn, factors, lead, times)
+        lead = self._cluster_operand(eqn, kind.factors, heavy) if in_update else None
+        return self._own(eqn, kind, times, in_update) if lead is None else self._follow(eqn, kind, lead, times)
 
     def _is_whole(self, eqn: JaxprEqn) -> bool:
         return any(v in self.problem.whole for v in eqn.outvars)
@@ -300,36 +300,38 @@ class GraphBuilder:
                 return [j for j in heavy if self._choice(eqn.invars[j]).node == node]
         return None
 
-    def _follow(self, eqn: JaxprEqn, factors: Factors, lead: Sequence[int], times: int) -> Record:
+    def _follow(self, eqn: JaxprEqn, kind: EquationKind, lead: Sequence[int], times: int) -> Record:
         choices = {k: self._choice(eqn.invars[k]) for k in lead}
         node = choices[lead[0]].node
         assert node is not None
         given = {k: choice.specs for k, choice in choices.items()}
         n = len(self.nodes[node])
-        strategies = self._menu(eqn.outvars).follow(eqn, factors, given, n, whole=self._is_whole(eqn))
+        strategies = self._menu(eqn.outvars).follow(eqn, kind, given, n, whole=self._is_whole(eqn))
         self.nodes[node] += times * strategies.seconds
         return Record(node, strategies)
 
-    def _own(self, eqn: JaxprEqn, factors: Factors, times: int, in_update: bool) -> Record:
+    def _own(self, eqn: JaxprEqn, kind: EquationKind, times: int, in_update: bool) -> Record:
         reads_arrays = any(not is_literal(v) and self.choices[v].node is not None for v in eqn.invars)
-        required = {} if is_constraint(eqn) else self.wishes.required(eqn, factors, in_update, reads_arrays)
+        required = {} if is_constraint(eqn) else self.wishes.required(eqn, kind.factors, in_update, reads_arrays)
         scatter = not self.option.force_data_parallel or self.option.prefer_reduce_scatter
-        pending = {} if _is_identity(eqn) else self._n_pending(eqn, factors)
-        strategies = self._menu(eqn.outvars).enumerate(eqn, factors, required, pending, scatter=scatter)
+        pending = {} if _is_identity(eqn) else self._n_pending(eqn, kind.factors)
+        strategies = self._menu(eqn.outvars).enumerate(eqn, kind, required, pending, scatter=scatter)
         if is_constraint(eqn):
             constraint = constraint_of_equation(eqn, self.mesh.shape)
             strategies = strategies.select(
                 [s for s, spec in enumerate(strategies.results[0]) if constraint.allows(spec)]
             )
         node = self._new_node(times * strategies.seconds)
-        if in_update and _is_elementwise(eqn, factors):
+        if in_update and _is_elementwise(eqn, kind.factors):
             self.clusters.add(node)
         return Record(node, strategies)
 
     def _menu(self, made: Sequence[Var], at_least: int = 1) -> Menu:
         """Prices of collectives on the results of an equation, of which several share the time to start."""
         n = max([at_least, *(self.n_together.get(v, 1) for v in made)])
-        return self.menus.of(self.mesh, self.option.forbidden_collectives, n)
+        if n not in self.menu_of:
+            self.menu_of[n] = self.menus.of(self.mesh, self.option.forbidden_collectives, n)
+        return self.menu_of[n]
 
     def _n_pending(self, eqn: JaxprEqn, factors: Factors) -> dict[int, int]:
         """For each mesh axis how many operands may come as partial sums that can pass."""

@@ -126,8 +126,10 @@ def bracket(core: Core, prices: Floats, deadline: float) -> Bracket:
     passes = _raise_bound(core, prices, incumbent, now + (deadline - now) / 2)
     for _ in range(_LAST_PAIRS if time.monotonic() < deadline else 1):
         for forward in (True, False):
-            passes.run(forward)
+            bound = passes.run(forward)
             passes.round(not forward, incumbent)
+        if incumbent.allowed_cost - bound <= _ROUNDING * core.forbidden:
+            break
     if incumbent.excess > 0:
         _round_thriftily(core, incumbent)
     bound = passes.run(True) - _ROUNDING * core.forbidden
@@ -145,8 +147,9 @@ def bracket(core: Core, prices: Floats, deadline: float) -> Bracket:
 def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float) -> _Passes:
     """Passes under moving prices; returns those that proved the best bound."""
     passes, best = _Passes(core, prices), _Passes(core, prices)
+    equal = _ROUNDING * core.forbidden
     scale = max(float(core.room.max(initial=0.0)), float(core.usage.max(initial=0.0)))
-    best_bound, last_gap = -np.inf, np.inf
+    best_bound, bound_before, last_gap = -np.inf, -np.inf, np.inf
     step, since_best = _STEP, 0
     slope = np.zeros(len(core.room))
     for k in range(_MAX_PAIRS):
@@ -157,10 +160,16 @@ def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: fl
             best.prices, best.messages[:] = passes.prices, passes.messages
         if k % _ROUNDING_PAIRS == _ROUNDING_PAIRS - 1:
             passes.round(True, incumbent)
+            if incumbent.allowed_cost - best_bound <= equal:
+                break
+            if not len(core.room) and best_bound - bound_before <= equal:  # without prices nothing moves it any more
+                passes.improve(incumbent, bound, seed=k)
+                break
+            bound_before = best_bound
         if k % _PROGRESS_PAIRS == _PROGRESS_PAIRS - 1:
             passes.improve(incumbent, bound, seed=k)
             gap = incumbent.allowed_cost - best_bound
-            if gap > (1 - _LEAST_PROGRESS) * last_gap or gap <= _ROUNDING * core.forbidden:
+            if gap > (1 - _LEAST_PROGRESS) * last_gap or gap <= equal:
                 break
             last_gap = gap
         if time.monotonic() > deadline or step < _LEAST_STEP:

@@ -1,13 +1,14 @@
-"""Strategies and prices of resharding, worked out once for each kind of equation and value of a mesh.
+"""Strategies and prices of resharding, worked out once for each kind of equation and value.
 
 Models repeat themselves: most equations differ from an earlier one in nothing but the names of their variables, and
-then have the very same `StrategySet`. Tuples of specs are therefore compared by identity here.
+then have the very same `StrategySet` on a mesh. Equations of other sizes that are divided by the same numbers have the
+same `Ways`, on all meshes of one shape. Tuples of specs are therefore compared by identity here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,33 +16,106 @@ from jax.extend.core import JaxprEqn
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
-from minialpa.intra.factors import Factors
-from minialpa.intra.reshard import reshard_table
-from minialpa.intra.strategies import Specs, StrategySet, enumerate_strategies, follow, has_contraction
-from minialpa.jaxprs import dtype_name, is_literal, shape_of
+from minialpa.intra.factors import Factors, factors_of
+from minialpa.intra.reshard import ReshardTable, reshard_table, same_divisors
+from minialpa.intra.strategies import StrategySet, priced, splits_most
+from minialpa.intra.ways import Specs, Ways, enumerate_ways, follow_ways, leads, same_operands
+from minialpa.jaxprs import dtype_name, is_constraint, shape_of, sub_jaxprs
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EquationKind:
+    """Equations that differ in the names of variables only, which have equal strategies.
+
+    factors: those on a mesh. same: for each operand the first that is the same, -1 for literals.
+    """
+
+    factors: Factors
+    same: tuple[int, ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+
+
+class _Memo:
+    """Values by their keys. Each comes with what its key holds by identity, so that this stays alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Any, Any]] = {}
+
+    def once(self, key: Hashable, alive: Any, make: Callable[[], T]) -> T:
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = make(), alive
+        value: T = found[0]
+        return value
+
+    def same(self, specs: Specs) -> Specs:
+        """The tuple that stands for all that are equal."""
+        return self.once(("specs", specs), None, lambda: specs)
+
+
+class _Shape:
+    """`Ways` on the meshes of one shape."""
+
+    def __init__(self, shape: tuple[int, ...], memo: _Memo) -> None:
+        self.shape, self._all = shape, memo
+        self._memo = _Memo()
+
+    def enumerate(self, eqn: JaxprEqn, kind: EquationKind, options: tuple[Any, ...], *, most_splits: bool) -> Ways:
+        required, pending, scatter = options
+        return self._memo.once(
+            ("enumerate", self._alike(kind), options, most_splits),
+            None,
+            lambda: self._same(
+                enumerate_ways(
+                    eqn, kind.factors, self.shape, dict(required), dict(pending), scatter=scatter,
+                    most_splits=most_splits,
+                )
+            ),
+        )  # fmt: skip
+
+    def follow(self, eqn: JaxprEqn, kind: EquationKind, given: Mapping[int, Specs], n: int, *, whole: bool) -> Ways:
+        lead = tuple((k, id(given[k])) for k in leads(eqn, given))
+        return self._memo.once(
+            ("follow", self._alike(kind), lead, n, whole),
+            tuple(given.values()),
+            lambda: self._same(follow_ways(eqn, kind.factors, self.shape, given, n, whole=whole)),
+        )
+
+    def numbers(self, table: ReshardTable, specs: Specs) -> NDArray[np.int64]:
+        """`ReshardTable.numbers`."""
+        return self._memo.once((id(table.number), id(specs)), (table.number, specs), lambda: table.numbers(specs))
+
+    def _same(self, ways: Ways) -> Ways:
+        """With specs that can be compared by identity."""
+        operands, results = (tuple(map(self._all.same, columns)) for columns in (ways.operands, ways.results))
+        return replace(ways, operands=operands, results=results)
+
+    def _alike(self, kind: EquationKind) -> object:
+        """The same for all kinds that have the same ways."""
+        return self._memo.once(kind, None, lambda: self._memo.once(self._divided(kind), None, object))
+
+    def _divided(self, kind: EquationKind) -> Hashable:
+        """A kind with what matters of its sizes."""
+        return (
+            _structure(kind.factors), same_divisors(kind.factors.sizes, self.shape), kind.same,
+            tuple(same_divisors(shape, self.shape) for shape in kind.result_shapes),
+        )  # fmt: skip
 
 
 class Menu:
     """What `strategies` and `reshard` give for one mesh, where `n_together` sums share the time to start; remembers."""
 
-    def __init__(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int = 1) -> None:
+    def __init__(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, shape: _Shape) -> None:
         self.apart, self.forbidden, self.n_together = mesh, forbidden, n_together
         self.mesh = replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
-        # Each value comes with the tuples whose identity is part of its key, so that they stay alive.
-        self._known: dict[Hashable, tuple[Any, tuple[Specs, ...]]] = {}
-
-    def _once(self, key: Hashable, alive: tuple[Specs, ...], make: Callable[[], T]) -> T:
-        if key not in self._known:
-            self._known[key] = (make(), alive)
-        found: T = self._known[key][0]
-        return found
+        self._shape, self._memo = shape, _Memo()
 
     def enumerate(
         self,
         eqn: JaxprEqn,
-        factors: Factors,
+        kind: EquationKind,
         required: Mapping[int, int | None],
         n_pending: Mapping[int, int],
         *,
@@ -49,52 +123,69 @@ class Menu:
     ) -> StrategySet:
         """`enumerate_strategies`."""
         options = (tuple(required.items()), tuple(sorted(n_pending.items())), scatter)
-        return self._once(
-            ("enumerate", kind_of(eqn, factors), options),
-            (),
-            lambda: enumerate_strategies(eqn, factors, self.mesh, required, n_pending, scatter=scatter),
-        )
+
+        def make() -> StrategySet:
+            ways = self._shape.enumerate(eqn, kind, options, most_splits=splits_most(eqn, self.mesh))
+            return priced(eqn, kind.factors, self.mesh, ways)
+
+        return self._memo.once(("enumerate", kind, options), None, make)
 
     def follow(
-        self, eqn: JaxprEqn, factors: Factors, given: Mapping[int, Specs], n: int, *, whole: bool = False
+        self, eqn: JaxprEqn, kind: EquationKind, given: Mapping[int, Specs], n: int, *, whole: bool = False
     ) -> StrategySet:
         """`strategies.follow`."""
-        leads = tuple((k, id(specs)) for k, specs in given.items())
-        return self._once(
-            ("follow", kind_of(eqn, factors), leads, n, whole),
-            tuple(given.values()),
-            lambda: follow(eqn, factors, self.mesh, given, n, whole=whole),
-        )
+
+        def make() -> StrategySet:
+            ways = self._shape.follow(eqn, kind, given, n, whole=whole)
+            return priced(eqn, kind.factors, self.mesh, ways)
+
+        lead = tuple((k, id(specs)) for k, specs in given.items())
+        return self._memo.once(("follow", kind, lead, n, whole), tuple(given.values()), make)
 
     def reshard_s(self, shape: tuple[int, ...], n_bytes: float, made: Specs, wanted: Specs) -> NDArray[np.float64]:
         """Seconds to reshard an array, shape [len(made), len(wanted)]."""
-        return self._once(
-            ("reshard", shape, n_bytes, id(made), id(wanted)),
-            (made, wanted),
-            lambda: reshard_table(shape, n_bytes, self.apart, self.forbidden, self.n_together).matrix(made, wanted),
-        )
+
+        def make() -> NDArray[np.float64]:
+            table = self._memo.once(
+                ("table", shape, n_bytes),
+                None,
+                lambda: reshard_table(shape, n_bytes, self.apart, self.forbidden, self.n_together),
+            )
+            return table.between(self._shape.numbers(table, made), self._shape.numbers(table, wanted))
+
+        return self._memo.once(("reshard", shape, n_bytes, id(made), id(wanted)), (made, wanted), make)
 
 
 class Menus:
     """The menus of all meshes; one such object serves any number of problems, which then share what they have alike."""
 
     def __init__(self) -> None:
-        self._menus: dict[tuple[LogicalMesh, tuple[str, ...], int], Menu] = {}
+        self._memo = _Memo()
 
     def of(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int) -> Menu:
-        key = (mesh, forbidden, n_together)
-        if key not in self._menus:
-            self._menus[key] = Menu(*key)
-        return self._menus[key]
+        shape = self._memo.once(("shape", mesh.shape), None, lambda: _Shape(mesh.shape, self._memo))
+        return self._memo.once((mesh, forbidden, n_together), None, lambda: Menu(mesh, forbidden, n_together, shape))
+
+    def same(self, specs: Specs) -> Specs:
+        """The tuple that stands for all that are equal: specs are compared by identity."""
+        return self._memo.same(specs)
+
+    def kind_of(self, eqn: JaxprEqn) -> EquationKind:
+        """Equations of one kind have the same."""
+        return self._memo.once(id(eqn), eqn, lambda: self._kind_of(eqn))
+
+    def _kind_of(self, eqn: JaxprEqn) -> EquationKind:
+        factors, same = factors_of(eqn).on_mesh(), same_operands(eqn)
+        arrays = tuple((shape_of(v), dtype_name(v)) for v in (*eqn.invars, *eqn.outvars))
+        text = str(eqn.params) if is_constraint(eqn) else tuple(str(body) for body in sub_jaxprs(eqn))
+        key = (eqn.primitive.name, text, arrays, same, factors.sizes, factors.flops, _structure(factors))
+        shapes = tuple(shape_of(v) for v in eqn.outvars)
+        return self._memo.once(key, None, lambda: EquationKind(factors, same, shapes))
 
 
-def kind_of(eqn: JaxprEqn, factors: Factors) -> Hashable:
-    """What strategies depend on: equations of one kind have equal strategies."""
-    first: dict[int, int] = {}
-    same = tuple(first.setdefault(id(v), k) for k, v in enumerate(eqn.invars))
-    arrays = tuple((shape_of(v), dtype_name(v), is_literal(v)) for v in (*eqn.invars, *eqn.outvars))
+def _structure(factors: Factors) -> Hashable:
+    """All of them but sizes."""
     return (
-        arrays, same, has_contraction(eqn),
-        factors.sizes, factors.operands, factors.results, tuple(factors.reductions.items()), factors.blocked,
-        factors.linear, factors.linear_operands, factors.flops, factors.unaffected, factors.once,
+        factors.operands, factors.results, tuple(factors.reductions.items()), factors.blocked, factors.linear,
+        factors.linear_operands, factors.unaffected, factors.once, factors.positional,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -126,7 +127,15 @@ class ReshardTable:
 
     def matrix(self, src: Sequence[Spec], dst: Sequence[Spec]) -> NDArray[np.float64]:
         """`cost` for every pair, shape [len(src), len(dst)]."""
-        return self.seconds[np.ix_([self.number[s] for s in src], [self.number[s] for s in dst])]
+        return self.between(self.numbers(src), self.numbers(dst))
+
+    def numbers(self, specs: Sequence[Spec]) -> NDArray[np.int64]:
+        """Numbers of specs, which are the same in all tables with the same `number`."""
+        return np.array([self.number[spec] for spec in specs], np.int64)
+
+    def between(self, src: NDArray[np.int64], dst: NDArray[np.int64]) -> NDArray[np.float64]:
+        """`matrix`, by numbers."""
+        return self.seconds[src[:, None], dst]
 
     def way(self, src: Spec, dst: Spec) -> tuple[Step, ...]:
         """The steps that turn `src` into `dst`. Raises ShardingError where there is no way."""
@@ -138,6 +147,42 @@ class ReshardTable:
             out.append(self.steps[self.first[at, end]])
             at = self.number[out[-1].dst]
         return tuple(out)
+
+
+def same_divisors(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape for all shapes that can be split over the mesh in the same ways."""
+    n = math.prod(mesh_shape)
+    return tuple(size if size < 2 else math.gcd(size, n) * (n + 1) for size in shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Steps:
+    """What arrays that can be split alike have in common: the numbers of their specs and the steps between them.
+
+    ends[i]: numbers of the specs of step i. bill_of[i]: which of `bills` it pays: its kind, axes, and the shards of the
+    value whose shard is communicated.
+    """
+
+    number: dict[Spec, int]
+    steps: tuple[Step, ...]
+    ends: tuple[tuple[int, int], ...]
+    bill_of: tuple[int, ...]
+    bills: tuple[Step, ...]
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _steps(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> _Steps:
+    number = {spec: i for i, spec in enumerate(partial_specs_of(shape, mesh_shape))}
+    steps, ends, bill_of = list[Step](), list[tuple[int, int]](), list[int]()
+    bills: dict[object, tuple[int, Step]] = {}
+    for i, src in enumerate(number):
+        for step in steps_from(src, shape, mesh_shape):
+            kept = step.dst if step.kind == "all-gather" else src
+            bill = step.kind, step.axes, kept.n_shards(mesh_shape)
+            steps.append(step)
+            ends.append((i, number[step.dst]))
+            bill_of.append(bills.setdefault(bill, (len(bills), step))[0])
+    return _Steps(number, tuple(steps), tuple(ends), tuple(bill_of), tuple(step for _, step in bills.values()))
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -153,25 +198,27 @@ def reshard_table(
     n_together: sums that share the time to start with the sum of this array.
     """
     together = dataclasses.replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
-    specs = list(partial_specs_of(shape, mesh.shape))
-    number = {spec: i for i, spec in enumerate(specs)}
-    n = len(specs)
-    seconds, first = np.full((n, n), np.inf), np.zeros((n, n), np.int64)
-    np.fill_diagonal(seconds, 0.0)
-    steps: list[Step] = []
-    for i, src in enumerate(specs):
-        for step in steps_from(src, shape, mesh.shape):
-            is_sum = step.kind in ("all-reduce", "reduce-scatter")
-            j, price = number[step.dst], _price(step, n_bytes, together if is_sum else mesh)
-            if step.kind not in forbidden and price < seconds[i, j]:
-                seconds[i, j], first[i, j] = price, len(steps)
-                steps.append(step)
+    common = _steps(same_divisors(shape, mesh.shape), mesh.shape)
+    prices = [
+        math.inf if step.kind in forbidden
+        else _price(step, n_bytes, together if step.kind in ("all-reduce", "reduce-scatter") else mesh)
+        for step in common.bills
+    ]  # fmt: skip
+    n = len(common.number)
+    direct = [[math.inf] * n for _ in range(n)]
+    way = [[0] * n for _ in range(n)]
+    for i in range(n):
+        direct[i][i] = 0.0
+    for step, ((i, j), bill) in enumerate(zip(common.ends, common.bill_of, strict=True)):
+        if prices[bill] < direct[i][j]:
+            direct[i][j], way[i][j] = prices[bill], step
+    seconds, first = np.array(direct), np.array(way, np.int64)
     for k in range(n):
         through = seconds[:, k, None] + seconds[None, k, :]
         shorter = through < seconds
         seconds = np.where(shorter, through, seconds)
         first = np.where(shorter, first[:, k, None], first)
-    return ReshardTable(number, seconds, first, tuple(steps))
+    return ReshardTable(common.number, seconds, first, common.steps)
 
 
 def _price(step: Step, n_bytes: float, mesh: LogicalMesh) -> float:

@@ -27,6 +27,7 @@ class MeshSolver:
         """`menus`: shared with other problems."""
         self.problem, self.mesh, self.option, self.menus = problem, mesh, option, menus or Menus()
         self.folded = GraphBuilder(problem, mesh, option, folded=True, menus=self.menus)
+        self._each: GraphBuilder | None = None
 
     def solve(
         self, limit: MemoryLimit | None, time_limit_s: float, kept: Sequence[Usage] = (), byte_s: float = 0.0
@@ -46,7 +47,7 @@ class MeshSolver:
                 raise
         if alike is not None and (self.folded.folding is None or alike.gap <= _LARGE_GAP or self._is_large()):
             return self.folded.read(alike)
-        free = GraphBuilder(self.problem, self.mesh, self.option, menus=self.menus)
+        free = self._each = self._each or GraphBuilder(self.problem, self.mesh, self.option, menus=self.menus)
         try:
             each = solve_graph(free.graph(limit, kept, byte_s), time_limit_s=max(1.0, deadline - time.monotonic()))
         except InfeasibleError:

@@ -27,7 +27,7 @@ from minialpa.errors import VerifyError
 from minialpa.intra.factors import Factors, Reduction, factors_of, run_shard
 from minialpa.intra.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.reshard import Step, reshard_table
-from minialpa.intra.strategies import eager_reductions
+from minialpa.intra.ways import eager_reductions
 from minialpa.jaxprs import Atom, aval_of, bytes_of, eval_equation, is_extended, is_literal, shape_of
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec
 

@@ -11,11 +11,11 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.constraints import Constraint, constraint_of_path
-from minialpa.intra.factors import Factors, factors_of
+from minialpa.intra.factors import Factors
 from minialpa.intra.folding import Folding, fold
-from minialpa.intra.menu import kind_of
+from minialpa.intra.menu import Menus
 from minialpa.intra.problem import MeshEquations, Role
-from minialpa.jaxprs import aval_of, dtype_name, is_constraint, is_extended, is_literal, shape_of, sub_jaxprs
+from minialpa.jaxprs import aval_of, dtype_name, is_extended, is_literal, shape_of
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import Spec, specs_of
 
@@ -91,16 +91,14 @@ class Wishes:
         return dict.fromkeys(axes, None) if reads_arrays and not free else {}
 
 
-def fold_problem(problem: MeshEquations, wishes: Wishes, n_together: Mapping[Var, int]) -> Folding | None:
+def fold_problem(problem: MeshEquations, wishes: Wishes, n_together: Mapping[Var, int], menus: Menus) -> Folding | None:
     """Repeated layers of a problem, where the options want the same of them."""
 
     def kind(i: int) -> Hashable:
         eqn = problem.eqns[i]
-        text = str(eqn.params) if is_constraint(eqn) else tuple(str(body) for body in sub_jaxprs(eqn))
         flags = tuple((v in problem.whole, v in problem.equal, n_together.get(v)) for v in eqn.outvars)
         dims = tuple(None if is_literal(v) else problem.batch_dims.get(v) for v in eqn.invars)
-        key = kind_of(eqn, factors_of(eqn))
-        return eqn.primitive.name, key, problem.times[i], problem.in_update[i], flags, dims, text
+        return menus.kind_of(eqn), problem.times[i], problem.in_update[i], flags, dims
 
     def kind_of_input(v: Var) -> Hashable:
         constraint = wishes.fixed(v, problem.paths.get(v))

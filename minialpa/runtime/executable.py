@@ -3,47 +3,56 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from minialpa.plan import Plan
 from minialpa.program import Accumulate, Program, Run
-from minialpa.runtime.arrays import BlockedArray
-from minialpa.runtime.local import LocalExecutable
+
+
+class Runner(Protocol):
+    """A program on devices. A call runs a step on argument leaves and returns result leaves, without waiting."""
+
+    def __call__(self, leaves: Sequence[Any], /) -> list[Any]: ...
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Argument leaves laid out as the step wants them. What the step donates never shares memory with `leaves`."""
+
+    def hlo_texts(self) -> list[str]:
+        """Compiled HLO of each function of the program."""
+
+    def allocation_sizes(self) -> list[int]:
+        """Bytes per device of each function of the program: arguments, results and temporaries."""
+
+    def function_seconds(self, repeats: int = 5) -> list[float]:
+        """Seconds of each function of the program by itself: median of `repeats` calls."""
+
+    def descriptions(self) -> Mapping[str, str]:
+        """What there is to know of each process that takes part, by a name for it."""
+
+    def sync(self) -> None:
+        """Wait until everything that was started has ended."""
 
 
 class Executable:
     """A plan compiled for devices. `run(leaves)` runs one step on argument leaves and returns result leaves.
 
-    in_tree, out_tree: pytrees of the arguments, as a tuple without the static ones, and of the results.
+    runner: `program` on its devices. in_tree, out_tree: pytrees of the arguments, as a tuple without the static ones,
+    and of the results.
     """
 
-    def __init__(
-        self, plan: Plan, program: Program, devices: Sequence[jax.Device], in_tree: Any, out_tree: Any
-    ) -> None:
+    def __init__(self, plan: Plan, program: Program, runner: Runner, in_tree: Any, out_tree: Any) -> None:
         self._plan = plan
         self._in_tree, self._out_tree = in_tree, out_tree
         self._program = program
-        self._local = LocalExecutable(program, devices)
-        self._platform = devices[0].platform
+        self.runner = runner
         self._costs: list[float] = []
-        self.run = self._local.__call__
-
-    def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Argument leaves laid out as the step wants them. What the step donates never shares memory with `leaves`."""
-        out = []
-        for i, (leaf, placed) in enumerate(zip(leaves, self._local.place(leaves), strict=True)):
-            if not isinstance(leaf, jax.Array | BlockedArray) or not isinstance(placed, type(leaf)):
-                out.append(placed)
-            elif leaf.sharding == placed.sharding:
-                out.append(leaf)
-            else:
-                out.append(placed.copy() if i in self._program.donated_leaves else placed)
-        return out
+        self.run = runner.__call__
+        self.place = runner.place
 
     def get_parallel_plan(self) -> Plan:
         return self._plan
@@ -63,15 +72,13 @@ class Executable:
 
     def get_hlo_text(self) -> list[str]:
         """Compiled HLO, one text for each stage program."""
-        return [compiled.as_text() for compiled in self._local.compiled]
+        return self.runner.hlo_texts()
 
     def get_stage_allocation_size(self) -> list[int]:
         """Bytes per device of each mesh: arguments, results and temporaries of the largest of its programs."""
         sizes = [0] * len(self._program.meshes)
-        for function, compiled in zip(self._program.functions, self._local.compiled, strict=True):
-            stats = compiled.memory_analysis()
-            used = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
-            sizes[function.mesh] = max(sizes[function.mesh], used - stats.alias_size_in_bytes)
+        for function, size in zip(self._program.functions, self.runner.allocation_sizes(), strict=True):
+            sizes[function.mesh] = max(sizes[function.mesh], size)
         return sizes
 
     def get_total_allocation_size(self) -> int:
@@ -84,9 +91,11 @@ class Executable:
         self._costs = []
         for i in range(repeats + 1):
             leaves = self.place([_zeros(shape, dtype) for shape, dtype in structs])
-            jax.block_until_ready(leaves)
+            self.sync()
             start = time.perf_counter()
-            jax.block_until_ready(self.run(leaves))
+            results = self.run(leaves)
+            self.sync()
+            del results
             if i:
                 self._costs.append(time.perf_counter() - start)
         return list(self._costs)
@@ -96,7 +105,8 @@ class Executable:
         return list(self._costs)
 
     def dump_debug_info(self, folder: str | Path) -> None:
-        """Write the plan, its summary, the instructions, and the HLO of every stage program to `folder`."""
+        """Write the plan, its summary, the instructions, the HLO of every stage program, and what there is to know of
+        every process, to `folder`."""
         root = Path(folder)
         root.mkdir(parents=True, exist_ok=True)
         self._plan.save(root / "plan.json")
@@ -111,14 +121,12 @@ class Executable:
         (root / "instructions.txt").write_text("\n".join(lines) + "\n")
         for i, (function, text) in enumerate(zip(self._program.functions, self.get_hlo_text(), strict=True)):
             (root / f"{i:02d}-{function.name}.hlo.txt").write_text(text)
+        for name, text in self.runner.descriptions().items():
+            (root / f"{name}.txt").write_text(text + "\n")
 
     def sync(self) -> None:
         """Wait until the devices of the executable have made every array that was asked of them before."""
-        mine = {device for mesh in self._local.meshes for device in mesh.devices.flat}
-        for array in jax.live_arrays(self._platform):
-            if not array.is_deleted() and mine & array.sharding.device_set:
-                jax.block_until_ready(array)
-        jax.effects_barrier()
+        self.runner.sync()
 
 
 def _zeros(shape: tuple[int, ...], dtype: str) -> Any:

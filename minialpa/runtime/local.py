@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,6 +31,7 @@ from minialpa.program import (
     reads,
 )
 from minialpa.runtime.arrays import BlockedArray
+from minialpa.runtime.task_times import function_seconds
 from minialpa.sharding import AXIS_NAMES
 
 
@@ -84,20 +85,62 @@ class LocalExecutable:
         return [_result(slot, buffers) for slot in self.program.outputs]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Argument leaves laid out as the program wants them, where it reads a leaf whole on one mesh, or in blocks."""
+        """Argument leaves laid out as the program wants them, where it reads a leaf whole on one mesh, or in blocks.
+
+        What the program donates never shares memory with `leaves`.
+        """
         out = list(leaves)
-        blocks: dict[int, dict[int, jax.Array]] = {}
+        blocks: dict[int, dict[int, tuple[InputSlot, NamedSharding]]] = defaultdict(dict)
         for slot, sharding in zip(self.program.inputs, self._input_shardings, strict=True):
+            leaf = leaves[slot.leaf]
             if slot.is_block and slot.rows is not None:
-                if slot.rows[0] not in blocks.setdefault(slot.leaf, {}):
-                    blocks[slot.leaf][slot.rows[0]] = jax.device_put(_rows(leaves[slot.leaf], slot), sharding)
-            elif slot.rows is None and out[slot.leaf] is leaves[slot.leaf]:
-                out[slot.leaf] = jax.device_put(_in_one(leaves[slot.leaf]), sharding)
-        for leaf, found in blocks.items():
-            blocked = BlockedArray([found[start] for start in sorted(found)])
-            if blocked.shape == np.shape(leaves[leaf]):  # else some rows are not read
-                out[leaf] = blocked
+                blocks[slot.leaf].setdefault(slot.rows[0], (slot, sharding))
+            elif slot.rows is None and out[slot.leaf] is leaf and getattr(leaf, "sharding", None) != sharding:
+                placed = jax.device_put(_in_one(leaf), sharding)
+                is_shared = isinstance(leaf, jax.Array) and slot.leaf in self.program.donated_leaves
+                out[slot.leaf] = placed.copy() if is_shared else placed
+        for i, found in blocks.items():
+            out[i] = self._in_blocks(leaves[i], [found[start] for start in sorted(found)])
         return out
+
+    def _in_blocks(self, leaf: Any, wanted: Sequence[tuple[InputSlot, NamedSharding]]) -> Any:
+        """A leaf in blocks laid out as wanted; the leaf itself where it is that, or where some rows are not read."""
+        values = [_rows(leaf, slot) for slot, _ in wanted]
+        blocks = leaf.blocks if isinstance(leaf, BlockedArray) else ()
+        lies = bool(blocks) and all(
+            x is block and getattr(x, "sharding", None) == sharding
+            for x, block, (_, sharding) in zip(values, blocks, wanted, strict=False)
+        )
+        if lies or sum(x.shape[0] for x in values) < np.shape(leaf)[0]:
+            return leaf
+        return BlockedArray([
+            self._owned(jax.device_put(x, sharding), x if blocks else leaf, slot)
+            for x, (slot, sharding) in zip(values, wanted, strict=True)
+        ])  # fmt: skip
+
+    def hlo_texts(self) -> list[str]:
+        """Compiled HLO of each function."""
+        return [compiled.as_text() for compiled in self.compiled]
+
+    def allocation_sizes(self) -> list[int]:
+        """Bytes per device of each function: arguments, results and temporaries."""
+        return list(map(allocation_size, self.compiled))
+
+    def function_seconds(self, repeats: int = 5) -> list[float]:
+        """Seconds of each function by itself: median of `repeats` calls."""
+        return [function_seconds(compiled, repeats) for compiled in self.compiled]
+
+    def descriptions(self) -> dict[str, str]:
+        """The devices of each mesh."""
+        return {"devices": "\n".join(f"mesh {i}: {mesh.devices.tolist()}" for i, mesh in enumerate(self.meshes))}
+
+    def sync(self) -> None:
+        """Wait until the devices have made every array that was asked of them before."""
+        mine = {device for mesh in self.meshes for device in mesh.devices.flat}
+        for array in jax.live_arrays(next(iter(mine)).platform):
+            if not array.is_deleted() and mine & array.sharding.device_set:
+                jax.block_until_ready(array)
+        jax.effects_barrier()
 
     def _place(self, leaves: Sequence[Any]) -> list[Any]:
         """The array of each input slot. Leaves that already lie right are used as they are.
@@ -223,6 +266,13 @@ def _shares_buffer(array: jax.Array, leaf: jax.Array) -> bool:
         return True
     mine = {s.data.unsafe_buffer_pointer() for s in array.addressable_shards}
     return any(s.data.unsafe_buffer_pointer() in mine for s in leaf.addressable_shards)
+
+
+def allocation_size(compiled: Any) -> int:
+    """Bytes per device that a compiled function needs: arguments, results and temporaries."""
+    stats = compiled.memory_analysis()
+    used = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    return int(used - stats.alias_size_in_bytes)
 
 
 def _compile_all(functions: Sequence[Function], meshes: Sequence[Mesh]) -> list[Any]:

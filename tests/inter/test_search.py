@@ -27,7 +27,8 @@ from minialpa import (
 )
 from minialpa.inter.cost_cache import load_costs
 from minialpa.inter.forward import assign_layers, balanced_runs, natural_layers, pieces_of
-from minialpa.inter.search import Space, StageSearch
+from minialpa.inter.search import StageSearch
+from minialpa.inter.stage_bounds import Space, StageBounds
 from minialpa.inter.stage_cost import PieceCosts
 from minialpa.inter.submeshes import candidates, may_start, skip_to, transfer_seconds
 from minialpa.options import Remat
@@ -51,12 +52,12 @@ def mlp(n_layers: int = 4, hidden: int = 2048, batch: int = 64) -> TracedStep:
     )
 
 
-def search(
+def bounds_of(
     traced: TracedStep, cluster: ClusterSpec, numbers: tuple[int, ...], remats: tuple[Remat, ...] = ("none",)
-) -> StageSearch:
+) -> StageBounds:
     layers = assign_layers(traced, AutoLayerOption())
     space = Space(numbers, remats, tuple(candidates(cluster, AutoStageOption())), "1f1b", False, 0.01)
-    return StageSearch(traced, layers, cluster, space, AutoShardingOption(), lambda what, done, total: None)
+    return StageBounds(traced, layers, cluster, space, AutoShardingOption())
 
 
 @pytest.mark.parametrize("memory_bytes", [16e9, 9e7])
@@ -64,20 +65,20 @@ def test_the_search_finds_what_the_whole_table_holds(memory_bytes: float) -> Non
     device = dataclasses.replace(V100.device, memory_bytes=memory_bytes)
     cluster = dataclasses.replace(V100, device=device)
     traced = mlp()
-    lazy, full = search(traced, cluster, (1, 2, 8)), search(traced, cluster, (1, 2, 8))
-    found = lazy.best()
+    lazy, full = bounds_of(traced, cluster, (1, 2, 8)), bounds_of(traced, cluster, (1, 2, 8))
+    found = StageSearch(lazy, lambda what, done, total: None).best()
     seconds = []
-    for n, bounds in full.bounds.items():
+    for n in full.numbers:
         for c in range(len(full.columns)):
             for piece in range(full.n_pieces):
-                while not bounds.solved[piece, c]:
-                    full._raise(n, piece, c)
+                while not full.is_solved(n, piece, c):
+                    full.raise_bound(n, piece, c)
         try:
-            seconds.append(full._choose(n, bounds).seconds)
+            seconds.append(full.choose(n).seconds)
         except minialpa.InfeasibleError:
             seconds.append(np.inf)
     assert min(seconds) * (1 - 1e-9) <= found.seconds <= min(seconds) * 1.02
-    assert len(lazy._solved) < len(full._solved)
+    assert lazy.n_solved < full.n_solved
 
 
 def test_without_a_method_everything_is_chosen_and_the_numbers_are_those_of_one_device() -> None:

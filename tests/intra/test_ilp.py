@@ -20,6 +20,7 @@ from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.intra import elimination, ilp, lagrange, program
 from minialpa.intra.bucket import eliminate_narrow_components
 from minialpa.intra.costgraph import CostGraph, Edge, Floats
+from minialpa.intra.dominance import undominated
 from minialpa.intra.elimination import reduce_graph
 from minialpa.intra.flat import flatten
 from minialpa.intra.ilp import solve_graph
@@ -355,3 +356,23 @@ ONE = (np.zeros(1),)
 def test_wrong_input_is_refused(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(ShardingError, match=message):
         CostGraph(*arguments)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=100)
+def test_what_dominates_costs_no_more_whatever_the_neighbours_choose(seed: int) -> None:
+    """Each strategy that goes has one that stays, is as thrifty, and never costs more; those that stay have none."""
+    rng = np.random.default_rng(seed)
+    n, widths = int(rng.integers(1, 7)), rng.integers(1, 5, int(rng.integers(0, 3)))
+    cost, usage = rng.integers(0, 4, n) / 8, rng.integers(0, 3, (int(rng.integers(0, 3)), n)) / 8
+    edges = [rng.integers(0, 4, (n, width)) / 8 for width in widths]
+    ends = np.cumsum([0, *widths])
+    stays = undominated(cost, usage, np.concatenate([np.zeros((n, 0)), *edges], axis=1), ends)
+
+    def excess(b: int, a: int) -> float:
+        return float(cost[b] - cost[a] + sum((edge[b] - edge[a]).max() for edge in edges))
+
+    dominates = [[bool(excess(b, a) <= 0 and (usage[:, b] <= usage[:, a]).all()) for a in range(n)] for b in range(n)]
+    for a in range(n):
+        others = [b for b in range(n) if b != a and stays[b] and dominates[b][a]]
+        assert bool(others) != bool(stays[a])

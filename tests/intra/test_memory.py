@@ -48,7 +48,7 @@ class Case:
 
     @property
     def real(self) -> dict[str, Any]:
-        local = self.executable._local
+        local = self.executable.runner
         names = [function.name for function in self.executable._program.functions]
         return {name: c.memory_analysis() for name, c in zip(names, local.compiled, strict=True)}
 
@@ -217,7 +217,7 @@ def test_temporaries_are_those_of_the_compiled_program(name: str) -> None:
         batch_argnums=len(arguments) - 1,
     )
     executable = step.get_executable(*arguments)
-    (stats,) = (compiled.memory_analysis() for compiled in executable._local.compiled)
+    (stats,) = (compiled.memory_analysis() for compiled in executable.runner.compiled)
     predicted = executable.get_parallel_plan().stages[0].peak_bytes
     assert predicted - total(stats) == pytest.approx(0, abs=0.02 * stats.temp_size_in_bytes)
 

@@ -14,7 +14,7 @@ from rule_laws import Case, cases_of, check_all, notation, vjp
 
 import minialpa.intra.rules  # noqa: F401 (fills the rule table)
 from minialpa.intra.factors import Factors, factors_of, localize
-from minialpa.jaxprs import fresh_var, rebuild
+from minialpa.jaxprs import EquationMaker, fresh_var
 
 T, B, H, L = 3, 4, 6, 2
 
@@ -201,7 +201,7 @@ def test_localized_loops_have_local_shapes() -> None:
         (f, *_) = (f for f in factors.splittable if factors.sizes[f] == B)
         shapes = [factors.shape(dims, {f: 2}) for dims in factors.operands]
         operands = [fresh_var(jax.core.ShapedArray(s, x.dtype)) for s, x in zip(shapes, case.operands, strict=True)]
-        local = rebuild(case.eqn, operands, localize(case.eqn, factors, {f: 2}))
+        local = EquationMaker().rebuild(case.eqn, operands, localize(case.eqn, factors, {f: 2}))
         expected = [factors.shape(dims, {f: 2}) for dims in factors.results]
         assert [v.aval.shape for v in local.outvars] == expected  # type: ignore[attr-defined]
 

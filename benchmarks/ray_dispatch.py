@@ -1,0 +1,161 @@
+"""How close a pipeline of two stages comes to its schedule, in one process and on Ray, a core for each stage.
+
+The bound is the program's instructions on a clock: each function takes what it took by itself, meshes do one thing at a
+time, and transfers and everything else take nothing. Beside it are the times of calls that do nothing.
+
+The compiler's threads are counted when jax starts, so this runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+import minialpa
+from benchmarks.ray_session import ONE_CORE, ray_session
+from benchmarks.registry import Rows, Size, benchmark
+from minialpa import models
+from minialpa.program import Accumulate, Program, Run, Transfer, reads
+
+N_STAGES = 2
+
+
+@benchmark("ray_dispatch")
+def ray_dispatch(size: Size) -> Rows:
+    """Two stages, in one process and on Ray: step times next to the bound of 1F1B, and the time of a Ray call."""
+    flags = f"{ONE_CORE} --xla_force_host_platform_device_count={N_STAGES}"
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "benchmarks.ray_dispatch", size]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    rows: Rows = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
+def main(size: Size) -> Rows:
+    # Hidden size, rows of a micro-batch, micro-batches, repeats.
+    cases = [(8, 4, 4, 2)] if size == "tiny" else [(8, 4, 16, 50), (512, 1024, 16, 8)]
+    local = [_Case(*case) for case in cases]  # before the session: a step belongs to one
+    with ray_session(N_STAGES) as runtime:
+        rows = [row for case in local for row in case.rows()]
+        worker = next(iter(runtime._meshes.values())).workers[0]
+        rows.append(_calls(worker.actor, repeats=3 if size == "tiny" else 300))
+    return rows
+
+
+class _Case:
+    """One model: its step in this process, and, once there is a session, on Ray."""
+
+    def __init__(self, hidden: int, rows: int, n_micro_batches: int, repeats: int) -> None:
+        self.hidden, self.repeats = hidden, repeats
+        self.model = models.build("mlp", batch_size=rows * n_micro_batches, hidden=hidden)
+        self.method = minialpa.PipeshardParallel(
+            num_micro_batches=n_micro_batches,
+            layer_option=minialpa.AutoLayerOption(layer_num=N_STAGES),
+            stage_option=minialpa.UniformStageOption(num_stages=N_STAGES),
+        )
+        self.state, self.batch = self.model.init(jax.random.key(0)), self.model.make_batch(0, self.model.batch_size)
+        self.in_process = self._executable()
+
+    def rows(self) -> Rows:
+        executables = {"in-process": self.in_process, "ray": self._executable()}
+        steps = {name: self._training(executable) for name, executable in executables.items()}
+        seconds: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in executables}
+        # In turns, and the functions in between: the machine may be busy with other things, now less and now more.
+        for i in range(1 + self.repeats):
+            for name, executable in executables.items():
+                found = {kind: step() for kind, step in steps[name].items()}
+                if i % 4 == 1:
+                    found["bound"] = bound_s(executable._program, executable.runner.function_seconds(5))
+                for kind, value in found.items() if i else ():
+                    seconds[name][kind].append(value)
+        medians = {name: {kind: statistics.median(v) for kind, v in kinds.items()} for name, kinds in seconds.items()}
+        return [self._row(name, executables[name]._program, medians) for name in executables]
+
+    def _row(self, name: str, program: Program, medians: dict[str, dict[str, float]]) -> dict[str, Any]:
+        n_tasks = sum(isinstance(i, Run | Accumulate) for i in program.instructions)
+        own, bound = medians[name], medians[name]["bound"]
+        return {
+            "case": f"mlp {self.hidden}, {name}",
+            "tasks": n_tasks,
+            "task_ms": bound / n_tasks * N_STAGES * 1e3,
+            "bound_ms": bound * 1e3,
+            "step_ms": own["waited for"] * 1e3,
+            "ahead_ms": own["ahead"] * 1e3,
+            "loss_read_ms": own["loss read"] * 1e3,
+            "bound_over_step": bound / own["waited for"],
+            "us_over_bound_per_task": (own["waited for"] - bound) / n_tasks * 1e6,
+            "times_in_process": own["waited for"] / medians["in-process"]["waited for"],
+        }
+
+    def _executable(self) -> Any:
+        step = minialpa.parallelize(self.model.train_step(minialpa.value_and_grad), method=self.method)
+        return step.get_executable(self.state, self.batch)
+
+    def _training(self, executable: Any) -> dict[str, Callable[[], float]]:
+        """Calls that train further and say how many seconds a step took.
+
+        waited for: one step, to its end. loss read: one step, to its loss as a number. ahead: four steps, of which each
+        is started without waiting for the one before.
+        """
+        leaves = executable.place(jax.tree.leaves((self.state, self.batch)))
+        n_state = len(jax.tree.leaves(self.state))
+
+        def step() -> Any:
+            results = executable.run(leaves)
+            leaves[:n_state] = results[:n_state]
+            return results[n_state:]
+
+        def seconds(n_steps: int, run: Callable[[], Any]) -> float:
+            executable.sync()
+            start = time.perf_counter()
+            run()
+            return (time.perf_counter() - start) / n_steps
+
+        return {
+            "waited for": lambda: seconds(1, lambda: (step(), executable.sync())),
+            "loss read": lambda: seconds(1, lambda: [float(metric) for metric in step()]),
+            "ahead": lambda: seconds(4, lambda: ([step() for _ in range(4)], executable.sync())),
+        }
+
+
+def bound_s(program: Program, seconds: Sequence[float]) -> float:
+    """Seconds of a step whose functions take `seconds`, and nothing else takes any: the end of the last mesh."""
+    free = [0.0] * len(program.meshes)
+    ready: dict[int, float] = {}
+    for instruction in program.instructions:
+        begin = max((ready.get(b, 0.0) for b in reads(instruction)), default=0.0)
+        match instruction:
+            case Run(number, _, made) | Accumulate(number, made, _):
+                mesh = program.functions[number].mesh
+                free[mesh] = max(free[mesh], begin) + seconds[number]
+                ready.update((b, free[mesh]) for b in made)
+            case Transfer(_, target):
+                ready[target] = begin
+    return max(free)
+
+
+def _calls(actor: Any, repeats: int) -> dict[str, Any]:
+    """The time of a call of a worker that does nothing."""
+    import ray
+
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        ray.get(actor.free.remote([]))
+        seconds.append(time.perf_counter() - start)
+    return {"case": "a Ray call", "step_ms": statistics.median(seconds) * 1e3, "least_ms": min(seconds) * 1e3}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main("tiny" if sys.argv[1:] == ["tiny"] else "full")))

@@ -1,0 +1,107 @@
+"""What a session on Ray holds, step after step: memory, arrays, descriptors, threads and Ray objects of each process.
+
+Every step takes a new batch and its metrics are fetched. In between, results are dropped unread, and calls are made
+that fail. Batches and results are large enough that one that stays behind in each step is seen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+import minialpa
+from benchmarks.ray_session import ray_session
+from benchmarks.registry import Rows, Size, benchmark
+from minialpa.errors import MinialpaError
+
+N_MESHES = 2
+WARM_UP = 50
+_STORE = "object_store_memory"
+#: Of the batch of a step, 256 KiB of which go to each mesh; and of each array of the state.
+BATCH_BYTES, STATE_BYTES = 512 << 10, 64 << 10
+
+
+@benchmark("ray_leaks")
+def ray_leaks(size: Size) -> Rows:
+    """1,000 steps on two meshes: what driver and workers hold after 50 of them, and later."""
+    n_steps = 1000 if size == "full" else 10
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    with ray_session(N_MESHES) as runtime:
+        for step, held in steps(runtime, WARM_UP if size == "full" else 5, n_steps, every=250):
+            for process, counts in held.items():
+                for what, value in counts.items():
+                    row = found.setdefault((process, what), {"process": process, "what": what})
+                    row[f"after {step}"] = value
+    return list(found.values())
+
+
+def steps(runtime: Any, warm_up: int, n_steps: int, every: int) -> Iterator[tuple[int, dict[str, dict[str, int]]]]:
+    """Train for `n_steps` steps; after `warm_up`, `warm_up + every`, ... of them, and the last, what processes hold."""
+    step = minialpa.parallelize(
+        _train_step,
+        method=minialpa.PipeshardParallel(
+            num_micro_batches=2,
+            layer_option="manual",
+            stage_option=minialpa.UniformStageOption(num_stages=N_MESHES),
+        ),
+        donate_argnums=(0,),
+    )
+    width = 128
+    rows = BATCH_BYTES // 2 // (4 * width)
+    params = {name: np.eye(width, dtype=np.float32) for name in "uv"}
+    for i in range(1, n_steps + 1):
+        batch = {name: np.full((rows, width), i, np.float32) for name in "xy"}
+        used = params
+        params, metrics = step(params, batch)
+        float(metrics["loss"])  # and nobody asks for the other one
+        if i % 10 == 5:
+            for bad in ((used, batch), (params, {**batch, "y": batch["y"][:, :3]})):  # used up; of a wrong shape
+                _fail(step, *bad)
+        if i % 10 == 7:
+            params = jax.tree.map(np.asarray, params)  # through this process
+        if i == n_steps or (i >= warm_up and (i - warm_up) % every == 0):
+            yield i, holdings_of_all(runtime)
+
+
+def _train_step(params: Any, batch: Any) -> Any:
+    def loss(p: Any) -> Any:
+        h = jax.numpy.tanh(batch["x"] @ p["u"])
+        minialpa.mark_pipeline_boundary()
+        out = h @ p["v"]
+        return jax.numpy.mean((out - batch["y"]) ** 2), out
+
+    (value, out), grads = minialpa.value_and_grad(loss, has_aux=True)(params)
+    return jax.tree.map(lambda p, g: p - 1e-6 * g, params, grads), {"loss": value, "out": out}
+
+
+def _fail(step: Any, *args: Any) -> None:
+    try:
+        step(*args)
+    except (MinialpaError, TypeError, ValueError):
+        return
+    raise AssertionError("the call was to fail")
+
+
+def holdings_of_all(runtime: Any) -> dict[str, dict[str, int]]:
+    """What this process and each worker hold, by name; this one with the objects of Ray that it refers to."""
+    import ray
+    from ray._private.worker import global_worker
+
+    from minialpa.runtime.holdings import holdings
+
+    runtime.sync()
+    time.sleep(1.0)  # the object store is counted a few times a second
+    held = {"driver": holdings()}
+    core_worker: Any = global_worker.core_worker  # type: ignore[attr-defined]
+    held["driver"] |= {
+        "ray_objects": len(core_worker.get_all_reference_counts()),
+        "ray_bytes": int(ray.cluster_resources()[_STORE] - ray.available_resources().get(_STORE, 0)),
+    }
+    workers = [worker for mesh in runtime._meshes.values() for worker in mesh.workers]
+    for worker, counts in zip(workers, runtime.ask(workers, "counts"), strict=True):
+        held[f"worker {worker.number}"] = counts
+    return held

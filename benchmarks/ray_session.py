@@ -1,0 +1,35 @@
+"""A session on a Ray cluster of its own on this machine, for benchmarks and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import minialpa
+from minialpa.session import current_session
+
+#: One core for each virtual device, as each would have on a machine with as many cores as devices.
+ONE_CORE = "--xla_cpu_multi_thread_eigen=false"
+
+
+@contextmanager
+def ray_session(n_devices: int, worker_env: Mapping[str, str] | None = None) -> Iterator[Any]:
+    """The runtime of a session on one host of `n_devices` virtual devices. The cluster ends behind the block."""
+    import ray
+
+    ray.init(
+        "local",  # not the cluster that may run here already
+        num_cpus=n_devices,
+        include_dashboard=False,
+        log_to_driver=False,
+        # Else its workers would let every other process go first, and be compared with one that does not.
+        _system_config={"worker_niceness": 0},
+    )
+    try:
+        env = {"XLA_FLAGS": ONE_CORE, **(worker_env or {})}
+        minialpa.init(cluster="ray", devices_per_host=n_devices, worker_env=env)
+        yield current_session().runtime
+    finally:
+        minialpa.shutdown()
+        ray.shutdown()

@@ -1,0 +1,115 @@
+"""Arrays that are not one array of this process: what a step takes and returns where others hold the data.
+
+`RemoteArray` has the shape and dtype, by which calls are planned, and the value as soon as someone asks for it.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+
+class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
+    """An array whose data is elsewhere. NumPy functions, operators, `float` and `jnp.asarray` fetch it.
+
+    Functions of jax take no arrays but their own: give them `jnp.asarray(x)`.
+
+    shape, dtype: those of the whole array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @abc.abstractmethod
+    def _fetch(self) -> Any:
+        """The value: a NumPy array, or a jax array of typed keys."""
+
+    @classmethod
+    def _fetch_all(cls, arrays: Sequence[Any]) -> None:
+        """Fetch the values of several arrays of this class at once."""
+        for array in arrays:
+            array._fetch()
+
+    @abc.abstractmethod
+    def block_until_ready(self) -> RemoteArray:
+        """Wait until the value is computed; raises what went wrong with it."""
+
+    @abc.abstractmethod
+    def is_deleted(self) -> bool:
+        """Whether the array was given to a step that used it up."""
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.size * self.dtype.itemsize)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self._fetch(), dtype=dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        given = [np.asarray(x) if isinstance(x, RemoteArray) else x for x in inputs]
+        return getattr(ufunc, method)(*given, **kwargs)
+
+    def __jax_array__(self) -> jax.Array:
+        return jax.numpy.asarray(self._fetch())
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dimensions")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._fetch()[index]
+
+    def __float__(self) -> float:
+        return float(self._fetch())
+
+    def __int__(self) -> int:
+        return int(self._fetch())
+
+    def __index__(self) -> int:
+        return self._fetch().__index__()  # type: ignore[no-any-return]
+
+    def __bool__(self) -> bool:
+        return bool(self._fetch())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._fetch()[()], spec) if self.ndim == 0 else format(str(self), spec)
+
+    def item(self, *index: int) -> Any:
+        return self._fetch().item(*index)
+
+    def tolist(self) -> Any:
+        return self._fetch().tolist()
+
+    def __reduce__(self) -> Any:
+        """Pickles and copies are plain arrays."""
+        return (np.asarray, (self._fetch(),))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
+
+
+def prefetch(tree: Any) -> None:
+    """Fetch the values of all remote arrays of a pytree at once, so that reading them later does not wait for each.
+
+    Other leaves are left alone. Raises WorkerError if a value was lost or donated.
+    """
+    by_class: dict[type[RemoteArray], list[RemoteArray]] = {}
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, RemoteArray):
+            by_class.setdefault(type(leaf), []).append(leaf)
+    for cls, arrays in by_class.items():
+        cls._fetch_all(arrays)

@@ -1,0 +1,121 @@
+"""Transport through host memory: NumPy arrays between processes of one machine, or over TCP between machines.
+
+Each pair of workers has one connection. On one machine, the sender copies into memory that both map, and the receiver
+hands that memory out. What comes waits in a mailbox until it is asked for.
+
+Arrays that `receive` returns are views of transport memory, which is used again once nothing refers to them. jax on CPU
+takes them over as they are: `jax.device_put` to any of the devices, `jax.dlpack.from_dlpack` to the first one. It never
+writes to such memory, not even when the array is donated: the result then gets memory of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from queue import Empty
+from typing import Any
+
+import numpy as np
+
+from minialpa.errors import WorkerError
+from minialpa.runtime.channel import Channel
+from minialpa.runtime.handshake import Address, Doors, knock
+from minialpa.runtime.mailbox import Mailbox, Message
+from minialpa.runtime.transport import Part, Piece, lay_out
+
+_FLUSH_S = 2.0
+
+
+class HostTransport:
+    """The transport of worker `number`. Make it, tell everybody its `address`, then `connect`.
+
+    host: the address of this machine that peers reach, and on which alone it listens. mailbox: what has arrived.
+
+    Its threads need Python's interpreter a few times for each message. Where other threads keep it busy, each time
+    takes up to `sys.getswitchinterval()`, which is 5 ms unless the worker sets it lower.
+    """
+
+    def __init__(self, secret: bytes, number: int, host: str = "127.0.0.1") -> None:
+        self.number = number
+        self._secret = secret
+        self._doors = Doors(secret, number, host)
+        self.mailbox = Mailbox[Message](number)
+        self._channels: dict[int, Channel] = {}
+
+    @property
+    def address(self) -> Address:
+        return self._doors.address
+
+    def connect(self, addresses: Sequence[Address], timeout_s: float = 60.0) -> None:
+        """Connect to all peers; `addresses[i]` is that of worker i. Raises WorkerError after `timeout_s` seconds.
+
+        Every worker connects to those with higher numbers, and nobody waits for anybody meanwhile: doors are open from
+        the start. They close here.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            for peer in range(self.number + 1, len(addresses)):
+                self._add(peer, knock(addresses[peer], self._secret, self.number, peer, deadline))
+            while len(self._channels) < len(addresses) - 1:
+                try:
+                    self._add(*self._doors.arrivals.get(timeout=max(0.0, deadline - time.monotonic())))
+                except Empty:
+                    missing = sorted(set(range(self.number)) - set(self._channels))
+                    raise WorkerError(
+                        f"Worker {self.number} waited {timeout_s:g} s for connections from workers {missing}."
+                    ) from None
+        finally:
+            self._doors.close()
+
+    def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
+        """See `Transport.send`."""
+        self.mailbox.check()
+        return self._channel(peer).send(tag, parts)
+
+    def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> list[np.ndarray[Any, Any]]:
+        """See `Transport.receive`. The arrays are aligned to ALIGNMENT, and not to be written to.
+
+        They share the memory of the message, which is used again when all of them are gone.
+        """
+        message = self.take(peer, tag, timeout_s)
+        layout = lay_out(pieces)
+        if (message.payload.size, message.digest) != (layout.size_bytes, layout.digest):
+            raise WorkerError(
+                f"Worker {self.number} awaited {layout.size_bytes} bytes as message {tag} of worker {peer}, {pieces}, "
+                f"and got {message.payload.size} bytes with another layout. The two run different programs."
+            )
+        return [
+            message.payload[offset : offset + piece.size_bytes].view(piece.dtype).reshape(piece.shape)
+            for offset, piece in zip(layout.offsets, pieces, strict=True)
+        ]
+
+    def take(self, peer: int, tag: int, timeout_s: float | None) -> Message:
+        """The bytes of a message. Waits as `receive` does, with None for ever."""
+        self._channel(peer)
+        return self.mailbox.take(peer, tag, timeout_s)
+
+    def close(self) -> None:
+        """See `Transport.close`. Waits a little for sends that are under way."""
+        self._doors.close()
+        for channel in self._channels.values():
+            channel.say_goodbye()
+        flushed = time.monotonic() + _FLUSH_S
+        for channel in self._channels.values():
+            channel.close(max(0.0, flushed - time.monotonic()))
+        while not self._doors.arrivals.empty():
+            self._doors.arrivals.get()[1].close()
+        self.mailbox.fail(WorkerError(f"Worker {self.number} has closed its transport."))
+
+    def _add(self, peer: int, sock: socket.socket) -> None:
+        if peer in self._channels or peer == self.number:
+            sock.close()
+            return
+        self._channels[peer] = Channel(peer, sock, self.mailbox)
+
+    def _channel(self, peer: int) -> Channel:
+        channel = self._channels.get(peer)
+        if channel is None:
+            raise WorkerError(f"Worker {self.number} is not connected to {peer}, but to {sorted(self._channels)}.")
+        return channel

@@ -1,0 +1,302 @@
+"""Mesh programs on a session's workers: argument leaves in, results that stay on the workers out."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import ChainMap, Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from minialpa.arrays import RemoteArray
+from minialpa.mesh_program import ArrayType, MeshProgram, Place, links, worker_places
+from minialpa.program import InputSlot, Program
+from minialpa.resharding import Box, shard_boxes
+from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
+from minialpa.runtime.interpreter import Argument, Given
+from minialpa.runtime.plain import to_plain
+from minialpa.runtime.ray_cluster import WorkerHandle
+from minialpa.runtime.ray_runtime import RayRuntime
+
+#: Shards of this size, where several workers get them, are put into the object store by themselves.
+_SHARE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The distinct shards of an input that one worker gets, and which of them each of its devices has."""
+
+    boxes: tuple[Box, ...]
+    shard_of_device: tuple[int, ...]
+
+
+class RayExecutable:
+    """A program on the workers of a session.
+
+    types: of buffers that no function of the program reads or writes. Its meshes start, and its functions are compiled,
+    when it is made; and again if another program with meshes of other shapes has ended them since.
+    """
+
+    def __init__(self, runtime: RayRuntime, program: Program, types: Mapping[int, ArrayType] | None = None) -> None:
+        self.runtime = runtime
+        self.programs = runtime.split(program, types or {})
+        self.number = runtime.new_number()
+        self.places = worker_places(program.meshes, runtime.cluster.devices_per_host)
+        self._mesh_of_function = [function.mesh for function in program.functions]
+        self._keys = [(shape.first_device, math.prod(shape.logical_shape)) for shape in program.meshes]
+        self._cuts = [_cuts(own, [p for p in self.places if p.mesh == own.mesh]) for own in self.programs]
+        self._n_outputs = len(program.outputs)
+        self._donated_leaves = program.donated_leaves
+        self._meshes: list[MeshWorkers] = []
+        self._load()
+        weakref.finalize(self, runtime.dropped.append, self.number)
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """Start a step on argument leaves; returns an array for each result at once."""
+        self.runtime.check()
+        self._load()
+        self._bring(leaves)
+        numbers = [self.runtime.new_number() for _ in range(self._n_outputs)]
+        self._start(leaves, numbers)
+        return self._results(numbers)
+
+    def move(self, arrays: Sequence[DistributedArray]) -> None:
+        """Start a step of which every result is a copy of an argument and is kept under its number."""
+        self._load()
+        self._start(arrays, [array.number for array in arrays])
+
+    def _start(self, leaves: Sequence[Any], numbers: Sequence[int]) -> None:
+        """Start a step whose results the workers keep under `numbers`."""
+        step = self.runtime.new_step()
+        values = _Values(leaves)
+        # All arguments first: fetching one waits for earlier steps, but not for a part of this one.
+        arguments = [
+            [self._argument(slot, own, cut[k], leaves, values) for slot, cut in zip(own.inputs, cuts, strict=True)]
+            for own, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True)
+            for k in range(len(mesh.workers))
+        ]
+        given = iter(_share(arguments))
+        calls: dict[Any, WorkerHandle] = {}
+        try:
+            for own, mesh in zip(self.programs, self._meshes, strict=True):
+                results = {number: numbers[number] for number, _ in own.outputs}
+                freed, donated = mesh.take_freed(), self._donated(mesh, leaves)
+                for worker in mesh.workers:
+                    mine, shared = next(given)
+                    ref = worker.actor.step.remote(self.number, step, mine, results, donated, freed, *shared)
+                    calls[ref] = worker
+        except BaseException:  # Ctrl-C, say
+            if calls:
+                self.runtime.abandon("A step was interrupted when only some workers had been told of it.")
+            raise
+        for leaf in self._donated_leaves:
+            if isinstance(leaves[leaf], DistributedArray):
+                self._use_up(leaves[leaf])
+        self.runtime.start_step(calls)
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Argument leaves on the workers, laid out as the step reads them; what is cut into micro-batches stays."""
+        self.runtime.check()
+        self._load()
+        out, values = list(leaves), _Values(leaves)
+        copies: dict[int, list[Copy]] = {}
+        numbers: dict[int, int] = {}
+        puts: list[tuple[WorkerHandle, dict[int, int], list[Argument]]] = []
+        for own, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True):
+            mine = [i for i, slot in enumerate(own.inputs) if slot.rows is None and not _lies(leaves, own, slot)]
+            for slot in (own.inputs[i] for i in mine):
+                numbers.setdefault(slot.leaf, self.runtime.new_number())
+                copies.setdefault(slot.leaf, []).append(Copy(mesh, own.shape, slot.spec))
+            kept = {i: numbers[own.inputs[i].leaf] for i in mine}
+            for k, worker in enumerate(mesh.workers):
+                puts.append((worker, kept, [values.given(own.inputs[i], own, cuts[i][k]) for i in mine]))
+        calls = {
+            worker.actor.put.remote(self.number, kept, given, *shared): worker
+            for (worker, kept, _), (given, shared) in zip(puts, _share([given for *_, given in puts]), strict=True)
+            if kept
+        }
+        self.runtime.gather(calls)
+        for leaf, number in numbers.items():
+            kind = next(own.types[s.buffer] for own in self.programs for s in own.inputs if s.leaf == leaf)
+            out[leaf] = DistributedArray(self.runtime, number, kind, tuple(copies[leaf]))
+        return out
+
+    def _bring(self, leaves: Sequence[Any]) -> None:
+        """Have workers send each other what lies elsewhere, or in another layout, than the step reads it."""
+        wanted: dict[tuple[int, Any, Any], tuple[DistributedArray, Copy]] = {}
+        for own in self.programs:
+            for slot in own.inputs:
+                leaf = leaves[slot.leaf]
+                if not isinstance(leaf, DistributedArray) or _lies(leaves, own, slot) or leaf.held_here:
+                    continue
+                copy = next((copy for copy in leaf.copies if copy.mesh.alive), None)
+                if slot.rows is None and copy is not None:
+                    wanted[leaf.number, own.shape, slot.spec] = leaf, copy
+        moves = [(array, copy, shape, spec) for (_, shape, spec), (array, copy) in wanted.items()]
+        # One group of workers that is seen in two shapes: such an array comes through this process.
+        shapes = {copy.shape for _, copy, _, _ in moves} | {shape for _, _, shape, _ in moves}
+        if moves and len({shape.first_device for shape in shapes}) == len(shapes):
+            self.runtime.move(moves)
+
+    def _argument(
+        self, slot: InputSlot, own: MeshProgram, cut: _Cut, leaves: Sequence[Any], values: _Values
+    ) -> Argument:
+        return leaves[slot.leaf].number if _lies(leaves, own, slot) else values.given(slot, own, cut)
+
+    def _donated(self, mesh: MeshWorkers, leaves: Sequence[Any]) -> list[int]:
+        """Arrays on `mesh` that the step uses up."""
+        given = [leaves[leaf] for leaf in sorted(self._donated_leaves)]
+        return [x.number for x in given if isinstance(x, DistributedArray) and any(c.mesh is mesh for c in x.copies)]
+
+    def _use_up(self, array: DistributedArray) -> None:
+        """Mark a donated array; copies on meshes that do not take part are freed."""
+        for copy in array.copies:
+            if copy.mesh.alive and all(copy.mesh is not mesh for mesh in self._meshes):
+                copy.mesh.freed.append(array.number)
+        array.used_up()
+
+    def _results(self, numbers: Sequence[int]) -> list[DistributedArray]:
+        held: dict[int, list[Copy]] = {}
+        types: dict[int, Any] = {}
+        for program, mesh in zip(self.programs, self._meshes, strict=True):
+            for number, buffer in program.outputs:
+                held.setdefault(number, []).append(Copy(mesh, program.shape, program.specs[buffer]))
+                types[number] = program.types[buffer]
+        return [DistributedArray(self.runtime, n, types[i], tuple(held[i])) for i, n in enumerate(numbers)]
+
+    # ---- programs on workers --------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        """Start the meshes that do not run, and compile where they have not the program yet."""
+        if self._meshes and all(mesh.alive for mesh in self._meshes):
+            return
+        meshes = self.runtime.meshes(self._keys)
+        self.runtime.unload_dropped()
+        workers = [(worker, program) for program, mesh in zip(self.programs, meshes, strict=True)
+                   for worker in mesh.workers]  # fmt: skip
+        addresses = self.runtime.gather(
+            {w.actor.open_transport.remote(self.number, i): w for i, (w, _) in enumerate(workers)}
+        )
+        ways: tuple[tuple[int, int, int, int], ...] = ()
+        if self.runtime.cluster.platform == "cuda" and all(self.runtime.ask([w for w, _ in workers], "has_nccl")):
+            ways = links(self.programs, self.places)
+        shared = {program.mesh: ray.put(program) for program in self.programs}
+        self.runtime.gather({
+            w.actor.load.remote(self.number, shared[program.mesh], self.places, i, addresses, ways): w
+            for i, (w, program) in enumerate(workers)
+        })  # fmt: skip
+        self._meshes = meshes
+
+    def hlo_texts(self) -> list[str]:
+        """Compiled HLO of each function of the program."""
+        return self._per_function("hlo_texts")
+
+    def allocation_sizes(self) -> list[int]:
+        """Bytes per device of each function of the program."""
+        return self._per_function("allocation_sizes")
+
+    def descriptions(self) -> dict[str, str]:
+        """Host, devices and instructions of every worker."""
+        self._load()
+        out = {}
+        for number, mesh in enumerate(self._meshes):
+            texts = self.runtime.ask(mesh.workers, "description", self.number)
+            for worker, text in zip(mesh.workers, texts, strict=True):
+                out[f"stage{number}-host{worker.host}-worker"] = text
+        return out
+
+    def function_seconds(self, repeats: int = 5) -> list[float]:
+        """Seconds of each function of the program by itself: median of `repeats` calls."""
+        return self._per_function("function_seconds", repeats)
+
+    def _per_function(self, method: str, *args: Any) -> list[Any]:
+        """Answers of the first worker of each mesh, a list for its functions, in the order of the whole program.
+
+        One mesh after the other, and all workers of a mesh at once.
+        """
+        self._load()
+        found = [iter(self.runtime.ask(mesh.workers, method, self.number, *args)[0]) for mesh in self._meshes]
+        return [next(found[mesh]) for mesh in self._mesh_of_function]
+
+    def sync(self) -> None:
+        """Wait until all steps that were started have ended."""
+        self.runtime.sync()
+
+
+class _Values:
+    """Leaves as NumPy arrays and their shards, each converted and cut once."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._leaves = leaves
+        self._known: dict[int, Any] = {}
+        self._shards: dict[tuple[Any, ...], np.ndarray[Any, Any]] = {}
+
+    def given(self, slot: InputSlot, program: MeshProgram, cut: _Cut) -> Given:
+        """The shards of input `slot` that one worker gets."""
+        kind = program.types[slot.buffer]
+        if slot.leaf not in self._known:
+            leaf = self._leaves[slot.leaf]
+            leaf = leaf[...] if isinstance(leaf, RemoteArray) else leaf
+            self._known[slot.leaf] = np.asarray(kind.data(leaf), kind.dtype)
+        return Given(tuple(self._shard(slot, box) for box in cut.boxes), cut.shard_of_device)
+
+    def _shard(self, slot: InputSlot, box: Box) -> np.ndarray[Any, Any]:
+        key = (slot.leaf, slot.rows, box)
+        if key not in self._shards:
+            value = self._known[slot.leaf]
+            if slot.rows is not None:
+                start, stop, dim = slot.rows
+                value = value[(slice(None),) * dim + (slice(start, stop),)]
+            shard = np.asarray(value[tuple(slice(*ends) for ends in box)], order="C")
+            self._shards[key] = to_plain(shard)
+        return self._shards[key]
+
+
+def _share(arguments: Sequence[Sequence[Argument]]) -> list[tuple[Sequence[Argument], list[Any]]]:
+    """The arguments of each worker, and what comes beside them.
+
+    A large shard that several workers get is written to the object store once, and comes beside the arguments.
+    """
+    large = [
+        {id(s): s for x in mine if isinstance(x, Given) for s in x.shards if np.asarray(s).nbytes >= _SHARE_BYTES}
+        for mine in arguments
+    ]
+    users = Counter(key for shards in large for key in shards)
+    refs = {key: ray.put(shard) for key, shard in ChainMap(*large).items() if users[key] > 1}
+    out: list[tuple[Sequence[Argument], list[Any]]] = []
+    for mine, shards in zip(arguments, large, strict=True):
+        shared = [key for key in shards if key in refs]
+        numbers = {key: i for i, key in enumerate(shared)}
+        if shared:
+            mine = [
+                Given(tuple(numbers.get(id(s), s) for s in x.shards), x.shard_of_device) if isinstance(x, Given) else x
+                for x in mine
+            ]
+        out.append((mine, [refs[key] for key in shared]))
+    return out
+
+
+def _lies(leaves: Sequence[Any], own: MeshProgram, slot: InputSlot) -> bool:
+    """Whether the argument of an input lies on the mesh of the program as the program reads it."""
+    leaf = leaves[slot.leaf]
+    return isinstance(leaf, DistributedArray) and slot.rows is None and leaf.lies(own.shape, slot.spec)
+
+
+def _cuts(program: MeshProgram, places: Sequence[Place]) -> list[list[_Cut]]:
+    """For each input and each worker of a mesh, what the worker gets."""
+    out = []
+    for slot in program.inputs:
+        boxes = shard_boxes(program.types[slot.buffer].data_shape, program.shape, slot.spec)
+        cuts = []
+        for place in places:
+            mine = [boxes[device] for device in place.devices]
+            distinct = tuple(dict.fromkeys(mine))
+            cuts.append(_Cut(distinct, tuple(distinct.index(box) for box in mine)))
+        out.append(cuts)
+    return out

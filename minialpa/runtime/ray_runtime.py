@@ -1,0 +1,308 @@
+"""The runtime of a session on Ray: meshes of workers, the steps that they run, and the arrays that they hold.
+
+A step is one call to each worker. Calls return at once; what goes wrong shows in the answers, which every wait looks
+at, whatever it waits for. A failed step, and a worker that is lost, end the session: all workers are ended, the hosts
+are given back, and whoever calls gets one WorkerError. Other calls may fail, as for want of memory, without that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import ray
+from jax.sharding import PartitionSpec
+from ray.exceptions import RayError, RayTaskError
+
+from minialpa.errors import WorkerError
+from minialpa.mesh_program import ArrayType, MeshProgram
+from minialpa.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
+from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
+from minialpa.runtime.failures import Failure, Status, ended, root_cause, with_stage, worker_error
+from minialpa.runtime.plain import from_plain
+from minialpa.runtime.ray_cluster import HEAD_S, RayCluster, WorkerHandle, death, failed_call
+from minialpa.runtime.watch import Watch, silent
+
+#: Steps that are under way at most: one runs, one waits at the workers.
+_STEPS_AHEAD = 2
+#: Seconds that other workers have to say what they know of a failure.
+_GRACE_S = 2.0
+
+
+class RayRuntime:
+    """Meshes, steps and arrays of one session. Usable until `shutdown`, or until a worker fails.
+
+    split: what each mesh of a program does. dropped: programs that nobody uses any more.
+    """
+
+    def __init__(
+        self, cluster: RayCluster, split: Callable[[Program, Mapping[int, ArrayType]], Sequence[MeshProgram]]
+    ) -> None:
+        self.cluster, self.split = cluster, split
+        self.dropped: deque[int] = deque()
+        self._moves: dict[Any, Any] = {}
+        #: What has ended the session, if anything.
+        self.failure: WorkerError | None = None
+        self._watch = Watch(cluster.request.timeout_s)
+        self._meshes: dict[tuple[int, int], MeshWorkers] = {}
+        self._numbers, self._step_numbers = itertools.count(), itertools.count()
+        self._steps: deque[dict[Any, WorkerHandle]] = deque()
+
+    def new_number(self) -> int:
+        """A number for an array or a program; never given twice."""
+        return next(self._numbers)
+
+    def new_step(self) -> int:
+        """The number of the next step, from 0. Moves of arrays count too."""
+        return next(self._step_numbers)
+
+    # ---- meshes ---------------------------------------------------------------------------------------------------
+
+    def meshes(self, wanted: Iterable[tuple[int, int]]) -> list[MeshWorkers]:
+        """Running workers for each (first device, number of devices).
+
+        Meshes of the same devices are used again. Others that share devices with those that are wanted are ended; the
+        arrays that they hold come to this process.
+        """
+        self.check()
+        keys = list(wanted)
+        for key, mesh in list(self._meshes.items()):
+            if key not in keys and any(
+                first < mesh.devices.stop and mesh.first_device < first + n for first, n in keys
+            ):
+                self._retire(key, mesh)
+        missing = [key for key in keys if key not in self._meshes]
+        for key, workers in zip(missing, self.cluster.start_meshes(missing), strict=True):
+            self._meshes[key] = MeshWorkers(*key, workers)
+            self._watch.add(workers)
+        return [self._meshes[key] for key in keys]
+
+    @property
+    def workers(self) -> list[WorkerHandle]:
+        """All workers of the session."""
+        return [worker for mesh in self._meshes.values() for worker in mesh.workers]
+
+    def unload_dropped(self) -> None:
+        """Have workers forget the programs that nobody uses any more."""
+        numbers = [self.dropped.popleft() for _ in range(len(self.dropped))]
+        for number in numbers:
+            self.ask(self.workers, "unload", number)
+
+    def _retire(self, key: tuple[int, int], mesh: MeshWorkers) -> None:
+        self.sync()
+        self.fetch([a for a in list(mesh.arrays.values()) if not a.is_deleted() and not a.held_here])
+        mesh.alive = False
+        del self._meshes[key]
+        self._watch.remove(mesh.workers)
+        self.cluster.end(mesh.workers)
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def ask(self, workers: Sequence[WorkerHandle], method: str, *args: Any) -> list[Any]:
+        """Call a method of each worker with the same arguments and wait for the answers."""
+        return self.gather({getattr(w.actor, method).remote(*args): w for w in workers})
+
+    def gather(self, calls: dict[Any, WorkerHandle]) -> list[Any]:
+        """Answers of calls, in order. Raises WorkerError if one of them, or of the steps under way, fails."""
+        self._wait(calls)
+        return [self._answer(ref, worker) for ref, worker in calls.items()]
+
+    def start_step(self, calls: dict[Any, WorkerHandle]) -> None:
+        """Note a step under way. Waits while there are too many."""
+        self._steps.append(calls)
+        while len(self._steps) > _STEPS_AHEAD:
+            self._wait(self._steps[0])
+            self._steps.popleft()
+
+    def sync(self) -> None:
+        """Wait until every step has ended."""
+        self.check()
+        while self._steps:
+            self._wait(self._steps[0])
+            self._steps.popleft()
+
+    def check(self) -> None:
+        """Raise WorkerError if the session has ended, or if a worker was lost or a step failed meanwhile."""
+        if self.failure is not None:
+            raise ended(self.failure)
+        watched = self._watched()
+        if watched:
+            done, _ = ray.wait(list(watched), num_returns=len(watched), timeout=0)
+            for ref in done:
+                self._look_at(ref, watched[ref])
+
+    def _watched(self) -> dict[Any, WorkerHandle]:
+        """Calls that tell of failures: the lives of the workers, and the steps under way."""
+        watched = dict(self._watch.lives)
+        for step in self._steps:
+            watched.update(step)
+        return watched
+
+    def _wait(self, calls: dict[Any, WorkerHandle]) -> None:
+        """Wait for calls, and look at everything else: what waits behind a step that hangs is never answered."""
+        watched = self._watched() | calls
+        waiting = set(calls)
+        self._watch.moved()
+        while waiting:
+            done, _ = ray.wait(list(watched), num_returns=1, timeout=self._watch.interval_s)
+            for ref in done:
+                self._watch.moved()
+                self._look_at(ref, watched.pop(ref))
+                waiting.discard(ref)
+            if not done:
+                self._beat()
+
+    def _look_at(self, ref: Any, worker: WorkerHandle) -> None:
+        failure = self._failure_in(ref, worker)
+        if failure is not None:
+            self._fail(failure)
+
+    def _failure_in(self, ref: Any, worker: WorkerHandle) -> Failure | None:
+        """What an answer tells of the worker that gave it, or of its end."""
+        try:
+            answer = ray.get(ref)
+        except RayTaskError as error:
+            # Whoever has made another call than a step sees its error.
+            return failed_call(self._status(worker), error) if any(ref in step for step in self._steps) else None
+        except RayError as error:
+            return death(self._status(worker), error)
+        return answer if isinstance(answer, Failure) else None
+
+    def _answer(self, ref: Any, worker: WorkerHandle) -> Any:
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            raise worker_error(failed_call(self._status(worker), error), (), has_ended=False) from error
+
+    def _status(self, worker: WorkerHandle) -> Status:
+        """Where a worker was when it last said so."""
+        meshes = sorted(self._meshes.values(), key=lambda mesh: mesh.first_device)
+        stage = next((i for i, mesh in enumerate(meshes) if worker in mesh.workers), -1)
+        return with_stage(self._watch.status(worker), stage)
+
+    # ---- arrays ---------------------------------------------------------------------------------------------------
+
+    def fetch(self, arrays: Sequence[DistributedArray]) -> None:
+        """Bring the values of arrays to this process, all with one call to each worker."""
+        self.check()
+        by_mesh: dict[int, tuple[MeshWorkers, list[DistributedArray]]] = {}
+        for array in arrays:
+            mesh = next((copy.mesh for copy in array.copies if copy.mesh.alive), None)
+            if mesh is None:
+                raise WorkerError(f"The session that held an array of shape {array.shape} has ended.")
+            by_mesh.setdefault(id(mesh), (mesh, []))[1].append(array)
+        calls: dict[Any, WorkerHandle] = {}
+        owners: list[list[DistributedArray]] = []
+        for mesh, mine in by_mesh.values():
+            for worker in mesh.workers:
+                calls[worker.actor.fetch.remote([a.number for a in mine])] = worker
+                owners.append(mine)
+        values: dict[int, Any] = {}
+        for mine, answer in zip(owners, self.gather(calls), strict=True):
+            for array, shards in zip(mine, answer, strict=True):
+                for box, sent in shards:
+                    shard = from_plain(sent, array.type.dtype)
+                    if array.number not in values:
+                        whole = array.type.data_shape
+                        values[array.number] = shard if shard.shape == whole else np.empty(whole, shard.dtype)
+                    if values[array.number] is not shard:
+                        values[array.number][tuple(slice(*ends) for ends in box)] = shard
+        for array in arrays:
+            array.keep(array.type.typed(values[array.number]))
+
+    def move(self, moves: Sequence[tuple[DistributedArray, Copy, MeshShape, PartitionSpec]]) -> None:
+        """Give each array another copy, made of one that it has: on the mesh of a shape, laid out by a spec.
+
+        The workers of these meshes run, and send each other what they need.
+        """
+        from minialpa.runtime.ray_executable import RayExecutable
+
+        key = tuple((array.type, copy.shape, copy.spec, shape, spec) for array, copy, shape, spec in moves)
+        if key not in self._moves:
+            self._moves[key] = RayExecutable(self, _moving_program(key), {i: kind for i, (kind, *_) in enumerate(key)})
+        executable = self._moves[key]
+        executable.move([array for array, _, _, _ in moves])
+        for array, _, shape, spec in moves:
+            mesh = self._meshes[shape.first_device, math.prod(shape.logical_shape)]
+            array.add(Copy(mesh, shape, spec))
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End all workers and give the hosts back. Arrays that were not fetched are lost. Calling it twice is fine."""
+        if self.failure is None:
+            self.failure = WorkerError("`minialpa.shutdown()` was called.")
+        for mesh in self._meshes.values():
+            mesh.alive = False
+        self.cluster.end(self.workers)
+        self._watch.remove(list(self._watch.lives.values()))
+        self._meshes.clear()
+        self._steps.clear()
+        self.cluster.release()
+
+    def abandon(self, message: str) -> NoReturn:
+        """End the session; raises a WorkerError that says `message`."""
+        self._end(WorkerError(message))
+
+    def _beat(self) -> None:
+        """Raise WorkerError if a worker, or the head of the cluster, hangs."""
+        failure = self._watch.beat(bool(self._steps))
+        if failure is not None:
+            self._fail(failure)
+        if self.cluster.headless_s() > HEAD_S:
+            self.abandon(
+                f"The head of the Ray cluster at {self.cluster.head} has not answered for {HEAD_S:.0f} s. Start a "
+                "cluster and call `minialpa.init` again; restore the state from a checkpoint."
+            )
+
+    def _fail(self, first: Failure) -> NoReturn:
+        """End the session for what `first` says, or for what turns out to be its cause; raises WorkerError."""
+        found, statuses = self._hear(first)
+        self._end(worker_error(root_cause(found), statuses))
+
+    def _end(self, error: WorkerError) -> NoReturn:
+        self.failure = error
+        self.shutdown()
+        raise error
+
+    def _hear(self, first: Failure) -> tuple[list[Failure], list[Status]]:
+        """What all workers say within a moment: failures in the order in which they come, and where the others are."""
+        found, statuses = [first], []
+        asked = self._watch.ask({first.where.worker})
+        watched = self._watched() | asked
+        deadline = time.monotonic() + _GRACE_S
+        # Those who live never say so.
+        while watched.keys() - self._watch.lives.keys() and (left := deadline - time.monotonic()) > 0:
+            done, _ = ray.wait(list(watched), num_returns=1, timeout=left)
+            for ref in done:
+                worker = watched.pop(ref)
+                failure = self._failure_in(ref, worker)
+                if failure is not None:
+                    found.append(failure)
+                elif asked.pop(ref, None) is not None:
+                    statuses.append(with_stage(ray.get(ref), self._status(worker).stage))
+        known = {f.where.worker for f in found}
+        found += [silent(self._status(w), _GRACE_S) for w in asked.values() if w.number not in known]
+        return found, statuses
+
+
+def _moving_program(moves: Sequence[tuple[ArrayType, MeshShape, PartitionSpec, MeshShape, PartitionSpec]]) -> Program:
+    """The program that takes arrays from mesh to mesh and does nothing else."""
+    meshes = tuple(dict.fromkeys(shape for _, source, _, target, _ in moves for shape in (source, target)))
+    number = {shape: i for i, shape in enumerate(meshes)}
+    n = len(moves)
+    return Program(
+        meshes,
+        (),
+        tuple(InputSlot(i, i, None, number[source], spec) for i, (_, source, spec, _, _) in enumerate(moves)),
+        (),
+        tuple(Transfer(i, n + i, number[target], spec) for i, (_, _, _, target, spec) in enumerate(moves)),
+        tuple(OutputSlot((n + i,), (number[target],)) for i, (_, _, _, target, _) in enumerate(moves)),
+        frozenset(),
+        2 * n,
+    )

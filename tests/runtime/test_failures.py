@@ -1,0 +1,82 @@
+"""What is told of a failure that shows in several places."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minialpa import WorkerError
+from minialpa.runtime.failures import Failure, Fault, Status, ended, fault_of, root_cause, worker_error
+
+
+def failure(fault: Fault, worker: int, text: str = "") -> Failure:
+    return Failure(fault, Status(worker, worker), fault.name, text)
+
+
+SAYINGS = (Fault.RAISED, Fault.LOST_PEER)
+FAILURES = st.builds(
+    lambda fault, worker: failure(fault, worker, "Traceback" if fault in SAYINGS else ""),
+    st.sampled_from(Fault),
+    st.integers(0, 3),
+)
+
+
+@given(st.lists(FAILURES, max_size=4), st.integers(0, 3))
+def test_a_death_is_the_cause_of_lost_peers_and_silence(others: list[Failure], victim: int) -> None:
+    after = [f for f in others if f.fault in (Fault.LOST_PEER, Fault.SILENT, Fault.STUCK) and f.where.worker != victim]
+    death = failure(Fault.DIED, victim)
+    for found in ([death, *after], [*after, death]):
+        assert root_cause(found) is death
+
+
+@given(st.lists(FAILURES, min_size=1, max_size=6))
+def test_an_error_of_its_own_is_never_passed_over_for_a_follower(found: list[Failure]) -> None:
+    cause = root_cause(found)
+    assert cause in found
+    if any(f.fault is Fault.RAISED for f in found):
+        assert cause.fault in (Fault.DIED, Fault.RAISED)
+
+
+def test_the_first_death_counts() -> None:
+    """The process of a mesh that has the coordinator dies, and jax ends the others."""
+    found = [failure(Fault.LOST_PEER, 1, "Traceback"), failure(Fault.DIED, 0), failure(Fault.DIED, 1)]
+    assert root_cause(found).where.worker == 0
+
+
+def test_what_a_worker_said_counts_more_than_its_death() -> None:
+    found = [failure(Fault.DIED, 2), failure(Fault.RAISED, 2, "Traceback")]
+    assert root_cause(found).fault is Fault.RAISED
+
+
+@pytest.mark.parametrize(
+    "error, fault",
+    [
+        (ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."), Fault.RAISED),
+        (KeyError(3), Fault.RAISED),
+        (ValueError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"), Fault.LOST_PEER),
+        (WorkerError("Worker 1 is lost."), Fault.LOST_PEER),
+    ],
+)
+def test_errors_of_collectives_and_transports_follow_from_others(error: Exception, fault: Fault) -> None:
+    assert fault_of(error) is fault
+
+
+def test_an_error_says_where_and_why() -> None:
+    status = Status(1, 0, 77, 2, 5, "instruction 3, Run `forward`", ("instruction 2, Free",))
+    other = Status(0, 0, 76, 1, 5, "instruction 9, Receive from stage 2")
+    error = worker_error(Failure(Fault.RAISED, status, "ValueError: no", "Traceback: no"), [other, status])
+    assert (error.worker, error.host, error.stage, error.instruction) == (1, 0, 2, status.instruction)
+    assert (error.recent, error.remote_traceback) == (status.recent, "Traceback: no")
+    assert str(error).splitlines()[:5] == [
+        "Worker 1, stage 2 on host 0, process 77, failed: ValueError: no",
+        "It was in step 5 at instruction 3, Run `forward`; before that: instruction 2, Free.",
+        "Worker 0, stage 1 on host 0, was in step 5 at instruction 9, Receive from stage 2.",
+        "Traceback of the worker:",
+        "Traceback: no",
+    ]
+    for copy in (pickle.loads(pickle.dumps(error)), ended(error)):
+        assert str(error) in str(copy)
+        assert (copy.worker, copy.recent, copy.remote_traceback) == (1, status.recent, "Traceback: no")
