@@ -116,6 +116,16 @@ class OutputSlot:
     meshes: tuple[int, ...]
     rows: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def blocks(self) -> tuple[tuple[int, int] | None, ...]:
+        """The rows of each block, in order; only None for a result that is in no blocks."""
+        return tuple(sorted(set(self.rows))) or (None,)
+
+    @property
+    def block_of_buffer(self) -> tuple[int, ...]:
+        """Which of the blocks each buffer holds."""
+        return tuple(self.blocks.index(rows) for rows in self.rows or (None,) * len(self.buffers))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
