@@ -104,3 +104,16 @@ def test_a_step_on_one_mesh_takes_the_blocks(cluster: Cluster, key: jax.Array) -
     expected, _ = expected_step(host, batch)
     assert_allclose(actual, expected, rtol=2e-4, atol=1e-5)
     assert all(leaf.is_deleted() for leaf in blocked_leaves(state))
+
+
+def test_workers_hold_one_state(cluster: Cluster, key: jax.Array) -> None:
+    case, _, step = steps()
+    state = case.init(key)
+    held = []
+    for i in range(6):
+        state, metrics = step(state, case.make_batch(i, BATCH))
+        float(metrics["loss"])
+        runtime = step.get_last_executable().runner.runtime
+        workers = [worker for mesh in runtime._meshes.values() for worker in mesh.workers]
+        held.append([counts["arrays"] for counts in runtime.ask(workers, "counts")])
+    assert held[2] == held[5], held
