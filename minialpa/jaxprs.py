@@ -129,13 +129,16 @@ def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[FlatJaxpr, Any]:
     return flatten_calls(closed.jaxpr, tuple(closed.consts)), out_shape
 
 
-def flatten_calls(jaxpr: Jaxpr, consts: Sequence[Any], *, only_jit: bool = False) -> FlatJaxpr:
+def flatten_calls(
+    jaxpr: Jaxpr, consts: Sequence[Any], *, only_jit: bool = False, always_barriers: bool = False
+) -> FlatJaxpr:
     """Inline call-like equations, with fresh variables for each. `only_jit` keeps custom derivatives and remat whole.
 
     Rematerialisation stays meaningful after inlining: the inputs of a recomputed block pass through an
-    `optimization_barrier`, so that XLA does not merge it with the forward computation.
+    `optimization_barrier`, so that XLA does not merge it with the forward computation. Where a block says that it needs
+    none, because it is in a scan, it has one with `always_barriers` only.
     """
-    flattener = _Flattener(_JITS if only_jit else tuple(_CALLS))
+    flattener = _Flattener(_JITS if only_jit else tuple(_CALLS), always_barriers)
     env: dict[Var, Atom] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
     flattener.run(jaxpr.eqns, env, "")
     outvars = tuple(flattener.read(env, v) for v in jaxpr.outvars)
@@ -152,8 +155,8 @@ def flatten_calls(jaxpr: Jaxpr, consts: Sequence[Any], *, only_jit: bool = False
 class _Flattener:
     """Collects equations; consts of inner closed jaxprs become further constvars."""
 
-    def __init__(self, calls: Sequence[str]) -> None:
-        self.calls = calls
+    def __init__(self, calls: Sequence[str], always_barriers: bool = False) -> None:
+        self.calls, self.always_barriers = calls, always_barriers
         self.eqns: list[JaxprEqn] = []
         self.scopes: list[str] = []
         self.constvars: list[Var] = []
@@ -182,7 +185,8 @@ class _Flattener:
         consts = tuple(getattr(inner, "consts", ()))
         body = getattr(inner, "jaxpr", inner)
         args = [self.read(env, v) for v in eqn.invars]
-        if eqn.primitive.name in _REMATS and eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+        is_again = eqn.primitive.name in _REMATS and eqn.params.get("differentiated")
+        if is_again and (self.always_barriers or eqn.params.get("prevent_cse")):
             args = self._barrier(args, scope)
         inner_env: dict[Var, Atom] = dict(zip(body.invars, args, strict=True))
         for var, value in zip(body.constvars, consts, strict=True):

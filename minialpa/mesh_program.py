@@ -117,7 +117,7 @@ class MeshProgram:
     """What the workers of mesh number `mesh` do in a step. Function numbers are those of `functions`.
 
     transfers: by their number, those that this mesh takes part in. types, specs: of buffers. outputs: (number of the
-    result, buffer) of each result, or copy of it, on this mesh.
+    result, buffer) of each result, or copy of it, on this mesh. Blocks of rows of a result count as results.
     """
 
     mesh: int

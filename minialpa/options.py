@@ -92,10 +92,12 @@ class AutoLayerOption:
 
 @dataclass(frozen=True, slots=True)
 class FixedLayerOption:
-    """The layers that a plan has: the layer of each forward group, and what each layer computes again."""
+    """The layers that a plan has: the layer of each forward group, what each layer computes again, and the rows of each
+    block that scans over layers are cut into, see `Plan`."""
 
     layer_of_group: tuple[int, ...]
     remat: tuple[Remat, ...]
+    row_blocks: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

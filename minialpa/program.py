@@ -7,6 +7,7 @@ dependency, so a single reader can issue them one after the other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,13 +80,18 @@ Instruction = Run | Accumulate | Transfer | Free
 
 @dataclass(frozen=True, slots=True)
 class InputSlot:
-    """A buffer that a call fills: argument `leaf`, or `rows` (start, stop, dimension) of it, laid out on a mesh."""
+    """A buffer that a call fills: argument `leaf`, or `rows` (start, stop, dimension) of it, laid out on a mesh.
+
+    is_block: the leaf lives in blocks of rows, of which this is one, between calls too. Other rows are those of a
+    micro-batch.
+    """
 
     buffer: int
     leaf: int
     rows: tuple[int, int, int] | None
     mesh: int
     spec: PartitionSpec
+    is_block: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,10 +106,25 @@ class ConstantSlot:
 
 @dataclass(frozen=True, slots=True)
 class OutputSlot:
-    """A result: the buffers that hold it, one for each mesh, each laid out as the plan says."""
+    """A result: the buffers that hold it, one for each mesh, each laid out as the plan says.
+
+    rows: empty where each buffer holds all of it; else the rows (start, stop) of dimension 0 in each buffer. Together
+    they are the whole result.
+    """
 
     buffers: tuple[int, ...]
     meshes: tuple[int, ...]
+    rows: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int] | None, ...]:
+        """The rows of each block, in order; only None for a result that is in no blocks."""
+        return tuple(sorted(set(self.rows))) or (None,)
+
+    @property
+    def block_of_buffer(self) -> tuple[int, ...]:
+        """Which of the blocks each buffer holds."""
+        return tuple(self.blocks.index(rows) for rows in self.rows or (None,) * len(self.buffers))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +170,7 @@ def verify_program(program: Program) -> None:
 
     * every buffer is written before it is read, and not read after it was freed or donated;
     * every buffer is freed at most once, and only after it was written;
-    * every result is in a live buffer at the end;
+    * every result is in a live buffer at the end, and the blocks of one that is in blocks are all of its rows;
     * the number of inputs and outputs of every run is that of its function.
     """
     live = {slot.buffer for slot in program.inputs} | {slot.buffer for slot in program.constants}
@@ -169,9 +190,17 @@ def verify_program(program: Program) -> None:
                 raise VerifyError(f"Instruction {i} calls `{function.name}` with a wrong number of buffers.")
         live.update(writes(instruction))
         _check_donated(program, i, instruction)
+    for slot in program.outputs:
+        ends = sorted(set(slot.rows))
+        if slot.rows and (len(slot.rows) != len(slot.buffers) or not _in_a_row(ends)):
+            raise VerifyError(f"Result buffers {slot.buffers} hold the rows {slot.rows}, which make no whole result.")
     lost = [b for slot in program.outputs for b in slot.buffers if b not in live]
     if lost:
         raise VerifyError(f"Result buffers {lost} hold nothing at the end.")
+
+
+def _in_a_row(ends: list[tuple[int, int]]) -> bool:
+    return ends[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(ends))
 
 
 def _check_donated(program: Program, i: int, instruction: Instruction) -> None:

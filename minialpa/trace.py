@@ -47,6 +47,14 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Rows (start, stop) of dimension 0 of an argument or result leaf; None for all of it."""
+
+    leaf: int
+    rows: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
 class TracedStep:
     """A training step as a flat program on full-batch shapes.
 
@@ -59,6 +67,7 @@ class TracedStep:
     layouts: for each outvar the invar whose sharding it takes, donated or not: that of an argument like it.
     gradients: the marked gradients, as variables of the program.
     out_tree: pytree of the results.
+    in_parts, out_parts: what of which leaf each invar and outvar is; empty where they are the leaves.
     """
 
     flat: FlatJaxpr
@@ -72,6 +81,16 @@ class TracedStep:
     gradients: tuple[Var, ...]
     n_boundaries: int
     out_tree: Any
+    in_parts: tuple[Part, ...] = ()
+    out_parts: tuple[Part, ...] = ()
+
+    def argument(self, i: int) -> Part:
+        """What invar `i` is of an argument leaf."""
+        return self.in_parts[i] if self.in_parts else Part(i, None)
+
+    def result(self, i: int) -> Part:
+        """What outvar `i` is of a result leaf."""
+        return self.out_parts[i] if self.out_parts else Part(i, None)
 
     @property
     def fingerprint(self) -> Fingerprint:

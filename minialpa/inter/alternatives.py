@@ -106,7 +106,7 @@ def _spec_in(plan: Plan, path: str, stage: int) -> Spec | None:
 def named_values(traced: TracedStep, plan: Plan, what: str) -> list[tuple[PlacedValue, int]]:
     """Arguments and results of that name, on each of their meshes. Results that take an argument's spec go with it."""
     own = (value for value, alias in zip(plan.outputs, traced.layouts, strict=True) if alias is None)
-    return [(value, k) for value in (*plan.inputs, *own) if what in value.path for k in value.mesh_ids]
+    return [(value, k) for value in (*plan.inputs, *own) if what in value.path for k in dict.fromkeys(value.mesh_ids)]
 
 
 def _explain_value(traced: TracedStep, plan: Plan, value: PlacedValue, stage: int) -> str:
@@ -145,7 +145,7 @@ def _other_remats(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
     """The same in every layer, where there are layers."""
     choices: tuple[Remat, ...] = ("none", "dots", "full")
     for remat in choices:
-        layers = FixedLayerOption(plan.layer_of_group, (remat,) * len(plan.remat))
+        layers = FixedLayerOption(plan.layer_of_group, (remat,) * len(plan.remat), plan.row_blocks)
         if layers.remat != plan.remat:
             yield _planned(f"remat {remat}", traced, plan, dataclasses.replace(options_of(plan), layers=layers))
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import CollectiveKind
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.fingerprint import Fingerprint
 from minialpa.inter.chunks import Chunks, check_chunks, chunks_of
 from minialpa.inter.given_stages import DecidedStage
+from minialpa.inter.layered import LayeredStep
 from minialpa.inter.mesh_problem import ShardedView, TaskCollectives, mesh_collectives, mesh_equations
-from minialpa.inter.remat import rematerialise
+from minialpa.inter.placed import merged_values
 from minialpa.inter.schedule import PipelineSize, live_counts, make_schedule
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_cost import border_bytes
@@ -25,10 +24,9 @@ from minialpa.inter.transfers import planned_transfers
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.strategies import is_contraction
 from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of
-from minialpa.options import PlanOptions, Remat
+from minialpa.options import PlanOptions
 from minialpa.plan import PlacedValue, Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
 from minialpa.sharding import Spec
-from minialpa.trace import TracedStep
 
 Progress = Callable[[str, int, int], None]
 
@@ -39,22 +37,6 @@ class StageTooLargeError(InfeasibleError):
     def __init__(self, message: str, stage: int, n_live: int) -> None:
         super().__init__(message)
         self.stage, self.n_live = stage, n_live
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayeredStep:
-    """A step as its layers compute it; the fingerprint of the step that was traced; the layer of each forward group,
-    and what each layer computes again."""
-
-    step: TracedStep
-    fingerprint: Fingerprint
-    of_group: tuple[int, ...] = ()
-    remat: tuple[Remat, ...] = ()
-
-
-def layered_step(whole: LayeredStep, of_group: tuple[int, ...], remat: tuple[Remat, ...]) -> LayeredStep:
-    """A step without layers with these layers, and what they compute again."""
-    return LayeredStep(rematerialise(whole.step, of_group, remat), whole.fingerprint, of_group, remat)
 
 
 def _staged(layered: LayeredStep, options: PlanOptions, chunks: Chunks) -> StagedStep:
@@ -115,6 +97,7 @@ def assemble(
         tuple(collectives),
         planned_transfers(staged),
         _cost(plans, _border_seconds(staged, cluster, stages, chunks), schedule.size),
+        layered.row_blocks,
     )
 
 
@@ -208,7 +191,7 @@ def _placed_inputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tup
             like = micro[var]
             meshes = tuple(sorted({task.mesh for task in staged.tasks if like in task.invars}))
         out.append(_placed(path, var, {mesh: shardings[mesh].specs.get(like) for mesh in meshes}))
-    return tuple(out)
+    return merged_values(out, traced.in_parts)
 
 
 def _placed_outputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tuple[PlacedValue, ...]:
@@ -219,7 +202,7 @@ def _placed_outputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tu
     ):
         results = [None if is_literal(atom) else shardings[mesh].results.get(atom) for mesh in meshes]
         out.append(_placed(path, atom, dict(zip(meshes, results, strict=True))))
-    return tuple(out)
+    return merged_values(out, staged.split.traced.out_parts)
 
 
 def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineSize) -> PlanCost:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from jax.extend.core import Var
 from minialpa.inter import functions
 from minialpa.inter.chunks import plan_schedule
 from minialpa.inter.mesh_problem import ShardedView, task_program
+from minialpa.inter.placed import values_of_parts
 from minialpa.inter.schedule import global_order
 from minialpa.inter.split import StagedStep, Task
 from minialpa.inter.staging import bind_specs, final_specs, mesh_problems, realise
@@ -41,7 +42,7 @@ from minialpa.program import (
     writes,
 )
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.trace import TracedStep
+from minialpa.trace import Part, TracedStep
 
 Name = tuple[Var, int | None, int]  # variable, micro-batch, mesh
 
@@ -58,6 +59,7 @@ class _Emitter:
         self.staged, self.plan = staged, plan
         self.split = staged.split
         self.n = self.split.n_micro_batches
+        self.outputs = values_of_parts(plan.outputs, self.split.traced.out_parts)
         self.specs: list[dict[Var, Spec]] = []
         self.equations: dict[int, dict[int, EquationSpecs]] = {}
         for mesh, (problem, stage) in enumerate(zip(mesh_problems(staged), plan.stages, strict=True)):
@@ -75,9 +77,9 @@ class _Emitter:
         self.micro_source = {micro: full for full, micro in self.split.micro_inputs}
         self.number_of_input = {v: i for i, v in enumerate(self.split.traced.flat.invars)}
         self.consts = dict(zip(self.split.traced.flat.constvars, self.split.traced.flat.consts, strict=True))
-        replaced = zip(self.split.traced.layouts, plan.outputs, strict=True)
-        self.home_of_leaf: dict[int | None, int] = {
-            leaf: value.mesh_ids[0] for leaf, value in replaced if leaf is not None
+        replaced = zip(self.split.traced.layouts, self.outputs, strict=True)
+        self.home_of_input: dict[int | None, int] = {
+            number: value.mesh_ids[0] for number, value in replaced if number is not None
         }
 
     def run(self) -> Program:
@@ -102,12 +104,17 @@ class _Emitter:
             self._run_task(task, number[id(task)], None)
         outputs = self._own_buffers(self._outputs())
         self._insert_frees(outputs)
+        outputs = _merged(outputs, self.split.traced.out_parts)
         meshes = tuple(MeshShape(s.first_device, s.logical_shape) for s in self.plan.stages)
-        donated = frozenset(a for a in self.split.traced.aliases if a is not None)
+        donated = self._donated_leaves()
         return Program(
             meshes, tuple(self.functions), tuple(self.input_slots), tuple(self.constants), tuple(self.instructions),
             tuple(outputs), donated, self.n_buffers,
         )  # fmt: skip
+
+    def _donated_leaves(self) -> frozenset[int]:
+        traced = self.split.traced
+        return frozenset(traced.argument(a).leaf for a in traced.aliases if a is not None)
 
     # ---- functions ------------------------------------------------------------------------------------------------
 
@@ -131,7 +138,7 @@ class _Emitter:
         """The mesh from which `mesh` gets an argument: the one that holds a state between steps, or itself."""
         if var in self.micro_source:
             return mesh
-        return self.home_of_leaf.get(self.number_of_input.get(var), mesh)
+        return self.home_of_input.get(self.number_of_input.get(var), mesh)
 
     def _buffer(self, var: Var, micro: int | None, mesh: int) -> int:
         """The buffer that holds `var` on `mesh`; inputs and constants get theirs at the first read.
@@ -141,7 +148,7 @@ class _Emitter:
         for name in ((var, micro, mesh), (var, None, mesh)):
             if name in self.buffers:
                 return self.buffers[name]
-        leaf = self.number_of_input.get(var)
+        number = self.number_of_input.get(var)
         home = self._home_of_argument(var, mesh)
         if home != mesh:
             self._buffer(var, None, home)
@@ -154,7 +161,7 @@ class _Emitter:
             self.buffers[var, micro, mesh] = buffer
         elif var in self.micro_source:
             assert micro is not None
-            leaf = self.number_of_input[self.micro_source[var]]
+            leaf = self.split.traced.argument(self.number_of_input[self.micro_source[var]]).leaf
             dim = self.split.batch_dims[var]
             size = shape_of(var)[dim]
             self.input_slots.append(InputSlot(buffer, leaf, (micro * size, (micro + 1) * size, dim), mesh, spec))
@@ -163,8 +170,10 @@ class _Emitter:
             self.constants.append(ConstantSlot(buffer, self.consts[var], mesh, spec))
             self.buffers[var, None, mesh] = buffer
         else:
-            assert leaf is not None, f"{var} is not on mesh {mesh}"
-            self.input_slots.append(InputSlot(buffer, leaf, None, mesh, spec))
+            assert number is not None, f"{var} is not on mesh {mesh}"
+            part = self.split.traced.argument(number)
+            rows = None if part.rows is None else (*part.rows, 0)
+            self.input_slots.append(InputSlot(buffer, part.leaf, rows, mesh, spec, rows is not None))
             self.buffers[var, None, mesh] = buffer
         return buffer
 
@@ -252,7 +261,7 @@ class _Emitter:
 
     def _outputs(self) -> list[OutputSlot]:
         slots = []
-        for atom, value in zip(self.split.outvars, self.plan.outputs, strict=True):
+        for atom, value in zip(self.split.outvars, self.outputs, strict=True):
             buffers = []
             for mesh, spec in zip(value.mesh_ids, value.specs, strict=True):
                 if is_literal(atom):
@@ -275,14 +284,14 @@ class _Emitter:
 
         A caller may donate any result to a later call, which must not take another array with it.
         """
-        given = set(a for a in self.split.traced.aliases if a is not None)
+        given = self._donated_leaves()
         taken = {c.buffer for c in self.constants} | {s.buffer for s in self.input_slots if s.leaf not in given}
         for instruction in self.instructions:  # a transfer within one device may keep the buffer
             if isinstance(instruction, Transfer) and instruction.source in taken:
                 taken.add(instruction.target)
         copies: dict[int, list[tuple[int, int, Any, Spec]]] = defaultdict(list)
         out = []
-        ends = zip(slots, self.split.outvars, self.plan.outputs, strict=True)
+        ends = zip(slots, self.split.outvars, self.outputs, strict=True)
         for slot, atom, value in ends:
             buffers = list(slot.buffers)
             for i, (buffer, mesh) in enumerate(zip(slot.buffers, slot.meshes, strict=True)):
@@ -324,8 +333,9 @@ class _Emitter:
         self.instructions = out
 
     def _donate(self, ends: dict[int, list[int]]) -> None:
-        aliased = {a for a in self.split.traced.aliases if a is not None}
-        foreign = {s.buffer for s in self.input_slots if s.leaf not in aliased and s.rows is None}
+        aliased = self._donated_leaves()
+        is_micro = {s.buffer for s in self.input_slots if s.rows is not None and not s.is_block}
+        foreign = {s.buffer for s in self.input_slots if s.leaf not in aliased} - is_micro
         given = {s.buffer for s in self.input_slots if s.leaf in aliased}
         may: dict[int, set[int]] = {}
         arguments: dict[int, set[int]] = defaultdict(set)
@@ -342,6 +352,18 @@ class _Emitter:
             first = sorted(positions, key=lambda k: (k not in arguments[number], k))
             usable = _usable_donations(function, first)
             self.functions[number] = dataclasses.replace(function, donated=usable)
+
+
+def _merged(slots: Sequence[OutputSlot], parts: Sequence[Part]) -> list[OutputSlot]:
+    """One slot for each result leaf, from those of its blocks."""
+    if not parts:
+        return list(slots)
+    of_leaf: dict[int, OutputSlot] = {}
+    for slot, part in zip(slots, parts, strict=True):
+        old = of_leaf.get(part.leaf, OutputSlot((), ()))
+        rows = () if part.rows is None else (part.rows,) * len(slot.buffers)
+        of_leaf[part.leaf] = OutputSlot(old.buffers + slot.buffers, old.meshes + slot.meshes, old.rows + rows)
+    return [of_leaf[leaf] for leaf in sorted(of_leaf)]
 
 
 def _usable_donations(function: Function, positions: list[int]) -> tuple[int, ...]:

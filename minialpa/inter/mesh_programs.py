@@ -7,6 +7,7 @@ and for nothing else. What arrives in the meantime is kept by the transport.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -181,10 +182,11 @@ class _Splitter:
         return self.n_buffers - 1
 
     def _mesh_program(self, mesh: int) -> MeshProgram:
+        firsts = itertools.accumulate((len(slot.blocks) for slot in self.program.outputs), initial=0)
         outputs = tuple(
-            (number, buffer)
-            for number, slot in enumerate(self.program.outputs)
-            for buffer, home in zip(slot.buffers, slot.meshes, strict=True)
+            (first + block, buffer)
+            for first, slot in zip(firsts, self.program.outputs, strict=False)
+            for block, buffer, home in zip(slot.block_of_buffer, slot.buffers, slot.meshes, strict=True)
             if home == mesh
         )
         mine = tuple(slot for slot in self.program.inputs if slot.mesh == mesh)

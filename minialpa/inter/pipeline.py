@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.inter.assemble import LayeredStep, Progress, StageTooLargeError, assemble, layered_step
+from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError
+from minialpa.inter.assemble import Progress, StageTooLargeError, assemble
+from minialpa.inter.chunks import plan_chunks
 from minialpa.inter.cost_cache import load_costs, save_costs
-from minialpa.inter.forward import assign_layers, balanced_runs, layer_flops
+from minialpa.inter.cut_scans import cut_scans, whole_scans, with_longer_scans
+from minialpa.inter.forward import balanced_runs, layer_flops
 from minialpa.inter.given_stages import DecidedStage, given_stages
+from minialpa.inter.layered import CutStep, LayeredStep, layered_step
 from minialpa.inter.search import Found, StageSearch
 from minialpa.inter.stage_bounds import Space, StageBounds
 from minialpa.inter.stage_solve import StageSolver
 from minialpa.inter.staging import n_groups
 from minialpa.inter.submeshes import Candidate, candidates, preferred_seconds
 from minialpa.intra.factors import primitives_without_rule
-from minialpa.options import AutoStageOption, PlanOptions, Remat, remats
+from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, PlanOptions, Remat, remats
 from minialpa.plan import Plan
 from minialpa.trace import TracedStep
 
@@ -29,6 +33,8 @@ from minialpa.trace import TracedStep
 _MAX_PLANS, _MAX_ROUNDS = 8, 30
 #: Of the step time, the bubble that is worth looking at interleaved stages.
 _LARGE_BUBBLE = 0.02
+#: Of the step time of a plan that has each layer by itself, what one with long scans may take.
+_AS_FAST = 1.01
 #: Steps of so many equations are planned for every promise that the sums of pieces make; and on one device, too.
 _FEW_EQUATIONS, _VERY_FEW_EQUATIONS = 10_000, 4000
 
@@ -61,30 +67,37 @@ def plan_step(
         )
     if isinstance(options.stages, AutoStageOption) and n_groups(traced) == 0:
         return _best_shape(whole, cluster, options, options.stages, report)
-    of_group = assign_layers(traced, options.layers)
     if isinstance(options.stages, AutoStageOption):
-        return _searched(whole, cluster, options, options.stages, of_group, report)
-    n_layers = max(of_group, default=-1) + 1
-    stages = given_stages(cluster, options, n_layers)
+        return _best_cut(whole, cluster, options, options.stages, report)
+    cut = cut_scans(whole, options.layers)
+    one_stage = cut is not None and len(given_stages(cluster, options, cut.n_layers)) == 1
+    if cut is None or (one_stage and not isinstance(options.layers, FixedLayerOption)):
+        cut = whole_scans(whole, options.layers)
+    stages = given_stages(cluster, options, cut.n_layers)
     solver = StageSolver()
 
     def attempt(remat: tuple[Remat, ...]) -> Plan:
-        return assemble(layered_step(whole, of_group, remat), cluster, options, stages, logical_mesh, report, solver)
+        return assemble(layered_step(cut, remat), cluster, options, stages, logical_mesh, report, solver)
 
-    return _best(partial(attempt, remat) for remat in remats(options.layers, n_layers))
+    best = _best(partial(attempt, remat) for remat in remats(options.layers, cut.n_layers))
+    if logical_mesh is None and options.layers == AutoLayerOption():
+        return _or_longer_scans(best, cut, cluster, options, report)
+    return best
 
 
-def _best(attempts: Iterable[Callable[[], Plan]]) -> Plan:
+def _best(
+    attempts: Iterable[Callable[[], Plan]], excused: tuple[type[MinialpaError], ...] = (InfeasibleError,)
+) -> Plan:
     """The best of the plans that attempts make; of plans that hardly differ, the one on fewer devices.
 
-    Raises InfeasibleError where none makes any.
+    Raises the last of the `excused` errors where none makes any.
     """
     plans: list[Plan] = []
-    failure = InfeasibleError("There is nothing to choose from.")
+    failure: MinialpaError = InfeasibleError("There is nothing to choose from.")
     for attempt in attempts:
         try:
             plans.append(attempt())
-        except InfeasibleError as error:
+        except excused as error:
             failure = error
     if not plans:
         raise failure
@@ -126,17 +139,51 @@ def _best_shape(
     return _best(partial(attempt, candidate) for candidate in found)
 
 
+def _best_cut(
+    whole: LayeredStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
+) -> Plan:
+    """The best plan of a joint search, with scans over layers whole, and, where that may help, with stages in them."""
+    assert options.layers is not None
+    layers = options.layers
+    cut = cut_scans(whole, layers) if cluster.n_devices > 1 else None
+
+    def attempt(step: CutStep | None) -> Plan:
+        chosen = step or whole_scans(whole, layers)
+        found = _searched(chosen, cluster, options, auto, report)
+        return _or_longer_scans(found, chosen, cluster, options, report)
+
+    # A step whose layers are all in scans may have too little outside them to be layers, or batches.
+    return _best([partial(attempt, step) for step in ((None, cut) if cut else (None,))], (InfeasibleError, TraceError))
+
+
+def _or_longer_scans(best: Plan, cut: CutStep, cluster: ClusterSpec, options: PlanOptions, report: Progress) -> Plan:
+    """`best`, or one scan for all rows of a chunk where that is as fast: its programs do not grow with the layers."""
+    if not best.row_blocks or set(best.remat) != {"none"}:
+        return best
+    chunks = plan_chunks(best)
+    longer = with_longer_scans(cut, chunks.of_group(range(len(best.remat))))
+    if longer.row_blocks == best.row_blocks:
+        return best
+    of_stage = [tuple(c for c, k in enumerate(chunks.stage_of) if k == stage) for stage in range(chunks.n_stages)]
+    stages = []
+    for layers, s in zip(of_stage, best.stages, strict=True):
+        device = cluster.device_of(s.first_device // cluster.devices_per_host) if cluster.host_devices else None
+        stages.append(DecidedStage(layers, Candidate(s.submesh, s.logical_shape, device), s.option, s.first_device))
+    chosen = dataclasses.replace(options, n_micro_batches=best.n_micro_batches, schedule=best.schedule)
+    layered = layered_step(longer, tuple(itertools.repeat("none", longer.n_layers)))
+    try:
+        plan = assemble(layered, cluster, chosen, stages, None, report, StageSolver())
+    except InfeasibleError:
+        return best
+    return plan if plan.cost.total_s <= _AS_FAST * best.cost.total_s else best
+
+
 def _searched(
-    whole: LayeredStep,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    auto: AutoStageOption,
-    of_group: tuple[int, ...],
-    report: Progress,
+    cut: CutStep, cluster: ClusterSpec, options: PlanOptions, auto: AutoStageOption, report: Progress
 ) -> Plan:
     """The best plan of a joint search. Stages that it finds are solved as wholes, and what these cost is learned."""
     assert options.layers is not None
-    traced = whole.step
+    traced = cut.step
     space = Space(
         options.micro_batch_choices(traced.batch_size),
         tuple(remat[0] for remat in remats(options.layers, 1)),
@@ -146,7 +193,7 @@ def _searched(
         auto.tolerance,
     )
     known = load_costs(auto.cached_costs)
-    bounds = StageBounds(traced, of_group, cluster, space, options.sharding, known)
+    bounds = StageBounds(traced, cut.of_group, cluster, space, options.sharding, known)
     search, solver = StageSearch(bounds, report), StageSolver(bounds.menus)
     plans: list[Plan] = []
     failure: InfeasibleError | None = None
@@ -161,7 +208,7 @@ def _searched(
         if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS:
             break
         try:
-            plan = _assembled(whole, of_group, cluster, options, found, solver, report)
+            plan = _assembled(cut, cluster, options, found, solver, report)
         except StageTooLargeError as error:
             search.exclude(found, error.stage, error.n_live)
             failure = error
@@ -176,15 +223,14 @@ def _searched(
         raise failure
     best = min(plans, key=_preference)
     if options.choose_schedule:
-        best = _or_interleaved(best, whole, cluster, options, report, solver)
+        best = _or_interleaved(best, cut, cluster, options, report, solver)
     if len(traced.flat.eqns) <= _VERY_FEW_EQUATIONS and not options.use_all_devices:
-        best = _or_one_device(best, whole, cluster, options, auto, report)
+        best = _or_one_device(best, cut.whole, cluster, options, auto, report)
     return best
 
 
 def _assembled(
-    whole: LayeredStep,
-    of_group: tuple[int, ...],
+    cut: CutStep,
     cluster: ClusterSpec,
     options: PlanOptions,
     found: Found,
@@ -193,27 +239,27 @@ def _assembled(
 ) -> Plan:
     """The plan of what a search found. Raises StageTooLargeError where a stage does not fit after all."""
     remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
-    layered = layered_step(whole, of_group, remat)
+    layered = layered_step(cut, remat)
     stages = [DecidedStage(s.layers, s.candidate, options.sharding, s.choice.first_device) for s in found.stages]
     if len(stages) == 1 and not set(remat) - {"none"}:  # no use for layers
-        layered, stages = whole, [dataclasses.replace(stages[0], layers=())]
+        layered, stages = cut.whole, [dataclasses.replace(stages[0], layers=())]
     chosen = dataclasses.replace(options, n_micro_batches=found.n_micro_batches)
     return assemble(layered, cluster, chosen, stages, None, report, solver)
 
 
 def _or_interleaved(
-    best: Plan, whole: LayeredStep, cluster: ClusterSpec, options: PlanOptions, report: Progress, solver: StageSolver
+    best: Plan, cut: CutStep, cluster: ClusterSpec, options: PlanOptions, report: Progress, solver: StageSolver
 ) -> Plan:
     """`best`, or its submeshes with several runs of layers each, where a shorter bubble is worth the transfers."""
     p, n_layers = len(best.stages), len(best.remat)
     alike = len({(stage.submesh, stage.logical_shape) for stage in best.stages}) == 1 and not cluster.host_devices
     if p == 1 or not alike or best.cost.bubble_s < _LARGE_BUBBLE * best.cost.total_s:
         return best
-    layered = layered_step(whole, best.layer_of_group, best.remat)
+    layered = layered_step(cut, best.remat)
     chosen = dataclasses.replace(options, n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved")
 
     def attempt(v: int) -> Plan:
-        chunks = balanced_runs(layer_flops(whole.step, best.layer_of_group), p * v)
+        chunks = balanced_runs(layer_flops(cut.step, best.layer_of_group), p * v)
         stages = [
             DecidedStage(sum(chunks[k::p], ()), Candidate(s.submesh, s.logical_shape), options.sharding, s.first_device)
             for k, s in enumerate(best.stages)

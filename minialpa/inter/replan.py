@@ -35,7 +35,7 @@ def options_of(plan: Plan) -> PlanOptions:
             {f.name: getattr(stage.option, f.name) for f in dataclasses.fields(stage.option)} for stage in plan.stages
         ),
     )
-    layers = FixedLayerOption(plan.layer_of_group, plan.remat)
+    layers = FixedLayerOption(plan.layer_of_group, plan.remat, plan.row_blocks)
     return PlanOptions(plan.n_micro_batches, plan.schedule, layers, stages, first.option)
 
 

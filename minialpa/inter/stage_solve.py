@@ -101,7 +101,8 @@ def _rebound(
     names.update(ends)
     sharding = replace(
         solved.sharding,
-        specs={names[v]: spec for v, spec in solved.sharding.specs.items()},
+        # Variables inside loops have specs too, which their equations hold.
+        specs={names[v]: spec for v, spec in solved.sharding.specs.items() if v in names},
         results={names[v]: spec for v, spec in solved.sharding.results.items()},
     )
     return SolvedStage(sharding, tuple(mesh_programs(staged, mesh, problem, sharding, first.view)), solved.memory)

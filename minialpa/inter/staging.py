@@ -15,10 +15,12 @@ from minialpa.errors import VerifyError
 from minialpa.inter.chunks import plan_chunks
 from minialpa.inter.mesh_problem import mesh_equations
 from minialpa.inter.microbatch import split_micro_batches
+from minialpa.inter.placed import values_of_parts
 from minialpa.inter.remat import rematerialise
 from minialpa.inter.replan import check_fits
 from minialpa.inter.split import StagedStep, stage_split, traced_positions
 from minialpa.inter.split_step import Op, Phase, SplitStep
+from minialpa.inter.unstack import with_row_blocks
 from minialpa.intra.problem import MeshEquations
 from minialpa.intra.sharing import share_reads
 from minialpa.jaxprs import is_literal
@@ -76,9 +78,10 @@ def bind_specs(problem: MeshEquations, stage: StagePlan) -> tuple[dict[Var, Spec
 
 def final_specs(staged: StagedStep, plan: Plan, mesh: int) -> dict[Var, Spec]:
     """In which specs the results of a step are left on a mesh."""
+    outputs = values_of_parts(plan.outputs, staged.split.traced.out_parts)
     return {
         atom: spec
-        for atom, value in zip(staged.split.outvars, plan.outputs, strict=True)
+        for atom, value in zip(staged.split.outvars, outputs, strict=True)
         for where, spec in zip(value.mesh_ids, value.specs, strict=True)
         if where == mesh and not is_literal(atom)
     }
@@ -87,7 +90,8 @@ def final_specs(staged: StagedStep, plan: Plan, mesh: int) -> dict[Var, Spec]:
 def realise(traced: TracedStep, plan: Plan) -> StagedStep:
     """The staged step of a plan. Raises VerifyError if the plan was made for another step or other shapes."""
     check_fits(traced, plan)
-    step = rematerialise(traced, plan.layer_of_group, plan.remat)
+    step = with_row_blocks(traced, plan.row_blocks).step if plan.row_blocks else traced
+    step = rematerialise(step, plan.layer_of_group, plan.remat)
     chunks = plan_chunks(plan)
     return stage_step(step, plan.n_micro_batches, chunks.of_group(plan.layer_of_group), chunks.stage_of)
 

@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.intra.rules_control import scan_counts
 from minialpa.intra.sharing import share_reads
 from minialpa.intra.strategies import has_contraction
-from minialpa.jaxprs import FlatJaxpr, flatten_calls, shape_of
+from minialpa.jaxprs import FlatJaxpr, flatten_calls, live_equations, shape_of
 from minialpa.sharding import EquationSpecs, Spec
 
 
@@ -61,9 +61,10 @@ def scan_body(eqn: JaxprEqn) -> ScanBody | None:
 @functools.lru_cache(maxsize=256)
 def _flat(body: Any) -> FlatJaxpr:
     flat = flatten_calls(body.jaxpr, tuple(body.consts))
-    placed = share_reads(flat.eqns, [""] * len(flat.eqns))
-    scopes = tuple(flat.scopes[p.number] for p in placed)
-    return replace(flat, eqns=tuple(p.eqn for p in placed), scopes=scopes)
+    # What a checkpoint computes again and nothing reads is still there; a compiler drops it.
+    live = [eqn for eqn, keep in zip(flat.eqns, live_equations(flat.eqns, flat.outvars), strict=True) if keep]
+    placed = share_reads(live, [""] * len(live))
+    return replace(flat, eqns=tuple(p.eqn for p in placed), scopes=("",) * len(placed))
 
 
 def body_specs(body: ScanBody, chosen: EquationSpecs) -> tuple[dict[Var, Spec], tuple[Spec, ...]]:

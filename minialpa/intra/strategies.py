@@ -129,15 +129,23 @@ def _collective_s(step: Step, n_bytes: float, mesh: LogicalMesh) -> float:
 def work_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> float:
     """Seconds on one device that does all of the work.
 
-    Contractions read and write memory; other operations count what they write, as XLA fuses their reads. On a mesh
-    without a device, compute has no price.
+    Contractions read and write memory; other operations count what they write, as XLA fuses their reads. What takes
+    the only row of an array, or makes one of a row, writes nothing. On a mesh without a device, compute has no price.
     """
-    if mesh.device is None:
+    if mesh.device is None or _is_row(eqn):
         return 0.0
     dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
     written = sum(bytes_of(v) for v in eqn.outvars)
     read = sum(bytes_of(v) for v in eqn.invars) if is_contraction(eqn) else 0
     return max(factors.flops / mesh.device.flops_per_s(dtype), (read + written) / mesh.device.memory_bandwidth)
+
+
+def _is_row(eqn: JaxprEqn) -> bool:
+    """Whether an array of one row becomes the row, or the other way round."""
+    if eqn.primitive.name not in ("reshape", "squeeze"):
+        return False
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    return before == (1, *after) or after == (1, *before)
 
 
 def is_contraction(eqn: JaxprEqn) -> bool:

@@ -26,7 +26,7 @@ def export_specs(plan: Plan, mesh: int = 0) -> ExportedSpecs:
 
 
 def _on_mesh(values: Sequence[PlacedValue], mesh: int) -> dict[str, PartitionSpec]:
-    """What no equation reads is nowhere in the plan, and may as well be whole."""
+    """What no equation reads is nowhere in the plan, and may as well be whole. Of several blocks, the first counts."""
     out = {}
     for value in values:
         if mesh in value.mesh_ids:

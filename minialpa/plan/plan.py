@@ -21,21 +21,28 @@ from minialpa.fingerprint import Fingerprint
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.sharding import EquationSpecs, Spec
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementSpec:
-    """Where one argument or result lives: shape, dtype, meshes, and its sharding on each of them."""
+    """Where one argument or result lives: shape, dtype, meshes, and its sharding on each of them.
+
+    rows: empty where every mesh has all of it. Else the value lives in blocks of rows: there is a mesh and a sharding
+    for each block, and its rows (start, stop) of dimension 0; a mesh may have several blocks.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     mesh_ids: tuple[int, ...]
     partition_specs: tuple[PartitionSpec, ...]
+    rows: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
-        where = ", ".join(f"mesh {m}: {spec}" for m, spec in zip(self.mesh_ids, self.partition_specs, strict=True))
+        blocks = [f" rows {a}:{b}" for a, b in self.rows] or [""] * len(self.mesh_ids)
+        places = zip(self.mesh_ids, blocks, self.partition_specs, strict=True)
+        where = ", ".join(f"mesh {m}{block}: {spec}" for m, block, spec in places)
         return f"{self.path} {self.dtype}{list(self.shape)}: {where or 'not used'}"
 
 
@@ -48,10 +55,11 @@ class PlacedValue:
     dtype: str
     mesh_ids: tuple[int, ...]
     specs: tuple[Spec, ...]
+    rows: tuple[tuple[int, int], ...] = ()
 
     def placement(self) -> PlacementSpec:
         specs = tuple(spec.partition_spec() for spec in self.specs)
-        return PlacementSpec(self.path, self.shape, self.dtype, self.mesh_ids, specs)
+        return PlacementSpec(self.path, self.shape, self.dtype, self.mesh_ids, specs, self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +201,8 @@ class Plan:
 
     layer_of_group: layer of each forward equation group, in order; empty without a pipeline.
     remat: for each layer what its backward pass finds kept: `none` is computed again, all but `dots`, or `full`.
+    row_blocks: for each stack of layers that a scan applies, the rows of each block that it is cut into, so that stages
+        can end inside; empty where scans are whole.
     """
 
     fingerprint: Fingerprint
@@ -207,6 +217,7 @@ class Plan:
     collectives: tuple[PlannedCollective, ...]
     transfers: tuple[PlannedTransfer, ...]
     cost: PlanCost
+    row_blocks: tuple[tuple[int, ...], ...] = ()
 
     @property
     def input_specs(self) -> tuple[PlacementSpec, ...]:

@@ -24,6 +24,8 @@ def verify_plan(plan: Plan) -> None:
     - with a pipeline, the stages have every layer once, and each layer has a `remat`; without, there is one stage;
     - specs use the axes of their mesh, each dimension of an array has one, and its parts are equal;
     - arguments and results have one spec for each of their meshes, and are no partial sums;
+    - where they live in blocks, the rows of blocks are theirs and do not overlap, and stacks of layers are cut into
+      blocks of one row at least, in a pipeline only;
     - collectives run on axes of a stage, and the peak bytes of the cost are those of the stages;
     - the fingerprint counts each primitive once.
     """
@@ -114,6 +116,10 @@ def _check_layers(plan: Plan) -> None:
     _require(len(plan.remat) == n_layers, "remat", plan.remat, f"one entry for each of {n_layers} layers")
     if not plan.layer_of_group:
         _require(len(plan.stages) == 1, "layer_of_group", (), "the layer of each group, in a plan with several stages")
+    positive = all(sizes and min(sizes) >= 1 for sizes in plan.row_blocks)
+    _require(positive, "row_blocks", plan.row_blocks, "blocks of at least one row")
+    needed = bool(plan.layer_of_group) or not plan.row_blocks
+    _require(needed, "row_blocks", plan.row_blocks, "none, in a plan without a pipeline")
     layers = [layer for stage in plan.stages for layer in stage.layers]
     listed = [list(stage.layers) for stage in plan.stages]
     _require(sorted(layers) == list(range(n_layers)), "stages[*].layers", listed, f"each of {n_layers} layers once")
@@ -156,12 +162,22 @@ def _check_operator(op: PlannedOperator, stage: StagePlan, n_layers: int, where:
 
 def _check_placed(value: PlacedValue, stages: tuple[StagePlan, ...], where: str) -> None:
     meshes, specs = value.mesh_ids, value.specs
-    _require(len(set(meshes)) == len(meshes), f"{where}.mesh_ids", meshes, "each mesh once")
+    rows = value.rows or ((0, 0),) * len(meshes)
+    _require(len(rows) == len(meshes), f"{where}.rows", rows, f"rows for each mesh of {meshes}, or none")
+    places = set(zip(meshes, rows, strict=True))
+    _require(len(places) == len(meshes), f"{where}.mesh_ids", meshes, "each mesh once, or once for each block of rows")
+    for a, b in value.rows:
+        inside = bool(value.shape) and 0 <= a < b <= value.shape[0]
+        _require(inside, f"{where}.rows", value.rows, f"rows of an array of shape {value.shape}")
+    ends = sorted(set(value.rows))
+    apart = all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+    _require(apart, f"{where}.rows", value.rows, "blocks that do not overlap")
     _require(all(m < len(stages) for m in meshes), f"{where}.mesh_ids", meshes, f"below {len(stages)}")
     _require(len(specs) == len(meshes), f"{where}.specs", list(map(str, specs)), f"one for each mesh of {meshes}")
     for i, (mesh, spec) in enumerate(zip(meshes, specs, strict=True)):
         _require(not spec.partial, f"{where}.specs[{i}]", spec, "no partial sum")
-        _check_shaped(spec, value.shape, stages[mesh], f"{where}.specs[{i}]")
+        shape = (value.rows[i][1] - value.rows[i][0], *value.shape[1:]) if value.rows else value.shape
+        _check_shaped(spec, shape, stages[mesh], f"{where}.specs[{i}]")
 
 
 def _check_collectives(plan: Plan) -> None:

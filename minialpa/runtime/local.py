@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +18,19 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from minialpa.errors import ShardingError, WorkerError
-from minialpa.program import Accumulate, Free, Function, InputSlot, Instruction, Program, Run, Transfer, reads
+from minialpa.program import (
+    Accumulate,
+    Free,
+    Function,
+    InputSlot,
+    Instruction,
+    OutputSlot,
+    Program,
+    Run,
+    Transfer,
+    reads,
+)
+from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.task_times import function_seconds
 from minialpa.sharding import AXIS_NAMES
 
@@ -58,7 +70,8 @@ class LocalExecutable:
             self._initial[slot.buffer] = jax.device_put(slot.value, sharding)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        """Run the program on argument leaves; returns one array for each result, on the result's first mesh."""
+        """Run the program on argument leaves; returns one array for each result, on the result's first mesh, or a
+        BlockedArray where the program leaves it in blocks."""
         buffers = list(self._initial)
         placed = self._place(leaves)
         for slot, array in zip(self.program.inputs, placed, strict=True):
@@ -69,22 +82,41 @@ class LocalExecutable:
                 self._issue(instruction, buffers)
             except Exception as error:
                 raise self._failure(i, instruction, error) from error
-        return [buffers[slot.buffers[0]] for slot in self.program.outputs]
+        return [_result(slot, buffers) for slot in self.program.outputs]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Argument leaves laid out as the program wants them, where it reads a leaf whole on one mesh.
+        """Argument leaves laid out as the program wants them, where it reads a leaf whole on one mesh, or in blocks.
 
         What the program donates never shares memory with `leaves`.
         """
         out = list(leaves)
+        blocks: dict[int, dict[int, tuple[InputSlot, NamedSharding]]] = defaultdict(dict)
         for slot, sharding in zip(self.program.inputs, self._input_shardings, strict=True):
             leaf = leaves[slot.leaf]
-            if slot.rows is not None or out[slot.leaf] is not leaf or getattr(leaf, "sharding", None) == sharding:
-                continue
-            placed = jax.device_put(leaf, sharding)
-            is_shared = isinstance(leaf, jax.Array) and slot.leaf in self.program.donated_leaves
-            out[slot.leaf] = placed.copy() if is_shared else placed
+            if slot.is_block and slot.rows is not None:
+                blocks[slot.leaf].setdefault(slot.rows[0], (slot, sharding))
+            elif slot.rows is None and out[slot.leaf] is leaf and getattr(leaf, "sharding", None) != sharding:
+                placed = jax.device_put(_in_one(leaf), sharding)
+                is_shared = isinstance(leaf, jax.Array) and slot.leaf in self.program.donated_leaves
+                out[slot.leaf] = placed.copy() if is_shared else placed
+        for i, found in blocks.items():
+            out[i] = self._in_blocks(leaves[i], [found[start] for start in sorted(found)])
         return out
+
+    def _in_blocks(self, leaf: Any, wanted: Sequence[tuple[InputSlot, NamedSharding]]) -> Any:
+        """A leaf in blocks laid out as wanted; the leaf itself where it is that, or where some rows are not read."""
+        values = [_rows(leaf, slot) for slot, _ in wanted]
+        blocks = leaf.blocks if isinstance(leaf, BlockedArray) else ()
+        lies = bool(blocks) and all(
+            x is block and getattr(x, "sharding", None) == sharding
+            for x, block, (_, sharding) in zip(values, blocks, wanted, strict=False)
+        )
+        if lies or sum(x.shape[0] for x in values) < np.shape(leaf)[0]:
+            return leaf
+        return BlockedArray([
+            self._owned(jax.device_put(x, sharding), x if blocks else leaf, slot)
+            for x, (slot, sharding) in zip(values, wanted, strict=True)
+        ])  # fmt: skip
 
     def hlo_texts(self) -> list[str]:
         """Compiled HLO of each function."""
@@ -124,7 +156,7 @@ class LocalExecutable:
         copied = False
         for i, (slot, sharding) in enumerate(zip(self.program.inputs, self._input_shardings, strict=True)):
             leaf = leaves[slot.leaf]
-            value = leaf if slot.rows is None else _rows(leaf, slot)
+            value = _in_one(leaf) if slot.rows is None else _rows(leaf, slot)
             if isinstance(value, np.ndarray) and i in self._in_calls:
                 pass
             elif not _lies(value, sharding):
@@ -139,7 +171,9 @@ class LocalExecutable:
         if missing:
             shardings = [self._input_shardings[i] for i in missing]
             for i, array in zip(missing, jax.device_put([out[i] for i in missing], shardings), strict=True):
-                out[i] = self._owned(array, leaves[self.program.inputs[i].leaf], self.program.inputs[i])
+                leaf = leaves[self.program.inputs[i].leaf]
+                source = out[i] if isinstance(leaf, BlockedArray) else leaf
+                out[i] = self._owned(array, source, self.program.inputs[i])
         elif not copied and all(slot.rows is None for slot in self.program.inputs):
             self._settled = shardings
         return out
@@ -194,9 +228,25 @@ def _read_by_one_call(program: Program) -> frozenset[int]:
     )
 
 
+def _result(slot: OutputSlot, buffers: Sequence[Any]) -> Any:
+    if not slot.rows:
+        return buffers[slot.buffers[0]]
+    first = {rows: buffers[b] for rows, b in reversed(list(zip(slot.rows, slot.buffers, strict=True)))}
+    return BlockedArray([first[rows] for rows in sorted(first)])
+
+
+def _in_one(leaf: Any) -> Any:
+    """An array that is in blocks and wanted whole is put together on the host: no device need have room for it."""
+    return np.asarray(leaf) if isinstance(leaf, BlockedArray) else leaf
+
+
 def _rows(leaf: Any, slot: InputSlot) -> Any:
     assert slot.rows is not None
     start, stop, dim = slot.rows
+    if isinstance(leaf, BlockedArray):
+        if dim == 0:
+            return leaf.rows(start, stop)
+        leaf = np.asarray(leaf)
     index = (slice(None),) * dim + (slice(start, stop),)
     return leaf[index] if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)[index]
 

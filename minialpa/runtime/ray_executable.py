@@ -16,6 +16,7 @@ from minialpa.arrays import RemoteArray
 from minialpa.mesh_program import ArrayType, MeshProgram, Place, links, worker_places
 from minialpa.program import InputSlot, Program
 from minialpa.resharding import Box, shard_boxes
+from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
 from minialpa.runtime.interpreter import Argument, Given
 from minialpa.runtime.plain import to_plain
@@ -49,7 +50,7 @@ class RayExecutable:
         self._mesh_of_function = [function.mesh for function in program.functions]
         self._keys = [(shape.first_device, math.prod(shape.logical_shape)) for shape in program.meshes]
         self._cuts = [_cuts(own, [p for p in self.places if p.mesh == own.mesh]) for own in self.programs]
-        self._n_outputs = len(program.outputs)
+        self._outputs = program.outputs
         self._donated_leaves = program.donated_leaves
         self._meshes: list[MeshWorkers] = []
         weakref.finalize(self, runtime.dropped.append, self.number)  # also of what fails to load
@@ -58,13 +59,15 @@ class RayExecutable:
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        """Start a step on argument leaves; returns an array for each result at once."""
+        """Start a step on argument leaves; returns an array for each result at once, or a BlockedArray where the
+        program leaves it in blocks."""
         self.runtime.check()
         self._load()
         self._bring(leaves)
-        numbers = [self.runtime.new_number() for _ in range(self._n_outputs)]
+        numbers = [self.runtime.new_number() for slot in self._outputs for _ in slot.blocks]
         self._start(leaves, numbers)
-        return self._results(numbers)
+        arrays = iter(self._results(numbers))
+        return [BlockedArray([next(arrays) for _ in x.blocks]) if x.rows else next(arrays) for x in self._outputs]
 
     def move(self, arrays: Sequence[DistributedArray]) -> None:
         """Start a step of which every result is a copy of an argument and is kept under its number."""
@@ -95,25 +98,28 @@ class RayExecutable:
             if calls:
                 self.runtime.abandon("A step was interrupted when only some workers had been told of it.")
             raise
-        for leaf in self._donated_leaves:
-            if isinstance(leaves[leaf], DistributedArray):
-                self._use_up(leaves[leaf])
+        for array in self._given_away(leaves):
+            self._use_up(array)
         self.runtime.start_step(calls)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Argument leaves on the workers, laid out as the step reads them; what is cut into micro-batches stays."""
         self.runtime.check()
         self._load()
-        out, values = list(leaves), _Values(leaves)
-        copies: dict[int, list[Copy]] = {}
-        numbers: dict[int, int] = {}
+        values = _Values(leaves)
+        slots = [(own, slot) for own in self.programs for slot in own.inputs if _is_state(slot)]
+        moved = {slot.leaf for own, slot in slots if not _lies(leaves, own, slot)}
+        copies: dict[_Part, list[Copy]] = {}
+        types: dict[_Part, ArrayType] = {}
+        numbers: dict[_Part, int] = {}
         puts: list[tuple[WorkerHandle, dict[int, int], list[Argument]]] = []
         for own, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True):
-            mine = [i for i, slot in enumerate(own.inputs) if slot.rows is None and not _lies(leaves, own, slot)]
+            mine = [i for i, slot in enumerate(own.inputs) if slot.leaf in moved and _is_state(slot)]
             for slot in (own.inputs[i] for i in mine):
-                numbers.setdefault(slot.leaf, self.runtime.new_number())
-                copies.setdefault(slot.leaf, []).append(Copy(mesh, own.shape, slot.spec))
-            kept = {i: numbers[own.inputs[i].leaf] for i in mine}
+                numbers.setdefault(_part(slot), self.runtime.new_number())
+                types[_part(slot)] = own.types[slot.buffer]
+                copies.setdefault(_part(slot), []).append(Copy(mesh, own.shape, slot.spec))
+            kept = {i: numbers[_part(own.inputs[i])] for i in mine}
             for k, worker in enumerate(mesh.workers):
                 puts.append((worker, kept, [values.given(own.inputs[i], own, cuts[i][k]) for i in mine]))
         calls = {
@@ -122,22 +128,20 @@ class RayExecutable:
             if kept
         }
         self.runtime.gather(calls)
-        for leaf, number in numbers.items():
-            kind = next(own.types[s.buffer] for own in self.programs for s in own.inputs if s.leaf == leaf)
-            out[leaf] = DistributedArray(self.runtime, number, kind, tuple(copies[leaf]))
-        return out
+        arrays = {p: DistributedArray(self.runtime, n, types[p], tuple(copies[p])) for p, n in numbers.items()}
+        return _with_arrays(leaves, arrays)
 
     def _bring(self, leaves: Sequence[Any]) -> None:
         """Have workers send each other what lies elsewhere, or in another layout, than the step reads it."""
         wanted: dict[tuple[int, Any, Any], tuple[DistributedArray, Copy]] = {}
         for own in self.programs:
             for slot in own.inputs:
-                leaf = leaves[slot.leaf]
-                if not isinstance(leaf, DistributedArray) or _lies(leaves, own, slot) or leaf.held_here:
+                array = _array(leaves, slot)
+                if array is None or _lies(leaves, own, slot) or array.held_here:
                     continue
-                copy = next((copy for copy in leaf.copies if copy.mesh.alive), None)
-                if slot.rows is None and copy is not None:
-                    wanted[leaf.number, own.shape, slot.spec] = leaf, copy
+                copy = next((copy for copy in array.copies if copy.mesh.alive), None)
+                if copy is not None:
+                    wanted[array.number, own.shape, slot.spec] = array, copy
         moves = [(array, copy, shape, spec) for (_, shape, spec), (array, copy) in wanted.items()]
         # One group of workers that is seen in two shapes: such an array comes through this process.
         shapes = {copy.shape for _, copy, _, _ in moves} | {shape for _, _, shape, _ in moves}
@@ -147,12 +151,20 @@ class RayExecutable:
     def _argument(
         self, slot: InputSlot, own: MeshProgram, cut: _Cut, leaves: Sequence[Any], values: _Values
     ) -> Argument:
-        return leaves[slot.leaf].number if _lies(leaves, own, slot) else values.given(slot, own, cut)
+        array = _array(leaves, slot)
+        if array is not None and array.lies(own.shape, slot.spec):
+            return array.number
+        return values.given(slot, own, cut)
+
+    def _given_away(self, leaves: Sequence[Any]) -> list[DistributedArray]:
+        """Arrays on workers that the step uses up: arguments, and blocks of arguments."""
+        given = [leaves[leaf] for leaf in sorted(self._donated_leaves)]
+        parts = [part for x in given for part in (x.blocks if isinstance(x, BlockedArray) else (x,))]
+        return [part for part in parts if isinstance(part, DistributedArray)]
 
     def _donated(self, mesh: MeshWorkers, leaves: Sequence[Any]) -> list[int]:
-        """Arrays on `mesh` that the step uses up."""
-        given = [leaves[leaf] for leaf in sorted(self._donated_leaves)]
-        return [x.number for x in given if isinstance(x, DistributedArray) and any(c.mesh is mesh for c in x.copies)]
+        """Those of them that are on `mesh`."""
+        return [x.number for x in self._given_away(leaves) if any(c.mesh is mesh for c in x.copies)]
 
     def _use_up(self, array: DistributedArray) -> None:
         """Mark a donated array; copies on meshes that do not take part are freed."""
@@ -282,10 +294,46 @@ def _share(arguments: Sequence[Sequence[Argument]]) -> list[tuple[Sequence[Argum
     return out
 
 
+_Part = tuple[int, tuple[int, int, int] | None]  # an argument leaf, or rows of it
+
+
+def _part(slot: InputSlot) -> _Part:
+    return slot.leaf, slot.rows
+
+
+def _is_state(slot: InputSlot) -> bool:
+    """Whether what an input reads may stay on the workers between calls; else it is cut into micro-batches."""
+    return slot.rows is None or slot.is_block
+
+
+def _with_arrays(leaves: Sequence[Any], arrays: Mapping[_Part, DistributedArray]) -> list[Any]:
+    """The leaves, with arrays in the place of those that they are, or that they are all rows of."""
+    out = list(leaves)
+    blocks: dict[int, list[DistributedArray]] = {}
+    for (leaf, rows), array in sorted(arrays.items(), key=lambda item: item[0]):
+        if rows is None:
+            out[leaf] = array
+        else:
+            blocks.setdefault(leaf, []).append(array)
+    for leaf, found in blocks.items():
+        blocked = BlockedArray(found)
+        if blocked.shape == np.shape(leaves[leaf]):  # else some rows are not read
+            out[leaf] = blocked
+    return out
+
+
+def _array(leaves: Sequence[Any], slot: InputSlot) -> DistributedArray | None:
+    """The array on workers that an input is: an argument, or a block of one."""
+    leaf = leaves[slot.leaf]
+    if slot.rows is not None:
+        leaf = leaf.block(*slot.rows[:2]) if slot.is_block and isinstance(leaf, BlockedArray) else None
+    return leaf if isinstance(leaf, DistributedArray) else None
+
+
 def _lies(leaves: Sequence[Any], own: MeshProgram, slot: InputSlot) -> bool:
     """Whether the argument of an input lies on the mesh of the program as the program reads it."""
-    leaf = leaves[slot.leaf]
-    return isinstance(leaf, DistributedArray) and slot.rows is None and leaf.lies(own.shape, slot.spec)
+    array = _array(leaves, slot)
+    return array is not None and array.lies(own.shape, slot.spec)
 
 
 def _cuts(program: MeshProgram, places: Sequence[Place]) -> list[list[_Cut]]:

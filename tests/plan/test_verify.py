@@ -83,6 +83,20 @@ CASES: dict[str, tuple[Plan, str]] = {
     "operand": (with_operator(operands=(Spec(((1,),)),)), r"operators\[0\].operands\[0\]` is S1; expected axes"),
     "mesh twice": (with_input(mesh_ids=(1, 1)), r"inputs\[0\].mesh_ids` is \(1, 1\); expected each mesh once"),
     "unknown mesh": (with_input(mesh_ids=(2,)), r"inputs\[0\].mesh_ids` is \(2,\); expected below 2"),
+    "rows of another array": (
+        with_input(rows=((0, 1000),)),
+        r"inputs\[0\].rows` is .*expected rows of an array of sha",
+    ),
+    "rows without a mesh": (with_input(rows=((0, 1), (1, 2))), r"inputs\[0\].rows` is .*expected rows for each mesh"),
+    "rows twice": (
+        with_input(mesh_ids=(0, 1), specs=good().inputs[0].specs * 2, rows=((0, 2), (1, 3))),
+        r"inputs\[0\].rows` is .*expected blocks that do not overlap",
+    ),
+    "empty block": (replace(good(), row_blocks=((2, 0),)), r"row_blocks` is .*expected blocks of at least one row"),
+    "blocks without a pipeline": (
+        replace(shard_plan(), row_blocks=((1, 1),)),
+        r"row_blocks` is .*expected none, in a plan without a pipeline",
+    ),
     "no spec": (with_input(specs=()), r"inputs\[0\].specs` is \[\]; expected one for each mesh of \(1,\)"),
     "partial": (with_input(specs=(Spec(((), ()), (0,)),)), r"specs\[0\]` is R,R\+P0; expected no partial sum"),
     "uneven": (with_input(shape=(6, 8), specs=(Spec(((0,), ())),)), r"specs\[0\]` is S0,R; expected equal parts of"),

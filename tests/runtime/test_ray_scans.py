@@ -1,0 +1,119 @@
+"""Stages that end inside a scan over layers, on a Ray cluster: blocks of rows stay on the workers of their stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+from ray.cluster_utils import Cluster
+
+import minialpa
+from minialpa import PipeshardParallel, ShardParallel, UniformStageOption
+from minialpa.runtime.arrays import BlockedArray
+from minialpa.runtime.distributed_array import DistributedArray
+from minialpa.testing import assert_allclose
+from tests.runtime.ray_cluster import WORKER_ENV, ray_nodes
+from tests.test_unstacked_training import Perceptron, by_hand, pipeline
+
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
+
+BATCH = 16
+TWO_STAGES = pipeline(UniformStageOption(2), 2)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with ray_nodes(2, 1) as cluster:
+        minialpa.init(cluster="ray", address=cluster.address, worker_env=WORKER_ENV)
+        yield cluster
+
+
+def blocked_leaves(state: Any) -> list[BlockedArray]:
+    leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, BlockedArray)]
+    assert leaves
+    return leaves
+
+
+def blocks_of(state: Any) -> list[DistributedArray]:
+    return [block for leaf in blocked_leaves(state) for block in leaf.blocks]
+
+
+def steps(method: PipeshardParallel = TWO_STAGES) -> tuple[Any, Any, Any]:
+    """A model of five scanned layers, its step on one device, and its step on the cluster."""
+    case = Perceptron(5, again=True).case()
+    expected_step = jax.jit(case.train_step(jax.value_and_grad))
+    return case, expected_step, minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
+
+
+@pytest.mark.parametrize("is_presharded", [False, True])
+def test_blocks_stay_on_the_workers(cluster: Cluster, is_presharded: bool, key: jax.Array) -> None:
+    case, expected_step, actual_step = steps()
+    expected = actual = case.init(key)
+    if is_presharded:
+        actual = actual_step.preshard_dynamic_args(actual, case.make_batch(0, BATCH))[0]
+        assert not any(block.held_here for block in blocks_of(actual))
+    losses = []
+    for i in range(3):
+        batch = case.make_batch(i, BATCH)
+        expected, metrics = expected_step(expected, batch)
+        old, (actual, actual_metrics) = actual, actual_step(actual, batch)
+        losses.append((actual_metrics, metrics))
+        if i or is_presharded:
+            assert all(leaf.is_deleted() for leaf in blocked_leaves(old))
+            assert not any(block.held_here for block in blocks_of(old))
+        assert not any(block.held_here for block in blocks_of(actual))
+        for leaf in blocked_leaves(actual):
+            assert len(leaf.blocks) == 2 and len({block.mesh_ids for block in leaf.blocks}) == 2
+    for a, b in losses:
+        assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+    assert_allclose(actual, expected, rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("other", "is_fetched"),
+    [(pipeline(by_hand([[0, 1], [2, 3, 4]]), 5), False), (TWO_STAGES, True)],
+    ids=["blocks on other stages", "blocks of other rows"],
+)
+def test_blocks_go_from_one_plan_to_another(
+    cluster: Cluster, other: PipeshardParallel, is_fetched: bool, key: jax.Array
+) -> None:
+    """Workers send each other blocks that lie elsewhere. What is given stays the caller's."""
+    case, expected_step, actual_step = steps(pipeline(by_hand([[0], [1, 2, 3, 4]]), 5))
+    batch = case.make_batch(0, BATCH)
+    state, _ = actual_step(case.init(key), batch)
+    step = case.train_step(minialpa.value_and_grad)
+    other_step = minialpa.parallelize(step, method=other, donate_argnums=())
+    actual, _ = other_step(state, batch)
+    assert any(block.held_here for block in blocks_of(state)) == is_fetched
+    host = jax.device_get(state)
+    assert [len(leaf.blocks) for leaf in blocked_leaves(state)] == [5] * len(blocked_leaves(state))
+    assert not any(leaf.is_deleted() for leaf in blocked_leaves(state))
+    expected, _ = expected_step(host, batch)
+    assert_allclose(actual, expected, rtol=2e-4, atol=1e-5)
+
+
+def test_a_step_on_one_mesh_takes_the_blocks(cluster: Cluster, key: jax.Array) -> None:
+    case, expected_step, actual_step = steps()
+    batch = case.make_batch(0, BATCH)
+    state, _ = actual_step(case.init(key), batch)
+    host = jax.device_get(state)
+    step = case.train_step(minialpa.value_and_grad)
+    actual, _ = minialpa.parallelize(step, method=ShardParallel())(state, batch)
+    expected, _ = expected_step(host, batch)
+    assert_allclose(actual, expected, rtol=2e-4, atol=1e-5)
+    assert all(leaf.is_deleted() for leaf in blocked_leaves(state))
+
+
+def test_workers_hold_one_state(cluster: Cluster, key: jax.Array) -> None:
+    case, _, step = steps()
+    state = case.init(key)
+    held = []
+    for i in range(6):
+        state, metrics = step(state, case.make_batch(i, BATCH))
+        float(metrics["loss"])
+        runtime = step.get_last_executable().runner.runtime
+        workers = [worker for mesh in runtime._meshes.values() for worker in mesh.workers]
+        held.append([counts["arrays"] for counts in runtime.ask(workers, "counts")])
+    assert held[2] == held[5], held
