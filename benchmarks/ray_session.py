@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,14 +19,17 @@ def ray_session(n_devices: int, worker_env: Mapping[str, str] | None = None) -> 
     """The runtime of a session on one host of `n_devices` virtual devices. The cluster ends behind the block."""
     import ray
 
-    ray.init(
-        "local",  # not the cluster that may run here already
-        num_cpus=n_devices,
-        include_dashboard=False,
-        log_to_driver=False,
-        # Else its workers would let every other process go first, and be compared with one that does not.
-        _system_config={"worker_niceness": 0},
-    )
+    with warnings.catch_warnings():
+        # jax warns of forks. These become other programs at once.
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+        ray.init(
+            "local",  # not the cluster that may run here already
+            num_cpus=n_devices,
+            include_dashboard=False,
+            log_to_driver=False,
+            # Else its workers would let every other process go first, and be compared with one that does not.
+            _system_config={"worker_niceness": 0},
+        )
     try:
         env = {"XLA_FLAGS": ONE_CORE, **(worker_env or {})}
         minialpa.init(cluster="ray", devices_per_host=n_devices, worker_env=env)

@@ -24,9 +24,9 @@ class VerifyError(MinialpaError, AssertionError):
 class WorkerError(MinialpaError, RuntimeError):
     """An instruction of a program failed while it ran, or a worker of the session was lost.
 
-    worker, host: their numbers in the session. stage, instruction, recent: where the worker was, and the instructions
-    before, the last one at the end. remote_traceback: of the worker. What is not known, or is about no worker of a
-    cluster, is None or empty.
+    worker, host: their numbers in the session. stage, instruction, recent: where the worker was when it failed or was
+    last heard of, and the instructions before, the last one at the end; jax runs them asynchronously, so one of these
+    may be the one that failed. remote_traceback: of the worker. What is not known is None or empty.
     """
 
     def __init__(

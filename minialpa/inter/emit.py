@@ -91,6 +91,10 @@ class _Emitter:
             for task, program in zip(tasks, programs, strict=True)
         }
         for task in tasks:
+            for v in task.invars:
+                if self._home_of_argument(v, task.mesh) != task.mesh:
+                    self._buffer(v, None, task.mesh)
+        for task in tasks:
             if task.kind == "prologue":
                 self._run_task(task, number[id(task)], None)
         self._loop(number)
@@ -130,6 +134,12 @@ class _Emitter:
         self.n_buffers += 1
         return self.n_buffers - 1
 
+    def _home_of_argument(self, var: Var, mesh: int) -> int:
+        """The mesh from which `mesh` gets an argument: the one that holds a state between steps, or itself."""
+        if var in self.micro_source:
+            return mesh
+        return self.home_of_input.get(self.number_of_input.get(var), mesh)
+
     def _buffer(self, var: Var, micro: int | None, mesh: int) -> int:
         """The buffer that holds `var` on `mesh`; inputs and constants get theirs at the first read.
 
@@ -138,9 +148,8 @@ class _Emitter:
         for name in ((var, micro, mesh), (var, None, mesh)):
             if name in self.buffers:
                 return self.buffers[name]
-        number = self.number_of_input.get(var)
-        home = self.home_of_input.get(number, mesh)
-        if home != mesh and var not in self.micro_source:
+        home = self._home_of_argument(var, mesh)
+        if home != mesh:
             self._buffer(var, None, home)
             return self._transfer((var, None, home), mesh, self.specs[mesh][var])
         spec = self.specs[mesh].get(var, Spec.replicated(len(shape_of(var)))).partition_spec()
@@ -160,8 +169,8 @@ class _Emitter:
             self.constants.append(ConstantSlot(buffer, self.consts[var], mesh, spec))
             self.buffers[var, None, mesh] = buffer
         else:
-            assert number is not None, f"{var} is not on mesh {mesh}"
-            part = self.split.traced.argument(number)
+            assert var in self.number_of_input, f"{var} is not on mesh {mesh}"
+            part = self.split.traced.argument(self.number_of_input[var])
             rows = None if part.rows is None else (*part.rows, 0)
             self.input_slots.append(InputSlot(buffer, part.leaf, rows, mesh, spec, rows is not None))
             self.buffers[var, None, mesh] = buffer

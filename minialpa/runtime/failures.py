@@ -83,7 +83,10 @@ def worker_error(cause: Failure, others: Iterable[Status], has_ended: bool = Tru
     process = "" if at.pid is None else f", process {at.pid}"
     lines = [f"Worker {at.worker}, stage {at.stage} on host {at.host}{process}, failed: {cause.message}"]
     if at.step >= 0:
-        lines.append(f"It was in step {at.step} at {at.instruction}; before that: {'; '.join(at.recent) or 'nothing'}.")
+        seen = "was last heard of" if cause.fault in (Fault.DIED, Fault.SILENT) else "was"
+        lines.append(
+            f"It {seen} in step {at.step} at {at.instruction}; before that: {'; '.join(at.recent) or 'nothing'}."
+        )
     for status in sorted(others, key=lambda status: status.worker):
         if status.worker != at.worker:
             lines.append(

@@ -40,8 +40,8 @@ from minialpa.sharding import AXIS_NAMES
 class Given:
     """An argument that the caller sends: distinct shards, and for each device of the worker which of them it gets.
 
-    Shards are as `to_plain` makes them. A shard that several workers get may be a number instead, of an array that
-    comes beside the others.
+    Shards are as `to_plain` makes them. One that several workers get may be a number instead, of an array that comes
+    beside the others.
     """
 
     shards: tuple[np.ndarray[Any, Any] | int, ...]
@@ -115,7 +115,7 @@ class Interpreter:
         return results
 
     def _first_failed(self, buffers: dict[int, Any]) -> int:
-        """The first instruction that is known to have failed: jax says so when a later one wants the result."""
+        """The first instruction whose results are still there and have failed: jax says so to who wants the result."""
         for i, instruction in enumerate(self.program.instructions[: self.position]):
             if any(b in buffers and _has_failed(buffers[b]) for b in _written(instruction)):
                 return i

@@ -213,11 +213,18 @@ def _worker_env(platform: str) -> dict[str, str]:
 
 def _connect(request: Request) -> None:
     address = request.address or os.environ.get("RAY_ADDRESS") or _started_here()
-    if address is None:
+    if address in (None, "local"):
         with warnings.catch_warnings():
             # Ray forks to start its processes, and these replace themselves at once.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-            ray.init("local", namespace=request.namespace, include_dashboard=False, log_to_driver=False)
+            ray.init(
+                "local",
+                namespace=request.namespace,
+                include_dashboard=False,
+                log_to_driver=False,
+                # Ray would have everything else on this machine go before its workers.
+                _system_config={"worker_niceness": 0},
+            )
         return
     # Ray would try for minutes.
     if re.fullmatch(r"\S+:\d+", address) and "://" not in address and not _answers(address):

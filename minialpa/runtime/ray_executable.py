@@ -53,8 +53,8 @@ class RayExecutable:
         self._outputs = program.outputs
         self._donated_leaves = program.donated_leaves
         self._meshes: list[MeshWorkers] = []
+        weakref.finalize(self, runtime.dropped.append, self.number)  # also of what fails to load
         self._load()
-        weakref.finalize(self, runtime.dropped.append, self.number)
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ are given back, and whoever calls gets one WorkerError. Other calls may fail, as
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
@@ -181,9 +182,13 @@ class RayRuntime:
 
     def _status(self, worker: WorkerHandle) -> Status:
         """Where a worker was when it last said so."""
+        return self._placed(self._watch.status(worker))
+
+    def _placed(self, status: Status) -> Status:
+        """`status`, with the stage of a worker that has not run a step."""
         meshes = sorted(self._meshes.values(), key=lambda mesh: mesh.first_device)
-        stage = next((i for i, mesh in enumerate(meshes) if worker in mesh.workers), -1)
-        return with_stage(self._watch.status(worker), stage)
+        numbers = [[worker.number for worker in mesh.workers] for mesh in meshes]
+        return with_stage(status, next((i for i, mesh in enumerate(numbers) if status.worker in mesh), -1))
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
@@ -253,7 +258,7 @@ class RayRuntime:
         """Raise WorkerError if a worker, or the head of the cluster, hangs."""
         failure = self._watch.beat(bool(self._steps))
         if failure is not None:
-            self._fail(failure)
+            self._fail(dataclasses.replace(failure, where=self._placed(failure.where)))
         if self.cluster.headless_s() > HEAD_S:
             self.abandon(
                 f"The head of the Ray cluster at {self.cluster.head} has not answered for {HEAD_S:.0f} s. Start a "
@@ -285,7 +290,7 @@ class RayRuntime:
                 if failure is not None:
                     found.append(failure)
                 elif asked.pop(ref, None) is not None:
-                    statuses.append(with_stage(ray.get(ref), self._status(worker).stage))
+                    statuses.append(self._placed(ray.get(ref)))
         known = {f.where.worker for f in found}
         found += [silent(self._status(w), _GRACE_S) for w in asked.values() if w.number not in known]
         return found, statuses

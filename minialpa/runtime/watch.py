@@ -30,7 +30,10 @@ class Watch:
 
     def add(self, workers: Iterable[WorkerHandle]) -> None:
         """Watch workers that have just started."""
-        self.lives.update((w.actor.live.options(concurrency_group="life").remote(), w) for w in workers)
+        started = list(workers)
+        self.lives.update((w.actor.live.options(concurrency_group="life").remote(), w) for w in started)
+        now = time.monotonic()
+        self._asked.update((_ask(w), (w, now)) for w in started)  # which process each of them is
 
     def remove(self, workers: Iterable[WorkerHandle]) -> None:
         """Forget workers that are about to end."""
@@ -40,13 +43,8 @@ class Watch:
 
     def status(self, worker: WorkerHandle) -> Status:
         """Where the worker was when it last said so."""
+        self._read()
         return self._known.get(worker.number) or Status(worker.number, worker.host)
-
-    def note(self, status: Status) -> None:
-        """What a worker has answered."""
-        if self._known.get(status.worker) != status:
-            self._known[status.worker] = status
-            self.moved()
 
     def moved(self) -> None:
         """Something has got on."""
@@ -55,19 +53,12 @@ class Watch:
     def ask(self, but: Collection[int] = ()) -> dict[Any, WorkerHandle]:
         """Ask the workers, but for those with these numbers, for their status."""
         asked = [w for w in self.lives.values() if w.number not in but]
-        return {w.actor.status.options(concurrency_group="control").remote(): w for w in asked}
+        return {_ask(w): w for w in asked}
 
     def beat(self, is_stepping: bool) -> Failure | None:
         """Read the answers to the last beat and ask again; who does not answer, or does not get on in a step."""
+        self._read()
         now = time.monotonic()
-        if self._asked:
-            done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
-            for ref in done:
-                del self._asked[ref]
-                try:
-                    self.note(ray.get(ref))
-                except RayError:
-                    continue  # it has died, and its call of `live` says so
         waiting = {w.number for w, _ in self._asked.values()}
         self._asked.update((ref, (w, now)) for ref, w in self.ask(waiting).items())
         for worker, asked in self._asked.values():
@@ -76,6 +67,23 @@ class Watch:
         if is_stepping and self._known and now - self._last_move > self.timeout_s:
             return _stuck(list(self._known.values()), self.timeout_s)
         return None
+
+    def _read(self) -> None:
+        """Read the answers that have come. One that is not as the last one shows that its worker gets on."""
+        done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0) if self._asked else ([], [])
+        for ref in done:
+            del self._asked[ref]
+            try:
+                status = ray.get(ref)
+            except RayError:
+                continue  # it has died, and its call of `live` says so
+            if self._known.get(status.worker) != status:
+                self._known[status.worker] = status
+                self.moved()
+
+
+def _ask(worker: WorkerHandle) -> Any:
+    return worker.actor.status.options(concurrency_group="control").remote()
 
 
 def silent(status: Status, seconds: float) -> Failure:

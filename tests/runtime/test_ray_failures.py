@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 #: Seconds within which an error has to come, once there are signs of it.
 SOON_S = 10.0
 #: A time-out for workers that hang; their first steps take less, on a busy machine too.
-PATIENCE_S = 6.0
+PATIENCE_S = 5.0
 FOREVER = 2**31 - 1
 AT_ONCE = np.zeros(3, np.int32)
 
@@ -355,7 +355,7 @@ def test_worker_that_hangs(training: Training, is_stopped: bool) -> None:
         told = told_of(lambda: None, long_step(training, 2))
     assert told.seconds < PATIENCE_S + SOON_S
     assert (told.error.host, told.error.stage) == (0, 0)
-    assert ("it has not answered for" if is_stopped else "no worker has got on for 6 s") in str(told.error)
+    assert ("it has not answered for" if is_stopped else "no worker has got on for 5 s") in str(told.error)
     traces.assert_gone()
 
 
@@ -422,8 +422,6 @@ def test_node_lost(training: Training, cluster: Any) -> None:
     assert told.seconds < SOON_S
     assert told.error.host == 1 and "its process died" in str(told.error)
     traces.assert_gone()
-    training.start(hosts=1)
-    training.advance()
 
 
 def test_head_killed(training: Training, cluster: Any) -> None:
