@@ -10,7 +10,7 @@ import pytest
 from benchmarks.registry import Rows, Size, all_benchmarks, benchmark
 from benchmarks.run import main, table
 
-RAY = (pytest.mark.ray, pytest.mark.xdist_group("ray"))
+RAY = (pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,6 @@ class _Emitter:
         for name in ((var, micro, mesh), (var, None, mesh)):
             if name in self.buffers:
                 return self.buffers[name]
-        number = self.number_of_input.get(var)
         home = self._home_of_argument(var, mesh)
         if home != mesh:
             self._buffer(var, None, home)
@@ -170,8 +169,8 @@ class _Emitter:
             self.constants.append(ConstantSlot(buffer, self.consts[var], mesh, spec))
             self.buffers[var, None, mesh] = buffer
         else:
-            assert number is not None, f"{var} is not on mesh {mesh}"
-            part = self.split.traced.argument(number)
+            assert var in self.number_of_input, f"{var} is not on mesh {mesh}"
+            part = self.split.traced.argument(self.number_of_input[var])
             rows = None if part.rows is None else (*part.rows, 0)
             self.input_slots.append(InputSlot(buffer, part.leaf, rows, mesh, spec, rows is not None))
             self.buffers[var, None, mesh] = buffer

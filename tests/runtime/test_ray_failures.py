@@ -131,12 +131,13 @@ class Traces:
     pids: list[int]
     ports: list[int]
     group: Any
+    memfds: frozenset[str]
 
     @staticmethod
     def of_session() -> Traces:
         runtime = current_session().runtime
         pids = [status.pid for status in runtime.ask(runtime.workers, "status")]
-        return Traces(pids, [port for pid in pids for port in listening_ports(pid)], runtime.cluster._group)
+        return Traces(pids, [port for pid in pids for port in listening_ports(pid)], runtime.cluster._group, memfds())
 
     def assert_gone(self) -> None:
         """Within seconds: Ray gives a process that is stopped five of them."""
@@ -144,7 +145,12 @@ class Traces:
         wait_until(lambda: not any(answers(port) for port in self.ports))
         assert ray.util.placement_group_table(self.group)["state"] == "REMOVED"
         assert not [thread for thread in threading.enumerate() if "minialpa" in thread.name]
-        assert not [fd for fd in os.listdir("/proc/self/fd") if "memfd:minialpa" in read_link(f"/proc/self/fd/{fd}")]
+        assert memfds() <= self.memfds
+
+
+def memfds() -> frozenset[str]:
+    """Shared memory of transports that this process has open."""
+    return frozenset(fd for fd in os.listdir("/proc/self/fd") if "memfd:minialpa" in read_link(f"/proc/self/fd/{fd}"))
 
 
 def read_link(path: str) -> str:
@@ -341,7 +347,7 @@ def test_stage_that_raises(training: Training) -> None:
     training.advance()
 
 
-@pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "busy"])
+@pytest.mark.parametrize("is_stopped", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["stopped", "busy"])
 def test_worker_that_hangs(training: Training, is_stopped: bool) -> None:
     """Its process is stopped and answers nobody; or it answers, and never ends the update."""
     minialpa.shutdown()
@@ -424,6 +430,7 @@ def test_node_lost(training: Training, cluster: Any) -> None:
     traces.assert_gone()
 
 
+@pytest.mark.slow
 def test_head_killed(training: Training, cluster: Any) -> None:
     minialpa.shutdown()
     training.start(hosts=1)

@@ -94,6 +94,7 @@ def test_bytes_of_arrays_go_beside_the_pickle(dtype: str) -> None:
     assert back.dtype == array.dtype and back.tobytes() == array.tobytes()
 
 
+@pytest.mark.slow
 def test_second_session_finds_what_the_first_one_compiled(runtime: Any, tmp_path: Any) -> None:
     minialpa.shutdown()
     files = []

@@ -32,8 +32,22 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("arrangement", METHODS)
+#: What always runs.
+SHORT = {
+    "1 mesh of 4 hosts": ("mlp", "two_tower"),
+    "2 meshes of 2 hosts": ("gpt", "mlp", "resnet", "two_tower"),
+    "4 meshes of 1 host": ("bert", "mlp"),
+}
+
+
+@pytest.mark.parametrize(
+    "arrangement, name",
+    [
+        pytest.param(arrangement, name, marks=() if name in SHORT[arrangement] else pytest.mark.slow)
+        for arrangement in METHODS
+        for name in SIZES
+    ],
+)
 def test_three_steps_equal_the_serial_run(cluster: Cluster, name: str, arrangement: str, key: jax.Array) -> None:
     case = models.build(name, **SIZES[name])
     n_meshes = int(arrangement[0])

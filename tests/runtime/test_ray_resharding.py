@@ -48,9 +48,9 @@ def plain(x: Any) -> Any:
 @pytest.mark.parametrize(
     "meshes",
     [
-        (MeshShape(0, (2, 2)), MeshShape(4, (2, 2))),
+        pytest.param((MeshShape(0, (2, 2)), MeshShape(4, (2, 2))), marks=pytest.mark.slow),
         (MeshShape(0, (2,)), MeshShape(2, (3, 2))),
-        (MeshShape(0, (1,)), MeshShape(1, (6,))),
+        pytest.param((MeshShape(0, (1,)), MeshShape(1, (6,))), marks=pytest.mark.slow),
     ],
     ids=["2x2 to 2x2", "1 host to 3", "inside a host and over others"],
 )

@@ -53,7 +53,11 @@ def init(cluster: Cluster, **options: Any) -> None:
 # ---- the scripts ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [{}, {"num_nodes": 2, "num_devices_per_node": 2}], ids=["whole", "2x2"])
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param({}, marks=pytest.mark.slow), {"num_nodes": 2, "num_devices_per_node": 2}],
+    ids=["whole", "2x2"],
+)
 def test_an_mlp_with_boundaries_by_hand_trains_as_on_one_device(cluster: Cluster, part: Any, tmp_path: Path) -> None:
     alpa.shutdown()
     init(cluster, **part)
@@ -111,7 +115,7 @@ def test_an_mlp_with_layers_and_stages_found_trains_as_on_one_device(cluster: Cl
     assert_allclose(step(state, smaller).params, train_step(state, smaller, jax.grad).params, atol=5e-3)
 
 
-@pytest.mark.parametrize("n_layers", [None, 2], ids=["shard", "pipeshard"])
+@pytest.mark.parametrize("n_layers", [pytest.param(None, marks=pytest.mark.slow), 2], ids=["shard", "pipeshard"])
 def test_a_wide_resnet_trains_over_a_ragged_batch_and_another_batch_size(
     cluster: Cluster,
     n_layers: int | None,
