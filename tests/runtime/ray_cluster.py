@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +20,13 @@ WORKER_ENV = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_backend_opt
 def ray_nodes(n_nodes: int, devices_per_node: int) -> Iterator[Cluster]:
     """A cluster of nodes with `minialpa_cpu_device`s; ended, with all of its processes, behind the block."""
     node: dict[str, Any] = {"num_cpus": 1, "resources": {"minialpa_cpu_device": devices_per_node}}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    try:
+    with warnings.catch_warnings():
+        # Ray forks to start its processes, and these replace themselves at once.
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
         for _ in range(n_nodes - 1):
             cluster.add_node(**node)
+    try:
         yield cluster
     finally:
         minialpa.shutdown()
