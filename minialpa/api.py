@@ -18,6 +18,7 @@ from minialpa.collection import collection_paused
 from minialpa.errors import MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.alternatives import explain_step
 from minialpa.inter.emit import emit_program
+from minialpa.inter.mesh_programs import input_types
 from minialpa.inter.pipeline import plan_step
 from minialpa.inter.replan import check_fits, difference
 from minialpa.methods import AutoParallel, Method, Target, plan_to_method, resolve_devices
@@ -192,7 +193,7 @@ class ParallelizedFunc:
             bar.report("Compiling", 0, 1)
             with collection_paused():
                 program = emit_program(traced, plan)
-            runner = _make_runner(program, plan, target)
+            runner = _make_runner(program, traced, plan, target)
             return Executable(plan, program, runner, call.tree[0], traced.out_tree), traced.out_tree
 
     # ---- planning -------------------------------------------------------------------------------------------------
@@ -287,7 +288,7 @@ class ParallelizedFunc:
         return tuple(number + len(self._names) if number < 0 else number for number in numbers)
 
 
-def _make_runner(program: Program, plan: Plan, target: Target) -> Any:
+def _make_runner(program: Program, traced: TracedStep, plan: Plan, target: Target) -> Any:
     """The program on the devices of the session, or on those that the method names."""
     session = current_session()
     devices = target.devices or session.devices
@@ -308,7 +309,7 @@ def _make_runner(program: Program, plan: Plan, target: Target) -> Any:
         )
     from minialpa.runtime.ray_executable import RayExecutable
 
-    return RayExecutable(session.runtime, program)
+    return RayExecutable(session.runtime, program, input_types(program, traced))
 
 
 def _make_plan(traced: TracedStep, method: Method, target: Target) -> Plan:

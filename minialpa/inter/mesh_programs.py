@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import TraceError
 from minialpa.inter.xmesh import plan_resharding
-from minialpa.jaxprs import is_extended
+from minialpa.jaxprs import aval_of, is_extended
 from minialpa.mesh_program import (
     KEY_SHAPES,
     ArrayType,
@@ -34,6 +34,7 @@ from minialpa.mesh_program import (
 )
 from minialpa.program import Accumulate, ConstantSlot, Free, Function, Program, Run, Transfer, reads
 from minialpa.sharding import AXIS_NAMES
+from minialpa.trace import TracedStep
 
 
 def split_by_mesh(
@@ -57,6 +58,18 @@ def array_type(aval: Any) -> ArrayType:
             f"Arrays of {aval.dtype} cannot be sent between processes. Use keys of {', '.join(KEY_SHAPES)}."
         )
     return ArrayType(tuple(aval.shape), "uint32", name)
+
+
+def input_types(program: Program, traced: TracedStep) -> dict[int, ArrayType]:
+    """Types of the inputs of the program of a step, whether a function reads them or not."""
+    types = {}
+    for slot in program.inputs:
+        kind = array_type(aval_of(traced.flat.invars[slot.leaf]))
+        if slot.rows is not None:
+            start, stop, dim = slot.rows
+            kind = dataclasses.replace(kind, shape=(*kind.shape[:dim], stop - start, *kind.shape[dim + 1 :]))
+        types[slot.buffer] = kind
+    return types
 
 
 class _Splitter:

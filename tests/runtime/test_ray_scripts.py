@@ -279,6 +279,21 @@ def test_a_donated_array_is_gone_and_an_array_given_twice_is_not(cluster: Cluste
     np.testing.assert_array_equal(d, x * 4)
 
 
+def test_what_a_step_only_hands_on_stays(cluster: Cluster) -> None:
+    init(cluster)
+    step = alpa.parallelize(
+        lambda s, x: ({**s, "w": s["w"] + x}, s["n"]), method=ShardParallel(), donate_argnums=(0,), batch_argnums=()
+    )
+    n, x = np.arange(6, dtype=np.int32), np.ones((8, 4), np.float32)
+    state: Any = {"w": x, "n": n, "key": jax.random.key(3)}
+    for _ in range(3):
+        state, same = step(state, x)
+        np.testing.assert_array_equal(same, n)
+    np.testing.assert_array_equal(state["w"], x * 4)
+    np.testing.assert_array_equal(state["n"], n)
+    np.testing.assert_array_equal(jax.random.key_data(state["key"][...]), jax.random.key_data(jax.random.key(3)))
+
+
 def test_arguments_are_laid_out_beforehand(cluster: Cluster) -> None:
     init(cluster)
     state, batch = make_problem(manual=True)
