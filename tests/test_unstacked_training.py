@@ -81,7 +81,7 @@ def train(case: models.ModelCase, method: Method, key: jax.Array, n_steps: int =
     ("n_layers", "stages", "layer_num"),
     [
         (5, UniformStageOption(2, submesh_physical_shape=(1, 2)), 2),
-        (4, UniformStageOption(4, submesh_physical_shape=(1, 1)), 4),
+        pytest.param(4, UniformStageOption(4, submesh_physical_shape=(1, 1)), 4, marks=pytest.mark.slow),
     ],
 )
 def test_scanned_llama_trains_as_on_one_device(

@@ -266,7 +266,7 @@ def test_worker_killed_while_it_compiles(training: Training) -> None:
     def fault() -> None:
         wait_until(lambda: len(runtime.workers) == 2, 60)
         killed.append(ray.get(runtime.workers[0].actor.status.options(concurrency_group="control").remote()).pid)
-        traces.append(Traces(killed, [], runtime.cluster._group))
+        traces.append(Traces(killed, [], runtime.cluster._group, memfds()))
         os.kill(killed[0], signal.SIGKILL)
         at.append(time.monotonic())
 

@@ -36,7 +36,8 @@ def test_nothing_grows_after_the_first_steps(runtime: Any) -> None:
         grown = {what: value - before[process][what] for what, value in counts.items()}
         # Allocators still settle a little; a batch or a result that stays behind in every step would be far more.
         assert grown.pop("rss_bytes") < (n_steps - warm_up) * BATCH_BYTES / 4, process
-        assert all(n <= 0 for n in grown.values()), (process, grown)
+        assert grown.pop("threads", 0) <= 2, process  # pools start their threads one by one
+        assert not {what: n for what, n in grown.items() if n > 0}, process
 
 
 def test_programs_that_nobody_uses_leave_nothing_behind(runtime: Any) -> None:
