@@ -310,7 +310,9 @@ def test_worker_killed_between_steps(training: Training) -> None:
     training.advance()
 
 
-@pytest.mark.parametrize("where, place", [(1, 1), (2, 0)], ids=["last-stage", "update"])
+@pytest.mark.parametrize(
+    "where, place", [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow)], ids=["last-stage", "update"]
+)
 def test_worker_killed_inside_a_step(training: Training, where: int, place: int) -> None:
     training.start(hosts=1)
     training.advance()
@@ -390,6 +392,7 @@ class UnluckyWorker(Worker):
         return ip, port
 
 
+@pytest.mark.slow
 def test_port_taken_then_coordinator_killed(training: Training, tmp_path: Path, monkeypatch: Any) -> None:
     minialpa.shutdown()
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

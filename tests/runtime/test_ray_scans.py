@@ -94,6 +94,7 @@ def test_blocks_go_from_one_plan_to_another(
     assert_allclose(actual, expected, rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_on_one_mesh_takes_the_blocks(cluster: Cluster, key: jax.Array) -> None:
     case, expected_step, actual_step = steps()
     batch = case.make_batch(0, BATCH)
