@@ -34,17 +34,13 @@ class ArrayType:
         return self.shape if self.key is None else (*self.shape, *KEY_SHAPES[self.key])
 
     @property
-    def n_bytes(self) -> int:
-        return math.prod(self.data_shape) * np.dtype(self.dtype).itemsize
-
-    @property
     def jax_dtype(self) -> Any:
         """The dtype that users see: that of keys, where `dtype` is that of their integers."""
         return np.dtype(self.dtype) if self.key is None else _key_dtype(self.key)
 
     def typed(self, data: Any) -> Any:
         """`data`, an array of `data_shape`, as an array of this type: typed keys of their integers."""
-        return data if self.key is None else jax.random.wrap_key_data(data, impl=_KEY_NAMES[self.key])
+        return data if self.key is None else jax.random.wrap_key_data(data, impl=KEY_NAMES[self.key])
 
     def data(self, array: Any) -> Any:
         """The inverse of `typed`."""
@@ -53,12 +49,12 @@ class ArrayType:
 
 #: Integers that make up one typed key, by implementation, and the names that the API of jax has for these.
 KEY_SHAPES: Mapping[str, tuple[int, ...]] = {"fry": (2,), "rbg": (4,), "urbg": (4,)}
-_KEY_NAMES: Mapping[str, str] = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+KEY_NAMES: Mapping[str, str] = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
 
 
 @functools.cache
 def _key_dtype(key: str) -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0, impl=_KEY_NAMES[key])).dtype
+    return jax.eval_shape(lambda: jax.random.key(0, impl=KEY_NAMES[key])).dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,17 +138,26 @@ def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
             yield box, boxes[i + 1 + int(j)]
 
 
-def shard_boxes(shape: tuple[int, ...], mesh: MeshShape, spec: PartitionSpec) -> dict[int, Box]:
-    """The shard of each device of `mesh`, by device number, of an array of `shape` that `spec` lays out."""
+def shard_boxes(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> dict[int, Box]:
+    """The shard of each device of `mesh`, by device number, of an array of `shape` that `spec` lays out.
+
+    Raises ShardingError where a dimension does not divide.
+    """
     lengths = mesh.logical_shape
-    dims = Spec.of(spec, len(shape)).dims
+    sizes = spec.shard_shape(shape, lengths)
     boxes = {}
     for device, place in enumerate(itertools.product(*map(range, lengths)), mesh.first_device):
-        box = []
-        for size, axes in zip(shape, dims, strict=True):
-            index, n = 0, 1
-            for axis in axes:
-                index, n = index * lengths[axis] + place[axis], n * lengths[axis]
-            box.append((index * size // n, (index + 1) * size // n))
-        boxes[device] = tuple(box)
+        tile = tile_at(place, spec, lengths)
+        boxes[device] = tuple((k * n, (k + 1) * n) for k, n in zip(tile, sizes, strict=True))
     return boxes
+
+
+def tile_at(place: tuple[int, ...], spec: Spec, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Number, along each dimension of the array, of the shard at a place of a mesh with axes of these lengths."""
+    tile = []
+    for axes in spec.dims:
+        number = 0
+        for axis in axes:
+            number = number * lengths[axis] + place[axis]
+        tile.append(number)
+    return tuple(tile)

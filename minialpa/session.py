@@ -56,7 +56,7 @@ def init(
 
     worker_timeout_s: how long a worker waits for another one, may take to answer, and a step may take to get on from
     one instruction to the next, before the step fails and the session ends. worker_env: environment variables
-    of the workers, such as XLA_FLAGS; they have none from here. With `JAX_COMPILATION_CACHE_DIR`, a folder that all
+    of the workers, such as XLA_FLAGS, which is empty otherwise. With `JAX_COMPILATION_CACHE_DIR`, a folder that all
     hosts see, sessions to come find what workers have compiled; `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0` keeps
     what compiles in less than a second, too.
 

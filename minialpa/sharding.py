@@ -8,15 +8,27 @@ is a partial sum: along mesh axis 1 the devices hold summands, and the array is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from jax.sharding import PartitionSpec
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from minialpa.errors import ShardingError
 
 #: Names of the axes of every logical mesh, outermost (across hosts) first.
 AXIS_NAMES = ("x", "y")
+
+
+def device_mesh(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> Mesh:
+    """`devices`, in row-major order, as a mesh whose axes have the names that specs use."""
+    return Mesh(np.array(devices).reshape(shape), AXIS_NAMES[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+
+
+def abstract_mesh(shape: tuple[int, ...]) -> AbstractMesh:
+    """A mesh as `device_mesh` makes it, without devices."""
+    return AbstractMesh(shape, AXIS_NAMES[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,8 @@ def train_step(state: TrainState, batch: Any, grad: Any) -> TrainState:
     return new
 
 
-def test_an_mlp_with_boundaries_by_hand_trains_as_on_one_device() -> None:
-    alpa.init(cluster="local")
+def train_with_boundaries_by_hand() -> Any:
+    """The executable of the step, which has trained as on one device."""
     state, batch = make_problem(manual=True)
 
     @alpa.parallelize(method=PipeshardParallel(num_micro_batches=16, layer_option="manual"))
@@ -87,12 +87,17 @@ def test_an_mlp_with_boundaries_by_hand_trains_as_on_one_device() -> None:
     assert len(executable.get_parallel_plan().stages) == 2
     assert all("HloModule" in text for text in executable.get_hlo_text())
     assert {spec.mesh_ids for spec in jax.tree.leaves(executable.get_input_placement_specs()[1])} == {(0,), (1,)}
+    return executable
+
+
+def test_an_mlp_with_boundaries_by_hand_trains_as_on_one_device() -> None:
+    alpa.init(cluster="local")
+    train_with_boundaries_by_hand()
     alpa.shutdown()
 
 
-def test_an_mlp_with_layers_and_stages_found_trains_as_on_one_device() -> None:
-    alpa.util.disable_tqdm_globally()
-    alpa.init(cluster="local", num_nodes=2, num_devices_per_node=4)
+def train_with_layers_and_stages_found() -> None:
+    """A step, and one on a smaller batch, as on one device."""
     state, batch = make_problem(manual=False)
     method = PipeshardParallel(num_micro_batches=16, layer_option=AutoLayerOption(layer_num=2), stage_option="auto")
     step = alpa.parallelize(lambda state, batch: train_step(state, batch, alpa.grad), method=method)
@@ -100,6 +105,12 @@ def test_an_mlp_with_layers_and_stages_found_trains_as_on_one_device() -> None:
     assert_allclose(step(state, batch).params, expected.params, atol=5e-3)
     smaller = jax.tree.map(lambda x: x[:32], batch)
     assert_allclose(step(state, smaller).params, train_step(state, smaller, jax.grad).params, atol=5e-3)
+
+
+def test_an_mlp_with_layers_and_stages_found_trains_as_on_one_device() -> None:
+    alpa.util.disable_tqdm_globally()
+    alpa.init(cluster="local", num_nodes=2, num_devices_per_node=4)
+    train_with_layers_and_stages_found()
     alpa.shutdown()
 
 

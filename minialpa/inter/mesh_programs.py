@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import TraceError
@@ -33,7 +33,7 @@ from minialpa.mesh_program import (
     Send,
 )
 from minialpa.program import Accumulate, ConstantSlot, Free, Function, Program, Run, Transfer, reads
-from minialpa.sharding import AXIS_NAMES
+from minialpa.sharding import abstract_mesh
 from minialpa.trace import TracedStep
 
 
@@ -228,7 +228,7 @@ def _plain(slot: ConstantSlot) -> ConstantSlot:
 
 def export_function(function: Function, mesh_shape: tuple[int, ...], platform: str) -> MeshFunction:
     """`function` as bytes that any process with devices of `platform` can compile. Starts no device."""
-    mesh = AbstractMesh(mesh_shape, AXIS_NAMES[: len(mesh_shape)], axis_types=(AxisType.Auto,) * len(mesh_shape))
+    mesh = abstract_mesh(mesh_shape)
 
     def step(*args: Any) -> Any:  # one name for all, so that equal stages are equal bytes
         return function.fun(*args)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import ShardingError
 from minialpa.program import MeshShape
-from minialpa.resharding import Box, Move, Resharding, bytes_per_link, n_elements
+from minialpa.resharding import Box, Move, Resharding, bytes_per_link, n_elements, shard_boxes, tile_at
 from minialpa.sharding import Spec
 
 Way = Literal["direct", "broadcast", "gather"]
@@ -157,24 +157,14 @@ def _tiling(shape: tuple[int, ...], spec: Spec, mesh: MeshShape, cluster: Cluste
         )
     if spec.axes and max(spec.axes) >= len(lengths):
         raise ShardingError(f"Spec {spec} splits over axes that a mesh of shape {lengths} does not have.")
-    shard_shape = spec.shard_shape(shape, lengths)
+    boxes = shard_boxes(shape, spec, mesh)
     devices: dict[_Tile, dict[int, tuple[int, ...]]] = defaultdict(dict)
-    boxes = []
     for device, place in enumerate(itertools.product(*map(range, lengths)), mesh.first_device):
-        tile = tuple(_number(place, lengths, axes) for axes in spec.dims)
+        tile = tile_at(place, spec, lengths)
         hosts, host = devices[tile], device // cluster.devices_per_host
         hosts[host] = (*hosts.get(host, ()), device)
-        boxes.append((device, tuple((k * n, (k + 1) * n) for k, n in zip(tile, shard_shape, strict=True))))
     parts = tuple(math.prod(lengths[axis] for axis in axes) for axes in spec.dims)
-    return _Tiling(parts, devices, tuple(boxes))
-
-
-def _number(place: tuple[int, ...], lengths: tuple[int, ...], axes: tuple[int, ...]) -> int:
-    """Row-major number of a place among those along `axes`."""
-    number = 0
-    for axis in axes:
-        number = number * lengths[axis] + place[axis]
-    return number
+    return _Tiling(parts, devices, tuple(boxes.items()))
 
 
 _Cell = tuple[Box, _Tile, _Tile]

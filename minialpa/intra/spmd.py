@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
-from jax.sharding import AbstractMesh, AxisType
 
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective
@@ -29,7 +28,7 @@ from minialpa.intra.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.reshard import Step, reshard_table
 from minialpa.intra.ways import eager_reductions
 from minialpa.jaxprs import Atom, aval_of, bytes_of, eval_equation, is_extended, is_literal, shape_of
-from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec
+from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
 
 T = TypeVar("T")
 
@@ -164,7 +163,7 @@ def shard_program(program: ShardedEquations) -> Callable[..., tuple[Any, ...]]:
         return on_shards
     return jax.shard_map(
         on_shards,
-        mesh=AbstractMesh(mesh_shape, AXIS_NAMES[: len(mesh_shape)], axis_types=(AxisType.Auto,) * len(mesh_shape)),
+        mesh=abstract_mesh(mesh_shape),
         in_specs=tuple(s.partition_spec() for s in in_specs),
         out_specs=tuple(s.partition_spec() for s in program.out_specs),
         check_vma=False,

@@ -39,7 +39,6 @@ class MeshWorkers:
     alive: bool = True
     freed: deque[int] = field(default_factory=deque)
     arrays: weakref.WeakValueDictionary[int, DistributedArray] = field(default_factory=weakref.WeakValueDictionary)
-    programs: set[int] = field(default_factory=set)
 
     @property
     def devices(self) -> range:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from minialpa.mesh_program import KEY_NAMES
 from minialpa.plan import Plan
 from minialpa.program import Accumulate, Program, Run
 
@@ -131,10 +132,6 @@ class Executable:
 
 def _zeros(shape: tuple[int, ...], dtype: str) -> Any:
     if dtype.startswith("key<"):
-        keys = jax.random.split(jax.random.key(0, impl=_key_impl(dtype)), max(1, int(np.prod(shape))))
+        keys = jax.random.split(jax.random.key(0, impl=KEY_NAMES[dtype[4:-1]]), max(1, int(np.prod(shape))))
         return keys.reshape(shape)
     return np.zeros(shape, dtype)
-
-
-def _key_impl(dtype: str) -> str:
-    return {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}[dtype[4:-1]]

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from minialpa.mesh_program import (
     ArrayType,
@@ -33,7 +33,7 @@ from minialpa.program import Accumulate, Free, Run
 from minialpa.resharding import Box
 from minialpa.runtime.plain import from_plain
 from minialpa.runtime.transport import Part, Piece, Transport
-from minialpa.sharding import AXIS_NAMES
+from minialpa.sharding import device_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Interpreter:
     ) -> None:
         self.program, self.me, self.places = program, me, tuple(places)
         self.transport, self.timeout_s = transport, timeout_s
-        self.mesh = make_mesh(devices, program.shape.logical_shape)
+        self.mesh = device_mesh(devices, program.shape.logical_shape)
         own = places[me]
         first = program.shape.first_device
         self.local = {device: devices[device - first] for device in own.devices}
@@ -172,7 +172,7 @@ class Interpreter:
 
     def _post(self, number: int, message: Message, shards: dict[int, Any], boxes: dict[int, Box]) -> Future[None]:
         first = self.places[message.target].first_device
-        parts = [Part(shards[m.source], _inside(m.box, boxes[m.source]), m.targets[0] - first) for m in message.moves]
+        parts = [Part(shards[m.source], _index_in(m.box, boxes[m.source]), m.targets[0] - first) for m in message.moves]
         return self.transport.send(message.target, self._tag(number), parts)
 
     def _finish_sends(self, buffers: Iterable[int]) -> None:
@@ -270,12 +270,6 @@ class Interpreter:
         return made
 
 
-def make_mesh(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> Mesh:
-    """`devices`, in row-major order, as a mesh with the axes that specs name."""
-    grid = np.array(devices).reshape(shape)
-    return Mesh(grid, AXIS_NAMES[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
-
-
 def _written(instruction: MeshInstruction) -> tuple[int, ...]:
     match instruction:
         case Run(_, _, outputs):
@@ -302,7 +296,7 @@ def _shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def _inside(box: Box, outer: Box) -> tuple[slice, ...] | None:
+def _index_in(box: Box, outer: Box) -> tuple[slice, ...] | None:
     """`box` as an index of the part of the array that `outer` is; None for all of it."""
     if box == outer:
         return None
@@ -316,9 +310,9 @@ def _joined(parts: list[tuple[Box, Any]], outer: Box, dtype: str) -> Any:
     if parts and isinstance(parts[0][1], jax.Array):
         joined = jnp.zeros(_shape(outer), dtype, device=parts[0][1].device)
         for box, array in parts:
-            joined = joined.at[_inside(box, outer) or ...].set(array)
+            joined = joined.at[_index_in(box, outer) or ...].set(array)
         return joined
     out = np.empty(_shape(outer), dtype)
     for box, array in parts:
-        out[_inside(box, outer) or ...] = array
+        out[_index_in(box, outer) or ...] = array
     return out

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from minialpa.errors import ShardingError, WorkerError
 from minialpa.program import (
@@ -32,7 +32,7 @@ from minialpa.program import (
 )
 from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.task_times import function_seconds
-from minialpa.sharding import AXIS_NAMES
+from minialpa.sharding import device_mesh
 
 
 def make_meshes(program: Program, devices: Sequence[jax.Device]) -> list[Mesh]:
@@ -45,9 +45,7 @@ def make_meshes(program: Program, devices: Sequence[jax.Device]) -> list[Mesh]:
                 f"The plan needs devices {shape.first_device} to {shape.first_device + n - 1} and there are "
                 f"{len(devices)}. Give it more devices or plan for fewer."
             )
-        grid = np.array(devices[shape.first_device : shape.first_device + n]).reshape(shape.logical_shape)
-        names = AXIS_NAMES[: grid.ndim]
-        meshes.append(Mesh(grid, names, axis_types=(AxisType.Auto,) * grid.ndim))
+        meshes.append(device_mesh(devices[shape.first_device : shape.first_device + n], shape.logical_shape))
     return meshes
 
 

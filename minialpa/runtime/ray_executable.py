@@ -22,6 +22,7 @@ from minialpa.runtime.interpreter import Argument, Given
 from minialpa.runtime.plain import to_plain
 from minialpa.runtime.ray_cluster import WorkerHandle
 from minialpa.runtime.ray_runtime import RayRuntime
+from minialpa.sharding import Spec
 
 #: Shards of this size, where several workers get them, are put into the object store by themselves.
 _SHARE_BYTES = 1 << 20
@@ -340,7 +341,8 @@ def _cuts(program: MeshProgram, places: Sequence[Place]) -> list[list[_Cut]]:
     """For each input and each worker of a mesh, what the worker gets."""
     out = []
     for slot in program.inputs:
-        boxes = shard_boxes(program.types[slot.buffer].data_shape, program.shape, slot.spec)
+        shape = program.types[slot.buffer].data_shape
+        boxes = shard_boxes(shape, Spec.of(slot.spec, len(shape)), program.shape)
         cuts = []
         for place in places:
             mine = [boxes[device] for device in place.devices]

@@ -19,7 +19,14 @@ import minialpa as alpa
 from minialpa import AutoLayerOption, ManualStageOption, PipeshardParallel, ShardParallel
 from minialpa.testing import assert_allclose
 from tests.runtime.ray_cluster import WORKER_ENV, ray_nodes
-from tests.test_alpa_scripts import make_problem, on_one_device, train, train_step  # noqa: F401
+from tests.test_alpa_scripts import (  # noqa: F401
+    make_problem,
+    on_one_device,
+    train,
+    train_step,
+    train_with_boundaries_by_hand,
+    train_with_layers_and_stages_found,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -61,23 +68,7 @@ def init(cluster: Cluster, **options: Any) -> None:
 def test_an_mlp_with_boundaries_by_hand_trains_as_on_one_device(cluster: Cluster, part: Any, tmp_path: Path) -> None:
     alpa.shutdown()
     init(cluster, **part)
-    state, batch = make_problem(manual=True)
-
-    @alpa.parallelize(method=PipeshardParallel(num_micro_batches=16, layer_option="manual"))
-    def pipelined_step(state: Any, batch: Any) -> Any:
-        return train_step(state, batch, alpa.grad)
-
-    expected, actual = state, state
-    for _ in range(2):
-        expected = train_step(expected, batch, jax.grad)
-        actual = pipelined_step(actual, batch)
-    assert_allclose(actual.params, expected.params, atol=5e-3)
-    assert_allclose(actual.opt_state, expected.opt_state, atol=5e-3)
-    assert int(actual.step) == 2
-    executable = pipelined_step.get_last_executable()
-    executable.sync()
-    assert all("HloModule" in text for text in executable.get_hlo_text())
-    assert {spec.mesh_ids for spec in jax.tree.leaves(executable.get_input_placement_specs()[1])} == {(0,), (1,)}
+    executable = train_with_boundaries_by_hand()
     _check_debug_info(executable, tmp_path)
     _check_dp_result(executable.get_parallel_plan(), part.get("num_devices_per_node", DEVICES_PER_HOST))
 
@@ -107,12 +98,7 @@ def _check_dp_result(plan: alpa.Plan, devices_per_host: int) -> None:
 def test_an_mlp_with_layers_and_stages_found_trains_as_on_one_device(cluster: Cluster) -> None:
     alpa.shutdown()
     init(cluster)
-    state, batch = make_problem(manual=False)
-    method = PipeshardParallel(num_micro_batches=16, layer_option=AutoLayerOption(layer_num=2), stage_option="auto")
-    step = alpa.parallelize(lambda state, batch: train_step(state, batch, alpa.grad), method=method)
-    assert_allclose(step(state, batch).params, train_step(state, batch, jax.grad).params, atol=5e-3)
-    smaller = jax.tree.map(lambda x: x[:32], batch)
-    assert_allclose(step(state, smaller).params, train_step(state, smaller, jax.grad).params, atol=5e-3)
+    train_with_layers_and_stages_found()
 
 
 @pytest.mark.slow
