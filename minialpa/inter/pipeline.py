@@ -175,7 +175,9 @@ def _or_longer_scans(best: Plan, cut: CutStep, cluster: ClusterSpec, options: Pl
         plan = assemble(layered, cluster, chosen, stages, None, report, StageSolver())
     except InfeasibleError:
         return best
-    return plan if plan.cost.total_s <= _AS_FAST * best.cost.total_s else best
+    if plan.cost.total_s > _AS_FAST * best.cost.total_s:
+        return best
+    return dataclasses.replace(plan, certificate=best.certificate)
 
 
 def _searched(
@@ -204,6 +206,7 @@ def _searched(
         except InfeasibleError as error:
             failure = failure or error
             break
+        certificate = search.certificate
         best_s = min((plan.cost.total_s for plan in plans), default=math.inf)
         if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS:
             break
@@ -222,11 +225,12 @@ def _searched(
         assert failure is not None
         raise failure
     best = min(plans, key=_preference)
+    bound_s = min(certificate.bound_s, best.cost.total_s)
     if options.choose_schedule:
         best = _or_interleaved(best, cut, cluster, options, report, solver)
     if len(traced.flat.eqns) <= _VERY_FEW_EQUATIONS and not options.use_all_devices:
         best = _or_one_device(best, cut.whole, cluster, options, auto, report)
-    return best
+    return dataclasses.replace(best, certificate=dataclasses.replace(certificate, bound_s=bound_s))
 
 
 def _assembled(

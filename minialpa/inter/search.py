@@ -17,6 +17,7 @@ from minialpa.inter.stage_bounds import StageBounds
 from minialpa.inter.stage_dp import StageAssignment, StageChoice
 from minialpa.inter.submeshes import Candidate
 from minialpa.options import Remat
+from minialpa.plan import Certificate
 
 #: Costs that are solved before the search takes the best that it has.
 _MOST_SOLVED = 400
@@ -92,6 +93,12 @@ class StageSearch:
                 seconds = bounds.seconds_of(n, found)
                 if best is None or seconds < best[0]:
                     best = seconds, n, found
+
+    @property
+    def certificate(self) -> Certificate:
+        """What is known by now. Numbers of micro-batches that were not looked at are not in it."""
+        looked_at = tuple(sorted(self._open))
+        return Certificate(min(self._least[n] for n in looked_at), looked_at, self.bounds.n_solved)
 
     def learn(self, found: Found, seconds: Sequence[tuple[float, float]]) -> None:
         """Tell what the stages cost that were solved as wholes: seconds per micro-batch, and once per step."""

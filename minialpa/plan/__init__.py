@@ -1,6 +1,7 @@
 """Plans: everything that was decided about one step, as values that print, save, load and compare."""
 
 from minialpa.plan.plan import (
+    Certificate,
     ExportedSpecs,
     PassName,
     PlacedValue,
@@ -17,6 +18,7 @@ from minialpa.plan.text import bytes_text, seconds_text
 from minialpa.plan.verify import verify_plan
 
 __all__ = [
+    "Certificate",
     "ExportedSpecs",
     "PassName",
     "PlacedValue",

@@ -21,7 +21,7 @@ from minialpa.fingerprint import Fingerprint
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.sharding import EquationSpecs, Spec
 
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +188,19 @@ class PlanCost:
     peak_bytes: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What a search has shown: by the sums of pieces, no pipeline in its space takes less than `bound_s` seconds.
+
+    The space is all cuts of the layers, submeshes with their logical shapes, and choices of rematerialisation, with
+    each of `n_micro_batches`. n_costs: costs of pieces that were solved for it; all others were bounded.
+    """
+
+    bound_s: float
+    n_micro_batches: tuple[int, ...]
+    n_costs: int
+
+
 class ExportedSpecs(NamedTuple):
     """PartitionSpecs by path of arguments and results on one mesh, over the axes "x" and "y" of its logical shape."""
 
@@ -203,6 +216,7 @@ class Plan:
     remat: for each layer what its backward pass finds kept: `none` is computed again, all but `dots`, or `full`.
     row_blocks: for each stack of layers that a scan applies, the rows of each block that it is cut into, so that stages
         can end inside; empty where scans are whole.
+    certificate: None where nothing was searched.
     """
 
     fingerprint: Fingerprint
@@ -218,6 +232,7 @@ class Plan:
     transfers: tuple[PlannedTransfer, ...]
     cost: PlanCost
     row_blocks: tuple[tuple[int, ...], ...] = ()
+    certificate: Certificate | None = None
 
     @property
     def input_specs(self) -> tuple[PlacementSpec, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minialpa.plan.plan import Plan, PlannedOperator
+from minialpa.plan.plan import Certificate, Plan, PlannedOperator
 
 
 def summary(plan: Plan) -> str:
@@ -16,6 +16,8 @@ def summary(plan: Plan) -> str:
         f"communication {seconds_text(cost.communication_s)}, bubble {seconds_text(cost.bubble_s)}, "
         f"update {seconds_text(cost.update_s)}",
     ]
+    if plan.certificate is not None:
+        lines.append(certificate_text(plan.certificate))
     for k, stage in enumerate(plan.stages):
         lines.append(f"Stage {k}: {stage_text(plan, k)}")
         lines.append(
@@ -28,6 +30,15 @@ def summary(plan: Plan) -> str:
         for c in (c for c in plan.collectives if c.stage == k):
             lines.append(f"  {c.kind} over {axes_text(c.axes)}: {bytes_text(c.n_bytes)}, {c.times_per_step} per step")
     return "\n".join(lines)
+
+
+def certificate_text(found: Certificate) -> str:
+    """What a search has shown, in one line."""
+    numbers = ", ".join(map(str, found.n_micro_batches))
+    return (
+        f"By the sums of its pieces, no pipeline takes less than {seconds_text(found.bound_s)} with {numbers} "
+        f"micro-batches ({count(found.n_costs, 'cost')} solved)"
+    )
 
 
 def header(plan: Plan) -> str:

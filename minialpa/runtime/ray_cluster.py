@@ -31,7 +31,7 @@ CPU_DEVICE = "minialpa_cpu_device"
 #: Seconds that the cluster has to reserve the hosts, and that the workers of a mesh have to start.
 RESERVE_S, START_S = 60.0, 180.0
 #: Seconds for which the head of the cluster may be away. Ray itself ends this process after a minute.
-HEAD_S = 10.0
+HEAD_S = 7.0
 _ATTEMPTS = 3
 #: Part of the name that Ray has for a kind of GPU, and its preset.
 _GPU_PRESETS: tuple[tuple[str, PresetName], ...] = (

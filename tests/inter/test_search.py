@@ -66,19 +66,23 @@ def test_the_search_finds_what_the_whole_table_holds(memory_bytes: float) -> Non
     cluster = dataclasses.replace(V100, device=device)
     traced = mlp()
     lazy, full = bounds_of(traced, cluster, (1, 2, 8)), bounds_of(traced, cluster, (1, 2, 8))
-    found = StageSearch(lazy, lambda what, done, total: None).best()
-    seconds = []
+    search = StageSearch(lazy, lambda what, done, total: None)
+    found, certificate = search.best(), search.certificate
+    seconds = {}
     for n in full.numbers:
         for c in range(len(full.columns)):
             for piece in range(full.n_pieces):
                 while not full.is_solved(n, piece, c):
                     full.raise_bound(n, piece, c)
         try:
-            seconds.append(full.choose(n).seconds)
+            seconds[n] = full.choose(n).seconds
         except minialpa.InfeasibleError:
-            seconds.append(np.inf)
-    assert min(seconds) * (1 - 1e-9) <= found.seconds <= min(seconds) * 1.02
-    assert lazy.n_solved < full.n_solved
+            seconds[n] = np.inf
+    least = min(seconds.values())
+    assert least * (1 - 1e-9) <= found.seconds <= least * 1.02
+    assert lazy.n_solved == certificate.n_costs < full.n_solved
+    bound_s = certificate.bound_s
+    assert found.seconds * 0.98 <= bound_s <= min(seconds[n] for n in certificate.n_micro_batches) * (1 + 1e-9)
 
 
 def test_without_a_method_everything_is_chosen_and_the_numbers_are_those_of_one_device() -> None:
