@@ -1,7 +1,9 @@
 """How close a pipeline of two stages comes to its schedule, in one process and on Ray, a core for each stage.
 
 The bound is the program's instructions on a clock: each function takes what it took by itself, meshes do one thing at a
-time, and transfers and everything else take nothing. Beside it are the times of calls that do nothing.
+time, and transfers and everything else take nothing. A worker has one core, also by itself. The devices of one process
+share XLA's threads: there, a function by itself has the cores of both, and the bound is one that no pipeline reaches.
+Beside it are the times of calls that do nothing.
 
 The compiler's threads are counted when jax starts, so this runs in a process of its own.
 """
@@ -32,8 +34,8 @@ N_STAGES = 2
 @benchmark("ray_dispatch")
 def ray_dispatch(size: Size) -> Rows:
     """Two stages, in one process and on Ray: step times next to the bound of 1F1B, and the time of a Ray call."""
-    flags = f"{ONE_CORE} --xla_force_host_platform_device_count={N_STAGES}"
-    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    flags = f"{ONE_CORE['XLA_FLAGS']} --xla_force_host_platform_device_count={N_STAGES}"
+    env = {**os.environ, **ONE_CORE, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "benchmarks.ray_dispatch", size]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode != 0:

@@ -10,8 +10,9 @@ from typing import Any
 import minialpa
 from minialpa.session import current_session
 
-#: One core for each virtual device, as each would have on a machine with as many cores as devices.
-ONE_CORE = "--xla_cpu_multi_thread_eigen=false"
+#: Environment of a worker that computes on one core, as each of several would on a machine with a core for each. XLA has
+#: as many threads as `NPROC` says, and at least one for each device.
+ONE_CORE = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "NPROC": "1"}
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def ray_session(n_devices: int, worker_env: Mapping[str, str] | None = None) -> 
             _system_config={"worker_niceness": 0},
         )
     try:
-        env = {"XLA_FLAGS": ONE_CORE, **(worker_env or {})}
+        env = {**ONE_CORE, **(worker_env or {})}
         minialpa.init(cluster="ray", devices_per_host=n_devices, worker_env=env)
         yield current_session().runtime
     finally:
