@@ -65,7 +65,8 @@ class _Costs:
 
     by_name: by the names of `PieceCost`. solved: whether they are; others are lower bounds. exact: seconds per
     micro-batch and per step that whole stages were found to cost. misfits: stages that do not fit with so many
-    micro-batches in flight. chosen: the best pipeline under all these, None if they have changed since.
+    micro-batches in flight. chosen: the best pipeline when it was last looked for. changed: whether these have since.
+    table: of what is known now, once somebody has asked.
     """
 
     by_name: dict[str, Floats]
@@ -73,6 +74,12 @@ class _Costs:
     exact: dict[_Place, tuple[float, float]] = field(default_factory=dict)
     misfits: list[tuple[_Place, int]] = field(default_factory=list)
     chosen: StageAssignment | None = None
+    changed: bool = False
+    table: StageCostTable | None = None
+
+    def change(self) -> None:
+        """Note that costs have changed."""
+        self.changed, self.table = True, None
 
 
 class StageBounds:
@@ -165,7 +172,8 @@ class StageBounds:
     def _raise_alone(self, base: int, remat: Remat, numbers: Iterable[int], columns: Iterable[int]) -> None:
         """Raise the bounds of columns to what pieces cost on one device of any memory, sharded perfectly.
 
-        What is computed again makes nothing faster and saves residuals only.
+        What is computed again makes nothing faster and saves residuals only. One micro-batch instead of `base` takes as
+        long as one of these at least: it may read weights once.
         """
         self._alone.add((base, remat))
         pieces = self._pieces(base, remat)
@@ -176,7 +184,7 @@ class StageBounds:
                 known[one] = {kind: pieces.cost(kind, one, None, 0.0, limited=False) for kind in set(pieces.kind)}
             own = self.columns[c].remat == remat
             for n in numbers:
-                bounds, share = self._costs[n].by_name, base / n / self.n_devices[c]
+                bounds, share = self._costs[n].by_name, min(1, base / n) / self.n_devices[c]
                 for i, kind in enumerate(pieces.kind):
                     cost = known[one][kind]
                     bounds["seconds"][i, c] = max(bounds["seconds"][i, c], share * cost.seconds)
@@ -185,7 +193,7 @@ class StageBounds:
                     for name in ("step_seconds", "fixed_bytes") if n > 1 or base == 1 else ():
                         value = getattr(cost, name) / self.n_devices[c]
                         bounds[name][i, c] = max(bounds[name][i, c], value)
-                self._costs[n].chosen = None
+                self._costs[n].change()
 
     def _raise_later(self, n: int, kinds: Sequence[int], piece: int, column: Column, cost: PieceCost) -> None:
         """Raise bounds for multiples of `n` micro-batches to their share of what a piece costs for `n`."""
@@ -196,7 +204,7 @@ class StageBounds:
                 at = np.ix_(pieces, [c for c in columns if not costs.solved[pieces[0], c]])
                 seconds = costs.by_name["seconds"]
                 seconds[at] = np.maximum(seconds[at], n / m * cost.seconds)
-                costs.chosen = None
+                costs.change()
 
     def _solve(self, n: int, piece: int, column: Column) -> None:
         """The costs of a piece; of all thrifty columns, if one is asked for: who looks at one will look at others."""
@@ -209,7 +217,7 @@ class StageBounds:
             for name in _NAMES:
                 costs.by_name[name][pieces, at] = getattr(self._cost(n, piece, at), name)
             costs.solved[pieces, at] = True
-        costs.chosen = None
+        costs.change()
 
     def _cost(self, n: int, piece: int, c: int) -> PieceCost:
         column = self.columns[c]
@@ -234,12 +242,13 @@ class StageBounds:
         when such a pipeline is planned, and is learned then.
         """
         self._costs[n].exact[_place_of(stage)] = seconds, step_seconds
-        self._costs[n].chosen = None
+        self._costs[n].change()
+        self._costs[n].chosen = None  # which was the best while all costs were bounds, and this may be less
 
     def exclude(self, n: int, stage: StageChoice, n_live: int) -> None:
         """A stage does not fit with `n_live` micro-batches in flight."""
         self._costs[n].misfits.append((_place_of(stage), n_live))
-        self._costs[n].chosen = None
+        self._costs[n].change()
 
     def unsolved(self, n: int, found: StageAssignment) -> list[tuple[int, int]]:
         """Pieces and columns that stages use and that are not solved, one of each kind: the most time first."""
@@ -268,21 +277,34 @@ class StageBounds:
         return step_seconds_of(table, found.stages, n)
 
     def choose(self, n: int) -> StageAssignment:
-        """The best pipeline under the bounds, up to a quarter of the tolerance. Raises InfeasibleError."""
-        costs = self._costs[n]
-        if costs.chosen is None:
+        """The best pipeline under the bounds, up to half of the tolerance. Raises InfeasibleError.
+
+        `seconds` are those of the bounds under which it was found. They may have risen a little since: all others cost
+        what they did at least.
+        """
+        costs, slack = self._costs[n], self.space.tolerance / 4
+        if costs.changed and costs.chosen is not None:
+            costs.changed = self.seconds_of(n, costs.chosen) > (1 + slack) * costs.chosen.seconds
+        if costs.changed or costs.chosen is None:
+            costs.chosen, costs.changed = None, False
             costs.chosen = choose_stages(
                 self.table(n),
                 n_micro_batches=n,
                 memory_bytes=self.memory,
                 schedule=self.space.schedule,
                 use_all_devices=self.space.use_all_devices,
-                tolerance=self.space.tolerance / 4,
+                tolerance=slack,
             )
         return costs.chosen
 
     def table(self, n: int) -> StageCostTable:
         """The bounds as they are, for stages of any layers."""
+        costs = self._costs[n]
+        if costs.table is None:
+            costs.table = self._table(n)
+        return costs.table
+
+    def _table(self, n: int) -> StageCostTable:
         starts = np.flatnonzero(np.diff(self.layer_of_piece, prepend=-1))
 
         def sums(values: Floats) -> Floats:

@@ -8,13 +8,14 @@ take the devices of the cluster in order, so it is known which links a border cr
 
 For bounds tau on max t and sigma on max step, one dynamic program gives G(tau, sigma), the least sum under the bounds:
     f[s, i, p] = min over j, m of  t[i, j, m] + f[s - 1, j + 1, p + n_devices[m]] + transfer[i - 1, p]
-is the least sum for layers i.. in s stages on the devices from p on. `_search` lowers tau and sigma from one solution
-to the next until no better total is possible. Counting the stages from the end makes the memory check exact: the
+is the least sum for layers i.. in s stages on the devices from p on. `_search` looks for the tau and sigma of the least
+total. Counting the stages from the end makes the memory check exact: the
 number of live micro-batches of a stage depends on s.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -195,13 +196,14 @@ def _usable(table: StageCostTable, memory: Floats) -> Bools:
 
 
 def _search(problem: _Problem, n_micro_batches: int, tolerance: float) -> _Solution | None:
-    """A pipeline with the least total, or None where none is allowed.
+    """A pipeline with a total at most `tolerance` of itself above the least, or None where none is allowed.
 
-    For a fixed tau, sigma falls below each solution's max step. Any pipeline with max t <= tau is matched, in sum and
-    in max step, by one of the solutions found. Then tau falls below the largest max t among those: a pipeline with a
-    max t between there and the old tau is matched in max t too. Lower bounds on sum, max t and max step end both walks.
-    Both walks leave out what could save half the tolerance each.
+    Branch and bound over boxes of (max t, max step). The solution of least sum in a box matches, in sum, max t and max
+    step, all pipelines in it whose max t and max step are no smaller. What is left are two boxes, one with a smaller
+    max t and one with a smaller max step; of both, the part is cut off in which the sum, which only rises, leaves no
+    room for a total that is better by the tolerance.
     """
+    waits = n_micro_batches - 1
     cheapest = _solve(problem, np.inf, np.inf)
     if cheapest is None:
         return None
@@ -209,26 +211,23 @@ def _search(problem: _Problem, n_micro_batches: int, tolerance: float) -> _Solut
     seconds = np.where(np.isfinite(table.step_seconds), table.seconds, np.inf)
     step_seconds = np.where(np.isfinite(table.seconds), table.step_seconds, np.inf)
     least_t, least_step = _least_maximum(problem, seconds), _least_maximum(problem, step_seconds)
-    extremes = (cheapest, _solve(problem, least_t, np.inf), _solve(problem, np.inf, least_step))
-    best = min((solution for solution in extremes if solution), key=lambda solution: solution.total(n_micro_batches))
-    tau = np.inf
-    while True:
-        if n_micro_batches > 1:
-            tau = min(tau, (best.total(n_micro_batches) - cheapest.sum_s - least_step) / (n_micro_batches - 1))
-        sigma, reached_t, hopeless = np.inf, -np.inf, False
-        while not hopeless and (solution := _solve(problem, tau, sigma)) is not None:
-            best = min(best, solution, key=lambda solution: solution.total(n_micro_batches))
-            floor = solution.sum_s + (n_micro_batches - 1) * least_t + least_step
-            hopeless = floor >= best.total(n_micro_batches)
-            if hopeless and sigma == np.inf:
-                return best  # lower tau only raises the floor
-            reached_t = max(reached_t, solution.max_t)
-            slack = tolerance / 2 * best.total(n_micro_batches)
-            sigma = min(np.nextafter(solution.max_step, -np.inf), solution.max_step - slack)
-        if reached_t < 0:
-            return best
-        slack = tolerance / 2 * best.total(n_micro_batches) / max(1, n_micro_batches - 1)
-        tau = min(np.nextafter(reached_t, -np.inf), reached_t - slack)
+    best = cheapest
+    boxes = [(np.inf, np.inf, least_t), (np.inf, least_step, least_t), (least_t, np.inf, least_t)]
+    while boxes:
+        tau, sigma, least = boxes.pop()
+        found = cheapest if tau == sigma == np.inf else _solve(problem, tau, sigma)
+        if found is None:
+            continue
+        best = min(best, found, key=lambda solution: solution.total(n_micro_batches))
+        room_s = best.total(n_micro_batches) * (1 - tolerance) - found.sum_s
+        slower = max(least, found.max_t) if waits else least
+        smaller_step = min(np.nextafter(found.max_step, -np.inf), room_s - waits * slower)
+        if smaller_step >= least_step:
+            boxes.append((tau, smaller_step, slower))
+        smaller_t = min(np.nextafter(found.max_t, -np.inf), (room_s - least_step) / waits) if waits else -np.inf
+        if smaller_t >= least:
+            boxes.append((smaller_t, sigma, least))
+    return best
 
 
 def _solve(problem: _Problem, tau: float, sigma: float) -> _Solution | None:
@@ -238,16 +237,17 @@ def _solve(problem: _Problem, tau: float, sigma: float) -> _Solution | None:
         table.seconds, table.step_seconds, table.fixed_bytes, table.in_flight_bytes, problem.memory, problem.live,
         problem.groups, len(problem.counts), tau, sigma if np.isfinite(sigma) else np.finfo(np.float64).max,
     )  # fmt: skip
-    f, how = _tables(problem, best, maximum=False)
+    f, how, unit = _tables(problem, best, maximum=False)
     sum_s, s = _best_end(problem, f)
     if not np.isfinite(sum_s):
         return None
     stages, i, p = list[StageChoice](), 0, 0
     while s > 0:
-        if how[s, i, p] == IDLE:
+        reached = int(how[s, i, p // unit])
+        if reached == IDLE:
             p = int(table.skip_to[p])
             continue
-        j, g = divmod(int(how[s, i, p]), len(problem.counts))
+        j, g = divmod(reached, len(problem.counts))
         stages.append(StageChoice(i, j, int(which[i, j, g, problem.live_of[s]]), p))
         s, i, p = s - 1, j + 1, p + int(problem.counts[g])
     t = [float(table.seconds[c.first_layer, c.last_layer, c.candidate]) for c in stages]
@@ -265,12 +265,20 @@ def _least_maximum(problem: _Problem, values: Floats) -> float:
     return _best_end(problem, _tables(problem, best, maximum=True)[0])[0]
 
 
-def _tables(problem: _Problem, best: Floats, *, maximum: bool) -> tuple[Floats, Ints]:
-    table = problem.table
-    return fill_tables(
-        best, problem.live_of, problem.counts, problem.starts, table.skip_to, table.transfer_seconds, problem.idle,
-        maximum,
+def _tables(problem: _Problem, best: Floats, *, maximum: bool) -> tuple[Floats, Ints, int]:
+    """`fill_tables`, and how many devices one of its places stands for: stages may all begin at multiples of some."""
+    table, counts = problem.table, problem.counts
+    used = np.isfinite(best).any(axis=(0, 1, 3))
+    unit = math.gcd(table.cluster_devices, *counts[used].tolist())
+    if problem.idle:
+        unit = math.gcd(unit, int(table.skip_to[0]))
+        unit = 1 if (table.skip_to[::unit] % unit).any() else unit
+    units = np.where(used, counts // unit, table.cluster_devices + 1)
+    filled = fill_tables(
+        best, problem.live_of, units, np.ascontiguousarray(problem.starts[:, ::unit]), table.skip_to[::unit] // unit,
+        np.ascontiguousarray(table.transfer_seconds[:, ::unit]), problem.idle, maximum,
     )  # fmt: skip
+    return *filled, unit
 
 
 def _best_end(problem: _Problem, f: Floats) -> tuple[float, int]:

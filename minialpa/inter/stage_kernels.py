@@ -65,11 +65,11 @@ def fill_tables(
     total, at = np.empty(n_devices + 1), np.empty(n_devices + 1, np.int64)
     for s in range(1, n_stages + 1):
         k = live_of[s]
-        for i in range(n_layers):
+        for i in range(n_layers - s + 1):  # s stages have that many layers
             total[:], at[:] = np.inf, IDLE
             for g in range(n_groups):
                 n = counts[g]
-                for j in range(i, n_layers):
+                for j in range(i, n_layers - s + 1):
                     value = best[i, j, g, k]
                     if value == np.inf:
                         continue
