@@ -106,10 +106,7 @@ class StageAssignment:
 
 def step_seconds_of(table: StageCostTable, stages: tuple[StageChoice, ...], n_micro_batches: int) -> float:
     """The formula above, for given stages."""
-    t = [float(table.seconds[s.first_layer, s.last_layer, s.candidate]) for s in stages]
-    step = [float(table.step_seconds[s.first_layer, s.last_layer, s.candidate]) for s in stages]
-    transfer = [float(table.transfer_seconds[s.first_layer - 1, s.first_device]) for s in stages[1:]]
-    return sum(t) + sum(transfer) + (n_micro_batches - 1) * max(t) + max(step)
+    return _solution(table, stages).total(n_micro_batches)
 
 
 def choose_stages(
@@ -121,10 +118,12 @@ def choose_stages(
     n_stages: int | None = None,
     use_all_devices: bool = True,
     tolerance: float = 0.0,
+    known: StageAssignment | None = None,
 ) -> StageAssignment:
     """The minimum of T, at most `tolerance` (a fraction of T) above it.
 
-    With all devices in use unless `use_all_devices=False`, and `n_stages` stages if given.
+    With all devices in use unless `use_all_devices=False`, and `n_stages` stages if given. `known`: a pipeline that is
+    allowed; better ones are looked for.
 
     Each stage needs fixed + live * in_flight <= memory_bytes (of its candidate), with the live micro-batches that
     `schedule` allows at its distance from the end. Raises InfeasibleError, with the least memory that would do where
@@ -135,10 +134,10 @@ def choose_stages(
     memory = np.broadcast_to(np.asarray(memory_bytes, np.float64), table.n_devices.shape)
     stages = range(1, table.n_layers + 1) if n_stages is None else range(n_stages, n_stages + 1)
     problem = _problem(table, stages, schedule, n_micro_batches, memory, idle=not use_all_devices)
-    best = _search(problem, n_micro_batches, tolerance)
+    best = _search(problem, n_micro_batches, tolerance, _solution(table, known.stages) if known else None)
     if best is None:
         raise InfeasibleError(_infeasible_message(problem, schedule, n_micro_batches))
-    return StageAssignment(best.stages, step_seconds_of(table, best.stages, n_micro_batches))
+    return StageAssignment(best.stages, best.total(n_micro_batches))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,7 +194,16 @@ def _usable(table: StageCostTable, memory: Floats) -> Bools:
     return np.asarray(fits[np.triu_indices(table.n_layers)].any(axis=0), np.bool_)
 
 
-def _search(problem: _Problem, n_micro_batches: int, tolerance: float) -> _Solution | None:
+def _solution(table: StageCostTable, stages: tuple[StageChoice, ...]) -> _Solution:
+    t = [float(table.seconds[c.first_layer, c.last_layer, c.candidate]) for c in stages]
+    step = [float(table.step_seconds[c.first_layer, c.last_layer, c.candidate]) for c in stages]
+    transfer = [float(table.transfer_seconds[c.first_layer - 1, c.first_device]) for c in stages[1:]]
+    return _Solution(stages, sum(t) + sum(transfer), max(t), max(step))
+
+
+def _search(
+    problem: _Problem, n_micro_batches: int, tolerance: float, known: _Solution | None = None
+) -> _Solution | None:
     """A pipeline with a total at most `tolerance` of itself above the least, or None where none is allowed.
 
     Branch and bound over boxes of (max t, max step). The solution of least sum in a box matches, in sum, max t and max
@@ -211,7 +219,7 @@ def _search(problem: _Problem, n_micro_batches: int, tolerance: float) -> _Solut
     seconds = np.where(np.isfinite(table.step_seconds), table.seconds, np.inf)
     step_seconds = np.where(np.isfinite(table.seconds), table.step_seconds, np.inf)
     least_t, least_step = _least_maximum(problem, seconds), _least_maximum(problem, step_seconds)
-    best = cheapest
+    best = min(cheapest, known or cheapest, key=lambda solution: solution.total(n_micro_batches))
     boxes = [(np.inf, np.inf, least_t), (np.inf, least_step, least_t), (least_t, np.inf, least_t)]
     while boxes:
         tau, sigma, least = boxes.pop()
@@ -250,9 +258,7 @@ def _solve(problem: _Problem, tau: float, sigma: float) -> _Solution | None:
         j, g = divmod(reached, len(problem.counts))
         stages.append(StageChoice(i, j, int(which[i, j, g, problem.live_of[s]]), p))
         s, i, p = s - 1, j + 1, p + int(problem.counts[g])
-    t = [float(table.seconds[c.first_layer, c.last_layer, c.candidate]) for c in stages]
-    step = [float(table.step_seconds[c.first_layer, c.last_layer, c.candidate]) for c in stages]
-    return _Solution(tuple(stages), sum_s, max(t), max(step))
+    return _solution(table, tuple(stages))
 
 
 def _least_maximum(problem: _Problem, values: Floats) -> float:

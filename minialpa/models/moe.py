@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +124,7 @@ def moe_case(
     capacity: float = 2.0,
     balance: float = 0.01,
     vocab_size: int = 64,
+    optimizer: Literal["adamw", "adafactor"] = "adamw",
     learning_rate: float = 1e-3,
     dtype: DTypeLike = jnp.float32,
     boundary: Hook | None = None,
@@ -131,7 +132,8 @@ def moe_case(
 ) -> ModelCase:
     """Batch: `tokens` and `labels`, int32 [b seq_len]. Metric `imbalance`: see `Gating`, summed over layers.
 
-    An expert has capacity * 2 * seq_len / n_experts slots for each row of the batch.
+    Adafactor (arXiv:1804.04235) keeps sums of rows and columns where Adam has moments: experts have many weights for
+    little work. An expert has capacity * 2 * seq_len / n_experts slots for each row of the batch.
     """
 
     def loss(outputs: tuple[jax.Array, jax.Array], batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -145,7 +147,7 @@ def moe_case(
         model=Moe(hidden, n_layers, n_heads, n_experts, factor, capacity, vocab_size, dtype, cuts),
         inputs=("tokens",),
         loss=loss,
-        optimizer=optax.adamw(learning_rate),
+        optimizer={"adamw": optax.adamw, "adafactor": optax.adafactor}[optimizer](learning_rate),
         sample=lambda rng, n: next_tokens(rng, n, seq_len, vocab_size),
         batch_size=batch_size,
     )

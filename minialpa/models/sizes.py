@@ -28,6 +28,7 @@ def _gpt(n_parameters: float, hidden: int, n_layers: int, n_heads: int) -> Size:
 def _moe(n_parameters: float, hidden: int, n_layers: int, n_experts: int) -> Size:
     shape = {"hidden": hidden, "n_layers": n_layers, "n_heads": 16, "n_experts": n_experts, "factor": 8}
     run = {"batch_size": 1024, "seq_len": 1024, "vocab_size": 32000, "dtype": "float16"}
+    run["optimizer"] = "adafactor"
     return Size("moe", n_parameters, shape | run)
 
 
