@@ -87,6 +87,7 @@ class Interpreter:
         self.relayouts = {i: self._relayout(i, compiled) for i in program.instructions if isinstance(i, Relayout)}
         self.messages = {number: messages(t, places) for number, t in program.transfers.items()}
         self.constants = {c.buffer: self._constant(c.value, program.types[c.buffer], c.spec) for c in program.constants}
+        self._stays_plain = self._read_by_calls()
         self.sending: dict[int, list[Future[None]]] = {}
         self.position = -1
         self.step = -1
@@ -97,7 +98,7 @@ class Interpreter:
         """Step number `step` is the next one to run."""
         self.step, self.position = step, -1
 
-    def run(self, arguments: list[jax.Array], trace: StepTrace | None = None) -> dict[int, jax.Array]:
+    def run(self, arguments: list[Any], trace: StepTrace | None = None) -> dict[int, jax.Array]:
         """Run a step on an array for each input of the program; returns the results by number.
 
         Empties `arguments`, so that nothing but the step holds what it may free. Where it raises, `position` is the
@@ -165,7 +166,7 @@ class Interpreter:
             case Send(source, number):
                 self._send(number, source, buffers[source])
             case Receive(target, number):
-                buffers[target] = self._receive(number)
+                buffers[target] = self._receive(number, target in self._stays_plain)
             case Relayout(source, target, _):
                 buffers[target] = self.relayouts[instruction](buffers[source])
 
@@ -224,7 +225,8 @@ class Interpreter:
             for sent in self.sending.pop(b, ()):
                 sent.result()
 
-    def _receive(self, number: int) -> jax.Array:
+    def _receive(self, number: int, stays_plain: bool) -> Any:
+        """The array of a transfer; a NumPy array if it may stay what the transport gives."""
         transfer = self.program.transfers[number]
         boxes = {d: box for d, box in transfer.resharding.landing_boxes if d in self.local}
         got: dict[int, list[tuple[Box, Any]]] = {d: [] for d in boxes}
@@ -238,9 +240,10 @@ class Interpreter:
                         # A transport between GPUs gives arrays on the first of them.
                         mine = jax.device_put(array, self.local[device]) if isinstance(array, jax.Array) else array
                         got[device].append((move.box, mine))
-        shards = jax.device_put(
-            [_joined(got[d], boxes[d], transfer.type.dtype) for d in boxes], [self.local[d] for d in boxes]
-        )
+        landed = [_joined(got[d], boxes[d], transfer.type.dtype) for d in boxes]
+        if stays_plain:
+            return landed[0]
+        shards = jax.device_put(landed, [self.local[d] for d in boxes])
         for message in self.messages[number]:
             if message.source == self.me and message.moves[0].relayed:  # others of this mesh get it from here
                 self._post(number, message, dict(zip(boxes, shards, strict=True)), boxes)
@@ -257,14 +260,36 @@ class Interpreter:
         by_device = {shard.device: shard.data for shard in type_.data(array).addressable_shards}
         return {number: by_device[device] for number, device in self.local.items()}
 
+    def _read_by_calls(self) -> frozenset[int]:
+        """Buffers of what comes from other processes that only functions on one CPU device read.
+
+        Functions take NumPy arrays, and their memory without a copy, in a fraction of the time in which jax makes an
+        array of them first; a device waits meanwhile.
+        """
+        if self.mesh.size > 1 or self.mesh.devices.flat[0].platform != "cpu":
+            return frozenset()
+        program = self.program
+        received = {x.target for x in program.instructions if isinstance(x, Receive)}
+        given = {slot.buffer for slot in program.inputs if slot.leaf not in program.donated_leaves}
+        others = {x.source for x in program.instructions if isinstance(x, Send | Relayout)}
+        results = {b for _, b in program.outputs}
+        return frozenset(b for b in (received | given) - others - results if program.types[b].key is None)
+
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
-    def argument(self, number: int, given: Given, shared: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
-        """The array of input `number` of the program, from what the caller sent."""
+    def argument(
+        self, number: int, given: Given, shared: Sequence[np.ndarray[Any, Any]], *, for_one_step: bool = False
+    ) -> Any:
+        """The array of input `number` of the program, from what the caller sent.
+
+        for_one_step: nobody else wants it, so it stays a NumPy array where the step may take that.
+        """
         slot = self.program.inputs[number]
         kind = self.program.types[slot.buffer]
         sent = [shared[shard] if isinstance(shard, int) else shard for shard in given.shards]
         shards = [from_plain(shard, kind.dtype) for shard in sent]
+        if for_one_step and slot.buffer in self._stays_plain:
+            return shards[0]
         # A caller's memory may be what lies on the device; a donated array must be the program's own.
         if slot.leaf in self.program.donated_leaves:
             shards = [np.array(shard) for shard in shards]
@@ -327,7 +352,7 @@ def _written(instruction: MeshInstruction) -> tuple[int, ...]:
 
 def _has_failed(array: Any) -> bool:
     """Whether the computation of an array has ended with an error. Does not wait for it."""
-    if array.is_deleted() or not array.is_ready():
+    if isinstance(array, np.ndarray) or array.is_deleted() or not array.is_ready():
         return False
     try:
         array.block_until_ready()

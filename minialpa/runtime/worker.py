@@ -210,7 +210,7 @@ class Worker:
         seen: set[int] = set()
         for i, argument in enumerate(arguments):
             if not isinstance(argument, int):
-                inputs.append(interpreter.argument(i, argument, shared))
+                inputs.append(interpreter.argument(i, argument, shared, for_one_step=True))
                 continue
             array = self._arrays[argument]
             # One array for two arguments: only one of them can be taken over.
