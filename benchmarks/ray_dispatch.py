@@ -4,7 +4,8 @@ The bound is the program's instructions on a clock: each function takes what it 
 time, and transfers and everything else take nothing. A worker has one core, also by itself. The devices of one process
 share XLA's threads: there, a function by itself has the cores of both, and the bound is one that no pipeline reaches.
 The bound in place is the same clock with what each call of a function took in the very step that it is compared with:
-functions next to each other share caches and memory, and the machine may be busy with other things. Beside it are the
+functions next to each other share caches and memory, and the machine may be busy with other things. Functions of
+microseconds take there what it costs to start them, so that it says something of longer ones only. Beside it are the
 times of calls that do nothing.
 
 The compiler's threads are counted when jax starts, so this runs in a process of its own.
@@ -100,6 +101,7 @@ class _Case:
             "loss_read_ms": own["loss read"] * 1e3,
             "bound_over_step": bound / own["waited for"],
             "traced_step_ms": own["traced"] * 1e3,
+            "timeline_ms": own["timeline"] * 1e3,
             "bound_in_place_ms": own["bound in place"] * 1e3,
             "bound_in_place_over_step": own["bound in place over step"],
             "us_over_bound_per_task": (own["waited for"] - bound) / n_tasks * 1e6,
@@ -114,8 +116,8 @@ class _Case:
         """Calls that train further and say how many seconds a step took.
 
         waited for: one step, to its end. loss read: one step, to its loss as a number. ahead: four steps, of which each
-        is started without waiting for the one before. traced: one step whose functions are timed, to its end, with the
-        bound that follows from these times.
+        is started without waiting for the one before. traced: one step whose functions are timed, to its end. timeline:
+        from the first thing that a worker did in it to the last one; the rest is the call and its arguments.
         """
         leaves = executable.place(jax.tree.leaves((self.state, self.batch)))
         n_state = len(jax.tree.leaves(self.state))
@@ -133,8 +135,14 @@ class _Case:
 
         def traced() -> Mapping[str, float]:
             step_s = seconds(1, lambda: (step(traced=True), executable.sync()))
-            bound = bound_in_place_s(executable._program, executable.runner.timeline())
-            return {"traced": step_s, "bound in place": bound, "bound in place over step": bound / step_s}
+            tasks = executable.runner.timeline()
+            bound = bound_in_place_s(executable._program, tasks)
+            return {
+                "traced": step_s,
+                "timeline": max(task.stop_s for task in tasks),
+                "bound in place": bound,
+                "bound in place over step": bound / step_s,
+            }
 
         return [
             lambda: {"waited for": seconds(1, lambda: (step(), executable.sync()))},

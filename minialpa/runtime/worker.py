@@ -292,6 +292,7 @@ class Worker:
         """The `TaskTime`s of the last traced step, in the time of the clock on the wall, with instruction numbers of
         the mesh program. Forgets them."""
         trace, self._trace = self._trace, None
+        assert trace is not None, "no step was traced"
         tasks: list[Any] = trace.tasks()
         return tasks
 
