@@ -3,7 +3,10 @@
 The bound is the program's instructions on a clock: each function takes what it took by itself, meshes do one thing at a
 time, and transfers and everything else take nothing. A worker has one core, also by itself. The devices of one process
 share XLA's threads: there, a function by itself has the cores of both, and the bound is one that no pipeline reaches.
-Beside it are the times of calls that do nothing.
+The bound in place is the same clock with what each call of a function took in the very step that it is compared with:
+functions next to each other share caches and memory, and the machine may be busy with other things. Functions of
+microseconds take there what it costs to start them, so that it says something of longer ones only. Beside it are the
+times of calls that do nothing.
 
 The compiler's threads are counted when jax starts, so this runs in a process of its own.
 """
@@ -17,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +30,7 @@ from benchmarks.ray_session import ONE_CORE, ray_session
 from benchmarks.registry import Rows, Size, benchmark
 from minialpa import models
 from minialpa.program import Accumulate, Program, Run, Transfer, reads
+from minialpa.runtime.step_trace import TaskTime
 
 N_STAGES = 2
 
@@ -76,9 +80,9 @@ class _Case:
         # In turns, and the functions in between: the machine may be busy with other things, now less and now more.
         for i in range(1 + self.repeats):
             for name, executable in executables.items():
-                found = {kind: step() for kind, step in steps[name].items()}
+                found = {kind: value for step in steps[name] for kind, value in step().items()}
                 if i % 4 == 1:
-                    found["bound"] = bound_s(executable._program, executable.runner.function_seconds(5))
+                    found["bound"] = bound_alone_s(executable._program, executable.runner.function_seconds(5))
                 for kind, value in found.items() if i else ():
                     seconds[name][kind].append(value)
         medians = {name: {kind: statistics.median(v) for kind, v in kinds.items()} for name, kinds in seconds.items()}
@@ -96,6 +100,10 @@ class _Case:
             "ahead_ms": own["ahead"] * 1e3,
             "loss_read_ms": own["loss read"] * 1e3,
             "bound_over_step": bound / own["waited for"],
+            "traced_step_ms": own["traced"] * 1e3,
+            "timeline_ms": own["timeline"] * 1e3,
+            "bound_in_place_ms": own["bound in place"] * 1e3,
+            "bound_in_place_over_step": own["bound in place over step"],
             "us_over_bound_per_task": (own["waited for"] - bound) / n_tasks * 1e6,
             "times_in_process": own["waited for"] / medians["in-process"]["waited for"],
         }
@@ -104,17 +112,18 @@ class _Case:
         step = minialpa.parallelize(self.model.train_step(minialpa.value_and_grad), method=self.method)
         return step.get_executable(self.state, self.batch)
 
-    def _training(self, executable: Any) -> dict[str, Callable[[], float]]:
+    def _training(self, executable: Any) -> list[Callable[[], Mapping[str, float]]]:
         """Calls that train further and say how many seconds a step took.
 
         waited for: one step, to its end. loss read: one step, to its loss as a number. ahead: four steps, of which each
-        is started without waiting for the one before.
+        is started without waiting for the one before. traced: one step whose functions are timed, to its end. timeline:
+        from the first thing that a worker did in it to the last one; the rest is the call and its arguments.
         """
         leaves = executable.place(jax.tree.leaves((self.state, self.batch)))
         n_state = len(jax.tree.leaves(self.state))
 
-        def step() -> Any:
-            results = executable.run(leaves)
+        def step(traced: bool = False) -> Any:
+            results = executable.runner(leaves, traced=traced)
             leaves[:n_state] = results[:n_state]
             return results[n_state:]
 
@@ -124,23 +133,51 @@ class _Case:
             run()
             return (time.perf_counter() - start) / n_steps
 
-        return {
-            "waited for": lambda: seconds(1, lambda: (step(), executable.sync())),
-            "loss read": lambda: seconds(1, lambda: [float(metric) for metric in step()]),
-            "ahead": lambda: seconds(4, lambda: ([step() for _ in range(4)], executable.sync())),
-        }
+        def traced() -> Mapping[str, float]:
+            step_s = seconds(1, lambda: (step(traced=True), executable.sync()))
+            tasks = executable.runner.timeline()
+            bound = bound_in_place_s(executable._program, tasks)
+            return {
+                "traced": step_s,
+                "timeline": max(task.stop_s for task in tasks),
+                "bound in place": bound,
+                "bound in place over step": bound / step_s,
+            }
+
+        return [
+            lambda: {"waited for": seconds(1, lambda: (step(), executable.sync()))},
+            lambda: {"loss read": seconds(1, lambda: [float(metric) for metric in step()])},
+            lambda: {"ahead": seconds(4, lambda: ([step() for _ in range(4)], executable.sync()))},
+            traced,
+        ]
 
 
-def bound_s(program: Program, seconds: Sequence[float]) -> float:
-    """Seconds of a step whose functions take `seconds`, and nothing else takes any: the end of the last mesh."""
+def bound_alone_s(program: Program, seconds: Sequence[float]) -> float:
+    """The bound of a step whose functions take `seconds`, each call the same."""
+    calls = [(i, x.function) for i, x in enumerate(program.instructions) if isinstance(x, Run | Accumulate)]
+    return bound_s(program, {i: seconds[function] for i, function in calls})
+
+
+def bound_in_place_s(program: Program, tasks: Iterable[TaskTime]) -> float:
+    """The bound of a step whose calls take what they took in a timeline; on several hosts, what the slowest took."""
+    seconds: dict[int, float] = defaultdict(float)
+    for task in tasks:
+        if task.instruction is not None:
+            seconds[task.instruction] = max(seconds[task.instruction], task.stop_s - task.start_s)
+    return bound_s(program, seconds)
+
+
+def bound_s(program: Program, seconds: Mapping[int, float]) -> float:
+    """Seconds of a step whose calls of functions take `seconds`, by their instruction, and nothing else takes any: the
+    end of the last mesh."""
     free = [0.0] * len(program.meshes)
     ready: dict[int, float] = {}
-    for instruction in program.instructions:
+    for i, instruction in enumerate(program.instructions):
         begin = max((ready.get(b, 0.0) for b in reads(instruction)), default=0.0)
         match instruction:
             case Run(number, _, made) | Accumulate(number, made, _):
                 mesh = program.functions[number].mesh
-                free[mesh] = max(free[mesh], begin) + seconds[number]
+                free[mesh] = max(free[mesh], begin) + seconds[i]
                 ready.update((b, free[mesh]) for b in made)
             case Transfer(_, target):
                 ready[target] = begin

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "minialpa"
 
 #: A module may import those of lower ranks, and its own package. The ranks are the picture of the architecture.
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("arrays", "collection", "errors", "progress"),
+    ("arrays", "collection", "errors", "perfetto", "progress"),
     ("cluster",),
     ("options",),
     ("sharding",),
@@ -36,7 +36,8 @@ RANKS: tuple[tuple[str, ...], ...] = (
 )
 #: What the runtime may know of the rest.
 RUNTIME_MAY = {
-    *("arrays", "cluster", "errors", "mesh_program", "options", "plan", "program", "resharding", "runtime", "sharding")
+    *("arrays", "cluster", "errors", "mesh_program", "options", "perfetto", "plan", "program", "resharding", "runtime"),
+    "sharding",
 }
 #: What a user starts, or sees in front of the machinery.
 FRONT = {"__init__", "cli", "demo", "models", "report", "session", "testing", "util"}

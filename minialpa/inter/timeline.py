@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from minialpa.perfetto import Event, counter, interval, process_name, thread_name, write_trace
 from minialpa.plan import bytes_text, seconds_text
 
 
@@ -104,33 +104,16 @@ class Timeline:
     def to_trace(self, path: str | Path) -> None:
         """Write a trace that ui.perfetto.dev and chrome://tracing open: a process for each stage, with its passes, what
         it sends to each other stage, and its memory."""
-        events: list[dict[str, Any]] = []
+        events: list[Event] = []
         for k, stage in enumerate(self.stages):
             last = stage.first_device + stage.n_devices - 1
-            events += _named(k, 0, f"stage {k}, devices {stage.first_device}-{last}", "passes")
-            events += [_slice(k, 0, one.name, one.start_s, one.end_s, one.kind) for one in stage.passes]
-            for start_s, n_bytes in stage.memory:
-                args = {"bytes": n_bytes}
-                events.append({"ph": "C", "pid": k, "name": "bytes per device", "ts": start_s * 1e6, "args": args})
+            events += [process_name(k, f"stage {k}, devices {stage.first_device}-{last}"), thread_name(k, 0, "passes")]
+            events += [interval(k, 0, one.name, one.start_s, one.end_s, one.kind) for one in stage.passes]
+            events += [counter(k, "bytes per device", at_s, {"bytes": n_bytes}) for at_s, n_bytes in stage.memory]
         for source, target in sorted({(t.source_stage, t.target_stage) for t in self.transfers}):
-            events += _named(source, target + 1, None, f"to stage {target}")
+            events.append(thread_name(source, target + 1, f"to stage {target}"))
         for t in self.transfers:
             name = t.kind if t.micro_batch is None else f"{t.kind}, micro-batch {t.micro_batch}"
-            event = _slice(t.source_stage, t.target_stage + 1, name, t.start_s, t.end_s, "transfer")
-            events.append({**event, "args": {"bytes": t.n_bytes}})
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def _slice(process: int, thread: int, name: str, start_s: float, end_s: float, category: str) -> dict[str, Any]:
-    """A complete event; times in microseconds."""
-    times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
-    return {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": category, **times}
-
-
-def _named(process: int, thread: int, process_name: str | None, thread_name: str) -> list[dict[str, Any]]:
-    names = {"process_name": process_name, "thread_name": thread_name}
-    return [
-        {"ph": "M", "pid": process, "tid": thread, "name": what, "args": {"name": name}}
-        for what, name in names.items()
-        if name is not None
-    ]
+            place, args = (t.source_stage, t.target_stage + 1), {"bytes": t.n_bytes}
+            events.append(interval(*place, name, t.start_s, t.end_s, "transfer", args))
+        write_trace(path, events)

@@ -13,12 +13,19 @@ import numpy as np
 from minialpa.mesh_program import KEY_NAMES
 from minialpa.plan import Plan
 from minialpa.program import Accumulate, Program, Run
+from minialpa.runtime.step_trace import TaskTime, write_tasks
 
 
 class Runner(Protocol):
-    """A program on devices. A call runs a step on argument leaves and returns result leaves, without waiting."""
+    """A program on devices. A call runs a step on argument leaves and returns result leaves, without waiting.
 
-    def __call__(self, leaves: Sequence[Any], /) -> list[Any]: ...
+    traced: note what the step does when, for `timeline`. The first such call compiles every function a second time.
+    """
+
+    def __call__(self, leaves: Sequence[Any], /, *, traced: bool = False) -> list[Any]: ...
+
+    def timeline(self) -> tuple[TaskTime, ...]:
+        """What the last traced step did when, in order of its start. Waits for the end of the step."""
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Argument leaves laid out as the step wants them. What the step donates never shares memory with `leaves`."""
@@ -88,11 +95,9 @@ class Executable:
 
     def profile_with_dummy_inputs(self, repeats: int = 3) -> list[float]:
         """Seconds of each of `repeats` steps on zeros, after one step to warm up."""
-        structs = [(spec.shape, spec.dtype) for spec in self._plan.input_specs]
         self._costs = []
         for i in range(repeats + 1):
-            leaves = self.place([_zeros(shape, dtype) for shape, dtype in structs])
-            self.sync()
+            leaves = self._dummy_inputs()
             start = time.perf_counter()
             results = self.run(leaves)
             self.sync()
@@ -104,6 +109,32 @@ class Executable:
     def get_execution_time_costs(self) -> list[float]:
         """Seconds of the steps that `profile_with_dummy_inputs` ran."""
         return list(self._costs)
+
+    def _dummy_inputs(self) -> list[Any]:
+        """Zeros where the step wants them."""
+        leaves = self.place([_zeros(spec.shape, spec.dtype) for spec in self._plan.input_specs])
+        self.sync()
+        return leaves
+
+    def stage_timeline(self) -> tuple[TaskTime, ...]:
+        """When each stage ran which function, as it happened in a step on zeros, after one to warm up.
+
+        A function begins when it has been issued, the one before it on its mesh has ended and, in one process, what it
+        reads has arrived; it ends when all its results are ready. In one process, what goes between meshes has tracks
+        of its own, and is held until it has arrived. On a cluster, so have the instructions of each worker: a `Receive`
+        lasts from when it begins to wait. Clocks of hosts are taken to agree: they differ by what their time service
+        leaves.
+
+        The first one compiles every function a second time, with a flag as one more result. Other calls are as before.
+        """
+        for _ in range(2):
+            self.runner(self._dummy_inputs(), traced=True)
+            tasks = self.runner.timeline()
+        return tasks
+
+    def dump_stage_execution_trace(self, path: str | Path) -> None:
+        """Write `stage_timeline` as a trace that ui.perfetto.dev opens: a process for each stage."""
+        write_tasks(path, self.stage_timeline(), self._program.meshes)
 
     def dump_debug_info(self, folder: str | Path) -> None:
         """Write the plan, its summary, the instructions, the HLO of every stage program, and what there is to know of

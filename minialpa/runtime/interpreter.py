@@ -7,7 +7,8 @@ Instructions are issued in order and jax runs them asynchronously. Only a `Recei
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, MutableMapping, Sequence
+import time
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,12 @@ from minialpa.mesh_program import (
 from minialpa.program import Accumulate, Free, Run
 from minialpa.resharding import Box
 from minialpa.runtime.plain import from_plain
+from minialpa.runtime.step_trace import FUNCTIONS, StepTrace, flagged
 from minialpa.runtime.transport import Part, Piece, Transport
 from minialpa.sharding import device_mesh
+
+#: The track of a timeline that shows the thread that issues.
+INSTRUCTIONS = "instructions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +81,13 @@ class Interpreter:
         own = places[me]
         first = program.shape.first_device
         self.local = {device: devices[device - first] for device in own.devices}
+        self._compiled = compiled
         self.functions = self._compile_all(compiled)
+        self._flagged: list[Any] = []  # functions of traced steps
         self.relayouts = {i: self._relayout(i, compiled) for i in program.instructions if isinstance(i, Relayout)}
         self.messages = {number: messages(t, places) for number, t in program.transfers.items()}
         self.constants = {c.buffer: self._constant(c.value, program.types[c.buffer], c.spec) for c in program.constants}
+        self._stays_plain = self._read_by_calls()
         self.sending: dict[int, list[Future[None]]] = {}
         self.position = -1
         self.step = -1
@@ -90,12 +98,13 @@ class Interpreter:
         """Step number `step` is the next one to run."""
         self.step, self.position = step, -1
 
-    def run(self, arguments: list[jax.Array]) -> dict[int, jax.Array]:
+    def run(self, arguments: list[Any], trace: StepTrace | None = None) -> dict[int, jax.Array]:
         """Run a step on an array for each input of the program; returns the results by number.
 
         Empties `arguments`, so that nothing but the step holds what it may free. Where it raises, `position` is the
-        instruction that failed.
+        instruction that failed. trace: gets notes of what the step does.
         """
+        functions, issue = (self.functions, self._issue) if trace is None else self._tracing(trace)
         buffers: dict[int, Any] = dict(self.constants)
         self.sending.clear()
         buffers.update((slot.buffer, x) for slot, x in zip(self.program.inputs, arguments, strict=True))
@@ -103,11 +112,14 @@ class Interpreter:
         try:
             for i, instruction in enumerate(self.program.instructions):
                 self.position = i
-                self._issue(instruction, buffers)
+                issue(instruction, buffers, functions)
             self.position = len(self.program.instructions)
             results = {number: buffers[b] for number, b in self.program.outputs}
+            issued_s = time.perf_counter()
             jax.block_until_ready(list(results.values()))
             self._finish_sends(list(self.sending))
+            if trace is not None:
+                trace.note(self.program.mesh, INSTRUCTIONS, "await results", issued_s)
         except Exception:
             self.position = self._first_failed(buffers)
             raise
@@ -136,16 +148,16 @@ class Interpreter:
                 text += f" from stage {self.program.transfers[number].source}"
         return text
 
-    def _issue(self, instruction: MeshInstruction, buffers: dict[int, Any]) -> None:
+    def _issue(self, instruction: MeshInstruction, buffers: dict[int, Any], functions: Sequence[Any]) -> None:
         match instruction:
             case Run(function, inputs, outputs):
-                self._finish_sends(inputs[k] for k in self.program.functions[function].donated)
-                results = self.functions[function](*[buffers[b] for b in inputs])
+                self._finish_sends(self._overwritten(instruction))
+                results = functions[function](*[buffers[b] for b in inputs])
                 for b, array in zip(outputs, results, strict=True):
                     buffers[b] = array
             case Accumulate(function, totals, values):
-                self._finish_sends(totals)
-                results = self.functions[function](*[buffers[b] for b in (*totals, *values)])
+                self._finish_sends(self._overwritten(instruction))
+                results = functions[function](*[buffers[b] for b in (*totals, *values)])
                 for b, array in zip(totals, results, strict=True):
                     buffers[b] = array
             case Free(freed):
@@ -154,9 +166,41 @@ class Interpreter:
             case Send(source, number):
                 self._send(number, source, buffers[source])
             case Receive(target, number):
-                buffers[target] = self._receive(number)
+                buffers[target] = self._receive(number, target in self._stays_plain)
             case Relayout(source, target, _):
                 buffers[target] = self.relayouts[instruction](buffers[source])
+
+    def _overwritten(self, instruction: MeshInstruction) -> Sequence[int]:
+        """Buffers whose memory the instruction takes over."""
+        match instruction:
+            case Run(function, inputs, _):
+                return [inputs[k] for k in self.program.functions[function].donated]
+            case Accumulate(_, totals, _):
+                return totals
+        return ()
+
+    def _tracing(
+        self, trace: StepTrace
+    ) -> tuple[Sequence[Any], Callable[[MeshInstruction, dict[int, Any], Sequence[Any]], None]]:
+        """What a traced step calls, and how it issues."""
+        self._flagged = self._flagged or self._compile_all(self._compiled, with_flag=True)
+        mesh = self.program.mesh
+        trace.note(mesh, INSTRUCTIONS, "take arguments", trace.begun_s)
+
+        def issue(instruction: MeshInstruction, buffers: dict[int, Any], functions: Sequence[Any]) -> None:
+            begun_s = time.perf_counter()
+            self._finish_sends(self._overwritten(instruction))
+            issued_s = time.perf_counter()
+            self._issue(instruction, buffers, functions)
+            match instruction:
+                case Run(number) | Accumulate(number):
+                    name = self.program.functions[number].name
+                    trace.note_function(mesh, name, issued_s, self.position)
+                case Relayout(_, target, _):
+                    trace.note_array(mesh, FUNCTIONS, "relayout", issued_s, buffers[target])
+            trace.note(mesh, INSTRUCTIONS, self.describe(self.position).partition(", ")[2], begun_s)
+
+        return [trace.watched(function) for function in self._flagged], issue
 
     # ---- transfers ------------------------------------------------------------------------------------------------
 
@@ -181,7 +225,8 @@ class Interpreter:
             for sent in self.sending.pop(b, ()):
                 sent.result()
 
-    def _receive(self, number: int) -> jax.Array:
+    def _receive(self, number: int, stays_plain: bool) -> Any:
+        """The array of a transfer; a NumPy array if it may stay what the transport gives."""
         transfer = self.program.transfers[number]
         boxes = {d: box for d, box in transfer.resharding.landing_boxes if d in self.local}
         got: dict[int, list[tuple[Box, Any]]] = {d: [] for d in boxes}
@@ -195,9 +240,10 @@ class Interpreter:
                         # A transport between GPUs gives arrays on the first of them.
                         mine = jax.device_put(array, self.local[device]) if isinstance(array, jax.Array) else array
                         got[device].append((move.box, mine))
-        shards = jax.device_put(
-            [_joined(got[d], boxes[d], transfer.type.dtype) for d in boxes], [self.local[d] for d in boxes]
-        )
+        landed = [_joined(got[d], boxes[d], transfer.type.dtype) for d in boxes]
+        if stays_plain:
+            return landed[0]
+        shards = jax.device_put(landed, [self.local[d] for d in boxes])
         for message in self.messages[number]:
             if message.source == self.me and message.moves[0].relayed:  # others of this mesh get it from here
                 self._post(number, message, dict(zip(boxes, shards, strict=True)), boxes)
@@ -214,14 +260,36 @@ class Interpreter:
         by_device = {shard.device: shard.data for shard in type_.data(array).addressable_shards}
         return {number: by_device[device] for number, device in self.local.items()}
 
+    def _read_by_calls(self) -> frozenset[int]:
+        """Buffers of what comes from other processes that only functions on one CPU device read.
+
+        Functions take NumPy arrays, and their memory without a copy, in a fraction of the time in which jax makes an
+        array of them first; a device waits meanwhile.
+        """
+        if self.mesh.size > 1 or self.mesh.devices.flat[0].platform != "cpu":
+            return frozenset()
+        program = self.program
+        received = {x.target for x in program.instructions if isinstance(x, Receive)}
+        given = {slot.buffer for slot in program.inputs if slot.leaf not in program.donated_leaves}
+        others = {x.source for x in program.instructions if isinstance(x, Send | Relayout)}
+        results = {b for _, b in program.outputs}
+        return frozenset(b for b in (received | given) - others - results if program.types[b].key is None)
+
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
-    def argument(self, number: int, given: Given, shared: Sequence[np.ndarray[Any, Any]]) -> jax.Array:
-        """The array of input `number` of the program, from what the caller sent."""
+    def argument(
+        self, number: int, given: Given, shared: Sequence[np.ndarray[Any, Any]], *, for_one_step: bool = False
+    ) -> Any:
+        """The array of input `number` of the program, from what the caller sent.
+
+        for_one_step: nobody else wants it, so it stays a NumPy array where the step may take that.
+        """
         slot = self.program.inputs[number]
         kind = self.program.types[slot.buffer]
         sent = [shared[shard] if isinstance(shard, int) else shard for shard in given.shards]
         shards = [from_plain(shard, kind.dtype) for shard in sent]
+        if for_one_step and slot.buffer in self._stays_plain:
+            return shards[0]
         # A caller's memory may be what lies on the device; a donated array must be the program's own.
         if slot.leaf in self.program.donated_leaves:
             shards = [np.array(shard) for shard in shards]
@@ -240,24 +308,25 @@ class Interpreter:
 
     # ---- programs -------------------------------------------------------------------------------------------------
 
-    def _compile_all(self, compiled: MutableMapping[Any, Any]) -> list[Any]:
+    def _compile_all(self, compiled: MutableMapping[Any, Any], with_flag: bool = False) -> list[Any]:
         """Each function of the program; equal ones are compiled once. Lowering holds the interpreter lock, compiling
-        does not."""
-        keys = [(f.code, f.in_specs, f.out_specs, f.donated, self.mesh) for f in self.program.functions]
+        does not. with_flag: as traced steps want them."""
+        keys = [(f.code, f.in_specs, f.out_specs, f.donated, self.mesh, with_flag) for f in self.program.functions]
         made = {key: compiled.get(key) for key in keys}  # held from here: `compiled` does not
         missing = {key: f for key, f in zip(keys, self.program.functions, strict=True) if made[key] is None}
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            pending = {key: pool.submit(self._lower(function).compile) for key, function in missing.items()}
+            pending = {key: pool.submit(self._lower(function, with_flag).compile) for key, function in missing.items()}
             made.update((key, future.result()) for key, future in pending.items())
         compiled.update(made)
         return [made[key] for key in keys]
 
-    def _lower(self, function: MeshFunction) -> Any:
+    def _lower(self, function: MeshFunction, with_flag: bool) -> Any:
         exported = jax.export.deserialize(bytearray(function.code))
+        out_specs = (*function.out_specs, PartitionSpec()) if with_flag else function.out_specs
         jitted = jax.jit(
-            exported.call,
+            flagged(exported.call) if with_flag else exported.call,
             in_shardings=tuple(NamedSharding(self.mesh, spec) for spec in function.in_specs),
-            out_shardings=tuple(NamedSharding(self.mesh, spec) for spec in function.out_specs),
+            out_shardings=tuple(NamedSharding(self.mesh, spec) for spec in out_specs),
             donate_argnums=function.donated,
             keep_unused=True,
         )
@@ -283,7 +352,7 @@ def _written(instruction: MeshInstruction) -> tuple[int, ...]:
 
 def _has_failed(array: Any) -> bool:
     """Whether the computation of an array has ended with an error. Does not wait for it."""
-    if array.is_deleted() or not array.is_ready():
+    if isinstance(array, np.ndarray) or array.is_deleted() or not array.is_ready():
         return False
     try:
         array.block_until_ready()

@@ -6,20 +6,23 @@ asynchronously, so meshes that do not wait for each other's data work at the sam
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.errors import ShardingError, WorkerError
 from minialpa.program import (
     Accumulate,
+    ConstantSlot,
     Free,
     Function,
     InputSlot,
@@ -29,8 +32,10 @@ from minialpa.program import (
     Run,
     Transfer,
     reads,
+    writes,
 )
 from minialpa.runtime.arrays import BlockedArray
+from minialpa.runtime.step_trace import StepTrace, TaskTime, flagged, from_start
 from minialpa.runtime.task_times import function_seconds
 from minialpa.sharding import device_mesh
 
@@ -62,14 +67,17 @@ class LocalExecutable:
         }
         self._in_calls = _read_by_one_call(program)
         self._settled: list[Any] = []
+        self._flagged: list[Any] = []  # functions of traced steps
+        self._trace: StepTrace | None = None
         self._initial: list[Any] = [None] * program.n_buffers
         for slot in program.constants:
             sharding = NamedSharding(self.meshes[slot.mesh], slot.spec)
             self._initial[slot.buffer] = jax.device_put(slot.value, sharding)
 
-    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+    def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
         """Run the program on argument leaves; returns one array for each result, on the result's first mesh, or a
-        BlockedArray where the program leaves it in blocks."""
+        BlockedArray where the program leaves it in blocks. traced: see `Runner`."""
+        functions, issue = self._tracing() if traced else (self.compiled, self._issue)
         buffers = list(self._initial)
         placed = self._place(leaves)
         for slot, array in zip(self.program.inputs, placed, strict=True):
@@ -77,7 +85,7 @@ class LocalExecutable:
         del placed
         for i, instruction in enumerate(self.program.instructions):
             try:
-                self._issue(instruction, buffers)
+                issue(instruction, buffers, functions)
             except Exception as error:
                 raise self._failure(i, instruction, error) from error
         return [_result(slot, buffers) for slot in self.program.outputs]
@@ -186,20 +194,47 @@ class LocalExecutable:
             return array
         return array.copy() if _shares_buffer(array, leaf) else array
 
-    def _issue(self, instruction: Instruction, buffers: list[Any]) -> None:
+    def _issue(self, instruction: Instruction, buffers: list[Any], functions: Sequence[Any]) -> None:
         match instruction:
             case Run(function, inputs, outputs):
-                for b, array in zip(outputs, self.compiled[function](*[buffers[b] for b in inputs]), strict=True):
+                for b, array in zip(outputs, functions[function](*[buffers[b] for b in inputs]), strict=True):
                     buffers[b] = array
             case Accumulate(function, totals, values):
                 args = [buffers[b] for b in (*totals, *values)]
-                for b, array in zip(totals, self.compiled[function](*args), strict=True):
+                for b, array in zip(totals, functions[function](*args), strict=True):
                     buffers[b] = array
             case Transfer(source, target):
                 buffers[target] = jax.device_put(buffers[source], self._transfers[id(instruction)])
             case Free(freed):
                 for b in freed:
                     buffers[b] = None
+
+    def _tracing(self) -> tuple[Sequence[Any], Callable[[Instruction, list[Any], Sequence[Any]], None]]:
+        """What a traced step calls, and how it issues."""
+        if not self._flagged:
+            self._flagged = _compile_all([_flagged(function) for function in self.program.functions], self.meshes)
+        self._trace = trace = StepTrace()
+        numbers = {id(instruction): i for i, instruction in enumerate(self.program.instructions)}
+        homes = _homes(self.program)
+
+        def issue(instruction: Instruction, buffers: list[Any], functions: Sequence[Any]) -> None:
+            issued_s = time.perf_counter()
+            self._issue(instruction, buffers, functions)
+            buffers_of = reads(instruction), writes(instruction)
+            match instruction:
+                case Run(number) | Accumulate(number):
+                    function = self.program.functions[number]
+                    trace.note_function(function.mesh, function.name, issued_s, numbers[id(instruction)], *buffers_of)
+                case Transfer(source, target, mesh):
+                    track, name = f"from stage {homes[source]}", f"buffer {target}"
+                    trace.note_array(mesh, track, name, issued_s, buffers[target], None, *buffers_of)
+
+        return [trace.watched(compiled) for compiled in self._flagged], issue
+
+    def timeline(self) -> tuple[TaskTime, ...]:
+        """See `Runner`."""
+        assert self._trace is not None, "no step was traced"
+        return from_start(self._trace.tasks())
 
     def _failure(self, i: int, instruction: Instruction, error: Exception) -> WorkerError:
         name = type(instruction).__name__
@@ -210,6 +245,23 @@ class LocalExecutable:
             f"Instruction {i} ({name}) failed: {error}\nInstructions before it: {recent or 'none'}. If an argument was "
             "donated to an earlier call, pass that call's result instead."
         )
+
+
+def _flagged(function: Function) -> Function:
+    return dataclasses.replace(function, fun=flagged(function.fun), out_specs=(*function.out_specs, PartitionSpec()))
+
+
+def _homes(program: Program) -> dict[int, int]:
+    """The mesh on which each buffer is."""
+    slots: tuple[InputSlot | ConstantSlot, ...] = (*program.inputs, *program.constants)
+    homes = {slot.buffer: slot.mesh for slot in slots}
+    for instruction in program.instructions:
+        match instruction:
+            case Run(function, _, outputs):
+                homes.update(dict.fromkeys(outputs, program.functions[function].mesh))
+            case Transfer(_, target, mesh):
+                homes[target] = mesh
+    return homes
 
 
 def _read_by_one_call(program: Program) -> frozenset[int]:

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import ray
 
 from minialpa.arrays import RemoteArray
 from minialpa.mesh_program import ArrayType, MeshProgram, Place, links, worker_places
-from minialpa.program import InputSlot, Program
+from minialpa.program import Accumulate, InputSlot, Program, Run
 from minialpa.resharding import Box, shard_boxes
 from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
@@ -22,6 +22,7 @@ from minialpa.runtime.interpreter import Argument, Given
 from minialpa.runtime.plain import to_plain
 from minialpa.runtime.ray_cluster import WorkerHandle
 from minialpa.runtime.ray_runtime import RayRuntime
+from minialpa.runtime.step_trace import TaskTime, from_start
 from minialpa.sharding import Spec
 
 #: Shards of this size, where several workers get them, are put into the object store by themselves.
@@ -49,6 +50,7 @@ class RayExecutable:
         self.number = runtime.new_number()
         self.places = worker_places(program.meshes, runtime.cluster.devices_per_host)
         self._mesh_of_function = [function.mesh for function in program.functions]
+        self._calls = _calls_by_mesh(program)
         self._keys = [(shape.first_device, math.prod(shape.logical_shape)) for shape in program.meshes]
         self._cuts = [_cuts(own, [p for p in self.places if p.mesh == own.mesh]) for own in self.programs]
         self._outputs = program.outputs
@@ -59,14 +61,14 @@ class RayExecutable:
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
-    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+    def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
         """Start a step on argument leaves; returns an array for each result at once, or a BlockedArray where the
-        program leaves it in blocks."""
+        program leaves it in blocks. traced: see `Runner`."""
         self.runtime.check()
         self._load()
         self._bring(leaves)
         numbers = [self.runtime.new_number() for slot in self._outputs for _ in slot.blocks]
-        self._start(leaves, numbers)
+        self._start(leaves, numbers, traced)
         arrays = iter(self._results(numbers))
         return [BlockedArray([next(arrays) for _ in x.blocks]) if x.rows else next(arrays) for x in self._outputs]
 
@@ -75,7 +77,7 @@ class RayExecutable:
         self._load()
         self._start(arrays, [array.number for array in arrays])
 
-    def _start(self, leaves: Sequence[Any], numbers: Sequence[int]) -> None:
+    def _start(self, leaves: Sequence[Any], numbers: Sequence[int], traced: bool = False) -> None:
         """Start a step whose results the workers keep under `numbers`."""
         step = self.runtime.new_step()
         values = _Values(leaves)
@@ -93,7 +95,7 @@ class RayExecutable:
                 freed, donated = mesh.take_freed(), self._donated(mesh, leaves)
                 for worker in mesh.workers:
                     mine, shared = next(given)
-                    ref = worker.actor.step.remote(self.number, step, mine, results, donated, freed, *shared)
+                    ref = worker.actor.step.remote(self.number, step, mine, results, donated, freed, traced, *shared)
                     calls[ref] = worker
         except BaseException:  # Ctrl-C, say
             if calls:
@@ -102,6 +104,15 @@ class RayExecutable:
         for array in self._given_away(leaves):
             self._use_up(array)
         self.runtime.start_step(calls)
+
+    def timeline(self) -> tuple[TaskTime, ...]:
+        """See `Runner`. Times of workers are those of the clocks of their hosts, counted from the earliest."""
+        workers = [worker for mesh in self._meshes for worker in mesh.workers]
+        tasks = []
+        for place, mine in zip(self.places, self.runtime.ask(workers, "timeline"), strict=True):
+            numbers = iter(self._calls[place.mesh])
+            tasks += [task if task.instruction is None else replace(task, instruction=next(numbers)) for task in mine]
+        return from_start(tasks)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Argument leaves on the workers, laid out as the step reads them; what is cut into micro-batches stays."""
@@ -293,6 +304,15 @@ def _share(arguments: Sequence[Sequence[Argument]]) -> list[tuple[Sequence[Argum
             ]
         out.append((mine, [refs[key] for key in shared]))
     return out
+
+
+def _calls_by_mesh(program: Program) -> list[list[int]]:
+    """For each mesh, the instructions of the program that call its functions: it makes these calls in this order."""
+    calls: list[list[int]] = [[] for _ in program.meshes]
+    for i, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Run | Accumulate):
+            calls[program.functions[instruction.function].mesh].append(i)
+    return calls
 
 
 _Part = tuple[int, tuple[int, int, int] | None]  # an argument leaf, or rows of it

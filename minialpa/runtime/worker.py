@@ -56,6 +56,7 @@ class Worker:
         self._compiled: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
         self._running: Any = None
         self._failure: Failure | None = None
+        self._trace: Any = None
         self._devices: list[Any] = []
         self._transports: dict[int, Any] = {}
 
@@ -167,23 +168,25 @@ class Worker:
         results: Mapping[int, int],
         donated: Sequence[int],
         freed: Sequence[int],
+        traced: bool,
         *shared: Any,
     ) -> Failure | None:
         """Run a step of a program.
 
         arguments: an `Argument` for each input of the program. results: result number -> number under which the array
-        is kept. donated: arrays that the step uses up. freed: arrays that nobody needs any more. shared: arrays whose
-        places are shards of arguments.
+        is kept. donated: arrays that the step uses up. freed: arrays that nobody needs any more. traced: keep notes for
+        `timeline`. shared: arrays whose places are shards of arguments.
         """
         if self._failure is not None:
             return self._failure
         try:
             interpreter = self._running = self._programs[program]
             interpreter.begin(step)
+            trace = self._new_trace() if traced else None
             self.free(freed)
             inputs = self._inputs(interpreter, arguments, set(donated), shared)
             self.free(donated)
-            made = interpreter.run(inputs)
+            made = interpreter.run(inputs, trace)
             self._arrays.update((results[number], array) for number, array in made.items() if number in results)
         except Exception as error:
             self._failure = Failure(
@@ -194,6 +197,12 @@ class Worker:
                 threading.Thread(target=transport.close, daemon=True).start()
         return self._failure
 
+    def _new_trace(self) -> Any:
+        from minialpa.runtime.step_trace import StepTrace
+
+        self._trace = StepTrace(self.settings.host)
+        return self._trace
+
     def _inputs(
         self, interpreter: Any, arguments: Sequence[Any], donated: set[int], shared: Sequence[Any]
     ) -> list[Any]:
@@ -201,7 +210,7 @@ class Worker:
         seen: set[int] = set()
         for i, argument in enumerate(arguments):
             if not isinstance(argument, int):
-                inputs.append(interpreter.argument(i, argument, shared))
+                inputs.append(interpreter.argument(i, argument, shared, for_one_step=True))
                 continue
             array = self._arrays[argument]
             # One array for two arguments: only one of them can be taken over.
@@ -278,6 +287,14 @@ class Worker:
         from minialpa.runtime.task_times import function_seconds
 
         return [function_seconds(compiled, repeats) for compiled in self._programs[program].functions]
+
+    def timeline(self) -> list[Any]:
+        """The `TaskTime`s of the last traced step, in the time of the clock on the wall, with instruction numbers of
+        the mesh program. Forgets them."""
+        trace, self._trace = self._trace, None
+        assert trace is not None, "no step was traced"
+        tasks: list[Any] = trace.tasks()
+        return tasks
 
     def counts(self) -> dict[str, int]:
         """What this worker holds: arrays of the session, programs, their functions, and what `holdings` counts."""

@@ -1,0 +1,182 @@
+"""What a step did when: notes of the thread that issues instructions and of when devices were done; a timeline out.
+
+jax returns before devices are done. A traced step therefore runs each function with one more result, a flag that is
+there when the others are (`flagged`), and threads wait for the flags, one thread for all that happens in one order.
+Flags are never donated, and the results themselves are freed and donated as ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from minialpa.perfetto import interval, process_name, thread_name, write_trace
+from minialpa.program import MeshShape
+
+#: The track of what devices compute. Others are of instructions of a worker, and of arrays on their way.
+FUNCTIONS = "functions"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTime:
+    """Something that a mesh did in a step, on one host. Times are seconds from the first thing in the step.
+
+    track: what it was done by. What is on one track of one mesh and host does not overlap. instruction: its number in
+    the program if it is a call of a function, else None.
+    """
+
+    mesh: int
+    host: int
+    track: str
+    name: str
+    start_s: float
+    stop_s: float
+    instruction: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """issued_s: when it might begin. done: when it had ended, None if nobody could see. reads, writes: buffers."""
+
+    mesh: int
+    track: str
+    name: str
+    issued_s: float
+    done: Future[float | None]
+    instruction: int | None
+    reads: Sequence[int]
+    writes: Sequence[int]
+
+
+class StepTrace:
+    """Notes of one step on one process, whose devices are on `host`. Begins when it is made."""
+
+    def __init__(self, host: int = 0) -> None:
+        self.host = host
+        self.begun_s = time.perf_counter()
+        self._wall_s = time.time() - self.begun_s
+        self._notes: list[_Note] = []
+        self._waiters: dict[tuple[int, str], ThreadPoolExecutor] = {}
+        self._flag: Any = None
+
+    def watched(self, function: Callable[..., Any]) -> Callable[..., list[Any]]:
+        """A flagged function that gives its results only. The flag of its last call goes into the next note."""
+
+        def call(*args: Any) -> list[Any]:
+            results: list[Any]
+            *results, self._flag = function(*args)
+            return results
+
+        return call
+
+    def note_function(
+        self,
+        mesh: int,
+        name: str,
+        issued_s: float,
+        instruction: int | None = None,
+        reads: Sequence[int] = (),
+        writes: Sequence[int] = (),
+    ) -> None:
+        """Note the call that was issued last. It began when it was issued, the call before it on this mesh had ended,
+        and what other notes wrote of `reads` was there."""
+        flag, self._flag = self._flag, None
+        self.note_array(mesh, FUNCTIONS, name, issued_s, flag, instruction, reads, writes)
+
+    def note_array(
+        self,
+        mesh: int,
+        track: str,
+        name: str,
+        issued_s: float,
+        array: Any,
+        instruction: int | None = None,
+        reads: Sequence[int] = (),
+        writes: Sequence[int] = (),
+    ) -> None:
+        """Note what ends when `array` is ready. The array is held until then."""
+        key = mesh, track
+        if key not in self._waiters:
+            self._waiters[key] = ThreadPoolExecutor(1, f"trace-{track}")
+        done = self._waiters[key].submit(_ready_s, array)
+        self._notes.append(_Note(mesh, track, name, issued_s, done, instruction, reads, writes))
+
+    def note(self, mesh: int, track: str, name: str, start_s: float) -> None:
+        """Note what the thread that calls this has done since `start_s`."""
+        done = Future[float | None]()
+        done.set_result(time.perf_counter())
+        self._notes.append(_Note(mesh, track, name, start_s, done, None, (), ()))
+
+    def tasks(self) -> list[TaskTime]:
+        """What was noted, in order; waits for its end. Times are those of the clock on the wall, in seconds."""
+        free: dict[tuple[int, str], float] = defaultdict(float)
+        ready: dict[int, float] = {}
+        tasks = []
+        for note in self._notes:
+            key = note.mesh, note.track
+            start_s = max([note.issued_s, free[key], *(ready.get(b, 0.0) for b in note.reads)])
+            stop_s = max(start_s, note.done.result() or start_s)
+            free[key] = stop_s
+            ready.update(dict.fromkeys(note.writes, stop_s))
+            times = start_s + self._wall_s, stop_s + self._wall_s
+            tasks.append(TaskTime(note.mesh, self.host, note.track, note.name, *times, note.instruction))
+        for waiter in self._waiters.values():
+            waiter.shutdown()
+        return tasks
+
+
+def flagged(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """`function` with one more result, an array that is ready when the others are."""
+    return lambda *args: (*function(*args), jnp.bool_(True))
+
+
+def from_start(tasks: Iterable[TaskTime]) -> tuple[TaskTime, ...]:
+    """The tasks with times from the first one's start, in the order in which they start."""
+    ordered = sorted(tasks, key=lambda task: (task.start_s, task.stop_s))
+    first_s = ordered[0].start_s if ordered else 0.0
+    return tuple(
+        dataclasses.replace(task, start_s=task.start_s - first_s, stop_s=task.stop_s - first_s) for task in ordered
+    )
+
+
+def write_tasks(path: str | Path, tasks: Sequence[TaskTime], meshes: Sequence[MeshShape]) -> None:
+    """Write a trace for Perfetto: a process for each mesh, with a thread for each track of each host.
+
+    Calls of a function are counted from 0, which for the passes of a stage is the micro-batch.
+    """
+    tracks = sorted({(t.mesh, t.host, t.track) for t in tasks}, key=lambda x: (x[0], x[1], x[2] != FUNCTIONS, x[2]))
+    threads = {track: number for number, track in enumerate(tracks)}
+    events = [
+        process_name(k, f"stage {k}, from device {mesh.first_device}, {'x'.join(map(str, mesh.logical_shape))}")
+        for k, mesh in enumerate(meshes)
+    ]
+    events += [thread_name(mesh, threads[mesh, host, track], f"host {host}, {track}") for mesh, host, track in tracks]
+    calls: Counter[tuple[int, int, str]] = Counter()
+    for task in tasks:
+        args = {}
+        if task.instruction is not None:
+            key = task.mesh, task.host, task.name
+            args = {"instruction": task.instruction, "call": calls[key]}
+            calls[key] += 1
+        thread = threads[task.mesh, task.host, task.track]
+        events.append(interval(task.mesh, thread, task.name, task.start_s, task.stop_s, task.track, args))
+    write_trace(path, events)
+
+
+def _ready_s(array: Any) -> float | None:
+    """Waits for an array; the time then. None if it was donated before anybody looked."""
+    try:
+        array.block_until_ready()
+    except RuntimeError:
+        if array.is_deleted():
+            return None
+        raise
+    return time.perf_counter()
