@@ -282,11 +282,9 @@ class StageBounds:
         `seconds` are those of the bounds under which it was found. They may have risen a little since: all others cost
         what they did at least.
         """
-        costs, slack, known = self._costs[n], self.space.tolerance / 4, None
+        costs, slack = self._costs[n], self.space.tolerance / 4
         if costs.changed and costs.chosen is not None:
-            seconds = self.seconds_of(n, costs.chosen)
-            costs.changed = seconds > (1 + slack) * costs.chosen.seconds
-            known = costs.chosen if math.isfinite(seconds) else None
+            costs.changed = self.seconds_of(n, costs.chosen) > (1 + slack) * costs.chosen.seconds
         if costs.changed or costs.chosen is None:
             costs.chosen, costs.changed = None, False
             costs.chosen = choose_stages(
@@ -296,7 +294,6 @@ class StageBounds:
                 schedule=self.space.schedule,
                 use_all_devices=self.space.use_all_devices,
                 tolerance=slack,
-                known=known,
             )
         return costs.chosen
 

@@ -118,12 +118,10 @@ def choose_stages(
     n_stages: int | None = None,
     use_all_devices: bool = True,
     tolerance: float = 0.0,
-    known: StageAssignment | None = None,
 ) -> StageAssignment:
     """The minimum of T, at most `tolerance` (a fraction of T) above it.
 
-    With all devices in use unless `use_all_devices=False`, and `n_stages` stages if given. `known`: a pipeline that is
-    allowed; better ones are looked for.
+    With all devices in use unless `use_all_devices=False`, and `n_stages` stages if given.
 
     Each stage needs fixed + live * in_flight <= memory_bytes (of its candidate), with the live micro-batches that
     `schedule` allows at its distance from the end. Raises InfeasibleError, with the least memory that would do where
@@ -134,7 +132,7 @@ def choose_stages(
     memory = np.broadcast_to(np.asarray(memory_bytes, np.float64), table.n_devices.shape)
     stages = range(1, table.n_layers + 1) if n_stages is None else range(n_stages, n_stages + 1)
     problem = _problem(table, stages, schedule, n_micro_batches, memory, idle=not use_all_devices)
-    best = _search(problem, n_micro_batches, tolerance, _solution(table, known.stages) if known else None)
+    best = _search(problem, n_micro_batches, tolerance)
     if best is None:
         raise InfeasibleError(_infeasible_message(problem, schedule, n_micro_batches))
     return StageAssignment(best.stages, best.total(n_micro_batches))
@@ -201,9 +199,7 @@ def _solution(table: StageCostTable, stages: tuple[StageChoice, ...]) -> _Soluti
     return _Solution(stages, sum(t) + sum(transfer), max(t), max(step))
 
 
-def _search(
-    problem: _Problem, n_micro_batches: int, tolerance: float, known: _Solution | None = None
-) -> _Solution | None:
+def _search(problem: _Problem, n_micro_batches: int, tolerance: float) -> _Solution | None:
     """A pipeline with a total at most `tolerance` of itself above the least, or None where none is allowed.
 
     Branch and bound over boxes of (max t, max step). The solution of least sum in a box matches, in sum, max t and max
@@ -219,7 +215,7 @@ def _search(
     seconds = np.where(np.isfinite(table.step_seconds), table.seconds, np.inf)
     step_seconds = np.where(np.isfinite(table.seconds), table.step_seconds, np.inf)
     least_t, least_step = _least_maximum(problem, seconds), _least_maximum(problem, step_seconds)
-    best = min(cheapest, known or cheapest, key=lambda solution: solution.total(n_micro_batches))
+    best = cheapest
     boxes = [(np.inf, np.inf, least_t), (np.inf, least_step, least_t), (least_t, np.inf, least_t)]
     while boxes:
         tau, sigma, least = boxes.pop()
