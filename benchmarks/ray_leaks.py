@@ -1,11 +1,13 @@
 """What a session on Ray holds, step after step: memory, arrays, descriptors, threads and Ray objects of each process.
 
 Every step takes a new batch and its metrics are fetched. In between, results are dropped unread, and calls are made
-that fail. Batches and results are large enough that one that stays behind in each step is seen.
+that fail. Batches and results are large enough that one that stays behind in each step is seen. Beside them, bare Ray
+actors make as many calls with as many bytes, without minialpa or jax: what Ray itself holds.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +19,7 @@ import minialpa
 from benchmarks.ray_session import ray_session
 from benchmarks.registry import Rows, Size, benchmark
 from minialpa.errors import MinialpaError
+from minialpa.runtime.holdings import holdings, resident
 
 N_MESHES = 2
 WARM_UP = 50
@@ -28,14 +31,21 @@ BATCH_BYTES, STATE_BYTES = 512 << 10, 64 << 10
 @benchmark("ray_leaks")
 def ray_leaks(size: Size) -> Rows:
     """1,000 steps on two meshes: what driver and workers hold after 50 of them, and later."""
+    import ray
+
     n_steps = 1000 if size == "full" else 10
     found: dict[tuple[str, str], dict[str, Any]] = {}
     with ray_session(N_MESHES) as runtime:
+        bare, n_bare = _bare_driver(), 1
+        ray.get(bare.run.remote(1))  # connects, here and there
         for step, held in steps(runtime, WARM_UP if size == "full" else 5, n_steps, every=250):
-            for process, counts in held.items():
+            pids, n_bare = ray.get(bare.run.remote(step - n_bare)), step
+            for process, counts in (held | {name: resident(pid) for name, pid in pids.items()}).items():
                 for what, value in counts.items():
-                    row = found.setdefault((process, what), {"process": process, "what": what})
+                    row = found.setdefault((process, what), {"process": process, "what": what, "growth": -value})
                     row[f"after {step}"] = value
+    for row in found.values():
+        row["growth"] += row[f"after {n_steps}"]
     return list(found.values())
 
 
@@ -86,12 +96,36 @@ def _fail(step: Any, *args: Any) -> None:
     raise AssertionError("the call was to fail")
 
 
+def _bare_driver() -> Any:
+    """An actor that calls others as the driver does its workers; `run` makes a number of steps and tells their pids."""
+    import ray
+
+    # Classes of a function travel by value, so these processes import nothing of ours.
+    class Worker:
+        def step(self, batch: Any) -> int:
+            return os.getpid()
+
+        def fetch(self) -> float:
+            return 0.0
+
+    class Driver:
+        def __init__(self) -> None:
+            self.workers: list[Any] = [ray.remote(num_cpus=0)(Worker).remote() for _ in range(N_MESHES)]
+
+        def run(self, n_steps: int) -> dict[str, int]:
+            for i in range(n_steps):
+                batch = np.full(BATCH_BYTES // N_MESHES, i % 256, np.uint8)
+                pids = ray.get([worker.step.remote(batch) for worker in self.workers])
+                ray.get(self.workers[0].fetch.remote())
+            return {"bare driver": os.getpid()} | {f"bare worker {k}": pid for k, pid in enumerate(pids)}
+
+    return ray.remote(num_cpus=0)(Driver).remote()
+
+
 def holdings_of_all(runtime: Any) -> dict[str, dict[str, int]]:
     """What this process and each worker hold, by name; this one with the objects of Ray that it refers to."""
     import ray
     from ray._private.worker import global_worker
-
-    from minialpa.runtime.holdings import holdings
 
     runtime.sync()
     time.sleep(1.0)  # the object store is counted a few times a second

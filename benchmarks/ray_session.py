@@ -10,8 +10,8 @@ from typing import Any
 import minialpa
 from minialpa.session import current_session
 
-#: Environment of a worker that computes on one core, as each of several would on a machine with a core for each. XLA has
-#: as many threads as `NPROC` says, and at least one for each device.
+#: Environment of a worker that computes on one core, as each of several would on a machine with a core for each. XLA
+#: has as many threads as `NPROC` says, and at least one for each device.
 ONE_CORE = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "NPROC": "1"}
 
 

@@ -2,6 +2,9 @@
 
 A frame is a header of fixed size. On a Unix socket, messages lie in memory that both processes map, and the frame only
 says where. Over TCP, and for small messages, the bytes follow their frame. The reader reads everything as it comes.
+
+A message that is small and ready is written by the thread that sends it, as far as the socket takes it at once: waking
+the writer would take longer. The writer has the rest, and everything that comes behind it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from queue import SimpleQueue
 from typing import Any
@@ -25,10 +28,12 @@ from minialpa.runtime.handshake import shut
 from minialpa.runtime.mailbox import Mailbox, Message, ProtocolError
 from minialpa.runtime.segments import Bytes, Pool, Segment, map_descriptor, segment_bytes
 from minialpa.runtime.transport import ALIGNMENT, Layout, Part, Piece, lay_out
+from minialpa.runtime.wire import Unsent, receive_into, receive_with_descriptor, tune
 
 INLINE_BYTES = 32 << 10
 """Messages up to this size follow their frame, as all do over TCP."""
 
+_QUICK_BYTES = 1 << 20  # Copied in the time that waking a thread takes.
 _IDLE_BYTES = 1 << 30
 _MAX_MESSAGE_BYTES = 1 << 40
 _JOIN_S = 1.0
@@ -51,9 +56,12 @@ _MAGIC = 0xA1FA
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Outgoing:
+    """A message to be sent. unsent: what is left of it, once it has been begun."""
+
     tag: int
     parts: tuple[Part, ...]
     sent: Future[None]
+    unsent: Unsent | None = None
 
 
 class Channel:
@@ -68,9 +76,12 @@ class Channel:
         # Of the writer's where memory is shared, else of the reader's.
         self._pool = Pool(self._shares, _IDLE_BYTES)
         self._segments: dict[int, Segment] = {}  # The peer's.
+        self._lock = threading.Lock()
+        # What the writer has to do and has not done; while there is something, nobody else writes.
+        self._n_outgoing = 0
         self._outgoing: SimpleQueue[_Outgoing | None] = SimpleQueue()
         if not self._shares:
-            _tune(sock)
+            tune(sock)
         self._threads = [
             threading.Thread(target=run, name=f"minialpa-{name}-{peer}", daemon=True)
             for name, run in (("write", self._write_all), ("read", self._read_all))
@@ -81,12 +92,20 @@ class Channel:
     def send(self, tag: int, parts: Sequence[Part]) -> Future[None]:
         sent: Future[None] = Future()
         sent.set_running_or_notify_cancel()
-        self._outgoing.put(_Outgoing(tag, tuple(parts), sent))
+        job = _Outgoing(tag, tuple(parts), sent)
+        with self._lock:
+            is_quick = not self._n_outgoing and self._is_quick(parts)
+            left = self._write(job, socket.MSG_DONTWAIT) if is_quick else job
+            if left is not None:
+                self._n_outgoing += 1
+                self._outgoing.put(left)
         return sent
 
     def say_goodbye(self) -> None:
-        self._closing = True
-        self._outgoing.put(None)
+        with self._lock:
+            self._closing = True
+            self._n_outgoing += 1
+            self._outgoing.put(None)
 
     def close(self, flush_s: float) -> None:
         """Give the writer `flush_s` seconds to end, then cut it short."""
@@ -100,46 +119,61 @@ class Channel:
 
     # Writing
 
+    def _is_quick(self, parts: Sequence[Part]) -> bool:
+        """Whether the parts are ready, and copied sooner than the writer would wake."""
+        at_most = _QUICK_BYTES if self._shares else INLINE_BYTES
+        return sum(part.array.nbytes for part in parts) <= at_most and all(_is_ready(part.array) for part in parts)
+
     def _write_all(self) -> None:
         while (job := self._outgoing.get()) is not None:
-            try:
-                self._mailbox.check()
-                self._write(job)
-                job.sent.set_result(None)
-            except Exception as error:
-                job.sent.set_exception(self._failed_to_send(job.tag, error))
+            self._write(job)
             del job  # And with it the arrays, while waiting for the next one.
+            with self._lock:
+                self._n_outgoing -= 1
         if not self._mailbox.failed:
             with contextlib.suppress(OSError):
                 self._socket.sendall(_FRAME.pack(_MAGIC, _Kind.GOODBYE, 0, 0, 0, 0))
 
-    def _write(self, job: _Outgoing) -> None:
-        arrays = [_view(part) for part in job.parts]
-        layout = lay_out([Piece(array.shape, array.dtype) for array in arrays])
-        if self._shares and layout.size_bytes > INLINE_BYTES:
-            self._write_shared(job.tag, layout, arrays)
-        else:
-            self._write_inline(job.tag, layout, arrays)
+    def _write(self, job: _Outgoing, flags: int = 0) -> _Outgoing | None:
+        """Write a message; with MSG_DONTWAIT, as far as the socket takes it at once. What is left to be written."""
+        unsent = job.unsent
+        try:
+            self._mailbox.check()
+            unsent = unsent or self._bytes_of(job)
+            if not unsent.write(self._socket, flags):
+                return replace(job, unsent=unsent)
+            job.sent.set_result(None)
+        except BaseException as error:
+            if unsent is not None:
+                unsent.close()
+            job.sent.set_exception(self._failed_to_send(job.tag, error))
+            if not isinstance(error, Exception):  # An interrupt: nobody knows how much was written.
+                raise
+        return None
 
-    def _write_shared(self, tag: int, layout: Layout, arrays: list[np.ndarray[Any, Any]]) -> None:
+    def _bytes_of(self, job: _Outgoing) -> Unsent:
+        arrays = [_view(part) for part in job.parts]
+        layout = lay_out(tuple(Piece(array.shape, array.dtype) for array in arrays))
+        if self._shares and layout.size_bytes > INLINE_BYTES:
+            return self._shared(job.tag, layout, arrays)
+        return self._inline(job.tag, layout, arrays)
+
+    def _shared(self, tag: int, layout: Layout, arrays: list[np.ndarray[Any, Any]]) -> Unsent:
         number, segment, descriptor = self._pool.take(layout.size_bytes)
         try:
             payload = segment.take(layout.size_bytes)
             for offset, array in zip(layout.offsets, arrays, strict=True):
                 target = payload[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
                 np.copyto(_plain(target), _plain(array))
-            frame = _FRAME.pack(_MAGIC, _Kind.SHARED, layout.digest, tag, number, layout.size_bytes)
-            n_sent = 0
-            if descriptor is not None:
-                n_sent = socket.send_fds(self._socket, [frame], [descriptor])
-            self._socket.sendall(frame[n_sent:])
-        finally:
+        except BaseException:
             if descriptor is not None:
                 os.close(descriptor)
-        for dropped in self._pool.drop_idle():
-            self._socket.sendall(_FRAME.pack(_MAGIC, _Kind.DROP, 0, 0, dropped, 0))
+            raise
+        frames = [_FRAME.pack(_MAGIC, _Kind.SHARED, layout.digest, tag, number, layout.size_bytes)]
+        frames += (_FRAME.pack(_MAGIC, _Kind.DROP, 0, 0, dropped, 0) for dropped in self._pool.drop_idle())
+        return Unsent([memoryview(b"".join(frames))], descriptor)
 
-    def _write_inline(self, tag: int, layout: Layout, arrays: list[np.ndarray[Any, Any]]) -> None:
+    def _inline(self, tag: int, layout: Layout, arrays: list[np.ndarray[Any, Any]]) -> Unsent:
         buffers = [memoryview(_FRAME.pack(_MAGIC, _Kind.INLINE, layout.digest, tag, 0, layout.size_bytes))]
         end = 0
         for offset, array in zip(layout.offsets, arrays, strict=True):
@@ -147,9 +181,9 @@ class Channel:
             whole = _plain(np.ascontiguousarray(array))
             buffers.append(whole.reshape(-1).view(np.uint8).data)
             end = offset + array.nbytes
-        _send_all(self._socket, buffers)
+        return Unsent([buffer for buffer in buffers if buffer.nbytes])
 
-    def _failed_to_send(self, tag: int, error: Exception) -> WorkerError:
+    def _failed_to_send(self, tag: int, error: BaseException) -> WorkerError:
         failure = WorkerError(f"Message {tag} to worker {self._peer} was not sent: {str(error) or repr(error)}")
         failure.__cause__ = error
         if not self._closing and not self._mailbox.has_left(self._peer):
@@ -173,7 +207,7 @@ class Channel:
 
     def _read_frame(self) -> bool:
         """Read a frame and what belongs to it. False after a goodbye."""
-        data, descriptor = _receive_frame(self._socket, self._shares)
+        data, descriptor = receive_with_descriptor(self._socket, _FRAME.size)
         try:
             magic, kind, digest, tag, number, size_bytes = _FRAME.unpack(data)
             if magic != _MAGIC or size_bytes > _MAX_MESSAGE_BYTES:
@@ -199,10 +233,10 @@ class Channel:
     def _read_payload(self, size_bytes: int) -> Bytes:
         if size_bytes <= INLINE_BYTES:
             payload = _aligned(size_bytes)
-            _receive_into(self._socket, payload)
+            receive_into(self._socket, payload)
             return payload
         _, segment, _ = self._pool.take(size_bytes)
-        _receive_into(self._socket, segment.take(size_bytes))
+        receive_into(self._socket, segment.take(size_bytes))
         self._pool.drop_idle()
         return segment.lend(size_bytes)
 
@@ -221,6 +255,11 @@ def _view(part: Part) -> np.ndarray[Any, Any]:
     return array if part.index is None else array[part.index]
 
 
+def _is_ready(array: Any) -> bool:
+    """Whether viewing an array takes no waiting. One that is deleted is an error at once."""
+    return isinstance(array, np.ndarray) or array.is_deleted() or array.is_ready()
+
+
 def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The same elements as unsigned integers: NumPy copies those of other packages, as bfloat16, one by one."""
     size = array.dtype.itemsize
@@ -231,55 +270,3 @@ def _aligned(size_bytes: int) -> Bytes:
     room = np.empty(size_bytes + ALIGNMENT, np.uint8)
     start = -room.ctypes.data % ALIGNMENT
     return room[start : start + size_bytes]
-
-
-def _tune(sock: socket.socket) -> None:
-    """Send at once, and notice within half a minute that a machine is gone."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-
-def _send_all(sock: socket.socket, buffers: list[memoryview]) -> None:
-    # As many at a time as the kernel takes.
-    for start in range(0, len(buffers), 512):
-        left = [buffer for buffer in buffers[start : start + 512] if buffer.nbytes]
-        while left:
-            n_sent = sock.sendmsg(left)
-            while left and n_sent >= left[0].nbytes:
-                n_sent -= left.pop(0).nbytes
-            if left:
-                left[0] = left[0][n_sent:]
-
-
-def _receive_frame(sock: socket.socket, with_descriptors: bool) -> tuple[bytes, int | None]:
-    """The next header, and the file descriptor that came with it, if any."""
-    data = b""
-    descriptors: list[int] = []
-    try:
-        while len(data) < _FRAME.size:
-            if with_descriptors:
-                received, fds, _, _ = socket.recv_fds(sock, _FRAME.size - len(data), 1)
-                descriptors += fds
-            else:
-                received = sock.recv(_FRAME.size - len(data))
-            if not received:
-                raise EOFError("the connection was closed")
-            data += received
-        if len(descriptors) > 1:
-            raise ProtocolError(f"it sent {len(descriptors)} file descriptors at once")
-        return data, descriptors.pop() if descriptors else None
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def _receive_into(sock: socket.socket, target: Bytes) -> None:
-    view = target.data
-    while view.nbytes:
-        n_received = sock.recv_into(view, 0, socket.MSG_WAITALL)
-        if not n_received:
-            raise EOFError("the connection was closed in the middle of a message")
-        view = view[n_received:]

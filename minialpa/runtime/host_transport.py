@@ -80,7 +80,7 @@ class HostTransport:
         They share the memory of the message, which is used again when all of them are gone.
         """
         message = self.take(peer, tag, timeout_s)
-        layout = lay_out(pieces)
+        layout = lay_out(tuple(pieces))
         if (message.payload.size, message.digest) != (layout.size_bytes, layout.digest):
             raise WorkerError(
                 f"Worker {self.number} awaited {layout.size_bytes} bytes as message {tag} of worker {peer}, {pieces}, "

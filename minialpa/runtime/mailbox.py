@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -25,52 +26,73 @@ class Message:
 
 
 class Mailbox(Generic[T]):
-    """What has arrived and was not asked for yet, by peer and tag; and the first error, for all who wait."""
+    """What has arrived and was not asked for yet, by peer and tag; and the first error, for all who wait.
+
+    Who waits has a lock of their own, so a message wakes only the thread that asked for it, and at once.
+    """
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._messages: dict[tuple[int, int], T] = {}
+        self._waiting: dict[tuple[int, int], threading.Lock] = {}
         self._gone: set[int] = set()
         self._error: WorkerError | None = None
+        self._has_failed = threading.Event()
 
     def put(self, peer: int, tag: int, message: T) -> None:
-        with self._changed:
+        with self._lock:
             if (peer, tag) in self._messages:
                 raise ProtocolError(f"it sent two messages {tag}")
             self._messages[peer, tag] = message
-            self._changed.notify_all()
+            waiter = self._waiting.pop((peer, tag), None)
+        if waiter is not None:
+            waiter.release()
 
     def take(self, peer: int, tag: int, timeout_s: float | None) -> T:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (peer, tag) in self._messages or self._error is not None or peer in self._gone, timeout_s
-            )
-            self.check()
-            message = self._messages.pop((peer, tag), None)
-            if message is not None:
-                return message
-            if peer in self._gone:
-                why = "which has closed its transport"
-            else:
-                why = f"which did not come within {timeout_s:g} s"
+        key = peer, tag
+        with self._lock:
+            message = self._messages.pop(key, None)
+            if comes_later := message is None and self._error is None and peer not in self._gone:
+                self._waiting[key] = woken = threading.Lock()
+                woken.acquire()
+        if comes_later:
+            try:
+                woken.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+            finally:
+                with self._lock:
+                    self._waiting.pop(key, None)
+                    message = self._messages.pop(key, None)
+        self.check()
+        if message is None:
+            raise self._missing(peer, tag, timeout_s)
+        return message
+
+    def _missing(self, peer: int, tag: int, timeout_s: float | None) -> WorkerError:
+        with self._lock:
             others = sorted(self._messages)
-            raise WorkerError(
-                f"Worker {self._number} awaited message {tag} of worker {peer}, {why}. There are "
-                f"{len(others)} messages that nobody has asked for, as (worker, tag): {others[:8]}."
-            )
+        why = "which has closed its transport" if peer in self._gone else f"which did not come within {timeout_s:g} s"
+        return WorkerError(
+            f"Worker {self._number} awaited message {tag} of worker {peer}, {why}. There are "
+            f"{len(others)} messages that nobody has asked for, as (worker, tag): {others[:8]}."
+        )
 
     def leave(self, peer: int) -> None:
         """`peer` has said goodbye: what it has sent may still be taken."""
-        with self._changed:
+        with self._lock:
             self._gone.add(peer)
-            self._changed.notify_all()
+            self._wake(key for key in self._waiting if key[0] == peer)
 
     def fail(self, error: WorkerError) -> None:
-        with self._changed:
+        with self._lock:
             self._error = self._error or error
             self._messages.clear()
-            self._changed.notify_all()
+            self._wake(self._waiting)
+        self._has_failed.set()
+
+    def _wake(self, keys: Iterable[tuple[int, int]]) -> None:
+        for key in list(keys):
+            self._waiting.pop(key).release()
 
     def check(self) -> None:
         if self._error is not None:
@@ -78,10 +100,9 @@ class Mailbox(Generic[T]):
 
     def wait_for_failure(self) -> WorkerError:
         """The first error, once there is one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None)
-            assert self._error is not None
-            return self._error
+        self._has_failed.wait()
+        assert self._error is not None
+        return self._error
 
     @property
     def failed(self) -> bool:

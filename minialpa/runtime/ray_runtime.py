@@ -250,9 +250,10 @@ class RayRuntime:
         self._steps.clear()
         self.cluster.release()
 
-    def abandon(self, message: str) -> NoReturn:
-        """End the session; raises a WorkerError that says `message`."""
-        self._end(WorkerError(message))
+    def abandon(self, message: str) -> None:
+        """End the session. Who uses it next is told `message`."""
+        self.failure = WorkerError(message)
+        self.shutdown()
 
     def _beat(self) -> None:
         """Raise WorkerError if a worker, or the head of the cluster, hangs."""
@@ -260,10 +261,11 @@ class RayRuntime:
         if failure is not None:
             self._fail(dataclasses.replace(failure, where=self._placed(failure.where)))
         if self.cluster.headless_s() > HEAD_S:
-            self.abandon(
+            message = (
                 f"The head of the Ray cluster at {self.cluster.head} has not answered for {HEAD_S:.0f} s. Start a "
                 "cluster and call `minialpa.init` again; restore the state from a checkpoint."
             )
+            self._end(WorkerError(message))
 
     def _fail(self, first: Failure) -> NoReturn:
         """End the session for what `first` says, or for what turns out to be its cause; raises WorkerError."""

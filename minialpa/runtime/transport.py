@@ -6,6 +6,7 @@ Both sides know from the program what a message holds, so only bytes travel, nev
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Sequence
@@ -84,7 +85,8 @@ class Layout:
     digest: int
 
 
-def lay_out(pieces: Sequence[Piece]) -> Layout:
+@functools.lru_cache(maxsize=4096)  # Each step has the messages of the one before, and names of dtypes take long.
+def lay_out(pieces: tuple[Piece, ...]) -> Layout:
     """One piece behind the other, each aligned. Sender and receiver get the same answer for the same pieces."""
     offsets = []
     end = 0

@@ -124,6 +124,30 @@ def test_arrays_that_are_not_ready_do_not_hold_up_the_caller(peer: Peer) -> None
     peer.result()
 
 
+def test_messages_from_several_threads_that_no_socket_holds_arrive_whole(peer: Peer) -> None:
+    # Sizes around those that the caller writes itself. The peer reads nothing until all have been sent.
+    sizes = [30_000, 100, BIG, 7, 2 << 20, INLINE_BYTES, INLINE_BYTES + 1, 3]
+    arrays = {next(_tags): np.full(sizes[i % len(sizes)], i % 251, np.uint8) for i in range(240)}
+
+    def send(tags: list[int]) -> None:
+        for tag in tags:
+            peer.mine.send(1, tag, [Part(arrays[tag])])
+
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    try:
+        threads = [threading.Thread(target=send, args=(list(arrays)[i::3],)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        os.kill(peer.process.pid, signal.SIGCONT)
+    for tag, array in arrays.items():
+        peer.call(send_back, tag, pieces_of([array]))
+        (back,) = peer.mine.receive(1, tag, pieces_of([array]), TIMEOUT_S)
+        assert np.array_equal(back, array)
+
+
 def test_another_layout_than_was_sent_is_an_error(peer: Peer) -> None:
     tag = next(_tags)
     peer.mine.send(1, tag, [Part(np.zeros((2, 3), np.float32))])
