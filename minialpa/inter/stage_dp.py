@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.inter.schedule import PipelineSize, max_live
-from minialpa.inter.stage_kernels import IDLE, Bools, Floats, Ints, fill_tables, least_stages
+from minialpa.inter.stage_kernels import IDLE, Bools, Floats, Ints, fill_tables, least_stages, most_live
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +144,8 @@ class _Problem:
 
     stages: how many there may be. idle: whether devices may be. live: different counts of live micro-batches;
     live_of[s]: which of them a stage has that is the s-th from the end. memory[m]: bytes per device.
-    groups[m]: candidates of one group, g, have counts[g] devices and may start at the same places, starts[g].
+    most[i, j, m]: see `most_live`. groups[m]: candidates of one group, g, have counts[g] devices and may start at the
+    same places, starts[g].
     """
 
     table: StageCostTable
@@ -153,6 +154,7 @@ class _Problem:
     live: Floats
     live_of: Ints
     memory: Floats
+    most: Ints
     groups: Ints
     counts: Ints
     starts: Bools
@@ -177,12 +179,14 @@ def _problem(
     least_devices = int(table.n_devices[_usable(table, memory)].min(initial=table.cluster_devices))
     most_stages = min(table.n_layers, stages[-1], table.cluster_devices // least_devices)
     counts = [max_live(schedule, 0, PipelineSize(max(1, s), n_micro_batches)) for s in range(most_stages + 1)]
-    live, live_of = np.unique(counts, return_inverse=True)
+    live, live_of = np.unique(np.array(counts, np.float64), return_inverse=True)
+    memory = np.array(memory, np.float64)
+    most = most_live(table.fixed_bytes, table.in_flight_bytes, memory, live)
     rows = np.concatenate([table.n_devices[:, None], table.may_start], axis=1)
     kinds, groups = np.unique(rows, axis=0, return_inverse=True)
     return _Problem(
-        table, stages, idle, live.astype(np.float64), live_of.ravel(), np.array(memory, np.float64), groups.ravel(),
-        kinds[:, 0].copy(), kinds[:, 1:].astype(np.bool_),
+        table, stages, idle, live, live_of.ravel(), memory, most, groups.ravel(), kinds[:, 0].copy(),
+        kinds[:, 1:].astype(np.bool_),
     )  # fmt: skip
 
 
@@ -237,10 +241,9 @@ def _search(problem: _Problem, n_micro_batches: int, tolerance: float) -> _Solut
 def _solve(problem: _Problem, tau: float, sigma: float) -> _Solution | None:
     """A pipeline of least sum with t <= tau and step <= sigma on every stage."""
     table = problem.table
-    best, which = least_stages(
-        table.seconds, table.step_seconds, table.fixed_bytes, table.in_flight_bytes, problem.memory, problem.live,
-        problem.groups, len(problem.counts), tau, sigma if np.isfinite(sigma) else np.finfo(np.float64).max,
-    )  # fmt: skip
+    # The kernel takes no pipeline of infinite cost for one.
+    tau, sigma = (min(bound, np.finfo(np.float64).max) for bound in (tau, sigma))
+    best = _least_stages(problem, table.seconds, table.step_seconds, tau, sigma)
     f, how, unit = _tables(problem, best, maximum=False)
     sum_s, s = _best_end(problem, f)
     if not np.isfinite(sum_s):
@@ -252,25 +255,34 @@ def _solve(problem: _Problem, tau: float, sigma: float) -> _Solution | None:
             p = int(table.skip_to[p])
             continue
         j, g = divmod(reached, len(problem.counts))
-        stages.append(StageChoice(i, j, int(which[i, j, g, problem.live_of[s]]), p))
+        stages.append(StageChoice(i, j, _fastest(problem, i, j, g, int(problem.live_of[s]), sigma), p))
         s, i, p = s - 1, j + 1, p + int(problem.counts[g])
     return _solution(table, tuple(stages))
 
 
 def _least_maximum(problem: _Problem, values: Floats) -> float:
     """The least that the largest of `values` can be over the stages of a pipeline; inf where there is no pipeline."""
-    table = problem.table
-    best, _ = least_stages(
-        values, np.zeros_like(values), table.fixed_bytes, table.in_flight_bytes, problem.memory, problem.live,
-        problem.groups, len(problem.counts), np.inf, np.inf,
-    )  # fmt: skip
+    best = _least_stages(problem, values, np.zeros_like(values), np.finfo(np.float64).max, np.inf)
     return _best_end(problem, _tables(problem, best, maximum=True)[0])[0]
+
+
+def _least_stages(problem: _Problem, values: Floats, step: Floats, tau: float, sigma: float) -> Floats:
+    return least_stages(
+        values, step, problem.most, len(problem.live), problem.groups, len(problem.counts), tau, sigma
+    )  # fmt: skip
+
+
+def _fastest(problem: _Problem, i: int, j: int, group: int, live: int, sigma: float) -> int:
+    """The candidate of `least_stages` for a stage."""
+    table = problem.table
+    allowed = (problem.groups == group) & (problem.most[i, j] >= live) & (table.step_seconds[i, j] <= sigma)
+    return int(np.argmin(np.where(allowed, table.seconds[i, j], np.inf)))
 
 
 def _tables(problem: _Problem, best: Floats, *, maximum: bool) -> tuple[Floats, Ints, int]:
     """`fill_tables`, and how many devices one of its places stands for: stages may all begin at multiples of some."""
     table, counts = problem.table, problem.counts
-    used = np.isfinite(best).any(axis=(0, 1, 3))
+    used = np.isfinite(best[0]).any(axis=(0, 2))  # fits with the least in flight
     unit = math.gcd(table.cluster_devices, *counts[used].tolist())
     if problem.idle:
         unit = math.gcd(unit, int(table.skip_to[0]))
@@ -293,11 +305,11 @@ def _least_memory(problem: _Problem) -> float:
     """The least bytes per device that the largest stage of some pipeline needs."""
     table = problem.table
     allowed = np.isfinite(table.seconds) & np.isfinite(table.step_seconds)
-    best = np.full((table.n_layers, table.n_layers, len(problem.counts), len(problem.live)), np.inf)
+    best = np.full((len(problem.live), table.n_layers, len(problem.counts), table.n_layers), np.inf)
     for k, live in enumerate(problem.live):
         need = np.where(allowed, table.fixed_bytes + live * table.in_flight_bytes, np.inf)
         for m, g in enumerate(problem.groups):
-            np.minimum(best[:, :, g, k], need[:, :, m], out=best[:, :, g, k])
+            np.minimum(best[k, :, g, :], need[:, :, m], out=best[k, :, g, :])
     return _best_end(problem, _tables(problem, best, maximum=True)[0])[0]
 
 

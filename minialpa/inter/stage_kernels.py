@@ -15,33 +15,39 @@ IDLE = -1
 
 
 @njit(cache=True)
-def least_stages(
-    values: Floats, step: Floats, fixed: Floats, in_flight: Floats, memory: Floats, live: Floats, groups: Ints,
-    n_groups: int, tau: float, sigma: float,
-) -> tuple[Floats, Ints]:  # fmt: skip
-    """best[i, j, g, l]: least of `values[i, j, m]` over the candidates m of group g, and `which` m that is.
+def most_live(fixed: Floats, in_flight: Floats, memory: Floats, live: Floats) -> Ints:
+    """[i, j, m]: last index of `live`, which rises, with fixed + live * in_flight <= memory[m]; -1 if there is none."""
+    n_layers = fixed.shape[0]
+    most = np.full(fixed.shape, -1, np.int64)
+    for i in range(n_layers):
+        for j in range(i, n_layers):
+            for m in range(fixed.shape[2]):
+                k = len(live)
+                while k > 0 and not fixed[i, j, m] + live[k - 1] * in_flight[i, j, m] <= memory[m]:
+                    k -= 1
+                most[i, j, m] = k - 1
+    return most
 
-    Candidates with values > tau, step > sigma, or fixed + live[l] * in_flight > memory are left out. `live` rises.
+
+@njit(cache=True)
+def least_stages(
+    values: Floats, step: Floats, most: Ints, n_live: int, groups: Ints, n_groups: int, tau: float, sigma: float
+) -> Floats:
+    """best[l, i, g, j]: least of `values[i, j, m]` over the candidates m of group g that fit with the l-th of `live`.
+
+    most: see `most_live`. Candidates with values > tau or step > sigma are left out.
     """
     n_layers = values.shape[0]
-    best = np.full((n_layers, n_layers, n_groups, len(live)), np.inf)
-    which = np.zeros(best.shape, np.int64)
+    best = np.full((n_live, n_layers, n_groups, n_layers), np.inf)
     for i in range(n_layers):
         for j in range(i, n_layers):
             for m in range(values.shape[2]):
-                value, g = values[i, j, m], groups[m]
-                if not (value <= tau and step[i, j, m] <= sigma) or value == np.inf:
-                    continue
-                most = -1  # the last of `live` that fits
-                while most + 1 < len(live) and fixed[i, j, m] + live[most + 1] * in_flight[i, j, m] <= memory[m]:
-                    most += 1
-                if most >= 0 and value < best[i, j, g, most]:
-                    best[i, j, g, most], which[i, j, g, most] = value, m
-            for g in range(n_groups):  # what fits with more fits with less
-                for k in range(len(live) - 2, -1, -1):
-                    if best[i, j, g, k + 1] < best[i, j, g, k]:
-                        best[i, j, g, k], which[i, j, g, k] = best[i, j, g, k + 1], which[i, j, g, k + 1]
-    return best, which
+                value, k = values[i, j, m], most[i, j, m]
+                if value <= tau and k >= 0 and value < best[k, i, groups[m], j] and step[i, j, m] <= sigma:
+                    best[k, i, groups[m], j] = value
+    for k in range(n_live - 2, -1, -1):  # what fits with more fits with less
+        best[k] = np.minimum(best[k], best[k + 1])
+    return best
 
 
 @njit(cache=True)
@@ -55,7 +61,7 @@ def fill_tables(
     stage that starts at device p, which counts for that stage. skip_to[p]: where to go on if
     device p stays idle. maximum: combine stages by their largest, without transfers.
     """
-    n_layers, n_groups = best.shape[0], best.shape[2]
+    n_layers, n_groups = best.shape[1], best.shape[2]
     n_stages, n_devices = len(live_of) - 1, may_start.shape[1]
     f = np.full((n_stages + 1, n_layers + 1, n_devices + 1), np.inf)
     how = np.full(f.shape, IDLE, np.int64)
@@ -70,7 +76,7 @@ def fill_tables(
             for g in range(n_groups):
                 n = counts[g]
                 for j in range(i, n_layers - s + 1):
-                    value = best[i, j, g, k]
+                    value = best[k, i, g, j]
                     if value == np.inf:
                         continue
                     rest = f[s - 1, j + 1]
