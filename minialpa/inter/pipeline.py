@@ -198,6 +198,7 @@ def _searched(
     bounds = StageBounds(traced, cut.of_group, cluster, space, options.sharding, known)
     search, solver = StageSearch(bounds, report), StageSolver(bounds.menus)
     plans: list[Plan] = []
+    founds: list[Found] = []
     failure: InfeasibleError | None = None
     excess = 1.0  # by which whole stages cost more than the sums of their pieces
     for _ in range(_MAX_ROUNDS):
@@ -220,11 +221,14 @@ def _searched(
         if not plans and len(traced.flat.eqns) > _FEW_EQUATIONS:
             excess = max(1.0, plan.cost.total_s / found.seconds)
         plans.append(plan)
+        founds.append(found)
     save_costs(auto.cached_costs, known)
     if not plans:
         assert failure is not None
         raise failure
-    best = min(plans, key=_preference)
+    best, found = min(zip(plans, founds, strict=True), key=lambda pair: _preference(pair[0]))
+    alike = [partial(_assembled, cut, cluster, options, other, solver, report) for other in search.alike(found)]
+    best = _best([lambda: best, *alike])
     bound_s = min(certificate.bound_s, best.cost.total_s)
     if options.choose_schedule:
         best = _or_interleaved(best, cut, cluster, options, report, solver)

@@ -8,8 +8,9 @@ its pieces, and few of the thousands of costs in the space were ever computed.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from minialpa.errors import InfeasibleError
@@ -111,6 +112,23 @@ class StageSearch:
     def exclude(self, found: Found, stage: int, n_live: int) -> None:
         """Tell that a stage does not fit with `n_live` micro-batches in flight."""
         self.bounds.exclude(found.n_micro_batches, found.stages[stage].choice, n_live)
+
+    def alike(self, found: Found) -> Iterator[Found]:
+        """`found` with one logical shape for all of its stages, where these have the same submesh.
+
+        For each shape that may be as fast up to the tolerance: sums of pieces are not that exact.
+        """
+        bounds, n = self.bounds, found.n_micro_batches
+        submeshes = {(stage.candidate.submesh, stage.candidate.device) for stage in found.stages}
+        columns = [bounds.columns[stage.choice.candidate] for stage in found.stages]
+        for m, candidate in enumerate(self.space.candidates if len(submeshes) == 1 else ()):
+            if (candidate.submesh, candidate.device) not in submeshes or {c.candidate for c in columns} == {m}:
+                continue
+            places = [bounds.place[dataclasses.replace(column, candidate=m)] for column in columns]
+            stages = [dataclasses.replace(s.choice, candidate=c) for s, c in zip(found.stages, places, strict=True)]
+            other = StageAssignment(tuple(stages), 0.0)
+            if bounds.seconds_of(n, other) <= found.seconds * (1 + self.space.tolerance):
+                yield self._found(found.seconds, n, other)
 
     def _found(self, seconds: float, n: int, found: StageAssignment) -> Found:
         columns = [self.bounds.columns[choice.candidate] for choice in found.stages]
