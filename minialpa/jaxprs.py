@@ -235,6 +235,11 @@ def eval_on_shards(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]
     return eval_equation(eqn, args, local)
 
 
+def is_gradient_marker(eqn: JaxprEqn) -> bool:
+    """Whether this is where a gradient is summed over devices, once for all micro-batches."""
+    return eqn.primitive.name == "minialpa_gradient"
+
+
 def is_constraint(eqn: JaxprEqn) -> bool:
     """Whether this is `jax.lax.with_sharding_constraint`."""
     return eqn.primitive.name == "sharding_constraint"

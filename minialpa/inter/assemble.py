@@ -168,7 +168,7 @@ def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) 
     """Collectives of a stage with equal ones counted together."""
     counts: dict[tuple[CollectiveKind, float, tuple[int, ...]], int] = {}
     for task, collectives in ((m.task, m.collectives) for m in moved):
-        for c, n in collectives:
+        for c, n, _ in collectives:
             key = (c.kind, c.n_bytes, c.axes)
             counts[key] = counts.get(key, 0) + n * (n_micro_batches if task.per_micro_batch else 1)
     return [PlannedCollective(kind, size, axes, stage, n) for (kind, size, axes), n in counts.items()]

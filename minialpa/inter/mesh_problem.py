@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import Collective
 from minialpa.inter.split import StagedStep, Task
 from minialpa.intra.problem import MeshEquations, MeshSharding, Role
-from minialpa.intra.spmd import ShardedEquations, collectives_of
+from minialpa.intra.spmd import Communication, ShardedEquations, collectives_of
 from minialpa.jaxprs import is_literal
 from minialpa.sharding import EquationSpecs, Spec
 
@@ -99,7 +98,7 @@ class TaskCollectives:
     """The collectives of a task, each with how often one run of the task has it."""
 
     task: Task
-    collectives: tuple[tuple[Collective, int], ...]
+    collectives: tuple[Communication, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from minialpa.jaxprs import (
     bytes_of,
     is_constraint,
     is_extended,
+    is_gradient_marker,
     is_inexact,
     is_literal,
     shape_of,
@@ -77,7 +78,7 @@ class GraphBuilder:
         self.clusters: set[int] = set()
         self.sums: set[Var] = set()  # reductions that follow their operand, and what follows them
         self.menus, self.menu_of = menus or Menus(), dict[int, Menu]()
-        self.n_gradients = max(1, sum(map(_is_marker, problem.eqns)))
+        self.n_gradients = max(1, sum(map(is_gradient_marker, problem.eqns)))
         self.n_together = n_together(problem.eqns)
         self.n_readers = Counter(v for eqn in problem.eqns for v in eqn.invars if not is_literal(v))
         self.wishes = Wishes(problem, mesh, option)
@@ -347,7 +348,7 @@ class GraphBuilder:
         self, eqn: JaxprEqn, k: int, reader: int | None, wanted: tuple[Spec, ...], times: int, varied: Varied
     ) -> None:
         """An edge to operand `k` of an equation, or to all that stand in its place in equations like it."""
-        v, is_marker = eqn.invars[k], _is_marker(eqn)
+        v, is_marker = eqn.invars[k], is_gradient_marker(eqn)
         if k in varied:
             # Some of these are made by equations that follow.
             self.late += [_Reader(source, reader, wanted, times * part, is_marker) for source, part in varied[k]]
@@ -387,17 +388,12 @@ class GraphBuilder:
 
 def _is_identity(eqn: JaxprEqn) -> bool:
     """Whether an equation is there for its result to be sharded in another way than its operand."""
-    return _is_marker(eqn) or is_shared_copy(eqn)
+    return is_gradient_marker(eqn) or is_shared_copy(eqn)
 
 
 def _is_barrier(eqn: JaxprEqn) -> bool:
     """Whether an equation passes several arrays on and has no say in their shardings."""
     return eqn.primitive.name == "optimization_barrier"
-
-
-def _is_marker(eqn: JaxprEqn) -> bool:
-    """Whether this is where an accumulated gradient is reduced, once for all micro-batches."""
-    return eqn.primitive.name == "minialpa_gradient"
 
 
 def _makes_array(eqn: JaxprEqn) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,16 @@ from minialpa.intra.factors import Factors, Reduction, factors_of, run_shard
 from minialpa.intra.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.reshard import Step, reshard_table
 from minialpa.intra.ways import eager_reductions
-from minialpa.jaxprs import Atom, aval_of, bytes_of, eval_equation, is_extended, is_literal, shape_of
+from minialpa.jaxprs import (
+    Atom,
+    aval_of,
+    bytes_of,
+    eval_equation,
+    is_extended,
+    is_gradient_marker,
+    is_literal,
+    shape_of,
+)
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
 
 T = TypeVar("T")
@@ -120,20 +129,29 @@ def _iteration(eqn: JaxprEqn, chosen: EquationSpecs, program: ShardedEquations) 
 # ---- counting -------------------------------------------------------------------------------------------------------
 
 
-def collectives_of(program: ShardedEquations) -> list[tuple[Collective, int]]:
-    """What the program communicates when it runs once, in order, and how often each happens."""
-    found: list[tuple[Collective, int]] = []
+class Communication(NamedTuple):
+    """A collective, and how often it happens. of_gradient: nothing waits for it but what a step does in the end."""
+
+    collective: Collective
+    times: int
+    of_gradient: bool
+
+
+def collectives_of(program: ShardedEquations) -> list[Communication]:
+    """What the program communicates when it runs once, in order."""
+    found: list[Communication] = []
+    gradients = {v for eqn in program.eqns if is_gradient_marker(eqn) for v in eqn.invars if not is_literal(v)}
 
     def move(_: None, step: Step, v: Atom) -> None:
         collective = step.collective(bytes_of(v), program.mesh.shape)
         if collective is not None:
-            found.append((collective, 1))
+            found.append(Communication(collective, 1, not is_literal(v) and v in gradients))
 
     def run(eqn: JaxprEqn, *_: Any) -> list[None]:
         return [None] * len(eqn.outvars)
 
     def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, _: Any) -> list[None]:
-        found.extend((collective, body.length * times) for collective, times in collectives_of(inside))
+        found.extend(one._replace(times=body.length * one.times) for one in collectives_of(inside))
         return [None] * len(eqn.outvars)
 
     walk(program, [None] * len(program.invars), Interpreter(lambda _: None, move, run, loop))
