@@ -70,8 +70,18 @@ def serial_step(case: models.ModelCase, n_micro_batches: int) -> Any:
     return averaged
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", SIZES)
+#: Run with `-m slow`: models that take long to compile, under methods that the others have, too.
+SLOW = [(name, method) for name in ("bert", "resnet", "unet") for method in ("gpipe-4", "1f1b-2")]
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(name, method, marks=pytest.mark.slow if (name, method) in SLOW else ())
+        for name in SIZES
+        for method in METHODS
+    ],
+)
 def test_three_steps_equal_the_serial_run(name: str, method: str, key: jax.Array) -> None:
     case = models.build(name, **SIZES[name])
     n_micro_batches = 1 if method.startswith("shard") else N_MICRO_BATCHES

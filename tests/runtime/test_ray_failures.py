@@ -250,6 +250,14 @@ def training(whole_training: Training, request: pytest.FixtureRequest) -> Iterat
         minialpa.shutdown()
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Python's own handler for SIGINT: a shell has what it starts in the background ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def worker_pid(place: int) -> int:
     """The process of the worker at a place: the first stage or host, or the second one."""
     runtime = current_session().runtime
@@ -376,6 +384,7 @@ def test_worker_that_hangs(training: Training, is_stopped: bool) -> None:
     traces.assert_gone()
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_interrupt_of_the_caller(training: Training) -> None:
     training.start(hosts=1)
     training.advance()
@@ -401,6 +410,7 @@ def test_interrupt_of_the_caller(training: Training) -> None:
     traces.assert_gone()
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_interrupt_when_only_some_workers_have_their_call(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     training.start(hosts=1)
     training.advance()
