@@ -61,10 +61,10 @@ class StageSearch:
     def best(self) -> Found:
         """A pipeline at most `tolerance` slower than any in the space, if that is known after `_MOST_SOLVED` costs.
 
-        Raises InfeasibleError if nothing fits.
+        Raises InfeasibleError if nothing fits; its message is of the smallest micro-batches.
         """
         bounds, tolerance = self.bounds, self.space.tolerance
-        failure: InfeasibleError | None = None
+        failures: dict[int, InfeasibleError] = {}
         best: tuple[float, int, StageAssignment] | None = None
         while True:
             n = min(self._open, key=lambda n: (self._least[n], n))
@@ -77,11 +77,11 @@ class StageSearch:
                 self._open |= near
                 continue
             if math.isinf(least):
-                raise failure or InfeasibleError("No pipeline fits.")
+                raise failures[max(failures)] if failures else InfeasibleError("No pipeline fits.")
             try:
                 found = bounds.choose(n)
             except InfeasibleError as error:
-                self._least[n], failure = math.inf, error
+                self._least[n], failures[n] = math.inf, error
                 continue
             self._least[n] = max(least, found.seconds * (1 - tolerance / 4))
             if self._least[n] > least:
