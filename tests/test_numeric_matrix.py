@@ -71,7 +71,7 @@ def serial_step(case: models.ModelCase, n_micro_batches: int) -> Any:
 
 
 #: Run with `-m slow`: models that take long to compile, under methods that the others have, too.
-SLOW = [(name, method) for name in ("bert", "resnet", "unet") for method in ("gpipe-4", "1f1b-2")]
+SLOW = [(name, method) for name in ("bert", "resnet", "unet") for method in ("gpipe-2", "gpipe-4", "1f1b-2")]
 
 
 @pytest.mark.parametrize(
