@@ -97,7 +97,7 @@ class StageSearch:
 
     @property
     def certificate(self) -> Certificate:
-        """What is known by now. Numbers of micro-batches that were not looked at are not in it."""
+        """What is known after `best`. Numbers of micro-batches that were not looked at are not in it."""
         looked_at = tuple(sorted(self._open))
         return Certificate(min(self._least[n] for n in looked_at), looked_at, self.bounds.n_solved)
 

@@ -195,7 +195,7 @@ class Interpreter:
             match instruction:
                 case Run(number) | Accumulate(number):
                     name = self.program.functions[number].name
-                    trace.note_function(mesh, name, issued_s, self.position)
+                    trace.note_array(mesh, FUNCTIONS, name, issued_s, trace.take_flag(), self.position)
                 case Relayout(_, target, _):
                     trace.note_array(mesh, FUNCTIONS, "relayout", issued_s, buffers[target])
             trace.note(mesh, INSTRUCTIONS, self.describe(self.position).partition(", ")[2], begun_s)

@@ -35,7 +35,7 @@ from minialpa.program import (
     writes,
 )
 from minialpa.runtime.arrays import BlockedArray
-from minialpa.runtime.step_trace import StepTrace, TaskTime, flagged, from_start
+from minialpa.runtime.step_trace import FUNCTIONS, StepTrace, TaskTime, flagged, from_start
 from minialpa.runtime.task_times import function_seconds
 from minialpa.sharding import device_mesh
 
@@ -224,7 +224,8 @@ class LocalExecutable:
             match instruction:
                 case Run(number) | Accumulate(number):
                     function = self.program.functions[number]
-                    trace.note_function(function.mesh, function.name, issued_s, numbers[id(instruction)], *buffers_of)
+                    where, number = (function.mesh, FUNCTIONS, function.name), numbers[id(instruction)]
+                    trace.note_array(*where, issued_s, trace.take_flag(), number, *buffers_of)
                 case Transfer(source, target, mesh):
                     track, name = f"from stage {homes[source]}", f"buffer {target}"
                     trace.note_array(mesh, track, name, issued_s, buffers[target], None, *buffers_of)

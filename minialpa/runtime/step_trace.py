@@ -68,7 +68,7 @@ class StepTrace:
         self._flag: Any = None
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """A flagged function that gives its results only. The flag of its last call goes into the next note."""
+        """A flagged function that gives its results only. `take_flag` has that of its last call."""
 
         def call(*args: Any) -> list[Any]:
             results: list[Any]
@@ -77,19 +77,10 @@ class StepTrace:
 
         return call
 
-    def note_function(
-        self,
-        mesh: int,
-        name: str,
-        issued_s: float,
-        instruction: int | None = None,
-        reads: Sequence[int] = (),
-        writes: Sequence[int] = (),
-    ) -> None:
-        """Note the call that was issued last. It began when it was issued, the call before it on this mesh had ended,
-        and what other notes wrote of `reads` was there."""
+    def take_flag(self) -> Any:
+        """The flag of the call that was issued last."""
         flag, self._flag = self._flag, None
-        self.note_array(mesh, FUNCTIONS, name, issued_s, flag, instruction, reads, writes)
+        return flag
 
     def note_array(
         self,
@@ -102,7 +93,11 @@ class StepTrace:
         reads: Sequence[int] = (),
         writes: Sequence[int] = (),
     ) -> None:
-        """Note what ends when `array` is ready. The array is held until then."""
+        """Note what ends when `array`, which is held until then, is ready.
+
+        It began when it was issued, what was noted before it on this track had ended, and what other notes wrote of
+        `reads` was there.
+        """
         key = mesh, track
         if key not in self._waiters:
             self._waiters[key] = ThreadPoolExecutor(1, f"trace-{track}")
