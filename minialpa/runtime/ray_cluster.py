@@ -19,6 +19,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.experimental.internal_kv import _internal_kv_exists
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -86,13 +87,14 @@ class RayCluster:
         self.owns_ray = not ray.is_initialized()
         if self.owns_ray:
             _connect(request)
+        self.head = ray.get_runtime_context().gcs_address
         try:
+            self.check_head()
             self.resource, nodes, self.devices_per_host = _choose_nodes(request)
             self.platform = "cuda" if self.resource == "GPU" else "cpu"
             self._share = _resource_share(self.resource, nodes, self.devices_per_host)
             self._group = _reserve(len(nodes), {self.resource: self._share * self.devices_per_host})
             self.hosts = _hosts(self._group)
-            self.head = ray.get_runtime_context().gcs_address
         except BaseException:
             if self.owns_ray:
                 ray.shutdown()
@@ -110,11 +112,21 @@ class RayCluster:
         if not ray.is_initialized():
             return
         try:
-            if _answers(self.head):
+            if _fault_of_head(self.head) is None:
                 remove_placement_group(self._group)
         finally:
             if self.owns_ray:
                 ray.shutdown()
+
+    def check_head(self) -> None:
+        """Raise MinialpaError if the head of the cluster is away, or is another one than this process has joined."""
+        fault = _fault_of_head(self.head)
+        if fault is not None:
+            raise MinialpaError(
+                f"The head of the Ray cluster at {self.head} {fault}, so nothing can start there. Fetch what you need "
+                "of a session that runs and end it with `minialpa.shutdown()`; call `ray.shutdown()`, if you have "
+                "called `ray.init`; then start again on a cluster that runs."
+            )
 
     def headless_s(self) -> float:
         """Seconds since the first of those calls of this that have found that the head of the cluster is away."""
@@ -164,7 +176,7 @@ class RayCluster:
         """End the processes of workers. Those that are gone already are no error."""
         if not workers or not ray.is_initialized():
             return
-        if not _answers(self.head):  # which passes on what `ray.kill` asks for
+        if _fault_of_head(self.head) is not None:  # it passes on what `ray.kill` asks for
             for worker in workers:
                 worker.actor.stop.options(concurrency_group="control").remote()
         for worker in workers:
@@ -354,6 +366,17 @@ def failed_call(last: Status, error: RayTaskError) -> Failure:
     """The failure of a call that is no step, such as the loading of a program."""
     where = replace(last, instruction=f"the call of `{error.function_name}`", recent=())
     return Failure(Fault.RAISED, where, f"{error.cause!r}" if error.cause else str(error), str(error))
+
+
+def _fault_of_head(address: str) -> str | None:
+    """Why the head of the cluster that this process has joined does not do what it is asked, if so."""
+    if not _answers(address):
+        return "does not answer"
+    try:
+        _internal_kv_exists(b"minialpa")
+    except RayError:  # Other calls of Ray would end this process now.
+        return "was restarted and does not know this process"
+    return None
 
 
 def _answers(address: str) -> bool:

@@ -31,6 +31,8 @@ from minialpa.runtime.watch import Watch, silent
 
 #: Steps that are under way at most: one runs, one waits at the workers.
 _STEPS_AHEAD = 2
+#: Programs that move arrays, of which each has connections of its own, are kept for the next time.
+_MOVES_KEPT = 16
 #: Seconds that other workers have to say what they know of a failure.
 _GRACE_S = 2.0
 
@@ -72,6 +74,8 @@ class RayRuntime:
         """
         self.check()
         keys = list(wanted)
+        if any(key not in self._meshes for key in keys):
+            self.cluster.check_head()
         for key, mesh in list(self._meshes.items()):
             if key not in keys and any(
                 first < mesh.devices.stop and mesh.first_device < first + n for first, n in keys
@@ -228,9 +232,12 @@ class RayRuntime:
         from minialpa.runtime.ray_executable import RayExecutable
 
         key = tuple((array.type, copy.shape, copy.spec, shape, spec) for array, copy, shape, spec in moves)
-        if key not in self._moves:
-            self._moves[key] = RayExecutable(self, _moving_program(key), {i: kind for i, (kind, *_) in enumerate(key)})
-        executable = self._moves[key]
+        executable = self._moves.pop(key, None)
+        if executable is None:
+            executable = RayExecutable(self, _moving_program(key), {i: kind for i, (kind, *_) in enumerate(key)})
+        self._moves[key] = executable  # the one that was used last at the end
+        if len(self._moves) > _MOVES_KEPT:
+            del self._moves[next(iter(self._moves))]
         executable.move([array for array, _, _, _ in moves])
         for array, _, shape, spec in moves:
             mesh = self._meshes[shape.first_device, math.prod(shape.logical_shape)]

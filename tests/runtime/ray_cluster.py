@@ -17,18 +17,34 @@ WORKER_ENV = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_backend_opt
 
 
 @contextmanager
-def ray_nodes(n_nodes: int, devices_per_node: int) -> Iterator[Cluster]:
+def ray_nodes(n_nodes: int, devices_per_node: int, **head_args: Any) -> Iterator[Cluster]:
     """A cluster of nodes with `minialpa_cpu_device`s; ended, with all of its processes, behind the block."""
-    node: dict[str, Any] = {"num_cpus": 1, "resources": {"minialpa_cpu_device": devices_per_node}}
-    with warnings.catch_warnings():
-        # Ray forks to start its processes, and these replace themselves at once.
-        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        for _ in range(n_nodes - 1):
-            cluster.add_node(**node)
+    with _forks_are_fine():
+        head_args = {**_node(devices_per_node), "include_dashboard": False, **head_args}
+        cluster = Cluster(initialize_head=True, head_node_args=head_args)
     try:
+        add_nodes(cluster, n_nodes, devices_per_node)
         yield cluster
     finally:
         minialpa.shutdown()
         ray.shutdown()
         cluster.shutdown()
+
+
+def add_nodes(cluster: Cluster, n_nodes: int, devices_per_node: int) -> None:
+    """Have a cluster grow to so many nodes."""
+    with _forks_are_fine():
+        while len(cluster.list_all_nodes()) < n_nodes:
+            cluster.add_node(**_node(devices_per_node))
+
+
+def _node(n_devices: int) -> dict[str, Any]:
+    return {"num_cpus": 1, "resources": {"minialpa_cpu_device": n_devices}}
+
+
+@contextmanager
+def _forks_are_fine() -> Iterator[None]:
+    """Ray forks to start its processes, and these replace themselves at once."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,47 +13,70 @@ from ray.cluster_utils import Cluster
 import minialpa
 from minialpa import ShardParallel, models
 from minialpa.testing import assert_allclose
-from tests.runtime.ray_cluster import WORKER_ENV, ray_nodes
+from tests.runtime.ray_cluster import WORKER_ENV, add_nodes, ray_nodes
 from tests.test_numeric_matrix import N_MICRO_BATCHES, SIZES, pipeline, serial_step
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
-N_HOSTS, DEVICES_PER_HOST = 4, 2
-METHODS = {
-    "1 mesh of 4 hosts": ShardParallel(),
-    "2 meshes of 2 hosts": pipeline(2, "1f1b"),
-    "4 meshes of 1 host": pipeline(4, "gpipe"),
-}
+DEVICES_PER_NODE = 4
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Meshes of so many hosts each, of which so many devices are used."""
+
+    meshes: int
+    hosts: int
+    devices: int
+
+    def __str__(self) -> str:
+        return f"{self.meshes}-meshes-of-{self.hosts}x{self.devices}"
+
+    @property
+    def method(self) -> Any:
+        if self.meshes == 1:
+            return ShardParallel()
+        return pipeline(self.meshes, "gpipe" if self.hosts == 1 else "1f1b")
+
+
+ARRANGEMENTS = [Arrangement(m, h, d) for m, h in ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (4, 2)) for d in (1, 2, 3, 4)]
+#: What always runs.
+SHORT = {(Arrangement(2, 2, 2), "gpt"), (Arrangement(4, 1, 3), "mlp")}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with ray_nodes(N_HOSTS, DEVICES_PER_HOST) as cluster:
-        minialpa.init(cluster="ray", address=cluster.address, worker_env=WORKER_ENV)
+    with ray_nodes(4, DEVICES_PER_NODE) as cluster:
         yield cluster
 
 
-#: What always runs.
-SHORT: dict[str, tuple[str, ...]] = {
-    "1 mesh of 4 hosts": (),
-    "2 meshes of 2 hosts": ("gpt",),
-    "4 meshes of 1 host": ("mlp",),
-}
+@pytest.fixture(scope="module")
+def arrangement(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Arrangement]:
+    """An arrangement, with a session on as many hosts and devices as it uses."""
+    found: Arrangement = request.param
+    n_hosts = found.meshes * found.hosts
+    add_nodes(cluster, n_hosts, DEVICES_PER_NODE)
+    minialpa.init(
+        cluster="ray", address=cluster.address, num_hosts=n_hosts, devices_per_host=found.devices, worker_env=WORKER_ENV
+    )
+    yield found
+    minialpa.shutdown()
 
 
 @pytest.mark.parametrize(
     "arrangement, name",
     [
-        pytest.param(arrangement, name, marks=() if name in SHORT[arrangement] else pytest.mark.slow)
-        for arrangement in METHODS
+        pytest.param(arrangement, name, marks=() if (arrangement, name) in SHORT else pytest.mark.slow)
+        for arrangement in ARRANGEMENTS
         for name in SIZES
     ],
+    indirect=["arrangement"],
+    ids=str,
 )
-def test_three_steps_equal_the_serial_run(cluster: Cluster, name: str, arrangement: str, key: jax.Array) -> None:
+def test_three_steps_equal_the_serial_run(arrangement: Arrangement, name: str, key: jax.Array) -> None:
     case = models.build(name, **SIZES[name])
-    n_meshes = int(arrangement[0])
-    expected_step = serial_step(case, 1 if n_meshes == 1 else N_MICRO_BATCHES)
-    actual_step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=METHODS[arrangement])
+    expected_step = serial_step(case, 1 if arrangement.meshes == 1 else N_MICRO_BATCHES)
+    actual_step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=arrangement.method)
     expected: Any = case.init(key)
     actual: Any = expected
     for i in range(3):
@@ -62,4 +86,4 @@ def test_three_steps_equal_the_serial_run(cluster: Cluster, name: str, arrangeme
         assert_allclose(actual_metrics, expected_metrics, rtol=2e-4, atol=1e-6)
     assert_allclose(actual.params, expected.params, rtol=2e-4, atol=1e-5)
     stages = actual_step.get_last_executable().get_parallel_plan().stages
-    assert [stage.n_devices for stage in stages] == [8 // n_meshes] * n_meshes
+    assert [stage.n_devices for stage in stages] == [arrangement.hosts * arrangement.devices] * arrangement.meshes
