@@ -28,9 +28,10 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
 from minialpa.gradients import gradient_p
-from minialpa.inter.batching import AGGREGATE, Kinds, batch_factors, batch_kinds, part_barriers
+from minialpa.inter.batching import AGGREGATE, batch_factors, batch_kinds, part_barriers
 from minialpa.inter.partials import PRIVATE, Form, Forms, Partial
 from minialpa.inter.split_step import Accumulator, Op, Phase, SplitStep, Stack
+from minialpa.inter.totals import find_totals
 from minialpa.inter.whole_batch import whole_batch
 from minialpa.intra.factors import Factors, factors_of, localize
 from minialpa.jaxprs import (
@@ -73,13 +74,13 @@ def _divisors(n: int) -> list[int]:
 class _Splitter:
     def __init__(self, step: TracedStep, n: int, chunk_of: Sequence[int | None] | None) -> None:
         self.step, self.n, self.maker = step, n, EquationMaker()
-        self.kinds: Kinds = batch_kinds(step, n)
+        kinds = batch_kinds(step, n)
         # The equations to split, and the number of the traced equation that each one comes from.
-        self.sources, self.eqns = zip(*part_barriers(step.flat.eqns, self.kinds), strict=True)
+        self.sources, self.eqns = zip(*part_barriers(step.flat.eqns, kinds), strict=True)
         self.forms = Forms(self.eqns, self.sources, n, step.batch_size, chunk_of)
         self.producer = self.forms.producer
-        self.needed = self._needed_in_loop()
-        self.before = self._computed_before()
+        totals = find_totals(step, self.eqns, kinds)
+        self.kinds, self.needed, self.before = totals.kinds, totals.needed, totals.before
         self.ops: list[Op] = []
         self.loop: dict[Var, Atom] = {}  # full-batch variable -> its value in the loop
         self.same: set[Var] = set()  # results next to those of examples that are the same in each micro-batch
@@ -110,45 +111,6 @@ class _Splitter:
             self.step, self.n, tuple(self._live(wanted)), tuple(micro_inputs), self.micro_index,
             tuple(self.accumulators.values()), tuple(stacks), self.step.flat.outvars, self.batch_dims,
         )  # fmt: skip
-
-    # ---- analysis -------------------------------------------------------------------------------------------------
-
-    def _needed_in_loop(self) -> set[Var]:
-        """Aggregates whose total enters a computation on examples, and the aggregates that those come from."""
-        needed: set[Var] = set()
-        for eqn in reversed(self.eqns):
-            mine = [v for v in eqn.invars if not is_literal(v)]
-            on_examples = any(isinstance(self.kinds.get(v), int) for v in mine)
-            if on_examples or any(v in needed for v in eqn.outvars):
-                needed.update(v for v in mine if self.kinds.get(v) == AGGREGATE)
-        return needed
-
-    def _computed_before(self) -> set[int]:
-        """Equations of needed aggregates that are cheap and depend on the batch alone, not on other float inputs."""
-        inputs = zip(self.step.flat.invars, self.step.batch_dims, strict=True)
-        independent: set[Var] = {v for v, dim in inputs if dim is not None}
-        independent.update(self.step.flat.constvars)
-        for eqn in self.eqns:
-            heavy = eqn.primitive.name in ("dot_general", "conv_general_dilated") or bool(eqn.params.get("jaxpr"))
-            if not heavy and all(is_literal(v) or v in independent for v in eqn.invars):
-                independent.update(eqn.outvars)
-        roots = [v for v in self.needed if v in independent and v in self.producer]
-        keep = live_equations([e for e in self.eqns], roots) if roots else [False] * len(self.eqns)
-        chosen = {i for i, k in enumerate(keep) if k and not self.eqns[i].effects}
-        # Totals are known beforehand: for the loop they are constants like any other input.
-        for v in roots:
-            self.kinds.pop(v, None)
-        return self._forget(chosen)
-
-    def _forget(self, chosen: set[int]) -> set[int]:
-        """Drop batch dependence of values computed beforehand, and of what follows from such values alone."""
-        for eqn in self.eqns:
-            inputs = [v for v in eqn.invars if not is_literal(v)]
-            if any(v in self.kinds for v in eqn.outvars) and not any(v in self.kinds for v in inputs):
-                for v in eqn.outvars:
-                    self.kinds.pop(v, None)
-        self.needed &= self.kinds.keys()
-        return chosen
 
     # ---- values in the loop ---------------------------------------------------------------------------------------
 
