@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
-from minialpa.calls import Call, hashable, is_numeric, is_train_state, rebuild
+from minialpa.calls import Argnums, Call, Parameters, is_train_state, rebuild
 from minialpa.cluster import ClusterSpec
 from minialpa.collection import collection_paused
 from minialpa.errors import MinialpaError, ShardingError, TraceError, WorkerError
@@ -28,7 +27,6 @@ from minialpa.progress import ProgressBar
 from minialpa.session import Session, current_session
 from minialpa.trace import TracedStep, trace_step
 
-Argnums = int | Sequence[int] | Literal["auto"]
 OnStale = Literal["refuse", "replan"]
 
 
@@ -51,18 +49,14 @@ class ParallelizedFunc:
             raise ShardingError(f'`on_stale` is "refuse" or "replan"; got {on_stale!r}.')
         functools.update_wrapper(self, fun)
         self._fun, self._method, self._on_stale = fun, method, on_stale
-        self._signature = _signature_of(fun)
-        self._names = list(self._signature.parameters) if self._signature else []
-        self._static = self._argnums("static_argnums", static_argnums)
-        self._donate = self._argnums("donate_argnums", donate_argnums)
-        self._batch = tuple(self._argnums("batch_argnums", batch_argnums))
+        self._parameters = Parameters(fun, static_argnums, donate_argnums, batch_argnums)
         self._executables: dict[Hashable, tuple[Any, Any]] = {}
         self._recent: tuple[Any, tuple[Any, Any]] = (None, (None, None))
         self._last: Any = None
         self._known_trees: list[Any] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._bind(args, kwargs)
+        call = self._parameters.bind(args, kwargs)
         self._check_alive(call)
         executable, out_tree = self._get(call)
         self._last = executable
@@ -70,7 +64,7 @@ class ParallelizedFunc:
 
     def get_executable(self, *args: Any, **kwargs: Any) -> Any:
         """Plan and compile for these arguments, arrays or `jax.ShapeDtypeStruct`s, without running."""
-        self._last = self._get(self._bind(args, kwargs))[0]
+        self._last = self._get(self._parameters.bind(args, kwargs))[0]
         return self._last
 
     def get_last_executable(self) -> Any:
@@ -79,7 +73,7 @@ class ParallelizedFunc:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Compiles and runs nothing."""
-        return self._plan_for(self._trace(self._bind(args, kwargs)))[0]
+        return self._plan_for(self._trace(self._parameters.bind(args, kwargs)))[0]
 
     def explain(self, what: str, *args: Any, **kwargs: Any) -> str:
         """What the plan for these arguments chose, against what every other choice would cost.
@@ -88,7 +82,7 @@ class ParallelizedFunc:
         forced, everything else but the shardings is kept, and the step is planned again. "stages", "micro-batches" and
         "remat" do the same for the plan as a whole.
         """
-        traced = self._trace(self._bind(args, kwargs))
+        traced = self._trace(self._parameters.bind(args, kwargs))
         plan, _ = self._plan_for(traced)
         with collection_paused():
             return explain_step(traced, plan, what)
@@ -99,7 +93,7 @@ class ParallelizedFunc:
         They are what `in_shardings` and `out_shardings` of `jax.jit` take, on a mesh with the logical shape of the plan
         and the axes "x" and "y". Of a pipeline, only what is on mesh `mesh` has a spec; None stands for the rest.
         """
-        call = self._bind(args, kwargs)
+        call = self._parameters.bind(args, kwargs)
         traced = self._trace(call)
         plan, _ = self._plan_for(traced)
         specs = plan.export_specs(mesh)
@@ -110,39 +104,13 @@ class ParallelizedFunc:
 
     def preshard_dynamic_args(self, *args: Any, **kwargs: Any) -> Any:
         """The arguments, laid out on the devices as the step wants them."""
-        call = self._bind(args, kwargs)
+        call = self._parameters.bind(args, kwargs)
         self._check_alive(call)
         placed = self._get(call)[0].place(call.leaves)
         new_args, new_kwargs = rebuild(call, placed)
         return (new_args, new_kwargs) if kwargs else new_args
 
     # ---- calls ----------------------------------------------------------------------------------------------------
-
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        if kwargs:
-            args, kwargs = self._as_positional(args, kwargs)
-        static: list[tuple[int | str, Hashable]] = []
-        dynamic: dict[int | str, Any] = {}
-        given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
-        for name, value in given:
-            if self._is_static(name, value):
-                static.append((name, hashable(self._label(name), value)))
-            else:
-                dynamic[name] = value
-        leaves, tree = jax.tree.flatten(tuple(dynamic.values()))
-        return Call(leaves, (tree, tuple(dynamic)), tuple(static), len(args))
-
-    def _as_positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Keyword arguments in their places, so that argument numbers mean the same however a call is written."""
-        if self._signature is None:
-            return args, kwargs
-        bound = self._signature.bind(*args, **kwargs)
-        return bound.args, bound.kwargs
-
-    def _is_static(self, name: int | str, value: Any) -> bool:
-        if self._static != "auto":
-            return self._number(name) in self._static
-        return jax.tree_util.all_leaves([value]) and not is_numeric(value)
 
     def _check_alive(self, call: Call) -> None:
         """Raise before anything runs: a compiled program may crash on an array that has no memory any more."""
@@ -151,20 +119,23 @@ class ParallelizedFunc:
             if is_deleted is None:
                 if isinstance(leaf, jax.ShapeDtypeStruct):
                     raise TraceError(
-                        f"`{self._paths(call)[0][i]}` is a shape, and a call needs arrays. Only `plan` and "
+                        f"`{self._path(call, i)}` is a shape, and a call needs arrays. Only `plan` and "
                         "`get_executable` take a `jax.ShapeDtypeStruct`."
                     )
                 continue
             if isinstance(leaf, jax.core.Tracer):
                 raise TraceError(
-                    f"`{self._paths(call)[0][i]}` is a traced value. A parallelized function runs on devices and "
+                    f"`{self._path(call, i)}` is a traced value. A parallelized function runs on devices and "
                     "cannot be called inside `jax.jit`, `jax.grad` or `jax.vmap`; call it outside, or the plain one."
                 )
             if is_deleted():
                 raise WorkerError(
-                    f"`{self._paths(call)[0][i]}` has been deleted: it was donated to an earlier call, whose result "
+                    f"`{self._path(call, i)}` has been deleted: it was donated to an earlier call, whose result "
                     "took over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
                 )
+
+    def _path(self, call: Call, i: int) -> str:
+        return self._parameters.paths(call)[0][i]
 
     def _get(self, call: Call) -> tuple[Any, Any]:
         # A training loop passes a step its own results, whose types are the same objects from call to call.
@@ -229,33 +200,23 @@ class ParallelizedFunc:
     def _trace(self, call: Call) -> TracedStep:
         tree, names = call.tree
         values = jax.tree.unflatten(tree, call.leaves)
-        paths, numbers = self._paths(call)
+        paths, numbers = self._parameters.paths(call)
 
         def flat_fun(*leaves: Any) -> Any:
             args, kwargs = rebuild(call, leaves)
             return self._fun(*args, **kwargs)
 
-        state_like = [self._number(n) for n, v in zip(names, values, strict=True) if is_train_state(v)]
-        is_batch = [number in self._batch for number in numbers]
+        known = self._parameters
+        state_like = [known.number(n) for n, v in zip(names, values, strict=True) if is_train_state(v)]
+        is_batch = [number in known.batch for number in numbers]
         try:
             with collection_paused():
-                return trace_step(flat_fun, call.leaves, paths, is_batch, numbers, self._donate, state_like)
+                return trace_step(flat_fun, call.leaves, paths, is_batch, numbers, known.donate, state_like)
         except MinialpaError:
             raise
         except Exception as error:
             self._explain_mismatch(call, error)
             raise
-
-    def _paths(self, call: Call) -> tuple[list[str], list[int]]:
-        """Name of each leaf, such as `state.params['w']`, and the number of its argument."""
-        tree, names = call.tree
-        paths, numbers = [], []
-        for name, value in zip(names, jax.tree.unflatten(tree, call.leaves), strict=True):
-            label = self._label(name)
-            for path, _ in jax.tree_util.tree_leaves_with_path(value):
-                paths.append(label + jax.tree_util.keystr(path))
-                numbers.append(self._number(name))
-        return paths, numbers
 
     def _explain_mismatch(self, call: Call, error: Exception) -> None:
         """Raise a clearer error if the arguments have another structure than those of earlier calls."""
@@ -264,28 +225,6 @@ class ParallelizedFunc:
                 f"The step fails on these arguments: {error!r}. Their structure differs from that of earlier calls:\n"
                 f"  now     {call.tree[0]}\n  earlier {self._known_trees[-1][0]}"
             ) from error
-
-    def _label(self, name: int | str) -> str:
-        if isinstance(name, str):
-            return name
-        return self._names[name] if name < len(self._names) else f"args[{name}]"
-
-    def _number(self, name: int | str) -> int:
-        """Number of an argument; keyword-only ones count by their place in the signature."""
-        if isinstance(name, int):
-            return name
-        return self._names.index(name) if name in self._names else -1
-
-    def _argnums(self, option: str, value: Argnums) -> tuple[int, ...] | Literal["auto"]:
-        """Argument numbers as a tuple; negative ones count from the last parameter, as in jax."""
-        if isinstance(value, str) and value == "auto" and option != "batch_argnums":
-            return "auto"
-        numbers: list[int] = []
-        for number in (value,) if isinstance(value, int) else value:
-            if not isinstance(number, int):
-                raise TraceError(f"`{option}` takes argument numbers; got {value!r}.")
-            numbers.append(number)
-        return tuple(number + len(self._names) if number < 0 else number for number in numbers)
 
 
 def _make_runner(program: Program, traced: TracedStep, plan: Plan, target: Target) -> Any:
@@ -319,13 +258,6 @@ def _make_plan(traced: TracedStep, method: Method, target: Target) -> Plan:
         )
     verify_plan(plan)
     return plan
-
-
-def _signature_of(fun: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(fun)
-    except (TypeError, ValueError):  # a builtin
-        return None
 
 
 def parallelize(
