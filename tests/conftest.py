@@ -15,6 +15,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_multi_thread_eigen=false",
         # Test programs run for milliseconds; most of their time is LLVM's. Partitioning and fusion stay as they are.
         "--xla_backend_optimization_level=0",
+        # Programs are small, and cut into parts they take more of it.
+        "--xla_cpu_parallel_codegen_split_count=1",
     )
 ).strip()
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -9,6 +9,7 @@ joins them into the three functions. A step is written for one device:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +95,8 @@ def make_case(
         # Boundaries belong to the training step: initialisation runs the forward pass without them.
         quiet = model.clone(boundaries=Boundaries())
         with jax.numpy_dtype_promotion("standard"):
-            variables = quiet.init({"params": params_key, "dropout": dropout_key}, *(example[leaf] for leaf in inputs))
+            rngs = {"params": params_key, "dropout": dropout_key}
+            variables = _variables(quiet, rngs, *(example[leaf] for leaf in inputs))
         state = ModelState.create(
             apply_fn=model.apply,
             params=variables["params"],
@@ -128,3 +130,9 @@ def make_case(
         return step
 
     return ModelCase(name, batch_size, init, make_batch, train_step)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _variables(model: nn.Module, rngs: Any, *inputs: Any) -> Any:
+    """What `model.init` returns, compiled: by itself, each of its operations is compiled for each shape."""
+    return model.init(rngs, *inputs)

@@ -60,7 +60,10 @@ def n_contractions(flat: Any) -> int:
 
 @pytest.mark.parametrize(
     ("remat", "name"),
-    [("dots", "gpt"), ("full", "gpt"), ("full", "unet"), pytest.param("dots", "unet", marks=pytest.mark.slow)],
+    [
+        *(("dots", "gpt"), ("full", "gpt")),
+        *(pytest.param(remat, "unet", marks=pytest.mark.slow) for remat in ("dots", "full")),
+    ],
 )
 def test_the_program_computes_the_same_numbers(name: str, remat: Any, key: jax.Array) -> None:
     case = models.build(name)

@@ -226,13 +226,18 @@ def _assembled(factors: Factors, n_splits: Mapping[int, int], shards: np.ndarray
     return np.asarray(shards[()])
 
 
+_MANY_PARTS = 24
+
+
 def _splits_by_position(factors: Factors) -> Iterator[dict[int, int]]:
-    """Each positional factor in two parts and in all its elements; and all of them in as few parts as they can be."""
+    """Each positional factor in as few parts as it can be and in many, all its elements if they are few; and all of
+    them in as few parts as they can be."""
     fewest = {}
     for f in sorted(factors.positional):
         counts = [n for n in range(2, factors.sizes[f] + 1) if factors.on_mesh().may_split(f, n)]
         fewest[f] = counts[0]
-        yield from ({f: n} for n in {counts[0], counts[-1]})
+        many = max(n for n in counts if n <= max(_MANY_PARTS, counts[0]))
+        yield from ({f: n} for n in {counts[0], many})
     if len(fewest) > 1:
         yield fewest
 

@@ -13,7 +13,10 @@ from ray.cluster_utils import Cluster
 import minialpa
 
 #: Programs of tests run for milliseconds, so that most of their time would be that of the compiler.
-WORKER_ENV = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0"}
+WORKER_ENV = {
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 "
+    "--xla_cpu_parallel_codegen_split_count=1"
+}
 
 
 @contextmanager

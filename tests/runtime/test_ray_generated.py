@@ -123,16 +123,19 @@ def submeshes(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 @st.composite
 def layouts(draw: st.DrawFn, n_layers: int, schedules: tuple[str, ...]) -> PipeshardParallel:
-    """Stages for `n_layers` layers."""
+    """Stages for `n_layers` layers; where they are interleaved, runs of layers go round the stages several times."""
     shapes = draw(submeshes().filter(lambda found: len(found) <= n_layers))
-    cuts = sorted(draw(st.permutations(range(1, n_layers)))[: len(shapes) - 1])
-    ends = [0, *cuts, n_layers]
-    layers = [list(range(a, b)) for a, b in itertools.pairwise(ends)]
+    schedule = draw(st.sampled_from(schedules))
+    p = len(shapes)
+    n_runs = p * (draw(st.integers(1, n_layers // p)) if schedule == "1f1b-interleaved" else 1)
+    ends = [0, *sorted(draw(st.permutations(range(1, n_layers)))[: n_runs - 1]), n_layers]
+    runs = [list(range(a, b)) for a, b in itertools.pairwise(ends)]
+    layers = [list(itertools.chain(*runs[k::p])) for k in range(p)]
     sizes = [math.prod(shape) for shape in shapes]
     logical = [draw(st.sampled_from([(n // k, k) for k in range(1, n + 1) if n % k == 0])) for n in sizes]
     return PipeshardParallel(
         num_micro_batches=draw(st.sampled_from([1, 2, 3, 4, 6])),
-        pipeline_schedule=draw(st.sampled_from(schedules)),
+        pipeline_schedule=schedule,
         layer_option=ManualLayerOption(remat=draw(st.booleans())),
         stage_option=ManualStageOption(layers, shapes, logical),
     )
@@ -145,7 +148,7 @@ def cases(draw: st.DrawFn) -> tuple[Model, PipeshardParallel, Any]:
             Model, st.integers(2, 6), *[st.booleans()] * 4, optimizer=st.sampled_from(["sgd", "momentum", "adam"])
         )
     )
-    train = draw(layouts(model.n_layers, ("gpipe", "1f1b")))
+    train = draw(layouts(model.n_layers, ("gpipe", "1f1b", "1f1b-interleaved")))
     evaluate = draw(st.one_of(st.just(ShardParallel()), layouts(model.n_layers, ("inference",))))
     return model, train, evaluate
 

@@ -47,7 +47,7 @@ def steps(method: PipeshardParallel = TWO_STAGES) -> tuple[Any, Any, Any]:
     return case, expected_step, minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
 
 
-@pytest.mark.parametrize("is_presharded", [False, True])
+@pytest.mark.parametrize("is_presharded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_blocks_stay_on_the_workers(cluster: Cluster, is_presharded: bool, key: jax.Array) -> None:
     case, expected_step, actual_step = steps()
     expected = actual = case.init(key)
@@ -73,7 +73,10 @@ def test_blocks_stay_on_the_workers(cluster: Cluster, is_presharded: bool, key: 
 
 @pytest.mark.parametrize(
     ("other", "is_fetched"),
-    [(pipeline(by_hand([[0, 1], [2, 3, 4]]), 5), False), (TWO_STAGES, True)],
+    [
+        (pipeline(by_hand([[0, 1], [2, 3, 4]]), 5), False),
+        pytest.param(TWO_STAGES, True, marks=pytest.mark.slow),
+    ],
     ids=["blocks on other stages", "blocks of other rows"],
 )
 def test_blocks_go_from_one_plan_to_another(

@@ -25,9 +25,9 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize(
     ("devices_per_host", "method", "n_hosts"),
     [
-        (1, pipeline(2), [1, 1]),
+        pytest.param(1, pipeline(2), [1, 1], marks=pytest.mark.slow),
         (2, pipeline(4), [1, 1]),
-        (2, minialpa.ShardParallel(num_micro_batches=3), [2]),
+        pytest.param(2, minialpa.ShardParallel(num_micro_batches=3), [2], marks=pytest.mark.slow),
     ],
     ids=["a device each", "pipeline", "micro-batches"],
 )
