@@ -54,7 +54,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file run in one process, which keeps what they share; so do all those that start a Ray cluster.
 
-    These begin: they take longest, and the other process has something to do until they end.
+    These begin: they take longest, and the other processes have something to do until they end.
     """
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
     for item in items:

@@ -33,9 +33,9 @@ def program_collectives(executable: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", [DataParallel(MESH, 4), Zero2Parallel(MESH, 4)], ids=["data", "zero-2"])
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
-def test_the_loop_sums_no_gradient(name: str, method: Any, key: jax.Array) -> None:
-    case = models.build(name)
+@pytest.mark.parametrize(("name", "sizes"), [("mlp", {}), ("gpt", {"learning_rate": 1e-4})], ids=["mlp", "gpt"])
+def test_the_loop_sums_no_gradient(name: str, sizes: dict[str, Any], method: Any, key: jax.Array) -> None:
+    case = models.build(name, **sizes)
     state, batch = case.init(key), case.make_batch(0, case.batch_size)
     parallel = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
     expected = jax.jit(case.train_step(jax.value_and_grad))(case.init(key), batch)

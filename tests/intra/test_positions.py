@@ -149,7 +149,7 @@ def test_counts(dtype: Any) -> None:
     _checked(cases_of(lambda: lax.broadcasted_iota(dtype, (2, 600), 1)), "iota")
 
 
-@pytest.mark.parametrize("width", [8, 16, 32, 64])
+@pytest.mark.parametrize("width", [8, pytest.param(16, marks=pytest.mark.slow), 32, 64])
 @pytest.mark.parametrize("n_keys", [None, 4])
 def test_bits(width: int, n_keys: int | None) -> None:
     with jax.enable_x64(width == 64):

@@ -75,10 +75,11 @@ def test_blocks_stay_on_the_workers(cluster: Cluster, is_presharded: bool, key: 
     ("other", "is_fetched"),
     [
         (pipeline(by_hand([[0, 1], [2, 3, 4]]), 5), False),
-        pytest.param(TWO_STAGES, True, marks=pytest.mark.slow),
+        (TWO_STAGES, True),
     ],
     ids=["blocks on other stages", "blocks of other rows"],
 )
+@pytest.mark.slow
 def test_blocks_go_from_one_plan_to_another(
     cluster: Cluster, other: PipeshardParallel, is_fetched: bool, key: jax.Array
 ) -> None:

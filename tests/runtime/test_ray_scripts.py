@@ -95,6 +95,7 @@ def _check_dp_result(plan: alpa.Plan, devices_per_host: int) -> None:
         assert f"logical shape {shape}" in summary
 
 
+@pytest.mark.slow
 def test_an_mlp_with_layers_and_stages_found_trains_as_on_one_device(cluster: Cluster) -> None:
     alpa.shutdown()
     init(cluster)

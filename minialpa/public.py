@@ -1,0 +1,84 @@
+"""What users call: the names of the package `minialpa`."""
+
+from minialpa import testing, util
+from minialpa.api import ParallelizedFunc, explain, get_last_dp_result, parallelize, plan, replan
+from minialpa.arrays import prefetch
+from minialpa.cluster import ClusterSpec, DeviceSpec, LinkSpec, LogicalMesh
+from minialpa.errors import (
+    CheckpointError,
+    InfeasibleError,
+    MinialpaError,
+    ShardingError,
+    TraceError,
+    VerifyError,
+    WorkerError,
+)
+from minialpa.gradients import grad, mark_pipeline_boundary, value_and_grad
+from minialpa.inter.simulate import simulate
+from minialpa.inter.timeline import Timeline
+from minialpa.methods import (
+    AutoParallel,
+    DataParallel,
+    PipeshardParallel,
+    ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+    get_3d_parallel_method,
+    plan_to_method,
+)
+from minialpa.options import (
+    AutoLayerOption,
+    AutoShardingOption,
+    AutoStageOption,
+    ManualLayerOption,
+    ManualStageOption,
+    UniformStageOption,
+)
+from minialpa.plan import PlacementSpec, Plan
+from minialpa.session import init, shutdown
+
+__all__ = [
+    "AutoLayerOption",
+    "AutoParallel",
+    "AutoShardingOption",
+    "AutoStageOption",
+    "CheckpointError",
+    "ClusterSpec",
+    "DataParallel",
+    "DeviceSpec",
+    "InfeasibleError",
+    "LinkSpec",
+    "LogicalMesh",
+    "ManualLayerOption",
+    "ManualStageOption",
+    "MinialpaError",
+    "ParallelizedFunc",
+    "PipeshardParallel",
+    "PlacementSpec",
+    "Plan",
+    "ShardParallel",
+    "ShardingError",
+    "Timeline",
+    "TraceError",
+    "UniformStageOption",
+    "VerifyError",
+    "WorkerError",
+    "Zero2Parallel",
+    "Zero3Parallel",
+    "explain",
+    "get_3d_parallel_method",
+    "get_last_dp_result",
+    "grad",
+    "init",
+    "mark_pipeline_boundary",
+    "parallelize",
+    "plan",
+    "plan_to_method",
+    "prefetch",
+    "replan",
+    "shutdown",
+    "simulate",
+    "testing",
+    "util",
+    "value_and_grad",
+]
