@@ -52,7 +52,7 @@ def ray_dispatch(size: Size) -> Rows:
 
 def main(size: Size) -> Rows:
     # Hidden size, rows of a micro-batch, micro-batches, repeats.
-    cases = [(8, 4, 4, 2)] if size == "tiny" else [(8, 4, 16, 50), (512, 1024, 16, 8)]
+    cases = [(8, 4, 4, 2)] if size == "tiny" else [(8, 4, 16, 50), (1024, 512, 16, 8)]
     local = [_Case(*case) for case in cases]  # before the session: a step belongs to one
     with ray_session(N_STAGES) as runtime:
         rows = [row for case in local for row in case.rows()]

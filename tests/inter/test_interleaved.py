@@ -104,7 +104,10 @@ def test_skips_and_tied_weights_train_as_on_one_device(n_stages: int, n_chunks: 
         assert [s.layers for s in stages] == [tuple(range(k, n_stages * n_chunks, n_stages)) for k in range(n_stages)]
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("gpt", {"n_layers": 4, "learning_rate": 1e-4}), ("mlp", {"n_layers": 8})])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [pytest.param("gpt", {"n_layers": 4, "learning_rate": 1e-4}, marks=pytest.mark.slow), ("mlp", {"n_layers": 8})],
+)
 def test_models_train_as_on_one_device(name: str, sizes: dict[str, Any], key: jax.Array) -> None:
     case = models.build(name, **sizes)
     chosen = method(4, uniform(2, sizes["n_layers"] // 2), layers=AutoLayerOption(layer_num=sizes["n_layers"]))

@@ -47,7 +47,8 @@ def steps(method: PipeshardParallel = TWO_STAGES) -> tuple[Any, Any, Any]:
     return case, expected_step, minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
 
 
-@pytest.mark.parametrize("is_presharded", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_presharded", [False, True])
 def test_blocks_stay_on_the_workers(cluster: Cluster, is_presharded: bool, key: jax.Array) -> None:
     case, expected_step, actual_step = steps()
     expected = actual = case.init(key)

@@ -13,7 +13,7 @@ from minialpa.methods import Method
 from tests.runtime.ray_cluster import WORKER_ENV, ray_nodes
 from tests.runtime.timelines import check_step, pipeline
 
-pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,9 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize(
     ("devices_per_host", "method", "n_hosts"),
     [
-        pytest.param(1, pipeline(2), [1, 1], marks=pytest.mark.slow),
+        (1, pipeline(2), [1, 1]),
         (2, pipeline(4), [1, 1]),
-        pytest.param(2, minialpa.ShardParallel(num_micro_batches=3), [2], marks=pytest.mark.slow),
+        (2, minialpa.ShardParallel(num_micro_batches=3), [2]),
     ],
     ids=["a device each", "pipeline", "micro-batches"],
 )
