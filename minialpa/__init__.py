@@ -1,25 +1,87 @@
 """minialpa: automatic intra- and inter-operator parallelism for JAX training steps."""
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
+from minialpa import testing, util
+from minialpa.api import ParallelizedFunc, explain, get_last_dp_result, parallelize, plan, replan
+from minialpa.arrays import prefetch
+from minialpa.cluster import ClusterSpec, DeviceSpec, LinkSpec, LogicalMesh
+from minialpa.errors import (
+    CheckpointError,
+    InfeasibleError,
+    MinialpaError,
+    ShardingError,
+    TraceError,
+    VerifyError,
+    WorkerError,
+)
+from minialpa.gradients import grad, mark_pipeline_boundary, value_and_grad
+from minialpa.inter.simulate import simulate
+from minialpa.inter.timeline import Timeline
+from minialpa.methods import (
+    AutoParallel,
+    DataParallel,
+    PipeshardParallel,
+    ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+    get_3d_parallel_method,
+    plan_to_method,
+)
+from minialpa.options import (
+    AutoLayerOption,
+    AutoShardingOption,
+    AutoStageOption,
+    ManualLayerOption,
+    ManualStageOption,
+    UniformStageOption,
+)
+from minialpa.plan import PlacementSpec, Plan
+from minialpa.session import init, shutdown
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from minialpa.public import *  # noqa: F403
-    from minialpa.public import __all__ as __all__
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Load all public names when one is asked for. Workers use none, and start in two thirds of the time."""
-        if not name.startswith("_") or name == "__all__":
-            public = importlib.import_module("minialpa.public")
-            globals().update({known: getattr(public, known) for known in public.__all__}, __all__=public.__all__)
-            if name in globals():  # also a module of the package, once something has loaded it
-                return globals()[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+__all__ = [
+    "AutoLayerOption",
+    "AutoParallel",
+    "AutoShardingOption",
+    "AutoStageOption",
+    "CheckpointError",
+    "ClusterSpec",
+    "DataParallel",
+    "DeviceSpec",
+    "InfeasibleError",
+    "LinkSpec",
+    "LogicalMesh",
+    "ManualLayerOption",
+    "ManualStageOption",
+    "MinialpaError",
+    "ParallelizedFunc",
+    "PipeshardParallel",
+    "PlacementSpec",
+    "Plan",
+    "ShardParallel",
+    "ShardingError",
+    "Timeline",
+    "TraceError",
+    "UniformStageOption",
+    "VerifyError",
+    "WorkerError",
+    "Zero2Parallel",
+    "Zero3Parallel",
+    "__version__",
+    "explain",
+    "get_3d_parallel_method",
+    "get_last_dp_result",
+    "grad",
+    "init",
+    "mark_pipeline_boundary",
+    "parallelize",
+    "plan",
+    "plan_to_method",
+    "prefetch",
+    "replan",
+    "shutdown",
+    "simulate",
+    "testing",
+    "util",
+    "value_and_grad",
+]

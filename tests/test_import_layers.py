@@ -42,7 +42,7 @@ RUNTIME_MAY = {
     "sharding",
 }
 #: What a user starts, or sees in front of the machinery.
-FRONT = {"__init__", "cli", "demo", "models", "public", "report", "session", "testing", "util"}
+FRONT = {"__init__", "cli", "demo", "models", "report", "session", "testing", "util"}
 PLANNING = {
     *("cluster", "cost", "fingerprint", "gradients", "inter", "intra", "jaxprs"),
     *("mesh_program", "options", "plan", "program", "resharding", "sharding", "trace"),
@@ -230,24 +230,13 @@ def test_importing_and_planning_start_no_backend(platform: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-_LOADS_A_WORKER = """
-import sys
-import minialpa.runtime.worker, minialpa.runtime.interpreter, minialpa.runtime.host_transport
-print(*sorted(m for m in sys.modules if "." not in m or m.startswith("minialpa.")))
-"""
-
-
-def test_a_worker_does_not_load_the_planner() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _LOADS_A_WORKER], capture_output=True, text=True, timeout=300, check=True
-    )
-    loaded = set(done.stdout.split())
-    assert "minialpa.runtime.interpreter" in loaded
-    assert not loaded & {"highspy", "networkx", "numba", "pulp", *(f"minialpa.{name}" for name in ("inter", "intra"))}
-
-
 def test_the_package_has_its_public_names_and_no_others() -> None:
     assert set(minialpa.__all__) <= set(dir(minialpa))
     assert all(hasattr(minialpa, name) for name in minialpa.__all__)
     with pytest.raises(AttributeError, match="module 'minialpa' has no attribute 'paralelize'"):
         minialpa.paralelize  # noqa: B018
+
+
+def test_a_function_is_not_hidden_by_the_package_of_its_name() -> None:
+    code = "from minialpa.plan import Plan; import minialpa; assert minialpa.plan is minialpa.api.plan"
+    subprocess.run([sys.executable, "-c", code], timeout=300, check=True)

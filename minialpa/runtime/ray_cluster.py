@@ -87,8 +87,8 @@ class RayCluster:
         self.owns_ray = not ray.is_initialized()
         if self.owns_ray:
             _connect(request)
-        self.head = ray.get_runtime_context().gcs_address
         try:
+            self.head = ray.get_runtime_context().gcs_address
             self.check_head()
             self.resource, nodes, self.devices_per_host = _choose_nodes(request)
             self.platform = "cuda" if self.resource == "GPU" else "cpu"
