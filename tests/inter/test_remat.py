@@ -167,7 +167,7 @@ def test_an_unknown_choice_is_refused() -> None:
 
 
 def test_memory_is_saved_where_the_compiler_waits_at_barriers() -> None:
-    """XLA's compiler for CPUs does not, as its own count shows; others are taken to."""
+    """XLA's compiler for CPUs does since jax 0.11, as its own count shows; others are taken to."""
 
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(4):
