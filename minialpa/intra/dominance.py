@@ -6,6 +6,8 @@ Strategy B dominates A where B uses no more and, whatever the neighbours choose,
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from numba import njit
 
@@ -13,6 +15,12 @@ from minialpa.intra.costgraph import Bools, Floats, Ints
 
 #: Rounding of the bound below, in parts of what it adds up.
 _ROUNDING = 1e-12
+
+
+@cache
+def load() -> None:
+    """Compile what is compiled here, or load it, which the first call would do otherwise."""
+    undominated(np.zeros(1), np.zeros((0, 1)), np.zeros((1, 0)), np.zeros(1, np.int64))
 
 
 @njit(cache=True)

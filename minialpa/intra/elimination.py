@@ -88,11 +88,11 @@ def _usable(residual: Residual, v: int) -> Bools:
 def _undominated(residual: Residual, v: int) -> Bools:
     """Formula 2. Of strategies that dominate each other, the first stays."""
     cost, edges = residual.costs[v], list(residual.adjacent[v].values())
-    none = np.zeros((0, len(cost)))
+    # One layout, as it is compiled for each anew.
     return undominated(
         cost,
-        np.stack(list(residual.terms[v].values())) if residual.terms[v] else none,
-        np.concatenate(edges, axis=1) if edges else none.T,
+        np.stack(list(residual.terms[v].values())) if residual.terms[v] else np.zeros((0, len(cost))),
+        np.ascontiguousarray(np.concatenate(edges, axis=1)) if edges else np.zeros((len(cost), 0)),
         np.cumsum([0, *(edge.shape[1] for edge in edges)]),
     )
 

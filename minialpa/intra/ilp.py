@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from minialpa.errors import InfeasibleError
+from minialpa.intra import dominance
 from minialpa.intra.bucket import eliminate_narrow_components
 from minialpa.intra.costgraph import CostGraph, Edge, Floats, GraphSolution
 from minialpa.intra.elimination import reduce_graph
@@ -35,10 +36,8 @@ _MAX_ROUNDS, _WORTHWHILE = 4, 0.7
 _REDUCTIONS_S = 10.0
 #: A gap up to this part of the cost counts as none: what sums of floats can tell apart.
 _EQUAL = 1e-9
-#: A graph that every compiled loop sees once when they are loaded.
-_TINY = CostGraph(
-    (np.array([0.0, 1.0]),) * 2, (Edge(0, 1, np.eye(2)),), (np.array([2.0, 1.0]),) * 2, ((0, 1),) * 2, 3.0
-)
+#: Any graph will do for loading compiled loops.
+_TINY = CostGraph((np.zeros(2),) * 2, (Edge(0, 1, np.eye(2)),), (np.ones(2),) * 2, ((0, 1),) * 2, 2.0)
 
 
 def solve_graph(
@@ -52,6 +51,7 @@ def solve_graph(
     The answer depends on the graph and the solver only, unless time runs out. Raises InfeasibleError when no choice
     satisfies edges and usage limit, or when time ran out before one was found; the message says which.
     """
+    dominance.load()
     start = time.monotonic()
     deadline = start + time_limit_s
     best = _Best(graph)
@@ -133,9 +133,9 @@ def _loading_s() -> float:
     """Seconds to load what is compiled, or to compile it: not the graph's fault, and not to depend on."""
     start = time.monotonic()
     # Here, because most graphs of the planner are solved without.
-    from minialpa.intra.lagrange import bracket
+    from minialpa.intra import lagrange
 
-    bracket(flatten(residual_of(_TINY), [0, 1]), np.zeros(1), np.inf)
+    lagrange.load(flatten(residual_of(_TINY), [0, 1]))
     return time.monotonic() - start
 
 

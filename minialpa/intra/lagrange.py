@@ -119,6 +119,13 @@ class _Passes:
             incumbent.offer(choices)
 
 
+def load(core: Core) -> None:
+    """Compile all loops that `bracket` runs, or load them: on any `core`, for all others."""
+    passes = _Passes(core, np.zeros_like(core.room))
+    passes.run(True)
+    passes.improve(_Incumbent(core), 0.0, seed=0)
+
+
 def bracket(core: Core, prices: Floats, deadline: float) -> Bracket:
     """Bounds and choices for `core`, starting from `prices`. However late it is, a few passes are made."""
     incumbent = _Incumbent(core)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +131,29 @@ def test_relabelling_a_large_graph_keeps_the_quality() -> None:
     graphs = [graph, *(relabelled(graph, seed) for seed in (1, 2))]
     costs = [solve_graph(graph, time_limit_s=2.0).cost for graph in graphs]
     assert max(costs) <= 1.01 * min(costs)
+
+
+_LOADED = """
+from benchmarks.iopddl import random_instance
+from minialpa.intra import dominance, ilp
+
+def loaded():
+    from minialpa.intra import messages, search
+    from numba.core.dispatcher import Dispatcher
+    found = [f for module in (dominance, messages, search) for f in vars(module).values() if isinstance(f, Dispatcher)]
+    return [(f.py_func.__name__, tuple(f.signatures)) for f in found]
+
+dominance.load()
+ilp._loading_s()
+before = loaded()
+ilp.solve_graph(random_instance(0, n_nodes=300), time_limit_s=2.0)
+assert loaded() == before, [name for name, _ in set(loaded()) - set(before)]
+"""
+
+
+def test_nothing_is_compiled_while_the_clock_runs() -> None:
+    """Or the first plan on a machine would be a worse one. In a process of its own, as compiled loops stay."""
+    subprocess.run([sys.executable, "-c", _LOADED], check=True, timeout=300)
 
 
 @settings(max_examples=100, deadline=None)
