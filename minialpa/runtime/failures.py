@@ -17,15 +17,17 @@ from minialpa.errors import WorkerError
 class Fault(IntEnum):
     """How a failure shows, the likeliest cause first.
 
-    DIED: the process has ended. RAISED: an instruction raised an error of its own. SILENT: the process does not answer.
-    STUCK: it answers, and the step does not get on. LOST_PEER: it misses another worker.
+    LOST_HOST: nothing on the host answers. DIED: the process has ended. RAISED: an instruction raised an error of its
+    own. SILENT: the process does not answer. STUCK: it answers, and the step does not get on. LOST_PEER: it misses
+    another worker.
     """
 
-    DIED = 1
-    RAISED = 2
-    SILENT = 3
-    STUCK = 4
-    LOST_PEER = 5
+    LOST_HOST = 1
+    DIED = 2
+    RAISED = 3
+    SILENT = 4
+    STUCK = 5
+    LOST_PEER = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +66,26 @@ def fault_of(error: Exception) -> Fault:
     return Fault.LOST_PEER if lost else Fault.RAISED
 
 
+def lost_host(last: Status, ip: str) -> Failure:
+    """The failure of a worker whose host is gone."""
+    return Failure(Fault.LOST_HOST, last, f"its host is lost: nothing answers at {ip}.")
+
+
 def root_cause(found: Sequence[Failure]) -> Failure:
     """The failure that the others follow from. found: in the order in which they were noticed.
 
     - Of two failures that show alike, the first one: jax ends the processes of a mesh after the one that died.
+    - Where a host is lost, Ray tells of the processes that jax ends elsewhere before it tells of those there.
     - What a worker has said counts more than that it died afterwards.
     """
     spoke = {f.where.worker for f in found if f.traceback}
     return min((f for f in found if f.traceback or f.where.worker not in spoke), key=lambda f: f.fault)
+
+
+def session_error(found: Sequence[Failure], heard: Iterable[Status]) -> WorkerError:
+    """The error that ends a session, for all failures that were found and what was heard of workers besides."""
+    places = {f.where.worker: f.where for f in found} | {status.worker: status for status in heard}
+    return worker_error(root_cause(found), places.values())
 
 
 def worker_error(cause: Failure, others: Iterable[Status], has_ended: bool = True) -> WorkerError:
@@ -83,16 +97,14 @@ def worker_error(cause: Failure, others: Iterable[Status], has_ended: bool = Tru
     process = "" if at.pid is None else f", process {at.pid}"
     lines = [f"Worker {at.worker}, stage {at.stage} on host {at.host}{process}, failed: {cause.message}"]
     if at.step >= 0:
-        seen = "was last heard of" if cause.fault in (Fault.DIED, Fault.SILENT) else "was"
+        seen = "was last heard of" if cause.fault in (Fault.LOST_HOST, Fault.DIED, Fault.SILENT) else "was"
         lines.append(
             f"It {seen} in step {at.step} at {at.instruction}; before that: {'; '.join(at.recent) or 'nothing'}."
         )
     for status in sorted(others, key=lambda status: status.worker):
         if status.worker != at.worker:
-            lines.append(
-                f"Worker {status.worker}, stage {status.stage} on host {status.host}, was in step {status.step} at "
-                f"{status.instruction}."
-            )
+            place = f"was in step {status.step} at {status.instruction}" if status.step >= 0 else "had run no step"
+            lines.append(f"Worker {status.worker}, stage {status.stage} on host {status.host}, {place}.")
     if cause.traceback:
         lines.append(f"Traceback of the worker:\n{cause.traceback}")
     if has_ended:

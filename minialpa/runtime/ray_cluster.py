@@ -13,7 +13,8 @@ import secrets
 import socket
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,10 +62,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A reserved host: its Ray node, its address, and the number of its bundle in the placement group."""
+    """A reserved host: its Ray node and its address, the port of that node, and its bundle in the placement group."""
 
     node_id: str
     ip: str
+    port: int
     bundle: int
 
 
@@ -136,6 +138,13 @@ class RayCluster:
         now = time.monotonic()
         self._headless_since = self._headless_since or now
         return now - self._headless_since
+
+    def lost_hosts(self, numbers: Iterable[int]) -> set[int]:
+        """Those of some hosts on which nothing answers, all asked at once. Ray itself takes some time to notice."""
+        asked = sorted(set(numbers))
+        addresses = [f"{self.hosts[number].ip}:{self.hosts[number].port}" for number in asked]
+        with ThreadPoolExecutor(max_workers=max(1, len(asked))) as pool:
+            return {number for number, answers in zip(asked, pool.map(_answers, addresses), strict=True) if not answers}
 
     def describe(self) -> ClusterSpec:
         """The cluster for the planner: device and links by the kind of the GPUs, or those of CPUs."""
@@ -315,9 +324,9 @@ def _reserve(n_hosts: int, bundle: dict[str, float]) -> Any:
 
 def _hosts(group: Any) -> tuple[Host, ...]:
     """The reserved hosts in the order of their addresses."""
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    nodes = {node["NodeID"]: (node["NodeManagerAddress"], int(node["NodeManagerPort"])) for node in ray.nodes()}
     table = placement_group_table(group)["bundles_to_node_id"]
-    hosts = [Host(node, addresses[node], int(bundle)) for bundle, node in table.items()]
+    hosts = [Host(node, *nodes[node], int(bundle)) for bundle, node in table.items()]
     return tuple(sorted(hosts, key=lambda host: (_ip_key(host.ip), host.node_id)))
 
 

@@ -24,7 +24,7 @@ from minialpa.errors import WorkerError
 from minialpa.mesh_program import ArrayType, MeshProgram
 from minialpa.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
-from minialpa.runtime.failures import Failure, Status, ended, root_cause, with_stage, worker_error
+from minialpa.runtime.failures import Failure, Fault, Status, ended, lost_host, session_error, with_stage, worker_error
 from minialpa.runtime.plain import from_plain
 from minialpa.runtime.ray_cluster import HEAD_S, RayCluster, WorkerHandle, death, failed_call
 from minialpa.runtime.watch import Watch, silent
@@ -276,8 +276,7 @@ class RayRuntime:
 
     def _fail(self, first: Failure) -> NoReturn:
         """End the session for what `first` says, or for what turns out to be its cause; raises WorkerError."""
-        found, statuses = self._hear(first)
-        self._end(worker_error(root_cause(found), statuses))
+        self._end(session_error(*self._hear(first)))
 
     def _end(self, error: WorkerError) -> NoReturn:
         self.failure = error
@@ -285,7 +284,7 @@ class RayRuntime:
         raise error
 
     def _hear(self, first: Failure) -> tuple[list[Failure], list[Status]]:
-        """What all workers say within a moment: failures in the order in which they come, and where the others are."""
+        """What all workers say within a moment: failures in the order in which they come, and where workers are."""
         found, statuses = [first], []
         asked = self._watch.ask({first.where.worker})
         watched = self._watched() | asked
@@ -302,7 +301,13 @@ class RayRuntime:
                     statuses.append(self._placed(ray.get(ref)))
         known = {f.where.worker for f in found}
         found += [silent(self._status(w), _GRACE_S) for w in asked.values() if w.number not in known]
-        return found, statuses
+        return self._with_lost_hosts(found), statuses
+
+    def _with_lost_hosts(self, found: list[Failure]) -> list[Failure]:
+        """Say of workers that are dead or silent whether that is because their host is lost."""
+        lost = self.cluster.lost_hosts(f.where.host for f in found if f.fault in (Fault.DIED, Fault.SILENT))
+        hosts = self.cluster.hosts
+        return [lost_host(f.where, hosts[f.where.host].ip) if f.where.host in lost else f for f in found]
 
 
 def _moving_program(moves: Sequence[tuple[ArrayType, MeshShape, PartitionSpec, MeshShape, PartitionSpec]]) -> Program:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minialpa import WorkerError
-from minialpa.runtime.failures import Failure, Fault, Status, ended, fault_of, root_cause, worker_error
+from minialpa.runtime.failures import Failure, Fault, Status, ended, fault_of, root_cause, session_error, worker_error
 
 
 def failure(fault: Fault, worker: int, text: str = "") -> Failure:
@@ -37,12 +37,17 @@ def test_an_error_of_its_own_is_never_passed_over_for_a_follower(found: list[Fai
     cause = root_cause(found)
     assert cause in found
     if any(f.fault is Fault.RAISED for f in found):
-        assert cause.fault in (Fault.DIED, Fault.RAISED)
+        assert cause.fault in (Fault.LOST_HOST, Fault.DIED, Fault.RAISED)
 
 
 def test_the_first_death_counts() -> None:
     """The process of a mesh that has the coordinator dies, and jax ends the others."""
     found = [failure(Fault.LOST_PEER, 1, "Traceback"), failure(Fault.DIED, 0), failure(Fault.DIED, 1)]
+    assert root_cause(found).where.worker == 0
+
+
+def test_a_lost_host_counts_more_than_the_deaths_that_follow() -> None:
+    found = [failure(Fault.DIED, 1), failure(Fault.LOST_PEER, 2, "Traceback"), failure(Fault.LOST_HOST, 0)]
     assert root_cause(found).where.worker == 0
 
 
@@ -80,3 +85,17 @@ def test_an_error_says_where_and_why() -> None:
     for copy in (pickle.loads(pickle.dumps(error)), ended(error)):
         assert str(error) in str(copy)
         assert (copy.worker, copy.recent, copy.remote_traceback) == (1, status.recent, "Traceback: no")
+
+
+@given(st.permutations([0, 1, 2]), st.integers(0, 3))
+def test_an_error_says_of_each_worker_where_it_was(order: list[int], n_failures: int) -> None:
+    """Whether it failed itself, by its peer, or answered that all is well; whoever is noticed first."""
+    places = [Status(worker, worker, stage=worker, step=7, instruction=f"instruction {worker}") for worker in range(3)]
+    death = Failure(Fault.DIED, places[0], "its process died.")
+    failures = {0: death} | {w: Failure(Fault.LOST_PEER, places[w], "lost", "Traceback") for w in order[:n_failures]}
+    found = [failures[w] if w else death for w in order if w in failures]
+    error = session_error(found, [places[w] for w in order if w not in failures])
+    assert error.worker == 0 and error.instruction == "instruction 0"
+    for worker in (1, 2):
+        assert f"Worker {worker}, stage {worker} on host {worker}, was in step 7 at instruction {worker}." in str(error)
+    assert "had run no step" in str(session_error([death], [Status(1, 1)]))
