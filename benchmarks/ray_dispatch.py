@@ -1,13 +1,13 @@
 """How close a pipeline of two stages comes to its schedule, in one process and on Ray, a core for each stage.
 
 The bound is the program's instructions on a clock: each function takes what it took by itself, meshes do one thing at a
-time, and transfers and everything else take nothing. A worker has one core, also by itself. The devices of one process
-share XLA's threads: there, a function by itself has the cores of both, and the bound is one that no pipeline reaches.
-The bound in place is the same clock with what each call of a function took in the very step that it is compared with:
-functions next to each other share caches and memory, and the machine may be busy with other things. Functions of
-microseconds take there what it costs to start them, so that it says something of longer ones only. Beside it are the
-times of calls that do nothing.
+time, and transfers and everything else take nothing. The bound in place is the same clock with what each call of a
+function took in the very step that it is compared with: functions next to each other share caches and memory, and the
+machine may be busy with other things. Functions of microseconds take there what it costs to start them, so that it says
+something of longer ones only. Beside it are the times of calls that do nothing.
 
+The long functions scan over small layers: XLA would have larger products computed by the threads of all devices of a
+process, so that in one process a function by itself, and one whose neighbour waits, had two cores.
 The compiler's threads are counted when jax starts, so this runs in a process of its own.
 """
 
@@ -24,11 +24,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import minialpa
 from benchmarks.ray_session import ONE_CORE, ray_session
 from benchmarks.registry import Rows, Size, benchmark
-from minialpa import models
 from minialpa.program import Accumulate, Program, Run, Transfer, reads
 from minialpa.runtime.step_trace import TaskTime
 
@@ -51,8 +52,8 @@ def ray_dispatch(size: Size) -> Rows:
 
 
 def main(size: Size) -> Rows:
-    # Hidden size, rows of a micro-batch, micro-batches, repeats.
-    cases = [(8, 4, 4, 2)] if size == "tiny" else [(8, 4, 16, 50), (1024, 512, 16, 8)]
+    # Hidden size, layers of a stage, rows of a micro-batch, micro-batches, repeats.
+    cases = [(8, 2, 4, 4, 2)] if size == "tiny" else [(8, 2, 4, 16, 50), (64, 500, 64, 16, 12)]
     local = [_Case(*case) for case in cases]  # before the session: a step belongs to one
     with ray_session(N_STAGES) as runtime:
         rows = [row for case in local for row in case.rows()]
@@ -61,18 +62,33 @@ def main(size: Size) -> Rows:
     return rows
 
 
+def _train_step(stages: list[Any], batch: Any) -> Any:
+    def loss(stages: list[Any]) -> jax.Array:
+        x = batch["x"]
+        for i, layers in enumerate(stages):
+            if i:
+                minialpa.mark_pipeline_boundary()
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, grads = minialpa.value_and_grad(loss)(stages)
+    return jax.tree.map(lambda w, g: w - 1e-3 * g, stages, grads), value
+
+
 class _Case:
     """One model: its step in this process, and, once there is a session, on Ray."""
 
-    def __init__(self, hidden: int, rows: int, n_micro_batches: int, repeats: int) -> None:
-        self.hidden, self.repeats = hidden, repeats
-        self.model = models.build("mlp", batch_size=rows * n_micro_batches, hidden=hidden)
+    def __init__(self, hidden: int, n_layers: int, rows: int, n_micro_batches: int, repeats: int) -> None:
+        self.name, self.repeats = f"{n_layers} layers of {hidden}", repeats
         self.method = minialpa.PipeshardParallel(
             num_micro_batches=n_micro_batches,
-            layer_option=minialpa.AutoLayerOption(layer_num=N_STAGES),
+            layer_option="manual",
             stage_option=minialpa.UniformStageOption(num_stages=N_STAGES),
         )
-        self.state, self.batch = self.model.init(jax.random.key(0)), self.model.make_batch(0, self.model.batch_size)
+        rng = np.random.default_rng(0)
+        stages = [rng.standard_normal((n_layers, hidden, hidden), np.float32) / hidden**0.5 for _ in range(N_STAGES)]
+        x, y = rng.standard_normal((2, rows * n_micro_batches, hidden), np.float32)
+        self.state, self.batch = stages, {"x": x, "y": y}
         self.in_process = self._executable()
 
     def rows(self) -> Rows:
@@ -94,7 +110,7 @@ class _Case:
         n_tasks = sum(isinstance(i, Run | Accumulate) for i in program.instructions)
         own, bound = medians[name], medians[name]["bound"]
         return {
-            "case": f"mlp {self.hidden}, {name}",
+            "case": f"{self.name}, {name}",
             "tasks": n_tasks,
             "task_ms": bound / n_tasks * N_STAGES * 1e3,
             "bound_ms": bound * 1e3,
@@ -111,7 +127,7 @@ class _Case:
         }
 
     def _executable(self) -> Any:
-        step = minialpa.parallelize(self.model.train_step(minialpa.value_and_grad), method=self.method)
+        step = minialpa.parallelize(_train_step, method=self.method)
         return step.get_executable(self.state, self.batch)
 
     def _training(self, executable: Any) -> list[Callable[[], Mapping[str, float]]]:

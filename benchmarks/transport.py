@@ -1,6 +1,8 @@
 """Arrays from a device of one process to a device of another, next to `device_put` between two devices of one process.
 
-Each message goes there and back, as a jax array that is ready on a device at both ends; half of that is its time.
+One at a time: an array goes there and back, ready on a device at both ends; half of that is its time, and the threads
+that take part have slept before. Streamed: many are sent without waiting, each is put on a device of the other process,
+and the last one comes back; beside it as many `device_put`s are issued before any is waited for.
 Between processes of one machine, the bytes go through shared memory, or over TCP on the loopback interface.
 """
 
@@ -13,7 +15,6 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,6 +29,8 @@ from minialpa.runtime.host_transport import HostTransport
 from minialpa.runtime.transport import Part, Piece
 
 _TIMEOUT_S = 60.0
+#: Sent behind an array: whether others follow before anything comes back.
+_MORE, _LAST = np.zeros(1, np.uint8), np.ones(1, np.uint8)
 
 
 @benchmark("transport")
@@ -36,63 +39,76 @@ def transport(size: Size) -> Rows:
     kilobytes = [1, *(1024 * n for n in (1, 4, 16, 64, 256))] if size == "full" else [1, 1024]
     source, target = jax.devices()[:2] if len(jax.devices()) > 1 else (jax.devices()[0],) * 2
     rows = []
-    with _echo(shared=True) as shared, _echo(shared=False) as tcp:
+    with _peer(shared=True) as shared, _peer(shared=False) as tcp:
         for n_kb in kilobytes:
             x = jax.device_put(np.zeros(n_kb << 10, np.uint8), source)
+            n_streamed = 2 if size == "tiny" else min(32, max(2, (512 << 10) // n_kb))
             repeats = 2 if size == "tiny" else min(500, max(15, (1 << 20) // n_kb))
-            for name, there_and_back in (("shared memory", shared), ("TCP", tcp)):
-                calls: dict[str, Callable[[], Any]] = {
-                    "device_put": partial(jax.device_put, x, target),
-                    name: partial(there_and_back, x, target),
-                }
-                seconds = interleaved(calls, repeats)
-                alone_s, one_way_s = statistics.median(seconds["device_put"]), statistics.median(seconds[name]) / 2
+            for way, send in (("shared memory", shared), ("TCP", tcp)):
+                one = _seconds_each(send, x, target, 1, repeats)
+                streamed = _seconds_each(send, x, target, n_streamed, max(15, repeats // n_streamed))
                 rows.append(
                     {
                         "array": f"{n_kb} KB" if n_kb < 1024 else f"{n_kb >> 10} MB",
-                        "way": name,
-                        "time_us": one_way_s * 1e6,
-                        "device_put_us": alone_s * 1e6,
-                        "gb_per_s": n_kb * 1024 / one_way_s / 1e9,
-                        "speed_to_device_put": alone_s / one_way_s,
+                        "way": way,
+                        "time_us": one[1] / 2 * 1e6,
+                        "device_put_us": one[0] * 1e6,
+                        "speed_to_device_put": 2 * one[0] / one[1],
+                        "streamed": n_streamed,
+                        "streamed_gb_per_s": n_kb * 1024 / streamed[1] / 1e9,
+                        "streamed_speed_to_device_put": streamed[0] / streamed[1],
                     }
                 )
     return rows
 
 
+_Send = Callable[[jax.Array, jax.Device, int], jax.Array]
+
+
+def _seconds_each(send: _Send, x: jax.Array, target: jax.Device, n: int, repeats: int) -> tuple[float, float]:
+    """Seconds for each of `n` arrays: of `device_put`, and of `send`."""
+    calls: dict[str, Callable[[], Any]] = {
+        "device_put": lambda: [jax.device_put(x, target) for _ in range(n)],
+        "send": lambda: send(x, target, n),
+    }
+    seconds = interleaved(calls, repeats)
+    return statistics.median(seconds["device_put"]) / n, statistics.median(seconds["send"]) / n
+
+
 @contextmanager
-def _echo(shared: bool) -> Iterator[Callable[[jax.Array, jax.Device], jax.Array]]:
-    """A function that sends an array to another process and puts what comes back on a device."""
+def _peer(shared: bool) -> Iterator[_Send]:
+    """A function that sends an array to another process n times and puts what comes back once on a device."""
     secret = secrets.token_bytes(32)
     mine = HostTransport(secret, 0)
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
-    process = context.Process(target=_echo_all, args=(secret, far), daemon=True)
+    process = context.Process(target=_put_all, args=(secret, far), daemon=True)
     process.start()
     addresses = [mine.address, near.recv()]
     if not shared:
         addresses = [_only_tcp(address) for address in addresses]
     near.send(addresses)
     mine.connect(addresses, _TIMEOUT_S)
-    n_sent = 0
+    tag = 0
 
-    def there_and_back(x: jax.Array, device: jax.Device) -> jax.Array:
-        nonlocal n_sent
-        n_sent += 1
-        mine.send(1, n_sent, [Part(x)])
-        (back,) = mine.receive(1, n_sent, [Piece(x.shape, np.dtype(x.dtype))], _TIMEOUT_S)
+    def send(x: jax.Array, device: jax.Device, n: int) -> jax.Array:
+        nonlocal tag
+        for k in range(n):
+            tag += 1
+            mine.send(1, tag, [Part(x), Part(_LAST if k + 1 == n else _MORE)])
+        (back,) = mine.receive(1, tag, [Piece(x.shape, np.dtype(x.dtype))], _TIMEOUT_S)
         arrived: jax.Array = jax.device_put(back, device).block_until_ready()
         return arrived
 
     try:
-        yield there_and_back
+        yield send
     finally:
         mine.close()
         process.join()
 
 
-def _echo_all(secret: bytes, pipe: Connection) -> None:
-    """The other process: puts what it gets on its device and sends that back."""
+def _put_all(secret: bytes, pipe: Connection) -> None:
+    """The other process: puts what it gets on its device, and sends the last of each call back."""
     jax.config.update("jax_platforms", "cpu")
     mine = HostTransport(secret, 1)
     pipe.send(mine.address)
@@ -100,10 +116,12 @@ def _echo_all(secret: bytes, pipe: Connection) -> None:
     device = jax.devices()[0]
     for tag in itertools.count(1):
         try:
-            message = mine.take(0, tag, None)
+            payload = mine.take(0, tag, None).payload
         except WorkerError:  # The other one has closed.
             break
-        mine.send(0, tag, [Part(jax.device_put(message.payload, device).block_until_ready())])
+        arrived = jax.device_put(payload[:-1], device).block_until_ready()
+        if payload[-1]:
+            mine.send(0, tag, [Part(arrived)])
     mine.close()
 
 
