@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
+
+from tests.xla_flags import FLAGS
 
 # Read once, when jax starts its backend: this has to come before any import of jax.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # `JAX_PLATFORMS=cuda python -m pytest -m gpu` runs the GPU tests.
 os.environ["XLA_FLAGS"] = " ".join(
-    (
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        # Eight virtual devices on few cores: threads inside one device only get in each other's way.
-        "--xla_cpu_multi_thread_eigen=false",
-        # Test programs run for milliseconds; most of their time is LLVM's. Partitioning and fusion stay as they are.
-        "--xla_backend_optimization_level=0",
-        # Programs are small, and cut into parts they take more of it.
-        "--xla_cpu_parallel_codegen_split_count=1",
-    )
+    (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *FLAGS)
 ).strip()
+# As on clusters that Ray starts by itself. A process has authentication for all clusters that it joins, or for none.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

@@ -98,7 +98,9 @@ class Training:
         self.serial = jax.jit(train_step(jax.value_and_grad))
 
     def start(self, hosts: int, timeout_s: float = 300.0, env: Any = None) -> None:
-        """A session of a pipeline of two meshes on one host, or of one mesh over two hosts."""
+        """A session of a pipeline of two meshes on one host, or of one mesh over two hosts; a like one goes on."""
+        if hosts != self.hosts:
+            minialpa.shutdown()
         self.hosts = hosts
         minialpa.init(
             cluster="ray", address=self.address, num_hosts=hosts, devices_per_host=2 // hosts,

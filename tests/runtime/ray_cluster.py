@@ -11,22 +11,20 @@ import ray
 from ray.cluster_utils import Cluster
 
 import minialpa
+from tests.xla_flags import FLAGS
 
-#: Programs of tests run for milliseconds, so that most of their time would be that of the compiler.
-WORKER_ENV = {
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 "
-    "--xla_cpu_parallel_codegen_split_count=1"
-}
+WORKER_ENV = {"XLA_FLAGS": " ".join(FLAGS)}
+N_NODES, DEVICES_PER_NODE = 4, 4
 
 
 @contextmanager
-def ray_nodes(n_nodes: int, devices_per_node: int, **head_args: Any) -> Iterator[Cluster]:
+def ray_nodes(n_nodes: int = N_NODES, devices_per_node: int = DEVICES_PER_NODE, **head_args: Any) -> Iterator[Cluster]:
     """A cluster of nodes with `minialpa_cpu_device`s; ended, with all of its processes, behind the block."""
     with _forks_are_fine():
         head_args = {**_node(devices_per_node), "include_dashboard": False, **head_args}
         cluster = Cluster(initialize_head=True, head_node_args=head_args)
     try:
-        add_nodes(cluster, n_nodes, devices_per_node)
+        resize(cluster, n_nodes, devices_per_node)
         yield cluster
     finally:
         minialpa.shutdown()
@@ -34,11 +32,13 @@ def ray_nodes(n_nodes: int, devices_per_node: int, **head_args: Any) -> Iterator
         cluster.shutdown()
 
 
-def add_nodes(cluster: Cluster, n_nodes: int, devices_per_node: int) -> None:
-    """Have a cluster grow to so many nodes."""
+def resize(cluster: Cluster, n_nodes: int, devices_per_node: int = DEVICES_PER_NODE) -> None:
+    """Have a cluster grow or shrink to so many nodes. Nothing may run on it when it shrinks."""
     with _forks_are_fine():
         while len(cluster.list_all_nodes()) < n_nodes:
             cluster.add_node(**_node(devices_per_node))
+        while len(cluster.list_all_nodes()) > n_nodes:
+            cluster.remove_node(max(cluster.worker_nodes, key=lambda node: node.node_id))
 
 
 def _node(n_devices: int) -> dict[str, Any]:

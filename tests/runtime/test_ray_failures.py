@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 import minialpa
 from minialpa import WorkerError
@@ -42,21 +43,14 @@ from tests.runtime.faults import (
     wait_until,
     worker_pid,
 )
-from tests.runtime.ray_cluster import ray_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Two Ray nodes on this machine, with two devices each. Sessions find Ray connected, and leave it so."""
-    with ray_nodes(2, 2) as cluster:
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def whole_training(cluster: Any) -> Training:
+def whole_training(cluster: Cluster) -> Training:
+    """Its sessions find Ray connected, and leave it so."""
+    ray.init(address=cluster.address, log_to_driver=False)
     return Training(cluster.address)
 
 
@@ -289,12 +283,15 @@ def test_one_host_of_a_mesh_killed(training: Training) -> None:
     traces.assert_gone()
 
 
-def test_node_lost(training: Training, cluster: Any) -> None:
+def test_node_lost(training: Training, cluster: Cluster) -> None:
     training.start(hosts=2)
     training.advance()
     traces = Traces.of_session()
-    node = max(cluster.worker_nodes)
+    kept = {cluster.head_node.node_id, ray.get_runtime_context().get_node_id()}
+    hosts = [host.node_id for host in current_session().runtime.cluster.hosts]
+    host = next(i for i, node_id in enumerate(hosts) if node_id not in kept)
+    node = next(node for node in cluster.worker_nodes if node.node_id == hosts[host])
     told = told_of(lambda: cluster.remove_node(node, allow_graceful=False), long_step(training, 0), after_s=1.0)
     assert told.seconds < SOON_S
-    assert told.error.host == 1 and "its process died" in str(told.error)
+    assert told.error.host == host and "its host is lost" in str(told.error)
     traces.assert_gone()

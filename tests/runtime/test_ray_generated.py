@@ -15,11 +15,12 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import strategies as st
+from ray.cluster_utils import Cluster
 
 import minialpa
 from minialpa import ManualLayerOption, ManualStageOption, PipeshardParallel, ShardParallel
 from minialpa.testing import assert_allclose
-from tests.runtime.ray_cluster import WORKER_ENV, ray_nodes
+from tests.runtime.ray_cluster import WORKER_ENV
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow]
 
@@ -28,11 +29,11 @@ WIDTH = 12
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[None]:
-    with ray_nodes(N_HOSTS, DEVICES_PER_HOST) as cluster:
-        minialpa.init(cluster="ray", address=cluster.address, worker_env=WORKER_ENV)
-        with jax.numpy_dtype_promotion("standard"):  # for optax
-            yield
+def session(cluster: Cluster) -> Iterator[None]:
+    part = {"num_hosts": N_HOSTS, "devices_per_host": DEVICES_PER_HOST}
+    minialpa.init(cluster="ray", address=cluster.address, worker_env=WORKER_ENV, **part)
+    with jax.numpy_dtype_promotion("standard"):  # for optax
+        yield
 
 
 @dataclass(frozen=True)

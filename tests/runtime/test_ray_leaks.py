@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,20 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 import minialpa
 from benchmarks.ray_leaks import BATCH_BYTES, N_MESHES, steps
-from benchmarks.ray_session import ray_session
 from minialpa.runtime.plain import from_plain, to_plain
+from minialpa.session import current_session
 from minialpa.testing import assert_allclose
+from tests.runtime.ray_cluster import WORKER_ENV
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Iterator[Any]:
-    with ray_session(N_MESHES) as runtime:
-        yield runtime
+def runtime(cluster: Cluster) -> Any:
+    start(cluster, WORKER_ENV)
+    return current_session().runtime
+
+
+def start(cluster: Cluster, env: dict[str, str]) -> None:
+    part = {"num_hosts": 1, "devices_per_host": N_MESHES}
+    minialpa.init(cluster="ray", address=cluster.address, worker_env={**env, "NPROC": "1"}, **part)
 
 
 def test_nothing_grows_after_the_first_steps(runtime: Any) -> None:
@@ -98,12 +104,12 @@ def test_bytes_of_arrays_go_beside_the_pickle(dtype: str) -> None:
 
 
 @pytest.mark.slow
-def test_second_session_finds_what_the_first_one_compiled(runtime: Any, tmp_path: Any) -> None:
+def test_second_session_finds_what_the_first_one_compiled(cluster: Cluster, tmp_path: Any) -> None:
     minialpa.shutdown()
     files = []
     for _ in range(2):
         env = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        minialpa.init(cluster="ray", devices_per_host=N_MESHES, worker_env=env)
+        start(cluster, env)
         step, params, batch = _small_step()
         float(step(params, batch)[1])
         minialpa.shutdown()

@@ -12,12 +12,10 @@ from ray.cluster_utils import Cluster
 import minialpa
 from minialpa import ShardParallel
 from minialpa.testing import assert_allclose
-from tests.runtime.ray_cluster import WORKER_ENV, add_nodes, ray_nodes
+from tests.runtime.ray_cluster import N_NODES, WORKER_ENV, resize
 from tests.test_numeric_matrix import N_MICRO_BATCHES, SIZES, pipeline, serial_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
-
-DEVICES_PER_NODE = 4
 
 
 @dataclass(frozen=True)
@@ -44,17 +42,11 @@ SHORT = {(Arrangement(2, 2, 2), "mlp")}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with ray_nodes(4, DEVICES_PER_NODE) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
 def arrangement(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Arrangement]:
     """An arrangement, with a session on as many hosts and devices as it uses."""
     found: Arrangement = request.param
     n_hosts = found.meshes * found.hosts
-    add_nodes(cluster, n_hosts, DEVICES_PER_NODE)
+    resize(cluster, max(n_hosts, N_NODES))
     minialpa.init(
         cluster="ray", address=cluster.address, num_hosts=n_hosts, devices_per_host=found.devices, worker_env=WORKER_ENV
     )

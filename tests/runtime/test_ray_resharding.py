@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,18 +16,16 @@ from minialpa.inter.mesh_programs import array_type
 from minialpa.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
 from minialpa.runtime.ray_executable import RayExecutable
 from minialpa.sharding import specs_of
-from tests.runtime.ray_cluster import WORKER_ENV, ray_nodes
+from tests.runtime.ray_cluster import WORKER_ENV
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 SHAPE = (12, 8)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with ray_nodes(4, 2) as cluster:
-        minialpa.init(cluster="ray", address=cluster.address, worker_env=WORKER_ENV)
-        yield cluster
+@pytest.fixture(scope="module", autouse=True)
+def _session(cluster: Cluster) -> None:
+    minialpa.init(cluster="ray", address=cluster.address, devices_per_host=2, worker_env=WORKER_ENV)
 
 
 def array_of(i: int) -> Any:
@@ -54,7 +51,7 @@ def plain(x: Any) -> Any:
     ],
     ids=["2x2 to 2x2", "1 host to 3", "inside a host and over others"],
 )
-def test_all_pairs_of_specs_both_ways(cluster: Cluster, meshes: tuple[MeshShape, MeshShape]) -> None:
+def test_all_pairs_of_specs_both_ways(meshes: tuple[MeshShape, MeshShape]) -> None:
     specs = [[spec.partition_spec() for spec in specs_of(SHAPE, mesh.logical_shape)] for mesh in meshes]
     ways = [(a, b, s, t) for a, b in ((0, 1), (1, 0)) for s, t in itertools.product(specs[a], specs[b])]
     n = len(ways)

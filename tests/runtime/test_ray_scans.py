@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from minialpa import PipeshardParallel, ShardParallel, UniformStageOption
 from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.distributed_array import DistributedArray
 from minialpa.testing import assert_allclose
-from tests.runtime.ray_cluster import WORKER_ENV, ray_nodes
+from tests.runtime.ray_cluster import WORKER_ENV
 from tests.test_unstacked_training import Perceptron, by_hand, pipeline
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
@@ -23,11 +22,9 @@ BATCH = 16
 TWO_STAGES = pipeline(UniformStageOption(2), 2)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with ray_nodes(2, 1) as cluster:
-        minialpa.init(cluster="ray", address=cluster.address, worker_env=WORKER_ENV)
-        yield cluster
+@pytest.fixture(scope="module", autouse=True)
+def _session(cluster: Cluster) -> None:
+    minialpa.init(cluster="ray", address=cluster.address, num_hosts=2, devices_per_host=1, worker_env=WORKER_ENV)
 
 
 def blocked_leaves(state: Any) -> list[BlockedArray]:
@@ -49,7 +46,7 @@ def steps(method: PipeshardParallel = TWO_STAGES) -> tuple[Any, Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_presharded", [False, True])
-def test_blocks_stay_on_the_workers(cluster: Cluster, is_presharded: bool, key: jax.Array) -> None:
+def test_blocks_stay_on_the_workers(is_presharded: bool, key: jax.Array) -> None:
     case, expected_step, actual_step = steps()
     expected = actual = case.init(key)
     if is_presharded:
@@ -81,9 +78,7 @@ def test_blocks_stay_on_the_workers(cluster: Cluster, is_presharded: bool, key: 
     ids=["blocks on other stages", "blocks of other rows"],
 )
 @pytest.mark.slow
-def test_blocks_go_from_one_plan_to_another(
-    cluster: Cluster, other: PipeshardParallel, is_fetched: bool, key: jax.Array
-) -> None:
+def test_blocks_go_from_one_plan_to_another(other: PipeshardParallel, is_fetched: bool, key: jax.Array) -> None:
     """Workers send each other blocks that lie elsewhere. What is given stays the caller's."""
     case, expected_step, actual_step = steps(pipeline(by_hand([[0], [1, 2, 3, 4]]), 5))
     batch = case.make_batch(0, BATCH)
@@ -100,7 +95,7 @@ def test_blocks_go_from_one_plan_to_another(
 
 
 @pytest.mark.slow
-def test_a_step_on_one_mesh_takes_the_blocks(cluster: Cluster, key: jax.Array) -> None:
+def test_a_step_on_one_mesh_takes_the_blocks(key: jax.Array) -> None:
     case, expected_step, actual_step = steps()
     batch = case.make_batch(0, BATCH)
     state, _ = actual_step(case.init(key), batch)
@@ -112,7 +107,7 @@ def test_a_step_on_one_mesh_takes_the_blocks(cluster: Cluster, key: jax.Array) -
     assert all(leaf.is_deleted() for leaf in blocked_leaves(state))
 
 
-def test_workers_hold_one_state(cluster: Cluster, key: jax.Array) -> None:
+def test_workers_hold_one_state(key: jax.Array) -> None:
     case, _, step = steps()
     state = case.init(key)
     held = []

@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 import minialpa as alpa
 from minialpa import AutoLayerOption, ManualStageOption, PipeshardParallel, ShardParallel
 from minialpa.testing import assert_allclose
-from tests.runtime.ray_cluster import WORKER_ENV, ray_nodes
+from tests.runtime.ray_cluster import DEVICES_PER_NODE, N_NODES, WORKER_ENV
 from tests.test_alpa_scripts import (  # noqa: F401
     make_problem,
     on_one_device,
@@ -29,14 +29,6 @@ from tests.test_alpa_scripts import (  # noqa: F401
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
-
-N_HOSTS, DEVICES_PER_HOST = 2, 4
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with ray_nodes(N_HOSTS, DEVICES_PER_HOST) as cluster:
-        yield cluster
 
 
 @pytest.fixture(autouse=True)
@@ -69,27 +61,29 @@ def test_an_mlp_with_boundaries_by_hand_trains_as_on_one_device(cluster: Cluster
     alpa.shutdown()
     init(cluster, **part)
     executable = train_with_boundaries_by_hand()
-    _check_debug_info(executable, tmp_path)
-    _check_dp_result(executable.get_parallel_plan(), part.get("num_devices_per_node", DEVICES_PER_HOST))
+    hosts = part.get("num_nodes", N_NODES) // 2
+    _check_debug_info(executable, hosts, tmp_path)
+    _check_dp_result(executable.get_parallel_plan(), hosts, part.get("num_devices_per_node", DEVICES_PER_NODE))
 
 
-def _check_debug_info(executable: Any, folder: Path) -> None:
+def _check_debug_info(executable: Any, hosts_per_stage: int, folder: Path) -> None:
     """Every function has its HLO, and every worker says what it is and does."""
     executable.dump_debug_info(folder)
     names = {path.name for path in folder.iterdir()}
     assert {"plan.json", "summary.txt", "placements.txt", "instructions.txt"} <= names
     assert sum(name.endswith(".hlo.txt") for name in names) == len(executable.function_names)
     workers = sorted(name for name in names if name.endswith("-worker.txt"))
-    assert workers == ["stage0-host0-worker.txt", "stage1-host1-worker.txt"]
-    for number, name in enumerate(workers):
+    assert workers == [f"stage{i // hosts_per_stage}-host{i}-worker.txt" for i in range(2 * hosts_per_stage)]
+    for host, name in enumerate(workers):
         text = (folder / name).read_text()
-        assert f"stage {number}, host {number}" in text and "Send" in text and "Receive" in text and "Run" in text
+        assert f"stage {host // hosts_per_stage}, host {host}" in text
+        assert "Send" in text and "Receive" in text and "Run" in text
 
 
-def _check_dp_result(plan: alpa.Plan, devices_per_host: int) -> None:
+def _check_dp_result(plan: alpa.Plan, hosts: int, devices_per_host: int) -> None:
     _, layers, submeshes, shapes, options = alpa.get_last_dp_result()
     summary = plan.summary()
-    assert layers == ((0,), (1,)) and submeshes == ((1, devices_per_host),) * 2 and len(options) == 2
+    assert layers == ((0,), (1,)) and submeshes == ((hosts, devices_per_host),) * 2 and len(options) == 2
     for k, (submesh, shape) in enumerate(zip(submeshes, shapes, strict=True)):
         assert f"Stage {k}: layer {k}, submesh {submesh[0]}x{submesh[1]}" in summary
         assert f"logical shape {shape}" in summary
@@ -98,7 +92,7 @@ def _check_dp_result(plan: alpa.Plan, devices_per_host: int) -> None:
 @pytest.mark.slow
 def test_an_mlp_with_layers_and_stages_found_trains_as_on_one_device(cluster: Cluster) -> None:
     alpa.shutdown()
-    init(cluster)
+    init(cluster, num_hosts=2)
     train_with_layers_and_stages_found()
 
 
@@ -109,7 +103,7 @@ def test_a_wide_resnet_trains_over_a_ragged_batch_and_another_batch_size(
     n_layers: int | None,
     on_one_device: Any,  # noqa: F811
 ) -> None:
-    init(cluster)
+    init(cluster, num_hosts=2)
     case, (serial, expected, right) = on_one_device
     method: Any = ShardParallel()
     if n_layers is not None:
@@ -133,7 +127,7 @@ def two_stages(*submeshes: tuple[int, int]) -> PipeshardParallel:
 
 
 def test_functions_with_the_same_meshes_share_them_and_others_take_their_devices(cluster: Cluster) -> None:
-    init(cluster)
+    init(cluster, num_hosts=2)
     runtime = alpa.session.current_session().runtime
     state, batch = make_problem(manual=True)
 
@@ -168,7 +162,7 @@ def test_functions_with_the_same_meshes_share_them_and_others_take_their_devices
 
 
 def test_weights_that_lie_on_one_mesh_and_are_read_on_another_are_sent_by_the_workers(cluster: Cluster) -> None:
-    init(cluster)
+    init(cluster, num_hosts=2)
     w = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
     x = np.ones((8, 16), np.float32)
 
@@ -207,13 +201,13 @@ def test_a_session_can_be_ended_and_started_again_and_gives_everything_back(clus
 
 def test_more_than_the_cluster_has_is_refused(cluster: Cluster) -> None:
     alpa.shutdown()
-    with pytest.raises(alpa.ShardingError, match="3 hosts were asked for and the Ray cluster has 2"):
-        init(cluster, num_hosts=3)
+    with pytest.raises(alpa.ShardingError, match="5 hosts were asked for and the Ray cluster has 4"):
+        init(cluster, num_hosts=5)
     with pytest.raises(alpa.ShardingError, match="5 devices per host were asked for"):
         init(cluster, devices_per_host=5)
     with pytest.raises(alpa.MinialpaError, match="No Ray cluster answers"):
         alpa.init(cluster="ray", address="127.0.0.1:9")
-    init(cluster)
+    init(cluster, num_hosts=2)
     with pytest.raises(alpa.MinialpaError, match="other arguments"):
         alpa.init(cluster="local")
     with pytest.raises(alpa.ShardingError, match="devices of this process"):
@@ -224,7 +218,7 @@ def test_more_than_the_cluster_has_is_refused(cluster: Cluster) -> None:
 
 
 def test_results_are_arrays_to_users(cluster: Cluster) -> None:
-    init(cluster)
+    init(cluster, num_hosts=2)
 
     @alpa.parallelize(method=ShardParallel(), batch_argnums=())
     def make(x: Any, key: Any) -> Any:
@@ -251,7 +245,7 @@ def test_results_are_arrays_to_users(cluster: Cluster) -> None:
 
 
 def test_a_donated_array_is_gone_and_an_array_given_twice_is_not(cluster: Cluster) -> None:
-    init(cluster)
+    init(cluster, num_hosts=2)
     step = alpa.parallelize(lambda a, b: (a + 1.0, b * 2.0), method=ShardParallel(), donate_argnums=(0, 1),
                             batch_argnums=())  # fmt: skip
     x = np.ones((8, 4), np.float32)
@@ -268,7 +262,7 @@ def test_a_donated_array_is_gone_and_an_array_given_twice_is_not(cluster: Cluste
 
 
 def test_what_a_step_only_hands_on_stays(cluster: Cluster) -> None:
-    init(cluster)
+    init(cluster, num_hosts=2)
     step = alpa.parallelize(
         lambda s, x: ({**s, "w": s["w"] + x}, s["n"]), method=ShardParallel(), donate_argnums=(0,), batch_argnums=()
     )
@@ -283,7 +277,7 @@ def test_what_a_step_only_hands_on_stays(cluster: Cluster) -> None:
 
 
 def test_arguments_are_laid_out_beforehand(cluster: Cluster) -> None:
-    init(cluster)
+    init(cluster, num_hosts=2)
     state, batch = make_problem(manual=True)
     step = alpa.parallelize(lambda state, batch: train_step(state, batch, alpa.grad), method=two_stages((1, 4), (1, 4)))
     placed_state, placed_batch = step.preshard_dynamic_args(state, batch)
@@ -295,7 +289,7 @@ def test_arguments_are_laid_out_beforehand(cluster: Cluster) -> None:
 
 
 def test_what_nobody_uses_is_freed_on_the_workers(cluster: Cluster) -> None:
-    init(cluster)
+    init(cluster, num_hosts=2)
     runtime = alpa.session.current_session().runtime
     step = alpa.parallelize(lambda x: x + 1.0, method=ShardParallel(), donate_argnums=(), batch_argnums=())
     x: Any = step(np.zeros((8, 8), np.float32))
@@ -308,7 +302,7 @@ def test_what_nobody_uses_is_freed_on_the_workers(cluster: Cluster) -> None:
 
 
 def test_a_step_that_calls_back_into_python_is_refused(cluster: Cluster) -> None:
-    init(cluster)
+    init(cluster, num_hosts=2)
 
     def step(x: Any) -> Any:
         jax.debug.print("{}", x[0])

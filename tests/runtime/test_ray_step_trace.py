@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,10 @@ from ray.cluster_utils import Cluster
 
 import minialpa
 from minialpa.methods import Method
-from tests.runtime.ray_cluster import WORKER_ENV, ray_nodes
+from tests.runtime.ray_cluster import WORKER_ENV
 from tests.runtime.timelines import check_step, pipeline
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with ray_nodes(2, 2) as cluster:
-        yield cluster
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,14 @@
+"""Flags of XLA for processes that run tests: programs that run for milliseconds, and compile soon."""
+
+from __future__ import annotations
+
+FLAGS = (
+    # Devices share few cores: threads inside one device only get in each other's way.
+    "--xla_cpu_multi_thread_eigen=false",
+    # Most of the time is LLVM's. Partitioning and fusion stay as they are.
+    "--xla_backend_optimization_level=0",
+    # Programs are small, and cut into parts they take more of it.
+    "--xla_cpu_parallel_codegen_split_count=1",
+    # The emitters that go through MLIR take twice as long. XLA ignores an extra option that it does not know.
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+)
