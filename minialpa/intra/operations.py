@@ -32,16 +32,19 @@ _REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or r
 #: Elementwise, and too dear to compute twice.
 _DEAR = _names(
     """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma lgamma
-    log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh"""
+    log log1p log2 logistic pow rem rsqrt sin sinh sqrt tan tanh"""
 )
 _EXPENSIVE = _DEAR | _REDUCTIONS | {"gather"}
-_JOINS_SUM = _names("abs add convert_element_type exp integer_pow max min mul neg square sub")
+_JOINS_SUM = _names(
+    "abs add convert_element_type exp integer_pow max min mul neg one_minus_square polynomial square sub"
+)
 _ELEMENTWISE = (
     _DEAR
     | _JOINS_SUM
     | _names(
-        """add_any and ceil clamp clz conj eq floor ge gt imag is_finite le lt ne nextafter not or population_count real
-        reduce_precision round select_n shift_left shift_right_arithmetic shift_right_logical sign xor"""
+        """add_any and ceil clamp clz complex conj eq eq_to floor ge gt imag is_finite le le_to lt lt_to mulhi ne
+        nextafter not or population_count real reduce_precision round select_n shift_left shift_right_arithmetic
+        shift_right_logical sign xor"""
     )
 )
 _LOOPS = (
