@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -92,6 +94,27 @@ _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
         LinkSpec(2e-4, 1 / 1e9),
     ),
 }
+
+# What jax and Ray call GPUs, as regular expressions; the first one that is found counts.
+_GPU_KINDS: tuple[tuple[str, PresetName], ...] = (
+    (r"\bh200\b", "h200"),
+    (r"\bh100\b", "h100"),
+    (r"\ba100\b.*40g", "a100-40gb"),
+    (r"\ba100\b", "a100-80gb"),
+    (r"\bv100\b", "v100-p3.16xlarge"),
+)
+
+
+def gpu_preset(kind: str) -> PresetName:
+    """The preset of a kind of GPU, by the name that jax or Ray has for it; warns if there is none, and takes V100s."""
+    found = next((preset for pattern, preset in _GPU_KINDS if re.search(pattern, kind, re.IGNORECASE)), None)
+    if found is None:
+        warnings.warn(
+            f"minialpa has no figures for the GPU {kind!r} and plans as if it were a V100. Give its own: "
+            "`devices=ClusterSpec(...)` of the method.",
+            stacklevel=2,
+        )
+    return found or "v100-p3.16xlarge"
 
 
 @dataclass(frozen=True, slots=True)

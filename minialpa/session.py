@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 
-from minialpa.cluster import ClusterSpec, PresetName
+from minialpa.cluster import ClusterSpec, PresetName, gpu_preset
 from minialpa.errors import MinialpaError, ShardingError, WorkerError
 from minialpa.inter.mesh_programs import split_by_mesh
 
@@ -123,9 +124,25 @@ def _ray_session(arguments: tuple[Any, ...]) -> Session:
         ) from error
     _, address, hosts, per_host, namespace, timeout_s, env = arguments
     cluster = RayCluster(Request(address, hosts, per_host, namespace, timeout_s, dict(env)))
+    if cluster.platform != "cpu":
+        _leave_gpus_to_workers()
     spec = cluster.describe()
     split = functools.partial(split_by_mesh, cluster=spec, platform=cluster.platform)
     return Session((), spec, arguments, RayRuntime(cluster, split))
+
+
+def _leave_gpus_to_workers() -> None:
+    """Have jax use the CPU in this process, unless it was told otherwise: on a GPU it would keep most of the memory."""
+    if jax.config.jax_platforms:  # type: ignore[attr-defined]
+        return
+    jax.config.update("jax_platforms", "cpu")
+    if jax.default_backend() != "cpu":  # it had started before
+        jax.config.update("jax_platforms", None)
+        warnings.warn(
+            "jax in this process has a GPU already, most of whose memory it keeps from the worker there. Call "
+            "`minialpa.init` before anything else of jax, or set JAX_PLATFORMS=cpu.",
+            stacklevel=4,
+        )
 
 
 def _local_session(hosts: int, per_host: int | None, arguments: tuple[Any, ...]) -> Session:
@@ -141,19 +158,9 @@ def _local_session(hosts: int, per_host: int | None, arguments: tuple[Any, ...])
     return Session(chosen, describe_devices(chosen, hosts), arguments)
 
 
-_KINDS: tuple[tuple[str, PresetName], ...] = (
-    ("h200", "h200"),
-    ("h100", "h100"),
-    ("a100-sxm4-80gb", "a100-80gb"),
-    ("a100", "a100-40gb"),
-    ("v100", "v100-p3.16xlarge"),
-)
-
-
 def describe_devices(devices: Sequence[jax.Device], hosts: int = 1) -> ClusterSpec:
     """The cluster that `devices` form, by their kind; memory as the device reports it."""
-    kind = devices[0].device_kind.lower()
-    name: PresetName = next((preset for part, preset in _KINDS if part in kind), "cpu")
+    name: PresetName = "cpu" if devices[0].platform == "cpu" else gpu_preset(devices[0].device_kind)
     spec = ClusterSpec.preset(name, num_hosts=hosts, devices_per_host=len(devices) // hosts)
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     if limit:

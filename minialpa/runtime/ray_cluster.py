@@ -7,12 +7,9 @@ each of which stands for one virtual CPU device unless the number is given.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import secrets
-import socket
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,13 +17,13 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.experimental.internal_kv import _internal_kv_exists
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from minialpa.cluster import ClusterSpec, PresetName
+from minialpa.cluster import ClusterSpec, PresetName, gpu_preset
 from minialpa.errors import MinialpaError, ShardingError
 from minialpa.runtime.failures import Failure, Fault, Status, worker_error
+from minialpa.runtime.ray_connection import answers, connect, fault_of_head
 from minialpa.runtime.worker import Worker, WorkerSettings
 
 CPU_DEVICE = "minialpa_cpu_device"
@@ -35,13 +32,6 @@ RESERVE_S, START_S = 60.0, 180.0
 #: Seconds for which the head of the cluster may be away. Ray itself ends this process after a minute.
 HEAD_S = 7.0
 _ATTEMPTS = 3
-#: Part of the name that Ray has for a kind of GPU, and its preset.
-_GPU_PRESETS: tuple[tuple[str, PresetName], ...] = (
-    ("H200", "h200"),
-    ("H100", "h100"),
-    ("A100-40", "a100-40gb"),
-    ("A100", "a100-80gb"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +78,7 @@ class RayCluster:
         self.request = request
         self.owns_ray = not ray.is_initialized()
         if self.owns_ray:
-            _connect(request)
+            connect(request.address, request.namespace)
         try:
             self.head = ray.get_runtime_context().gcs_address
             self.check_head()
@@ -114,7 +104,7 @@ class RayCluster:
         if not ray.is_initialized():
             return
         try:
-            if _fault_of_head(self.head) is None:
+            if fault_of_head(self.head) is None:
                 remove_placement_group(self._group)
         finally:
             if self.owns_ray:
@@ -122,7 +112,7 @@ class RayCluster:
 
     def check_head(self) -> None:
         """Raise MinialpaError if the head of the cluster is away, or is another one than this process has joined."""
-        fault = _fault_of_head(self.head)
+        fault = fault_of_head(self.head)
         if fault is not None:
             raise MinialpaError(
                 f"The head of the Ray cluster at {self.head} {fault}, so nothing can start there. Fetch what you need "
@@ -132,7 +122,7 @@ class RayCluster:
 
     def headless_s(self) -> float:
         """Seconds since the first of those calls of this that have found that the head of the cluster is away."""
-        if _answers(self.head):
+        if answers(self.head):
             self._headless_since = None
             return 0.0
         now = time.monotonic()
@@ -144,17 +134,29 @@ class RayCluster:
         asked = sorted(set(numbers))
         addresses = [f"{self.hosts[number].ip}:{self.hosts[number].port}" for number in asked]
         with ThreadPoolExecutor(max_workers=max(1, len(asked))) as pool:
-            return {number for number, answers in zip(asked, pool.map(_answers, addresses), strict=True) if not answers}
+            return {number for number, found in zip(asked, pool.map(answers, addresses), strict=True) if not found}
 
     def describe(self) -> ClusterSpec:
-        """The cluster for the planner: device and links by the kind of the GPUs, or those of CPUs."""
-        preset = self._gpu_preset() if self.platform == "cuda" else "cpu"
-        return ClusterSpec.preset(preset, num_hosts=len(self.hosts), devices_per_host=self.devices_per_host)
+        """The cluster for the planner: devices by the kinds of the GPUs, or those of CPUs; links by the first kind."""
+        presets: Sequence[PresetName] = self._gpu_presets() if self.platform == "cuda" else ("cpu",)
+        specs = [
+            ClusterSpec.preset(preset, num_hosts=len(self.hosts), devices_per_host=self.devices_per_host)
+            for preset in presets
+        ]
+        if len({spec.device for spec in specs}) == 1:
+            return specs[0]
+        return replace(specs[0], host_devices=tuple(spec.device for spec in specs))
 
-    def _gpu_preset(self) -> PresetName:
-        node = next(n for n in ray.nodes() if n["NodeID"] == self.hosts[0].node_id)
-        names = " ".join(name for name in node["Resources"] if name.startswith("accelerator_type:"))
-        return next((preset for part, preset in _GPU_PRESETS if part in names), "v100-p3.16xlarge")
+    def _gpu_presets(self) -> list[PresetName]:
+        """The preset of each host."""
+        resources = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
+        label = "accelerator_type:"
+        kinds = [
+            next((name.removeprefix(label) for name in resources[host.node_id] if name.startswith(label)), "unknown")
+            for host in self.hosts
+        ]
+        presets = {kind: gpu_preset(kind) for kind in kinds}
+        return [presets[kind] for kind in kinds]
 
     # ---- workers --------------------------------------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class RayCluster:
         """End the processes of workers. Those that are gone already are no error."""
         if not workers or not ray.is_initialized():
             return
-        if _fault_of_head(self.head) is not None:  # it passes on what `ray.kill` asks for
+        if fault_of_head(self.head) is not None:  # it passes on what `ray.kill` asks for
             for worker in workers:
                 worker.actor.stop.options(concurrency_group="control").remote()
         for worker in workers:
@@ -230,47 +232,6 @@ def _worker_env(platform: str) -> dict[str, str]:
     if platform == "cuda":
         env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.9"
     return env
-
-
-def _connect(request: Request) -> None:
-    address = request.address or os.environ.get("RAY_ADDRESS") or _started_here()
-    if address in (None, "local"):
-        with warnings.catch_warnings():
-            # Ray forks to start its processes, and these replace themselves at once.
-            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-            ray.init(
-                "local",
-                namespace=request.namespace,
-                include_dashboard=False,
-                log_to_driver=False,
-                # Ray would have everything else on this machine go before its workers.
-                _system_config={"worker_niceness": 0},
-            )
-        return
-    # Ray would try for minutes.
-    if re.fullmatch(r"\S+:\d+", address) and "://" not in address and not _answers(address):
-        raise _no_cluster(address, "nothing listens there")
-    try:
-        ray.init(address=address, namespace=request.namespace, log_to_driver=False)
-    except (ConnectionError, RuntimeError) as error:
-        raise _no_cluster(address, str(error)) from error
-
-
-def _no_cluster(address: str, reason: str) -> MinialpaError:
-    return MinialpaError(
-        f"No Ray cluster answers at {address!r} ({reason}). Start one with `ray start --head`, or leave out `address` "
-        "and `RAY_ADDRESS` to start one on this machine."
-    )
-
-
-def _started_here() -> str | None:
-    """The address of the cluster that `ray start` has started on this machine, if it still runs."""
-    try:
-        from ray._private.utils import read_ray_address
-    except ImportError:
-        return None
-    address = read_ray_address()
-    return str(address) if address and _answers(address) else None
 
 
 def _choose_nodes(request: Request) -> tuple[str, list[dict[str, Any]], int]:
@@ -373,26 +334,7 @@ _LABELS = ("actor_id:", "class_name:", "ip:", "name:", "namespace:", "pid:")
 
 def failed_call(last: Status, error: RayTaskError) -> Failure:
     """The failure of a call that is no step, such as the loading of a program."""
-    where = replace(last, instruction=f"the call of `{error.function_name}`", recent=())
-    return Failure(Fault.RAISED, where, f"{error.cause!r}" if error.cause else str(error), str(error))
-
-
-def _fault_of_head(address: str) -> str | None:
-    """Why the head of the cluster that this process has joined does not do what it is asked, if so."""
-    if not _answers(address):
-        return "does not answer"
-    try:
-        _internal_kv_exists(b"minialpa")
-    except RayError:  # Other calls of Ray would end this process now.
-        return "was restarted and does not know this process"
-    return None
-
-
-def _answers(address: str) -> bool:
-    """Whether something listens at host:port."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=2.0):
-            return True
-    except (OSError, ValueError):
-        return False
+    text = re.sub(r"\x1b\[\d+m", "", str(error))  # colours
+    called = re.search(r"ray::(?:\w+\.)?(\w+)", text)  # the error that `ray.get` raises keeps no name
+    where = replace(last, instruction=f"the call of `{called[1]}`" if called else "a call", recent=())
+    return Failure(Fault.RAISED, where, f"{error.cause!r}" if error.cause else text, text)

@@ -101,13 +101,27 @@ class Worker:
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None
-        self._devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        self._devices = sorted(self._all_devices(), key=lambda d: (d.process_index, d.id))
         local = len(self._local_devices())
         if local != self.settings.n_devices:
             raise WorkerError(
                 f"Host {self.settings.host} ({self.settings.ip}) has {local} {self.settings.platform} devices for a "
                 f"worker of {self.settings.n_devices}."
             )
+
+    def _all_devices(self) -> list[Any]:
+        """Those of all workers of the mesh."""
+        import jax
+
+        try:
+            return list(jax.devices())
+        except (RuntimeError, AssertionError) as error:
+            if self.settings.platform == "cpu":
+                raise
+            raise WorkerError(
+                f"Ray has GPUs on host {self.settings.host} ({self.settings.ip}), and jax cannot use them ({error!r}). "
+                "Is `minialpa[gpu]` installed there, and does `minialpa doctor` see them?"
+            ) from error
 
     def _local_devices(self) -> list[Any]:
         import jax

@@ -207,6 +207,8 @@ def test_more_than_the_cluster_has_is_refused(cluster: Cluster) -> None:
         init(cluster, devices_per_host=5)
     with pytest.raises(alpa.MinialpaError, match="No Ray cluster answers"):
         alpa.init(cluster="ray", address="127.0.0.1:9")
+    with pytest.raises(alpa.MinialpaError, match=r"Ray client server.*on a host of the cluster"):
+        alpa.init(cluster="ray", address="ray://127.0.0.1:10001")
     init(cluster, num_hosts=2)
     with pytest.raises(alpa.MinialpaError, match="other arguments"):
         alpa.init(cluster="local")

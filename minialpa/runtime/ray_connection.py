@@ -1,0 +1,85 @@
+"""The connection of this process to Ray: an address in; a cluster that is joined, and whether its head lives, out."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import warnings
+
+import ray
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_exists
+
+from minialpa.errors import MinialpaError
+
+
+def connect(address: str | None, namespace: str) -> None:
+    """Join the cluster at `address`, or that of RAY_ADDRESS, or the one of this machine, or start one here.
+
+    Raises MinialpaError if none answers.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or _started_here()
+    if address in (None, "local"):
+        with warnings.catch_warnings():
+            # Ray forks to start its processes, and these replace themselves at once.
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            ray.init(
+                "local",
+                namespace=namespace,
+                include_dashboard=False,
+                log_to_driver=False,
+                # Ray would have everything else on this machine go before its workers.
+                _system_config={"worker_niceness": 0},
+            )
+        return
+    if address.startswith("ray://"):
+        raise MinialpaError(
+            f"{address!r} is the address of a Ray client server, but the process that trains has to be on a host of "
+            "the cluster: start it there, by `ray job submit` for instance, and leave out `address` and `RAY_ADDRESS`."
+        )
+    # Ray would try for minutes.
+    if re.fullmatch(r"\S+:\d+", address) and "://" not in address and not answers(address):
+        raise _no_cluster(address, "nothing listens there")
+    try:
+        ray.init(address=address, namespace=namespace, log_to_driver=False)
+    except (ConnectionError, RuntimeError) as error:
+        raise _no_cluster(address, str(error)) from error
+
+
+def _no_cluster(address: str, reason: str) -> MinialpaError:
+    return MinialpaError(
+        f"No Ray cluster answers at {address!r} ({reason}). Start one with `ray start --head`, or leave out `address` "
+        "and `RAY_ADDRESS` to start one on this machine."
+    )
+
+
+def _started_here() -> str | None:
+    """The address of the cluster that `ray start` has started on this machine, if it still runs."""
+    try:
+        from ray._private.utils import read_ray_address
+    except ImportError:
+        return None
+    address = read_ray_address()
+    return str(address) if address and answers(address) else None
+
+
+def fault_of_head(address: str) -> str | None:
+    """Why the head of the cluster that this process has joined does not do what it is asked, if so."""
+    if not answers(address):
+        return "does not answer"
+    try:
+        _internal_kv_exists(b"minialpa")
+    except RayError:  # Other calls of Ray would end this process now.
+        return "was restarted and does not know this process"
+    return None
+
+
+def answers(address: str) -> bool:
+    """Whether something listens at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=2.0):
+            return True
+    except (OSError, ValueError):
+        return False

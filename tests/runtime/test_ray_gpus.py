@@ -1,0 +1,92 @@
+"""Clusters whose nodes have GPUs, as far as Ray is told: what is planned for, and what their absence is called."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from minialpa.cluster import gpu_preset
+
+
+@pytest.mark.parametrize(
+    "kind, preset",
+    [
+        ("NVIDIA H200", "h200"),
+        ("H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("H100", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("A100-40G", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("A100", "a100-80gb"),
+        ("Tesla V100-SXM2-16GB", "v100-p3.16xlarge"),
+        ("V100", "v100-p3.16xlarge"),
+    ],
+)
+def test_kinds_of_gpus_are_known_by_the_names_of_jax_and_ray(kind: str, preset: str) -> None:
+    assert gpu_preset(kind) == preset
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA GH200 480GB", "L4", "unknown"])
+def test_other_gpus_are_planned_for_with_a_warning(kind: str) -> None:
+    with pytest.warns(UserWarning, match=f"no figures for the GPU '{kind}'"):
+        assert gpu_preset(kind) == "v100-p3.16xlarge"
+
+
+SCRIPT = """
+import jax, ray
+from ray.cluster_utils import Cluster
+import minialpa
+
+node = {"num_cpus": 1, "num_gpus": 2, "object_store_memory": 80_000_000}
+kinds = ["A100-40G", "H100"]
+cluster = Cluster()
+for kind in kinds:
+    cluster.add_node(**node, resources={f"accelerator_type:{kind}": 1})
+try:
+    minialpa.init(cluster="ray", address=cluster.address)
+    spec = minialpa.session.current_session().cluster
+    assert (spec.num_hosts, spec.devices_per_host) == (2, 2)
+    assert sorted(spec.device_of(host).name for host in range(2)) == ["a100-40gb", "h100"]
+    # The caller leaves the GPUs to the workers.
+    assert jax.devices()[0].platform == "cpu" and jax.config.jax_platforms == "cpu"
+    step = minialpa.parallelize(lambda x: x + 1.0, method=minialpa.ShardParallel(), batch_argnums=())
+    try:
+        step(jax.numpy.ones((8, 8)))
+    except minialpa.WorkerError as error:
+        assert error.instruction == "the call of `join`" and "in join" in error.remote_traceback
+        print(error)
+    minialpa.shutdown()
+finally:
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
+STARTED = """
+import warnings
+import jax
+from minialpa.session import _leave_gpus_to_workers
+
+jax.default_backend = lambda: "gpu"  # there is none here
+with warnings.catch_warnings(record=True) as told:
+    _leave_gpus_to_workers()
+assert "before anything else of jax" in str(told[0].message) and not jax.config.jax_platforms
+"""
+
+
+def test_a_caller_whose_jax_has_a_gpu_already_is_warned() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    subprocess.run([sys.executable, "-c", STARTED], env=env, check=True, timeout=100)
+
+
+@pytest.mark.ray
+@pytest.mark.xdist_group("ray")
+def test_hosts_that_have_no_gpu_after_all_are_named() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "Ray has GPUs on host" in done.stdout and "jax cannot use them" in done.stdout, done.stdout
