@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("plans", type=Path, nargs=2, metavar="PLAN.json")
     diff.set_defaults(run=_diff)
 
-    doctor = commands.add_parser("doctor", help="what is installed, and which devices there are")
+    doctor = commands.add_parser("doctor", help="what is installed, and which devices and transports work")
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -140,6 +140,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
     import jax
 
+    from minialpa.runtime.diagnosis import diagnose_transports
     from minialpa.session import describe_devices
 
     for package in (
@@ -153,14 +154,16 @@ def _doctor(args: argparse.Namespace) -> int:
         "flax",
         "optax",
         "ray",
-        "cupy",
+        *metadata.packages_distributions().get("cupy", ["cupy"]),  # one for each version of CUDA
     ):
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
             version = "not installed"
-        print(f"{package:10} {version}")
+        print(f"{package:14} {version}")
     devices = jax.local_devices()
-    print(f"devices    {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
+    print(f"{'devices':14} {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
     print(json.dumps(json.loads(describe_devices(devices).to_json())["device"]))
+    for transport, outcome in diagnose_transports().items():
+        print(f"{transport:14} {outcome}")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import pytest
 
 from minialpa.cli import main
@@ -45,3 +46,15 @@ def test_a_planned_model_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"Written to {path}." in capsys.readouterr().out
     assert main(["report", str(path)]) == 0
     assert "1 x 4 a100-80gb devices" in capsys.readouterr().out
+
+
+def test_the_doctor_says_what_is_here_and_tries_the_transports(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:2] == ["jax", jax.__version__] for line in lines)
+    assert "devices        8 x cpu (cpu)" in lines
+    assert lines[-3:] == [
+        "shared memory  works",
+        "TCP            works",
+        "NCCL           does not work: jax sees no GPU here",
+    ]

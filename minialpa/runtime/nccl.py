@@ -122,9 +122,8 @@ class NcclTransport:
         """One end of the communicator of link number `i`; it has carried a byte."""
         if link.source == link.target:
             raise WorkerError(f"{link} stays within a worker, where jax moves arrays itself.")
-        nccl = _cuda().nccl
         if self._number == link.source:
-            unique_id = bytes(nccl.get_unique_id())
+            unique_id = new_id()
             self._control.send(link.target, i, [Part(np.frombuffer(unique_id, np.uint8))])
             end = LinkEnd(self._devices[link.source_device], unique_id, rank=0)
         else:
@@ -229,6 +228,11 @@ class _Outgoing:
     arrays: tuple[jax.Array, ...]
     links: tuple[Link, ...]
     sent: Future[None]
+
+
+def new_id() -> bytes:
+    """What the ranks of a new communicator know it by."""
+    return bytes(_cuda().nccl.get_unique_id())
 
 
 class LinkEnd:

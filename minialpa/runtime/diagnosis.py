@@ -1,0 +1,72 @@
+"""Which transports work on this machine, by trying them: nothing in; name -> "works", or what is wrong, out."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import threading
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from minialpa.errors import WorkerError
+from minialpa.runtime.host_transport import HostTransport
+from minialpa.runtime.transport import Part, Piece
+
+_TIMEOUT_S = 10.0
+
+
+def diagnose_transports() -> dict[str, str]:
+    """For shared memory, TCP and NCCL whether an array comes through unchanged. Takes no more than seconds."""
+    return {
+        "shared memory": _outcome(lambda: _through_host(is_shared=True)),
+        "TCP": _outcome(lambda: _through_host(is_shared=False)),
+        "NCCL": _outcome(_through_nccl),
+    }
+
+
+def _outcome(attempt: Callable[[], bool]) -> str:
+    try:
+        return "works" if attempt() else "changes what it carries"
+    except Exception as error:
+        return f"does not work: {str(error) or repr(error)}"
+
+
+def _through_host(is_shared: bool) -> bool:
+    """From one host transport of this process to another."""
+    secret = secrets.token_bytes(32)
+    here, there = (HostTransport(secret, number) for number in range(2))
+    try:
+        addresses = [here.address, there.address]
+        if not is_shared:
+            addresses = [dataclasses.replace(address, local_name="") for address in addresses]
+        elif not all(address.local_name for address in addresses):
+            raise WorkerError("this system has no abstract Unix sockets; TCP takes its place")
+        guest = threading.Thread(target=there.connect, args=(addresses, _TIMEOUT_S), daemon=True)
+        guest.start()
+        here.connect(addresses, _TIMEOUT_S)
+        guest.join(_TIMEOUT_S)
+        sent = np.arange(1 << 16)
+        here.send(1, 0, [Part(sent)])
+        (got,) = there.receive(0, 0, [Piece(sent.shape, sent.dtype)], _TIMEOUT_S)
+        return np.array_equal(got, sent)
+    finally:
+        here.close()
+        there.close()
+
+
+def _through_nccl() -> bool:
+    """From a GPU to itself, by a communicator of one rank."""
+    devices = [device for device in jax.local_devices() if device.platform in ("gpu", "cuda")]
+    if not devices:
+        raise WorkerError("jax sees no GPU here")
+    from minialpa.runtime.nccl import LinkEnd, exchange, new_id
+
+    end = LinkEnd(devices[0], new_id(), rank=0, n_ranks=1)
+    sent, got = jax.device_put((np.arange(1 << 16), np.zeros(1 << 16, int)), devices[0])
+    jax.block_until_ready((sent, got))
+    exchange([(end, sent)], [(end, got)])
+    end.close(abort=False)
+    return bool(jnp.array_equal(got, sent))
