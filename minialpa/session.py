@@ -51,9 +51,9 @@ def init(
 
     "local": the devices of this process; `num_hosts` x `devices_per_host` of them, seen by the planner as that many
     hosts. "ray": hosts of a Ray cluster, whole or `num_hosts` x `devices_per_host` of it: the one at `address`, or that
-    of `RAY_ADDRESS`, or else one that is started on this machine. Devices are the GPUs of its nodes; without GPUs, the
-    custom resource `minialpa_cpu_device`; without that, CPUs, of which each stands for a virtual CPU device unless
-    `devices_per_host` says how many there are.
+    of `RAY_ADDRESS`, or that of this machine; where there is none, or `address` is "local", one is started on this
+    machine. Devices are the GPUs of its nodes; without GPUs, the custom resource `minialpa_cpu_device`; without that,
+    CPUs, of which each stands for a virtual CPU device unless `devices_per_host` says how many there are.
 
     worker_timeout_s: how long a worker waits for another one, may take to answer, and a step may take to get on from
     one instruction to the next, before the step fails and the session ends. worker_env: environment variables

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import traceback
 import warnings
 
 import ray
@@ -15,7 +16,7 @@ from minialpa.errors import MinialpaError
 
 
 def connect(address: str | None, namespace: str) -> None:
-    """Join the cluster at `address`, or that of RAY_ADDRESS, or the one of this machine, or start one here.
+    """Join the cluster at `address`, or at RAY_ADDRESS, or that of this machine, or start one; for "local" start one.
 
     Raises MinialpaError if none answers.
     """
@@ -43,14 +44,20 @@ def connect(address: str | None, namespace: str) -> None:
         raise _no_cluster(address, "nothing listens there")
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False)
-    except (ConnectionError, RuntimeError) as error:
+    except (ConnectionError, RuntimeError, RayError) as error:
+        if "AuthenticationError" in "".join(traceback.format_exception(error)):
+            raise MinialpaError(
+                f"The Ray cluster at {address!r} wants its token from this process. Set RAY_AUTH_MODE=token, and "
+                "RAY_AUTH_TOKEN to what `ray get-auth-token` prints there, before Python starts; or start another "
+                'cluster on this machine with `address="local"`.'
+            ) from error
         raise _no_cluster(address, str(error)) from error
 
 
 def _no_cluster(address: str, reason: str) -> MinialpaError:
     return MinialpaError(
-        f"No Ray cluster answers at {address!r} ({reason}). Start one with `ray start --head`, or leave out `address` "
-        "and `RAY_ADDRESS` to start one on this machine."
+        f"No Ray cluster answers at {address!r} ({reason}). Start one with `ray start --head`, or have one "
+        'started on this machine with `address="local"`.'
     )
 
 

@@ -126,9 +126,10 @@ def submeshes(draw: st.DrawFn) -> list[tuple[int, int]]:
 def layouts(draw: st.DrawFn, n_layers: int, schedules: tuple[str, ...]) -> PipeshardParallel:
     """Stages for `n_layers` layers; where they are interleaved, runs of layers go round the stages several times."""
     shapes = draw(submeshes().filter(lambda found: len(found) <= n_layers))
-    schedule = draw(st.sampled_from(schedules))
     p = len(shapes)
-    n_runs = p * (draw(st.integers(1, n_layers // p)) if schedule == "1f1b-interleaved" else 1)
+    may_interleave = p == 1 or n_layers // p > 1
+    schedule = draw(st.sampled_from([s for s in schedules if may_interleave or s != "1f1b-interleaved"]))
+    n_runs = p * (draw(st.integers(1 if p == 1 else 2, n_layers // p)) if schedule == "1f1b-interleaved" else 1)
     ends = [0, *sorted(draw(st.permutations(range(1, n_layers)))[: n_runs - 1]), n_layers]
     runs = [list(range(a, b)) for a, b in itertools.pairwise(ends)]
     layers = [list(itertools.chain(*runs[k::p])) for k in range(p)]

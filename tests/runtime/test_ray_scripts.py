@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -312,3 +315,11 @@ def test_a_step_that_calls_back_into_python_is_refused(cluster: Cluster) -> None
 
     with pytest.raises(alpa.TraceError, match="Callbacks into Python"):
         alpa.parallelize(step, method=ShardParallel(), batch_argnums=())(np.ones(8, np.float32))
+
+
+@pytest.mark.slow  # Ray itself tries for 20 seconds
+def test_a_cluster_that_wants_a_token_says_so(cluster: Cluster) -> None:
+    script = f'import minialpa; minialpa.init(cluster="ray", address="{cluster.address}")'
+    env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    told = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=200).stderr
+    assert "wants its token" in told.splitlines()[-1] and "RAY_AUTH_TOKEN" in told.splitlines()[-1]
