@@ -122,9 +122,7 @@ def test_worker_killed_between_steps(training: Training) -> None:
     training.advance()
 
 
-@pytest.mark.parametrize(
-    "where, place", [(1, 1), pytest.param(2, 0, marks=pytest.mark.slow)], ids=["last-stage", "update"]
-)
+@pytest.mark.parametrize("where, place", [(1, 1), (2, 0)], ids=["last-stage", "update"])
 def test_worker_killed_inside_a_step(training: Training, where: int, place: int) -> None:
     training.start(hosts=1)
     training.advance()
@@ -171,7 +169,7 @@ def test_worker_that_the_kernel_kills_for_memory(training: Training) -> None:
     training.advance()
 
 
-@pytest.mark.parametrize("is_stopped", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["stopped", "busy"])
+@pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "busy"])
 def test_worker_that_hangs(training: Training, is_stopped: bool) -> None:
     """Its process is stopped and answers nobody; or it answers, and never ends the update."""
     minialpa.shutdown()
@@ -253,7 +251,6 @@ class UnluckyWorker(Worker):
         return ip, port
 
 
-@pytest.mark.slow
 def test_port_taken_then_coordinator_killed(training: Training, tmp_path: Path, monkeypatch: Any) -> None:
     minialpa.shutdown()
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

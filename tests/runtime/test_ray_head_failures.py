@@ -31,7 +31,7 @@ from tests.runtime.faults import (
 )
 from tests.runtime.ray_cluster import ray_nodes
 
-pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 
 NEW_HEAD = """
@@ -107,6 +107,7 @@ def test_head_restarted() -> None:
             minialpa.shutdown()
 
 
+@pytest.mark.slow
 def test_worker_that_ray_kills_for_memory() -> None:
     """Ray watches the memory of a node, and ends a worker before the kernel has to."""
     spare = 2**30

@@ -45,9 +45,9 @@ def plain(x: Any) -> Any:
 @pytest.mark.parametrize(
     "meshes",
     [
-        pytest.param((MeshShape(0, (2, 2)), MeshShape(4, (2, 2))), marks=pytest.mark.slow),
+        (MeshShape(0, (2, 2)), MeshShape(4, (2, 2))),
         (MeshShape(0, (2,)), MeshShape(2, (3, 2))),
-        pytest.param((MeshShape(0, (1,)), MeshShape(1, (6,))), marks=pytest.mark.slow),
+        (MeshShape(0, (1,)), MeshShape(1, (6,))),
     ],
     ids=["2x2 to 2x2", "1 host to 3", "inside a host and over others"],
 )

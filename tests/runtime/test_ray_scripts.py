@@ -57,7 +57,7 @@ def init(cluster: Cluster, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     "part",
-    [pytest.param({}, marks=pytest.mark.slow), {"num_nodes": 2, "num_devices_per_node": 2}],
+    [{}, {"num_nodes": 2, "num_devices_per_node": 2}],
     ids=["whole", "2x2"],
 )
 def test_an_mlp_with_boundaries_by_hand_trains_as_on_one_device(cluster: Cluster, part: Any, tmp_path: Path) -> None:
