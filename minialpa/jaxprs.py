@@ -229,7 +229,7 @@ def context_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
 
 def eval_on_shards(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     """`eval_equation` in the program of one device, where shardings on a mesh of the user have no meaning."""
-    if is_constraint(eqn):
+    if eqn.primitive.name in ("reshard", "sharding_constraint"):
         return list(args)
     local = {k: None if isinstance(v, jax.sharding.Sharding) else v for k, v in params.items()}
     return eval_equation(eqn, args, local)

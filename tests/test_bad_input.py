@@ -108,6 +108,7 @@ def test_a_batch_without_examples() -> None:
     works(parallel, params, batch)
 
 
+@pytest.mark.skipif(jax.__version__ == "0.11.2", reason="its compiler for CPUs crashes where empty arrays are donated")
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_parameters_of_size_zero_simply_work(method: Any) -> None:
     def step(params: Any, batch: Any) -> Any:
