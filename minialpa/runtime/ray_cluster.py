@@ -30,7 +30,7 @@ CPU_DEVICE = "minialpa_cpu_device"
 #: Seconds that the cluster has to reserve the hosts, and that the workers of a mesh have to start.
 RESERVE_S, START_S = 60.0, 180.0
 #: Seconds for which the head of the cluster may be away. Ray itself ends this process after a minute.
-HEAD_S = 7.0
+HEAD_S = 6.0
 _ATTEMPTS = 3
 
 
