@@ -124,9 +124,13 @@ def _ray_session(arguments: tuple[Any, ...]) -> Session:
         ) from error
     _, address, hosts, per_host, namespace, timeout_s, env = arguments
     cluster = RayCluster(Request(address, hosts, per_host, namespace, timeout_s, dict(env)))
+    try:
+        spec = cluster.describe()
+    except BaseException:
+        cluster.release()
+        raise
     if cluster.platform != "cpu":
         _leave_gpus_to_workers()
-    spec = cluster.describe()
     split = functools.partial(split_by_mesh, cluster=spec, platform=cluster.platform)
     return Session((), spec, arguments, RayRuntime(cluster, split))
 

@@ -32,6 +32,7 @@ RESERVE_S, START_S = 60.0, 180.0
 #: Seconds for which the head of the cluster may be away. Ray itself ends this process after a minute.
 HEAD_S = 6.0
 _ATTEMPTS = 3
+_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +138,20 @@ class RayCluster:
             return {number for number, found in zip(asked, pool.map(answers, addresses), strict=True) if not found}
 
     def describe(self) -> ClusterSpec:
-        """The cluster for the planner: devices by the kinds of the GPUs, or those of CPUs; links by the first kind."""
+        """The cluster for the planner: devices by the kinds of the GPUs, or those of CPUs; links by the first kind.
+
+        A GPU has the memory that jax takes of it.
+        """
         presets: Sequence[PresetName] = self._gpu_presets() if self.platform == "cuda" else ("cpu",)
         specs = [
             ClusterSpec.preset(preset, num_hosts=len(self.hosts), devices_per_host=self.devices_per_host)
             for preset in presets
         ]
-        if len({spec.device for spec in specs}) == 1:
-            return specs[0]
-        return replace(specs[0], host_devices=tuple(spec.device for spec in specs))
+        devices = [spec.device for spec in specs]
+        if self.platform == "cuda":
+            fraction = _memory_fraction(self.request.env)
+            devices = [replace(device, memory_bytes=fraction * device.memory_bytes) for device in devices]
+        return replace(specs[0], device=devices[0], host_devices=tuple(devices) if len(set(devices)) > 1 else ())
 
     def _gpu_presets(self) -> list[PresetName]:
         """The preset of each host."""
@@ -230,8 +236,17 @@ def _worker_env(platform: str) -> dict[str, str]:
     """Environment of a worker, whatever that of the caller is."""
     env = {"XLA_FLAGS": "", "JAX_PLATFORMS": platform}
     if platform == "cuda":
-        env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.9"
+        env[_MEMORY_FRACTION] = "0.9"
     return env
+
+
+def _memory_fraction(env: Mapping[str, str]) -> float:
+    """The part of a GPU's memory that the workers take. env: what the caller wants of their environment."""
+    wanted = {**_worker_env("cuda"), **env}[_MEMORY_FRACTION]
+    try:
+        return float(wanted)
+    except ValueError:
+        raise MinialpaError(f"`{_MEMORY_FRACTION}` in `worker_env` is a number such as 0.8; got {wanted!r}.") from None
 
 
 def _choose_nodes(request: Request) -> tuple[str, list[dict[str, Any]], int]:

@@ -47,10 +47,18 @@ cluster = Cluster()
 for kind in kinds:
     cluster.add_node(**node, resources={f"accelerator_type:{kind}": 1})
 try:
-    minialpa.init(cluster="ray", address=cluster.address)
+    try:
+        minialpa.init(cluster="ray", address=cluster.address, worker_env={"XLA_PYTHON_CLIENT_MEM_FRACTION": "most"})
+    except minialpa.MinialpaError as error:
+        assert "a number such as 0.8; got 'most'" in str(error)
+    minialpa.init(
+        cluster="ray", address=cluster.address, worker_env={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.8"}
+    )
     spec = minialpa.session.current_session().cluster
     assert (spec.num_hosts, spec.devices_per_host) == (2, 2)
-    assert sorted(spec.device_of(host).name for host in range(2)) == ["a100-40gb", "h100"]
+    devices = sorted((spec.device_of(host) for host in range(2)), key=lambda device: device.name)
+    assert [device.name for device in devices] == ["a100-40gb", "h100"]
+    assert [device.memory_bytes for device in devices] == [0.8 * 40e9, 0.8 * 80e9]  # what jax takes
     # The caller leaves the GPUs to the workers.
     assert jax.devices()[0].platform == "cpu" and jax.config.jax_platforms == "cpu"
     step = minialpa.parallelize(lambda x: x + 1.0, method=minialpa.ShardParallel(), batch_argnums=())
