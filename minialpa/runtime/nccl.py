@@ -16,7 +16,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -105,18 +105,18 @@ class NcclTransport:
         return arrays
 
     def close(self) -> None:
-        """See `Transport.close`. Waits a little for sends that are under way."""
+        """See `Transport.close`. Waits a little for messages that are under way."""
         self._closing = True
         for queue in self._outgoing.values():
             queue.put(None)
         deadline = time.monotonic() + _FLUSH_S
-        for thread in self._writers:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        clean = not self._mailbox.failed and not any(thread.is_alive() for thread in self._writers)
-        self._control.close()  # Ends the readers and the watcher.
-        self._end(WorkerError(f"Worker {self._number} has closed its transport."), abort=not clean)
-        for thread in (*self._writers, *self._readers, self._watcher):
-            thread.join(_FLUSH_S)
+        _join(self._writers, deadline)
+        failed = self._mailbox.failed or self._control.mailbox.failed
+        self._control.close()  # Ends the watcher, and the readers but one that a peer leaves waiting in NCCL.
+        _join(self._readers, time.monotonic() if failed else deadline)
+        busy = any(thread.is_alive() for thread in (*self._writers, *self._readers))
+        self._end(WorkerError(f"Worker {self._number} has closed its transport."), abort=failed or busy)
+        _join((*self._writers, *self._readers, self._watcher), time.monotonic() + _FLUSH_S)
 
     def _make_end(self, i: int, link: Link) -> LinkEnd:
         """One end of the communicator of link number `i`; it has carried a byte."""
@@ -278,6 +278,11 @@ def exchange(sends: Ends, receives: Ends) -> None:
     # The host waits, so what was written is seen by every later kernel of jax, and what was read may be freed.
     for end in dict.fromkeys(end for end, _, _ in posts):
         end.stream.synchronize()
+
+
+def _join(threads: Iterable[threading.Thread], deadline: float) -> None:
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,6 +151,21 @@ def test_a_worker_that_fails_is_noticed_when_it_closes(workers: list[NcclTranspo
     workers[0].close()
     with pytest.raises(WorkerError, match="Worker 0 is lost"):
         workers[2].receive(1, 1, [], TIMEOUT_S)
+
+
+def test_a_worker_that_is_left_waiting_for_arrays_can_close(workers: list[NcclTransport]) -> None:
+    """Its peer has announced a message and cannot send it, and nobody has been told."""
+    link = Link(0, 0, 1, 0)
+    workers[0]._ends[link].communicator.abort()
+    waiting = workers[1]._ends[link].stream
+    with pytest.raises(WorkerError, match="was not sent"):
+        workers[0].send(1, 1, [Part(place(np.zeros(2, np.float32), 0, 0))]).result(TIMEOUT_S)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not waiting.n_pending:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    workers[1].close()
+    assert not any(thread.is_alive() for thread in workers[1]._readers)
 
 
 def test_a_peer_that_leaves_is_named(workers: list[NcclTransport]) -> None:
