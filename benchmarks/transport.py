@@ -14,7 +14,6 @@ import secrets
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,7 +23,6 @@ import numpy as np
 from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.timing import interleaved
 from minialpa.errors import WorkerError
-from minialpa.runtime.handshake import Address
 from minialpa.runtime.host_transport import HostTransport
 from minialpa.runtime.transport import Part, Piece
 
@@ -86,7 +84,7 @@ def _peer(shared: bool) -> Iterator[_Send]:
     process.start()
     addresses = [mine.address, near.recv()]
     if not shared:
-        addresses = [_only_tcp(address) for address in addresses]
+        addresses = [address.only_tcp() for address in addresses]
     near.send(addresses)
     mine.connect(addresses, _TIMEOUT_S)
     tag = 0
@@ -123,7 +121,3 @@ def _put_all(secret: bytes, pipe: Connection) -> None:
         if payload[-1]:
             mine.send(0, tag, [Part(arrived)])
     mine.close()
-
-
-def _only_tcp(address: Address) -> Address:
-    return replace(address, local_name="")

@@ -171,6 +171,8 @@ class _Flattener:
             own = f"{scope}/{eqn.source_info.name_stack}"
             if eqn.primitive.name in self.calls:
                 self._inline(eqn, env, own)
+            elif eqn.primitive.name == "reshard":  # to a mesh of the user, or, where a gradient begins, to nowhere
+                env[eqn.outvars[0]] = self.read(env, eqn.invars[0])
             else:
                 self.emit(eqn, env, own)
 
@@ -229,7 +231,7 @@ def context_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
 
 def eval_on_shards(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
     """`eval_equation` in the program of one device, where shardings on a mesh of the user have no meaning."""
-    if eqn.primitive.name in ("reshard", "sharding_constraint"):
+    if is_constraint(eqn):
         return list(args)
     local = {k: None if isinstance(v, jax.sharding.Sharding) else v for k, v in params.items()}
     return eval_equation(eqn, args, local)

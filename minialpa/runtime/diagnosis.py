@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import threading
 from collections.abc import Callable
@@ -41,7 +40,7 @@ def _through_host(is_shared: bool) -> bool:
     try:
         addresses = [here.address, there.address]
         if not is_shared:
-            addresses = [dataclasses.replace(address, local_name="") for address in addresses]
+            addresses = [address.only_tcp() for address in addresses]
         elif not all(address.local_name for address in addresses):
             raise WorkerError("this system has no abstract Unix sockets; TCP takes its place")
         guest = threading.Thread(target=there.connect, args=(addresses, _TIMEOUT_S), daemon=True)

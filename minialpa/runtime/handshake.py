@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 from minialpa.errors import WorkerError
@@ -45,6 +45,10 @@ class Address:
     host: str
     port: int
     local_name: str
+
+    def only_tcp(self) -> Address:
+        """The same without the Unix socket: peers come by TCP, and share no memory."""
+        return replace(self, local_name="")
 
 
 class Doors:

@@ -53,7 +53,7 @@ def peer_process(shared: bool) -> Iterator[Peer]:
     try:
         addresses = [mine.address, near.recv()]
         if not shared:
-            addresses = [dataclasses.replace(address, local_name="") for address in addresses]
+            addresses = [address.only_tcp() for address in addresses]
         near.send(addresses)
         mine.connect(addresses, TIMEOUT_S)
         yield Peer(mine, process, near)
