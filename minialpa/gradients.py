@@ -44,24 +44,60 @@ boundary_p.def_abstract_eval(lambda: [])
 batching.primitive_batchers[boundary_p] = lambda xs, dims: ([], [])
 mlir.register_lowering(boundary_p, lambda ctx: [])
 
+per_micro_batch_p = Primitive("minialpa_per_micro_batch")
+per_micro_batch_p.def_impl(lambda x, **_: x)
+per_micro_batch_p.def_abstract_eval(lambda x, **_: x)
+batching.primitive_batchers[per_micro_batch_p] = lambda xs, dims, **params: (
+    per_micro_batch_p.bind(*xs, **params),
+    dims[0],
+)
+mlir.register_lowering(per_micro_batch_p, lambda ctx, x, **_: [x])
+
+
+def _per_micro_batch_transpose(cotangent: Any, x: Any, *, number: int, cotangent_of: bool) -> list[Any]:
+    # What comes back is the micro-batch's own as well, and has to be weighted as the value was: see `partials`.
+    return [per_micro_batch_p.bind(cotangent, number=number, cotangent_of=not cotangent_of)]
+
+
+ad.deflinear2(per_micro_batch_p, _per_micro_batch_transpose)
+
 # Numbers the gradient calls of the step that is being traced; None while nothing is traced for planning.
 _tracing: ContextVar[Iterator[int] | None] = ContextVar("minialpa_tracing", default=None)
+_per_micro_batch_calls: ContextVar[Iterator[int] | None] = ContextVar("minialpa_per_micro_batch", default=None)
 
 
 @contextmanager
 def tracing_step() -> Iterator[None]:
     """While open, `grad` and `value_and_grad` leave their marks."""
-    token = _tracing.set(itertools.count())
+    tokens = _tracing.set(itertools.count()), _per_micro_batch_calls.set(itertools.count())
     try:
         yield
     finally:
-        _tracing.reset(token)
+        _tracing.reset(tokens[0])
+        _per_micro_batch_calls.reset(tokens[1])
 
 
 def mark_pipeline_boundary() -> None:
     """End a layer here. Read by `layer_option="manual"`; no effect on the values of a program."""
     if _tracing.get() is not None:
         boundary_p.bind()
+
+
+def per_micro_batch(x: Any) -> Any:
+    """`x`, a total over the examples such as a mean, as each micro-batch has it. Outside `parallelize`, `x` itself.
+
+    A step over micro-batches computes what the full batch computes. Where a total of the micro-batch is wanted in place
+    of the full batch's, as in a router's balance loss or in batch statistics, the model says so:
+
+        load = minialpa.per_micro_batch(jnp.mean(routed, axis=0))
+
+    What is computed from it and leaves the step is averaged over the micro-batches, and gradients are those of that
+    average. A mean becomes the micro-batch's mean; a sum stays a sum, of fewer examples. x: a pytree of float arrays.
+    """
+    calls = _per_micro_batch_calls.get()
+    if calls is None:
+        return x
+    return jax.tree.map(lambda leaf: per_micro_batch_p.bind(leaf, number=next(calls), cotangent_of=False), x)
 
 
 def value_and_grad(

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -118,9 +119,23 @@ def is_call(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _CALLS
 
 
+#: Its functions call those of the user, and are called by them.
+_MARKS_FILE = str(Path(__file__).with_name("gradients.py"))
+
+
 def source_line(eqn: JaxprEqn) -> str:
     """`file:line` of the user's code that made this equation, as good as jax knows it."""
-    return str(source_info_util.summarize(eqn.source_info))
+    frames = source_info_util.user_frames(eqn.source_info.traceback)
+    frame = next((frame for frame in frames if frame.file_name != _MARKS_FILE), None)
+    if frame is None:
+        return str(source_info_util.summarize(eqn.source_info))
+    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_user_line(traceback: Any) -> bool:
+    """Whether a frame outside of jax made this. Equations of functions that jax compiles and keeps have none."""
+    return next(source_info_util.user_frames(traceback), None) is not None
 
 
 def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[FlatJaxpr, Any]:
@@ -166,9 +181,12 @@ class _Flattener:
     def read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
         return atom if is_literal(atom) else env[atom]
 
-    def run(self, eqns: Iterable[JaxprEqn], env: dict[Var, Atom], scope: str) -> None:
+    def run(self, eqns: Iterable[JaxprEqn], env: dict[Var, Atom], scope: str, caller: Any = None) -> None:
+        """`caller`: source of the equation that wraps these. What a library computes has no line of the user's."""
         for eqn in eqns:
             own = f"{scope}/{eqn.source_info.name_stack}"
+            if caller is not None and not _has_user_line(eqn.source_info.traceback):
+                eqn = eqn.replace(source_info=eqn.source_info.replace(traceback=caller.traceback))
             if eqn.primitive.name in self.calls:
                 self._inline(eqn, env, own)
             elif eqn.primitive.name == "reshard":  # to a mesh of the user, or, where a gradient begins, to nowhere
@@ -193,7 +211,7 @@ class _Flattener:
         inner_env: dict[Var, Atom] = dict(zip(body.invars, args, strict=True))
         for var, value in zip(body.constvars, consts, strict=True):
             inner_env[var] = self._const(var, value)
-        self.run(body.eqns, inner_env, scope)
+        self.run(body.eqns, inner_env, scope, eqn.source_info)
         env.update((v, self.read(inner_env, o)) for v, o in zip(eqn.outvars, body.outvars, strict=True))
 
     def _const(self, var: Var, value: Any) -> Var:

@@ -39,11 +39,13 @@ class Origin:
 
     group: number of the forward equation that it is, or whose derivative it is; None where autodiff left no trace.
     layer: number of pipeline boundaries passed before that forward equation.
+    call: of the gradients of the step, counted from 0, the one that it belongs to.
     """
 
     direction: Direction
     group: int | None
     layer: int
+    call: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,7 @@ def _origins(eqns: Sequence[JaxprEqn], scopes: Sequence[str], boundaries_before:
     for i, tag in enumerate(tags):
         if tag is not None:
             group = groups.setdefault(tag, len(groups))
-            out.append(Origin("backward" if is_backward[i] else "forward", group, tag[1]))
+            out.append(Origin("backward" if is_backward[i] else "forward", group, tag[1], tag[0]))
         elif is_backward[i]:
             out.append(Origin("backward", None, boundaries_before[i]))
         elif has_tags or in_update[i]:

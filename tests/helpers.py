@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minialpa.inter.split_step import Phase, SplitStep
+from minialpa.inter.split_step import SplitStep, is_loop
 from minialpa.jaxprs import eval_equation, is_literal
 from minialpa.methods import Method, PipeshardParallel, ShardParallel
 from minialpa.trace import TracedStep, trace_step
@@ -47,30 +47,33 @@ def run_split(split: SplitStep, args: Any) -> Any:
     env: dict[Any, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
     env.update(zip(flat.invars, jax.tree.leaves(args), strict=True))
 
-    def run(phase: Phase, env: dict[Any, Any]) -> None:
-        for op in split.ops:
-            if op.phase is phase:
-                out = eval_equation(op.eqn, [v.val if is_literal(v) else env[v] for v in op.eqn.invars])
-                env.update(zip(op.eqn.outvars, out, strict=True))
+    def run(segment: int, env: dict[Any, Any]) -> None:
+        for op in split.in_segment(segment):
+            out = eval_equation(op.eqn, [v.val if is_literal(v) else env[v] for v in op.eqn.invars])
+            env.update(zip(op.eqn.outvars, out, strict=True))
 
-    run(Phase.PROLOGUE, env)
-    runs = []
-    for m in range(split.n_micro_batches):
-        local = dict(env)
-        for full, micro in split.micro_inputs:
-            size = micro.aval.shape[split.batch_dims[micro]]
-            local[micro] = env[full][m * size : (m + 1) * size]
-        if split.micro_index is not None:
-            local[split.micro_index] = np.int32(m)
-        run(Phase.LOOP, local)
-        runs.append(local)
-    if split.n_micro_batches == 1:
-        env = runs[0]
-    for acc in split.accumulators:
-        env[acc.total] = COMBINE[acc.reduction](*[r[acc.loop].astype(acc.total.aval.dtype) for r in runs])
-    for stack in split.stacks:
-        env[stack.total] = jnp.concatenate([r[stack.loop] for r in runs], stack.dim)
-    run(Phase.UPDATE, env)
+    kept: list[dict[Any, Any]] = [{} for _ in range(split.n_micro_batches)]  # what later loops may read
+    for segment in range(2 * split.n_loops + 1):
+        if not is_loop(segment):
+            run(segment, env)
+            continue
+        for m in range(split.n_micro_batches):
+            local = {**env, **kept[m]}
+            for full, micro in split.micro_inputs:
+                size = micro.aval.shape[split.batch_dims[micro]]
+                local[micro] = env[full][m * size : (m + 1) * size]
+            if split.micro_index is not None:
+                local[split.micro_index] = np.int32(m)
+            run(segment, local)
+            kept[m] = {v: x for v, x in local.items() if v not in env}
+        if split.n_micro_batches == 1:
+            env.update(kept[0])
+        for acc in split.accumulators:
+            if acc.loop in kept[0] and acc.total not in env:
+                env[acc.total] = COMBINE[acc.reduction](*[r[acc.loop].astype(acc.total.aval.dtype) for r in kept])
+        for stack in split.stacks:
+            if stack.loop in kept[0] and stack.total not in env:
+                env[stack.total] = jnp.concatenate([r[stack.loop] for r in kept], stack.dim)
     outs = [v.val if is_literal(v) else env[v] for v in split.outvars]
     return jax.tree.unflatten(split.traced.out_tree, outs)
 

@@ -612,7 +612,7 @@ def test_debug_info_is_complete(pipeline: Any, tmp_path: Any) -> None:
     instructions = (root / "instructions.txt").read_text()
     assert "forward0 Run" in instructions and "accumulate1 Accumulate" in instructions
     assert len(list(root.glob("*.hlo.txt"))) == len(executable.function_names)
-    assert json.loads((root / "plan.json").read_text())["version"] == 5
+    assert json.loads((root / "plan.json").read_text())["version"] == 6
 
 
 def test_sync_waits_for_results(pipeline: Any) -> None:

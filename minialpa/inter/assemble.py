@@ -43,7 +43,7 @@ def _staged(layered: LayeredStep, options: PlanOptions, chunks: Chunks) -> Stage
     check_chunks(chunks, options.schedule)
     groups = chunks.of_group(layered.of_group)
     staged = stage_step(layered.step, options.n_micro_batches, groups, chunks.stage_of)
-    if options.schedule == "inference" and any(task.kind == "backward" for task in staged.tasks):
+    if options.schedule == "inference" and any(map(staged.trains, range(1, staged.split.n_loops + 1))):
         raise ShardingError(
             "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
         )
@@ -79,7 +79,7 @@ def assemble(
             message = f"Stage {k} on a mesh of {mesh.shape} devices: {error}"
             raise StageTooLargeError(message, k, max(map(max, live))) from error
         moved = mesh_collectives(solved.programs)
-        times = stage_times(problem, solved.sharding, moved, mesh)
+        times = stage_times(problem, solved.sharding, moved, mesh, staged.split.n_loops)
         plans.append(_stage_plan(staged, stage, problem, solved, view, times, live, layered.of_group))
         shardings.append(solved.sharding)
         collectives.extend(_merged(moved, k, options.n_micro_batches))
@@ -98,6 +98,7 @@ def assemble(
         planned_transfers(staged),
         _cost(plans, _border_seconds(staged, cluster, stages, chunks), schedule.size),
         layered.row_blocks,
+        per_micro_batch=staged.split.own,
     )
 
 
@@ -142,6 +143,7 @@ def _stage_plan(
         memory.kept_bytes,
         memory.peak_bytes(live),
         solution.optimal,
+        times.between_s,
     )
 
 
@@ -208,16 +210,29 @@ def _placed_outputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tu
 def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineSize) -> PlanCost:
     """T = ((v - 1) max(B, p) + B) / v max_k t_k + (sum_k t_k - max_k t_k) / v + sum borders + max_k update_k.
 
+    Several loops follow each other: the first two terms and the last for each of them.
     With one chunk per stage, v = 1, this is sum_k t_k + (B - 1) max_k t_k + ... (Alpa, OSDI'22, section 5.1, with
     transfers). With several the first micro-batch fills, and the last one drains, only one chunk of each of the p
     stages. t_k: seconds of a micro-batch in all chunks of a stage, which are taken to be equal.
     """
-    p, n_micro_batches, v = size.n_stages, size.n_micro_batches, size.n_chunks
-    seconds = [s.compute_s + s.communication_s for s in stages]
-    slowest = max(stages, key=lambda s: s.compute_s + s.communication_s)
-    update = max(s.update_s for s in stages)
-    full = ((v - 1) * max(n_micro_batches, p) + n_micro_batches) / v
-    total = full * max(seconds) + (sum(seconds) - max(seconds)) / v + sum(borders[: p - 1]) + update
-    compute, communication = n_micro_batches * slowest.compute_s, n_micro_batches * slowest.communication_s
+    total = compute = communication = update = 0.0
+    n_loops = 1 + max(len(s.between_s) for s in stages)
+    for loop in range(1, n_loops + 1):
+        compute_s = [sum(one.compute_s for one in s.passes if one.loop == loop) for s in stages]
+        seconds = [sum(one.seconds for one in s.passes if one.loop == loop) for s in stages]
+        slowest = max(range(len(stages)), key=lambda k: seconds[k])
+        behind = [s.between_s[loop - 1] if loop < n_loops else s.update_s for s in stages]
+        total += _loop_seconds(seconds, size) + max(behind)
+        compute += size.n_micro_batches * compute_s[slowest]
+        communication += size.n_micro_batches * (seconds[slowest] - compute_s[slowest])
+        update += max(behind)
+    total += sum(borders[: size.n_stages - 1])
     bubble = max(0.0, total - compute - communication - update)
     return PlanCost(total, compute, communication, bubble, update, tuple(s.peak_bytes for s in stages))
+
+
+def _loop_seconds(seconds: Sequence[float], size: PipelineSize) -> float:
+    """Seconds of one loop, of the stages' `seconds` for one micro-batch."""
+    p, n_micro_batches, v = size.n_stages, size.n_micro_batches, size.n_chunks
+    full = ((v - 1) * max(n_micro_batches, p) + n_micro_batches) / v
+    return full * max(seconds) + (sum(seconds) - max(seconds)) / v

@@ -69,24 +69,9 @@ def result_kind(factors: Factors, split: Sequence[int], result: int) -> Kind | N
     return AGGREGATE if any(factors.affects(f, result) for f in split) else None
 
 
-def part_barriers(eqns: Sequence[JaxprEqn], kinds: Kinds) -> list[tuple[int, JaxprEqn]]:
-    """Equations with their numbers, each optimization barrier parted by the kind of its operands.
-
-    A barrier only passes arrays on, side by side, so the ones of the micro-batches can pass without the others.
-    """
-    out = []
-    for i, eqn in enumerate(eqns):
-        if not is_barrier(eqn):
-            out.append((i, eqn))
-            continue
-        groups: dict[object, list[int]] = {}
-        for k, atom in enumerate(eqn.invars):
-            kind = None if is_literal(atom) else kinds.get(atom)
-            groups.setdefault(kind if kind is None or kind == AGGREGATE else "examples", []).append(k)
-        for positions in groups.values():
-            invars, outvars = [eqn.invars[k] for k in positions], [eqn.outvars[k] for k in positions]
-            out.append((i, eqn.replace(invars=invars, outvars=outvars)))
-    return out
+def dim_of(dims: Sequence[tuple[int, ...]], factors: Sequence[int]) -> int | None:
+    """The dimension that has one of `factors`."""
+    return next((d for d, dim in enumerate(dims) if any(f in dim for f in factors)), None)
 
 
 def is_barrier(eqn: JaxprEqn) -> bool:

@@ -54,9 +54,11 @@ def plan_chunks(plan: Plan) -> Chunks:
     return chunks_of([stage.layers for stage in plan.stages])
 
 
-def plan_schedule(plan: Plan) -> Schedule:
-    """The order in which the stages of a plan run their passes; where none goes backward, that of inference."""
-    trains = any(one.kind == "backward" for stage in plan.stages for one in stage.passes)
+def plan_schedule(plan: Plan, loop: int | None = None) -> Schedule:
+    """The order in which the stages of a plan run the passes of a loop, or the first that trains; where none goes
+    backward, that of inference."""
+    passes = (one for stage in plan.stages for one in stage.passes)
+    trains = any(one.kind == "backward" and loop in (None, one.loop) for one in passes)
     return make_schedule(plan.schedule if trains else "inference", plan_chunks(plan).size(plan.n_micro_batches))
 
 

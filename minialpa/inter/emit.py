@@ -20,6 +20,7 @@ from minialpa.inter.mesh_problem import ShardedView, task_program
 from minialpa.inter.placed import values_of_parts
 from minialpa.inter.schedule import global_order
 from minialpa.inter.split import StagedStep, Task
+from minialpa.inter.split_step import is_loop
 from minialpa.inter.staging import bind_specs, final_specs, mesh_problems, realise
 from minialpa.inter.transfers import remote_readers
 from minialpa.intra.spmd import ShardedEquations
@@ -94,14 +95,14 @@ class _Emitter:
             for v in task.invars:
                 if self._home_of_argument(v, task.mesh) != task.mesh:
                     self._buffer(v, None, task.mesh)
-        for task in tasks:
-            if task.kind == "prologue":
+        for segment in range(2 * self.split.n_loops + 1):
+            mine = [task for task in tasks if task.segment == segment]
+            if is_loop(segment):
+                self._loop(mine, number)
+                self._finish_loop(mine)
+                continue
+            for task in sorted(mine, key=lambda t: (t.level, t.mesh)):
                 self._run_task(task, number[id(task)], None)
-        self._loop(number)
-        self._finish_loop()
-        updates = sorted((t for t in tasks if t.kind == "update"), key=lambda t: (t.level, t.mesh))
-        for task in updates:
-            self._run_task(task, number[id(task)], None)
         outputs = self._own_buffers(self._outputs())
         self._insert_frees(outputs)
         outputs = _merged(outputs, self.split.traced.out_parts)
@@ -198,13 +199,16 @@ class _Emitter:
         self.buffers[source[0], source[1], mesh] = target
         return target
 
-    def _loop(self, number: dict[int, int]) -> None:
-        by_pass = {(t.kind, t.chunk): t for t in self.staged.tasks if t.per_micro_batch}
+    def _loop(self, tasks: Sequence[Task], number: dict[int, int]) -> None:
+        """The passes of one loop, in the order of its schedule."""
+        by_pass = {(t.kind, t.chunk): t for t in tasks}
         if ("step", 0) in by_pass:
             for m in range(self.n):
                 self._run_loop_task(by_pass["step", 0], number, m)
             return
-        for entry in global_order(plan_schedule(self.plan)):
+        if not tasks:
+            return
+        for entry in global_order(plan_schedule(self.plan, tasks[0].loop)):
             task = by_pass.get((entry.kind, entry.chunk))
             if task is not None:
                 self._run_loop_task(task, number, entry.micro_batch)
@@ -240,9 +244,12 @@ class _Emitter:
             self.made_once[kind, id(task)] = self._add_function(make())
         return self.made_once[kind, id(task)]
 
-    def _finish_loop(self) -> None:
-        for stack in self.split.stacks:
-            mesh = min(task.mesh for task in self.staged.tasks if stack.loop in task.outvars)
+    def _finish_loop(self, tasks: Sequence[Task]) -> None:
+        """Put together what the micro-batches of a loop leave, and send it to the meshes that read it."""
+        made = {v for task in tasks for v in task.outvars}
+        stacks = [stack for stack in self.split.stacks if stack.loop in made]
+        for stack in stacks:
+            mesh = min(task.mesh for task in tasks if stack.loop in task.outvars)
             spec = self.specs[mesh][stack.loop]
             function = self._add_function(
                 functions.concatenate_function(mesh, stack.loop, stack.total, stack.dim, self.n, spec)
@@ -250,7 +257,7 @@ class _Emitter:
             parts = tuple(self.buffers[stack.loop, m, mesh] for m in range(self.n))
             self.buffers[stack.total, None, mesh] = self._new()
             self.instructions.append(Run(function, parts, (self.buffers[stack.total, None, mesh],)))
-        totals = [a.total for a in self.split.accumulators] + [s.total for s in self.split.stacks]
+        totals = [a.total for a in self.split.accumulators if a.loop in made] + [s.total for s in stacks]
         for var in dict.fromkeys(totals):
             for mesh in range(self.staged.n_meshes):
                 if (var, None, mesh) in self.buffers and (var, mesh) in self.remote_readers:

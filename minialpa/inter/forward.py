@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
 import numpy as np
+from jax.extend.core import Var
 
 from minialpa.errors import TraceError, VerifyError
 from minialpa.inter.layers import cluster_layers
@@ -22,6 +23,8 @@ from minialpa.trace import TracedStep
 _USUAL, _FEW, _MOST = 16, 8, 64
 #: Part of the flops in kinds of equations that occur more than once, which blocks have to cover.
 _INSIDE = 0.8
+#: Of the flops of an equal share, by how much blocks may have more or less.
+_TOLERANCE = 0.5
 
 
 def forward_graph(traced: TracedStep) -> nx.MultiDiGraph:
@@ -65,11 +68,97 @@ def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
         used = sorted(set(layers))
         return tuple(used.index(layer) for layer in layers)
     assert isinstance(option, AutoLayerOption)
-    if option.layer_num == "auto":
-        return cluster_layers(forward_graph(traced), natural_layers(traced), tolerance=option.eps)
-    if not 1 <= option.layer_num <= groups:
-        raise TraceError(f"`layer_num={option.layer_num}` layers cannot be made of {groups} forward equations.")
-    return cluster_layers(forward_graph(traced), option.layer_num, tolerance=option.eps)
+    n_layers = natural_layers(traced) if option.layer_num == "auto" else option.layer_num
+    if not 1 <= n_layers <= groups:
+        raise TraceError(f"`layer_num={n_layers}` layers cannot be made of {groups} forward equations.")
+    return _clustered(traced, n_layers, option.eps)
+
+
+def _clustered(traced: TracedStep, n_layers: int, tolerance: float) -> tuple[int, ...]:
+    """Layers of each gradient of a step: those of the one with the most work, and for the others the same where they
+    do the same, or else layers that have the same parameters."""
+    graph = forward_graph(traced)
+    calls = _calls(traced)
+    if len(calls) == 1:
+        return cluster_layers(graph, n_layers, tolerance=tolerance)
+    main = max(calls, key=lambda groups: (len(groups) >= n_layers, sum(graph.nodes[g]["flops"] for g in groups)))
+    layers: dict[int, int] = _clustered_call(graph, main, n_layers, tolerance)
+    kinds = _kinds(traced)
+    of_parameter = _layers_of_parameters(traced, layers)
+    for groups in calls:
+        if groups is main:
+            continue
+        if [kinds[g] for g in groups] == [kinds[g] for g in main]:
+            layers.update((g, layers[m]) for g, m in zip(groups, main, strict=True))
+        else:
+            layers.update(_like_parameters(traced, groups, of_parameter))
+    return tuple(layers[g] for g in range(len(graph)))
+
+
+def _calls(traced: TracedStep) -> list[list[int]]:
+    """The forward groups of each gradient of a step, in order."""
+    call_of = {o.group: o.call for o in traced.origins if o.group is not None}
+    calls: dict[int, list[int]] = {}
+    for group in sorted(call_of):
+        calls.setdefault(call_of[group], []).append(group)
+    return [calls[call] for call in sorted(calls)]
+
+
+def _clustered_call(graph: nx.MultiDiGraph, groups: list[int], n_layers: int, tolerance: float) -> dict[int, int]:
+    part = nx.convert_node_labels_to_integers(graph.subgraph(sorted(groups)), ordering="sorted")
+    found = cluster_layers(part, min(n_layers, len(groups)), tolerance=tolerance)
+    return dict(zip(sorted(groups), found, strict=True))
+
+
+def _kinds(traced: TracedStep) -> dict[int, tuple[object, ...]]:
+    """What the forward equations of each group are, up to names."""
+    kinds: dict[int, tuple[object, ...]] = {}
+    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
+        if origin.group is not None and origin.direction == "forward":
+            kind = (eqn.primitive.name, *(shape_of(v) for v in (*eqn.invars, *eqn.outvars)))
+            kinds[origin.group] = (*kinds.get(origin.group, ()), kind)
+    return {g: kinds.get(g, ()) for groups in _calls(traced) for g in groups}
+
+
+def _layers_of_parameters(traced: TracedStep, layers: Mapping[int, int]) -> dict[Var, int]:
+    """The first layer that reads each argument of the step that has no examples."""
+    source = _parameters(traced)
+    out: dict[Var, int] = {}
+    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
+        if origin.group is not None and origin.group in layers and origin.direction == "forward":
+            for v in eqn.invars:
+                if not is_literal(v) and v in source:
+                    out.setdefault(source[v], layers[origin.group])
+    return out
+
+
+def _parameters(traced: TracedStep) -> dict[Var, Var]:
+    """The argument that each variable is, or is a cast, a transpose or an update of: that of its own shape, or size."""
+    dims = zip(traced.flat.invars, traced.batch_dims, strict=True)
+    source = {v: v for v, dim in dims if dim is None and shape_of(v)}
+    for eqn in traced.flat.eqns:
+        found = [source[v] for v in eqn.invars if not is_literal(v) and v in source]
+        for out in eqn.outvars:
+            same = [p for p in found if math.prod(shape_of(p)) == math.prod(shape_of(out))]
+            if same:
+                source[out] = same[0]
+    return source
+
+
+def _like_parameters(traced: TracedStep, groups: Sequence[int], of_parameter: Mapping[Var, int]) -> dict[int, int]:
+    """Layers of groups that never fall in program order, by the parameters that they read."""
+    source = _parameters(traced)
+    wanted: dict[int, int] = {}
+    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
+        if origin.group is not None and origin.direction == "forward":
+            for v in eqn.invars:
+                if not is_literal(v) and source.get(v) in of_parameter:
+                    wanted[origin.group] = max(wanted.get(origin.group, 0), of_parameter[source[v]])
+    out, layer = dict[int, int](), 0
+    for group in groups:
+        layer = max(layer, wanted.get(group, 0))
+        out[group] = layer
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +215,7 @@ def pieces_of(traced: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[
     """
     if _blocks(traced).n < _FEW:
         return tuple(layer_of_group), tuple(range(max(layer_of_group, default=-1) + 1))
-    blocks = cluster_layers(forward_graph(traced), natural_layers(traced))
+    blocks = _clustered(traced, natural_layers(traced), _TOLERANCE)
     pairs = list(zip(layer_of_group, blocks, strict=True))
     pieces = {pair: i for i, pair in enumerate(dict.fromkeys(sorted(pairs)))}
     return tuple(pieces[pair] for pair in pairs), tuple(layer for layer, _ in pieces)

@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
 from minialpa.inter.split import StagedStep, Task
+from minialpa.inter.split_step import is_loop
 from minialpa.intra.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.spmd import Communication, ShardedEquations, collectives_of
 from minialpa.jaxprs import is_literal
@@ -142,7 +143,7 @@ def _inputs(staged: StagedStep, tasks: list[Task], mesh: int) -> list[tuple[Var,
         v for task in tasks if task.kind != "update" for eqn in task.eqns for v in eqn.invars if not is_literal(v)
     }
     if all(task.kind == "step" for task in tasks) and staged.split.n_micro_batches == 1:
-        in_loop = {v for op in staged.split.ops if op.phase.value == "loop" for v in op.eqn.invars if not is_literal(v)}
+        in_loop = {v for op in staged.split.ops if is_loop(op.segment) for v in op.eqn.invars if not is_literal(v)}
     batch = {v for v, dim in zip(traced.flat.invars, traced.batch_dims, strict=True) if dim is not None}
     out: dict[Var, Role] = {}
     for var, meshes in zip(staged.inputs, staged.input_meshes, strict=True):

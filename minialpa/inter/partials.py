@@ -1,38 +1,21 @@
-"""Partial results: which equations they pass through, and what they become.
+"""Partial sums: which equations they pass through in a loop, and what they become.
 
-An aggregate of the loop is either *partial*, a part of a total that its reduction combines, or *private*, a value that
-only the micro-batch has. Linear equations keep a partial result partial. A sum over the batch that is divided by its
-number of terms is a mean; where the micro-batch needs a value of its own, it takes its own mean.
+Linear equations keep a partial sum partial. A sum over the batch that is divided by its number of terms is a mean;
+where a micro-batch takes its own, it takes the mean of its own examples.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.inter.forms import KNOWN, Form, Once, Own, Partial
 from minialpa.intra.factors import Factors
 from minialpa.jaxprs import Atom, is_literal, shape_of
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """A value whose total is the reduction of its micro-batch values.
-
-    count: number of elements that were added into each entry, over the full batch.
-    rescale: what makes the micro-batch's own mean of a part of the full mean: the number of micro-batches, once the
-        sum was divided by its count, else None.
-    """
-
-    reduction: str
-    count: int = 0
-    rescale: float | None = None
-
-
-PRIVATE = "private"
 
 #: What may compute the number of terms of a mean.
 _ARITHMETIC: dict[str, Callable[..., float]] = {
@@ -43,78 +26,72 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
     "sub": operator.sub,
 }
 
-Form = Partial | str
-
 
 class Forms:
-    """Forms of the aggregates that the loop computes, and the form of what an equation makes of them.
+    """The forms of the values of a program, as they become known, and what an equation makes of partial sums.
 
-    eqns, sources: the equations, and the traced equation that each comes from. chunk_of: the chunk of each traced
-    equation, where it is known.
+    n, batch_size: numbers of micro-batches and examples.
     """
 
-    def __init__(
-        self,
-        eqns: Sequence[JaxprEqn],
-        sources: Sequence[int],
-        n: int,
-        batch_size: int | None,
-        chunk_of: Sequence[int | None] | None,
-    ) -> None:
-        self.eqns, self.sources, self.chunk_of = eqns, sources, chunk_of
+    def __init__(self, eqns: Sequence[JaxprEqn], n: int, batch_size: int) -> None:
         self.n, self.batch_size = n, batch_size
-        self.producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        self.producer = {v: eqn for eqn in eqns for v in eqn.outvars}
         self.of: dict[Var, Form] = {}
 
-    def stays_partial(self, i: int, eqn: JaxprEqn, factors: Factors, needed: bool) -> Partial | None:
-        """The form of the results if `eqn` is linear in partial operands and nothing else stands in the way."""
-        partials = self.kept_partial(eqn, factors, needed)
-        forms = [f for f in map(self.of.get, partials.values()) if isinstance(f, Partial)]
+    def form(self, atom: Atom) -> Form:
+        return KNOWN if is_literal(atom) else self.of.get(atom, KNOWN)
+
+    def stays_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> Partial | None:
+        """The form of the results if `eqn` is linear in partial sums of one loop and nothing else stands in the way.
+
+        is_own: whether the micro-batch takes its own values, see `statistics`.
+        """
+        partials = self.kept_partial(eqn, factors, is_own)
+        forms = list(partials.values())
         if not forms or any(k not in factors.linear_operands for k in partials):
             return None
-        if any(f.reduction != "sum" for f in forms):
+        if any(f.reduction != "sum" for f in forms) or len({(f.loop, f.scale) for f in forms}) > 1:
             return None
-        others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
+        if not all(self._known_in(v, forms[0].loop) for v in eqn.invars):
+            return None
         if factors.linear == "joint":
-            # Anything else that is added would count once per micro-batch; private values can be shared out.
-            private = all(self.is_private(eqn.invars[k]) for k in others)
-            same_scale = len({f.rescale for f in forms}) == 1
-            if not private or (needed and (others or not same_scale)) or self._crosses(eqn, i):
-                return None
-            summed = [factors.sizes[f] for f in factors.reductions if f not in factors.positional]
-            count = forms[0].count * int(np.prod(summed or [1]))
-            return replace(forms[0], count=count)
+            return self._joined(eqn, factors, partials, is_own)
         if factors.linear != "each" or len(forms) != 1:
             return None
-        coefficients = [v for k, v in enumerate(eqn.invars) if k not in partials and not is_literal(v)]
-        if any(v in self.of for v in coefficients):
-            return forms[0]  # a micro-batch's own coefficient: only in the loop can they meet
-        scalar = all(not shape_of(eqn.invars[k]) for k in others)
-        if needed:
-            return self._scaled(eqn, forms[0])
-        return forms[0] if scalar else None
+        if any(isinstance(self.form(v), Own) for v in eqn.invars):
+            return forms[0]  # only in the loop can it meet the micro-batch's own coefficient
+        others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
+        if not is_own and any(shape_of(eqn.invars[k]) for k in others):
+            return None  # as well once, on the total
+        return self._scaled(eqn, forms[0])
 
-    def kept_partial(self, eqn: JaxprEqn, factors: Factors, needed: bool) -> dict[int, Atom]:
-        """Partial operands by position. Of a needed product of two, a mean is taken as the micro-batch's own value."""
-        partials: dict[int, Atom] = {k: v for k, v in enumerate(eqn.invars) if self.is_partial(v)}
-        if needed and factors.linear == "each" and len(partials) > 1:
-            sums = {k: v for k, v in partials.items() if getattr(self.of.get(v), "rescale", None) is None}
+    def kept_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> dict[int, Partial]:
+        """Partial operands by position. Of an own product of two, a mean is taken as the micro-batch's own value."""
+        found = ((k, self.form(v)) for k, v in enumerate(eqn.invars))
+        partials = {k: form for k, form in found if isinstance(form, Partial)}
+        if is_own and factors.linear == "each" and len(partials) > 1:
+            sums = {k: form for k, form in partials.items() if form.rescale is None}
             return sums if len(sums) == 1 else partials
         return partials
 
-    def is_private(self, atom: Atom) -> bool:
-        return not is_literal(atom) and self.of.get(atom) == PRIVATE
+    def _joined(
+        self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial], is_own: bool
+    ) -> Partial | None:
+        """Anything else that is added would count once per micro-batch; own values can be shared out."""
+        first, *more = partials.values()
+        others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
+        all_own = all(isinstance(self.form(eqn.invars[k]), Own) for k in others)
+        if not all_own or (others and first.scale is not None):
+            return None
+        if is_own and (others or any(f.rescale != first.rescale for f in more)):
+            return None
+        summed = [factors.sizes[f] for f in factors.reductions if f not in factors.positional]
+        return replace(first, count=first.count * int(np.prod(summed or [1])))
 
-    def is_partial(self, atom: Atom) -> bool:
-        return not is_literal(atom) and isinstance(self.of.get(atom), Partial)
-
-    def _crosses(self, eqn: JaxprEqn, i: int) -> bool:
-        """Whether operands of `eqn` come from different chunks."""
-        if self.chunk_of is None:
-            return False
-        mine = [v for v in eqn.invars if not is_literal(v) and self.is_partial(v)]
-        chunks = {self.chunk_of[self.sources[self.producer[v]]] for v in mine}
-        return len(chunks) > 1
+    def _known_in(self, atom: Atom, loop: int) -> bool:
+        """Whether a loop has a value, or each micro-batch's of it."""
+        form = self.form(atom)
+        return form.after < loop if isinstance(form, Once) else form.loop <= loop
 
     def _scaled(self, eqn: JaxprEqn, form: Partial) -> Partial:
         """Recognise the division of a sum by its number of examples or terms, or by one less (unbiased variance)."""
@@ -125,7 +102,7 @@ class Forms:
         whole = round(divisor)
         if whole == 0 or abs(divisor - whole) > 1e-6 * whole:
             return form
-        if form.count % whole == 0 and whole % (self.batch_size or 1) == 0:
+        if form.count % whole == 0 and whole % self.batch_size == 0:
             return replace(form, rescale=float(self.n))
         return replace(form, rescale=whole / max(form.count / self.n - 1, 1)) if whole == form.count - 1 else form
 
@@ -133,16 +110,16 @@ class Forms:
         """The value of a real scalar that is known now: `jnp.var` computes its divisor in the program."""
         if is_literal(atom):
             return None if np.ndim(atom.val) or np.iscomplexobj(atom.val) else float(atom.val)
-        i = self.producer.get(atom)
-        if i is None or shape_of(atom) or self.eqns[i].primitive.name not in _ARITHMETIC:
+        eqn = self.producer.get(atom)
+        if eqn is None or shape_of(atom) or eqn.primitive.name not in _ARITHMETIC:
             return None
-        values = [self._constant(v) for v in self.eqns[i].invars]
-        return None if None in values else _ARITHMETIC[self.eqns[i].primitive.name](*values)
+        values = [self._constant(v) for v in eqn.invars]
+        return None if None in values else _ARITHMETIC[eqn.primitive.name](*values)
 
     def is_zero(self, atom: Atom) -> bool:
         while not is_literal(atom):
-            i = self.producer.get(atom)
-            if i is None or self.eqns[i].primitive.name not in ("broadcast_in_dim", "convert_element_type", "copy"):
+            eqn = self.producer.get(atom)
+            if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "copy"):
                 return False
-            atom = self.eqns[i].invars[0]
+            atom = eqn.invars[0]
         return bool(np.all(np.asarray(atom.val) == 0))

@@ -32,7 +32,8 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
         for v in dict.fromkeys(v for v in eqn.invars if not is_literal(v)):
             readers_of.setdefault(v, []).append(i)
     inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}
-    for layer, what in zip(_layers(traced, layer_of_group, len(remat)), remat, strict=True):
+    for number, layer in _layers(traced, layer_of_group):
+        what = remat[number]
         again = _computed_again(traced, layer, what, readers_of) if what != "none" else []
         made = {v for i in again for v in eqns[i].outvars}
         readers = [i for i in layer.backward if any(v in made for v in eqns[i].invars if not is_literal(v))]
@@ -54,13 +55,14 @@ class _Layer:
     backward: list[int] = field(default_factory=list)
 
 
-def _layers(traced: TracedStep, layer_of_group: Sequence[int], n_layers: int) -> list[_Layer]:
-    layers = [_Layer() for _ in range(n_layers)]
+def _layers(traced: TracedStep, layer_of_group: Sequence[int]) -> list[tuple[int, _Layer]]:
+    """The equations of each layer, with its number: those of each gradient of the step apart."""
+    layers: dict[tuple[int, int], _Layer] = {}
     for i, origin in enumerate(traced.origins):
         if origin.group is not None and origin.direction != "other":
-            layer = layers[layer_of_group[origin.group]]
+            layer = layers.setdefault((layer_of_group[origin.group], origin.call), _Layer())
             (layer.forward if origin.direction == "forward" else layer.backward).append(i)
-    return layers
+    return [(number, layer) for (number, _), layer in sorted(layers.items())]
 
 
 def _computed_again(

@@ -1,11 +1,11 @@
 """Splitting: a step over micro-batches and the stage of each layer in, the tasks of every mesh out.
 
-Positions order the loop of one micro-batch: 0..S-1 are the forward passes of the chunks, S..2S-1 their backward passes
+Positions order one loop of a micro-batch: 0..S-1 are the forward passes of the chunks, S..2S-1 their backward passes
 in reverse, so position p is chunk p or 2S-1-p. A chunk is what a stage runs in one piece; most stages have one. A
 tagged equation goes to the position of its layer. An equation that autodiff left untagged goes to the earliest position
 where its operands are at hand. Cheap equations that depend on no example are copied into every task that wants them.
-Updates follow the mesh of their largest operand, that is, of the gradient; what depends on inputs alone (step counters,
-learning rates) is computed on every mesh that wants it.
+What runs between loops, as an update, follows the mesh of its largest operand, that is, of the gradient; what depends
+on inputs alone (step counters, learning rates) is computed on every mesh that wants it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.split_step import Op, Phase, SplitStep
+from minialpa.inter.split_step import LOOP, Op, SplitStep, is_loop
 from minialpa.jaxprs import bytes_of, is_literal, live_equations, sub_jaxprs
 from minialpa.trace import TracedStep
 
@@ -29,13 +29,14 @@ _HEAVY = ("dot_general", "conv_general_dilated", "sort", "cholesky", "qr", "svd"
 class Task:
     """Equations that run together on one mesh.
 
-    kind: `step` is forward and backward in one, for a single stage. chunk: of a forward or backward task, counted over
-    the pipeline, else 0. level: order among the updates of a mesh; tasks of level l + 1 wait for other meshes' results
-    of level l.
+    kind: `step` is forward and backward in one, for a single stage; `update` is what runs behind a loop. segment: when
+    it runs, see `segments`. chunk: of a forward or backward task, counted over the pipeline, else 0. level: order among
+    the updates of a mesh in a segment; tasks of level l + 1 wait for other meshes' results of level l.
     invars, outvars: values read from, and left for, other tasks, in a fixed order.
     """
 
     kind: TaskKind
+    segment: int
     mesh: int
     chunk: int
     level: int
@@ -46,7 +47,13 @@ class Task:
     @property
     def name(self) -> str:
         number = self.chunk if self.kind in ("forward", "backward") else self.mesh
-        return f"{self.kind}{number}" + (f".{self.level}" if self.level else "")
+        loop = f"_loop{self.loop}" if self.loop > 1 else ""
+        return f"{self.kind}{number}" + (f".{self.level}" if self.level else "") + loop
+
+    @property
+    def loop(self) -> int:
+        """The loop that the task is part of, or runs behind; 0 for a prologue."""
+        return (self.segment + 1) // 2
 
     @property
     def per_micro_batch(self) -> bool:
@@ -72,6 +79,10 @@ class StagedStep:
     @property
     def n_meshes(self) -> int:
         return max(self.mesh_of_chunk) + 1
+
+    def trains(self, loop: int) -> bool:
+        """Whether a loop has backward passes."""
+        return any(task.kind == "backward" and task.loop == loop for task in self.tasks)
 
     @property
     def inputs(self) -> tuple[Var, ...]:
@@ -105,25 +116,27 @@ def _one_task(split: SplitStep) -> StagedStep:
     read = {v for eqn in eqns for v in eqn.invars if not is_literal(v)}
     outputs = {v for v in split.outvars if not is_literal(v)}
     made = tuple(v for eqn in eqns for v in eqn.outvars if v in outputs)
-    task = Task("step", 0, 0, 0, eqns, *_paired(split, tuple(v for v in inputs if v in read), made))
+    task = Task("step", LOOP, 0, 0, 0, eqns, *_paired(split, tuple(v for v in inputs if v in read), made))
     donated = {alias for alias in split.traced.aliases if alias is not None}
     kept = read | outputs | {flat.invars[i] for i in donated}
     input_meshes = tuple((0,) if v in kept else () for v in inputs)
     return StagedStep(split, (0,), (task,) if eqns else (), input_meshes, ((0,),) * len(split.outvars))
 
 
-Key = tuple[int, int, int]  # (0 prologue | 1 loop | 2 update, position or level, mesh)
+Key = tuple[int, int, int]  # (segment, position in a loop or level between loops, mesh)
 
 
 class _Placer:
     def __init__(self, split: SplitStep, chunk_of_group: Sequence[int], mesh_of_chunk: Sequence[int]) -> None:
         self.split, self.mesh_of_chunk, self.n_chunks = split, mesh_of_chunk, len(mesh_of_chunk)
         self.labels = traced_positions(split.traced, chunk_of_group, self.n_chunks)
-        self.by_phase = {phase: [op for op in split.ops if op.phase is phase] for phase in Phase}
         self.own = set(split.traced.flat.invars) | set(split.traced.flat.constvars)
+        self.segment = 0
+        # Of the loop that is being placed: positions of its variables, and chunks whose forward passes read them.
         self.position: dict[Var, int] = {}
-        self.floating: dict[Var, JaxprEqn] = {}
         self.forward_uses: dict[Var, set[int]] = defaultdict(set)
+        self.floating: dict[Var, JaxprEqn] = {}
+        self.homes: dict[Var, set[int]] = defaultdict(set)
         self.content: dict[Key, list[JaxprEqn]] = defaultdict(list)
 
     def chunk_of(self, position: int) -> int:
@@ -133,25 +146,32 @@ class _Placer:
         return self.mesh_of_chunk[self.chunk_of(position)]
 
     def run(self) -> StagedStep:
-        self._find_floating()
-        self._place_loop()
-        self._place_update()
+        for segment in range(1, 2 * self.split.n_loops + 1):
+            self.segment = segment
+            ops = self.split.in_segment(segment)
+            if is_loop(segment):
+                self._find_floating(ops)
+                self._place_loop(ops)
+                self._note_homes()
+            else:
+                self._place_between([op.eqn for op in ops])
         self._add_prologues()
         return self._finish()
 
-    # ---- loop -----------------------------------------------------------------------------------------------------
+    # ---- loops ----------------------------------------------------------------------------------------------------
 
-    def _find_floating(self) -> None:
-        """Loop operations that read no example and are cheap; results of the step stay where they are labelled."""
+    def _find_floating(self, ops: Sequence[Op]) -> None:
+        """Operations of a loop that read no example and are cheap; results of the step stay where they are labelled."""
         micro = {v for _, v in self.split.micro_inputs}
         if self.split.n_micro_batches == 1:
             dims = self.split.traced.batch_dims
             micro = {v for v, dim in zip(self.split.traced.flat.invars, dims, strict=True) if dim is not None}
         kept = {a.loop for a in self.split.accumulators} | {s.loop for s in self.split.stacks}
         kept.update(v for v in self.split.outvars if not is_literal(v))
-        kept.update(v for op in self.by_phase[Phase.UPDATE] for v in op.eqn.invars if not is_literal(v))
+        elsewhere = (op for op in self.split.ops if op.segment != self.segment)
+        kept.update(v for op in elsewhere for v in op.eqn.invars if not is_literal(v))
         fixed = set(micro)
-        for op in self.by_phase[Phase.LOOP]:
+        for op in ops:
             eqn = op.eqn
             heavy = eqn.primitive.name in _HEAVY or bool(sub_jaxprs(eqn)) or bool(eqn.effects)
             if heavy or any(v in fixed for v in eqn.invars if not is_literal(v)) or any(v in kept for v in eqn.outvars):
@@ -159,8 +179,9 @@ class _Placer:
             else:
                 self.floating.update((v, eqn) for v in eqn.outvars)
 
-    def _place_loop(self) -> None:
-        ops = [op for op in self.by_phase[Phase.LOOP] if not op.eqn.outvars or op.eqn.outvars[0] not in self.floating]
+    def _place_loop(self, every: Sequence[Op]) -> None:
+        self.position, self.forward_uses = {}, defaultdict(set)
+        ops = [op for op in every if not op.eqn.outvars or op.eqn.outvars[0] not in self.floating]
         placed = [self._early_position(op) for op in ops]
         for i in range(len(ops) - 1, -1, -1):  # what reads nothing placed goes to its first reader
             if placed[i] is None:
@@ -172,8 +193,8 @@ class _Placer:
             self.position = dict.fromkeys(self.position, 0)
         for op, position in zip(ops, placed, strict=True):
             assert position is not None
-            self.content[1, position, self.mesh_of(position)].append(op.eqn)
-        self._copy_floating()
+            self.content[self.segment, position, self.mesh_of(position)].append(op.eqn)
+        self._copy_floating(every)
 
     def _early_position(self, op: Op) -> int | None:
         label = self.labels[op.source] if op.source >= 0 else None
@@ -205,9 +226,11 @@ class _Placer:
             position = max(position, min(candidates, default=position))
         return position
 
-    def _copy_floating(self) -> None:
-        order = {id(op.eqn): i for i, op in enumerate(self.by_phase[Phase.LOOP])}
+    def _copy_floating(self, ops: Sequence[Op]) -> None:
+        order = {id(op.eqn): i for i, op in enumerate(ops)}
         for key, eqns in self.content.items():
+            if key[0] != self.segment:
+                continue
             wanted: dict[int, JaxprEqn] = {}
             stack = [v for eqn in eqns for v in eqn.invars if not is_literal(v)]
             while stack:
@@ -217,27 +240,27 @@ class _Placer:
                     stack.extend(v for v in eqn.invars if not is_literal(v))
             self.content[key] = sorted([*wanted.values(), *eqns], key=lambda e: order[id(e)])
 
-    # ---- update ---------------------------------------------------------------------------------------------------
-
-    def _homes(self) -> dict[Var, set[int]]:
-        """Meshes of inputs that the loop reads, and of what the loop leaves for the update."""
-        homes: dict[Var, set[int]] = defaultdict(set)
-        for (_, _, mesh), eqns in self.content.items():
-            for eqn in eqns:
-                for v in eqn.invars:
-                    if not is_literal(v) and v in self.own:
-                        homes[v].add(mesh)
+    def _note_homes(self) -> None:
+        """Meshes of the inputs that a loop reads, and of what it leaves."""
+        for (segment, _, mesh), eqns in self.content.items():
+            if segment == self.segment:
+                for eqn in eqns:
+                    for v in eqn.invars:
+                        if not is_literal(v) and v in self.own:
+                            self.homes[v].add(mesh)
         for v, position in self.position.items():
-            homes[v].add(self.mesh_of(position))
+            self.homes[v].add(self.mesh_of(position))
         for acc in self.split.accumulators:
-            homes[acc.total] = set(homes[acc.loop])
+            if acc.loop in self.position:
+                self.homes[acc.total] = set(self.homes[acc.loop])
         for stack in self.split.stacks:
-            homes[stack.total] = set(homes[stack.loop])
-        return homes
+            if stack.loop in self.position:
+                self.homes[stack.total] = set(self.homes[stack.loop])
 
-    def _place_update(self) -> None:
-        eqns = [op.eqn for op in self.by_phase[Phase.UPDATE]]
-        homes = self._homes()
+    # ---- between loops --------------------------------------------------------------------------------------------
+
+    def _place_between(self, eqns: list[JaxprEqn]) -> None:
+        homes = self.homes
         meshes: list[set[int]] = []
         for eqn in eqns:
             ranked = sorted((-bytes_of(v), min(homes[v])) for v in eqn.invars if not is_literal(v) and homes.get(v))
@@ -245,29 +268,35 @@ class _Placer:
             meshes.append(where)
             for v in eqn.outvars:
                 homes[v] = set(where)
-        self._pull_unplaced(eqns, meshes, homes)
+        self._pull_unplaced(eqns, meshes)
         level: dict[tuple[Var, int], int] = {}
         for eqn, where in zip(eqns, meshes, strict=True):
             for mesh in sorted(where):
                 depth = max((self._level(v, mesh, homes, level) for v in eqn.invars if not is_literal(v)), default=0)
                 level.update(((v, mesh), depth) for v in eqn.outvars)
-                self.content[2, depth, mesh].append(eqn)
+                self.content[self.segment, depth, mesh].append(eqn)
 
     def _only_inputs(self, eqn: JaxprEqn) -> bool:
         """Whether the equation reads inputs of the step only; then any mesh can compute it."""
         return all(is_literal(v) or v in self.own for v in eqn.invars)
 
-    def _pull_unplaced(self, eqns: list[JaxprEqn], meshes: list[set[int]], homes: dict[Var, set[int]]) -> None:
+    def _pull_unplaced(self, eqns: list[JaxprEqn], meshes: list[set[int]]) -> None:
         """Operations and inputs without a mesh go wherever their readers are."""
         wanted: dict[Var, set[int]] = defaultdict(set)
         traced = self.split.traced
         for atom, alias in zip(self.split.outvars, traced.layouts, strict=True):
             if alias is not None and not is_literal(atom):
-                wanted[atom] |= homes.get(traced.flat.invars[alias], set())
+                wanted[atom] |= self.homes.get(traced.flat.invars[alias], set())
+        for op in self.split.ops:
+            label = self.labels[op.source] if op.source >= 0 and op.segment > self.segment else None
+            if label is not None and is_loop(op.segment):
+                for v in op.eqn.invars:
+                    if not is_literal(v):
+                        wanted[v].add(self.mesh_of(label))
         for i in range(len(eqns) - 1, -1, -1):
             if not meshes[i]:
                 meshes[i] = set[int]().union(*(wanted[v] for v in eqns[i].outvars)) or {0}
-                homes.update((v, set(meshes[i])) for v in eqns[i].outvars)
+                self.homes.update((v, set(meshes[i])) for v in eqns[i].outvars)
             for atom in eqns[i].invars:
                 if not is_literal(atom):
                     wanted[atom] |= meshes[i]
@@ -280,7 +309,7 @@ class _Placer:
         return min(remote) + 1 if remote else 0
 
     def _add_prologues(self) -> None:
-        prologue = [op.eqn for op in self.by_phase[Phase.PROLOGUE]]
+        prologue = [op.eqn for op in self.split.in_segment(0)]
         if not prologue:
             return
         made = {v for eqn in prologue for v in eqn.outvars}
@@ -315,17 +344,17 @@ class _Placer:
                 v
                 for eqn in self.content[key]
                 for v in eqn.outvars
-                if v in wanted and (key[0] != 1 or v not in floating)
+                if v in wanted and (not is_loop(key[0]) or v not in floating)
             )
             kind = self._kind(key)
             level = key[1] if kind == "update" else 0
             chunk = self.chunk_of(key[1]) if kind in ("forward", "backward") else 0
             ends = _paired(self.split, reads[key], outvars)
-            tasks.append(Task(kind, key[2], chunk, level, tuple(self.content[key]), *ends))
+            tasks.append(Task(kind, key[0], key[2], chunk, level, tuple(self.content[key]), *ends))
         return self._with_homes(tasks)
 
     def _kind(self, key: Key) -> TaskKind:
-        if key[0] != 1:
+        if not is_loop(key[0]):
             return "prologue" if key[0] == 0 else "update"
         if self.n_chunks == 1:
             return "step"

@@ -1,22 +1,22 @@
-"""What a step over micro-batches is: operations with their phases, and how values combine over micro-batches."""
+"""What a step over micro-batches is: operations with their segments, and how values combine over micro-batches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.jaxprs import Atom
 from minialpa.trace import TracedStep
 
+#: Segments of a step with one loop: once before, once per micro-batch, and once after the micro-batches.
+PROLOGUE, LOOP, UPDATE = 0, 1, 2
 
-class Phase(Enum):
-    """When an operation runs: once before, once per micro-batch, or once after the micro-batches."""
 
-    PROLOGUE = "prologue"
-    LOOP = "loop"
-    UPDATE = "update"
+def is_loop(segment: int) -> bool:
+    """Whether a segment runs once per micro-batch: the odd ones do."""
+    return segment % 2 == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Op:
     """One equation of a split step; `source` is the number of the traced equation that it comes from."""
 
     eqn: JaxprEqn
-    phase: Phase
+    segment: int
     source: int
 
 
@@ -48,12 +48,15 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class SplitStep:
-    """A step as a loop over micro-batches, with what happens before and after it.
+    """A step as a chain of segments, see `segments`: loops over micro-batches, and what happens before and after each.
 
+    ops: in order, segment after segment.
     micro_inputs: batch inputs and the variables that hold the rows of one micro-batch.
     micro_index: int32 scalar, the number of the micro-batch; None when nothing needs it.
+    accumulators, stacks: of all loops. What a loop leaves is complete behind it.
     outvars: results of the step, over the variables of the update, inputs and literals.
-    batch_dims: for variables of the loop, and inputs, the dimension that holds examples.
+    batch_dims: for variables of the loops, and inputs, the dimension that holds examples.
+    own: what each micro-batch computes for itself, as the user would say it: batch statistics.
     """
 
     traced: TracedStep
@@ -65,3 +68,11 @@ class SplitStep:
     stacks: tuple[Stack, ...]
     outvars: tuple[Atom, ...]
     batch_dims: dict[Var, int]
+    own: tuple[str, ...] = ()
+
+    @property
+    def n_loops(self) -> int:
+        return max([1, *((op.segment + 1) // 2 for op in self.ops)])
+
+    def in_segment(self, segment: int) -> Sequence[Op]:
+        return [op for op in self.ops if op.segment == segment]

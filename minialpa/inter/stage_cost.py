@@ -109,10 +109,10 @@ class PieceCosts:
             return PieceCost()
         view = ShardedView(mesh, self.option.forbidden_collectives)
         programs = mesh_programs(staged, piece, problem, solution, view)
-        times = stage_times(problem, solution, mesh_collectives(programs), mesh)
+        times = stage_times(problem, solution, mesh_collectives(programs), mesh, staged.split.n_loops)
         memory = mesh_memory(staged, piece, programs, solution, view)
         return PieceCost(
-            times.pass_s, times.update_s, memory.fixed_bytes, memory.in_flight_bytes,
+            times.pass_s, times.once_s, memory.fixed_bytes, memory.in_flight_bytes,
             memory.pass_temp_bytes - memory.left_bytes, memory.left_bytes, memory.update_temp_bytes,
         )  # fmt: skip
 

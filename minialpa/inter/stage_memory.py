@@ -160,6 +160,9 @@ def _kept(staged: StagedStep, mesh: int) -> _Kept:
     made = {v for task in tasks for v in task.outvars}
     if staged.split.n_micro_batches > 1:
         fixed += [a.total for a in staged.split.accumulators if a.loop in made]
+        # What stays for a whole loop: values that were computed behind another one.
+        between = {v for task in staged.tasks if task.kind == "update" for v in task.outvars}
+        fixed += [v for task in tasks if task.per_micro_batch for v in task.invars if v in between]
     loop = [task for task in tasks if task.per_micro_batch]
     chunks = [c for c, home in enumerate(staged.mesh_of_chunk) if home == mesh]
     # What a pass was sent by another mesh waits for later passes like what it made itself.

@@ -19,7 +19,7 @@ from minialpa.inter.placed import values_of_parts
 from minialpa.inter.remat import rematerialise
 from minialpa.inter.replan import check_fits
 from minialpa.inter.split import StagedStep, stage_split, traced_positions
-from minialpa.inter.split_step import Op, Phase, SplitStep
+from minialpa.inter.split_step import Op, SplitStep, is_loop
 from minialpa.inter.unstack import with_row_blocks
 from minialpa.intra.problem import MeshEquations
 from minialpa.intra.sharing import share_reads
@@ -47,9 +47,10 @@ def _shared(split: SplitStep, *, by_direction: bool) -> SplitStep:
     """With copies of what several contractions of a task read; in a pipeline forward and backward are two tasks."""
 
     def task_of(op: Op) -> str | None:
-        if op.phase is not Phase.LOOP:
+        if not is_loop(op.segment):
             return None
-        return split.traced.origins[op.source].direction if by_direction and op.source >= 0 else ""
+        direction = split.traced.origins[op.source].direction if by_direction and op.source >= 0 else ""
+        return f"{op.segment} {direction}"
 
     placed = share_reads([op.eqn for op in split.ops], [task_of(op) for op in split.ops])
     ops = tuple(dataclasses.replace(split.ops[p.number], eqn=p.eqn) for p in placed)

@@ -17,10 +17,8 @@ def remote_readers(staged: StagedStep) -> dict[tuple[Var, int], set[int]]:
     for task in staged.tasks:
         for v in task.outvars:
             made[v].add(task.mesh)
-    for acc in staged.split.accumulators:
-        made[acc.total] |= made[acc.loop]
-    for stack in staged.split.stacks:
-        made[stack.total] |= made[stack.loop]
+    for part, total in _put_together(staged):
+        made[total] |= made[part]
     out: dict[tuple[Var, int], set[int]] = defaultdict(set)
     for task in staged.tasks:
         for v in task.invars:
@@ -29,23 +27,31 @@ def remote_readers(staged: StagedStep) -> dict[tuple[Var, int], set[int]]:
     return out
 
 
+def _put_together(staged: StagedStep) -> list[tuple[Var, Var]]:
+    """What micro-batches leave, and the value of the whole batch that is made of it behind the loop."""
+    split = staged.split
+    return [*((a.loop, a.total) for a in split.accumulators), *((s.loop, s.total) for s in split.stacks)]
+
+
 def planned_transfers(staged: StagedStep) -> tuple[PlannedTransfer, ...]:
     """What tasks send to those of other meshes, added up. A mesh gets a value once, for its first reader."""
     maker = {(v, task.mesh): task for task in staged.tasks for v in task.outvars}
+    loop_of = {v: task.loop for task in staged.tasks for v in task.outvars}
+    loop_of.update({total: loop_of[part] for part, total in _put_together(staged) if part in loop_of})
     n_bytes: dict[tuple[PassName, PassName], float] = defaultdict(float)
     for (v, mesh), readers in remote_readers(staged).items():
         made = maker.get((v, mesh))
         for reader in sorted(readers):
             # Tasks are in the order of one micro-batch.
             first = next(task for task in staged.tasks if task.mesh == reader and v in task.invars)
-            source = _name(made) if made else PassName("update", mesh)
+            source = _name(made) if made else PassName("update", mesh, loop_of[v])
             n_bytes[source, _name(first)] += bytes_of(v)
     return tuple(PlannedTransfer(source, target, size) for (source, target), size in sorted(n_bytes.items()))
 
 
 def _name(task: Task) -> PassName:
     if task.kind == "forward" or task.kind == "backward":
-        return PassName(task.kind, task.chunk)
+        return PassName(task.kind, task.chunk, task.loop)
     # Every mesh computes the prologue that it reads, and `step` is for a single mesh.
     assert task.kind == "update", task.kind
-    return PassName("update", task.mesh)
+    return PassName("update", task.mesh, task.loop)

@@ -12,7 +12,7 @@ from jax.extend.core import Var
 
 from minialpa.gradients import gradient_p
 from minialpa.inter.batching import batch_kinds
-from minialpa.inter.split_step import Op, Phase, SplitStep
+from minialpa.inter.split_step import LOOP, UPDATE, Op, SplitStep
 from minialpa.jaxprs import Atom, is_inexact, is_literal, unary_equation
 from minialpa.trace import TracedStep
 
@@ -26,8 +26,8 @@ def whole_batch(step: TracedStep) -> SplitStep:
         if not in_loop[i] and any(v in needed for v in eqns[i].outvars):
             in_loop[i] = True
             needed.update(v for v in eqns[i].invars if not is_literal(v))
-    loop = [Op(eqn, Phase.LOOP, i) for i, eqn in enumerate(eqns) if in_loop[i]]
-    update = [Op(eqn, Phase.UPDATE, i) for i, eqn in enumerate(eqns) if not in_loop[i]]
+    loop = [Op(eqn, LOOP, i) for i, eqn in enumerate(eqns) if in_loop[i]]
+    update = [Op(eqn, UPDATE, i) for i, eqn in enumerate(eqns) if not in_loop[i]]
     kinds = batch_kinds(step, 1, strict=False)
     dims = {v: kind for v, kind in kinds.items() if isinstance(kind, int)}
     return SplitStep(step, 1, (*loop, *_marked(loop, update)), (), None, (), (), step.flat.outvars, dims)
@@ -42,7 +42,7 @@ def _marked(loop: Sequence[Op], update: Sequence[Op]) -> list[Op]:
     copies: dict[Var, Atom] = {}
     for v in read:
         eqn, copies[v] = marked(v)
-        marks.append(Op(eqn, Phase.UPDATE, made[v]))
+        marks.append(Op(eqn, UPDATE, made[v]))
 
     def copied(op: Op) -> Op:
         invars = [v if is_literal(v) else copies.get(v, v) for v in op.eqn.invars]

@@ -25,7 +25,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 #: What the compiler takes out before all else.
-_MARKS = _names("device_put minialpa_gradient name sharding_constraint stop_gradient")
+_MARKS = _names("device_put minialpa_gradient minialpa_per_micro_batch name sharding_constraint stop_gradient")
 _VIEWS = _names("bitcast_convert_type copy expand_dims optimization_barrier random_unwrap random_wrap reshape squeeze")
 _FILLS = _names("axis_index empty iota partition_id")
 _REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_xor")

@@ -63,7 +63,7 @@ def _linear_in_all(eqn: JaxprEqn) -> Factors:
     return elementwise(eqn, "joint", range(len(eqn.invars)))
 
 
-@rule("copy", "name", "sharding_constraint", "stop_gradient")
+@rule("copy", "minialpa_per_micro_batch", "name", "sharding_constraint", "stop_gradient")
 def _identity(eqn: JaxprEqn) -> Factors:
     return elementwise(eqn, "joint", (0,), flops_per_element=0.0)
 

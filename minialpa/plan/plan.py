@@ -21,7 +21,7 @@ from minialpa.fingerprint import Fingerprint
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.sharding import EquationSpecs, Spec
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,14 @@ class PlannedOperator:
 
 
 class PassName(NamedTuple):
-    """A pass by the number of its chunk, counted over the pipeline; or the update of a stage."""
+    """A pass by the number of its chunk, counted over the pipeline; or the update of a stage.
+
+    loop: of the loops of a step, counted from 1, the one that the pass is in, or that the update stands behind.
+    """
 
     kind: Literal["forward", "backward", "update"]
     number: int
+    loop: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +110,16 @@ class PlannedTransfer:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPass:
-    """Seconds of one micro-batch in one chunk; `step` is forward and backward in one, for a single stage."""
+    """Seconds of one micro-batch in one chunk; `step` is forward and backward in one, for a single stage.
+
+    loop: of the loops of a step, counted from 1, the one that the pass is in.
+    """
 
     kind: Literal["forward", "backward", "step"]
     chunk: int
     compute_s: float
     communication_s: float
+    loop: int = 1
 
     @property
     def seconds(self) -> float:
@@ -125,7 +133,8 @@ class StagePlan:
     first_device: number of its first device in the cluster. alpha, beta: links of the axes of the logical shape.
     option: what its shardings had to keep to.
     input_specs, equation_specs: specs of the inputs, and of the equations, of the mesh in order.
-    passes: in the order of one micro-batch. update_s: seconds once per step.
+    passes: in the order of one micro-batch. update_s: seconds once per step, before the first loop and behind the last;
+    between_s: those behind each other loop.
     fixed_bytes: bytes per device for state, gradients and temporaries; kept_bytes: for each chunk, what every
     micro-batch in flight keeps.
     """
@@ -146,6 +155,7 @@ class StagePlan:
     kept_bytes: tuple[float, ...]
     peak_bytes: float
     optimal: bool
+    between_s: tuple[float, ...] = ()
 
     @property
     def n_devices(self) -> int:
@@ -217,6 +227,8 @@ class Plan:
     row_blocks: for each stack of layers that a scan applies, the rows of each block that it is cut into, so that stages
         can end inside; empty where scans are whole.
     certificate: None where nothing was searched.
+    per_micro_batch: what each micro-batch computes from its own examples where the full batch has a total: batch
+        statistics, and what the model asks for.
     """
 
     fingerprint: Fingerprint
@@ -233,6 +245,12 @@ class Plan:
     cost: PlanCost
     row_blocks: tuple[tuple[int, ...], ...] = ()
     certificate: Certificate | None = None
+    per_micro_batch: tuple[str, ...] = ()
+
+    @property
+    def n_loops(self) -> int:
+        """How often a step goes through its micro-batches."""
+        return 1 + max(len(stage.between_s) for stage in self.stages)
 
     @property
     def input_specs(self) -> tuple[PlacementSpec, ...]:

@@ -18,6 +18,7 @@ def summary(plan: Plan) -> str:
     ]
     if plan.certificate is not None:
         lines.append(certificate_text(plan.certificate))
+    lines.extend(f"Each micro-batch has its own {what}" for what in plan.per_micro_batch)
     for k, stage in enumerate(plan.stages):
         lines.append(f"Stage {k}: {stage_text(plan, k)}")
         lines.append(
@@ -47,6 +48,7 @@ def header(plan: Plan) -> str:
     return (
         f"{plan.cluster.num_hosts} x {plan.cluster.devices_per_host} {plan.cluster.device.name} devices: "
         f"{count(len(plan.stages), 'stage')}, {count(plan.n_micro_batches, 'micro-batch')}"
+        + (f" in {plan.n_loops} loops" if plan.n_loops > 1 else "")
         + (f", schedule {plan.schedule}" if len(plan.stages) > 1 else "")
         + (f", rematerialisation {'/'.join(kept)}" if kept not in ([], ["none"]) else "")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,9 @@ from helpers import run_split, trace
 from hypothesis import strategies as st
 
 from minialpa.errors import TraceError
-from minialpa.gradients import value_and_grad
-from minialpa.inter.microbatch import Phase, SplitStep, split_micro_batches
+from minialpa.gradients import grad, per_micro_batch, value_and_grad
+from minialpa.inter.microbatch import split_micro_batches
+from minialpa.inter.split_step import LOOP, PROLOGUE, UPDATE, SplitStep, is_loop
 from minialpa.jaxprs import shape_of
 
 B, D, V = 8, 4, 10
@@ -67,8 +69,8 @@ def _check(step: Callable[..., Any], *args: Any, n: int = 4, **tolerance: float)
     return split
 
 
-def _primitives(split: SplitStep, phase: Phase) -> list[str]:
-    return [op.eqn.primitive.name for op in split.ops if op.phase is phase]
+def _primitives(split: SplitStep, segment: int) -> list[str]:
+    return [op.eqn.primitive.name for op in split.in_segment(segment)]
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
@@ -101,9 +103,9 @@ def test_training_equals_the_serial_run(name: str, n: int) -> None:
 
 def test_the_loop_works_on_rows_and_the_update_runs_once() -> None:
     split = _check(_training(LOSSES["mean"]), _params(), _batch())
-    loop = [op.eqn for op in split.ops if op.phase is Phase.LOOP]
+    loop = [op.eqn for op in split.in_segment(LOOP)]
     assert not any(B in shape_of(v) for eqn in loop for v in eqn.outvars)
-    assert "dot_general" not in _primitives(split, Phase.UPDATE)
+    assert "dot_general" not in _primitives(split, UPDATE)
     assert len(split.accumulators) == 4  # three gradients and the loss
     assert {a.reduction for a in split.accumulators} == {"sum"}
 
@@ -131,7 +133,7 @@ def test_several_gradients_in_a_step() -> None:
         return _sgd(moved, more), first, second
 
     split = _check(step, _params(), _batch())
-    assert "dot_general" not in _primitives(split, Phase.UPDATE)
+    assert "dot_general" not in _primitives(split, UPDATE)
 
 
 def test_a_gradient_norm_is_that_of_the_whole_batch() -> None:
@@ -176,7 +178,7 @@ def test_metrics_combine_by_their_reduction() -> None:
 
     split = _check(_training(loss, has_aux=True), _params(), _batch())
     assert {a.reduction for a in split.accumulators} == {"sum", "max", "min", "and", "or", "prod"}
-    assert "exp" in _primitives(split, Phase.UPDATE)
+    assert "exp" in _primitives(split, UPDATE)
 
 
 def test_metrics_without_gradients() -> None:
@@ -248,8 +250,13 @@ SPREADS: dict[str, Callable[..., Any]] = {
     "unbiased variance by hand": lambda h: jnp.sum((h - h.mean(0)[None]) ** 2, 0, keepdims=True) / (h.shape[0] - 1),
     "fast variance": _fast_variance,
     "standard deviation": lambda h: jnp.std(h, 0, keepdims=True) ** 2,
+}
+
+#: What else an array may be divided by, which is no variance.
+OTHER_SPREADS: dict[str, Callable[..., Any]] = {
     "largest value": lambda h: jnp.max(h, 0, keepdims=True) ** 2,
     "norm per example": lambda h: jnp.sqrt(jnp.sum(h**2) / h.shape[0])[None, None],
+    "weighted variance": lambda h: jnp.sum(jnp.abs(h) * (h - h.mean(0)[None]) ** 2, 0, keepdims=True) / h.shape[0],
 }
 
 
@@ -269,19 +276,127 @@ def test_batch_norm_uses_statistics_of_the_micro_batch(spread: str, n: int, wrap
         return {"params": _sgd(state["params"], grads), "running": running}, value, stats
 
     state = {"params": _params(), "running": (np.zeros(D, np.float32), np.ones(D, np.float32))}
-    if spread == "norm per example":
-        state["running"] = (np.zeros(D, np.float32), np.ones(1, np.float32))
     got = run_split(split_micro_batches(trace(step, state, _batch()), n), (state, _batch()))
     # The update is linear in gradients and statistics, so the average of the steps is the step of the averages.
     _assert_close(got, _mean_of_runs(step, state, _batch(), n), rtol=1e-4, atol=1e-5)
 
 
-def test_a_loss_of_a_total_uses_that_of_the_micro_batch() -> None:
-    """The gradient of sqrt(mean) needs the mean: each micro-batch takes its own."""
-    step = _training(lambda p, b: jnp.sqrt(jnp.mean(_errors(p, b)) + 1))
-    params, _ = run_split(split_micro_batches(trace(step, _params(), _batch()), 4), (_params(), _batch()))
-    expected, _ = _mean_of_runs(step, _params(), _batch(), 4)
-    _assert_close(params, expected, rtol=1e-4)
+@pytest.mark.parametrize("spread", OTHER_SPREADS)
+def test_what_is_no_batch_statistic_is_that_of_the_whole_batch(spread: str) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        hidden = batch["x"] @ params["w"]
+        mean, size = hidden.mean(0, keepdims=True), OTHER_SPREADS[spread](hidden)
+        normed = (hidden - mean) * jax.lax.rsqrt(size + 1e-3) * params["b"][None]
+        return jnp.mean((normed @ params["v"] - batch["y"]) ** 2)
+
+    split = _check(_training(loss), _params(), _batch(), rtol=1e-4)
+    assert split.own == () and split.n_loops > 1
+
+
+def test_a_standardised_loss_is_that_of_the_whole_batch() -> None:
+    """It divides by a spread as a normalisation does, but of whole examples."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        gains = jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
+        return jnp.mean(jax.lax.stop_gradient((gains - gains.mean()) / (gains.std() + 1e-3)) * gains)
+
+    assert _check(_training(loss), _params(), _batch(), rtol=1e-4).own == ()
+
+
+def test_whitened_embeddings_are_those_of_the_whole_batch() -> None:
+    """A normalisation without parameters or running averages, as in losses on the correlation of features."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        z = jnp.tanh(batch["x"] @ params["w"])
+        z = (z - z.mean(0, keepdims=True)) / jnp.sqrt(z.var(0, keepdims=True) + 1e-3)
+        return jnp.sum((z.T @ z / B - jnp.eye(D)) ** 2)
+
+    assert _check(_training(loss), _params(), _batch(), rtol=1e-4).own == ()
+
+
+def test_statistics_are_listed_with_their_line() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        hidden = batch["x"] @ params["w"]
+        mean, var = hidden.mean(0, keepdims=True), hidden.var(0, keepdims=True)
+        normed = (hidden - mean) * jax.lax.rsqrt(var + 1e-3)
+        return jnp.mean((normed * params["b"][None]) @ params["v"] - batch["y"])
+
+    split = split_micro_batches(trace(_training(loss), _params(), _batch()), 4)
+    (found,) = split.own
+    assert re.fullmatch(r"mean and variance of float32 \(batch, 4\) at .*test_microbatch.py:\d+.*", found), found
+
+
+TOTALS: dict[str, tuple[Callable[..., Any], int]] = {
+    "root of a mean": (lambda e, b: jnp.sqrt(jnp.mean(e) + 1), 1),
+    "mean of the positive": (lambda e, b: jnp.sum(jnp.where(e > 0.5, e, 0)) / jnp.sum(e > 0.5).astype(e.dtype), 1),
+    "over a detached total": (lambda e, b: jnp.sum(e**2) / jax.lax.stop_gradient(jnp.sum(jnp.abs(e))), 1),
+    "detached weights": (lambda e, b: jnp.sum(e * (w := jax.lax.stop_gradient(jnp.exp(-e))) / jnp.sum(w)), 1),
+    "logsumexp": (lambda e, b: jax.nn.logsumexp(e), 2),
+    "max": (lambda e, b: jnp.max(e), 2),
+    "variance": (lambda e, b: jnp.var(e), 3),
+    "two scales": (lambda e, b: jnp.sqrt(jnp.mean(e)) + jnp.log(jnp.mean(e**2)), 2),
+    "half precision": (lambda e, b: jnp.log(jnp.mean(e.astype(jnp.float16)) + 1).astype(jnp.float32), 2),
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_losses_of_totals_take_as_many_loops_as_they_need(name: str) -> None:
+    """A scalar that multiplies what comes back waits until gradients are added up; a sum of two scales cannot."""
+    loss, n_loops = TOTALS[name]
+    step = _training(lambda p, b: loss(_errors(p, b), b))
+    split = _check(step, _params(), _batch(), rtol=1e-2 if name == "half precision" else 1e-4)
+    assert split.n_loops == n_loops
+
+
+def test_a_value_of_the_micro_batch_is_asked_for() -> None:
+    """The loss is the mean of the micro-batches' own, and the gradient is that of this mean."""
+
+    def balance(params: Any, x: Any, own: Callable[[Any], Any]) -> Any:
+        routed = jax.nn.softmax(x @ params["w"])
+        mean = own(routed.mean(0))
+        total = own(jnp.sum(routed**2, 0))
+        return jnp.sum(mean * jnp.log(mean)) + jnp.sum(total * mean) / B
+
+    def step(params: Any, batch: Any) -> Any:
+        loss = lambda p, b: jnp.mean(_errors(p, b)) + balance(p, b["x"], per_micro_batch)  # noqa: E731
+        value, grads = value_and_grad(loss)(params, batch)
+        return _sgd(params, grads), value
+
+    def expected(params: Any, batch: Any) -> Any:
+        def loss(p: Any, b: Any) -> Any:
+            parts = [balance(p, x, lambda v: v) for x in np.split(b["x"], 4)]
+            return jnp.mean(_errors(p, b)) + sum(parts) / 4
+
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return _sgd(params, grads), value
+
+    split = split_micro_batches(trace(step, _params(), _batch()), 4)
+    _assert_close(run_split(split, (_params(), _batch())), jax.jit(expected)(_params(), _batch()), rtol=1e-4)
+    assert len(split.own) == 2 and "`per_micro_batch` at" in split.own[0]
+    whole = run_split(split_micro_batches(trace(step, _params(), _batch()), 1), (_params(), _batch()))
+    _assert_close(whole, jax.jit(step)(_params(), _batch()))
+
+
+def test_examples_may_be_normalised_by_what_the_micro_batch_has() -> None:
+    def weighted(params: Any, batch: Any, own: Callable[[Any], Any]) -> Any:
+        errors = _errors(params, batch)
+        weights = jnp.exp(-errors)
+        return jnp.sum(errors * weights / (own(jnp.sum(weights)) + 0.1))
+
+    def step(params: Any, batch: Any) -> Any:
+        value, grads = value_and_grad(lambda p, b: weighted(p, b, per_micro_batch))(params, batch)
+        return _sgd(params, grads), value
+
+    def expected(params: Any, batch: Any) -> Any:
+        def loss(p: Any, b: Any) -> Any:
+            parts = [jax.tree.map(lambda x: x[m : m + 2], b) for m in range(0, B, 2)]  # noqa: B023
+            return sum(weighted(p, part, lambda v: v) for part in parts)
+
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return _sgd(params, grads), value
+
+    split = split_micro_batches(trace(step, _params(), _batch()), 4)
+    _assert_close(run_split(split, (_params(), _batch())), jax.jit(expected)(_params(), _batch()), rtol=1e-4)
 
 
 def test_statistics_of_the_batch_alone_are_exact() -> None:
@@ -290,43 +405,93 @@ def test_statistics_of_the_batch_alone_are_exact() -> None:
         return jnp.mean(_errors(params, {**batch, "x": x}))
 
     split = _check(_training(loss), _params(), _batch())
-    assert "reduce_sum" in _primitives(split, Phase.PROLOGUE)
+    assert "reduce_sum" in _primitives(split, PROLOGUE)
 
 
-def test_an_integer_from_batch_statistics_is_refused() -> None:
+def test_an_integer_from_a_total_is_that_of_the_whole_batch() -> None:
     def loss(params: Any, batch: Any) -> Any:
         hidden = batch["x"] @ params["w"]
         bucket = (10 * hidden.mean(0)).astype(jnp.int32)
         return jnp.mean(hidden * bucket.astype(hidden.dtype)[None]), {"bucket": bucket}
 
+    _check(_training(loss, has_aux=True), _params(), _batch())
+
+
+def test_an_integer_of_the_micro_batch_is_refused() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        mean = per_micro_batch((batch["x"] @ params["w"]).mean(0))
+        return jnp.mean(_errors(params, batch)), {"bucket": (10 * mean).astype(jnp.int32)}
+
     with pytest.raises(TraceError, match=r"`result\[1\]\[1\]\['bucket'\]` \(int32\) is computed at .*statistics"):
         split_micro_batches(trace(_training(loss, has_aux=True), _params(), _batch()), 4)
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
+# ---- examples that meet each other ----------------------------------------------------------------------------------
+
+MIXED: dict[str, Callable[..., Any]] = {
+    "argmax": lambda e, b: jnp.argmax(e),
+    "sort": lambda e, b: jnp.sort(e),
+    "cumsum": lambda e, b: jnp.cumsum(e),
+    "flip": lambda e, b: jnp.flip(e),
+    "slice": lambda e, b: e[:3],
+    "median": lambda e, b: jnp.median(e),
+    "pairs": lambda e, b: e[:, None] - e[None],
+    "similarity": lambda e, b: (h := e[:, None] * b["x"]) @ h.T,
+    "gather": lambda e, b: e[b["id"][::-1]],
+}
 
 
-@pytest.mark.parametrize(
-    ("metric", "message"),
-    [
-        (lambda e, b: jnp.argmax(e), "`argmax` at .* mixes the examples"),
-        (lambda e, b: jnp.sort(e), "`sort` at .* mixes the examples"),
-        (lambda e, b: jnp.cumsum(e), "`cumsum` at .* mixes the examples"),
-        (lambda e, b: jnp.flip(e), "`rev` at .* mixes the examples"),
-        (lambda e, b: e[:3], "`slice` at .* mixes the examples"),
-        (lambda e, b: jnp.median(e), "mixes the examples"),
-        (lambda e, b: b["x"] @ b["x"].T, "`dot_general` at .* pairs examples"),
-        (lambda e, b: e[:, None] - e[None], "`sub` at .* pairs examples"),
-        (lambda e, b: e[b["id"]], "mixes the examples"),
-    ],
-)
-def test_mixing_examples_is_refused(metric: Callable[..., Any], message: str) -> None:
+@pytest.mark.parametrize("name", MIXED)
+def test_what_mixes_examples_runs_on_all_of_them(name: str) -> None:
+    """As a result of the step, and in the loss, whose gradient goes back to each example."""
+
     def loss(params: Any, batch: Any) -> Any:
-        errors = _errors(params, batch)
-        return jnp.mean(errors), metric(errors, batch)
+        mixed = MIXED[name](_errors(params, batch), batch)
+        return jnp.mean(_errors(params, batch)) + 0.1 * jnp.mean(jnp.sin(mixed)), mixed
 
-    with pytest.raises(TraceError, match=message):
-        split_micro_batches(trace(_training(loss, has_aux=True), _params(), _batch()), 4)
+    split = _check(_training(loss, has_aux=True), _params(), _batch(), rtol=1e-4)
+    in_loops = [v for op in split.ops if is_loop(op.segment) for v in op.eqn.outvars]
+    assert not any(shape_of(v) == (B, B) for v in in_loops)
+
+
+def test_shuffled_examples_are_put_in_order_before_the_loop() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        mixed = {**batch, "x": 0.3 * batch["x"] + 0.7 * batch["x"][batch["id"][::-1]]}
+        return jnp.mean(_errors(params, mixed))
+
+    assert _check(_training(loss), _params(), _batch()).n_loops == 1
+
+
+def test_the_forward_pass_alone_is_computed_again() -> None:
+    """A contrastive loss: embeddings of one loop, the loss on all of them, and a loop back through the model."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        z = jnp.tanh(batch["x"] @ params["w"])
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(z @ z.T)))
+
+    split = _check(_training(loss), _params(), _batch(), rtol=1e-4)
+    last = 2 * split.n_loops
+    assert "dot_general" not in _primitives(split, last)
+    assert _primitives(split, last - 1).count("dot_general") == 2  # forward again, and the gradient of the weights
+    assert not any(B in shape_of(v) for op in split.in_segment(LOOP) for v in op.eqn.outvars)
+
+
+# ---- gradients at values that others changed ------------------------------------------------------------------------
+
+
+def test_a_gradient_at_values_that_another_changed_is_a_loop_of_its_own() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        grads = grad(LOSSES["mean"])(params, batch)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        moved = jax.tree.map(lambda p, g: p + 0.1 * g / norm, params, grads)
+        value, grads = value_and_grad(LOSSES["mean"])(moved, batch)
+        return _sgd(params, grads), value
+
+    split = _check(step, _params(), _batch(), rtol=1e-4)
+    assert split.n_loops == 2
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 def test_an_indivisible_batch_is_refused_with_the_divisors() -> None:

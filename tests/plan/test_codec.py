@@ -115,11 +115,11 @@ def test_a_truncated_plan_is_refused(draw: st.DataObject) -> None:
     ("text", "message"),
     [
         *((text, "Not a plan") for text in ("", "garbage", "[]", "3", "null", "{}", "[" * 100_000)),
-        ('{"version":5}', "expected `plan` and `version`"),
-        ('{"version":5,"plan":[1]}', r"`plan` is \[1\]; expected the fields of a Plan"),
-        ('{"version":5,"plan":{}}', "`plan.fingerprint` is missing"),
-        ('{"version":true,"plan":{}}', "has version True; this minialpa reads version 5"),
-        ('{"version":2,"plan":{}}', "has version 2; this minialpa reads version 5. Plan again"),
+        ('{"version":6}', "expected `plan` and `version`"),
+        ('{"version":6,"plan":[1]}', r"`plan` is \[1\]; expected the fields of a Plan"),
+        ('{"version":6,"plan":{}}', "`plan.fingerprint` is missing"),
+        ('{"version":true,"plan":{}}', "has version True; this minialpa reads version 6"),
+        ('{"version":2,"plan":{}}', "has version 2; this minialpa reads version 6. Plan again"),
     ],
 )
 def test_text_that_is_no_plan_is_refused(text: str, message: str) -> None:
