@@ -1,0 +1,172 @@
+"""Comparing runs of a training step: how far the serial run may be trusted, and whether another run agrees with it.
+
+A step takes `(state, *others)` and returns `(new_state, results)`. Floats of the state are compared as the *update*, new
+minus old, because a wrong gradient is a small part of a large parameter. Each leaf has a tolerance
+
+    ROUNDINGS * noise + RELATIVE * |value|         (2-norms over the leaf)
+
+where the noise is how far the serial run itself moves when each float that goes in is rounded differently: what XLA
+differs by from one order of summation to another. A leaf that is all noise (the gradient of a bias before a norm) gets
+room; a leaf that the step determines well is held to 5 digits, so that a factor of 1.01 on a gradient never passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+#: How many times the noise of the serial run, and which part of the norm, a leaf may differ by.
+ROUNDINGS, RELATIVE = 16.0, 2e-5
+#: How many runs on inputs that are rounded differently measure the noise.
+_N_RUNS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """A result of the serial run: its path, its value (floats of the state: the update), and the largest distance that
+    is no error. `others` are values of integers that other roundings gave."""
+
+    path: str
+    value: np.ndarray
+    tolerance: float
+    others: tuple[np.ndarray, ...]
+
+    @property
+    def norm(self) -> float:
+        return _norm(self.value)
+
+    @property
+    def is_sharp(self) -> bool:
+        """Whether a factor of 1.01 on this leaf is seen; one that is zero, up to noise, has no factor."""
+        return self.tolerance < 0.005 * self.norm
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A leaf that differs: how far, where its norm is `norm` and `tolerance` would be allowed; or what else is wrong."""
+
+    path: str
+    error: float
+    tolerance: float
+    norm: float
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.note:
+            return f"{self.path}: {self.note}"
+        return f"{self.path}: off by {self.error:.2g} of {self.norm:.2g} (allowed: {self.tolerance:.1g})"
+
+    @property
+    def relative(self) -> float:
+        """The part of its norm by which the leaf is off."""
+        return self.error / self.norm if self.norm else np.inf
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """The results of a serial run, leaf by leaf, and the state it started from."""
+
+    leaves: tuple[Leaf, ...]
+    state: Any
+
+    @property
+    def is_sharp(self) -> bool:
+        """Whether a factor of 1.01 on the whole update is seen."""
+        return any(leaf.is_sharp for leaf in self.leaves if leaf.path.startswith("state"))
+
+
+def reference(step: Callable[..., Any], args: Sequence[Any], seed: int = 0) -> Reference:
+    """The serial run of `step` on `args`, with tolerances from runs on inputs rounded differently."""
+    jitted = jax.jit(step)
+    args = jax.tree.map(_host, tuple(args))
+    serial = _values(jitted(*args), args[0])
+    rng = np.random.default_rng(seed)
+    runs = []
+    for _ in range(_N_RUNS):
+        rounded = jax.tree.map(lambda x: _round_differently(x, rng), args)
+        runs.append(_values(jitted(*rounded), rounded[0]))
+    leaves = [_leaf(path, value, [run[k][1] for run in runs]) for k, (path, value) in enumerate(serial)]
+    return Reference(tuple(leaves), args[0])
+
+
+def differences(found: Any, expected: Reference) -> list[Difference]:
+    """The leaves in which the results `(new_state, results)` of a run differ from the serial ones, worst first."""
+    values = _values(found, expected.state)
+    if [path for path, _ in values] != [leaf.path for leaf in expected.leaves]:
+        return [Difference("", np.inf, 0, 0, "the results have another structure")]
+    wrong = [_difference(leaf, value) for (_, value), leaf in zip(values, expected.leaves, strict=True)]
+    return sorted((d for d in wrong if d), key=lambda d: -d.relative)
+
+
+def _leaf(path: str, value: np.ndarray, others: list[np.ndarray]) -> Leaf:
+    if value.dtype.kind != "f":
+        return Leaf(path, value, 0.0, tuple(others))
+    noise = max(_norm(_minus(other, value)) for other in others)
+    return Leaf(path, value, ROUNDINGS * noise + RELATIVE * _norm(value), ())
+
+
+def _difference(leaf: Leaf, value: np.ndarray) -> Difference | None:
+    if value.shape != leaf.value.shape or value.dtype != leaf.value.dtype:
+        note = f"{value.dtype}{value.shape} in place of {leaf.value.dtype}{leaf.value.shape}"
+        return Difference(leaf.path, np.inf, 0, 0, note)
+    if leaf.value.dtype.kind != "f":
+        if any(np.array_equal(value, known) for known in (leaf.value, *leaf.others)):
+            return None
+        return Difference(leaf.path, np.inf, 0, 0, f"{_short(value)} in place of {_short(leaf.value)}")
+    error = _norm(_minus(value, leaf.value))
+    return Difference(leaf.path, error, leaf.tolerance, leaf.norm) if error > leaf.tolerance else None
+
+
+def _short(value: np.ndarray) -> str:
+    return np.array2string(value, threshold=6, edgeitems=3).replace("\n", "")
+
+
+def _norm(value: np.ndarray) -> float:
+    return float(np.linalg.norm(value[np.isfinite(value)]))
+
+
+def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """`a - b` where equal infinities, and NaN twice, are no difference; one alone is a difference beyond all bounds."""
+    with np.errstate(invalid="ignore"):
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        return np.where(same, 0, np.where(np.isfinite(a) & np.isfinite(b), a - b, 1e30))
+
+
+def _values(out: Any, state: Any) -> list[tuple[str, np.ndarray]]:
+    """Results with their paths; floats of the new state, and where they are floats of float64, minus the old state."""
+    new_state, results = out
+    old = {jax.tree_util.keystr(path): _host(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    found = []
+    for name, tree in (("state", new_state), ("results", results)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            key, value = jax.tree_util.keystr(path), _host(leaf)
+            before = old.get(key) if name == "state" else None
+            if before is not None and before.dtype == value.dtype and before.shape == value.shape and _is_float(value):
+                value = value.astype(np.float64) - before
+            elif _is_float(value):
+                value = value.astype(np.float64)
+            found.append((name + key, value))
+    return found
+
+
+def _is_float(value: np.ndarray) -> bool:
+    return bool(jax.numpy.issubdtype(value.dtype, jax.numpy.floating))
+
+
+def _host(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def _round_differently(leaf: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """`leaf` times 1 plus or minus up to two roundings; whole numbers, which are masks and counts, stay."""
+    if not _is_float(leaf):
+        return leaf
+    values = leaf.astype(np.float64)
+    factor = 1 + rng.uniform(-1, 1, leaf.shape) * 2 * float(jax.numpy.finfo(leaf.dtype).eps)
+    return np.where(values == np.round(values), values, values * factor).astype(leaf.dtype)

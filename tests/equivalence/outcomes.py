@@ -1,0 +1,63 @@
+"""What becomes of a step under a method: equal to the serial run, refused for a reason, wrong, or a crash."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import minialpa
+from minialpa.errors import InfeasibleError, ShardingError, TraceError
+from minialpa.methods import Method
+from tests.equivalence.comparison import Reference, differences
+
+#: `equal`: the serial run's results. `refused`: by a TraceError that names an operation and a line of source.
+#: `rejected`: an error of another kind that is raised on purpose: no sharding or no stages fit.
+Kind = Literal["equal", "refused", "rejected", "wrong", "crash"]
+
+Step = Callable[..., Any]
+#: The serial run for a number of micro-batches: BatchNorm takes its statistics over that many parts of the batch.
+ReferenceFor = Callable[[int], Reference]
+
+_NAMES_AN_OPERATION = re.compile(r"`[\w.]+`.*\.py:\d+", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`detail`: the worst differences, the message, or the traceback. `is_sharp`: a factor of 1.01 would be seen."""
+
+    kind: Kind
+    detail: str = ""
+    is_sharp: bool = True
+
+    @property
+    def is_right(self) -> bool:
+        return self.kind in ("equal", "refused", "rejected")
+
+    @property
+    def reason(self) -> str:
+        """The detail without numbers and places, so that equal reasons can be counted."""
+        lines = self.detail.strip().splitlines()
+        text = (lines[-1] if self.kind == "crash" else lines[0]) if lines else ""
+        text = re.sub(r"\S*/\S*\.py:\d+\S*( \(\S*\))?", "LINE", text)
+        return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", text)[:160]
+
+
+def outcome_of(step: Step, args: Sequence[Any], method: Method | None, reference_for: ReferenceFor) -> Outcome:
+    """Runs the step under `method` (None: chosen by minialpa) and compares it with the serial run."""
+    parallel = minialpa.parallelize(step, method=method)
+    try:
+        found = parallel(*args)
+        n = parallel.get_last_executable().get_parallel_plan().n_micro_batches
+    except TraceError as error:
+        named = _NAMES_AN_OPERATION.search(str(error))
+        return Outcome("refused", str(error)) if named else Outcome("crash", f"no operation is named: {error}")
+    except (ShardingError, InfeasibleError) as error:
+        return Outcome("rejected", f"{type(error).__name__}: {error}")
+    except Exception:
+        return Outcome("crash", traceback.format_exc())
+    expected = reference_for(n)
+    wrong = differences(found, expected)
+    return Outcome("wrong" if wrong else "equal", "; ".join(map(str, wrong[:4])), expected.is_sharp)

@@ -1,0 +1,61 @@
+"""Steps that a loop over micro-batches can get wrong: each equals the serial run, or a TraceError names the operation."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import pytest
+
+from minialpa import PipeshardParallel, ShardParallel
+from minialpa.methods import Method
+from tests.equivalence.comparison import Reference, reference
+from tests.equivalence.known_steps import STEPS, make_batch, make_state
+from tests.equivalence.outcomes import Outcome, outcome_of
+
+METHODS = ("shard-1", "shard-2", "shard-4", "pipeline-4", "chosen")
+
+
+def _method(name: str) -> Method | None:
+    kind, _, n = name.partition("-")
+    devices = jax.devices()[:2]
+    match kind:
+        case "shard":
+            return ShardParallel(devices, int(n))
+        case "pipeline":
+            return PipeshardParallel(devices, int(n), layer_option="manual")
+    return None
+
+
+@functools.cache
+def _reference(name: str) -> Reference:
+    return reference(STEPS[name], (make_state(), make_batch()))
+
+
+def outcome(step: str, method: str) -> Outcome:
+    return outcome_of(STEPS[step], (make_state(), make_batch()), _method(method), lambda n: _reference(step))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_micro_batches_compute_the_step_or_name_what_they_cannot(step: str) -> None:
+    found = outcome(step, "shard-4")
+    assert found.kind in ("equal", "refused"), found.detail
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_pipeline_computes_the_step_or_names_what_it_cannot(step: str) -> None:
+    found = outcome(step, "pipeline-4")
+    assert found.kind in ("equal", "refused"), found.detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", set(METHODS) - {"shard-4", "pipeline-4"})
+@pytest.mark.parametrize("step", STEPS)
+def test_every_method_computes_the_step_or_names_what_it_cannot(step: str, method: str) -> None:
+    found = outcome(step, method)
+    assert found.kind in ("equal", "refused"), found.detail
+    assert found.kind == "equal" or method != "shard-1", found.detail
+
+
+def test_every_step_is_determined_well_enough_to_see_one_percent() -> None:
+    assert [name for name in STEPS if not _reference(name).is_sharp] == []
