@@ -1,7 +1,7 @@
 """Comparing runs of a training step: how far the serial run may be trusted, and whether another run agrees with it.
 
-A step takes `(state, *others)` and returns `(new_state, results)`. Floats of the state are compared as the *update*, new
-minus old, because a wrong gradient is a small part of a large parameter. Each leaf has a tolerance
+A step takes `(state, *others)` and returns `(new_state, results)`. Floats of the state are compared as the *update*,
+new minus old, because a wrong gradient is a small part of a large parameter. Each leaf has a tolerance
 
     ROUNDINGS * noise + RELATIVE * |value|         (2-norms over the leaf)
 
@@ -47,7 +47,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A leaf that differs: how far, where its norm is `norm` and `tolerance` would be allowed; or what else is wrong."""
+    """A leaf that is off by `error`, where `tolerance` is allowed and its norm is `norm`; or a note says what is wrong."""
 
     path: str
     error: float

@@ -45,14 +45,26 @@ class Outcome:
         return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", text)[:160]
 
 
-def outcome_of(step: Step, args: Sequence[Any], method: Method | None, reference_for: ReferenceFor) -> Outcome:
+#: Errors about what was asked for, which need not name an operation.
+_ABOUT_THE_REQUEST = re.compile(r"`layer_num=|cannot be split into|cannot make \d+ layers")
+
+
+def outcome_of(
+    step: Step,
+    args: Sequence[Any],
+    method: Method | None,
+    batch_argnums: Sequence[int],
+    reference_for: ReferenceFor,
+) -> Outcome:
     """Runs the step under `method` (None: chosen by minialpa) and compares it with the serial run."""
-    parallel = minialpa.parallelize(step, method=method)
+    parallel = minialpa.parallelize(step, method=method, batch_argnums=batch_argnums)
     try:
         found = parallel(*args)
         n = parallel.get_last_executable().get_parallel_plan().n_micro_batches
     except TraceError as error:
         named = _NAMES_AN_OPERATION.search(str(error))
+        if _ABOUT_THE_REQUEST.search(str(error)):
+            return Outcome("rejected", f"TraceError: {error}")
         return Outcome("refused", str(error)) if named else Outcome("crash", f"no operation is named: {error}")
     except (ShardingError, InfeasibleError) as error:
         return Outcome("rejected", f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Steps that a loop over micro-batches can get wrong: each equals the serial run, or a TraceError names the operation."""
+"""Steps that a loop over micro-batches can get wrong: each equals the serial run, or an error names the operation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _reference(name: str) -> Reference:
 
 
 def outcome(step: str, method: str) -> Outcome:
-    return outcome_of(STEPS[step], (make_state(), make_batch()), _method(method), lambda n: _reference(step))
+    return outcome_of(STEPS[step], (make_state(), make_batch()), _method(method), (1,), lambda n: _reference(step))
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -1,0 +1,148 @@
+"""Examples for the engine: a number in, a training step and a way to run it out, as plain data that can be replayed.
+
+Each number gives an example of its own. Where hypothesis draws the parts itself, it mutates what it drew before, and
+half of the examples are variants of a few; so it draws the numbers. `_often` gives each group its weight: what is
+cheap and has found most comes most often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from tests.equivalence.layers import KINDS, RULES, VARIANCES, WRAPS, Layer
+from tests.equivalence.losses import JOINS, PAIRING, PER_EXAMPLE, REDUCTIONS, RESULTS, Loss, Term
+from tests.equivalence.model import POOLS, BatchNorm, Model
+from tests.equivalence.steps import (
+    CARRIED,
+    FLOAT_INPUT,
+    GRADIENTS,
+    MIXING,
+    NO_BATCH_NORM,
+    OPTIMIZERS,
+    SCHEMES,
+    SEVERAL,
+    Training,
+)
+from tests.equivalence.ways import Way
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A training step, and how it is run. `repr` gives an expression that makes it again."""
+
+    training: Training
+    way: Way
+
+
+def example_of(number: int) -> Example:
+    """The example with this number."""
+    random = Random(number)
+    training = _training(random)
+    inside = 0 < (training.model.boundary or 0) < len(training.model.layers)
+    return Example(training, _way(random, inside))
+
+
+def _often(random: Random, *weighted: tuple[int, Sequence[Any]]) -> Any:
+    """One of several groups, by weight, then one of the group."""
+    (group,) = random.choices([group for _, group in weighted], [weight for weight, _ in weighted])
+    return random.choice(group)
+
+
+def _some(random: Random, names: Sequence[str], most: int) -> tuple[str, ...]:
+    return tuple(random.sample(sorted(names), random.randint(0, most)))
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+_LAYERS = {kind: [name for name, rule in RULES.items() if kind in rule.kinds and not rule.mixes] for kind in KINDS}
+_MEETING = {kind: [name for name, rule in RULES.items() if kind in rule.kinds and rule.mixes] for kind in KINDS}
+
+
+def _model(random: Random, scheme: str) -> Model:
+    """A model that a scheme of training can work with."""
+    kind = _often(random, (5, ["vector"]), (4, ["sequence"]), (2, ["image"]))
+    n_layers = random.randint(1, 3)
+    return Model(
+        kind,
+        tuple(_layer(random, kind, scheme not in NO_BATCH_NORM) for _ in range(n_layers)),
+        boundary=random.randint(0, n_layers),
+        from_tokens=kind == "sequence" and scheme not in FLOAT_INPUT and random.random() < 0.5,
+        tied=random.random() < 0.2,
+        pool=random.choice(POOLS),
+        checkpoint=random.random() < 0.1,
+    )
+
+
+def _layer(random: Random, kind: str, may_meet: bool) -> Layer | BatchNorm:
+    """A layer for activations of a kind; where they may not meet, examples have no statistics in common."""
+    if may_meet and random.random() < 0.1:
+        return BatchNorm(random.choice(list(VARIANCES)))
+    meets = may_meet and random.random() < 0.02
+    name = random.choice((_MEETING if meets else _LAYERS)[kind])
+    return Layer(name, "plain" if meets else _often(random, (3, ["plain", "residual"]), (4, WRAPS)))
+
+
+# ---- losses and steps -----------------------------------------------------------------------------------------------
+
+_USUAL = ("mean", "sum", "masked mean", "masked mean of at least one", "weighted")
+_APART = tuple(name for name in REDUCTIONS if name not in PAIRING)
+_ONCE = tuple(name for name in SCHEMES if name not in (*SEVERAL, *MIXING))
+
+
+def _loss(random: Random) -> Loss:
+    terms = tuple(
+        Term(
+            random.choice(list(PER_EXAMPLE)),
+            _often(random, (6, _USUAL), (13, _APART), (1, PAIRING)),
+            random.choice([1.0, 0.5]),
+        )
+        for _ in range(random.choice([1, 1, 1, 2, 2, 3]))
+    )
+    return Loss(terms, _often(random, (3, ["sum"]), (2, JOINS)), random.choice([0.0, 0.0, 0.01]))
+
+
+def _training(random: Random) -> Training:
+    scheme = _often(random, (4, ["plain"]), (6, _ONCE), (6, SEVERAL), (1, MIXING))
+    return Training(
+        _model(random, scheme),
+        _loss(random),
+        scheme,
+        optimizer=_often(random, (3, ["sgd", "adam"]), (4, list(OPTIMIZERS))),
+        gradient=_often(random, (2, GRADIENTS[:1]), (3, GRADIENTS)),
+        key=random.choice(["argument", "state"]),
+        results=_some(random, tuple(RESULTS), 3),
+        carries=_some(random, CARRIED, 2),
+        shows_gradients=random.random() < 0.5,
+        batch_size=random.choice([8, 8, 16]),
+        seed=random.randint(0, 999),
+    )
+
+
+# ---- ways to run them -----------------------------------------------------------------------------------------------
+
+_PIPELINES = ("pipeline", "pipeline-gpipe", "pipeline-given", "pipeline-auto", "pipeline-interleaved")
+
+
+def _way(random: Random, has_boundary: bool) -> Way:
+    """A way to run a model; where it has a boundary between layers, also by that."""
+    kind = _often(
+        random, (12, ["shard"]), (4, ["data", "zero2", "zero3"]), (6, _PIPELINES), (1, ["3d"]), (1, ["auto", "none"])
+    )
+    n = random.choice([1, 2, 2, 2, 4, 4, 4, 8])
+    if kind in ("auto", "none"):
+        return Way(kind, random.choice([(1,), (2,)]), n)
+    if not kind.startswith("pipeline") and kind != "3d":
+        return Way(kind, _often(random, (6, [(1,), (2,)]), (2, [(4,), (8,), (2, 2), (2, 4)])), n)
+    stages = random.choice([2, 2, 2, 4]) if kind == "pipeline-gpipe" else 2
+    by_boundary = has_boundary and stages == 2 and kind not in ("3d", "pipeline-interleaved")
+    return Way(
+        kind,
+        (stages * random.choice([1, 1, 2]),),
+        n,
+        stages,
+        remat=random.choice(["none", "none", "dots", "full"]),
+        manual=by_boundary and random.random() < 0.5,
+    )

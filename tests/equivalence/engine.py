@@ -1,0 +1,116 @@
+"""The equivalence engine: an example in, what becomes of it out; and a smaller example with the same fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+from tests.equivalence.comparison import Reference, reference
+from tests.equivalence.drawing import Example
+from tests.equivalence.losses import Loss
+from tests.equivalence.model import Model
+from tests.equivalence.outcomes import Outcome, outcome_of
+from tests.equivalence.steps import Training, batch_argnums, make_args, make_step
+from tests.equivalence.ways import Way, make_method
+
+
+def run(example: Example) -> Outcome:
+    """Runs the step of `example` as it says, and compares it with the serial run.
+
+    Raises what the serial run raises: then the grammar is at fault.
+    """
+    training = example.training
+
+    @functools.cache
+    def reference_for(ghosts: int) -> Reference:
+        return reference(make_step(training, ghosts), make_args(training))
+
+    method = make_method(example.way)
+    found = outcome_of(
+        make_step(training),
+        make_args(training),
+        method,
+        batch_argnums(training),
+        lambda n: reference_for(n if training.model.has_batch_norm else 1),
+    )
+    if found.kind == "crash":
+        reference_for(1)
+    return found
+
+
+def smaller(example: Example, kind: str) -> Example:
+    """A smallest example with an outcome of the same kind, as far as one change at a time leads."""
+    while True:
+        for candidate in _simpler(example):
+            try:
+                found = run(candidate)
+            except Exception:
+                continue  # the grammar's own fault
+            if found.kind == kind:
+                example = candidate
+                break
+        else:
+            return example
+
+
+def _simpler(example: Example) -> Iterator[Example]:
+    for way in _simpler_ways(example.way):
+        yield Example(example.training, way)
+    for training in _simpler_trainings(example.training):
+        yield Example(training, example.way)
+
+
+def _simpler_ways(way: Way) -> Iterator[Way]:
+    for candidate in (Way("shard", (1,), way.n), Way("shard", (2,), way.n), Way("pipeline", (2,), way.n)):
+        if way.kind != candidate.kind or len(way.mesh) > 1 or way.mesh > candidate.mesh or way.remat != candidate.remat:
+            yield candidate
+    if way.n > 2:
+        yield dataclasses.replace(way, n=2)
+    if way.kind.startswith("pipeline") and way.remat != "none":
+        yield dataclasses.replace(way, remat="none")
+
+
+def _simpler_trainings(training: Training) -> Iterator[Training]:
+    plain = Training(training.model, training.loss)
+    for field in dataclasses.fields(Training):
+        if field.name in ("model", "loss") or getattr(training, field.name) == getattr(plain, field.name):
+            continue
+        yield dataclasses.replace(training, **{field.name: getattr(plain, field.name)})
+    for loss in _simpler_losses(training.loss):
+        yield dataclasses.replace(training, loss=loss)
+    for model in _simpler_models(training.model):
+        yield dataclasses.replace(training, model=model)
+
+
+def _simpler_losses(loss: Loss) -> Iterator[Loss]:
+    for i in range(len(loss.terms)):
+        if len(loss.terms) > 1:
+            yield dataclasses.replace(loss, terms=loss.terms[:i] + loss.terms[i + 1 :])
+    if loss.decay:
+        yield dataclasses.replace(loss, decay=0.0)
+    for i, term in enumerate(loss.terms):
+        for change in ({"reduction": "mean"}, {"per_example": "squared"}, {"weight": 1.0}):
+            if dataclasses.replace(term, **change) != term:
+                changed = (*loss.terms[:i], dataclasses.replace(term, **change), *loss.terms[i + 1 :])
+                yield dataclasses.replace(loss, terms=changed)
+
+
+def _simpler_models(model: Model) -> Iterator[Model]:
+    for i, layer in enumerate(model.layers):
+        boundary = None if model.boundary is None else min(model.boundary, len(model.layers) - 1)
+        yield dataclasses.replace(model, layers=model.layers[:i] + model.layers[i + 1 :], boundary=boundary)
+        if getattr(layer, "wrap", "plain") != "plain":
+            changed = (*model.layers[:i], dataclasses.replace(layer, wrap="plain"), *model.layers[i + 1 :])
+            yield dataclasses.replace(model, layers=changed)
+    for change in (
+        {"checkpoint": False},
+        {"tied": False},
+        {"from_tokens": False},
+        {"pool": "mean"},
+        {"boundary": None},
+    ):
+        if dataclasses.replace(model, **change) != model:
+            yield dataclasses.replace(model, **change)
+    if model.kind != "vector":
+        yield dataclasses.replace(model, kind="vector", from_tokens=False)

@@ -1,0 +1,477 @@
+"""The grammar of layers: what a drawn model is made of.
+
+A layer keeps the shape of what it gets, which is one of three kinds, with the examples first: `vector` (B, WIDTH),
+`sequence` (B, TIME, WIDTH) and `image` (B, SIDE, SIDE, WIDTH). `RULES` lists the layers by name, with the shapes of
+their parameters; a `Layer` is one of them, with what is wrapped around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+WIDTH, TIME, SIDE, EXPERTS = 8, 4, 4, 4
+KINDS = ("vector", "sequence", "image")
+SHAPES: dict[str, tuple[int, ...]] = {
+    "vector": (WIDTH,),
+    "sequence": (TIME, WIDTH),
+    "image": (SIDE, SIDE, WIDTH),
+}
+
+Params = dict[str, Any]
+#: (parameters, activations, key) -> activations
+Apply = Callable[[Params, jax.Array, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """mixes: examples meet each other in this layer, beyond statistics: over micro-batches it may be refused."""
+
+    apply: Apply
+    shapes: dict[str, tuple[int, ...]]
+    kinds: tuple[str, ...]
+    mixes: bool
+
+
+RULES: dict[str, Rule] = {}
+
+
+def _layer(kinds: str = "vector sequence image", mixes: bool = False, **shapes: tuple[int, ...]) -> Any:
+    def register(apply: Apply) -> Apply:
+        RULES[apply.__name__.strip("_")] = Rule(apply, shapes, tuple(kinds.split()), mixes)
+        return apply
+
+    return register
+
+
+#: What a layer can be wrapped in. `stack`: two copies under a scan. `tied`: applied twice.
+WRAPS = (
+    "plain", "residual", "checkpoint", "checkpoint dots", "jit", "vmap", "stack", "checkpointed stack",
+    "unrolled stack", "tied", "custom_vjp", "cond", "fori", "detached branch",
+)  # fmt: skip
+_STACKS = ("stack", "unrolled stack", "checkpointed stack")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    name: str
+    wrap: str = "plain"
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+def init_layer(layer: Layer, rng: np.random.Generator) -> Params:
+    """Parameters of a layer, as NumPy arrays; those of a stack have two rows."""
+    rows = (2,) if layer.wrap in _STACKS else ()
+    return {name: init(name, rows, shape, rng) for name, shape in RULES[layer.name].shapes.items()}
+
+
+def init(name: str, rows: tuple[int, ...], shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Random values at which nothing is symmetric or zero: scales about one, biases near zero, matrices by fan-in."""
+    values = rng.standard_normal((*rows, *shape))
+    if name == "scale":
+        values = 1 + 0.2 * values
+    elif name == "bias":
+        values = 0.2 * values
+    else:
+        values = values * 0.8 / np.sqrt(np.prod(shape[:-1]) or 1)
+    return values.astype(np.float32)
+
+
+# ---- wrapping -------------------------------------------------------------------------------------------------------
+
+
+def apply_layer(layer: Layer, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """The activations behind a layer."""
+    fun = RULES[layer.name].apply
+    match layer.wrap:
+        case "plain":
+            return fun(p, h, key)
+        case "residual":
+            return h + fun(p, h, key)
+        case "checkpoint":
+            return jax.checkpoint(fun)(p, h, key)
+        case "checkpoint dots":
+            return jax.checkpoint(fun, policy=jax.checkpoint_policies.checkpoint_dots)(p, h, key)
+        case "jit":
+            return jax.jit(fun)(p, h, key)
+        case "vmap":
+            return jax.vmap(lambda row: fun(p, row[None], key)[0])(h)
+        case "stack":
+            return jax.lax.scan(lambda h, row: (fun(row, h, key), None), h, p, length=2)[0]
+        case "checkpointed stack":
+            body = jax.checkpoint(lambda h, row: (fun(row, h, key), None))
+            return jax.lax.scan(body, h, p, length=2)[0]
+        case "unrolled stack":
+            for i in range(2):
+                h = fun(jax.tree.map(lambda x, i=i: x[i], p), h, key)
+            return h
+        case "tied":
+            return fun(p, fun(p, h, key), key)
+        case "custom_vjp":
+            return _own_derivative(fun)(p, h, key)
+        case "cond":
+            return jax.lax.cond(jax.random.bits(key, (), "uint8") < 200, fun, lambda p, h, key: 0.5 * h, p, h, key)
+        case "fori":
+            return jax.lax.fori_loop(0, 2, lambda i, h: fun(p, h, key), h)
+        case "detached branch":
+            return fun(p, h, key) + jax.lax.stop_gradient(jnp.sin(h))
+    raise ValueError(layer.wrap)
+
+
+def _own_derivative(fun: Apply) -> Apply:
+    """`fun` with a derivative written by hand, which passes on 1.5 times the cotangent of the activations."""
+
+    @jax.custom_vjp
+    def wrapped(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+        return fun(p, h, key)
+
+    def forward(p: Params, h: jax.Array, key: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda p, h: fun(p, h, key), p, h)
+        return out, (pull, key)
+
+    def backward(saved: Any, out_bar: jax.Array) -> Any:
+        pull, key = saved
+        p_bar, h_bar = pull(out_bar)
+        return p_bar, 1.5 * h_bar, np.zeros(jnp.shape(key), jax.dtypes.float0)
+
+    wrapped.defvjp(forward, backward)
+    return wrapped
+
+
+# ---- layers of any kind ---------------------------------------------------------------------------------------------
+
+
+def _wide(vector: jax.Array, h: jax.Array) -> jax.Array:
+    """A parameter of the last dimension, with the rank of `h`."""
+    return vector.reshape((1,) * (h.ndim - 1) + vector.shape)
+
+
+@_layer(w=(WIDTH, WIDTH), bias=(WIDTH,))
+def dense(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.tanh(h @ p["w"] + _wide(p["bias"], h))
+
+
+@_layer(w=(WIDTH, 2 * WIDTH), bias=(2 * WIDTH,), out=(2 * WIDTH, WIDTH))
+def mlp(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.nn.relu(h @ p["w"] + _wide(p["bias"], h)) @ p["out"]
+
+
+@_layer(gate=(WIDTH, WIDTH), w=(WIDTH, WIDTH))
+def gated(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.nn.silu(h @ p["gate"]) * (h @ p["w"])
+
+
+@_layer(w=(WIDTH, WIDTH), scale=(WIDTH,))
+def weight_normalised(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    norm = jnp.sqrt(jnp.sum(p["w"] ** 2, 0, keepdims=True))
+    return jax.nn.gelu(h @ (p["w"] / norm * p["scale"][None]))
+
+
+@_layer(down=(WIDTH, 2), up=(2, WIDTH))
+def low_rank(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return h + jnp.einsum("...d,dr,re->...e", h, p["down"], p["up"])
+
+
+@_layer(scale=(WIDTH,), bias=(WIDTH,))
+def layer_norm(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    mean = jnp.mean(h, -1, keepdims=True)
+    var = jnp.var(h, -1, keepdims=True)
+    return (h - mean) * jax.lax.rsqrt(var + 1e-2) * _wide(p["scale"], h) + _wide(p["bias"], h)
+
+
+@_layer(scale=(WIDTH,))
+def rms_norm(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-2) * _wide(p["scale"], h)
+
+
+@_layer(scale=(WIDTH,), bias=(WIDTH,))
+def group_norm(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    groups = h.reshape(h.shape[0], -1, 2, WIDTH // 2)
+    mean = jnp.mean(groups, (1, 3), keepdims=True)
+    var = jnp.mean((groups - mean) ** 2, (1, 3), keepdims=True)
+    normal = ((groups - mean) / jnp.sqrt(var + 1e-2)).reshape(h.shape)
+    return normal * _wide(p["scale"], h) + _wide(p["bias"], h)
+
+
+@_layer("sequence image", scale=(WIDTH,))
+def instance_norm(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    axes = tuple(range(1, h.ndim - 1))
+    normal = (h - jnp.mean(h, axes, keepdims=True)) / jnp.sqrt(jnp.var(h, axes, keepdims=True) + 1e-2)
+    return normal * _wide(p["scale"], h)
+
+
+@_layer()
+def unit_length(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return 2 * h / (jnp.linalg.norm(h, axis=-1, keepdims=True) + 0.1)
+
+
+@_layer()
+def dropout(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    keep = jax.random.bernoulli(key, 0.75, h.shape)
+    return jnp.where(keep, h / 0.75, 0)
+
+
+@_layer()
+def dropout_of_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    keep = jax.random.bernoulli(key, 0.75, (h.shape[0],) + (1,) * (h.ndim - 2) + (WIDTH,))
+    return h * keep.astype(h.dtype) / 0.75
+
+
+@_layer()
+def dropout_by_keys(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    drop = lambda key, row: jnp.where(jax.random.bernoulli(key, 0.75, row.shape), row / 0.75, 0)  # noqa: E731
+    return jax.vmap(drop)(jax.random.split(key, h.shape[0]), h)
+
+
+@_layer()
+def dropout_by_number(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(h.shape[0]))
+    noise = jax.vmap(lambda k: jax.random.uniform(k, h.shape[1:]))(keys)
+    return h * (noise < 0.75).astype(h.dtype)
+
+
+@_layer(scale=(WIDTH,))
+def noise(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return h + 0.1 * jax.random.normal(key, h.shape) * _wide(p["scale"], h)
+
+
+@_layer(router=(WIDTH, EXPERTS), w=(EXPERTS, WIDTH, WIDTH))
+def soft_experts(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    gates = jax.nn.softmax(h @ p["router"])
+    return jnp.einsum("...e,...d,edf->...f", gates, h, p["w"])
+
+
+@_layer(router=(WIDTH, EXPERTS), w=(EXPERTS, WIDTH, WIDTH))
+def top_one_expert(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    gates = jax.nn.softmax(h @ p["router"])
+    chosen = jax.nn.one_hot(jnp.argmax(gates, -1), EXPERTS) * gates
+    return jnp.einsum("...e,...ef->...f", chosen, jnp.einsum("...d,edf->...ef", h, p["w"]))
+
+
+@_layer(router=(WIDTH, EXPERTS), w=(EXPERTS, WIDTH, WIDTH))
+def top_two_experts(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    values, places = jax.lax.top_k(h @ p["router"], 2)
+    weights = jnp.sum(jax.nn.softmax(values)[..., None] * jax.nn.one_hot(places, EXPERTS), -2)
+    return jnp.tanh(jnp.einsum("...e,...d,edf->...f", weights, h, p["w"]))
+
+
+@_layer(table=(EXPERTS, WIDTH))
+def codebook(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """The nearest row of a table, passed straight through."""
+    distance = jnp.sum((h[..., None, :] - p["table"].reshape((1,) * (h.ndim - 1) + (EXPERTS, WIDTH))) ** 2, -1)
+    nearest = p["table"][jnp.argmin(distance, -1)]
+    return h + jax.lax.stop_gradient(nearest - h) + 0.1 * nearest
+
+
+@_layer()
+def softmax_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return WIDTH * jax.nn.softmax(h)
+
+
+@_layer()
+def sorted_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.sort(h, -1)
+
+
+@_layer()
+def rolled_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.roll(h, 1, -1) * 0.5 + jnp.flip(h, -1)
+
+
+@_layer()
+def parted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    left, right = jnp.split(h, 2, -1)
+    return jnp.concatenate([right * jnp.tanh(left), left], -1)
+
+
+@_layer()
+def maxout(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    pairs = h.reshape(*h.shape[:-1], WIDTH // 2, 2)
+    return jnp.concatenate([jnp.max(pairs, -1), jnp.min(pairs, -1)], -1)
+
+
+@_layer(w=(WIDTH, WIDTH))
+def rows_as_matrix(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """All rows of all examples in one matrix."""
+    return jax.nn.relu(h.reshape(-1, WIDTH) @ p["w"]).reshape(h.shape)
+
+
+@_layer(w=(WIDTH, WIDTH))
+def iterated(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """A fixed number of steps towards a fixed point."""
+    return jax.lax.fori_loop(0, 3, lambda i, z: jnp.tanh(0.5 * z @ p["w"] + h), jnp.zeros_like(h))
+
+
+@_layer(w=(WIDTH, WIDTH))
+def until_small(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Each example is halved until it is short: a while loop, without derivative."""
+
+    def halved(row: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda r: jnp.sum(r**2) > 4, lambda r: 0.5 * r, row)
+
+    return jnp.tanh(h @ p["w"]) + jax.lax.stop_gradient(jax.vmap(halved)(h))
+
+
+@_layer(scale=(WIDTH,))
+def either(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """A branch for each example by itself."""
+    pick = lambda r: jax.lax.cond(jnp.sum(r) > 0, jnp.sin, lambda r: 0.5 * r, r)  # noqa: E731
+    return jax.vmap(pick)(h) * _wide(p["scale"], h)
+
+
+# ---- layers of sequences --------------------------------------------------------------------------------------------
+
+
+@_layer("sequence", q=(WIDTH, WIDTH), k=(WIDTH, WIDTH), v=(WIDTH, WIDTH))
+def attention(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    weights = jax.nn.softmax(jnp.einsum("btd,bsd->bts", h @ p["q"], h @ p["k"]) / np.sqrt(WIDTH).astype(np.float32))
+    return jnp.einsum("bts,bsd->btd", weights, h @ p["v"])
+
+
+@_layer("sequence", qkv=(WIDTH, 3 * WIDTH), out=(WIDTH, WIDTH))
+def causal_heads(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    parts = (h @ p["qkv"]).reshape(h.shape[0], TIME, 3, 2, WIDTH // 2)
+    q, k, v = (parts[:, :, i] for i in range(3))
+    scores = jnp.einsum("bthd,bshd->bhts", q, k)
+    allowed = jnp.tril(jnp.ones((TIME, TIME), bool))[None, None]
+    weights = jax.nn.softmax(jnp.where(allowed, scores, -1e9))
+    return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(h.shape) @ p["out"]
+
+
+@_layer("sequence", w=(WIDTH, WIDTH), u=(WIDTH, WIDTH), gate=(WIDTH, WIDTH))
+def recurrent(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    def cell(c: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        z = jax.nn.sigmoid(x @ p["gate"])
+        c = z * c + (1 - z) * jnp.tanh(x @ p["w"] + c @ p["u"])
+        return c, c
+
+    outs = jax.lax.scan(cell, jnp.zeros((h.shape[0], WIDTH)), jnp.swapaxes(h, 0, 1))[1]
+    return jnp.swapaxes(outs, 0, 1)
+
+
+@_layer("sequence", w=(WIDTH, WIDTH), u=(WIDTH, WIDTH))
+def recurrent_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    def one(row: jax.Array) -> jax.Array:
+        cell = lambda c, x: (jnp.tanh(x @ p["w"] + c @ p["u"]),) * 2  # noqa: E731
+        return jax.lax.scan(cell, jnp.zeros(WIDTH), row, reverse=True)[1]
+
+    return jax.vmap(one)(h)
+
+
+@_layer("sequence", decay=(WIDTH,))
+def linear_recurrence(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    decay = jnp.broadcast_to(jax.nn.sigmoid(_wide(p["decay"], h)), h.shape)
+    combine = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])  # noqa: E731
+    return jax.lax.associative_scan(combine, (decay, h), axis=1)[1]
+
+
+@_layer("sequence")
+def cumulative(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    count = jnp.arange(1, TIME + 1, dtype=h.dtype)[None, :, None]
+    return jnp.cumsum(h, 1) / count
+
+
+@_layer("sequence", table=(TIME, WIDTH))
+def positions(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return h + p["table"][None] + jnp.sin(jax.lax.broadcasted_iota(h.dtype, h.shape, 1))
+
+
+@_layer("sequence", w=(3, WIDTH, WIDTH))
+def convolution_in_time(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.nn.relu(jax.lax.conv_general_dilated(h, p["w"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")))
+
+
+@_layer("sequence", w=(TIME, TIME))
+def mixed_in_time(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.einsum("btd,ts->bsd", h, p["w"])
+
+
+# ---- layers of images -----------------------------------------------------------------------------------------------
+
+
+@_layer("image", w=(3, 3, WIDTH, WIDTH), bias=(WIDTH,))
+def convolution(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    out = jax.lax.conv_general_dilated(h, p["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jax.nn.relu(out + _wide(p["bias"], h))
+
+
+@_layer("image", w=(3, 3, 1, WIDTH))
+def depthwise(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(h, p["w"], (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=WIDTH)
+
+
+@_layer("image")
+def max_pool(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 1, 1, 1), "SAME")
+
+
+@_layer("image")
+def down_and_up(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    small = jax.lax.reduce_window(h, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4
+    return jnp.repeat(jnp.repeat(small, 2, 1), 2, 2) + h
+
+
+@_layer("image", down=(WIDTH, 2), up=(2, WIDTH))
+def squeeze_and_excite(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    gate = jax.nn.sigmoid(jax.nn.relu(jnp.mean(h, (1, 2)) @ p["down"]) @ p["up"])
+    return h * gate[:, None, None]
+
+
+# ---- layers in which examples meet ----------------------------------------------------------------------------------
+
+
+@_layer(mixes=True)
+def mixed_with_reverse(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return 0.7 * h + 0.3 * h[::-1]
+
+
+@_layer("vector", mixes=True, w=(WIDTH, WIDTH))
+def attention_over_examples(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.nn.softmax(h @ p["w"] @ h.T) @ h
+
+
+@_layer(mixes=True)
+def less_the_mean(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.tanh(h - 0.5 * jax.lax.stop_gradient(jnp.mean(h, 0, keepdims=True)))
+
+
+@_layer(mixes=True)
+def scaled_by_the_largest(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return h / jax.lax.stop_gradient(jnp.max(jnp.abs(h)))
+
+
+# ---- BatchNorm, the one layer with statistics of a micro-batch's own ------------------------------------------------
+
+
+def init_batch_norm(rng: np.random.Generator) -> tuple[Params, Params]:
+    """Parameters and running statistics."""
+    p = {name: init(name, (), (WIDTH,), rng) for name in ("scale", "bias")}
+    return p, {"mean": init("bias", (), (WIDTH,), rng), "var": np.abs(init("scale", (), (WIDTH,), rng))}
+
+
+#: How the variance is computed.
+VARIANCES: dict[str, Callable[[jax.Array, jax.Array, tuple[int, ...]], jax.Array]] = {
+    "deviations": lambda x, mean, axes: jnp.mean((x - mean) ** 2, axes, keepdims=True),
+    "squares": lambda x, mean, axes: jnp.maximum(jnp.mean(x**2, axes, keepdims=True) - mean**2, 0),
+    "var": lambda x, mean, axes: jnp.var(x, axes, keepdims=True),
+}
+
+
+def batch_norm(variance: str, p: Params, stats: Params, h: jax.Array, ghosts: int) -> tuple[jax.Array, Params]:
+    """Normalises within each of `ghosts` equal parts of the batch; running statistics are averaged over these."""
+    parts = h if ghosts == 1 else h.reshape(ghosts, h.shape[0] // ghosts, *h.shape[1:])
+    axes = tuple(range(0 if ghosts == 1 else 1, parts.ndim - 1))
+    mean = jnp.mean(parts, axes, keepdims=True)
+    var = VARIANCES[variance](parts, mean, axes)
+    normal = ((parts - mean) * jax.lax.rsqrt(var + 1e-1)).reshape(h.shape)
+    found = {"mean": jnp.mean(mean.reshape(-1, WIDTH), 0), "var": jnp.mean(var.reshape(-1, WIDTH), 0)}
+    new_stats = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, stats, found)
+    return normal * _wide(p["scale"], h) + _wide(p["bias"], h), new_stats

@@ -1,0 +1,88 @@
+"""The grammar of methods: how a drawn step is run, on up to eight virtual devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from minialpa import (
+    AutoLayerOption,
+    AutoStageOption,
+    DataParallel,
+    LogicalMesh,
+    ManualLayerOption,
+    ManualStageOption,
+    PipeshardParallel,
+    ShardParallel,
+    UniformStageOption,
+    Zero2Parallel,
+    Zero3Parallel,
+    get_3d_parallel_method,
+)
+from minialpa.methods import AutoParallel, Method
+
+_SHARDED: dict[str, Any] = {
+    "shard": ShardParallel,
+    "data": DataParallel,
+    "zero2": Zero2Parallel,
+    "zero3": Zero3Parallel,
+}
+_SCHEDULES = {"pipeline-gpipe": "gpipe", "pipeline-interleaved": "1f1b-interleaved"}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """kind: of method, see `make_method`. mesh: shape of the logical mesh, or the number of devices. n: micro-batches.
+
+    stages: of a pipeline, which divide the devices. remat: of its layers. manual: layers end at the model's boundary.
+    """
+
+    kind: str = "shard"
+    mesh: tuple[int, ...] = (1,)
+    n: int = 2
+    stages: int = 2
+    remat: str = "none"
+    manual: bool = False
+
+
+def make_method(way: Way) -> Method | None:
+    """The method that `way` describes; None leaves everything to minialpa."""
+    if way.kind == "none":
+        return None
+    n_devices = way.mesh[0] * (way.mesh[1] if len(way.mesh) == 2 else 1)
+    devices = jax.devices()[:n_devices]
+    if way.kind in _SHARDED:
+        return _SHARDED[way.kind](LogicalMesh(way.mesh) if len(way.mesh) == 2 else devices, way.n)
+    if way.kind == "auto":
+        return AutoParallel(devices, way.n)
+    if way.kind == "3d":
+        return get_3d_parallel_method(way.n, n_devices // way.stages, 1, way.stages, devices=devices)
+    return PipeshardParallel(
+        devices,
+        way.n,
+        _SCHEDULES.get(way.kind, "1f1b"),
+        layer_option=_layers(way),
+        stage_option=_stages(way, n_devices),
+    )
+
+
+def _layers(way: Way) -> Any:
+    remat: Any = way.remat
+    if way.manual:
+        return ManualLayerOption(remat)
+    return AutoLayerOption(2 * way.stages if way.kind == "pipeline-interleaved" else way.stages, remat=remat)
+
+
+def _stages(way: Way, n_devices: int) -> Any:
+    each = n_devices // way.stages
+    match way.kind:
+        case "pipeline-auto":
+            return AutoStageOption()
+        case "pipeline-given":
+            layers = [[i] for i in range(way.stages)]
+            return ManualStageOption(layers, [(1, each)] * way.stages, [(each, 1)] * way.stages)
+        case "pipeline-interleaved":
+            return UniformStageOption(way.stages, num_chunks=2)
+    return UniformStageOption(way.stages)
