@@ -161,6 +161,7 @@ class _Flattener:
         self.scopes: list[str] = []
         self.constvars: list[Var] = []
         self.consts: list[Any] = []
+        self.caller: Any = None  # the traceback of the innermost call that comes from the user's code
 
     @staticmethod
     def read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
@@ -178,9 +179,18 @@ class _Flattener:
 
     def emit(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
         outvars = [fresh_var(v.aval) for v in eqn.outvars]
-        self.eqns.append(eqn.replace(invars=[self.read(env, v) for v in eqn.invars], outvars=outvars))
+        source = self._source(eqn)
+        self.eqns.append(
+            eqn.replace(invars=[self.read(env, v) for v in eqn.invars], outvars=outvars, source_info=source)
+        )
         self.scopes.append(scope)
         env.update(zip(eqn.outvars, outvars, strict=True))
+
+    def _source(self, eqn: JaxprEqn) -> Any:
+        """Where the equation comes from: of one of jax's own, such as those of `jnp.var`, where the user calls it."""
+        if self.caller is None or source_line(eqn):
+            return eqn.source_info
+        return eqn.source_info.replace(traceback=self.caller)
 
     def _inline(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
         inner = eqn.params[_CALLS[eqn.primitive.name]]
@@ -193,7 +203,10 @@ class _Flattener:
         inner_env: dict[Var, Atom] = dict(zip(body.invars, args, strict=True))
         for var, value in zip(body.constvars, consts, strict=True):
             inner_env[var] = self._const(var, value)
+        outer = self.caller
+        self.caller = eqn.source_info.traceback if source_line(eqn) else outer
         self.run(body.eqns, inner_env, scope)
+        self.caller = outer
         env.update((v, self.read(inner_env, o)) for v, o in zip(eqn.outvars, body.outvars, strict=True))
 
     def _const(self, var: Var, value: Any) -> Var:
