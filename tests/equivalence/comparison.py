@@ -27,11 +27,12 @@ _N_RUNS = 3
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A result of the serial run: its path, its value (floats of the state: the update), and the largest distance that
-    is no error. `others` are values of integers that other roundings gave."""
+    """A result of the serial run: its path, its value in double precision (floats of the state: the update), its dtype,
+    and the largest distance that is no error. `others` are values of integers that other roundings gave."""
 
     path: str
     value: np.ndarray
+    dtype: np.dtype[Any]
     tolerance: float
     others: tuple[np.ndarray, ...]
 
@@ -47,7 +48,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A leaf that is off by `error`, where `tolerance` is allowed and its norm is `norm`; or a note says what is wrong."""
+    """A leaf off by `error`, where `tolerance` is allowed and its norm is `norm`; or a note says what is wrong."""
 
     path: str
     error: float
@@ -89,29 +90,38 @@ def reference(step: Callable[..., Any], args: Sequence[Any], seed: int = 0) -> R
     for _ in range(_N_RUNS):
         rounded = jax.tree.map(lambda x: _round_differently(x, rng), args)
         runs.append(_values(jitted(*rounded), rounded[0]))
-    leaves = [_leaf(path, value, [run[k][1] for run in runs]) for k, (path, value) in enumerate(serial)]
+    leaves = [_leaf(result, [run[k].value for run in runs]) for k, result in enumerate(serial)]
     return Reference(tuple(leaves), args[0])
 
 
 def differences(found: Any, expected: Reference) -> list[Difference]:
     """The leaves in which the results `(new_state, results)` of a run differ from the serial ones, worst first."""
     values = _values(found, expected.state)
-    if [path for path, _ in values] != [leaf.path for leaf in expected.leaves]:
+    if [value.path for value in values] != [leaf.path for leaf in expected.leaves]:
         return [Difference("", np.inf, 0, 0, "the results have another structure")]
-    wrong = [_difference(leaf, value) for (_, value), leaf in zip(values, expected.leaves, strict=True)]
+    wrong = [_difference(leaf, value) for value, leaf in zip(values, expected.leaves, strict=True)]
     return sorted((d for d in wrong if d), key=lambda d: -d.relative)
 
 
-def _leaf(path: str, value: np.ndarray, others: list[np.ndarray]) -> Leaf:
+@dataclass(frozen=True, eq=False)
+class _Result:
+    path: str
+    value: np.ndarray
+    dtype: np.dtype[Any]
+
+
+def _leaf(result: _Result, others: list[np.ndarray]) -> Leaf:
+    value = result.value
     if value.dtype.kind != "f":
-        return Leaf(path, value, 0.0, tuple(others))
+        return Leaf(result.path, value, result.dtype, 0.0, tuple(others))
     noise = max(_norm(_minus(other, value)) for other in others)
-    return Leaf(path, value, ROUNDINGS * noise + RELATIVE * _norm(value), ())
+    return Leaf(result.path, value, result.dtype, ROUNDINGS * noise + RELATIVE * _norm(value), ())
 
 
-def _difference(leaf: Leaf, value: np.ndarray) -> Difference | None:
-    if value.shape != leaf.value.shape or value.dtype != leaf.value.dtype:
-        note = f"{value.dtype}{value.shape} in place of {leaf.value.dtype}{leaf.value.shape}"
+def _difference(leaf: Leaf, result: _Result) -> Difference | None:
+    value = result.value
+    if value.shape != leaf.value.shape or result.dtype != leaf.dtype:
+        note = f"{result.dtype}{value.shape} in place of {leaf.dtype}{leaf.value.shape}"
         return Difference(leaf.path, np.inf, 0, 0, note)
     if leaf.value.dtype.kind != "f":
         if any(np.array_equal(value, known) for known in (leaf.value, *leaf.others)):
@@ -136,20 +146,20 @@ def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where(same, 0, np.where(np.isfinite(a) & np.isfinite(b), a - b, 1e30))
 
 
-def _values(out: Any, state: Any) -> list[tuple[str, np.ndarray]]:
-    """Results with their paths; floats of the new state, and where they are floats of float64, minus the old state."""
+def _values(out: Any, state: Any) -> list[_Result]:
+    """Results in order; floats in double precision, and those of the new state less the old state."""
     new_state, results = out
     old = {jax.tree_util.keystr(path): _host(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
     found = []
     for name, tree in (("state", new_state), ("results", results)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             key, value = jax.tree_util.keystr(path), _host(leaf)
-            before = old.get(key) if name == "state" else None
+            dtype, before = value.dtype, old.get(key) if name == "state" else None
             if before is not None and before.dtype == value.dtype and before.shape == value.shape and _is_float(value):
                 value = value.astype(np.float64) - before
             elif _is_float(value):
                 value = value.astype(np.float64)
-            found.append((name + key, value))
+            found.append(_Result(name + key, value, dtype))
     return found
 
 

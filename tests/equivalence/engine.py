@@ -39,15 +39,16 @@ def run(example: Example) -> Outcome:
     return found
 
 
-def smaller(example: Example, kind: str) -> Example:
-    """A smallest example with an outcome of the same kind, as far as one change at a time leads."""
+def smaller(example: Example, outcome: Outcome) -> Example:
+    """A smallest example with the same outcome, as far as one change at a time leads."""
+    wanted = (outcome.kind, "" if outcome.kind == "wrong" else outcome.reason)
     while True:
         for candidate in _simpler(example):
             try:
                 found = run(candidate)
             except Exception:
                 continue  # the grammar's own fault
-            if found.kind == kind:
+            if (found.kind, "" if found.kind == "wrong" else found.reason) == wanted:
                 example = candidate
                 break
         else:

@@ -12,8 +12,9 @@ import time
 
 from tests.xla_flags import FLAGS
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = " ".join(("--xla_force_host_platform_device_count=8", *FLAGS))
+if __name__ == "__main__":  # before jax starts its backend
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["XLA_FLAGS"] = " ".join(("--xla_force_host_platform_device_count=8", *FLAGS))
 
 import jax
 
@@ -80,7 +81,7 @@ def main() -> None:
         outcome = engine.run(example)
         print(outcome.kind, outcome.detail)
         if args.smaller:
-            print(engine.smaller(example, outcome.kind))
+            print(engine.smaller(example, outcome))
         return
     first = args.seed * 1_000_000
     print(summary(outcomes([example_of(first + i) for i in range(args.examples)], args.seconds)))

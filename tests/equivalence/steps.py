@@ -65,7 +65,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "rmsprop": lambda: optax.rmsprop(0.03),
     "lamb": lambda: optax.lamb(0.03),
     "every second": lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
-    "adaptive clipping": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+    "adaptive clipping": lambda: optax.chain(optax.adaptive_grad_clip(2.0), optax.sgd(0.1)),
 }
 
 

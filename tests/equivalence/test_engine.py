@@ -1,0 +1,64 @@
+"""Drawn training steps under drawn methods compute what the serial run does, or an error names the operation."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.equivalence.drawing import Example, example_of
+from tests.equivalence.engine import run
+from tests.equivalence.losses import Loss, Term
+from tests.equivalence.model import Model
+from tests.equivalence.outcomes import Outcome
+from tests.equivalence.run import summary
+from tests.equivalence.steps import Training
+from tests.equivalence.ways import Way
+
+#: The largest part of the examples that may be refused.
+MOST_REFUSED = 0.1
+
+
+def _drawn(n: int) -> list[tuple[Example, Outcome, float]]:
+    """What becomes of `n` examples, always the same ones."""
+    found: list[tuple[Example, Outcome, float]] = []
+
+    # Every number is an example of its own, so there is nothing to shrink: `run.py --smaller` does that.
+    @settings(max_examples=n, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @given(st.integers(0, 2**32).map(example_of))
+    def collect(example: Example) -> None:
+        found.append((example, run(example), 0.0))
+
+    hypothesis.settings(suppress_health_check=list(hypothesis.HealthCheck))(collect)()
+    return found
+
+
+def _check(found: list[tuple[Example, Outcome, float]]) -> None:
+    faults = [f"{o.kind}: {o.detail}\n{example}" for example, o, _ in found if o.kind in ("wrong", "crash")]
+    assert not faults, "\n\n".join((*faults, summary(found)))
+    refused = sum(outcome.kind != "equal" for _, outcome, _ in found)
+    assert refused <= MOST_REFUSED * len(found), summary(found)
+
+
+#: Examples that were wrong or crashed once, made smaller.
+_MODEL, _MEAN, _WEIGHTED = Model("vector", ()), Loss((Term("squared", "mean"),)), Loss((Term("squared", "weighted"),))
+FOUND = {
+    "totals computed again": Example(Training(_MODEL, _WEIGHTED), Way("pipeline", (2,), remat="full")),
+    "a stage without work": Example(Training(_MODEL, _MEAN, "only the head"), Way("pipeline", (2,))),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_stays_right(name: str) -> None:
+    outcome = run(FOUND[name])
+    assert outcome.kind == "equal", outcome.detail
+
+
+def test_sixty_drawn_steps_equal_the_serial_run() -> None:
+    _check(_drawn(60))
+
+
+@pytest.mark.slow
+def test_two_thousand_drawn_steps_equal_the_serial_run() -> None:
+    _check(_drawn(2000))
