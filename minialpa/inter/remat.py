@@ -4,8 +4,9 @@ The backward pass of a layer reads values of its forward pass. What the layer do
 it keeps and from what it was given, right before its backward pass first needs it (Chen et al., 2016). Layers are known
 after tracing only, so this rewrites the program; `jax.checkpoint` in the model has its own say and goes first.
 
-What other layers, the update or the results read is kept anyway. What is computed again reads copies behind an
-`optimization_barrier`, or a compiler would see that the forward pass has it already.
+What other layers, the update or the results read is kept anyway, and so is what has no examples of its own, such as the
+sum of the weights of the batch: it is small, and its copy would be the total of a micro-batch. What is computed again
+reads copies behind an `optimization_barrier`, or a compiler would see that the forward pass has it already.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.inter.batching import AGGREGATE, batch_kinds
 from minialpa.intra.strategies import has_contraction
 from minialpa.jaxprs import Atom, aval_of, equations_for, fresh_var, is_extended, is_literal
 from minialpa.options import Remat
@@ -31,10 +33,12 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
     for i, eqn in enumerate(eqns):
         for v in dict.fromkeys(v for v in eqn.invars if not is_literal(v)):
             readers_of.setdefault(v, []).append(i)
+    kinds = batch_kinds(traced, 1, strict=False)
+    totals = {v for v, kind in kinds.items() if kind == AGGREGATE}
     inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}
     for number, layer in _layers(traced, layer_of_group):
         what = remat[number]
-        again = _computed_again(traced, layer, what, readers_of) if what != "none" else []
+        again = _computed_again(traced, layer, what, readers_of, totals) if what != "none" else []
         made = {v for i in again for v in eqns[i].outvars}
         readers = [i for i in layer.backward if any(v in made for v in eqns[i].invars if not is_literal(v))]
         if readers:
@@ -66,12 +70,12 @@ def _layers(traced: TracedStep, layer_of_group: Sequence[int]) -> list[tuple[int
 
 
 def _computed_again(
-    traced: TracedStep, layer: _Layer, what: Remat, readers_of: Mapping[Var, Sequence[int]]
+    traced: TracedStep, layer: _Layer, what: Remat, readers_of: Mapping[Var, Sequence[int]], totals: set[Var]
 ) -> list[int]:
     """Forward equations whose results the backward pass needs, or needs for others, and that are not kept."""
     eqns = traced.flat.eqns
     own = {*layer.forward, *layer.backward}
-    kept = {v for v in traced.flat.outvars if not is_literal(v)}
+    kept = {*totals, *(v for v in traced.flat.outvars if not is_literal(v))}
     made = (v for i in layer.forward for v in eqns[i].outvars)
     kept.update(v for v in made if any(i not in own for i in readers_of.get(v, ())))
     needed = {v for i in layer.backward for v in eqns[i].invars if not is_literal(v)}

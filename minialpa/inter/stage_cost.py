@@ -141,9 +141,12 @@ def interval_maxima(per_layer: Floats) -> Floats:
 
 
 def border_bytes(staged: StagedStep) -> list[float]:
-    """Bytes of one micro-batch, both directions, that cross the border after each chunk but the last."""
+    """Bytes of one micro-batch, both directions, that cross the border after each chunk but the last.
+
+    A chunk may have no task: where the loop needs nothing of its layers.
+    """
     loop = [task for task in staged.tasks if task.per_micro_batch]
-    crossing = [0.0] * (max((task.chunk for task in loop), default=0) + 1)
+    crossing = [0.0] * len(staged.mesh_of_chunk)
     home: dict[Var, Task] = {v: task for task in loop for v in task.outvars}
     for task in loop:
         for v in task.invars:

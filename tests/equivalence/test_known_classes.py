@@ -7,13 +7,13 @@ import functools
 import jax
 import pytest
 
-from minialpa import PipeshardParallel, ShardParallel
+from minialpa import ManualLayerOption, PipeshardParallel, ShardParallel
 from minialpa.methods import Method
 from tests.equivalence.comparison import Reference, reference
 from tests.equivalence.known_steps import STEPS, make_batch, make_state
 from tests.equivalence.outcomes import Outcome, outcome_of
 
-METHODS = ("shard-1", "shard-2", "shard-4", "pipeline-4", "chosen")
+METHODS = ("shard-1", "shard-2", "shard-4", "pipeline-4", "rematerialised-4", "chosen")
 
 
 def _method(name: str) -> Method | None:
@@ -24,6 +24,8 @@ def _method(name: str) -> Method | None:
             return ShardParallel(devices, int(n))
         case "pipeline":
             return PipeshardParallel(devices, int(n), layer_option="manual")
+        case "rematerialised":
+            return PipeshardParallel(devices, int(n), layer_option=ManualLayerOption(remat=True))
     return None
 
 
