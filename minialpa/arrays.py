@@ -26,7 +26,7 @@ def own_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """
     memory = np.empty(array.nbytes + _ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT_BYTES
-    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy: np.ndarray[Any, Any] = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy.view(type(array))
 

@@ -140,6 +140,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
     import jax
 
+    from minialpa.machine_code import cache_folder
     from minialpa.runtime.diagnosis import diagnose_transports
     from minialpa.session import describe_devices
 
@@ -161,6 +162,8 @@ def _doctor(args: argparse.Namespace) -> int:
         except metadata.PackageNotFoundError:
             version = "not installed"
         print(f"{package:14} {version}")
+    kept = cache_folder() or "kept nowhere: no folder can be written, and every process compiles the planner's loops"
+    print(f"{'machine code':14} {kept}")
     devices = jax.local_devices()
     print(f"{'devices':14} {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
     print(json.dumps(json.loads(describe_devices(devices).to_json())["device"]))

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from minialpa.cli import main
+from minialpa.machine_code import cache_folder
 from tests.plans import pipeline_plan, shard_plan
 
 
@@ -53,6 +54,7 @@ def test_the_doctor_says_what_is_here_and_tries_the_transports(capsys: pytest.Ca
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[:2] == ["jax", jax.__version__] for line in lines)
     assert "devices        8 x cpu (cpu)" in lines
+    assert f"machine code   {cache_folder()}" in lines
     assert lines[-3:] == [
         "shared memory  works",
         "TCP            works",

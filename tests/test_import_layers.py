@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "minialpa"
 
 #: A module may import those of lower ranks, and its own package. The ranks are the picture of the architecture.
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("arrays", "collection", "errors", "perfetto", "progress"),
+    ("arrays", "collection", "errors", "machine_code", "perfetto", "progress"),
     ("cluster",),
     ("options",),
     ("sharding",),
@@ -158,6 +158,10 @@ def test_planning_reads_no_environment() -> None:
         if path.relative_to(PACKAGE).with_suffix("").parts[0] in PLANNING:
             names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
             assert not names & {"environ", "getenv"}, path
+
+
+def test_only_machine_code_knows_numba() -> None:
+    assert {i.module for i in IMPORTS if i.target.split(".")[0] == "numba"} == {"machine_code"}
 
 
 def test_other_packages_are_those_that_are_installed_with_it() -> None:
