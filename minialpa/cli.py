@@ -76,7 +76,7 @@ def _plan(args: argparse.Namespace) -> int:
     from minialpa.cluster import ClusterSpec
 
     if Path(args.cluster).is_file():
-        cluster = ClusterSpec.from_json(Path(args.cluster).read_text())
+        cluster = ClusterSpec.from_json(Path(args.cluster).read_text(encoding="utf-8", errors="replace"))
     else:
         cluster = ClusterSpec.preset(args.cluster, num_hosts=args.num_hosts, devices_per_host=args.devices_per_host)
     step, state, batch = _load(args.model, args.batch_size)
