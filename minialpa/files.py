@@ -41,9 +41,8 @@ def _replace(target: Path, partial: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     with suppress(FileNotFoundError):
+        target.open("r+b").close()  # one that may only be read is not replaced
         old = target.stat()
-        if not os.access(target, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
         with suppress(OSError):  # only root gives files away
             os.chown(partial, old.st_uid, old.st_gid)
         partial.chmod(old.st_mode & 0o7777)
