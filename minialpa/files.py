@@ -29,6 +29,7 @@ def write_text(path: str | Path, text: str) -> None:
         _replace(target, partial, data)
     except OSError as error:
         if error.errno not in _NOT_REPLACED or not target.exists():
+            error.filename, error.filename2 = str(path), None
             raise
         target.write_bytes(data)
     finally:
