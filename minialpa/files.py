@@ -33,7 +33,8 @@ def write_text(path: str | Path, text: str) -> None:
             raise
         target.write_bytes(data)
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
 def _replace(target: Path, partial: Path, data: bytes) -> None:

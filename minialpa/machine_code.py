@@ -2,7 +2,7 @@
 
 Compiling takes seconds, so machine code is kept in files. Numba would lay them beside the source, into the installed
 package: pip does not know them there, so it leaves them behind when it replaces or removes the package, with folders
-that look like a package. Here they go to the user's folder for caches, else to one of his own for temporary files.
+that look like a package. Here they go to the user's folder for caches, else to a private one among temporary files.
 That folder is named by the environment: this is the one part of planning that reads it, and no plan depends on it.
 
 Numba looks for its cache of a function in the attribute `_cache`, which has no public door.
@@ -82,7 +82,8 @@ def _roots() -> Iterator[Path]:
     home = os.path.expanduser("~")
     if os.path.isabs(home) and os.path.isdir(home):  # services run as users whose home is nowhere
         yield Path(home, *(("Library", "Caches") if sys.platform == "darwin" else (".cache",)), "minialpa")
-    yield Path(tempfile.gettempdir()) / (f"minialpa-{os.getuid()}" if hasattr(os, "getuid") else "minialpa")
+    with suppress(FileNotFoundError):  # where no folder for temporary files can be written
+        yield Path(tempfile.gettempdir()) / (f"minialpa-{os.getuid()}" if hasattr(os, "getuid") else "minialpa")
 
 
 def _made(folder: Path) -> Path:

@@ -6,6 +6,7 @@ jax uses NumPy arrays in place on CPUs, those that begin at a multiple of 64 byt
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 
 import minialpa
 from minialpa.arrays import own_copy
+from minialpa.inter.mesh_programs import array_type
 from minialpa.jaxprs import trace_flat
+from minialpa.runtime.distributed_array import DistributedArray
 
 WIDTH = 64
 METHODS = {
@@ -101,6 +104,15 @@ def test_arguments_may_be_changed_after_they_were_placed(method: Any) -> None:
     placed = step.preshard_dynamic_args(*arguments)
     overwrite(arguments[0])
     check(step(*placed), expected)
+
+
+def test_a_value_that_was_fetched_from_workers_cannot_be_written_to() -> None:
+    """It stays what the workers have, and later steps may take it from here."""
+    array = DistributedArray(Mock(), 0, array_type(np.zeros(3, np.float32)), ())
+    array.keep(np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(array)[0] = 7.0
+    assert np.array(array).flags.writeable
 
 
 def test_views_of_one_captured_array_are_copied_once_and_arrays_of_jax_not_at_all() -> None:

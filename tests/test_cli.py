@@ -122,6 +122,13 @@ def test_what_cannot_be_written_is_told_before_planning(
     assert capsys.readouterr().err == "minialpa: There is no folder `nowhere` to write `plan.json` to.\n"
 
 
+def test_a_file_that_is_no_cluster_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in (b"{", b"[]", b"\xff"):
+        (tmp_path / "cluster.json").write_bytes(text)
+        assert main(["plan", "mlp", "--cluster", str(tmp_path / "cluster.json")]) == 1
+        assert "minialpa: Not a cluster description" in capsys.readouterr().err
+
+
 def test_numbers_are_positive(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["demo", "--devices", "0"], ["plan", "mlp", "--batch-size", "-3"]):
         with pytest.raises(SystemExit, match="2"):

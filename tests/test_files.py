@@ -82,8 +82,12 @@ def test_what_is_no_regular_file_is_written_to(tmp_path: Path) -> None:
         os.close(writing)
     with pytest.raises(IsADirectoryError):
         write_text(tmp_path, "text")
-    with pytest.raises(FileNotFoundError):
-        write_text(tmp_path / "nowhere" / "file", "text")
+    for nowhere, kind in (("nowhere", FileNotFoundError), ("file", NotADirectoryError)):
+        (tmp_path / "file").touch()
+        with pytest.raises(kind) as caught:
+            write_text(tmp_path / nowhere / "below", "text")
+        assert caught.value.filename == str(tmp_path / nowhere / "below")
+    (tmp_path / "file").unlink()
     assert names(tmp_path) == []
 
 

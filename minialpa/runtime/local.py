@@ -296,7 +296,7 @@ def _result(slot: OutputSlot, buffers: Sequence[Any]) -> Any:
 
 
 def _owned_here(value: Any) -> Any:
-    """The value, if it is a NumPy array as a copy: a caller may write to his before jax has read it."""
+    """The value, if it is a NumPy array as a copy: the caller may write to its memory before jax has read it."""
     return own_copy(value) if isinstance(value, np.ndarray) else value
 
 
