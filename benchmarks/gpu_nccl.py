@@ -66,7 +66,7 @@ def one_gpu() -> Rows:
     """A communicator whose only rank is its own peer: every dtype and shape, then bandwidth."""
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     import cupy
-    import cupy.cuda.nccl
+    import cupy.cuda.nccl  # noqa: F401
 
     device = jax.devices("gpu")[0]
     check_dlpack(cupy)

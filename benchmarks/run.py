@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from benchmarks.registry import Rows, all_benchmarks
+from minialpa.files import write_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results[name] = known[name](args.size)
         print(f"{name}\n{table(results[name])}\n", flush=True)
     if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_text(args.json, json.dumps(results, indent=1) + "\n")
     return 0
 
 

@@ -11,12 +11,14 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
-from minialpa.calls import Argnums, Call, Parameters, is_train_state, rebuild
+from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, rebuild
 from minialpa.cluster import ClusterSpec
 from minialpa.collection import collection_paused
 from minialpa.errors import MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.alternatives import explain_step
+from minialpa.inter.cut_scans import whole_scans
 from minialpa.inter.emit import emit_program
+from minialpa.inter.layered import LayeredStep
 from minialpa.inter.mesh_programs import input_types
 from minialpa.inter.pipeline import plan_step
 from minialpa.inter.replan import check_fits, difference
@@ -35,6 +37,8 @@ class ParallelizedFunc:
 
     #: The plan that was made or loaded last, by any function: what scripts for Alpa ask for.
     last_plan: ClassVar[Plan | None] = None
+    #: The layers of its stages: those that were found, too, where the answer is one stage and the plan needs none.
+    last_layers: ClassVar[tuple[tuple[int, ...], ...]] = ()
 
     def __init__(
         self,
@@ -117,10 +121,10 @@ class ParallelizedFunc:
         for i, leaf in enumerate(call.leaves):
             is_deleted = getattr(leaf, "is_deleted", None)
             if is_deleted is None:
-                if isinstance(leaf, jax.ShapeDtypeStruct):
+                if isinstance(leaf, Shape):
                     raise TraceError(
                         f"`{self._path(call, i)}` is a shape, and a call needs arrays. Only `plan` and "
-                        "`get_executable` take a `jax.ShapeDtypeStruct`."
+                        f"`get_executable` take a `{type(leaf).__name__}`."
                     )
                 continue
             if isinstance(leaf, jax.core.Tracer):
@@ -175,7 +179,8 @@ class ParallelizedFunc:
         else:
             target = resolve_devices(self._method.devices)
             plan = _make_plan(traced, self._method, target)
-        ParallelizedFunc.last_plan = plan
+        layers = _layers_of_stages(traced, self._method, plan)
+        ParallelizedFunc.last_plan, ParallelizedFunc.last_layers = plan, layers
         return plan, target
 
     def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
@@ -225,6 +230,15 @@ class ParallelizedFunc:
                 f"The step fails on these arguments: {error!r}. Their structure differs from that of earlier calls:\n"
                 f"  now     {call.tree[0]}\n  earlier {self._known_trees[-1][0]}"
             ) from error
+
+
+def _layers_of_stages(traced: TracedStep, method: Method | Plan, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    if plan.remat:
+        return tuple(stage.layers for stage in plan.stages)
+    option = None if isinstance(method, Plan) else method.options().layers
+    if option is None:
+        return ((0,),)
+    return (tuple(range(max(1, whole_scans(LayeredStep(traced, plan.fingerprint), option).n_layers))),)
 
 
 def _make_runner(program: Program, traced: TracedStep, plan: Plan, target: Target) -> Any:
@@ -346,7 +360,7 @@ def get_last_dp_result() -> DPResult:
         raise MinialpaError("No plan was made yet. Call a parallelized function, its `plan`, or `minialpa.plan` first.")
     stages = plan.stages
     return DPResult(
-        tuple(stage.layers for stage in stages),
+        ParallelizedFunc.last_layers,
         tuple(stage.submesh for stage in stages),
         tuple(stage.logical_shape for stage in stages),
         tuple(dataclasses.asdict(stage.option) for stage in stages),

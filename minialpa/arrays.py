@@ -1,6 +1,7 @@
-"""Arrays that are not one array of this process: what a step takes and returns where others hold the data.
+"""Arrays that others hold: what a step takes and returns where its data is elsewhere, and memory of the caller.
 
 `RemoteArray` has the shape and dtype, by which calls are planned, and the value as soon as someone asks for it.
+`own_copy` takes what a caller's NumPy array holds now.
 """
 
 from __future__ import annotations
@@ -12,6 +13,22 @@ from typing import Any
 import jax
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
+
+#: jax uses a NumPy array in place, without a copy, where its first byte is at a multiple of this.
+_ALIGNMENT_BYTES = 64
+
+
+def own_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy that nobody else can change, of the same class and dtype, in C order.
+
+    jax reads NumPy arrays after the call that takes them has returned, and on CPUs it may use them in place for as long
+    as an array lives. `may_alias=False` does not keep it from either. It uses this copy in place, and makes no second.
+    """
+    memory = np.empty(array.nbytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    copy: np.ndarray[Any, Any] = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy.view(type(array))
 
 
 class RemoteArray(NDArrayOperatorsMixin, abc.ABC):

@@ -13,6 +13,8 @@ import numpy as np
 from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
 
+#: What stands for an array where only its shape and dtype matter.
+Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
 Argnums = int | Sequence[int] | Literal["auto"]
 
 
@@ -127,7 +129,7 @@ def _leaf_type(leaf: Any) -> Any:
 
 def _leaf_key(leaf: Any) -> Hashable:
     """Shape and dtype, and whether a float is weakly typed: that changes what it makes of an array of fewer bits."""
-    if isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | RemoteArray):
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic | Shape | RemoteArray):
         dtype = _canonical(leaf.dtype)
         return (leaf.shape, dtype, getattr(leaf, "weak_type", False) and dtype.kind in "fc")
     # A step count that starts as a Python int comes back as an array of the default integer type.
@@ -155,7 +157,7 @@ def rebuild(call: Call, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[st
 def is_numeric(value: Any) -> bool:
     if isinstance(value, bool | np.bool_):
         return False
-    arrays = jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | RemoteArray
+    arrays = jax.Array | Shape | np.ndarray | np.generic | RemoteArray
     return isinstance(value, arrays | int | float | complex)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,43 @@ from minialpa.plan import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. Errors of minialpa are printed without a traceback."""
+    """Run one command; returns the exit status. Errors of minialpa and of files are printed without a traceback."""
     args = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names may have letters that the locale of a terminal has not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = args.run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
+    except BrokenPipeError:  # whoever read this, such as `head`, has seen enough
+        _drop_output()
+        return 1
+    except OSError as error:
+        _drop_output()
+        print(f"minialpa: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in ("flax", "optax"):
+            raise
+        print("minialpa: The models need flax and optax: pip install 'minialpa[models]'.", file=sys.stderr)
+        return 1
     except MinialpaError as error:
         print(f"minialpa: {error}", file=sys.stderr)
         return 1
+
+
+def _drop_output() -> None:
+    """Have Python write what it still holds for the output to nowhere, when it ends."""
+    with suppress(AttributeError, OSError, ValueError):  # there is none, or it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,16 +63,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train a small GPT on virtual CPU devices, next to one device")
-    demo.add_argument("--devices", type=int, default=8, help="virtual CPU devices (default 8)")
-    demo.add_argument("--steps", type=int, default=8, help="training steps (default 8)")
+    demo.add_argument("--devices", type=_positive, default=8, help="virtual CPU devices (default 8)")
+    demo.add_argument("--steps", type=_positive, default=8, help="training steps (default 8)")
     demo.set_defaults(run=_demo)
 
     plan = commands.add_parser("plan", help="plan a model for a cluster, with no device")
     plan.add_argument("model", help="a benchmark model such as `gpt` or `gpt-1.3b`, or `module:function`")
     plan.add_argument("--cluster", default="a100-80gb", help="a preset, or a JSON file of a ClusterSpec")
-    plan.add_argument("--num-hosts", type=int, default=1)
-    plan.add_argument("--devices-per-host", type=int, default=8)
-    plan.add_argument("--batch-size", type=int, default=None)
+    plan.add_argument("--num-hosts", type=_positive, default=1)
+    plan.add_argument("--devices-per-host", type=_positive, default=8)
+    plan.add_argument("--batch-size", type=_positive, default=None)
     plan.add_argument("--micro-batches", type=int, default=0, help="0 (default) chooses a divisor of the batch")
     plan.add_argument("--layers", type=int, default=0, help="pipeline layers; 0 (default): the blocks of the model")
     plan.add_argument("--save", type=Path, default=None, metavar="PLAN.json", help="write the plan to this file")
@@ -76,9 +108,11 @@ def _plan(args: argparse.Namespace) -> int:
     from minialpa.cluster import ClusterSpec
 
     if Path(args.cluster).is_file():
-        cluster = ClusterSpec.from_json(Path(args.cluster).read_text())
+        cluster = ClusterSpec.from_json(Path(args.cluster).read_text(encoding="utf-8", errors="replace"))
     else:
         cluster = ClusterSpec.preset(args.cluster, num_hosts=args.num_hosts, devices_per_host=args.devices_per_host)
+    if args.save is not None and not args.save.parent.is_dir():  # not after an hour of planning
+        raise MinialpaError(f"There is no folder `{args.save.parent}` to write `{args.save.name}` to.")
     step, state, batch = _load(args.model, args.batch_size)
     method = minialpa.AutoParallel(
         num_micro_batches=args.micro_batches or "auto",
@@ -123,16 +157,31 @@ def _load(name: str, batch_size: int | None) -> tuple[Any, Any, Any]:
     import jax
 
     import minialpa
-    from minialpa import models
 
     if ":" in name:
-        module, _, function = name.partition(":")
-        loaded: tuple[Any, Any, Any] = getattr(importlib.import_module(module), function)()
+        loaded: tuple[Any, Any, Any] = _find_function(name)()
         return loaded
+    from minialpa import models
+
     case = models.build(name)
-    state = jax.eval_shape(case.init, jax.ShapeDtypeStruct((), jax.random.key(0).dtype))
+    state = jax.eval_shape(case.init, jax.eval_shape(jax.random.key, 0))  # a key itself would start a device
     batch = case.make_batch(0, batch_size or case.batch_size)
     return case.train_step(minialpa.value_and_grad), state, batch
+
+
+def _find_function(name: str) -> Callable[[], Any]:
+    """`module:function`, from this folder or from what is installed."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Callable[[], Any] = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # one that the module imports
+        raise MinialpaError(f"There is no module `{module}` in this folder or among the installed ones.") from error
+    except AttributeError as error:
+        raise MinialpaError(f"`{name}` cannot be called: {error}.") from error
+    return found
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -140,6 +189,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
     import jax
 
+    from minialpa.machine_code import cache_folder
     from minialpa.runtime.diagnosis import diagnose_transports
     from minialpa.session import describe_devices
 
@@ -161,9 +211,16 @@ def _doctor(args: argparse.Namespace) -> int:
         except metadata.PackageNotFoundError:
             version = "not installed"
         print(f"{package:14} {version}")
-    devices = jax.local_devices()
-    print(f"{'devices':14} {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
-    print(json.dumps(json.loads(describe_devices(devices).to_json())["device"]))
+    kept = cache_folder() or "kept nowhere: no folder can be written, and every process compiles the planner's loops"
+    print(f"{'machine code':14} {kept}")
+    try:
+        devices = jax.local_devices()
+    except RuntimeError as error:  # of a platform that jax was told to use
+        devices = []
+        print(f"{'devices':14} do not work: {error}")
+    else:
+        print(f"{'devices':14} {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
+        print(json.dumps(json.loads(describe_devices(devices).to_json())["device"]))
     for transport, outcome in diagnose_transports().items():
         print(f"{transport:14} {outcome}")
-    return 0
+    return 0 if devices else 1

@@ -262,7 +262,12 @@ class ClusterSpec:
 
     @staticmethod
     def from_json(text: str) -> ClusterSpec:
-        return ClusterSpec.from_dict(json.loads(text))
+        """The cluster that `to_json` wrote. Raises ShardingError where the text is none."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ShardingError(f"Not a cluster description: {error}. Write one with `ClusterSpec.to_json`.") from error
+        return ClusterSpec.from_dict(data)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> ClusterSpec:

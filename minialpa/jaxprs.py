@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ import numpy as np
 from jax._src import source_info_util
 from jax.extend import core as jex
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from minialpa.arrays import own_copy
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -139,9 +141,27 @@ def _has_user_line(traceback: Any) -> bool:
 
 
 def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[FlatJaxpr, Any]:
-    """Trace `fun` on abstract or concrete arguments. Returns the flat program and the pytree of output shapes."""
+    """Trace `fun` on abstract or concrete arguments. Returns the flat program and the pytree of output shapes.
+
+    NumPy arrays that `fun` captures are copied, so that the program keeps the values that they have now.
+    """
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-    return flatten_calls(closed.jaxpr, tuple(closed.consts)), out_shape
+    flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
+    return replace(flat, consts=_own_constants(flat.consts)), out_shape
+
+
+def _own_constants(consts: Sequence[Any]) -> tuple[Any, ...]:
+    """The constants with copies in place of NumPy arrays, one for all views of the same memory."""
+    copies: dict[Hashable, Any] = {}
+    out = []
+    for value in consts:
+        if isinstance(value, np.ndarray):
+            view = (value.ctypes.data, value.shape, value.strides, value.dtype)
+            if view not in copies:
+                copies[view] = own_copy(value)
+            value = copies[view]
+        out.append(value)
+    return tuple(out)
 
 
 def flatten_calls(

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from minialpa.files import write_text
+
 Event = dict[str, Any]
 
 
@@ -40,4 +42,4 @@ def thread_name(process: int, thread: int, name: str) -> Event:
 
 def write_trace(path: str | Path, events: Iterable[Event]) -> None:
     """Write events to a JSON file."""
-    Path(path).write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))
+    write_text(path, json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))

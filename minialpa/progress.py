@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -18,11 +19,16 @@ def disable_progress() -> None:
     _Switch.disabled = True
 
 
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Programs without a console have no streams, and those that close theirs have ones that raise."""
+    return stream is not None and not stream.closed and stream.isatty()
+
+
 class ProgressBar:
     """A context in which `report(what, done, total)` moves one bar for each `what`."""
 
     def __init__(self) -> None:
-        visible = sys.stderr.isatty() and not _Switch.disabled
+        visible = _is_terminal(sys.stderr) and not _Switch.disabled
         self._progress = Progress(console=Console(stderr=True), transient=True) if visible else None
         self._tasks: dict[str, TaskID] = {}
 

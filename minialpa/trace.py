@@ -21,6 +21,7 @@ from minialpa.fingerprint import Fingerprint, fingerprint_of
 from minialpa.gradients import boundary_p, gradient_p, tracing_step
 from minialpa.jaxprs import (
     FlatJaxpr,
+    is_extended,
     is_inexact,
     is_literal,
     is_transposed,
@@ -142,18 +143,29 @@ def trace_step(
 
 
 def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    try:
-        if isinstance(leaf, RemoteArray):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        aval = jax.typeof(leaf)
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
-    except TypeError as error:
+    """Shape and dtype, without a sharding: how arguments lie is for the plan to say."""
+    found = leaf
+    if not isinstance(leaf, jax.ShapeDtypeStruct | jax.core.ShapedArray | RemoteArray):
+        try:
+            found = jax.typeof(leaf)
+        except TypeError as error:
+            raise _not_an_array(leaf, path) from error
+        if not isinstance(found, jax.core.ShapedArray):  # a Ref has a shape, too
+            raise _not_an_array(leaf, path)
+    is_shape = all(isinstance(n, int | np.integer) and n >= 0 for n in found.shape)
+    if not is_shape or (not is_extended(found.dtype) and np.dtype(found.dtype).kind in "OSUMm"):
         raise TraceError(
-            f"Argument leaf `{path}` is a {type(leaf).__name__}, not an array. Pass arrays and numbers in pytrees, and "
-            "other values as whole arguments listed in `static_argnums`."
-        ) from error
+            f"Argument leaf `{path}` has shape {found.shape} and dtype {found.dtype}. Steps are planned for arrays of "
+            "numbers whose dimensions are known."
+        )
+    return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=getattr(found, "weak_type", False))
+
+
+def _not_an_array(leaf: Any, path: str) -> TraceError:
+    return TraceError(
+        f"Argument leaf `{path}` is a {type(leaf).__name__}, not an array. Pass arrays and numbers in pytrees, and "
+        "other values as whole arguments listed in `static_argnums`."
+    )
 
 
 def _batch_dims(

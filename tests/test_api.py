@@ -21,6 +21,7 @@ import minialpa
 from minialpa import MinialpaError, ShardParallel
 from minialpa.methods import DataParallel, PipeshardParallel
 from minialpa.testing import assert_allclose
+from tests import plans
 from tests.helpers import METHODS
 
 WIDTH, N_EXAMPLES = 8, 16
@@ -513,6 +514,26 @@ def structs(*trees: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trees)
 
 
+@pytest.mark.parametrize("kind", ["typeof", "with shardings", "eval_shape", "arrays in part"])
+def test_every_way_to_write_a_shape_finds_the_program_of_the_arrays(kind: str) -> None:
+    args = make_params(), jax.tree.map(jnp.asarray, make_batch())
+    mesh = jax.make_mesh((8,), ("x",))  # a mesh whose types say how arrays lie
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
+    shapes: Any = {
+        "typeof": lambda: jax.tree.map(jax.typeof, args),
+        "with shardings": lambda: jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+        ),
+        "eval_shape": lambda: jax.eval_shape(lambda: args),
+        "arrays in part": lambda: (args[0], jax.tree.map(jax.typeof, args[1])),
+    }[kind]()
+    parallel = minialpa.parallelize(train_step, method=ShardParallel(), donate_argnums=())
+    executable = parallel.get_executable(*shapes)
+    assert_allclose(parallel(*args), train_step(*args), rtol=1e-5, atol=1e-6)
+    assert parallel.get_last_executable() is executable
+    assert parallel.plan(*shapes) == parallel.plan(*args)
+
+
 def test_planning_compiles_nothing_and_may_be_for_a_larger_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("compiles")
@@ -696,3 +717,27 @@ def test_a_parallelized_function_inside_a_transformation_says_so() -> None:
     parallel = minialpa.parallelize(loss_fn)
     with pytest.raises(MinialpaError, match=r"cannot be called inside `jax\.jit`"):
         jax.jit(parallel)(make_params(), make_batch())
+
+
+@pytest.mark.parametrize(
+    ("method", "n_layers"),
+    [
+        (ShardParallel(), 1),
+        (PipeshardParallel(layer_option="manual", stage_option=minialpa.UniformStageOption(num_stages=1)), 2),
+        (PipeshardParallel(layer_option="manual", stage_option="auto"), 2),
+        (PipeshardParallel(layer_option=minialpa.AutoLayerOption(layer_num=3), stage_option="auto"), 3),
+    ],
+)
+def test_the_last_answer_lists_all_layers_of_one_stage(method: Any, n_layers: int) -> None:
+    """And a script may give it back, as stages that it chose."""
+    cluster = minialpa.ClusterSpec.preset("a100-80gb", num_hosts=1, devices_per_host=1)
+    args = plans.make_args()
+    minialpa.plan(plans.train_step, args, cluster=cluster, method=method)
+    _, layers, submeshes, shapes, options = minialpa.get_last_dp_result()
+    assert layers == (tuple(range(n_layers)),)
+    if isinstance(method, PipeshardParallel):
+        given = minialpa.ManualStageOption(layers, submeshes, shapes, options)
+        method = dataclasses.replace(method, stage_option=given)
+        again = minialpa.plan(plans.train_step, args, cluster=cluster, method=method)
+        assert minialpa.get_last_dp_result().forward_stage_layer_ids == layers
+        assert len(again.stages) == 1

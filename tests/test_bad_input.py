@@ -152,6 +152,22 @@ def test_a_shape_in_place_of_an_array() -> None:
     works(parallel, params, batch)
 
 
+@pytest.mark.parametrize("leaf", ["ref", "dtype", "dimension", "negative", "text"])
+def test_a_leaf_that_is_no_array_of_numbers_is_named(leaf: str) -> None:
+    wrong: Any = {
+        "ref": lambda: jax.new_ref(jnp.ones((N_EXAMPLES, WIDTH))),
+        "dtype": lambda: np.dtype("float32"),
+        "dimension": lambda: jax.ShapeDtypeStruct((*jax.export.symbolic_shape("n"), WIDTH), jnp.float32),
+        "negative": lambda: jax.ShapeDtypeStruct((-N_EXAMPLES, WIDTH), jnp.float32),
+        "text": lambda: jax.ShapeDtypeStruct((N_EXAMPLES, WIDTH), np.dtype("S3")),
+    }[leaf]()
+    parallel = minialpa.parallelize(train_step, method=ShardParallel())
+    batch = make_batch()
+    with pytest.raises(TraceError, match=r"Argument leaf `batch\['y'\]` (is a|has shape)"):
+        parallel.get_executable(make_params(), {"x": batch["x"], "y": wrong})
+    works(parallel, make_params(), batch)
+
+
 def test_a_tree_that_lacks_a_key() -> None:
     parallel = minialpa.parallelize(train_step)
     params, batch = placed_args(parallel)

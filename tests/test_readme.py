@@ -22,12 +22,15 @@ def test_first_example_trains() -> None:
     assert np.isfinite(float(names["loss"]))
 
 
-def test_set_up_takes_two_commands() -> None:
+def test_set_up_takes_two_commands_and_ci_gives_both_in_order() -> None:
     commands = re.findall(r"```bash\n(.*?)\n```", README.read_text(), re.DOTALL)
     assert commands == [
         'python -m pip install ".[models]" && minialpa demo',
         'python -m pip install -e ".[test]" && python -m pytest',
     ]
+    given = (README.parent / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    places = [given.index(step) for command in commands for step in command.split(" && ")]
+    assert places == sorted(places)
 
 
 def test_the_examples_of_plans_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

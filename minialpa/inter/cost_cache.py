@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from minialpa.errors import VerifyError
+from minialpa.files import write_text
 from minialpa.inter.stage_cost import PieceCost
 
 #: To be raised with every change after which some piece costs something else, be it of rules, strategies, prices,
@@ -19,7 +20,7 @@ def load_costs(path: str | None) -> dict[str, PieceCost]:
     if path is None or not Path(path).exists():
         return {}
     try:
-        data = json.loads(Path(path).read_text())
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
         if data["version"] != _VERSION:
             return {}
         return {name: PieceCost(*map(float, values)) for name, values in data["costs"].items()}
@@ -32,6 +33,4 @@ def save_costs(path: str | None, costs: dict[str, PieceCost]) -> None:
     if path is None:
         return
     data = {"version": _VERSION, "costs": {name: dataclasses.astuple(cost) for name, cost in sorted(costs.items())}}
-    partial = Path(f"{path}.new")
-    partial.write_text(json.dumps(data))
-    partial.replace(path)
+    write_text(path, json.dumps(data))

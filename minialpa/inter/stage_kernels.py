@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from minialpa.machine_code import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -14,7 +15,7 @@ Bools = NDArray[np.bool_]
 IDLE = -1
 
 
-@njit(cache=True)
+@compiled
 def most_live(fixed: Floats, in_flight: Floats, memory: Floats, live: Floats) -> Ints:
     """[i, j, m]: last index of `live`, which rises, with fixed + live * in_flight <= memory[m]; -1 if there is none."""
     n_layers = fixed.shape[0]
@@ -29,7 +30,7 @@ def most_live(fixed: Floats, in_flight: Floats, memory: Floats, live: Floats) ->
     return most
 
 
-@njit(cache=True)
+@compiled
 def least_stages(
     values: Floats, step: Floats, most: Ints, n_live: int, groups: Ints, n_groups: int, tau: float, sigma: float
 ) -> Floats:
@@ -50,7 +51,7 @@ def least_stages(
     return best
 
 
-@njit(cache=True)
+@compiled
 def fill_tables(
     best: Floats, live_of: Ints, counts: Ints, may_start: Bools, skip_to: Ints, transfer: Floats, idle: bool,
     maximum: bool,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from numba import njit
 
 from minialpa.intra.costgraph import Bools, Floats, Ints
+from minialpa.machine_code import compiled
 
 #: Rounding of the bound below, in parts of what it adds up.
 _ROUNDING = 1e-12
@@ -23,7 +23,7 @@ def load() -> None:
     undominated(np.zeros(1), np.zeros((0, 1)), np.zeros((1, 0)), np.zeros(1, np.int64))
 
 
-@njit(cache=True)
+@compiled
 def undominated(cost: Floats, usage: Floats, edges: Floats, ends: Ints) -> Bools:
     """Strategies that stay; of those that dominate each other, the first.
 

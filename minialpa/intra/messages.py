@@ -13,13 +13,13 @@ for any messages to start from. After a pass that started with bound b, a soluti
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from minialpa.intra.costgraph import Floats, Ints
 from minialpa.intra.flat import Core
+from minialpa.machine_code import compiled
 
 
-@njit(cache=True)
+@compiled
 def price_usage(core: Core, prices: Floats, priced: Floats) -> None:
     """Write cost + sum_r prices[r] * usage in row r to `priced`, for every strategy."""
     total = np.zeros(len(prices) + 1)
@@ -35,7 +35,7 @@ def price_usage(core: Core, prices: Floats, priced: Floats) -> None:
                     priced[core.at[v] + i] += price * core.usage[core.usage_at[s] + i]
 
 
-@njit(cache=True)
+@compiled
 def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, reduced: Floats, x: Ints) -> float:
     """One pass; returns its bound. `messages` change; `reduced` and `x`, a choice for each node, are written."""
     n_nodes = len(core.at) - 1
@@ -64,7 +64,7 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
     return bound
 
 
-@njit(cache=True)
+@compiled
 def _collect(
     core: Core, priced: Floats, messages: Floats, forward: bool, v: int, x: Ints, theta: Floats, ahead: Floats
 ) -> None:
@@ -85,7 +85,7 @@ def _collect(
                 ahead[i] += messages[m + i]
 
 
-@njit(cache=True)
+@compiled
 def _send(core: Core, messages: Floats, h: int, theta: Floats, size: int, share: float, out: Floats) -> float:
     """Send the message over link h; returns delta."""
     w = core.other[h]

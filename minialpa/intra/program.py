@@ -209,5 +209,5 @@ def _run_cbc(problem: Any, time_limit_s: float) -> float:
         problem.solve(
             pulp.COIN_CMD(path=path, msg=False, threads=1, timeLimit=max(1, time_limit_s), gapRel=0.0, logPath=str(log))
         )
-        found = re.search(r"^Lower bound:\s+(\S+)", log.read_text(), re.MULTILINE)
+        found = re.search(r"^Lower bound:\s+(\S+)", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     return float(found.group(1)) if found else -np.inf

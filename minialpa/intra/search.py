@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from minialpa.intra.costgraph import Floats, Ints
 from minialpa.intra.flat import Core
+from minialpa.machine_code import compiled
 
 #: Most nodes of a tree.
 _LARGEST_TREE = 50
@@ -42,7 +42,7 @@ class _Tree(NamedTuple):
     new: Ints
 
 
-@njit(cache=True)
+@compiled
 def usage_of(core: Core, x: Ints) -> Floats:
     """Usage of every row."""
     used = np.zeros(len(core.room))
@@ -51,7 +51,7 @@ def usage_of(core: Core, x: Ints) -> Floats:
     return used
 
 
-@njit(cache=True)
+@compiled
 def cost_of(core: Core, x: Ints) -> float:
     """Cost without prices; inf where something is forbidden."""
     total = 0.0
@@ -65,7 +65,7 @@ def cost_of(core: Core, x: Ints) -> float:
     return total
 
 
-@njit(cache=True)
+@compiled
 def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x: Ints) -> None:
     """Formula 1, in node order or backwards. Where nothing fits, the usage limit is exceeded."""
     n_nodes = len(core.at) - 1
@@ -86,7 +86,7 @@ def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x
         _use(core, used, v, x[v], 1.0)
 
 
-@njit(cache=True)
+@compiled
 def improve_on_trees(core: Core, priced: Floats, x: Ints, n_trees: int, seed: int) -> int:
     """Formula 2 for `n_trees` trees; `x` changes. Returns how many were changed."""
     np.random.seed(seed)
@@ -109,7 +109,7 @@ def improve_on_trees(core: Core, priced: Floats, x: Ints, n_trees: int, seed: in
     return n_changed
 
 
-@njit(cache=True)
+@compiled
 def _grow(core: Core, tree: _Tree, root: int, limit: int) -> int:
     """Fill the tree breadth first with nodes that close no cycle; returns their number."""
     tree.nodes[0], tree.parent[0], tree.place[root] = root, -1, 0
@@ -128,7 +128,7 @@ def _grow(core: Core, tree: _Tree, root: int, limit: int) -> int:
     return count
 
 
-@njit(cache=True)
+@compiled
 def _joins_once(core: Core, tree: _Tree, w: int) -> bool:
     joined = 0
     for h in range(core.links[w], core.links[w + 1]):
@@ -138,7 +138,7 @@ def _joins_once(core: Core, tree: _Tree, w: int) -> bool:
     return True
 
 
-@njit(cache=True)
+@compiled
 def _solve(core: Core, tree: _Tree, count: int, priced: Floats, used: Floats, x: Ints) -> None:
     """Write the strategies that the tree has to `old` and the best ones to `new`."""
     for k in range(count):
@@ -173,7 +173,7 @@ def _solve(core: Core, tree: _Tree, count: int, priced: Floats, used: Floats, x:
         tree.new[k] = tree.best[k, tree.new[tree.parent[k]]]
 
 
-@njit(cache=True)
+@compiled
 def _gain(core: Core, tree: _Tree, count: int, priced: Floats, x: Ints) -> float:
     """What `new` costs less than `old`: summed difference by difference, which rounding hardly touches."""
     gain = 0.0
@@ -191,7 +191,7 @@ def _gain(core: Core, tree: _Tree, count: int, priced: Floats, x: Ints) -> float
     return gain
 
 
-@njit(cache=True)
+@compiled
 def _move(core: Core, tree: _Tree, count: int, used: Floats) -> bool:
     """Let `used` go from `old` to `new`; if a row that gains is then exceeded, undo that and return False."""
     for k in range(count):
@@ -210,7 +210,7 @@ def _move(core: Core, tree: _Tree, count: int, used: Floats) -> bool:
     return True
 
 
-@njit(cache=True)
+@compiled
 def _undo(core: Core, tree: _Tree, count: int, used: Floats) -> None:
     for k in range(count):
         if tree.new[k] != tree.old[k]:
@@ -218,7 +218,7 @@ def _undo(core: Core, tree: _Tree, count: int, used: Floats) -> None:
             _use(core, used, tree.nodes[k], tree.old[k], 1.0)
 
 
-@njit(cache=True)
+@compiled
 def _use(core: Core, used: Floats, v: int, i: int, sign: float) -> None:
     """Add to `used`, or with sign -1 take off, what strategy i of v uses."""
     for s in range(core.segments[v], core.segments[v + 1]):
@@ -228,7 +228,7 @@ def _use(core: Core, used: Floats, v: int, i: int, sign: float) -> None:
                 used[r] += usage
 
 
-@njit(cache=True)
+@compiled
 def _forbid_full(core: Core, used: Floats, v: int, i: int, cost: Floats) -> None:
     """Add `forbidden` to strategies of v that do not fit when v leaves i (-1: it has none) and all else stays."""
     for s in range(core.segments[v], core.segments[v + 1]):
@@ -242,7 +242,7 @@ def _forbid_full(core: Core, used: Floats, v: int, i: int, cost: Floats) -> None
                 cost[k] += core.forbidden
 
 
-@njit(cache=True)
+@compiled
 def _least(cost: Floats, size: int) -> int:
     """The first place of the least among the first `size` entries."""
     best = 0

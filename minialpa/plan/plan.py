@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import CollectiveKind
 from minialpa.errors import VerifyError
+from minialpa.files import write_text
 from minialpa.fingerprint import Fingerprint
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.sharding import EquationSpecs, Spec
@@ -309,12 +310,13 @@ class Plan:
         return plan
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json())
+        """Write the plan to a file, which holds all of it or what it held before."""
+        write_text(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """The plan that `save` wrote. Raises VerifyError like `from_json`."""
-        return Plan.from_json(Path(path).read_text(errors="replace"))
+        return Plan.from_json(Path(path).read_text(encoding="utf-8", errors="replace"))
 
 
 def _content(text: str) -> Any:

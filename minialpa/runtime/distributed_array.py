@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from minialpa.arrays import RemoteArray
@@ -113,7 +114,9 @@ class DistributedArray(RemoteArray):
         self._host = None
 
     def keep(self, value: Any) -> None:
-        """Hold the value in this process too."""
+        """Hold the value in this process too. Nobody writes to it: `np.asarray` hands it out, and steps may read it."""
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
         self._host = value
 
     @property

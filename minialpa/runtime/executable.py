@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from minialpa.files import write_text
 from minialpa.mesh_program import KEY_NAMES
 from minialpa.plan import Plan
 from minialpa.program import Accumulate, Program, Run
@@ -142,19 +143,19 @@ class Executable:
         root = Path(folder)
         root.mkdir(parents=True, exist_ok=True)
         self._plan.save(root / "plan.json")
-        (root / "summary.txt").write_text(self._plan.summary() + "\n")
-        (root / "placements.txt").write_text(self._plan.explain("") + "\n")
+        write_text(root / "summary.txt", self._plan.summary() + "\n")
+        write_text(root / "placements.txt", self._plan.explain("") + "\n")
         lines = []
         for i, instruction in enumerate(self._program.instructions):
             name = ""
             if isinstance(instruction, Run | Accumulate):
                 name = f"{self._program.functions[instruction.function].name} "
             lines.append(f"{i}: {name}{instruction}")
-        (root / "instructions.txt").write_text("\n".join(lines) + "\n")
+        write_text(root / "instructions.txt", "\n".join(lines) + "\n")
         for i, (function, text) in enumerate(zip(self._program.functions, self.get_hlo_text(), strict=True)):
-            (root / f"{i:02d}-{function.name}.hlo.txt").write_text(text)
+            write_text(root / f"{i:02d}-{function.name}.hlo.txt", text)
         for name, text in self.runner.descriptions().items():
-            (root / f"{name}.txt").write_text(text + "\n")
+            write_text(root / f"{name}.txt", text + "\n")
 
     def sync(self) -> None:
         """Wait until the devices of the executable have made every array that was asked of them before."""

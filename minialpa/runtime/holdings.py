@@ -28,7 +28,7 @@ def holdings() -> dict[str, int]:
     return {
         **held,
         **resident(os.getpid()),
-        "shared_bytes": sum(map(_size, Path("/proc/self/maps").read_text().splitlines())),
+        "shared_bytes": sum(map(_size, Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
     }
@@ -41,7 +41,7 @@ def resident(pid: int) -> dict[str, int]:
     transports, and of Ray's object store. The store gives each object another place until it comes round, so this
     grows for hundreds of steps, and the machine has no more in use for that.
     """
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines())
     kilobytes = {"private_bytes": fields["RssAnon"], "shmem_bytes": fields["RssShmem"]}
     return {name: int(text.split()[0]) << 10 for name, text in kilobytes.items()}
 

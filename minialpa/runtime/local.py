@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from minialpa.arrays import own_copy
 from minialpa.errors import ShardingError, WorkerError
 from minialpa.program import (
     Accumulate,
@@ -96,7 +97,7 @@ class LocalExecutable:
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Argument leaves laid out as the program wants them, where it reads a leaf whole on one mesh, or in blocks.
 
-        What the program donates never shares memory with `leaves`.
+        What the program donates never shares memory with `leaves`, and nothing does with a NumPy array.
         """
         out = list(leaves)
         blocks: dict[int, dict[int, tuple[InputSlot, NamedSharding]]] = defaultdict(dict)
@@ -105,7 +106,7 @@ class LocalExecutable:
             if slot.is_block and slot.rows is not None:
                 blocks[slot.leaf].setdefault(slot.rows[0], (slot, sharding))
             elif slot.rows is None and out[slot.leaf] is leaf and getattr(leaf, "sharding", None) != sharding:
-                placed = jax.device_put(_in_one(leaf), sharding)
+                placed = jax.device_put(_owned_here(_in_one(leaf)), sharding)
                 is_shared = isinstance(leaf, jax.Array) and slot.leaf in self.program.donated_leaves
                 out[slot.leaf] = placed.copy() if is_shared else placed
         for i, found in blocks.items():
@@ -123,7 +124,7 @@ class LocalExecutable:
         if lies or sum(x.shape[0] for x in values) < np.shape(leaf)[0]:
             return leaf
         return BlockedArray([
-            self._owned(jax.device_put(x, sharding), x if blocks else leaf, slot)
+            self._owned(jax.device_put(_owned_here(x), sharding), x if blocks else leaf, slot)
             for x, (slot, sharding) in zip(values, wanted, strict=True)
         ])  # fmt: skip
 
@@ -158,14 +159,14 @@ class LocalExecutable:
         """
         shardings = [getattr(leaf, "sharding", type(leaf)) for leaf in leaves]
         if shardings == self._settled and len(set(map(id, leaves))) == len(leaves):
-            return [leaves[slot.leaf] for slot in self.program.inputs]
+            return [_owned_here(leaves[slot.leaf]) for slot in self.program.inputs]
         out: list[Any] = []
         missing: list[int] = []
         seen: set[int] = set()
         copied = False
         for i, (slot, sharding) in enumerate(zip(self.program.inputs, self._input_shardings, strict=True)):
             leaf = leaves[slot.leaf]
-            value = _in_one(leaf) if slot.rows is None else _rows(leaf, slot)
+            value = _owned_here(_in_one(leaf) if slot.rows is None else _rows(leaf, slot))
             if isinstance(value, np.ndarray) and i in self._in_calls:
                 pass
             elif not _lies(value, sharding):
@@ -292,6 +293,11 @@ def _result(slot: OutputSlot, buffers: Sequence[Any]) -> Any:
         return buffers[slot.buffers[0]]
     first = {rows: buffers[b] for rows, b in reversed(list(zip(slot.rows, slot.buffers, strict=True)))}
     return BlockedArray([first[rows] for rows in sorted(first)])
+
+
+def _owned_here(value: Any) -> Any:
+    """The value, if it is a NumPy array as a copy: the caller may write to its memory before jax has read it."""
+    return own_copy(value) if isinstance(value, np.ndarray) else value
 
 
 def _in_one(leaf: Any) -> Any:

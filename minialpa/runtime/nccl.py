@@ -304,7 +304,7 @@ def _cuda() -> Any:
     """`cupy.cuda`, which only workers with GPUs have."""
     try:
         import cupy.cuda
-        import cupy.cuda.nccl
+        import cupy.cuda.nccl  # noqa: F401 - `cupy.cuda` does not import it
     except ImportError as error:
         raise WorkerError("Workers with GPUs need CuPy and NCCL: pip install 'minialpa[gpu]'.") from error
     return cupy.cuda

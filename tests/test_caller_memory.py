@@ -1,0 +1,142 @@
+"""Steps keep the values that NumPy arrays have when they are traced or called, whatever a caller writes to them later.
+
+jax uses NumPy arrays in place on CPUs, those that begin at a multiple of 64 bytes. So do these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import minialpa
+from minialpa.arrays import own_copy
+from minialpa.inter.mesh_programs import array_type
+from minialpa.jaxprs import trace_flat
+from minialpa.runtime.distributed_array import DistributedArray
+
+WIDTH = 64
+METHODS = {
+    "8 devices": lambda: minialpa.ShardParallel(),
+    "1 device": lambda: minialpa.ShardParallel(devices=jax.devices()[:1]),
+    "pipeline": lambda: minialpa.PipeshardParallel(num_micro_batches=2, layer_option="manual", stage_option="uniform"),
+}
+
+
+def aligned(shape: tuple[int, ...], value: float) -> np.ndarray[Any, Any]:
+    memory = np.empty(4 * int(np.prod(shape)) + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    array = memory[start : memory.size - 64 + start].view(np.float32).reshape(shape)
+    array[...] = value
+    return array
+
+
+class Example:
+    """A step that captures an array, returns captured ones and arguments, and takes long enough to be overtaken."""
+
+    def __init__(self) -> None:
+        self.captured = aligned((WIDTH, WIDTH), 0.01)
+        self.state = {name: aligned((WIDTH, WIDTH), 0.02) for name in ("v", "w", "kept")}
+        self.batch = {"x": aligned((WIDTH, WIDTH), 0.5)}
+
+    def step(self, state: Any, batch: Any) -> Any:
+        def loss_of(weights: Any) -> jax.Array:
+            x = batch["x"] @ weights["w"]
+            x, _ = jax.lax.scan(lambda x, _: (jax.jit(lambda x: jnp.tanh(x @ self.captured))(x), None), x, None, 30)
+            minialpa.mark_pipeline_boundary()
+            return jnp.mean((x @ weights["v"] + self.captured) ** 2)
+
+        loss, grads = minialpa.value_and_grad(loss_of)(state)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, state, grads)
+        return new, loss, state["kept"], batch["x"], jnp.asarray(self.captured)
+
+    def expected(self) -> Any:
+        copies = jax.tree.map(jnp.array, (self.state, self.batch))
+        return jax.tree.map(np.array, jax.jit(self.step)(*copies))
+
+
+def overwrite(*trees: Any) -> None:
+    for leaf in jax.tree.leaves(trees):
+        leaf[...] = 7.0
+
+
+def check(results: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), results, expected)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_a_captured_array_may_be_changed_after_it_was_traced(method: Any) -> None:
+    example = Example()
+    expected = example.expected()
+    step = minialpa.parallelize(example.step, method=method(), donate_argnums=())
+    step.get_executable(example.state, example.batch)
+    overwrite(example.captured)
+    for _ in range(2):
+        check(step(example.state, example.batch), expected)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+@pytest.mark.parametrize("donate", ["auto", ()])
+def test_arguments_may_be_changed_as_soon_as_a_call_has_returned(method: Any, donate: Any) -> None:
+    example = Example()
+    expected = example.expected()
+    step = minialpa.parallelize(example.step, method=method(), donate_argnums=donate)
+    for _ in range(3):  # the first call lays arguments out another way than those that know where they go
+        arguments = jax.tree.map(own_copy, (example.state, example.batch))
+        results = step(*arguments)
+        overwrite(arguments)
+        check(results, expected)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_arguments_may_be_changed_after_they_were_placed(method: Any) -> None:
+    example = Example()
+    expected = example.expected()
+    step = minialpa.parallelize(example.step, method=method())
+    arguments = jax.tree.map(own_copy, (example.state, example.batch))
+    placed = step.preshard_dynamic_args(*arguments)
+    overwrite(arguments[0])
+    check(step(*placed), expected)
+
+
+def test_a_value_that_was_fetched_from_workers_cannot_be_written_to() -> None:
+    """It stays what the workers have, and later steps may take it from here."""
+    array = DistributedArray(Mock(), 0, array_type(np.zeros(3, np.float32)), ())
+    array.keep(np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(array)[0] = 7.0
+    assert np.array(array).flags.writeable
+
+
+def test_views_of_one_captured_array_are_copied_once_and_arrays_of_jax_not_at_all() -> None:
+    captured, owned = aligned((WIDTH, WIDTH), 1.0), jnp.ones((WIDTH, WIDTH))
+    flat, _ = trace_flat(
+        lambda x: jax.jit(lambda x: x * captured + owned)(x) + jax.checkpoint(lambda x: x * captured)(x) + captured,
+        jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+    )
+    arrays = [x for x in flat.consts if isinstance(x, np.ndarray)]
+    assert len(arrays) > 1 and all(x is arrays[0] for x in arrays)
+    assert not np.shares_memory(arrays[0], captured)
+    assert [x for x in flat.consts if isinstance(x, jax.Array)] == [owned]
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from([np.float32, np.int8, np.bool_, np.complex64, ml_dtypes.bfloat16, ml_dtypes.int4]),
+    st.sampled_from([1, -1, 2]),
+)
+def test_a_copy_has_the_values_and_is_used_in_place(shape: list[int], dtype: Any, stride: int) -> None:
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype).T
+    array = array[::stride] if shape else array
+    copy = own_copy(array)
+    assert (copy.shape, copy.dtype) == (array.shape, array.dtype)
+    np.testing.assert_array_equal(copy, array)
+    assert not np.shares_memory(copy, array)
+    assert copy.ctypes.data % 64 == 0 or not copy.size
