@@ -47,6 +47,14 @@ _JITS = ("jit", "pjit", "closed_call", "core_call")
 _REMATS = ("remat2", "checkpoint")
 
 
+#: Collectives, and what they are over an axis that `vmap` has made a dimension.
+_OVER_AXES: dict[str, Callable[[Any, tuple[int, ...]], Any]] = {
+    "pmax": lambda x, axes: jnp.max(x, axes),
+    "pmin": lambda x, axes: jnp.min(x, axes),
+    "psum": lambda x, axes: jnp.sum(x, axes),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class FlatJaxpr:
     """A program as a flat list of equations. `consts` are the values of `constvars`, arrays captured by closure.
@@ -123,15 +131,21 @@ def is_call(eqn: JaxprEqn) -> bool:
 
 #: Its functions call those of the user, and are called by them.
 _MARKS_FILE = str(Path(__file__).with_name("gradients.py"))
+_LIBRARIES = ("site-packages", "dist-packages")
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """`file:line` of the user's code that made this equation, as good as jax knows it."""
-    frames = source_info_util.user_frames(eqn.source_info.traceback)
-    frame = next((frame for frame in frames if frame.file_name != _MARKS_FILE), None)
+    """`file:line` of the user's code that made this equation, as good as jax knows it: behind libraries of layers."""
+    frames = [f for f in source_info_util.user_frames(eqn.source_info.traceback) if f.file_name != _MARKS_FILE]
+    frame = next((f for f in frames if not any(name in f.file_name for name in _LIBRARIES)), next(iter(frames), None))
     if frame is None:
         return str(source_info_util.summarize(eqn.source_info))
     return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def innermost_line(eqn: JaxprEqn) -> str:
+    """`file:line` outside of jax that made this equation: derivatives have that of what they are derivatives of."""
+    return str(source_info_util.summarize(eqn.source_info))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -209,10 +223,22 @@ class _Flattener:
                 eqn = eqn.replace(source_info=eqn.source_info.replace(traceback=caller.traceback))
             if eqn.primitive.name in self.calls:
                 self._inline(eqn, env, own)
+            elif eqn.primitive.name in _OVER_AXES and all(isinstance(axis, int) for axis in eqn.params["axes"]):
+                self._reduce(eqn, env, own)
             elif eqn.primitive.name == "reshard":  # to a mesh of the user, or, where a gradient begins, to nowhere
                 env[eqn.outvars[0]] = self.read(env, eqn.invars[0])
             else:
                 self.emit(eqn, env, own)
+
+    def _reduce(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
+        """A collective over an axis of `vmap` is a reduction over a dimension."""
+        axes, reduce = eqn.params["axes"], _OVER_AXES[eqn.primitive.name]
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        traced = jax.make_jaxpr(lambda *xs: [reduce(x, axes) for x in xs])(*shapes)
+        inner = dict(zip(traced.jaxpr.invars, [self.read(env, v) for v in eqn.invars], strict=True))
+        for one in traced.jaxpr.eqns:
+            self.run([one.replace(source_info=eqn.source_info)], inner, scope)
+        env.update((v, self.read(inner, o)) for v, o in zip(eqn.outvars, traced.jaxpr.outvars, strict=True))
 
     def emit(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
         outvars = [fresh_var(v.aval) for v in eqn.outvars]

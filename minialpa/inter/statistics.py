@@ -26,7 +26,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
 from minialpa.inter.batching import AGGREGATE, Kinds
-from minialpa.jaxprs import Atom, dtype_name, is_inexact, is_literal, shape_of, source_line
+from minialpa.jaxprs import Atom, dtype_name, innermost_line, is_inexact, is_literal, shape_of, source_line
 from minialpa.trace import Origin, TracedStep
 
 _PER_MICRO_BATCH: Final = "minialpa_per_micro_batch"
@@ -78,12 +78,14 @@ def find_statistics(step: TracedStep, eqns: Sequence[JaxprEqn], kinds: Kinds) ->
     lines = _Lines(eqns, step.origins)
     own_keys = {lines.key(i) for c in forward for i in _needed_by(eqns, c.totals, c.entries)}
     # A block that is computed again in the backward pass has the lines of its forward pass.
-    again = [c for c in clusters if c.in_backward and any(lines.key(i)[1] in _lines_of(own_keys) for i in c.entries)]
+    own_lines = {line for _, line in own_keys}
+    again = [c for c in clusters if c.in_backward and any(lines.key(i)[1] in own_lines for i in c.entries)]
     entries = {i for c in (*forward, *again) for i in c.entries} | marked
     totals = {i for c in (*forward, *again) for i in c.totals}
     entries |= _derivatives(step, eqns, kinds, _Own(entries, totals, own_keys), lines)
     found = [_described(eqns, kinds, c) for c in forward]
-    found += [f"`per_micro_batch` at {lines.line(i)}" for i in sorted(marked) if not eqns[i].params["cotangent_of"]]
+    asked_for = [eqns[i] for i in sorted(marked) if not eqns[i].params["cotangent_of"]]
+    found += [f"`per_micro_batch` at {source_line(eqn)}" for eqn in asked_for]
     return Statistics(frozenset(_needed_by(eqns, sorted(totals), sorted(entries))), tuple(dict.fromkeys(found)))
 
 
@@ -112,13 +114,13 @@ def _described(eqns: Sequence[JaxprEqn], kinds: Kinds, cluster: _Cluster) -> str
     return f"mean and variance of {dtype_name(cluster.x)} ({shape}) at {source_line(eqns[cluster.first])}"
 
 
-def _lines_of(keys: set[_Key]) -> set[str]:
-    return {line for _, line in keys}
+def _derives_from(key: _Key, keys: set[_Key]) -> bool:
+    """Whether an equation of the backward pass may be a derivative of one of `keys`; without a group, by its line."""
+    return key in keys or (key[0] is None and any(key[1] == line for _, line in keys))
 
 
-def _squares(eqn: JaxprEqn, u: Var, more: Sequence[Var]) -> bool:
-    name = eqn.primitive.name
-    return name == "square" or (name == "integer_pow" and eqn.params["y"] == 2) or (name == "mul" and more == [u])
+def _is_number(atom: Atom) -> bool:
+    return is_literal(atom) and not shape_of(atom)
 
 
 class _Lines:
@@ -130,7 +132,7 @@ class _Lines:
 
     def line(self, i: int) -> str:
         if i not in self._known:
-            self._known[i] = source_line(self._eqns[i])
+            self._known[i] = innermost_line(self._eqns[i])
         return self._known[i]
 
     def key(self, i: int) -> _Key:
@@ -144,6 +146,7 @@ class _Clusters:
         self.step, self.eqns, self.kinds = step, eqns, kinds
         self.inputs = set(step.flat.invars)  # and what is computed from inputs alone
         self.root: dict[Var, tuple[Var, int]] = {}  # array on examples -> the x that it is a polynomial of, degree
+        self.summed: set[Var] = set()  # those that were summed over other dimensions of each example
         self.moment: dict[Var, Var | None] = {}  # total -> the x whose moments it is computed from; None: of others
         self.rooted: set[Var] = set()  # totals with an inverse root
         self.adjusted: set[Var] = set()  # totals that arguments of the step are part of
@@ -208,20 +211,30 @@ class _Clusters:
         out = eqn.outvars[0]
         if totals:
             self._enter(i, eqn, on_examples, totals)
-        elif name in _MOVES:
+        elif name in _MOVES or (name in ("mul", "div") and any(map(_is_number, eqn.invars))):
             self.root[out] = x, degree
+            self.summed.update(eqn.outvars if u in self.summed else ())
             if u in self.normalised:
                 self.normalised[out] = self.normalised[u]
-        elif degree == 1 and _squares(eqn, u, more):
+        elif name == "reduce_sum":
+            self.root[out] = x, degree
+            self.summed.add(out)
+        elif degree == 1 and not self.summed.intersection(on_examples) and self._squares(eqn, more, x):
             self.root[out] = x, 2
         if u in self.normalised and name in _AFFINE and any(map(self._is_parameter, eqn.invars)):
             self.clusters[self.normalised[u]].is_adjusted = True
+
+    def _squares(self, eqn: JaxprEqn, more: Sequence[Var], x: Var) -> bool:
+        """Whether an equation multiplies what is linear in x with itself, or with another such array."""
+        if eqn.primitive.name == "mul":
+            return len(more) == 1 and self._root(more[0]) == (x, 1)
+        return eqn.primitive.name == "square" or (eqn.primitive.name == "integer_pow" and eqn.params["y"] == 2)
 
     def _enter(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], totals: Sequence[Var]) -> None:
         """Note that an equation on examples reads totals."""
         (u, *more), (total, *others) = on_examples, totals
         x, degree = self._root(u)
-        affine = not more and not others and degree == 1 and eqn.primitive.name in _AFFINE
+        affine = not more and not others and degree == 1 and u not in self.summed and eqn.primitive.name in _AFFINE
         affine = affine and self.moment.get(total) is x and (eqn.primitive.name != "div" or eqn.invars[0] is u)
         for v in totals:
             of = self.moment.get(v)
@@ -268,19 +281,19 @@ def _derivatives(
             out.add(i)
         elif len(mine) == 2 and on_examples:
             raise TraceError(
-                f"`{eqn.primitive.name}` at {lines.line(i)} joins a statistic of the micro-batch with a total of the "
-                "whole batch. Use `num_micro_batches=1`, or `minialpa.per_micro_batch` for the total."
+                f"`{eqn.primitive.name}` at {source_line(eqn)} joins a statistic of the micro-batch with a total of "
+                "the whole batch. Use `num_micro_batches=1`, or `minialpa.per_micro_batch` for the total."
             )
         if not on_examples:
             if mine == {True}:
                 is_own.update(eqn.outvars)
                 asked_for.update(eqn.outvars if any(v in asked_for for v in totals) else ())
-        elif lines.key(i) in own.keys:
+        elif _derives_from(lines.key(i), own.keys):
             sums = [v for v in eqn.outvars if kinds.get(v) == AGGREGATE]
-            if sums and lines.key(i) in exact_keys:
+            if sums and _derives_from(lines.key(i), exact_keys):
                 raise TraceError(
-                    f"`{eqn.primitive.name}` at {lines.line(i)} is the derivative of a batch statistic or of a total "
-                    "of the whole batch: both are computed there. Put them on lines of their own, and use "
+                    f"`{eqn.primitive.name}` at {source_line(eqn)} is the derivative of a batch statistic or of a "
+                    "total of the whole batch: both are computed there. Put them on lines of their own, and use "
                     "`minialpa.value_and_grad`."
                 )
             is_own.update(sums)
