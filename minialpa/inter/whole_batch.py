@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 from jax.extend.core import Var
 
 from minialpa.gradients import gradient_p
 from minialpa.inter.batching import batch_kinds
 from minialpa.inter.split_step import LOOP, UPDATE, Op, SplitStep
-from minialpa.jaxprs import Atom, is_inexact, is_literal, unary_equation
+from minialpa.jaxprs import Atom, aval_of, equations_for, is_inexact, is_literal, unary_equation
 from minialpa.trace import TracedStep
+
+#: Floats of fewer bytes are summed over devices as wider ones.
+_SUM_BYTES = 2
 
 
 def whole_batch(step: TracedStep) -> SplitStep:
@@ -41,11 +46,20 @@ def _marked(loop: Sequence[Op], update: Sequence[Op]) -> list[Op]:
     marks: list[Op] = []
     copies: dict[Var, Atom] = {}
     for v in read:
-        eqn, copies[v] = marked(v)
-        marks.append(Op(eqn, UPDATE, made[v]))
+        if aval_of(v).dtype.itemsize < _SUM_BYTES:
+            eqns, (copies[v],) = equations_for(_marked_wide, v)
+        else:
+            eqn, copies[v] = marked(v)
+            eqns = [eqn]
+        marks += [Op(eqn, UPDATE, made[v]) for eqn in eqns]
 
     def copied(op: Op) -> Op:
         invars = [v if is_literal(v) else copies.get(v, v) for v in op.eqn.invars]
         return replace(op, eqn=op.eqn.replace(invars=invars))
 
     return [*marks, *map(copied, update)]
+
+
+def _marked_wide(x: Any) -> Any:
+    """A float of 8 bits or fewer is summed over devices in 32: in its own precision, small parts would vanish."""
+    return gradient_p.bind(x.astype(np.float32), call=0)[0].astype(x.dtype)

@@ -561,6 +561,18 @@ def test_narrow_gradients_accumulate_in_float32() -> None:
     assert ("bfloat16", "bfloat16") not in dtypes
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float16], ids=str)
+def test_small_gradients_of_narrow_floats_do_not_vanish_over_micro_batches(dtype: Any) -> None:
+    """Summed in its own precision, an e4m3 of 0.015625 stops growing at 0.25."""
+
+    def step(total: Any, x: Any) -> Any:
+        return (total.astype(jnp.float32) + jnp.sum(x, 0).astype(jnp.float32)).astype(jnp.float32), jnp.sum(x, 0)
+
+    x = jnp.full((64, D), 0.015625, dtype)
+    _, summed = run_split(split_micro_batches(trace(step, jnp.zeros(D), x), 64), (jnp.zeros(D), x))
+    np.testing.assert_array_equal(np.asarray(summed, np.float32), 1.0)
+
+
 def test_a_scalar_batch_leaf_is_the_same_for_all_micro_batches() -> None:
     def loss(params: Any, batch: Any) -> Any:
         return jnp.mean(_errors(params, batch)) * batch["scale"]
