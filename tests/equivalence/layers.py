@@ -309,9 +309,9 @@ def iterated(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, 3, lambda i, z: jnp.tanh(0.5 * z @ p["w"] + h), jnp.zeros_like(h))
 
 
-@_layer(w=(WIDTH, WIDTH))
+@_layer(mixes=True, w=(WIDTH, WIDTH))
 def until_small(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Each example is halved until it is short: a while loop, without derivative."""
+    """Each example is halved until it is short: a while loop, without derivative, that runs until the last one is."""
 
     def halved(row: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda r: jnp.sum(r**2) > 4, lambda r: 0.5 * r, row)
