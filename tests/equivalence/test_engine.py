@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hypothesis
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.equivalence.drawing import Example, example_of
@@ -25,12 +24,19 @@ def _drawn(n: int) -> list[tuple[Example, Outcome, float]]:
     found: list[tuple[Example, Outcome, float]] = []
 
     # Every number is an example of its own, so there is nothing to shrink: `run.py --smaller` does that.
-    @settings(max_examples=n, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @settings(
+        max_examples=n,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.integers(0, 2**32).map(example_of))
     def collect(example: Example) -> None:
         found.append((example, run(example), 0.0))
 
-    hypothesis.settings(suppress_health_check=list(hypothesis.HealthCheck))(collect)()
+    collect()
     return found
 
 
