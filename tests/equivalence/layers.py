@@ -294,7 +294,8 @@ def parted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 @_layer()
 def maxout(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     pairs = h.reshape(*h.shape[:-1], WIDTH // 2, 2)
-    return jnp.concatenate([jnp.max(pairs, -1), jnp.min(pairs, -1)], -1)
+    left, right = pairs[..., 0], pairs[..., 1]
+    return jnp.concatenate([jnp.maximum(left, right), jnp.minimum(left, right)], -1)
 
 
 @_layer(w=(WIDTH, WIDTH))
