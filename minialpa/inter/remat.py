@@ -11,6 +11,7 @@ reads copies behind an `optimization_barrier`, or a compiler would see that the 
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -38,14 +39,16 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
     inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}
     for number, layer in _layers(traced, layer_of_group):
         what = remat[number]
-        again = _computed_again(traced, layer, what, readers_of, totals) if what != "none" else []
-        made = {v for i in again for v in eqns[i].outvars}
-        readers = [i for i in layer.backward if any(v in made for v in eqns[i].invars if not is_literal(v))]
-        if readers:
-            copies, names = _copies([eqns[i] for i in again], _cotangents(traced, layer, readers[0]))
-            inserted[readers[0]] = [(copy, replace(origins[again[k]], direction="backward")) for copy, k in copies]
-            for i in readers:
-                eqns[i] = eqns[i].replace(invars=_renamed(eqns[i].invars, names))
+        for part in _gradients_apart(layer) if what != "none" else []:
+            again = _computed_again(traced, part, what, readers_of, totals)
+            made = {v for i in again for v in eqns[i].outvars}
+            readers = [i for i in part.backward if any(v in made for v in eqns[i].invars if not is_literal(v))]
+            if readers:
+                copies, names = _copies([eqns[i] for i in again], _cotangents(traced, part, readers[0]))
+                again_origins = [(copy, replace(origins[again[k]], direction="backward")) for copy, k in copies]
+                inserted.setdefault(readers[0], []).extend(again_origins)
+                for i in readers:
+                    eqns[i] = eqns[i].replace(invars=_renamed(eqns[i].invars, names))
     pairs = [pair for i, eqn in enumerate(eqns) for pair in (*inserted.get(i, ()), (eqn, origins[i]))]
     flat = replace(traced.flat, eqns=tuple(eqn for eqn, _ in pairs), scopes=("",) * len(pairs))
     return replace(traced, flat=flat, origins=tuple(origin for _, origin in pairs))
@@ -60,13 +63,29 @@ class _Layer:
 
 
 def _layers(traced: TracedStep, layer_of_group: Sequence[int]) -> list[tuple[int, _Layer]]:
-    """The equations of each layer, with its number: those of each gradient of the step apart."""
+    """The equations of each layer, with its number: those of each marked gradient of the step apart."""
     layers: dict[tuple[int, int], _Layer] = {}
     for i, origin in enumerate(traced.origins):
         if origin.group is not None and origin.direction != "other":
             layer = layers.setdefault((layer_of_group[origin.group], origin.call), _Layer())
             (layer.forward if origin.direction == "forward" else layer.backward).append(i)
-    return [(number, layer) for (number, _), layer in sorted(layers.items())]
+    return [(number, layer) for (number, _), layer in sorted(layers.items(), key=lambda item: item[0])]
+
+
+def _gradients_apart(layer: _Layer) -> list[_Layer]:
+    """The forward passes of a layer, one for each gradient in a row, each with the backward passes that read it.
+
+    Nothing of a second forward pass is there yet when the first backward pass computes its values again.
+    """
+    passes: list[list[int]] = []
+    n_before = -1
+    for i in layer.forward:
+        n_backward = bisect(layer.backward, i)
+        if n_backward != n_before:
+            passes.append([])
+        passes[-1].append(i)
+        n_before = n_backward
+    return [_Layer(forward, layer.backward) for forward in passes]
 
 
 def _computed_again(

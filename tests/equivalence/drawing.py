@@ -2,7 +2,7 @@
 
 Each number gives an example of its own. Where hypothesis draws the parts itself, it mutates what it drew before, and
 half of the examples are variants of a few; so it draws the numbers. `_often` gives each group its weight: what is
-cheap and has found most comes most often.
+cheap and has found most comes most often, and what lets examples meet, and may be refused, in one of twenty.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _layer(random: Random, kind: str, may_meet: bool) -> Layer | BatchNorm:
     """A layer for activations of a kind; where they may not meet, examples have no statistics in common."""
     if may_meet and random.random() < 0.1:
         return BatchNorm(random.choice(list(VARIANCES)))
-    meets = may_meet and random.random() < 0.02
+    meets = may_meet and random.random() < 0.01
     name = random.choice((_MEETING if meets else _LAYERS)[kind])
     return Layer(name, "plain" if meets else _often(random, (3, ["plain", "residual"]), (4, WRAPS)))
 
@@ -96,7 +96,7 @@ def _loss(random: Random) -> Loss:
     terms = tuple(
         Term(
             random.choice(list(PER_EXAMPLE)),
-            _often(random, (6, _USUAL), (13, _APART), (1, PAIRING)),
+            _often(random, (24, _USUAL), (55, _APART), (1, PAIRING)),
             random.choice([1.0, 0.5]),
         )
         for _ in range(random.choice([1, 1, 1, 2, 2, 3]))
@@ -105,7 +105,7 @@ def _loss(random: Random) -> Loss:
 
 
 def _training(random: Random) -> Training:
-    scheme = _often(random, (4, ["plain"]), (6, _ONCE), (6, SEVERAL), (1, MIXING))
+    scheme = _often(random, (15, ["plain"]), (22, _ONCE), (22, SEVERAL), (1, MIXING))
     return Training(
         _model(random, scheme),
         _loss(random),

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
+from minialpa.errors import ShardingError
 from tests.equivalence.comparison import Reference, reference
 from tests.equivalence.drawing import Example
 from tests.equivalence.losses import Loss
@@ -26,7 +27,10 @@ def run(example: Example) -> Outcome:
     def reference_for(ghosts: int) -> Reference:
         return reference(make_step(training, ghosts), make_args(training))
 
-    method = make_method(example.way)
+    try:
+        method = make_method(example.way)
+    except ShardingError as error:
+        return Outcome("rejected", f"ShardingError: {error}")
     found = outcome_of(
         make_step(training),
         make_args(training),

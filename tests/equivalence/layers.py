@@ -294,7 +294,8 @@ def parted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 @_layer()
 def maxout(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     pairs = h.reshape(*h.shape[:-1], WIDTH // 2, 2)
-    return jnp.concatenate([jnp.max(pairs, -1), jnp.min(pairs, -1)], -1)
+    left, right = pairs[..., 0], pairs[..., 1]
+    return jnp.concatenate([jnp.maximum(left, right), jnp.minimum(left, right)], -1)
 
 
 @_layer(w=(WIDTH, WIDTH))
@@ -309,9 +310,9 @@ def iterated(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, 3, lambda i, z: jnp.tanh(0.5 * z @ p["w"] + h), jnp.zeros_like(h))
 
 
-@_layer(w=(WIDTH, WIDTH))
+@_layer(mixes=True, w=(WIDTH, WIDTH))
 def until_small(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Each example is halved until it is short: a while loop, without derivative."""
+    """Each example is halved until it is short: a while loop, without derivative, that runs until the last one is."""
 
     def halved(row: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda r: jnp.sum(r**2) > 4, lambda r: 0.5 * r, row)

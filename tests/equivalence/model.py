@@ -105,5 +105,7 @@ def _pooled(model: Model, h: jax.Array) -> jax.Array:
         case "mean":
             return jnp.mean(h, axes)
         case "max":
-            return jnp.max(h, axes)
+            # Not `jnp.max`: XLA on CPUs may compute `h` twice, rounded differently; then no entry is the largest, and
+            # the gradient is 0 / 0, in plain jax too.
+            return jnp.sort(h.reshape(h.shape[0], -1, WIDTH), 1)[:, -1]
     return h[(slice(None), *(-1 for _ in axes))]
