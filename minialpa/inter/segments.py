@@ -262,7 +262,7 @@ class _Finder:
             return None
         partial = None if self._crosses(eqn) else self.forms.stays_partial(eqn, factors_of(eqn), own)
         if partial is not None:
-            if partial.rescale not in (None, float(self.n)):
+            if own and partial.rescale not in (None, float(self.n)):
                 self.shares.update((v, (partial.rescale or 1.0) / self.n) for v in eqn.outvars)
                 partial = replace(partial, rescale=float(self.n))
             self._set(eqn, partial)

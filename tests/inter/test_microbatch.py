@@ -334,6 +334,7 @@ TOTALS: dict[str, tuple[Callable[..., Any], int]] = {
     "logsumexp": (lambda e, b: jax.nn.logsumexp(e), 2),
     "max": (lambda e, b: jnp.max(e), 2),
     "variance": (lambda e, b: jnp.var(e), 3),
+    "unbiased deviation": (lambda e, b: jnp.std(e, ddof=1), 3),
     "two scales": (lambda e, b: jnp.sqrt(jnp.mean(e)) + jnp.log(jnp.mean(e**2)), 2),
     "half precision": (lambda e, b: jnp.log(jnp.mean(e.astype(jnp.float16)) + 1).astype(jnp.float32), 2),
 }
