@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
 import jax
@@ -84,34 +85,45 @@ class DataParallel(ShardParallel):
     """The batch is split over all devices, everything else is replicated; gradients are all-reduced."""
 
     def options(self) -> PlanOptions:
-        return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=False)
+        return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=False, force_zero_stage_3=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Zero2Parallel(ShardParallel):
-    """Data parallel with gradients and optimizer state sharded (ZeRO stage 2)."""
+    """Data parallel with gradients and optimizer state sharded (ZeRO stage 2): once per step, gradients are
+    reduce-scattered, each device updates its part, and the new parameters are all-gathered."""
 
     def options(self) -> PlanOptions:
-        return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=True)
+        return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Zero3Parallel(ShardParallel):
-    """Data parallel with parameters, gradients and optimizer state sharded (ZeRO stage 3)."""
+    """Data parallel with parameters, gradients and optimizer state sharded (ZeRO stage 3): as stage 2, but parameters
+    are stored in parts, and all-gathered in each micro-batch that reads them."""
 
     def options(self) -> PlanOptions:
         return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=True)
 
 
 def _shard_options(method: ShardParallel, **fields: Any) -> PlanOptions:
-    sharding = dataclasses.replace(method.auto_sharding_option or AutoShardingOption(), **fields)
+    """The options of `method`, with `fields` of its sharding option as its name says they are."""
+    given, default = method.auto_sharding_option or AutoShardingOption(), AutoShardingOption()
+    for name, value in fields.items():
+        own = getattr(given, name)
+        if own not in (value, getattr(default, name)):
+            raise ShardingError(
+                f"`{type(method).__name__}` stands for `{name}={value}`, and its `auto_sharding_option` has "
+                f"`{name}={own}`. Use `ShardParallel` with that option, or leave it out."
+            )
+    sharding = dataclasses.replace(given, **fields)
     n = _micro_batches(1 if method.num_micro_batches is None else method.num_micro_batches)
     return PlanOptions(n_micro_batches=n, sharding=sharding, logical_shape=method.logical_shape, submesh=method.submesh)
 
 
 def _micro_batches(n: int) -> int:
-    if n < 1:
-        raise ShardingError(f"`num_micro_batches` is at least 1; got {n}.")
+    if not isinstance(n, Integral) or n < 1:
+        raise ShardingError(f"`num_micro_batches` is at least 1; got {n!r}.")
     return n
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
 
 from jax.sharding import PartitionSpec
 
@@ -14,19 +14,22 @@ from minialpa.errors import ShardingError
 
 @dataclass(frozen=True, slots=True)
 class AutoShardingOption:
-    """How the operators of one stage may be sharded.
+    """How the operators of one stage may be sharded. Options that contradict each other raise ShardingError.
 
-    enable_auto_sharding: False keeps everything replicated.
+    enable_auto_sharding: False computes everything on every device; arguments and results are whole but for
+        `fixed_specs`.
     allow_all_gather, allow_all_to_all: whether a value may be resharded by that collective.
     allow_replicated_parameters: False asks for a sharded spec of every parameter that has one.
-    force_data_parallel: split the examples over all devices and nothing else.
-    force_batch_dim_to_mesh_dim: mesh axis that splits the examples, it and no other, wherever there are examples.
-    force_zero_stage_3: with data parallelism, store parameters sharded too.
-    prefer_reduce_scatter: shard the optimizer state, so that gradients are reduce-scattered (ZeRO-2 under data
-        parallelism).
+    force_data_parallel: split the examples over all devices and nothing else; parameters are whole.
+    force_batch_dim_to_mesh_dim: mesh axis that splits the examples, it and no other, wherever there are examples. Over
+        an axis of length 1 they are not split at all.
+    force_zero_stage_3: `force_data_parallel` and `prefer_reduce_scatter`, with parameters stored sharded too.
+    prefer_reduce_scatter: store the optimizer state in as many parts as there are devices, and update it part by part:
+        gradients are reduce-scattered (ZeRO-2 under data parallelism). Arrays that no number of devices divides are
+        whole.
     fixed_specs: PartitionSpecs for arguments and results by path, as `Plan.input_specs` and `Plan.output_specs` list
         them, over the axes "x" and "y" of the logical mesh (1-D: "x"). In a key `*` stands for any text; the first key
-        that matches counts. A mapping, or pairs.
+        that matches counts, and each key matches something. A mapping, or pairs.
     memory_limit_bytes: bytes per device for everything: parameters, optimizer state, gradients, activations and
         temporaries; None takes the device's memory.
     solver_time_limit_s: seconds for the solver of one stage.
@@ -47,6 +50,23 @@ class AutoShardingOption:
     def __post_init__(self) -> None:
         pairs = self.fixed_specs.items() if isinstance(self.fixed_specs, Mapping) else self.fixed_specs
         object.__setattr__(self, "fixed_specs", tuple(pairs))
+        _check_values(self)
+        _check_together(self)
+
+    @property
+    def data_parallel(self) -> bool:
+        """Whether all devices split the examples, and no other dimension."""
+        return self.force_data_parallel or self.force_zero_stage_3
+
+    @property
+    def sharded_update(self) -> bool:
+        """Whether each device updates its own part of the optimizer state."""
+        return self.prefer_reduce_scatter or self.force_zero_stage_3
+
+    @property
+    def set_names(self) -> tuple[str, ...]:
+        """Names of the options that are not as they are by default."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
     def limit_bytes(self, device: DeviceSpec | None) -> float | None:
         """Bytes per device that a plan may use; None where neither the option nor the device says."""
@@ -57,6 +77,58 @@ class AutoShardingOption:
         """Kinds of collectives that may not reshard a value."""
         allowed = {"all-gather": self.allow_all_gather, "all-to-all": self.allow_all_to_all}
         return tuple(kind for kind, is_allowed in allowed.items() if not is_allowed)
+
+
+def _check_values(option: AutoShardingOption) -> None:
+    """Raise ShardingError, with the option's name, for a value that it cannot have."""
+    axis, limit_bytes, time_limit_s = (
+        option.force_batch_dim_to_mesh_dim, option.memory_limit_bytes, option.solver_time_limit_s,
+    )  # fmt: skip
+    if axis is not None and (isinstance(axis, bool) or axis not in range(len(_MESH_AXES))):
+        raise ShardingError(
+            f"`force_batch_dim_to_mesh_dim` is the number of a mesh axis, {_one_of(_MESH_AXES)}, or None; got {axis!r}."
+        )
+    if limit_bytes is not None and not limit_bytes > 0:
+        raise ShardingError(f"`memory_limit_bytes` is a number of bytes above 0, or None; got {limit_bytes!r}.")
+    if not time_limit_s >= 0:
+        raise ShardingError(f"`solver_time_limit_s` is a number of seconds, at least 0; got {time_limit_s!r}.")
+    for name in _SWITCHES:
+        if not isinstance(getattr(option, name), bool):
+            raise ShardingError(f"`{name}` is True or False; got {getattr(option, name)!r}.")
+
+
+def _check_together(option: AutoShardingOption) -> None:
+    """Raise ShardingError for two options of which one leaves nothing for the other to do."""
+    named = {"force_zero_stage_3": option.force_zero_stage_3, "force_data_parallel": option.force_data_parallel}
+    forced = next((name for name, is_set in named.items() if is_set), None)
+    if forced and not option.allow_replicated_parameters and not option.force_zero_stage_3:
+        raise _contradiction(forced, "keeps parameters whole", "allow_replicated_parameters=False")
+    if not option.enable_auto_sharding:
+        others = {
+            **named,
+            "prefer_reduce_scatter": option.prefer_reduce_scatter,
+            "force_batch_dim_to_mesh_dim": option.force_batch_dim_to_mesh_dim is not None,
+            "allow_replicated_parameters=False": not option.allow_replicated_parameters,
+        }
+        for other in (name for name, is_set in others.items() if is_set):
+            raise _contradiction("enable_auto_sharding=False", "computes everything on every device", other)
+
+
+def _contradiction(option: str, does: str, other: str) -> ShardingError:
+    return ShardingError(f"`{option}` {does}, and `{other}` asks for something else. Leave one of them out.")
+
+
+def _one_of(values: Iterable[Any]) -> str:
+    """`values` as text, the last after an "or"."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+_MESH_AXES = (0, 1)
+_SWITCHES = (
+    "enable_auto_sharding", "allow_all_gather", "allow_all_to_all", "allow_replicated_parameters",
+    "force_data_parallel", "force_zero_stage_3", "prefer_reduce_scatter",
+)  # fmt: skip
 
 
 #: What the forward pass of a layer keeps for its backward pass: everything, results of matrix products and convolutions
@@ -89,6 +161,12 @@ class AutoLayerOption:
     eps: float = 0.5
     remat: Remat | Literal["auto"] | bool = False
 
+    def __post_init__(self) -> None:
+        if self.layer_num != "auto" and not isinstance(self.layer_num, int):
+            raise ShardingError(f'`layer_num` is a number of layers or "auto"; got {self.layer_num!r}.')
+        if not self.eps >= 0:
+            raise ShardingError(f"`eps` is a fraction of a layer's share, at least 0; got {self.eps!r}.")
+
 
 @dataclass(frozen=True, slots=True)
 class FixedLayerOption:
@@ -100,22 +178,57 @@ class FixedLayerOption:
     row_blocks: tuple[tuple[int, ...], ...] = ()
 
 
+PhysicalSpace = Literal["power_of_two", "all"]
+LogicalSpace = Literal["all", "same_as_physical", "data_parallel_only", "model_parallel_only"]
+
+
 @dataclass(frozen=True, slots=True)
 class AutoStageOption:
     """Search stages, submeshes and their logical shapes.
 
     submesh_physical_shape_space: `power_of_two` device counts within a host, and of whole hosts; or `all` counts.
-    submesh_logical_shape_space: `all` factorisations of a submesh, `same_as_physical`, `data_parallel_only` (n, 1) or
-        `model_parallel_only` (1, n).
+    submesh_logical_shape_space: `all` factorisations of a submesh; `same_as_physical`, its hosts and their devices;
+        `data_parallel_only`, all devices split the examples; `model_parallel_only`, none does. The last two stand for
+        (n, 1) and (1, n) with `force_batch_dim_to_mesh_dim=0`.
     tolerance: fraction of the step time by which other stages may be faster than those that are taken.
     cached_costs: a JSON file of the costs of parts of models, by their content. It is read before a search and written
         after it; None keeps none.
+
+    Raises ShardingError for a value that is none of these.
     """
 
-    submesh_physical_shape_space: Literal["power_of_two", "all"] = "power_of_two"
-    submesh_logical_shape_space: Literal["all", "same_as_physical", "data_parallel_only", "model_parallel_only"] = "all"
+    submesh_physical_shape_space: PhysicalSpace = "power_of_two"
+    submesh_logical_shape_space: LogicalSpace = "all"
     tolerance: float = 0.01
     cached_costs: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("submesh_physical_shape_space", get_args(PhysicalSpace)),
+            ("submesh_logical_shape_space", get_args(LogicalSpace)),
+        ):
+            if getattr(self, name) not in known:
+                raise ShardingError(f"`{name}` is {_one_of(map(repr, known))}; got {getattr(self, name)!r}.")
+        if not self.tolerance >= 0:
+            raise ShardingError(f"`tolerance` is a fraction of the step time, at least 0; got {self.tolerance!r}.")
+
+    def sharding(self, option: AutoShardingOption) -> AutoShardingOption:
+        """`option` for the stages of this space. Raises ShardingError where they contradict each other."""
+        space = self.submesh_logical_shape_space
+        if space not in ("data_parallel_only", "model_parallel_only"):
+            return option
+        axis = option.force_batch_dim_to_mesh_dim
+        other = (
+            "force_batch_dim_to_mesh_dim" if axis not in (None, 0)
+            else "force_data_parallel" if option.force_data_parallel and space == "model_parallel_only"
+            else "force_zero_stage_3" if option.force_zero_stage_3 and space == "model_parallel_only"
+            else "enable_auto_sharding=False" if not option.enable_auto_sharding
+            else None
+        )  # fmt: skip
+        if other is not None:
+            does = "splits the examples over axis 0 of its meshes"
+            raise _contradiction(f"submesh_logical_shape_space={space!r}", does, other)
+        return replace(option, force_batch_dim_to_mesh_dim=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +258,11 @@ class UniformStageOption:
     submesh_logical_shape: tuple[int, ...] | None = None
     submesh_autosharding_option: AutoShardingOption | None = None
     num_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        option = self.submesh_autosharding_option
+        if option is not None and not isinstance(option, AutoShardingOption):
+            raise ShardingError(f"`submesh_autosharding_option` is an AutoShardingOption or None; got {option!r}.")
 
 
 LayerOption = ManualLayerOption | AutoLayerOption | FixedLayerOption
@@ -189,6 +307,18 @@ class PlanOptions:
     choose_micro_batches: bool = False
     choose_schedule: bool = False
     use_all_devices: bool = True
+
+    @property
+    def fixed_paths(self) -> tuple[str, ...]:
+        """Keys of all `fixed_specs`."""
+        options = [self.sharding]
+        if isinstance(self.stages, UniformStageOption) and self.stages.submesh_autosharding_option is not None:
+            options.append(self.stages.submesh_autosharding_option)
+        if isinstance(self.stages, ManualStageOption):
+            dicts = self.stages.submesh_autosharding_option_dicts
+            options += [AutoShardingOption(fixed_specs=fields.get("fixed_specs", ())) for fields in dicts]
+        pairs = [pair for option in options for pair in dict(option.fixed_specs).items()]
+        return tuple(dict.fromkeys(pattern for pattern, _ in pairs))
 
     def micro_batch_choices(self, batch_size: int | None) -> tuple[int, ...]:
         """Numbers of micro-batches to choose from."""

@@ -456,7 +456,7 @@ def test_an_array_may_be_passed_twice() -> None:
 # ---- shapes and caching ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [None, DataParallel(), PipeshardParallel(layer_option=minialpa.AutoLayerOption(2))])
+@pytest.mark.parametrize("method", [None, ShardParallel(), PipeshardParallel(layer_option=minialpa.AutoLayerOption(2))])
 def test_a_ragged_last_batch_is_planned_again_and_going_back_is_free(method: Any) -> None:
     parallel = minialpa.parallelize(train_step, method=method)
     params, expected = make_params(), make_params()

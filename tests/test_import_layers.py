@@ -200,7 +200,7 @@ def step(state, batch, key, mode="train"):
 
 S = jax.ShapeDtypeStruct
 weights = {name: S((8, 8), jnp.float32) for name in ("w", "v", "unused")}
-batch = {name: S((16, 8), jnp.float32) for name in ("x", "y")}
+batch = {name: S((32, 8), jnp.float32) for name in ("x", "y")}
 cluster = minialpa.ClusterSpec.preset("a100-80gb", num_hosts=2, devices_per_host=4)
 layers = minialpa.AutoLayerOption(layer_num=2)
 methods = [

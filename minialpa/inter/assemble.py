@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
@@ -22,6 +23,7 @@ from minialpa.inter.stage_times import StageTimes, stage_times
 from minialpa.inter.staging import stage_step
 from minialpa.inter.transfers import planned_transfers
 from minialpa.intra.problem import MeshEquations, MeshSharding
+from minialpa.intra.promises import gathered_state
 from minialpa.intra.strategies import is_contraction
 from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of
 from minialpa.options import PlanOptions
@@ -78,6 +80,9 @@ def assemble(
         except InfeasibleError as error:
             message = f"Stage {k} on a mesh of {mesh.shape} devices: {error}"
             raise StageTooLargeError(message, k, max(map(max, live))) from error
+        if stage.option.sharded_update:
+            for gathered in gathered_state(problem, solved.sharding, mesh):
+                warnings.warn(str(gathered), UserWarning, stacklevel=2)
         moved = mesh_collectives(solved.programs)
         times = stage_times(problem, solved.sharding, moved, mesh, staged.split.n_loops)
         plans.append(_stage_plan(staged, stage, problem, solved, view, times, live, layered.of_group))

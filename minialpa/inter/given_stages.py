@@ -82,6 +82,13 @@ def _manual(
             f"`forward_stage_layer_ids` must list the layers 0 to {n_layers - 1} once and in order; got {layers}."
         )
     dicts = list(option.submesh_autosharding_option_dicts) or [{}] * len(layers)
+    known = {field.name for field in dataclasses.fields(AutoShardingOption)}
+    unknown = sorted({str(name) for fields in dicts for name in fields} - known)
+    if unknown:
+        raise ShardingError(
+            f"`submesh_autosharding_option_dicts` has {', '.join(f'`{name}`' for name in unknown)}, which "
+            f"`AutoShardingOption` has not. It has {', '.join(f'`{name}`' for name in sorted(known))}."
+        )
     shapes, logical = option.submesh_physical_shapes, option.submesh_logical_shapes
     if not len(layers) == len(shapes) == len(logical) == len(dicts):
         raise ShardingError(

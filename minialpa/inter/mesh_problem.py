@@ -21,10 +21,12 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
     """The equations that run on `mesh`, each once even if several tasks run it, and the roles of its inputs."""
     n = staged.split.n_micro_batches
     tasks = [task for task in staged.tasks if task.mesh == mesh]
+    # Where all of a step is one task, the update is a part of it.
+    updates = {id(op.eqn) for op in staged.split.ops if op.segment > 0 and not is_loop(op.segment)}
     eqns: dict[int, tuple[JaxprEqn, int, bool]] = {}
     for task in tasks:
         for eqn in task.eqns:
-            eqns.setdefault(id(eqn), (eqn, n if task.per_micro_batch else 1, task.kind == "update"))
+            eqns.setdefault(id(eqn), (eqn, n if task.per_micro_batch else 1, id(eqn) in updates))
     made = {v for eqn, _, _ in eqns.values() for v in eqn.outvars}
     equal = {a.loop: a.total for a in staged.split.accumulators if a.loop in made}
     equal.update({s.loop: s.total for s in staged.split.stacks if s.loop in made})

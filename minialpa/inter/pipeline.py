@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
@@ -23,14 +23,25 @@ from minialpa.inter.stage_bounds import Space, StageBounds
 from minialpa.inter.stage_solve import StageSolver
 from minialpa.inter.staging import n_groups
 from minialpa.inter.submeshes import Candidate, candidates, preferred_seconds
+from minialpa.intra.constraints import matches
 from minialpa.intra.factors import primitives_without_rule
-from minialpa.options import AutoLayerOption, AutoStageOption, FixedLayerOption, PlanOptions, Remat, remats
+from minialpa.options import (
+    AutoLayerOption,
+    AutoShardingOption,
+    AutoStageOption,
+    FixedLayerOption,
+    PlanOptions,
+    Remat,
+    remats,
+)
 from minialpa.plan import Plan
 from minialpa.trace import TracedStep
 
 #: A search ends when the sums of pieces promise nothing better, or after this many plans, or rounds, in some of which
 #: stages do not fit.
 _MAX_PLANS, _MAX_ROUNDS = 8, 30
+#: Of the paths of arguments and results, those that a message lists.
+_MOST_PATHS = 8
 #: Of the step time, the bubble that is worth looking at interleaved stages.
 _LARGE_BUBBLE = 0.02
 #: Of the step time of a plan that has each layer by itself, what one with long scans may take.
@@ -54,8 +65,10 @@ def plan_step(
     """
     report = progress or (lambda what, done, total: None)
     _warn_of_missing_rules(traced)
+    _check_fixed_paths(traced, options)
     whole = LayeredStep(traced, traced.fingerprint)
     if options.layers is None:
+        _check_view(options, logical_mesh)
         submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
         shape = options.logical_shape or (logical_mesh.shape if logical_mesh else (submesh[0] * submesh[1],))
         stages = [DecidedStage((), Candidate(submesh, shape), options.sharding, 0)]
@@ -65,15 +78,16 @@ def plan_step(
             "A LogicalMesh is one view of its devices, and a search looks at all of them. Give a ClusterSpec or a list "
             "of devices, or use `ShardParallel`."
         )
-    if isinstance(options.stages, AutoStageOption) and n_groups(traced) == 0:
-        return _best_shape(whole, cluster, options, options.stages, report)
     if isinstance(options.stages, AutoStageOption):
-        return _best_cut(whole, cluster, options, options.stages, report)
+        searched = dataclasses.replace(options, sharding=options.stages.sharding(options.sharding))
+        search = _best_shape if n_groups(traced) == 0 else _best_cut
+        return search(whole, cluster, searched, options.stages, report)
     cut = cut_scans(whole, options.layers)
     one_stage = cut is not None and len(given_stages(cluster, options, cut.n_layers)) == 1
     if cut is None or (one_stage and not isinstance(options.layers, FixedLayerOption)):
         cut = whole_scans(whole, options.layers)
     stages = given_stages(cluster, options, cut.n_layers)
+    _check_stages_on(logical_mesh, stages)
     solver = StageSolver()
 
     def attempt(remat: tuple[Remat, ...]) -> Plan:
@@ -119,6 +133,42 @@ def _warn_of_missing_rules(traced: TracedStep) -> None:
             UserWarning,
             stacklevel=2,
         )
+
+
+def _check_view(options: PlanOptions, logical_mesh: LogicalMesh | None) -> None:
+    """Raise ShardingError where a LogicalMesh and another shape are asked for."""
+    if logical_mesh is None:
+        return
+    shape, submesh = options.logical_shape, options.submesh
+    if shape is not None and tuple(shape) != tuple(logical_mesh.shape):
+        raise ShardingError(
+            f"`logical_shape` is {tuple(shape)} and `devices` is a LogicalMesh of {logical_mesh.shape}. Leave one out."
+        )
+    if submesh is not None and submesh[0] * submesh[1] != logical_mesh.n_devices:
+        raise ShardingError(
+            f"`submesh` is {submesh} and `devices` is a LogicalMesh of {logical_mesh.shape}. Leave one out."
+        )
+
+
+def _check_stages_on(logical_mesh: LogicalMesh | None, stages: Sequence[DecidedStage]) -> None:
+    """Raise ShardingError where a LogicalMesh is to hold stages that each have a part of its devices."""
+    if logical_mesh is not None and any(s.candidate.n_devices != logical_mesh.n_devices for s in stages):
+        raise ShardingError(
+            f"`devices` is a LogicalMesh of {logical_mesh.shape}, one view of all of its devices, and there are "
+            f"{len(stages)} stages on parts of them. Give a ClusterSpec or a list of devices."
+        )
+
+
+def _check_fixed_paths(traced: TracedStep, options: PlanOptions) -> None:
+    """Raise ShardingError for a key of `fixed_specs` that no argument and no result matches."""
+    paths = (*traced.in_paths, *traced.out_paths)
+    for pattern in options.fixed_paths:
+        if not any(matches(pattern, path) for path in paths):
+            listed = ", ".join(f"`{path}`" for path in paths[:_MOST_PATHS]) + (", ..." if paths[_MOST_PATHS:] else "")
+            raise ShardingError(
+                f"`fixed_specs` has the key `{pattern}`, which no argument and no result matches. There are {listed}; "
+                "`*` stands for any text."
+            )
 
 
 def _best_shape(
@@ -225,7 +275,7 @@ def _searched(
     save_costs(auto.cached_costs, known)
     if not plans:
         assert failure is not None
-        raise failure
+        raise _explained(failure, cut.whole, cluster, options, auto, report)
     best, found = min(zip(plans, founds, strict=True), key=lambda pair: _preference(pair[0]))
     alike = [partial(_assembled, cut, cluster, options, other, solver, report) for other in search.alike(found)]
     best = _best([lambda: best, *alike])
@@ -235,6 +285,29 @@ def _searched(
     if len(traced.flat.eqns) <= _VERY_FEW_EQUATIONS and not options.use_all_devices:
         best = _or_one_device(best, cut.whole, cluster, options, auto, report)
     return dataclasses.replace(best, certificate=dataclasses.replace(certificate, bound_s=bound_s))
+
+
+def _explained(
+    failure: InfeasibleError,
+    whole: LayeredStep,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    auto: AutoStageOption,
+    report: Progress,
+) -> InfeasibleError:
+    """Why a search found nothing: what forbids the whole step on all devices, where options may be the reason."""
+    kept = set(options.sharding.set_names) - {"memory_limit_bytes", "solver_time_limit_s"}
+    if auto.sharding(AutoShardingOption()) != AutoShardingOption():
+        kept = kept - {"force_batch_dim_to_mesh_dim"} | {"submesh_logical_shape_space"}
+    if not kept or isinstance(failure, StageTooLargeError):
+        return failure
+    n = 1 if options.choose_micro_batches else options.n_micro_batches
+    try:
+        _best_shape(whole, cluster, dataclasses.replace(options, n_micro_batches=n), auto, report)
+    except InfeasibleError as error:
+        listed = ", ".join(f"`{name}`" for name in sorted(kept))
+        return InfeasibleError(f"No pipeline keeps to {listed}, and neither does the step in one stage. {error}")
+    return failure
 
 
 def _assembled(

@@ -267,10 +267,12 @@ class StageBounds:
         return [places[0] for places in ordered]
 
     def seconds_of(self, n: int, found: StageAssignment) -> float:
-        """Seconds of a step under the bounds; inf if the stages do not fit in memory."""
+        """Seconds of a step under the bounds; inf if a stage has no sharding, or does not fit in memory."""
         table = self.table(n)
         for k, stage in enumerate(found.stages):
             at = _place_of(stage)
+            if math.isinf(table.seconds[at]):
+                return math.inf
             live = max_live(self.space.schedule, k, PipelineSize(len(found.stages), n))
             if table.fixed_bytes[at] + live * table.in_flight_bytes[at] > self.memory[stage.candidate]:
                 return math.inf

@@ -123,9 +123,9 @@ def _solve_stage(stage: _Stage, option: AutoShardingOption, moments: Moments) ->
         left_s = max(1.0, deadline - time.monotonic())
         try:
             solution = stage.solver.solve(room, left_s)
-        except InfeasibleError:
+        except InfeasibleError as error:
             if room is None or not found:
-                raise
+                raise _explained(error, stage, option, limit, is_late=time.monotonic() >= deadline) from error
             hopeless_bytes = room.limit_bytes
             room = replace(room, limit_bytes=(solved_bytes + hopeless_bytes) / 2)
             continue
@@ -144,6 +144,25 @@ def _solve_stage(stage: _Stage, option: AutoShardingOption, moments: Moments) ->
     if smallest.memory.peak_bytes(moments) > limit.limit_bytes:
         raise _too_large(smallest.memory, limit, moments)
     return smallest
+
+
+def _explained(
+    error: InfeasibleError, stage: _Stage, option: AutoShardingOption, limit: MemoryLimit | None, *, is_late: bool
+) -> InfeasibleError:
+    """`error` in the words of the options."""
+    if is_late:
+        within = f" within {limit.limit_bytes:,.0f} bytes per device" if limit else ""
+        return InfeasibleError(
+            f"No sharding{within} was found in {option.solver_time_limit_s:g} s. Raise `solver_time_limit_s`."
+        )
+    if limit is None:
+        return InfeasibleError(stage.solver.why_infeasible(option.solver_time_limit_s) or str(error))
+    if "memory_limit_bytes" in str(error):
+        return error
+    return InfeasibleError(
+        f"No sharding keeps within {limit.limit_bytes:,.0f} bytes per device at all times. Allow more devices or "
+        "micro-batches, or raise `memory_limit_bytes`."
+    )
 
 
 def _limit(

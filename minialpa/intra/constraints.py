@@ -39,10 +39,15 @@ def constraint_of_path(
     In a pattern `*` stands for any text.
     """
     for pattern, partition in fixed:
-        if re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), path):
+        if matches(pattern, path):
             axes: dict[str, int | None] = {name: axis for axis, name in enumerate(AXIS_NAMES[: len(mesh_shape)])}
             return _constraint(partition, shape, axes, mesh_shape, f"the spec of `{path}`")
     return None
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether `path` is `pattern`, in which `*` stands for any text."""
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), path, re.DOTALL) is not None
 
 
 def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...]) -> Constraint:

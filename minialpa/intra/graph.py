@@ -18,6 +18,7 @@ from jax.extend.core import JaxprEqn, Var
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
+from minialpa.errors import InfeasibleError
 from minialpa.intra import rules as _rules  # noqa: F401  (registers the rules)
 from minialpa.intra.combining import n_together
 from minialpa.intra.constraints import constraint_of_equation
@@ -25,14 +26,14 @@ from minialpa.intra.costgraph import FORBIDDEN
 from minialpa.intra.factors import Factors
 from minialpa.intra.folding import Varied
 from minialpa.intra.ilp import CostGraph, Edge, GraphSolution
-from minialpa.intra.loops import ScanBody, scan_body
+from minialpa.intra.loops import ScanBody, examples_inside, scan_body
 from minialpa.intra.menu import EquationKind, Menu, Menus
 from minialpa.intra.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.records import AnyRecord, Choice, LoopRecord, PassRecord, Record
 from minialpa.intra.reshard import partial_specs_of
 from minialpa.intra.strategies import is_contraction, is_shared_copy
 from minialpa.intra.usage import Demand, MemoryLimit, Usage, check_least, terms_of
-from minialpa.intra.wishes import Wishes, fold_problem
+from minialpa.intra.wishes import Required, Wishes, fold_problem, no_way
 from minialpa.jaxprs import (
     Atom,
     aval_of,
@@ -69,9 +70,13 @@ class GraphBuilder:
         *,
         folded: bool = False,
         menus: Menus | None = None,
+        forbidden_s: float = math.inf,
     ) -> None:
-        """`folded`: repeated layers are sharded alike. `menus`: what other problems have worked out already."""
-        self.problem, self.mesh, self.option = problem, mesh, option
+        """`folded`: repeated layers are sharded alike. `menus`: what other problems have worked out already.
+
+        forbidden_s: see `reshard_table`. Raises InfeasibleError where an option cannot be kept on `mesh`.
+        """
+        self.problem, self.mesh, self.option, self.forbidden_s = problem, mesh, option, forbidden_s
         self.nodes: list[NDArray[np.float64]] = []  # costs of the strategies of each
         self.edges: dict[tuple[int, int], NDArray[np.float64]] = {}
         self.choices: dict[Var, Choice] = {}
@@ -192,7 +197,7 @@ class GraphBuilder:
 
     def _add_equation(self, eqn: JaxprEqn, times: int, in_update: bool, varied: Varied) -> AnyRecord:
         scan = scan_body(eqn)
-        if scan is not None and self.option.enable_auto_sharding and not self.wishes.batch_axes():
+        if scan is not None and self.option.enable_auto_sharding and not self.option.data_parallel:
             loop = self._add_loop(eqn, scan, times, in_update, varied)
             self._set_results(eqn, loop.results)
             return loop
@@ -224,11 +229,12 @@ class GraphBuilder:
         self.n_together.update(n_together(flat.eqns))
         self.n_readers.update(v for e in flat.eqns for v in e.invars if not is_literal(v))
         self.choices.update((v, Choice(None, (Spec.replicated(len(shape_of(v))),))) for v in flat.constvars)
+        self.wishes.dims.update(examples_inside(eqn, scan, self.wishes.dims))
         operands = []
         for k, inner in enumerate(flat.invars):
             carried = scan.n_consts <= k < scan.n_lead
             find = partial_specs_of if carried and is_inexact(inner) else specs_of
-            specs = tuple(find(shape_of(inner), self.mesh.shape))
+            specs = self.wishes.carry_specs(inner, find(shape_of(inner), self.mesh.shape))
             specs = self.menus.same(specs[:1] if is_extended(aval_of(inner).dtype) else specs)
             self.choices[inner] = Choice(self._new_node([0.0] * len(specs)), specs)
             operands.append(Choice(self.choices[inner].node, tuple(scan.outer_operand(k, s) for s in specs)))
@@ -313,15 +319,23 @@ class GraphBuilder:
 
     def _own(self, eqn: JaxprEqn, kind: EquationKind, times: int, in_update: bool) -> Record:
         reads_arrays = any(not is_literal(v) and self.choices[v].node is not None for v in eqn.invars)
-        required = {} if is_constraint(eqn) else self.wishes.required(eqn, kind.factors, in_update, reads_arrays)
-        scatter = not self.option.force_data_parallel or self.option.prefer_reduce_scatter
+        required = (
+            Required() if is_constraint(eqn) else self.wishes.required(eqn, kind.factors, in_update, reads_arrays)
+        )
+        scatter = not self.option.data_parallel or self.option.sharded_update
         pending = {} if _is_identity(eqn) else self._n_pending(eqn, kind.factors)
-        strategies = self._menu(eqn.outvars).enumerate(eqn, kind, required, pending, scatter=scatter)
+        strategies = self._menu(eqn.outvars).enumerate(
+            eqn, kind, required.axes, pending, scatter=scatter, kept=required.kept
+        )
         if is_constraint(eqn):
             constraint = constraint_of_equation(eqn, self.mesh.shape)
             strategies = strategies.select(
                 [s for s, spec in enumerate(strategies.results[0]) if constraint.allows(spec)]
             )
+        elif in_update and self.option.sharded_update and _is_elementwise(eqn, kind.factors):
+            # Gradients among them: an optimizer works on as many parts as there are devices.
+            parts = set(self.wishes.most_split([spec for spec in strategies.results[0] if not spec.partial]))
+            strategies = strategies.select([s for s, spec in enumerate(strategies.results[0]) if spec in parts])
         node = self._new_node(times * strategies.seconds)
         if in_update and _is_elementwise(eqn, kind.factors):
             self.clusters.add(node)
@@ -331,7 +345,7 @@ class GraphBuilder:
         """Prices of collectives on the results of an equation, of which several share the time to start."""
         n = max([at_least, *(self.n_together.get(v, 1) for v in made)])
         if n not in self.menu_of:
-            self.menu_of[n] = self.menus.of(self.mesh, self.option.forbidden_collectives, n)
+            self.menu_of[n] = self.menus.of(self.mesh, self.option.forbidden_collectives, n, self.forbidden_s)
         return self.menu_of[n]
 
     def _n_pending(self, eqn: JaxprEqn, factors: Factors) -> dict[int, int]:
@@ -367,6 +381,8 @@ class GraphBuilder:
             node = made.node if reader is None else reader
             if node is not None:
                 self.nodes[node] += cost.reshape(-1)
+            elif not np.isfinite(cost).all():
+                raise InfeasibleError(no_way(self.option, var, made.specs[0], edge.wanted[0]))
             return
         if made.node == reader:
             self.nodes[reader] += np.diagonal(cost)

@@ -8,15 +8,17 @@ which they enter it, and collectives inside run in every iteration.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.intra.factors import factors_of
 from minialpa.intra.rules_control import scan_counts
 from minialpa.intra.sharing import share_reads
 from minialpa.intra.strategies import has_contraction
-from minialpa.jaxprs import FlatJaxpr, flatten_calls, live_equations, shape_of
+from minialpa.jaxprs import FlatJaxpr, flatten_calls, is_literal, live_equations, shape_of
 from minialpa.sharding import EquationSpecs, Spec
 
 
@@ -65,6 +67,39 @@ def _flat(body: Any) -> FlatJaxpr:
     live = [eqn for eqn, keep in zip(flat.eqns, live_equations(flat.eqns, flat.outvars), strict=True) if keep]
     placed = share_reads(live, [""] * len(live))
     return replace(flat, eqns=tuple(p.eqn for p in placed), scopes=("",) * len(placed))
+
+
+def examples_inside(eqn: JaxprEqn, scan: ScanBody, dims: Mapping[Var, int]) -> dict[Var, int]:
+    """The dimension of the examples of the variables of an iteration, from those of the variables around the scan."""
+    flat = scan.flat
+    inside: dict[Var, int] = {}
+    for k, (outer, inner) in enumerate(zip(eqn.invars, flat.invars, strict=True)):
+        dim = None if is_literal(outer) else dims.get(outer)
+        stacked = int(k >= scan.n_lead)
+        if dim is not None and dim >= stacked:
+            inside[inner] = dim - stacked
+    # A carry may begin without examples and leave an iteration with them; that makes no more carries than there are.
+    for _ in range(scan.n_carry + 1):
+        for one in flat.eqns:
+            inside.update(_made_of_examples(one, inside))
+        carries = zip(flat.invars[scan.n_consts : scan.n_lead], flat.outvars, strict=False)
+        left = {v: inside[out] for v, out in carries if not is_literal(out) and out in inside and v not in inside}
+        if not left:
+            break
+        inside.update(left)
+    return inside
+
+
+def _made_of_examples(eqn: JaxprEqn, dims: Mapping[Var, int]) -> dict[Var, int]:
+    """Dimensions of the examples of the results: those that are cut by the factor of an operand's examples."""
+    factors = factors_of(eqn)
+    leading = {factors.leading_factor(k, dims[v]) for k, v in enumerate(eqn.invars) if not is_literal(v) and v in dims}
+    found: dict[Var, int] = {}
+    for v, result in zip(eqn.outvars, factors.results, strict=True):
+        for d, dim in enumerate(result):
+            if next((f for f in dim if factors.sizes[f] > 1), None) in leading - {None}:
+                found.setdefault(v, d)
+    return found
 
 
 def body_specs(body: ScanBody, chosen: EquationSpecs) -> tuple[dict[Var, Spec], tuple[Spec, ...]]:

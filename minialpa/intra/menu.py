@@ -7,6 +7,7 @@ same `Ways`, on all meshes of one shape. Tuples of specs are therefore compared 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -63,14 +64,14 @@ class _Shape:
         self._memo = _Memo()
 
     def enumerate(self, eqn: JaxprEqn, kind: EquationKind, options: tuple[Any, ...], *, most_splits: bool) -> Ways:
-        required, pending, scatter = options
+        required, pending, scatter, kept = options
         return self._memo.once(
             ("enumerate", self._alike(kind), options, most_splits),
             None,
             lambda: self._same(
                 enumerate_ways(
                     eqn, kind.factors, self.shape, dict(required), dict(pending), scatter=scatter,
-                    most_splits=most_splits,
+                    most_splits=most_splits, kept=kept,
                 )
             ),
         )  # fmt: skip
@@ -107,8 +108,11 @@ class _Shape:
 class Menu:
     """What `strategies` and `reshard` give for one mesh, where `n_together` sums share the time to start; remembers."""
 
-    def __init__(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, shape: _Shape) -> None:
-        self.apart, self.forbidden, self.n_together = mesh, forbidden, n_together
+    def __init__(
+        self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, shape: _Shape, forbidden_s: float
+    ) -> None:
+        self.apart, self.forbidden, self.n_together, self.forbidden_s = mesh, forbidden, n_together, forbidden_s
+        self.gather_s = forbidden_s if "all-gather" in forbidden else None
         self.mesh = replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
         self._shape, self._memo = shape, _Memo()
 
@@ -120,13 +124,14 @@ class Menu:
         n_pending: Mapping[int, int],
         *,
         scatter: bool,
+        kept: frozenset[int] = frozenset(),
     ) -> StrategySet:
         """`enumerate_strategies`."""
-        options = (tuple(required.items()), tuple(sorted(n_pending.items())), scatter)
+        options = (tuple(required.items()), tuple(sorted(n_pending.items())), scatter, kept)
 
         def make() -> StrategySet:
             ways = self._shape.enumerate(eqn, kind, options, most_splits=splits_most(eqn, self.mesh))
-            return priced(eqn, kind.factors, self.mesh, ways)
+            return priced(eqn, kind.factors, self.mesh, ways, self.gather_s)
 
         return self._memo.once(("enumerate", kind, options), None, make)
 
@@ -137,7 +142,7 @@ class Menu:
 
         def make() -> StrategySet:
             ways = self._shape.follow(eqn, kind, given, n, whole=whole)
-            return priced(eqn, kind.factors, self.mesh, ways)
+            return priced(eqn, kind.factors, self.mesh, ways, self.gather_s)
 
         lead = tuple((k, id(specs)) for k, specs in given.items())
         return self._memo.once(("follow", kind, lead, n, whole), tuple(given.values()), make)
@@ -149,7 +154,7 @@ class Menu:
             table = self._memo.once(
                 ("table", shape, n_bytes),
                 None,
-                lambda: reshard_table(shape, n_bytes, self.apart, self.forbidden, self.n_together),
+                lambda: reshard_table(shape, n_bytes, self.apart, self.forbidden, self.n_together, self.forbidden_s),
             )
             return table.between(self._shape.numbers(table, made), self._shape.numbers(table, wanted))
 
@@ -162,9 +167,14 @@ class Menus:
     def __init__(self) -> None:
         self._memo = _Memo()
 
-    def of(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int) -> Menu:
+    def of(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, forbidden_s: float = math.inf) -> Menu:
+        """`forbidden_s`: see `reshard_table`."""
         shape = self._memo.once(("shape", mesh.shape), None, lambda: _Shape(mesh.shape, self._memo))
-        return self._memo.once((mesh, forbidden, n_together), None, lambda: Menu(mesh, forbidden, n_together, shape))
+        return self._memo.once(
+            (mesh, forbidden, n_together, forbidden_s),
+            None,
+            lambda: Menu(mesh, forbidden, n_together, shape, forbidden_s),
+        )
 
     def same(self, specs: Specs) -> Specs:
         """The tuple that stands for all that are equal: specs are compared by identity."""

@@ -192,15 +192,17 @@ def reshard_table(
     mesh: LogicalMesh,
     forbidden: tuple[str, ...] = (),
     n_together: int = 1,
+    forbidden_s: float = math.inf,
 ) -> ReshardTable:
     """The table of an array of `shape` and `n_bytes` in all; steps of the `forbidden` kinds are not taken.
 
-    n_together: sums that share the time to start with the sum of this array.
+    n_together: sums that share the time to start with the sum of this array. forbidden_s: seconds of a forbidden step,
+    for those who look for the ways that need fewest.
     """
     together = dataclasses.replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
     common = _steps(same_divisors(shape, mesh.shape), mesh.shape)
     prices = [
-        math.inf if step.kind in forbidden
+        forbidden_s if step.kind in forbidden
         else _price(step, n_bytes, together if step.kind in ("all-reduce", "reduce-scatter") else mesh)
         for step in common.bills
     ]  # fmt: skip

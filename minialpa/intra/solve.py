@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import InfeasibleError
+from minialpa.intra.blame import why_infeasible
 from minialpa.intra.graph import GraphBuilder
 from minialpa.intra.ilp import GraphSolution, solve_graph
 from minialpa.intra.menu import Menus
@@ -55,6 +56,10 @@ class MeshSolver:
                 raise
             return self.folded.read(alike)
         return free.read(each) if alike is None or each.cost < alike.cost else self.folded.read(alike)
+
+    def why_infeasible(self, time_limit_s: float) -> str | None:
+        """Which options forbid every sharding, and at which operation; None where no forbidden collective does."""
+        return why_infeasible(self.problem, self.mesh, self.option, self.menus, time_limit_s)
 
     def _is_large(self) -> bool:
         return len(self.problem.eqns) > _MOST_EQUATIONS

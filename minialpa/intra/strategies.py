@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
@@ -68,15 +68,18 @@ def enumerate_strategies(
     n_pending: Mapping[int, int] | None = None,
     *,
     scatter: bool = True,
+    kept: frozenset[int] = frozenset(),
 ) -> StrategySet:
     """All strategies of `eqn` on `mesh`.
 
     required[axis]: the factor that this axis and no other must split (None: a sum may pass). n_pending[axis]: how many
-    operands may come as partial sums along an axis. scatter: whether partial sums may be reduce-scattered.
+    operands may come as partial sums along an axis. scatter: whether partial sums may be reduce-scattered. kept:
+    factors that only the axes in `required` may split.
     """
     ways = enumerate_ways(
-        eqn, factors, mesh.shape, required or {}, n_pending or {}, scatter=scatter, most_splits=splits_most(eqn, mesh)
-    )
+        eqn, factors, mesh.shape, required or {}, n_pending or {}, scatter=scatter, most_splits=splits_most(eqn, mesh),
+        kept=kept,
+    )  # fmt: skip
     return priced(eqn, factors, mesh, ways)
 
 
@@ -97,16 +100,30 @@ def splits_most(eqn: JaxprEqn, mesh: LogicalMesh) -> bool:
     return mesh.device is None and has_contraction(eqn)
 
 
-def priced(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, ways: Ways) -> StrategySet:
-    """The strategies of `ways`: the cheapest way of each."""
+def priced(
+    eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, ways: Ways, gather_s: float | None = None
+) -> StrategySet:
+    """The strategies of `ways`: the cheapest way of each.
+
+    gather_s: where all-gathers are forbidden, the seconds of a reduction that no other collective can do.
+    """
     compute = work_s(eqn, factors, mesh) / ways.n_shares
-    communication = np.array([_bill_s(eqn, bill, mesh) for bill in ways.bills])[ways.bill_of]
+    bills = np.array([_bill_s(eqn, bill, mesh) for bill in ways.bills], np.float64)
+    if gather_s is not None:
+        bills[[any(map(_is_gathered, eqn.outvars, bill.finish)) for bill in ways.bills]] = gather_s
+    communication = bills[ways.bill_of]
     picks, made = ways.first, ways.made
     if ways.has_choice:
         seconds = (compute + communication).tolist()
         picks = np.array([min(choice, key=seconds.__getitem__) for choice in ways.strategies], np.int64)
         made = tuple(tuple(column[w] for w in picks) for column in made)
     return StrategySet(ways.operands, made, ways.results, compute[picks], communication[picks])
+
+
+def _is_gathered(v: Var, step: Step | None) -> bool:
+    """Whether a reduction gathers its parts on every device: there is no other collective for it."""
+    bitwise = step is not None and step.reduction in ("and", "or") and dtype_name(v) != "bool"
+    return bitwise or (step is not None and step.reduction == "prod")
 
 
 def _bill_s(eqn: JaxprEqn, bill: Bill, mesh: LogicalMesh) -> float:

@@ -117,9 +117,10 @@ def enumerate_ways(
     *,
     scatter: bool,
     most_splits: bool,
+    kept: frozenset[int] = frozenset(),
 ) -> Ways:
     """All ways to run `eqn`; see `enumerate_strategies`. most_splits: only those that split it in most parts."""
-    assignments = list(_assignments(factors, mesh_shape, required, n_pending))
+    assignments = list(_assignments(factors, mesh_shape, required, n_pending, kept))
     if most_splits:
         n_splits = [math.prod(_splits(assignment, mesh_shape).values()) for assignment in assignments]
         assignments = [a for a, n in zip(assignments, n_splits, strict=True) if n == max(n_splits)]
@@ -166,7 +167,11 @@ def same_operands(eqn: JaxprEqn) -> tuple[int, ...]:
 
 
 def _assignments(
-    factors: Factors, mesh_shape: Shape, required: Mapping[int, int | None], n_pending: Mapping[int, int]
+    factors: Factors,
+    mesh_shape: Shape,
+    required: Mapping[int, int | None],
+    n_pending: Mapping[int, int],
+    kept: frozenset[int],
 ) -> Iterator[Assignment]:
     """Every assignment such that all splits are even and contiguous."""
     linear = Pass(frozenset(factors.linear_operands))
@@ -178,7 +183,7 @@ def _assignments(
         elif axis in required:
             options.append((required[axis], *(passes if required[axis] is None else ())))
         else:
-            free = [f for f in factors.splittable if f not in required.values()]
+            free = [f for f in factors.splittable if f not in required.values() and f not in kept]
             options.append((None, *free, *passes))
     for assignment in itertools.product(*options):
         if all(factors.may_split(f, n) for f, n in _splits(assignment, mesh_shape).items()):

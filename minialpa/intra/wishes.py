@@ -4,12 +4,13 @@ must split."""
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
+from minialpa.errors import InfeasibleError
 from minialpa.intra.constraints import Constraint, constraint_of_path
 from minialpa.intra.factors import Factors
 from minialpa.intra.folding import Folding, fold
@@ -21,12 +22,25 @@ from minialpa.sharding import Spec, specs_of
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """`option` for `problem` on `mesh`."""
+class Required:
+    """What the options fix in one equation.
 
-    problem: MeshEquations
-    mesh: LogicalMesh
-    option: AutoShardingOption
+    axes: the factor that each of these mesh axes splits, or None where it splits none. kept: factors that no other axis
+    may split.
+    """
+
+    axes: Mapping[int, int | None] = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()
+
+
+class Wishes:
+    """`option` for `problem` on `mesh`. dims: the dimension of the examples, for variables that have one."""
+
+    def __init__(self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption) -> None:
+        """Raises InfeasibleError where an option has no meaning on `mesh`."""
+        self.problem, self.mesh, self.option = problem, mesh, option
+        self.dims: dict[Var, int] = dict(problem.batch_dims)
+        self.batch_axes = _batch_axes(option, mesh.shape)
 
     def fixed(self, var: Var, path: str | None) -> Constraint | None:
         """What `fixed_specs` says of an argument or result."""
@@ -35,60 +49,131 @@ class Wishes:
         return constraint_of_path(path, shape_of(var), fixed, self.mesh.shape) if path and fixed else None
 
     def input_specs(self, var: Var, role: Role) -> tuple[Spec, ...]:
-        """The specs that an input may have."""
+        """The specs that an input may have. Raises InfeasibleError where its examples cannot be split as they must."""
         shape, option = shape_of(var), self.option
         replicated = Spec.replicated(len(shape))
-        if not option.enable_auto_sharding or is_extended(aval_of(var).dtype):
+        if is_extended(aval_of(var).dtype):
             return (replicated,)
         specs = tuple(specs_of(shape, self.mesh.shape))
         fixed = self.fixed(var, self.problem.paths.get(var))
         if fixed is not None:
             return tuple(s for s in specs if fixed.allows(s))
+        if not option.enable_auto_sharding:
+            return (replicated,)
         if role in ("batch", "received"):
             return self._batch_specs(var, specs)
-        sharded = tuple(s for s in specs if s.n_shards(self.mesh.shape) == self.mesh.n_devices)
-        if role == "state" and option.prefer_reduce_scatter and sharded:
-            return sharded
-        if option.force_data_parallel:
-            return sharded if option.force_zero_stage_3 and sharded else (replicated,)
+        if role == "state" and option.sharded_update:
+            return self.most_split(specs)
+        if option.data_parallel:
+            return self.most_split(specs) if option.force_zero_stage_3 else (replicated,)
         if role == "parameter" and not option.allow_replicated_parameters and len(specs) > 1:
             return specs[1:]
         return specs
 
+    def most_split(self, specs: Sequence[Spec]) -> tuple[Spec, ...]:
+        """Those of `specs` that have the most shards."""
+        most = max(s.n_shards(self.mesh.shape) for s in specs)
+        return tuple(s for s in specs if s.n_shards(self.mesh.shape) == most)
+
     def _batch_specs(self, var: Var, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        dim = self.problem.batch_dims.get(var)
-        axes = self.batch_axes()
-        if dim is None or not axes:
+        dim = self.dims.get(var)
+        axes = self.batch_axes
+        if dim is None or axes is None:
             return specs
-        wanted = [s for s in specs if s.dims[dim] == axes]
-        if self.option.force_data_parallel:
-            wanted = [s for s in wanted if s.axes == axes]
-        return tuple(wanted) or specs[:1]
+        wanted = tuple(s for s in specs if s.dims[dim] == axes)
+        if self.option.data_parallel:
+            wanted = tuple(s for s in wanted if s.axes == axes)
+        if not wanted:
+            raise self._uneven(var, dim)
+        return wanted
 
-    def batch_axes(self) -> tuple[int, ...]:
-        """Mesh axes that must split the examples."""
-        if self.option.force_data_parallel:
-            return tuple(axis for axis, n in enumerate(self.mesh.shape) if n > 1)
-        axis = self.option.force_batch_dim_to_mesh_dim
-        return () if axis is None or self.mesh.shape[axis] == 1 else (axis,)
+    def _uneven(self, var: Var, dim: int) -> InfeasibleError:
+        n = math.prod(self.mesh.shape[axis] for axis in self.batch_axes or ())
+        name = f"`{self.problem.paths[var]}`" if var in self.problem.paths else "a value"
+        return InfeasibleError(
+            f"`{_batch_option(self.option)}` splits the examples over {n} devices, and {name} of shape "
+            f"{shape_of(var)} has {shape_of(var)[dim]} of them in dimension {dim}, in each micro-batch. Use a multiple "
+            f"of {n}, fewer devices or micro-batches, or leave the option out."
+        )
 
-    def required(self, eqn: JaxprEqn, factors: Factors, in_update: bool, reads_arrays: bool) -> dict[int, int | None]:
-        """Factors that the options fix for mesh axes in this equation.
+    def carry_specs(self, var: Var, specs: Iterable[Spec]) -> tuple[Spec, ...]:
+        """Of the `specs` of what a loop reads or carries, those that split its examples as they must be."""
+        dim, axes = self.dims.get(var), self.batch_axes
+        if dim is None or axes is None:
+            return tuple(specs)
+        known = tuple(specs)
+        wanted = tuple(s for s in known if s.dims[dim] == axes and not set(s.partial) & set(axes))
+        return wanted or tuple(s for s in known if not s.dims[dim]) or known[:1]
+
+    def required(self, eqn: JaxprEqn, factors: Factors, in_update: bool, reads_arrays: bool) -> Required:
+        """What the options fix in this equation.
 
         reads_arrays: whether an operand may be split at all.
         """
-        axes = self.batch_axes()
-        if not axes:
-            return {}
+        axes = self.batch_axes
+        if axes is None:
+            return Required()
+        kept = self._factors_of_examples(eqn, factors)
         for k, v in enumerate(eqn.invars):
-            dim = None if is_literal(v) else self.problem.batch_dims.get(v)
+            dim = None if is_literal(v) else self.dims.get(v)
             if dim is not None:
                 factor = factors.leading_factor(k, dim)
                 if factor is not None and factors.may_split(factor, math.prod(self.mesh.shape[a] for a in axes)):
-                    return dict.fromkeys(axes, factor)
-                return dict.fromkeys(axes, None)
-        free = not self.option.force_data_parallel or (in_update and self.option.prefer_reduce_scatter)
-        return dict.fromkeys(axes, None) if reads_arrays and not free else {}
+                    return Required(dict.fromkeys(axes, factor), kept)
+                return Required(dict.fromkeys(axes, None), kept)
+        free = not self.option.data_parallel or (in_update and self.option.sharded_update)
+        return Required(dict.fromkeys(axes, None) if reads_arrays and not free else {}, kept)
+
+    def _factors_of_examples(self, eqn: JaxprEqn, factors: Factors) -> frozenset[int]:
+        """Factors that cut the dimension of the examples, of any operand or result."""
+        arrays = (*zip(eqn.invars, factors.operands, strict=True), *zip(eqn.outvars, factors.results, strict=True))
+        found = set[int]()
+        for v, dims in arrays:
+            dim = None if is_literal(v) else self.dims.get(v)
+            if dim is not None:
+                found.update([f for f in dims[dim] if factors.sizes[f] > 1][:1])
+        return frozenset(found)
+
+
+def _batch_axes(option: AutoShardingOption, mesh_shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Mesh axes that must split the examples, and no others may; None where the options leave that open.
+
+    Raises InfeasibleError, as another mesh may be what the options are for.
+    """
+    live = tuple(axis for axis, n in enumerate(mesh_shape) if n > 1)
+    axis = option.force_batch_dim_to_mesh_dim
+    if axis is not None and live and axis >= len(mesh_shape):
+        raise InfeasibleError(
+            f"`force_batch_dim_to_mesh_dim={axis}` names no axis of a logical mesh of {mesh_shape}. Use a number below "
+            f"{len(mesh_shape)}, or ask for a logical mesh of two axes."
+        )
+    if option.data_parallel and axis is not None and live not in ((), (axis,)):
+        raise InfeasibleError(
+            f"`{_batch_option(option)}` splits the examples over all of a logical mesh of {mesh_shape}, and "
+            f"`force_batch_dim_to_mesh_dim={axis}` over axis {axis} alone. Leave one of them out."
+        )
+    if option.data_parallel:
+        return live
+    return None if axis is None else tuple(a for a in live if a == axis)
+
+
+def _batch_option(option: AutoShardingOption) -> str:
+    """The name of the option that says how examples are split."""
+    if option.force_data_parallel:
+        return "force_data_parallel"
+    return "force_zero_stage_3" if option.force_zero_stage_3 else "force_batch_dim_to_mesh_dim"
+
+
+def no_way(option: AutoShardingOption, var: Var, made: Spec, wanted: Spec, ends: str = "") -> str:
+    """Why an array in the spec `made` cannot be had in the spec `wanted`; `ends`: what makes and what reads it."""
+    names = {"all-gather": "allow_all_gather", "all-to-all": "allow_all_to_all"}
+    forbidden = " and ".join(f"`{names[kind]}=False`" for kind in option.forbidden_collectives)
+    others = [f"`{name}`" for name in option.set_names if name not in names.values()]
+    advice = f", or one of {', '.join(others)}" if others else ""
+    return (
+        f"{forbidden} cannot be kept: {dtype_name(var)}{list(shape_of(var))}{ends} lies as `{made}` and is wanted as "
+        f"`{wanted}`. Leave that option out{advice}."
+    )
 
 
 def fold_problem(problem: MeshEquations, wishes: Wishes, n_together: Mapping[Var, int], menus: Menus) -> Folding | None:

@@ -1,0 +1,342 @@
+"""Methods and options do what they say in compiled programs; what cannot be done is refused by the option's name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import minialpa
+from minialpa import (
+    AutoLayerOption,
+    AutoShardingOption,
+    AutoStageOption,
+    ClusterSpec,
+    DataParallel,
+    InfeasibleError,
+    LogicalMesh,
+    ManualStageOption,
+    MinialpaError,
+    PipeshardParallel,
+    ShardingError,
+    ShardParallel,
+    UniformStageOption,
+    Zero2Parallel,
+    Zero3Parallel,
+    get_3d_parallel_method,
+    models,
+)
+from minialpa.methods import Method
+from minialpa.testing import assert_allclose
+from tests.methods_doc import HIDDEN, OPTIMIZERS, executable_of, held, traffic, training
+
+PARAMETER_BYTES = 2 * 4 * (HIDDEN * HIDDEN + HIDDEN)
+LOSS_BYTES = 4
+#: Rows and columns of both matrices, which Adafactor sums over devices and gathers where they are in parts.
+FACTORED_BYTES = {"Adafactor": 2 * 4 * HIDDEN}
+#: A value of no option.
+WRONG: Any = "wrong"
+CLUSTER = ClusterSpec.preset("cpu", devices_per_host=4)
+
+
+def sharded(shape: tuple[int, ...], n_micro_batches: int = 1, **fields: Any) -> ShardParallel:
+    return ShardParallel(LogicalMesh(shape), n_micro_batches, AutoShardingOption(**fields))
+
+
+def run(method: Method, optimizer: str = "Adam") -> Any:
+    """Run one step, compare it with the serial one, and return the executable."""
+    step, state, batch = training(OPTIMIZERS[optimizer])
+    parallel = minialpa.parallelize(lambda state, batch: step(minialpa.value_and_grad, state, batch), method=method)
+    expected = jax.jit(lambda state, batch: step(jax.value_and_grad, state, batch))(state, batch)
+    assert_allclose(parallel(state, batch), expected, rtol=2e-4, atol=1e-6)
+    return parallel.get_last_executable()
+
+
+def specs(executable: Any, prefix: str) -> set[P]:
+    """PartitionSpecs of the arguments whose paths begin so."""
+    found = jax.tree.leaves(executable.get_input_placement_specs())
+    return {spec.partition_specs[0] for spec in found if spec.path.startswith(prefix)}
+
+
+def examples(executable: Any) -> set[Any]:
+    """How the dimension of the examples is split."""
+    return {(*spec, None)[0] for spec in specs(executable, "batch")}
+
+
+# ---- what the names promise -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "n", "optimizer"),
+    [*(((4,), 1, optimizer) for optimizer in OPTIMIZERS), ((2, 2), 2, "Adam"), ((1, 4), 1, "Adafactor")],
+)
+@pytest.mark.parametrize("method", [Zero2Parallel, Zero3Parallel])
+def test_zero_reduces_gathers_and_updates_parts(
+    method: type[ShardParallel], shape: tuple[int, ...], n: int, optimizer: str
+) -> None:
+    executable = executable_of(method(LogicalMesh(shape), n), OPTIMIZERS[optimizer])
+    vectors = FACTORED_BYTES.get(optimizer, 0)
+    n_gathers = n if method is Zero3Parallel else 1
+    found = traffic(executable)
+    # Adafactor sums norms, too: a few scalars for each parameter.
+    assert LOSS_BYTES <= found.pop("all-reduce") <= LOSS_BYTES + (4 * 4 * 4 if vectors else 0)
+    assert found == {
+        "reduce-scatter": PARAMETER_BYTES + vectors,
+        "all-gather": n_gathers * PARAMETER_BYTES + vectors,
+    }
+    _, state, _ = training(OPTIMIZERS[optimizer])
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state["opt"]) if leaf.size > 1)
+    parameters, held_state = held(executable)
+    assert parameters == PARAMETER_BYTES / (4 if method is Zero3Parallel else 1)
+    assert held_state == state_bytes / 4
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4)])
+def test_data_parallel_all_reduces_gradients_and_nothing_else(shape: tuple[int, ...]) -> None:
+    executable = executable_of(DataParallel(LogicalMesh(shape)), OPTIMIZERS["Adam"])
+    assert traffic(executable) == {"all-reduce": PARAMETER_BYTES + LOSS_BYTES}
+    assert specs(executable, "state") == {P()}
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "Adafactor"])
+def test_zero_computes_what_one_device_does(optimizer: str) -> None:
+    run(Zero2Parallel(LogicalMesh((2, 2))), optimizer)
+    run(Zero3Parallel(LogicalMesh((4,))), optimizer)
+
+
+def test_an_array_that_some_devices_divide_is_in_as_many_parts() -> None:
+    """Six elements on 2 x 2 devices are in two parts."""
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, grads = minialpa.value_and_grad(lambda p: ((batch @ p["w"]) ** 2).mean())({"w": state["w"]})
+        momentum = 0.9 * state["m"] + grads["w"]
+        return {"w": state["w"] - 0.1 * momentum, "m": momentum}, loss
+
+    state = {name: np.ones((6, 3), np.float32) for name in "wm"}
+    batch = np.ones((8, 6), np.float32)
+    found = minialpa.parallelize(step, method=Zero2Parallel(LogicalMesh((2, 2)))).get_executable(state, batch)
+    assert specs(found, "state['m']") <= {P("x"), P("y")}
+    assert specs(found, "state['w']") == {P()}
+
+
+def test_an_update_that_has_to_gather_its_state_is_told() -> None:
+    optimizer = optax.apply_if_finite(optax.adam(1e-3), 5)
+    with pytest.warns(UserWarning, match=r"`cond` at .*\.py.* gathers optimizer state .*`state\['opt'\]\.inner_state"):
+        executable_of(Zero2Parallel(LogicalMesh((4,))), optimizer)
+
+
+# ---- options of sharding --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4)])
+def test_stage_3_alone_is_zero_3(shape: tuple[int, ...]) -> None:
+    alone = executable_of(sharded(shape, force_zero_stage_3=True), OPTIMIZERS["Adam"])
+    named = executable_of(Zero3Parallel(LogicalMesh(shape)), OPTIMIZERS["Adam"])
+    assert traffic(alone) == traffic(named)
+    assert alone.get_parallel_plan().inputs == named.get_parallel_plan().inputs
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "wanted"),
+    [((4,), 0, "x"), ((2, 2), 0, "x"), ((2, 2), 1, "y"), ((1, 4), 0, None), ((4, 1), 1, None), ((1, 4), 1, "y")],
+)
+def test_one_axis_splits_the_examples_and_no_other(shape: tuple[int, ...], axis: int, wanted: str | None) -> None:
+    executable = executable_of(sharded(shape, force_batch_dim_to_mesh_dim=axis), OPTIMIZERS["Adam"])
+    assert examples(executable) == {wanted}
+    plan = executable.get_parallel_plan()
+    forward = [op for op in plan.stages[0].operators if op.part == "forward"]
+    assert forward
+    assert {op.result.dims[0] for op in forward} == {() if wanted is None else (axis,)}
+
+
+def test_no_data_parallelism_leaves_the_batch_whole() -> None:
+    executable = run(get_3d_parallel_method(1, 1, 4, 1, devices=CLUSTER))
+    assert examples(executable) == {None}
+    assert any("y" in spec for spec in specs(executable, "state['params']"))
+
+
+def test_examples_and_operators_of_a_scan_are_split_over_their_own_axes(key: jax.Array) -> None:
+    sizes = {"n_layers": 2, "hidden": 64, "ffn": 256, "batch_size": 8, "seq_len": 8}
+    case = models.build("llama", scan_layers=True, learning_rate=1e-4, **sizes)
+    batch = case.make_batch(0, 8)
+    expected = jax.jit(case.train_step(jax.value_and_grad))(case.init(key), batch)
+    method = ShardParallel(LogicalMesh((2, 2), (1, 1), (1, 0.1)), 1, AutoShardingOption(force_batch_dim_to_mesh_dim=0))
+    parallel = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
+    assert_allclose(parallel(case.init(key), batch), expected, rtol=1e-3, atol=1e-4)
+    executable = parallel.get_last_executable()
+    assert examples(executable) == {"x"}
+    assert any("y" in spec for spec in specs(executable, "state.params['blocks']"))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("allow_all_gather", "all-gather"), ("allow_all_to_all", "all-to-all")])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_a_collective_that_is_not_allowed_is_not_used(shape: tuple[int, ...], name: str, kind: str) -> None:
+    executable = executable_of(sharded(shape, allow_replicated_parameters=False, **{name: False}), OPTIMIZERS["Adam"])
+    assert kind not in traffic(executable)
+    assert P() not in specs(executable, "state['params']")
+
+
+def test_reductions_that_need_a_gather_are_not_split_where_it_is_not_allowed() -> None:
+    """No collective multiplies, so a product over devices gathers its factors."""
+
+    def product(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.prod(jnp.tanh(x @ weights), axis=0)
+
+    fixed = {"x": P("x"), "weights": P()}
+    kinds = []
+    for allowed in (True, False):
+        method = sharded((4,), allow_all_gather=allowed, force_batch_dim_to_mesh_dim=None, fixed_specs=fixed)
+        arguments = np.ones((16, 16), np.float32), np.ones((64, 16), np.float32)
+        executable = minialpa.parallelize(product, method=method, batch_argnums=(1,)).get_executable(*arguments)
+        kinds.append(set(traffic(executable)))
+    assert "all-gather" in kinds[0]
+    assert "all-gather" not in kinds[1]
+
+
+def test_nothing_is_split_without_auto_sharding_but_what_is_fixed() -> None:
+    option = {"enable_auto_sharding": False, "fixed_specs": {"state['params']*['kernel']": P("x")}}
+    executable = run(sharded((4,), **option))
+    assert specs(executable, "state['params'][0]['kernel']") == {P("x")}
+    assert specs(executable, "batch") == specs(executable, "state['opt']") == {P()}
+    assert set(traffic(executable)) == {"all-gather"}
+
+
+@pytest.mark.parametrize(
+    ("space", "wanted"), [("data_parallel_only", {"x"}), ("model_parallel_only", {None})], ids=["data", "model"]
+)
+def test_a_search_keeps_to_its_space(space: Any, wanted: set[Any]) -> None:
+    stages = AutoStageOption(submesh_logical_shape_space=space)
+    method = PipeshardParallel(CLUSTER, 1, layer_option=AutoLayerOption(2), stage_option=stages)
+    executable = executable_of(method, OPTIMIZERS["Adam"])
+    plan = executable.get_parallel_plan()
+    assert examples(executable) == wanted
+    assert all(stage.logical_shape[space == "data_parallel_only"] == 1 for stage in plan.stages)
+    products = [op for stage in plan.stages for op in stage.operators if op.part == "forward"]
+    assert {bool(op.result.dims[0]) for op in products} == {space == "data_parallel_only"}
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AutoStageOption(submesh_logical_shape_space=WRONG), "`submesh_logical_shape_space` is .*'wrong'"),
+        (lambda: AutoStageOption(submesh_physical_shape_space=WRONG), "`submesh_physical_shape_space` is .*'wrong'"),
+        (lambda: AutoStageOption(tolerance=-1), "`tolerance` is a fraction"),
+        (lambda: AutoShardingOption(force_batch_dim_to_mesh_dim=2), "`force_batch_dim_to_mesh_dim` is .* got 2"),
+        (lambda: AutoShardingOption(force_batch_dim_to_mesh_dim=-1), "`force_batch_dim_to_mesh_dim` is .* got -1"),
+        (lambda: AutoShardingOption(memory_limit_bytes=0), "`memory_limit_bytes` is a number of bytes above 0"),
+        (lambda: AutoShardingOption(solver_time_limit_s=-1), "`solver_time_limit_s` is .* at least 0"),
+        (lambda: AutoShardingOption(allow_all_gather=WRONG), "`allow_all_gather` is True or False; got 'wrong'"),
+        (lambda: AutoShardingOption(enable_auto_sharding=False, prefer_reduce_scatter=True), "`prefer_reduce_scatter`"),
+        (
+            lambda: AutoShardingOption(force_data_parallel=True, allow_replicated_parameters=False),
+            "`force_data_parallel` keeps parameters whole, and `allow_replicated_parameters=False`",
+        ),
+        (lambda: AutoLayerOption(WRONG), "`layer_num` is .* got 'wrong'"),
+        (lambda: AutoLayerOption(2, eps=-1), "`eps` is a fraction"),
+        (lambda: UniformStageOption(submesh_autosharding_option=WRONG), "`submesh_autosharding_option` is"),
+    ],
+)  # fmt: skip
+def test_values_that_an_option_cannot_have(make: Any, message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        make()
+
+
+def test_a_method_refuses_options_that_are_not_what_it_stands_for() -> None:
+    option = AutoShardingOption(prefer_reduce_scatter=True)
+    with pytest.raises(ShardingError, match="`DataParallel` stands for `prefer_reduce_scatter=False`"):
+        DataParallel(None, 1, option).options()
+    with pytest.raises(ShardingError, match="`Zero2Parallel` stands for `force_zero_stage_3=False`"):
+        Zero2Parallel(None, 1, AutoShardingOption(force_zero_stage_3=True)).options()
+    assert Zero3Parallel(None, 1, option).options().sharding == AutoShardingOption(
+        force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=True
+    )
+
+
+def refused(method: Method, error: type[MinialpaError] = InfeasibleError, batch_size: int = 16) -> str:
+    """The message with which planning refuses a method."""
+    step, state, batch = training(OPTIMIZERS["Adam"])
+    batch = {name: x[:batch_size] for name, x in batch.items()}
+    parallel = minialpa.parallelize(lambda state, batch: step(minialpa.value_and_grad, state, batch), method=method)
+    with pytest.raises(error) as caught:
+        parallel.plan(state, batch)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "batch_size", "parts"),
+    [
+        (sharded((4,), force_batch_dim_to_mesh_dim=1), 16, ["`force_batch_dim_to_mesh_dim=1`", "(4,)"]),
+        (
+            sharded((2, 2), force_batch_dim_to_mesh_dim=1, force_data_parallel=True),
+            16,
+            ["`force_data_parallel`", "`force_batch_dim_to_mesh_dim=1`"],
+        ),
+        (DataParallel(LogicalMesh((4,))), 6, ["`force_data_parallel`", "4 devices", "`batch['x']`", "has 6"]),
+        (DataParallel(LogicalMesh((4,)), 2), 12, ["`force_data_parallel`", "4 devices", "has 6", "micro-batch"]),
+        (
+            sharded((4, 2), force_batch_dim_to_mesh_dim=0),
+            6,
+            ["`force_batch_dim_to_mesh_dim`", "4 devices", "`batch['x']`", "has 6"],
+        ),
+    ],
+)
+def test_examples_that_cannot_be_split_as_asked(method: Method, batch_size: int, parts: list[str]) -> None:
+    message = refused(method, batch_size=batch_size)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        sharded((2, 2), allow_all_gather=False, prefer_reduce_scatter=True),
+        Zero2Parallel(LogicalMesh((4,)), 2, AutoShardingOption(allow_all_gather=False)),
+        Zero3Parallel(LogicalMesh((4,)), 1, AutoShardingOption(allow_all_gather=False)),
+        PipeshardParallel(
+            CLUSTER, 1, layer_option=AutoLayerOption(2), stage_option=AutoStageOption(),
+            default_auto_sharding_option=AutoShardingOption(allow_all_gather=False, force_zero_stage_3=True),
+        ),
+    ],
+    ids=["two axes", "zero 2", "zero 3", "search"],
+)  # fmt: skip
+def test_an_infeasible_option_is_named_with_the_operation(method: Method) -> None:
+    message = refused(method)
+    assert "`allow_all_gather=False` cannot be kept: float32[32" in message
+    assert ".py:" in message
+    assert "`prefer_reduce_scatter`" in message or "`force_zero_stage_3`" in message
+
+
+def test_a_search_that_finds_nothing_names_its_space() -> None:
+    stages = AutoStageOption(submesh_logical_shape_space="data_parallel_only")
+    message = refused(PipeshardParallel(CLUSTER, 1, layer_option=AutoLayerOption(2), stage_option=stages), batch_size=3)
+    assert "`submesh_logical_shape_space`" in message
+    assert "has 3 of them" in message
+
+
+@pytest.mark.parametrize("space", ["data_parallel_only", "model_parallel_only"])
+def test_a_space_and_an_option_that_contradict_each_other(space: Any) -> None:
+    option = AutoShardingOption(force_batch_dim_to_mesh_dim=1)
+    stages = AutoStageOption(submesh_logical_shape_space=space)
+    method = PipeshardParallel(CLUSTER, 1, stage_option=stages, default_auto_sharding_option=option)
+    message = refused(method, ShardingError)
+    assert f"`submesh_logical_shape_space='{space}'`" in message
+    assert "`force_batch_dim_to_mesh_dim`" in message
+
+
+def test_what_nothing_answers_to_is_refused() -> None:
+    assert "`fixed_specs` has the key `nothing`" in refused(sharded((4,), fixed_specs={"nothing": P()}), ShardingError)
+    both = dataclasses.replace(sharded((4,)), logical_shape=(2, 2))
+    assert "`logical_shape` is (2, 2)" in refused(both, ShardingError)
+    manual = ManualStageOption([[0], [1]], [(1, 2)] * 2, [(2,)] * 2, [{"force_data": True}, {}])
+    method = PipeshardParallel(CLUSTER, 1, layer_option=AutoLayerOption(2), stage_option=manual)
+    assert "`submesh_autosharding_option_dicts` has `force_data`" in refused(method, ShardingError)
+    pipeline = PipeshardParallel(LogicalMesh((4,)), 1, layer_option=AutoLayerOption(2))
+    assert "`devices` is a LogicalMesh of (4,)" in refused(pipeline, ShardingError)

@@ -1,0 +1,33 @@
+"""docs/methods.md says what compiled programs do."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from tests.methods_doc import ENTRIES, N_MICRO_BATCHES, PATH, Entry, held_row, page, promise_of, row
+
+#: What is quickly made again: the first mesh of each method with one micro-batch.
+FAST = [(entry, entry.meshes[0], 1) for entry in ENTRIES]
+
+
+@pytest.fixture(autouse=True)
+def same_jax() -> None:
+    if f"jax\n{jax.__version__}, " not in PATH.read_text():
+        pytest.skip("made with another jax, whose compiler may combine otherwise")
+
+
+@pytest.mark.parametrize(("entry", "shape", "n"), FAST, ids=[entry.name for entry, *_ in FAST])
+def test_a_row_of_each_method_is_up_to_date(entry: Entry, shape: tuple[int, ...], n: int) -> None:
+    section = PATH.read_text().split(f"## `{entry.name}`\n")[1].split("\n## ")[0]
+    assert promise_of(entry) in section
+    lines = section.splitlines()
+    assert row(entry, shape, n) in lines
+    assert held_row(entry, shape, n) in lines
+    tables = 2
+    assert sum(line.startswith("| ") for line in lines) == tables * (1 + len(entry.meshes) * len(N_MICRO_BATCHES))
+
+
+@pytest.mark.slow
+def test_the_page_is_up_to_date() -> None:
+    assert PATH.read_text() == page()
