@@ -181,6 +181,7 @@ class ParallelizedFunc:
 
     def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
         """The plan, or, where it is stale and the caller wants that, one with its decisions and new shardings."""
+        verify_plan(saved)
         if self._on_stale == "refuse":
             check_fits(traced, saved)
             return saved

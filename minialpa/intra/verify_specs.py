@@ -8,6 +8,7 @@ of such specs may be slow but computes what the step says. Linear in the number 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,15 +68,21 @@ def verify_specs(problem: MeshEquations, found: SpecsOfMesh) -> dict[Var, Spec]:
 
 def check_spec(v: Atom, spec: Spec, mesh: LogicalMesh, where: str) -> None:
     """Raise VerifyError unless devices of `mesh` can hold the array `v` in `spec`."""
-    shape = shape_of(v)
-    axes = (*spec.axes, *spec.partial)
-    splits = all(axis < len(mesh.shape) and mesh.shape[axis] > 1 for axis in axes)
-    require(splits, where, spec, f"axes of a mesh of shape {mesh.shape} that have several devices")
-    in_order = all(list(axes) == sorted(axes) for axes in (*spec.dims, spec.partial))
-    require(in_order, where, spec, "the axes of each dimension in ascending order")
-    require(len(spec.dims) == len(shape), where, spec, f"{len(shape)} dimensions, for an array of shape {shape}")
-    require(spec.fits(shape, mesh.shape), where, spec, f"equal parts of shape {shape} on a mesh of shape {mesh.shape}")
+    expected = _expected(spec, shape_of(v), mesh.shape)
+    require(expected is None, where, spec, expected or "")
     require(not spec.partial or is_summable(v), where, spec, "no partial sum of what are no numbers")
+
+
+@functools.lru_cache(maxsize=4096)
+def _expected(spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str | None:
+    """What a spec of an array should be; None if it is that."""
+    if not all(axis < len(mesh_shape) and mesh_shape[axis] > 1 for axis in (*spec.axes, *spec.partial)):
+        return f"axes of a mesh of shape {mesh_shape} that have several devices"
+    if not all(list(axes) == sorted(axes) for axes in (*spec.dims, spec.partial)):
+        return "the axes of each dimension in ascending order"
+    if len(spec.dims) != len(shape):
+        return f"{len(shape)} dimensions, for an array of shape {shape}"
+    return None if spec.fits(shape, mesh_shape) else f"equal parts of shape {shape} on a mesh of shape {mesh_shape}"
 
 
 def check_resharding(v: Atom, src: Spec, dst: Spec, mesh: LogicalMesh, forbidden: tuple[str, ...], where: str) -> None:
@@ -151,6 +158,8 @@ class _Verifier:
 
     def _check_way(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
         operands, made = nearest_way(eqn, factors_of(eqn).on_mesh(), self.mesh.shape, chosen.operands, chosen.made)
+        if (operands, made) == (chosen.operands, chosen.made):
+            return
         ends = ((_OPERANDS, chosen.operands, operands), (_MADE, chosen.made, made))
         for place, specs, of_way in ends:
             for k, (spec, expected) in enumerate(zip(specs, of_way, strict=True)):
