@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from jax.sharding import PartitionSpec
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.collection import collection_paused
 from minialpa.cost import CollectiveKind
 from minialpa.errors import VerifyError
 from minialpa.fingerprint import Fingerprint
@@ -22,8 +23,8 @@ from minialpa.options import AutoShardingOption, Remat
 from minialpa.sharding import EquationSpecs, Spec
 
 VERSION = 5
-#: Characters of a plan's text. JSON of some shapes takes over twenty times its length in memory while it is read.
-MOST_CHARACTERS = 32 * 2**20
+#: Characters of a plan's text, at some 65 for each equation. JSON may take 25 times its length in memory.
+MOST_CHARACTERS = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +289,9 @@ class Plan:
         from minialpa.plan.codec import decode
         from minialpa.plan.verify import verify_plan
 
-        plan = decode(Plan, _content(text), "plan")
-        verify_plan(plan)
+        with collection_paused():
+            plan = decode(Plan, _content(text), "plan")
+            verify_plan(plan)
         return plan
 
     def save(self, path: str | Path) -> None:

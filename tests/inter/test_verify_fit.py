@@ -100,6 +100,16 @@ CASES: dict[str, tuple[str, dict[tuple[str | int, ...], Any], str]] = {
         {(*FIRST, "dot_general", 0): ["R,S0", "S0,R"], (*FIRST, "dot_general", 1, 0): "R,R"},
         "[1][0]` is R,R; expected R,R+P0 by the rule of `dot_general`, next to [R,S0] [S0,R] -> [R,R]",
     ),
+    "a sum that is returned": (
+        "line",
+        {FIRST: lambda equations: [*equations[:-1], [*equations[-1][:2], ["+P0"], []]]},
+        "[2][0]` is +P0; expected no partial sum: result 0 of `add` is read elsewhere",
+    ),
+    "another array behind a barrier": (
+        "interleaved",
+        {(*FIRST, "optimization_barrier", 1, 0): lambda spec: "R,R" if spec != "R,R" else "S0,R"},
+        ", as the array comes that is passed on",
+    ),
     "an operand less": (
         "line",
         {(*FIRST, "dot_general", 0): ["R,R"]},
@@ -162,7 +172,7 @@ def test_what_options_forbid_is_named() -> None:
 def test_plans_that_are_not_loaded_are_checked_too() -> None:
     on = subject("line")
     cost = dataclasses.replace(on.plan.cost, total_s=float("nan"))
-    with pytest.raises(VerifyError, match="`plan.cost.total_s` is nan"):
+    with pytest.raises(VerifyError, match=r"`plan\.cost\.total_s` is nan"):
         minialpa.parallelize(on.step, method=dataclasses.replace(on.plan, cost=cost))(*on.args())
 
 

@@ -330,7 +330,9 @@ def other_ways(rng: np.random.Generator, on: Subject, data: Any) -> tuple[Any, s
     k = int(rng.integers(len(on.plan.stages)))
     problem, mesh_shape = on.problems[k], on.plan.stages[k].logical_shape
     chosen = on.plan.stages[k].equation_specs
-    pairs = [(place, eqn) for place, eqn in _plain_equations(problem.eqns, chosen, ("plan", "stages", k, "equation_specs"))]
+    pairs = [
+        (place, eqn) for place, eqn in _plain_equations(problem.eqns, chosen, ("plan", "stages", k, "equation_specs"))
+    ]
     n = int(rng.choice([1, 3, len(pairs)]))
     for i in rng.choice(len(pairs), min(n, len(pairs)), replace=False):
         place, eqn = pairs[i]
