@@ -21,6 +21,7 @@ from minialpa.inter.schedule import schedule_names
 from minialpa.inter.split import StagedStep
 from minialpa.intra.problem import MeshEquations
 from minialpa.intra.verify_specs import SpecsOfMesh, check_resharding, check_spec, verify_specs
+from minialpa.jaxprs import is_literal
 from minialpa.plan import PlacedValue, Plan
 from minialpa.plan.verify import require
 from minialpa.sharding import Spec
@@ -110,6 +111,6 @@ def _verify_outputs(staged: StagedStep, plan: Plan, known: Sequence[Mapping[Var,
                 continue
             where, stage = f"outputs[{part.leaf}].specs[{j}]", plan.stages[mesh]
             check_spec(atom, spec, stage.mesh, where)
-            made = known[mesh].get(atom)
+            made = None if is_literal(atom) else known[mesh].get(atom)
             if made is not None:
                 check_resharding(atom, made, spec, stage.mesh, stage.forbidden, where)

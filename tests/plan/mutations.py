@@ -99,7 +99,8 @@ def language(params: Any, batch: Any) -> jax.Array:
 
 
 def training(loss: Loss) -> Callable[[Any, Any], Any]:
-    """A step with momentum, clipping by the global norm and a step counter."""
+    """A step with momentum, clipping by the global norm and a step counter; it also passes one array on, leaves one
+    alone, and returns a constant."""
 
     def step(state: Any, batch: Any) -> Any:
         value, grads = minialpa.value_and_grad(loss)(state["params"], batch)
@@ -107,13 +108,15 @@ def training(loss: Loss) -> Callable[[Any, Any], Any]:
         grads = jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), grads)
         moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["moments"], grads)
         params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], moments)
-        return {"params": params, "moments": moments, "n": state["n"] + 1}, {"loss": value, "norm": norm}
+        new = {"params": params, "moments": moments, "n": state["n"] + 1, "seed": state["seed"]}
+        return new, {"loss": value, "norm": norm, "rate": 0.1}
 
     return step
 
 
 def with_state(params: Any, batch: Any) -> tuple[Any, Any]:
-    return {"params": params, "moments": jax.tree.map(lambda p: 0.1 * p, params), "n": np.int32(3)}, batch
+    state = {"params": params, "moments": jax.tree.map(lambda p: 0.1 * p, params), "n": np.int32(3)}
+    return {**state, "seed": np.arange(8, dtype=np.uint32)}, {**batch, "ids": np.arange(N_EXAMPLES, dtype=np.int32)}
 
 
 def vectors(n_layers: int) -> tuple[Any, Any]:
