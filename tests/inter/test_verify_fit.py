@@ -13,6 +13,7 @@ import minialpa
 from minialpa import Plan, VerifyError
 from minialpa.inter.emit import emit_program
 from minialpa.intra.loops import scan_body
+from minialpa.testing import assert_allclose
 from tests.plan.mutations import Subject, at, put, subject
 
 #: An equation of the first stage, by the name of its primitive, and one in its first loop.
@@ -141,7 +142,7 @@ CASES: dict[str, tuple[str, dict[tuple[str | int, ...], Any], str]] = {
         "in which the loop carries the value",
     ),
     # where arguments and results live
-    "another argument": ("line", {("inputs", 0, "path"): "x"}, "`plan.inputs[0].path` is x; expected state["),
+    "another argument": ("line", {("inputs", 0, "dtype"): "int8"}, "`plan.inputs[0].dtype` is int8; expected float32"),
     "another spec of an argument": (
         "line",
         {("inputs", 1, "specs", 0): lambda spec: "R,R" if spec != "R,R" else "S0,R"},
@@ -182,3 +183,9 @@ def test_more_devices_than_there_are_are_refused_before_anything_is_built() -> N
     data["plan"]["stages"][0]["first_device"] = 8
     with pytest.raises(minialpa.ShardingError, match=r"needs 16 devices, for `plan.stages\[0\]`, and there are 8"):
         minialpa.parallelize(on.step, method=Plan.from_json(json.dumps(data)))(*on.args())
+
+
+def test_arguments_may_be_called_otherwise() -> None:
+    on = subject("line")
+    renamed = minialpa.parallelize(lambda held, examples: on.step(held, examples), method=on.plan)
+    assert_allclose(renamed(*on.args()), on.expected)
