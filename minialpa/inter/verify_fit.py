@@ -88,8 +88,8 @@ def _verify_inputs(found: Sequence[PlacedValue], expected: Sequence[PlacedValue]
     _verify_homes("inputs", found, expected)
     for i, (value, wanted) in enumerate(zip(found, expected, strict=True)):
         for j, (spec, used) in enumerate(zip(value.specs, wanted.specs, strict=True)):
-            expected = f"{used}, as stage {value.mesh_ids[j]} has it"
-            require(spec == used, f"inputs[{i}].specs[{j}]", spec, expected)
+            as_read = f"{used}, as stage {value.mesh_ids[j]} has it"
+            require(spec == used, f"inputs[{i}].specs[{j}]", spec, as_read)
 
 
 def _verify_homes(name: str, found: Sequence[PlacedValue], expected: Sequence[PlacedValue]) -> None:
