@@ -149,7 +149,7 @@ CASES: dict[str, tuple[str, dict[tuple[str | int, ...], Any], str]] = {
         "`plan.inputs[1].specs[0]` is ",
     ),
     "a result elsewhere": ("1f1b", {("outputs", 0, "mesh_ids", 0): lambda mesh: 1 - mesh}, "outputs[0].mesh_ids` is "),
-    "a result less": ("1f1b", {("outputs",): lambda values: values[:-1]}, "`plan.outputs` is a list of 10; expected the 11"),
+    "a result less": ("1f1b", {("outputs",): lambda values: values[:-1]}, "`plan.outputs` is a list of 10; exp"),
     "other rows of a result": (
         "blocks",
         {("outputs", 2, "rows"): [[0, 1], [1, 4]]},
