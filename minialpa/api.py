@@ -164,11 +164,12 @@ class ParallelizedFunc:
 
         traced = self._trace(call)
         plan, target = self._plan_for(traced)
+        _check_devices(plan, target)
         with ProgressBar() as bar:
             bar.report("Compiling", 0, 1)
             with collection_paused():
                 program = emit_program(traced, plan)
-            runner = _make_runner(program, traced, plan, target)
+            runner = _make_runner(program, traced, target)
             return Executable(plan, program, runner, call.tree[0], traced.out_tree), traced.out_tree
 
     # ---- planning -------------------------------------------------------------------------------------------------
@@ -185,6 +186,7 @@ class ParallelizedFunc:
 
     def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
         """The plan, or, where it is stale and the caller wants that, one with its decisions and new shardings."""
+        verify_plan(saved)
         if self._on_stale == "refuse":
             check_fits(traced, saved)
             return saved
@@ -241,16 +243,23 @@ def _layers_of_stages(traced: TracedStep, method: Method | Plan, plan: Plan) -> 
     return (tuple(range(max(1, whole_scans(LayeredStep(traced, plan.fingerprint), option).n_layers))),)
 
 
-def _make_runner(program: Program, traced: TracedStep, plan: Plan, target: Target) -> Any:
+def _check_devices(plan: Plan, target: Target) -> None:
+    """Raise ShardingError unless there are the devices that a plan needs."""
+    session = current_session()
+    n_devices = len(target.devices or session.devices) if session.runtime is None else session.cluster.n_devices
+    ends = [stage.first_device + stage.n_devices for stage in plan.stages]
+    needed = max(ends)
+    if needed > n_devices:
+        raise ShardingError(
+            f"The plan needs {needed} devices, for `plan.stages[{ends.index(needed)}]`, and there are {n_devices}. "
+            "Plan for fewer devices, or pass more."
+        )
+
+
+def _make_runner(program: Program, traced: TracedStep, target: Target) -> Any:
     """The program on the devices of the session, or on those that the method names."""
     session = current_session()
     devices = target.devices or session.devices
-    needed = max(stage.first_device + stage.n_devices for stage in plan.stages)
-    n_devices = len(devices) if session.runtime is None else session.cluster.n_devices
-    if needed > n_devices:
-        raise ShardingError(
-            f"The plan needs {needed} devices and there are {n_devices}. Plan for fewer devices, or pass more."
-        )
     if session.runtime is None:
         from minialpa.runtime.local import LocalExecutable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import CollectiveKind
@@ -13,7 +13,7 @@ from minialpa.inter.chunks import Chunks, check_chunks, chunks_of
 from minialpa.inter.given_stages import DecidedStage
 from minialpa.inter.layered import LayeredStep
 from minialpa.inter.mesh_problem import ShardedView, TaskCollectives, mesh_collectives, mesh_equations
-from minialpa.inter.placed import merged_values
+from minialpa.inter.placed import placed_inputs, placed_outputs
 from minialpa.inter.schedule import PipelineSize, live_counts, make_schedule
 from minialpa.inter.split import StagedStep
 from minialpa.inter.stage_cost import border_bytes
@@ -25,10 +25,9 @@ from minialpa.inter.transfers import planned_transfers
 from minialpa.intra.problem import MeshEquations, MeshSharding
 from minialpa.intra.promises import gathered_state
 from minialpa.intra.strategies import is_contraction
-from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of
+from minialpa.jaxprs import shape_of
 from minialpa.options import PlanOptions
-from minialpa.plan import PlacedValue, Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
-from minialpa.sharding import Spec
+from minialpa.plan import Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
 
 Progress = Callable[[str, int, int], None]
 
@@ -97,8 +96,8 @@ def assemble(
         layered.of_group,
         layered.remat,
         tuple(plans),
-        _placed_inputs(staged, shardings),
-        _placed_outputs(staged, shardings),
+        placed_inputs(staged, [sharding.specs for sharding in shardings]),
+        placed_outputs(staged, [sharding.results for sharding in shardings]),
         tuple(collectives),
         planned_transfers(staged),
         _cost(plans, _border_seconds(staged, cluster, stages, chunks), schedule.size),
@@ -179,37 +178,6 @@ def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) 
             key = (c.kind, c.n_bytes, c.axes)
             counts[key] = counts.get(key, 0) + n * (n_micro_batches if task.per_micro_batch else 1)
     return [PlannedCollective(kind, size, axes, stage, n) for (kind, size, axes), n in counts.items()]
-
-
-def _placed(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> PlacedValue:
-    """A value on meshes; where its spec is not known it is whole."""
-    whole = Spec.replicated(len(shape_of(atom)))
-    return PlacedValue(path, shape_of(atom), dtype_name(atom), tuple(specs), tuple(s or whole for s in specs.values()))
-
-
-def _placed_inputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tuple[PlacedValue, ...]:
-    traced = staged.split.traced
-    micro = dict(staged.split.micro_inputs)
-    offset = len(traced.flat.constvars)
-    out = []
-    for i, (var, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
-        like, meshes = var, staged.input_meshes[offset + i]
-        if var in micro:
-            like = micro[var]
-            meshes = tuple(sorted({task.mesh for task in staged.tasks if like in task.invars}))
-        out.append(_placed(path, var, {mesh: shardings[mesh].specs.get(like) for mesh in meshes}))
-    return merged_values(out, traced.in_parts)
-
-
-def _placed_outputs(staged: StagedStep, shardings: Sequence[MeshSharding]) -> tuple[PlacedValue, ...]:
-    """Results; a replacement of a donated input is sharded as that input, so that the next step takes it as it is."""
-    out = []
-    for atom, path, meshes in zip(
-        staged.split.outvars, staged.split.traced.out_paths, staged.output_meshes, strict=True
-    ):
-        results = [None if is_literal(atom) else shardings[mesh].results.get(atom) for mesh in meshes]
-        out.append(_placed(path, atom, dict(zip(meshes, results, strict=True))))
-    return merged_values(out, staged.split.traced.out_parts)
 
 
 def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineSize) -> PlanCost:

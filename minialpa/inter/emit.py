@@ -23,6 +23,8 @@ from minialpa.inter.split import StagedStep, Task
 from minialpa.inter.split_step import is_loop
 from minialpa.inter.staging import bind_specs, final_specs, mesh_problems, realise
 from minialpa.inter.transfers import remote_readers
+from minialpa.inter.verify_fit import verify_staged
+from minialpa.intra.problem import MeshEquations
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.jaxprs import aval_of, is_literal, shape_of
 from minialpa.plan import Plan
@@ -49,21 +51,24 @@ Name = tuple[Var, int | None, int]  # variable, micro-batch, mesh
 
 
 def emit_program(traced: TracedStep, plan: Plan) -> Program:
-    """The program of `plan` for `traced`. Raises VerifyError if the plan is for another step."""
-    program = _Emitter(realise(traced, plan), plan).run()
+    """The program of `plan` for `traced`. Raises VerifyError if the plan is for another step, or does not fit it."""
+    staged = realise(traced, plan)
+    problems = mesh_problems(staged)
+    verify_staged(staged, problems, plan)
+    program = _Emitter(staged, problems, plan).run()
     verify_program(program)
     return program
 
 
 class _Emitter:
-    def __init__(self, staged: StagedStep, plan: Plan) -> None:
+    def __init__(self, staged: StagedStep, problems: Sequence[MeshEquations], plan: Plan) -> None:
         self.staged, self.plan = staged, plan
         self.split = staged.split
         self.n = self.split.n_micro_batches
         self.outputs = values_of_parts(plan.outputs, self.split.traced.out_parts)
         self.specs: list[dict[Var, Spec]] = []
         self.equations: dict[int, dict[int, EquationSpecs]] = {}
-        for mesh, (problem, stage) in enumerate(zip(mesh_problems(staged), plan.stages, strict=True)):
+        for mesh, (problem, stage) in enumerate(zip(problems, plan.stages, strict=True)):
             specs, equations = bind_specs(problem, stage)
             self.specs.append(specs)
             self.equations[mesh] = {id(e): s for e, s in zip(problem.eqns, equations, strict=True)}

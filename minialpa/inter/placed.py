@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from jax.extend.core import Var
+
+from minialpa.inter.split import StagedStep
+from minialpa.jaxprs import Atom, dtype_name, is_literal, shape_of
 from minialpa.plan import PlacedValue
+from minialpa.sharding import Spec
 from minialpa.trace import Part
 
 
@@ -49,3 +54,36 @@ def _part(value: PlacedValue, part: Part) -> PlacedValue:
         specs=tuple(value.specs[i] for i in mine),
         rows=(),
     )
+
+
+def _placed(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> PlacedValue:
+    """A value on meshes; where its spec is not known it is whole."""
+    whole = Spec.replicated(len(shape_of(atom)))
+    return PlacedValue(path, shape_of(atom), dtype_name(atom), tuple(specs), tuple(s or whole for s in specs.values()))
+
+
+def placed_inputs(staged: StagedStep, specs: Sequence[Mapping[Var, Spec]]) -> tuple[PlacedValue, ...]:
+    """Argument leaves. `specs`: of the values of each mesh."""
+    traced = staged.split.traced
+    micro = dict(staged.split.micro_inputs)
+    offset = len(traced.flat.constvars)
+    out = []
+    for i, (var, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
+        like, meshes = var, staged.input_meshes[offset + i]
+        if var in micro:
+            like = micro[var]
+            meshes = tuple(sorted({task.mesh for task in staged.tasks if like in task.invars}))
+        out.append(_placed(path, var, {mesh: specs[mesh].get(like) for mesh in meshes}))
+    return merged_values(out, traced.in_parts)
+
+
+def placed_outputs(staged: StagedStep, specs: Sequence[Mapping[Var, Spec]]) -> tuple[PlacedValue, ...]:
+    """Result leaves. `specs`: in which results are left on each mesh; a replacement of a donated input as that input,
+    so that the next step takes it as it is."""
+    out = []
+    for atom, path, meshes in zip(
+        staged.split.outvars, staged.split.traced.out_paths, staged.output_meshes, strict=True
+    ):
+        results = [None if is_literal(atom) else specs[mesh].get(atom) for mesh in meshes]
+        out.append(_placed(path, atom, dict(zip(meshes, results, strict=True))))
+    return merged_values(out, staged.split.traced.out_parts)

@@ -64,8 +64,9 @@ def check_fits(traced: TracedStep, plan: Plan) -> None:
     found = difference(traced, plan)
     if found is not None:
         raise VerifyError(
-            f"The plan does not fit this call: {found}. Call it as the plan was made, plan again, or pass "
-            '`on_stale="replan"` to `parallelize`, which keeps the stages of the plan and solves the shardings again.'
+            f"The plan does not fit this call: {found}. `plan.fingerprint` is that of the step that it was made for. "
+            'Call it as the plan was made, plan again, or pass `on_stale="replan"` to `parallelize`, which keeps the '
+            "stages of the plan and solves the shardings again."
         )
 
 

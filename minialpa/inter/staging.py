@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from jax.extend.core import Var
 
-from minialpa.errors import VerifyError
 from minialpa.inter.chunks import plan_chunks
 from minialpa.inter.mesh_problem import mesh_equations
 from minialpa.inter.microbatch import split_micro_batches
@@ -21,6 +20,7 @@ from minialpa.inter.replan import check_fits
 from minialpa.inter.split import StagedStep, stage_split, traced_positions
 from minialpa.inter.split_step import Op, SplitStep, is_loop
 from minialpa.inter.unstack import with_row_blocks
+from minialpa.inter.verify_fit import blamed, verify_decisions, verify_layers
 from minialpa.intra.problem import MeshEquations
 from minialpa.intra.sharing import share_reads
 from minialpa.jaxprs import is_literal
@@ -64,12 +64,7 @@ def n_groups(traced: TracedStep) -> int:
 
 
 def bind_specs(problem: MeshEquations, stage: StagePlan) -> tuple[dict[Var, Spec], tuple[EquationSpecs, ...]]:
-    """Specs of a mesh's variables and equations, from the stage of a plan made for the same equations."""
-    if len(problem.inputs) != len(stage.input_specs) or len(problem.eqns) != len(stage.equation_specs):
-        raise VerifyError(
-            f"The plan holds specs for {len(stage.input_specs)} inputs and {len(stage.equation_specs)} equations of a "
-            f"stage that has {len(problem.inputs)} and {len(problem.eqns)}. Plan this step again."
-        )
+    """Specs of a mesh's variables and equations, from the stage of a plan that was verified for them."""
     specs = {var: spec for (var, _), spec in zip(problem.inputs, stage.input_specs, strict=True)}
     for eqn, chosen in zip(problem.eqns, stage.equation_specs, strict=True):
         specs.update(zip(eqn.outvars, chosen.results, strict=True))
@@ -89,12 +84,16 @@ def final_specs(staged: StagedStep, plan: Plan, mesh: int) -> dict[Var, Spec]:
 
 
 def realise(traced: TracedStep, plan: Plan) -> StagedStep:
-    """The staged step of a plan. Raises VerifyError if the plan was made for another step or other shapes."""
+    """The staged step of a plan. Raises VerifyError if the plan was made for another step or other shapes, or if a
+    decision is none that the step leaves room for; its specs are verified later, by `verify_staged`."""
     check_fits(traced, plan)
+    verify_decisions(traced, plan)
     step = with_row_blocks(traced, plan.row_blocks).step if plan.row_blocks else traced
+    verify_layers(n_groups(step), plan)
     step = rematerialise(step, plan.layer_of_group, plan.remat)
     chunks = plan_chunks(plan)
-    return stage_step(step, plan.n_micro_batches, chunks.of_group(plan.layer_of_group), chunks.stage_of)
+    with blamed("n_micro_batches", plan.n_micro_batches):
+        return stage_step(step, plan.n_micro_batches, chunks.of_group(plan.layer_of_group), chunks.stage_of)
 
 
 def mesh_problems(staged: StagedStep) -> list[MeshEquations]:

@@ -78,8 +78,8 @@ def with_row_blocks(traced: TracedStep, row_blocks: RowBlocks) -> Unstacked:
     stacks = find_stacks(traced)
     if tuple(map(sum, row_blocks)) != stacks.lengths:
         raise VerifyError(
-            f"The plan cuts scans of {', '.join(str(sum(sizes)) for sizes in row_blocks)} layers and the model has "
-            f"scans of {', '.join(map(str, stacks.lengths)) or 'none'}: it is another model. Plan it anew."
+            f"`plan.row_blocks` cuts scans of {', '.join(str(sum(sizes)) for sizes in row_blocks)} layers and the "
+            f"model has scans of {', '.join(map(str, stacks.lengths)) or 'none'}: it is another model. Plan it anew."
         )
     return unstack(traced, stacks, row_blocks)
 

@@ -314,3 +314,33 @@ def _passing(eqn: JaxprEqn, factors: Factors, k: int) -> Pass | None:
         return Pass(frozenset(factors.linear_operands))
     alone = sum(v is eqn.invars[k] for v in eqn.invars if not is_literal(v)) == 1
     return Pass(frozenset({k})) if factors.linear == "each" and alone else None
+
+
+def nearest_way(
+    eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, operands: Specs, made: Specs
+) -> tuple[Specs, Specs]:
+    """Operands and made results of the way that gives each axis to what these specs give it to first.
+
+    The specs are those of a way if they are all the same. Axes of specs are axes of the mesh, and have several devices.
+    """
+    assignment = [_first_use(eqn, factors, operands, made, axis) for axis in range(len(mesh_shape))]
+    for axis, factor in enumerate(assignment):
+        n_splits = _splits(tuple(assignment), mesh_shape)
+        if isinstance(factor, int) and not factors.may_split(factor, n_splits[factor]):
+            assignment[axis] = None
+    found = tuple(assignment)
+    return (
+        tuple(_operand_spec(factors, found, k) for k in range(len(operands))),
+        tuple(_made_spec(factors, found, r) for r in range(len(made))),
+    )
+
+
+def _first_use(eqn: JaxprEqn, factors: Factors, operands: Specs, made: Specs, axis: int) -> int | Pass | None:
+    """The factor that `axis` splits in some array; else how it passes a partial sum."""
+    for arrays, specs in ((factors.operands, operands), (factors.results, made)):
+        for dims, spec in zip(arrays, specs, strict=True):
+            for dim, axes in zip(dims, spec.dims, strict=True):
+                if axis in axes:
+                    return next((f for f in dim if factors.sizes[f] > 1), None)
+    partial = (k for k, spec in enumerate(operands) if axis in spec.partial)
+    return next((use for k in partial if (use := _passing(eqn, factors, k)) is not None), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
@@ -23,6 +24,11 @@ from minialpa.sharding import EquationSpecs, Spec
 T = TypeVar("T")
 
 _UNCONSTRAINED = "?"  # no name of a mesh axis
+_MOST_LOOPS = 32  # inside each other
+
+#: Short texts of any data, however deep or long.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 3, 60, 60, 60
 
 
 def encode(value: Any) -> Any:
@@ -70,7 +76,7 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
 
 def _expect(holds: bool, data: Any, expected: str, where: str) -> None:
     if not holds:
-        text = repr(data)
+        text = _SHORT.repr(data)
         shown = text if len(text) <= 60 else f"{text[:57]}..."
         raise VerifyError(f"Not a plan: `{where}` is {shown}; expected {expected}. Write plans with `Plan.save`.")
 
@@ -81,12 +87,21 @@ def _one_of(kind: Any) -> str:
 
 def _scalar(kind: Any, data: Any, where: str) -> Any:
     if kind is float:
-        is_number = isinstance(data, int | float) and not isinstance(data, bool)
-        _expect(is_number and not math.isnan(data), data, "a number", where)
+        _expect(_is_number(data), data, "a number", where)
         return data
     names = {int: "an integer", str: "a text", bool: "true or false"}
     _expect(type(data) is kind, data, names[kind], where)
     return data
+
+
+def _is_number(data: Any) -> bool:
+    """Whether it is a number that is a float, or has one next to it."""
+    if not isinstance(data, int | float) or isinstance(data, bool):
+        return False
+    try:
+        return not math.isnan(data)
+    except OverflowError:
+        return False
 
 
 def _tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
@@ -144,10 +159,15 @@ def _spec(data: Any, where: str) -> Spec:
     return spec
 
 
-def _equation_specs(data: Any, where: str) -> EquationSpecs:
+def _equation_specs(data: Any, where: str, n_outside: int = 0) -> EquationSpecs:
+    """`n_outside`: loops around this equation."""
     _expect(isinstance(data, list) and len(data) == 4, data, "a list of operands, made, results, body", where)
     specs = [_tuple((Spec, ...), data[i], f"{where}[{i}]") for i in range(3)]
-    return EquationSpecs(specs[0], specs[1], specs[2], _tuple((EquationSpecs, ...), data[3], f"{where}[3]"))
+    body, inside = data[3], f"{where}[3]"
+    _expect(isinstance(body, list), body, "a list", inside)
+    _expect(not body or n_outside < _MOST_LOOPS, body, f"at most {_MOST_LOOPS} loops inside each other", inside)
+    equations = tuple(_equation_specs(item, f"{inside}[{i}]", n_outside + 1) for i, item in enumerate(body))
+    return EquationSpecs(specs[0], specs[1], specs[2], equations)
 
 
 def _partition_spec(data: Any, where: str) -> PartitionSpec:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from jax.sharding import PartitionSpec
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.collection import collection_paused
 from minialpa.cost import CollectiveKind
 from minialpa.errors import VerifyError
 from minialpa.files import write_text
@@ -23,6 +24,8 @@ from minialpa.options import AutoShardingOption, Remat
 from minialpa.sharding import EquationSpecs, Spec
 
 VERSION = 6
+#: Characters of a plan's text, at some 65 for each equation. JSON may take 25 times its length in memory.
+MOST_CHARACTERS = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,8 +308,9 @@ class Plan:
         from minialpa.plan.codec import decode
         from minialpa.plan.verify import verify_plan
 
-        plan = decode(Plan, _content(text), "plan")
-        verify_plan(plan)
+        with collection_paused():
+            plan = decode(Plan, _content(text), "plan")
+            verify_plan(plan)
         return plan
 
     def save(self, path: str | Path) -> None:
@@ -316,12 +320,20 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         """The plan that `save` wrote. Raises VerifyError like `from_json`."""
-        return Plan.from_json(Path(path).read_text(encoding="utf-8", errors="replace"))
+        with Path(path).open(encoding="utf-8", errors="replace") as file:
+            return Plan.from_json(file.read(MOST_CHARACTERS + 1))
 
 
 def _content(text: str) -> Any:
+    if len(text) > MOST_CHARACTERS:
+        raise VerifyError(
+            f"Not a plan: it has more than {MOST_CHARACTERS} characters, and the plans of large models have a few "
+            "million. Write one with `Plan.save`."
+        )
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_fields_once)
+    except VerifyError:
+        raise
     except (ValueError, RecursionError) as error:
         raise VerifyError(f"Not a plan: {error}. Write one with `Plan.save`.") from error
     if not isinstance(data, dict) or "version" not in data:
@@ -332,3 +344,12 @@ def _content(text: str) -> Any:
     if data.keys() != {"version", "plan"}:
         raise VerifyError(f"Not a plan: JSON with the fields {sorted(data)}; expected `plan` and `version`.")
     return data["plan"]
+
+
+def _fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise VerifyError(f"Not a plan: there is a record that has `{twice[:60]}` twice. Write one with `Plan.save`.")
+    return fields

@@ -1,4 +1,7 @@
-"""The verifier of plans, for the border between who makes a plan and who runs it."""
+"""The verifier of plans by themselves, for the border between who makes a plan and who runs it.
+
+What a plan says about a step is verified where there is one: see `minialpa.inter.verify_fit`.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,23 @@ from minialpa.options import AutoShardingOption
 from minialpa.plan.plan import PlacedValue, Plan, PlannedOperator, StagePlan
 from minialpa.sharding import EquationSpecs, Spec
 
+#: Numbers above are no counts, seconds, bytes or rates of anything.
+_MOST_INTEGER, _MOST_FLOAT = 2**62, 1e30
+_MOST_DEVICES = 10**6
+
 
 def verify_plan(plan: Plan) -> None:
     """Raise VerifyError, with the name of the field, unless
 
-    - seconds, bytes, rates, links, sizes and numbers of things are finite and not negative;
-    - there is a stage and a micro-batch, and a stage's alpha, beta and logical shape have one value for each mesh axis;
+    - seconds, bytes, rates, links, sizes and numbers of things are not negative, and none is absurd;
+    - there is a stage, and a micro-batch, and no more of these than examples of an argument;
+    - a stage's alpha, beta and logical shape have one value for each mesh axis;
     - the logical shape of a stage has as many devices as its submesh, the submesh is part of a host or whole hosts,
       and stages have devices of the cluster, each its own;
-    - with a pipeline, the stages have every layer once, and each layer has a `remat`; without, there is one stage;
-    - specs use the axes of their mesh, each dimension of an array has one, and its parts are equal;
+    - with a pipeline, the stages have every layer once, each stage has one, in order, and each layer has a `remat`;
+      without, there is one stage;
+    - specs use axes of their mesh that have several devices, in ascending order; each dimension of an array has one,
+      and its parts are equal;
     - arguments and results have one spec for each of their meshes, and are no partial sums;
     - where they live in blocks, the rows of blocks are theirs and do not overlap, and stacks of layers are cut into
       blocks of one row at least, in a pipeline only;
@@ -31,8 +41,14 @@ def verify_plan(plan: Plan) -> None:
     """
     _check_numbers(plan, "plan")
     _check_fingerprint(plan)
-    _require(plan.n_micro_batches >= 1, "n_micro_batches", plan.n_micro_batches, "at least 1")
-    _require(len(plan.stages) >= 1, "stages", plan.stages, "at least one stage")
+    require(plan.n_micro_batches >= 1, "n_micro_batches", plan.n_micro_batches, "at least 1")
+    most = max((value.shape[0] for value in plan.inputs if value.shape), default=1)
+    expected = f"at most {most}, the length of the longest argument"
+    require(plan.n_micro_batches <= max(1, most), "n_micro_batches", plan.n_micro_batches, expected)
+    require(len(plan.stages) >= 1, "stages", plan.stages, "at least one stage")
+    cluster = plan.cluster
+    for name, n in (("num_hosts", cluster.num_hosts), ("devices_per_host", cluster.devices_per_host)):
+        require(cluster.n_devices <= _MOST_DEVICES, f"cluster.{name}", n, f"at most {_MOST_DEVICES} devices in all")
     for k, stage in enumerate(plan.stages):
         _check_devices(plan, stage, f"stages[{k}]")
     _check_overlap(plan)
@@ -47,10 +63,11 @@ def verify_plan(plan: Plan) -> None:
     _check_collectives(plan)
     _check_passes(plan)
     peaks = tuple(stage.peak_bytes for stage in plan.stages)
-    _require(plan.cost.peak_bytes == peaks, "cost.peak_bytes", plan.cost.peak_bytes, f"those of the stages, {peaks}")
+    require(plan.cost.peak_bytes == peaks, "cost.peak_bytes", plan.cost.peak_bytes, f"those of the stages, {peaks}")
 
 
-def _require(holds: bool, where: str, found: Any, expected: str) -> None:
+def require(holds: bool, where: str, found: Any, expected: str) -> None:
+    """Raise VerifyError, which says what field `where` of a plan is and should be, unless `holds`."""
     if not holds:
         text = str(found)
         shown = text if len(text) <= 80 else f"{text[:77]}..."
@@ -58,10 +75,10 @@ def _require(holds: bool, where: str, found: Any, expected: str) -> None:
 
 
 def _check_numbers(value: Any, where: str) -> None:
-    """Every number but those of options, which are the user's."""
+    """Every number but those of options, which are the user's. Those that pass can be added and multiplied."""
     if isinstance(value, int | float):
-        holds = not isinstance(value, float) or math.isfinite(value)
-        _require(holds and value >= 0, where.removeprefix("plan."), value, "finite and not negative")
+        most = _MOST_FLOAT if isinstance(value, float) else _MOST_INTEGER
+        require(0 <= value <= most, where.removeprefix("plan."), value, f"finite and not negative, at most {most:g}")
     elif isinstance(value, tuple):
         for i, item in enumerate(value):
             _check_numbers(item, f"{where}[{i}]")
@@ -72,31 +89,31 @@ def _check_numbers(value: Any, where: str) -> None:
 
 def _check_fingerprint(plan: Plan) -> None:
     names = [name for name, _ in plan.fingerprint.primitives]
-    _require(names == sorted(set(names)), "fingerprint.primitives", names, "each name once, in order")
+    require(names == sorted(set(names)), "fingerprint.primitives", names, "each name once, in order")
     n = plan.fingerprint.n_prefixes
     prefixes = plan.fingerprint.prefixes
-    _require(len(prefixes) == n, "fingerprint.prefixes", prefixes, f"{n} for {plan.fingerprint.n_equations} equations")
+    require(len(prefixes) == n, "fingerprint.prefixes", prefixes, f"{n} for {plan.fingerprint.n_equations} equations")
 
 
 def _check_devices(plan: Plan, stage: StagePlan, where: str) -> None:
     shape = stage.logical_shape
-    _require(len(shape) in (1, 2) and min(shape) >= 1, f"{where}.logical_shape", shape, "1 or 2 positive lengths")
+    require(len(shape) in (1, 2) and min(shape) >= 1, f"{where}.logical_shape", shape, "1 or 2 positive lengths")
     for name, values in (("alpha", stage.alpha), ("beta", stage.beta)):
-        _require(len(values) == len(shape), f"{where}.{name}", values, f"one value for each axis of {shape}")
+        require(len(values) == len(shape), f"{where}.{name}", values, f"one value for each axis of {shape}")
     hosts, per_host = stage.submesh
     cluster = plan.cluster
     is_whole = hosts == 1 or per_host == cluster.devices_per_host
     fits = 1 <= hosts <= cluster.num_hosts and 1 <= per_host <= cluster.devices_per_host and is_whole
-    _require(
+    require(
         fits, f"{where}.submesh", stage.submesh,
         f"part of a host or whole hosts of {cluster.num_hosts} x {cluster.devices_per_host} devices",
     )  # fmt: skip
     n = stage.n_devices
-    _require(math.prod(shape) == n, f"{where}.logical_shape", shape, f"the {n} devices of the submesh")
+    require(math.prod(shape) == n, f"{where}.logical_shape", shape, f"the {n} devices of the submesh")
     last = cluster.n_devices - n
-    _require(stage.first_device <= last, f"{where}.first_device", stage.first_device, f"at most {last}")
+    require(stage.first_device <= last, f"{where}.first_device", stage.first_device, f"at most {last}")
     axis = stage.option.force_batch_dim_to_mesh_dim
-    _require(
+    require(
         axis is None or 0 <= axis < len(shape),
         f"{where}.option.force_batch_dim_to_mesh_dim",
         axis,
@@ -108,33 +125,41 @@ def _check_overlap(plan: Plan) -> None:
     in_order = sorted(range(len(plan.stages)), key=lambda k: plan.stages[k].first_device)
     for a, b in itertools.pairwise(in_order):
         end, start = plan.stages[a].first_device + plan.stages[a].n_devices, plan.stages[b].first_device
-        _require(end <= start, f"stages[{b}].first_device", start, f"{end} or more, behind those of stage {a}")
+        require(end <= start, f"stages[{b}].first_device", start, f"{end} or more, behind those of stage {a}")
 
 
 def _check_layers(plan: Plan) -> None:
     n_layers = max(plan.layer_of_group, default=-1) + 1
-    _require(len(plan.remat) == n_layers, "remat", plan.remat, f"one entry for each of {n_layers} layers")
+    require(len(plan.remat) == n_layers, "remat", plan.remat, f"one entry for each of {n_layers} layers")
     if not plan.layer_of_group:
-        _require(len(plan.stages) == 1, "layer_of_group", (), "the layer of each group, in a plan with several stages")
+        require(len(plan.stages) == 1, "layer_of_group", (), "the layer of each group, in a plan with several stages")
     positive = all(sizes and min(sizes) >= 1 for sizes in plan.row_blocks)
-    _require(positive, "row_blocks", plan.row_blocks, "blocks of at least one row")
+    require(positive, "row_blocks", plan.row_blocks, "blocks of at least one row")
     needed = bool(plan.layer_of_group) or not plan.row_blocks
-    _require(needed, "row_blocks", plan.row_blocks, "none, in a plan without a pipeline")
+    require(needed, "row_blocks", plan.row_blocks, "none, in a plan without a pipeline")
     layers = [layer for stage in plan.stages for layer in stage.layers]
     listed = [list(stage.layers) for stage in plan.stages]
-    _require(sorted(layers) == list(range(n_layers)), "stages[*].layers", listed, f"each of {n_layers} layers once")
+    require(sorted(layers) == list(range(n_layers)), "stages[*].layers", listed, f"each of {n_layers} layers once")
+    for k, stage in enumerate(plan.stages):
+        own = stage.layers
+        require(list(own) == sorted(own), f"stages[{k}].layers", own, "layers in ascending order")
+        require(bool(own) or n_layers == 0, f"stages[{k}].layers", own, "a layer at least")
 
 
 def _check_spec(spec: Spec, stage: StagePlan, where: str) -> None:
+    shape = stage.logical_shape
     for axis in (*spec.axes, *spec.partial):
-        _require(axis < len(stage.logical_shape), where, spec, f"axes of a mesh of shape {stage.logical_shape}")
+        is_live = axis < len(shape) and shape[axis] > 1
+        require(is_live, where, spec, f"axes of a mesh of shape {shape} that have several devices")
+    for axes in (*spec.dims, spec.partial):
+        require(list(axes) == sorted(axes), where, spec, "the axes of a dimension in ascending order")
 
 
 def _check_shaped(spec: Spec, shape: tuple[int, ...], stage: StagePlan, where: str) -> None:
     _check_spec(spec, stage, where)
-    _require(len(spec.dims) == len(shape), where, spec, f"{len(shape)} dimensions, for an array of shape {shape}")
+    require(len(spec.dims) == len(shape), where, spec, f"{len(shape)} dimensions, for an array of shape {shape}")
     fits = spec.fits(shape, stage.logical_shape)
-    _require(fits, where, spec, f"equal parts of shape {shape} on a mesh of shape {stage.logical_shape}")
+    require(fits, where, spec, f"equal parts of shape {shape} on a mesh of shape {stage.logical_shape}")
 
 
 def _check_stage_specs(stage: StagePlan, where: str) -> None:
@@ -154,7 +179,7 @@ def _specs_of_equations(equations: Iterable[EquationSpecs]) -> Iterable[tuple[in
 
 
 def _check_operator(op: PlannedOperator, stage: StagePlan, n_layers: int, where: str) -> None:
-    _require(op.layer is None or op.layer < n_layers, f"{where}.layer", op.layer, f"below {n_layers}")
+    require(op.layer is None or op.layer < n_layers, f"{where}.layer", op.layer, f"below {n_layers}")
     _check_shaped(op.result, op.shape, stage, f"{where}.result")
     for i, spec in enumerate(op.operands):
         _check_spec(spec, stage, f"{where}.operands[{i}]")
@@ -163,19 +188,19 @@ def _check_operator(op: PlannedOperator, stage: StagePlan, n_layers: int, where:
 def _check_placed(value: PlacedValue, stages: tuple[StagePlan, ...], where: str) -> None:
     meshes, specs = value.mesh_ids, value.specs
     rows = value.rows or ((0, 0),) * len(meshes)
-    _require(len(rows) == len(meshes), f"{where}.rows", rows, f"rows for each mesh of {meshes}, or none")
+    require(len(rows) == len(meshes), f"{where}.rows", rows, f"rows for each mesh of {meshes}, or none")
     places = set(zip(meshes, rows, strict=True))
-    _require(len(places) == len(meshes), f"{where}.mesh_ids", meshes, "each mesh once, or once for each block of rows")
+    require(len(places) == len(meshes), f"{where}.mesh_ids", meshes, "each mesh once, or once for each block of rows")
     for a, b in value.rows:
         inside = bool(value.shape) and 0 <= a < b <= value.shape[0]
-        _require(inside, f"{where}.rows", value.rows, f"rows of an array of shape {value.shape}")
+        require(inside, f"{where}.rows", value.rows, f"rows of an array of shape {value.shape}")
     ends = sorted(set(value.rows))
     apart = all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
-    _require(apart, f"{where}.rows", value.rows, "blocks that do not overlap")
-    _require(all(m < len(stages) for m in meshes), f"{where}.mesh_ids", meshes, f"below {len(stages)}")
-    _require(len(specs) == len(meshes), f"{where}.specs", list(map(str, specs)), f"one for each mesh of {meshes}")
+    require(apart, f"{where}.rows", value.rows, "blocks that do not overlap")
+    require(all(m < len(stages) for m in meshes), f"{where}.mesh_ids", meshes, f"below {len(stages)}")
+    require(len(specs) == len(meshes), f"{where}.specs", list(map(str, specs)), f"one for each mesh of {meshes}")
     for i, (mesh, spec) in enumerate(zip(meshes, specs, strict=True)):
-        _require(not spec.partial, f"{where}.specs[{i}]", spec, "no partial sum")
+        require(not spec.partial, f"{where}.specs[{i}]", spec, "no partial sum")
         shape = (value.rows[i][1] - value.rows[i][0], *value.shape[1:]) if value.rows else value.shape
         _check_shaped(spec, shape, stages[mesh], f"{where}.specs[{i}]")
 
@@ -183,22 +208,30 @@ def _check_placed(value: PlacedValue, stages: tuple[StagePlan, ...], where: str)
 def _check_collectives(plan: Plan) -> None:
     for i, c in enumerate(plan.collectives):
         where = f"collectives[{i}]"
-        _require(c.stage < len(plan.stages), f"{where}.stage", c.stage, f"below {len(plan.stages)}")
+        require(c.stage < len(plan.stages), f"{where}.stage", c.stage, f"below {len(plan.stages)}")
         shape = plan.stages[c.stage].logical_shape
         holds = len(set(c.axes)) == len(c.axes) > 0 and all(axis < len(shape) for axis in c.axes)
-        _require(holds, f"{where}.axes", c.axes, f"axes of a mesh of shape {shape}, each once")
-        _require(c.times_per_step >= 1, f"{where}.times_per_step", c.times_per_step, "at least 1")
+        require(holds, f"{where}.axes", c.axes, f"axes of a mesh of shape {shape}, each once")
+        require(c.times_per_step >= 1, f"{where}.times_per_step", c.times_per_step, "at least 1")
 
 
 def _check_passes(plan: Plan) -> None:
     """Passes and what chunks keep; transfers between passes, or between updates."""
-    runs = [max(1, len([i for i in stage.layers if i - 1 not in stage.layers])) for stage in plan.stages]
+    runs = [max(1, len(set(stage.layers) - {layer + 1 for layer in stage.layers})) for stage in plan.stages]
     for k, stage in enumerate(plan.stages):
         where = f"stages[{k}]"
-        _require(len(stage.kept_bytes) == runs[k], f"{where}.kept_bytes", stage.kept_bytes, f"one for {runs[k]} chunks")
+        between = f"{plan.n_loops - 1} numbers, as for the other stages"
+        require(len(stage.between_s) == plan.n_loops - 1, f"{where}.between_s", stage.between_s, between)
+        require(len(stage.kept_bytes) == runs[k], f"{where}.kept_bytes", stage.kept_bytes, f"one for {runs[k]} chunks")
         for i, one in enumerate(stage.passes):
-            _require(one.chunk < sum(runs), f"{where}.passes[{i}].chunk", one.chunk, f"below {sum(runs)}")
+            require(one.chunk < sum(runs), f"{where}.passes[{i}].chunk", one.chunk, f"below {sum(runs)}")
+            _check_loop(plan, one.loop, f"{where}.passes[{i}].loop")
     for i, transfer in enumerate(plan.transfers):
         for name, end in (("source", transfer.source), ("target", transfer.target)):
             limit = len(plan.stages) if end.kind == "update" else sum(runs)
-            _require(end.number < limit, f"transfers[{i}].{name}", end, f"a number below {limit}")
+            require(end.number < limit, f"transfers[{i}].{name}", end, f"a number below {limit}")
+            _check_loop(plan, end.loop, f"transfers[{i}].{name}")
+
+
+def _check_loop(plan: Plan, loop: int, where: str) -> None:
+    require(1 <= loop <= plan.n_loops, where, loop, f"one of the loops 1 to {plan.n_loops}")

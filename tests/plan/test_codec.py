@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from minialpa import AutoShardingOption, Plan, ShardParallel, VerifyError
 from minialpa.plan.codec import decode, encode
+from minialpa.plan.plan import MOST_CHARACTERS
 from tests.plans import pipeline_plan, shard_plan
 
 Place = tuple[str | int, ...]
@@ -120,6 +121,8 @@ def test_a_truncated_plan_is_refused(draw: st.DataObject) -> None:
         ('{"version":6,"plan":{}}', "`plan.fingerprint` is missing"),
         ('{"version":true,"plan":{}}', "has version True; this minialpa reads version 6"),
         ('{"version":2,"plan":{}}', "has version 2; this minialpa reads version 6. Plan again"),
+        ('{"version":6,"version":6,"plan":{}}', "Not a plan: there is a record that has `version` twice"),
+        (" " * (MOST_CHARACTERS + 1), f"Not a plan: it has more than {MOST_CHARACTERS} characters"),
     ],
 )
 def test_text_that_is_no_plan_is_refused(text: str, message: str) -> None:
@@ -145,6 +148,18 @@ def test_text_that_is_no_plan_is_refused(text: str, message: str) -> None:
         (("cost", "total_s"), float("nan"), "`plan.cost.total_s` is nan; expected a number"),
         (("cluster", "device", "memory_bytes"), -1, "`plan.cluster.device`: Device `a100-40gb` needs positive"),
         (("schedule",), None, "`plan.schedule` is None; expected a text"),
+        (("cost", "total_s"), 10**400, "`plan.cost.total_s` is 1000.*; expected a number"),
+        (("schedule",), ["x" * 10**6] * 10, r"`plan.schedule` is \['xxx.*\.\.\.; expected a text"),
+        (
+            ("schedule",),
+            functools.reduce(lambda inner, _: [inner], range(500), []),
+            r"is \[\[\[\[\.\.\.\]\]\]\]; expected",
+        ),
+        (
+            ("stages", 0, "equation_specs", 0),
+            functools.reduce(lambda inner, _: [[], [], [], [inner]], range(100), [[], [], [], []]),
+            r"equation_specs\[0\](\[3\]\[0\]){32}\[3\]` is .*; expected at most 32 loops inside each other",
+        ),
     ],
 )
 def test_the_field_that_is_wrong_is_named(place: Place, value: Any, message: str) -> None:
@@ -171,6 +186,11 @@ def test_named_tuples_are_lists() -> None:
     for wrong in (["forward"], ["update", 1], ["forward", 1.5]):
         with pytest.raises(VerifyError, match="`pass"):
             decode(Passage, wrong, "pass")
+
+
+def test_a_file_without_end_is_refused() -> None:
+    with pytest.raises(VerifyError, match="Not a plan: it has more than"):
+        Plan.load("/dev/zero")
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:

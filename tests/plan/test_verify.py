@@ -48,6 +48,16 @@ def test_plans_that_were_made_are_valid() -> None:
 CASES: dict[str, tuple[Plan, str]] = {
     "infinite seconds": (with_stage(0, update_s=float("inf")), r"stages\[0\].update_s` is inf; expected finite"),
     "negative link": (with_stage(1, alpha=(-1.0,)), r"stages\[1\].alpha\[0\]` is -1.0; expected finite and not neg"),
+    "absurd bytes": (with_stage(0, fixed_bytes=1e31), r"fixed_bytes` is 1e\+31; expected finite .* at most 1e\+30"),
+    "absurd times": (with_collective("all-gather", 1.0, (0,), 0, 2**70), r"times_per_step` is .* at most 4.61"),
+    "more micro-batches than examples": (
+        replace(good(), n_micro_batches=10**7),
+        r"n_micro_batches` is 10000000; expected at most 16, the length of the longest argument",
+    ),
+    "absurd cluster": (
+        replace(good(), cluster=replace(good().cluster, num_hosts=10**15)),
+        r"cluster.num_hosts` is 1000000000000000; expected at most 1000000 devices",
+    ),
     "no micro-batch": (replace(good(), n_micro_batches=0), "n_micro_batches` is 0; expected at least 1"),
     "no stage": (replace(good(), stages=()), r"stages` is \(\); expected at least one stage"),
     "links of other axes": (with_stage(0, beta=(0.1, 0.1)), r"stages\[0\].beta` is .*one value for each axis of \(4,"),
@@ -64,6 +74,14 @@ CASES: dict[str, tuple[Plan, str]] = {
         "force_batch_dim_to_mesh_dim` is 1; expected an axis",
     ),
     "layer twice": (with_stage(1, layers=(0,)), r"stages\[\*\].layers` is \[\[0\], \[0\]\]; expected each of 2 layers"),
+    "layers in another order": (
+        replace(with_stage(0, layers=(1, 0), kept_bytes=(0.0, 0.0)), stages=(with_stage(0, layers=(1, 0)).stages[0],)),
+        r"stages\[0\].layers` is \(1, 0\); expected layers in ascending order",
+    ),
+    "stage without a layer": (
+        replace(good(), stages=(with_stage(0, layers=(0, 1)).stages[0], with_stage(1, layers=()).stages[1])),
+        r"stages\[1\].layers` is \(\); expected a layer at least",
+    ),
     "layer missing": (with_stage(1, layers=()), r"layers` is \[\[0\], \[\]\]; expected each of 2 layers once"),
     "remat of one": (replace(good(), remat=("none",)), "remat` is .*one entry for each of 2 layers"),
     "stages without layers": (
@@ -73,6 +91,14 @@ CASES: dict[str, tuple[Plan, str]] = {
     "axis of a spec": (
         with_stage(0, input_specs=(Spec(((1,),)),)),
         r"stages\[0\].input_specs\[0\]` is S1; expected axes of a mesh of shape \(4,\)",
+    ),
+    "axis of one device": (
+        with_stage(0, logical_shape=(4, 1), alpha=(0.0, 0.0), beta=(0.0, 0.0), input_specs=(Spec(((1,),)),)),
+        r"stages\[0\].input_specs\[0\]` is S1; expected axes of a mesh of shape \(4, 1\) that have several devices",
+    ),
+    "axes in another order": (
+        with_stage(0, logical_shape=(2, 2), alpha=(0.0, 0.0), beta=(0.0, 0.0), input_specs=(Spec(((1, 0),)),)),
+        r"stages\[0\].input_specs\[0\]` is S10; expected the axes of a dimension in ascending order",
     ),
     "axis in a loop": (
         with_stage(0, equation_specs=(EquationSpecs((), (), (), (EquationSpecs((), (), (Spec((), (1,)),)),)),)),

@@ -1,0 +1,196 @@
+"""The verifier of shardings: the equations of a mesh and a spec for every value in, the name of a wrong spec out.
+
+A spec is a claim about what devices hold, and the program of a mesh believes it. `verify_specs` checks each claim by
+the rule of its equation: operands and results together are those of one of its ways (`ways.py`), so that a partial sum
+is claimed only where the equation leaves or passes one; and what is made can be resharded to what is read. A program
+of such specs may be slow but computes what the step says. Linear in the number of specs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.cluster import LogicalMesh
+from minialpa.intra.factors import factors_of
+from minialpa.intra.loops import ScanBody, scan_body
+from minialpa.intra.problem import MeshEquations
+from minialpa.intra.reshard import reshard_table
+from minialpa.intra.rules_common import is_summable
+from minialpa.intra.ways import nearest_way
+from minialpa.jaxprs import Atom, bytes_of, is_literal, shape_of
+from minialpa.plan.verify import require
+from minialpa.sharding import EquationSpecs, Spec
+
+#: Places of what a plan says of an equation.
+_OPERANDS, _MADE, _RESULTS, _BODY = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecsOfMesh:
+    """What a plan says of the values of a mesh; `forbidden` kinds of collectives reshard nothing.
+
+    inputs: specs of the inputs, in order. equations: specs of the equations, in order. where: the stage in the plan.
+    """
+
+    where: str
+    mesh: LogicalMesh
+    forbidden: tuple[str, ...]
+    inputs: tuple[Spec, ...]
+    equations: tuple[EquationSpecs, ...]
+
+
+def verify_specs(problem: MeshEquations, found: SpecsOfMesh) -> dict[Var, Spec]:
+    """The specs of all values of a mesh. Raises VerifyError, with the name of the field, unless
+
+    - each input and each equation has its specs, and these fit their arrays;
+    - inputs are no partial sums, nor are results that leave the mesh or are combined other than by a sum;
+    - operands and results of each equation are those of one of its ways;
+    - a loop carries its values in one spec, and cuts no stacked array between iterations;
+    - each value can be resharded to what its readers want.
+    """
+    where = f"{found.where}.input_specs"
+    given, wanted = len(found.inputs), len(problem.inputs)
+    require(given == wanted, where, f"a list of {given}", f"{wanted}, one for each array that the stage is given")
+    known: dict[Var, Spec] = {}
+    for i, ((v, _), spec) in enumerate(zip(problem.inputs, found.inputs, strict=True)):
+        check_spec(v, spec, found.mesh, f"{where}[{i}]")
+        require(not spec.partial, f"{where}[{i}]", spec, "no partial sum, as devices are given arrays")
+        known[v] = spec
+    verifier = _Verifier(found.mesh, found.forbidden, problem.whole, problem.equal)
+    verifier.equations(problem.eqns, found.equations, known, f"{found.where}.equation_specs")
+    return known
+
+
+def check_spec(v: Atom, spec: Spec, mesh: LogicalMesh, where: str) -> None:
+    """Raise VerifyError unless devices of `mesh` can hold the array `v` in `spec`."""
+    expected = _expected(spec, shape_of(v), mesh.shape)
+    require(expected is None, where, spec, expected or "")
+    require(not spec.partial or is_summable(v), where, spec, "no partial sum of what are no numbers")
+
+
+@functools.lru_cache(maxsize=4096)
+def _expected(spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str | None:
+    """What a spec of an array should be; None if it is that."""
+    if not all(axis < len(mesh_shape) and mesh_shape[axis] > 1 for axis in (*spec.axes, *spec.partial)):
+        return f"axes of a mesh of shape {mesh_shape} that have several devices"
+    if not all(list(axes) == sorted(axes) for axes in (*spec.dims, spec.partial)):
+        return "the axes of each dimension in ascending order"
+    if len(spec.dims) != len(shape):
+        return f"{len(shape)} dimensions, for an array of shape {shape}"
+    return None if spec.fits(shape, mesh_shape) else f"equal parts of shape {shape} on a mesh of shape {mesh_shape}"
+
+
+def check_resharding(v: Atom, src: Spec, dst: Spec, mesh: LogicalMesh, forbidden: tuple[str, ...], where: str) -> None:
+    """Raise VerifyError unless the array `v` can be resharded from `src` to `dst`, which is at `where`."""
+    if src != dst:
+        table = reshard_table(shape_of(v), bytes_of(v), mesh, forbidden)
+        named = " or ".join(f"`{kind}`" for kind in forbidden)
+        expected = f"what `{src}` can be turned into without {named}, which the stage's option forbids"
+        require(math.isfinite(table.cost(src, dst)), where, dst, expected)
+
+
+@dataclass(frozen=True, slots=True)
+class _Verifier:
+    """`whole`, `equal`: as in `MeshEquations`."""
+
+    mesh: LogicalMesh
+    forbidden: tuple[str, ...]
+    whole: Collection[Var]
+    equal: Mapping[Var, Var]
+
+    def equations(
+        self, eqns: Sequence[JaxprEqn], specs: Sequence[EquationSpecs], known: dict[Var, Spec], where: str
+    ) -> None:
+        """Verify equations in order. `known`: specs of what they read; what they leave is added."""
+        require(len(specs) == len(eqns), where, f"a list of {len(specs)}", f"{len(eqns)}, one for each equation")
+        for i, (eqn, chosen) in enumerate(zip(eqns, specs, strict=True)):
+            at = f"{where}[{i}]"
+            self._check_arrays(eqn, chosen, at)
+            for k, (v, spec) in enumerate(zip(eqn.invars, chosen.operands, strict=True)):
+                if not is_literal(v):
+                    self._check_resharding(v, known[v], spec, f"{at}[{_OPERANDS}][{k}]")
+            self._check_kind(eqn, chosen, at)
+            for r, (v, made, left) in enumerate(zip(eqn.outvars, chosen.made, chosen.results, strict=True)):
+                here = f"{at}[{_RESULTS}][{r}]"
+                self._check_resharding(v, made, left, here)
+                expected = f"no partial sum: result {r} of `{eqn.primitive.name}` is read elsewhere, or in other ways"
+                require(not left.partial or v not in self.whole, here, left, expected)
+                known[v] = known[self.equal.get(v, v)] = left
+
+    def _check_resharding(self, v: Atom, src: Spec, dst: Spec, where: str) -> None:
+        check_resharding(v, src, dst, self.mesh, self.forbidden, where)
+
+    def _check_arrays(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
+        """There is a spec for each array of the equation, which fits it."""
+        name = eqn.primitive.name
+        groups = ((_OPERANDS, eqn.invars, chosen.operands, "operand"), (_MADE, eqn.outvars, chosen.made, "result"),
+                  (_RESULTS, eqn.outvars, chosen.results, "result"))  # fmt: skip
+        for place, arrays, specs, what in groups:
+            expected = f"{len(arrays)}, one for each {what} of `{name}`"
+            require(len(specs) == len(arrays), f"{where}[{place}]", f"a list of {len(specs)}", expected)
+            for k, (v, spec) in enumerate(zip(arrays, specs, strict=True)):
+                check_spec(v, spec, self.mesh, f"{where}[{place}][{k}]")
+
+    def _check_kind(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
+        """What is made is made of the operands."""
+        if chosen.body:
+            body = scan_body(eqn)
+            expected = f"an empty list, as `{eqn.primitive.name}` is no loop that is planned inside"
+            require(body is not None, f"{where}[{_BODY}]", f"a list of {len(chosen.body)}", expected)
+            assert body is not None
+            self._check_loop(body, chosen, where)
+        elif eqn.primitive.name == "optimization_barrier":
+            for k, (came, made) in enumerate(zip(chosen.operands, chosen.made, strict=True)):
+                require(made == came, f"{where}[{_MADE}][{k}]", made, f"{came}, as the array comes that is passed on")
+        elif eqn.effects and self.mesh.n_devices > 1:
+            for place, specs in ((_OPERANDS, chosen.operands), (_MADE, chosen.made)):
+                for k, spec in enumerate(specs):
+                    is_whole = not spec.axes and not spec.partial
+                    expected = f"a whole array, as `{eqn.primitive.name}` has side effects and runs once"
+                    require(is_whole, f"{where}[{place}][{k}]", spec, expected)
+        else:
+            self._check_way(eqn, chosen, where)
+
+    def _check_way(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
+        operands, made = nearest_way(eqn, factors_of(eqn).on_mesh(), self.mesh.shape, chosen.operands, chosen.made)
+        if (operands, made) == (chosen.operands, chosen.made):
+            return
+        ends = ((_OPERANDS, chosen.operands, operands), (_MADE, chosen.made, made))
+        for place, specs, of_way in ends:
+            for k, (spec, expected) in enumerate(zip(specs, of_way, strict=True)):
+                text = f"{expected} by the rule of `{eqn.primitive.name}`, next to {_listed(chosen)}"
+                require(spec == expected, f"{where}[{place}][{k}]", spec, text)
+
+    def _check_loop(self, body: ScanBody, chosen: EquationSpecs, where: str) -> None:
+        for k, spec in enumerate(chosen.operands[body.n_lead :], body.n_lead):
+            require(not spec.dims[0], f"{where}[{_OPERANDS}][{k}]", spec, "iterations that all devices have")
+        for r, (made, left) in enumerate(zip(chosen.made, chosen.results, strict=True)):
+            here = f"{where}[{_MADE}][{r}]"
+            require(made == left, here, made, f"{left}, in which the loop leaves result {r}")
+            if r < body.n_carry:
+                came = chosen.operands[body.n_consts + r]
+                require(made == came, here, made, f"{came}, in which the loop carries the value")
+            else:
+                require(not made.dims[0], here, made, "iterations that all devices have")
+        self._check_iteration(body, chosen, where)
+
+    def _check_iteration(self, body: ScanBody, chosen: EquationSpecs, where: str) -> None:
+        flat = body.flat
+        known = {v: Spec.replicated(len(shape_of(v))) for v in flat.constvars}
+        known.update((v, body.inner_operand(k, chosen.operands[k])) for k, v in enumerate(flat.invars))
+        self.equations(flat.eqns, chosen.body, known, f"{where}[{_BODY}]")
+        for r, v in enumerate(flat.outvars):
+            made = Spec.replicated(len(shape_of(v))) if is_literal(v) else known[v]
+            self._check_resharding(v, made, body.inner_result(r, chosen.results[r]), f"{where}[{_RESULTS}][{r}]")
+
+
+def _listed(chosen: EquationSpecs) -> str:
+    def texts(specs: Sequence[Spec]) -> str:
+        return "[" + "] [".join(map(str, specs)) + "]"
+
+    return f"{texts(chosen.operands)} -> {texts(chosen.made)}"
