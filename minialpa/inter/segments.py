@@ -231,7 +231,8 @@ class _Finder:
         factors = factors_of(eqn)
         scale = self._common_scale(eqn, factors)
         for k, (v, form) in enumerate(zip(eqn.invars, forms, strict=True)):
-            waits = scale is not None and self._scale_of(v, k, factors) == scale
+            is_part = isinstance(form, Partial) and form.scale is not None
+            waits = scale is not None and self._scale_of(v, k, factors) == scale and not is_part
             if not waits and not (isinstance(form, Once) and form.after == 0):
                 return None
         return scale
@@ -250,6 +251,8 @@ class _Finder:
         """A scalar that is known behind a loop, and not before the first."""
         if is_literal(atom) or shape_of(atom) or not is_inexact(atom) or atom in self.independent:
             return None
+        if self.statistics.own:
+            return None  # the derivatives of statistics are read in the loop
         form = self.forms.form(atom)
         if isinstance(form, Once):
             return atom if form.after and not form.is_average else None

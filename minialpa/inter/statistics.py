@@ -25,7 +25,7 @@ from typing import Final
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
-from minialpa.inter.batching import AGGREGATE, Kinds
+from minialpa.inter.batching import AGGREGATE, Kinds, is_barrier
 from minialpa.jaxprs import Atom, dtype_name, innermost_line, is_inexact, is_literal, shape_of, source_line
 from minialpa.trace import Origin, TracedStep
 
@@ -155,6 +155,9 @@ class _Clusters:
 
     def find(self) -> list[_Cluster]:
         for i, eqn in enumerate(self.eqns):
+            if is_barrier(eqn):
+                self._pass_on(eqn)
+                continue
             on_examples = [v for v in eqn.invars if not is_literal(v) and self._is_rows(v)]
             totals = [v for v in eqn.invars if not is_literal(v) and self.kinds.get(v) == AGGREGATE]
             if on_examples and any(self.kinds.get(v) == AGGREGATE for v in eqn.outvars):
@@ -167,6 +170,19 @@ class _Clusters:
                 self.inputs.update(eqn.outvars)
         self._find_running_averages()
         return [c for c in self.clusters.values() if c.entries]
+
+    def _pass_on(self, eqn: JaxprEqn) -> None:
+        """What passes a barrier is what it was."""
+        for v, out in zip(eqn.invars, eqn.outvars, strict=True):
+            if is_literal(v):
+                continue
+            for known in (self.root, self.moment, self.normalised):
+                if v in known:
+                    known[out] = known[v]  # type: ignore[index]
+            for group in (self.inputs, self.summed, self.rooted, self.adjusted):
+                if v in group:
+                    group.add(out)
+            self.root.setdefault(out, self._root(v))
 
     def _is_rows(self, v: Var) -> bool:
         return isinstance(self.kinds.get(v), int)
@@ -271,6 +287,10 @@ def _derivatives(
     for i, eqn in enumerate(eqns):
         if eqn.primitive.name == _PER_MICRO_BATCH:
             asked_for.update(eqn.outvars)
+        if is_barrier(eqn):
+            for group in (is_own, asked_for):
+                group.update(o for v, o in zip(eqn.invars, eqn.outvars, strict=True) if v in group)
+            continue
         totals = [v for v in eqn.invars if not is_literal(v) and kinds.get(v) == AGGREGATE]
         in_backward = step.origins[i].direction == "backward" or any(v in asked_for for v in totals)
         if i in own.entries or i in own.totals or not in_backward:
@@ -308,7 +328,7 @@ def _exact_keys(
     brought: set[Var] = set()
     for i in range(len(eqns) - 1, -1, -1):
         eqn = eqns[i]
-        if i in own or step.origins[i].direction == "backward":
+        if i in own or step.origins[i].direction == "backward" or is_barrier(eqn):
             continue
         totals = [v for v in eqn.invars if not is_literal(v) and kinds.get(v) == AGGREGATE]
         on_examples = any(not is_literal(v) and isinstance(kinds.get(v), int) for v in eqn.invars)

@@ -349,6 +349,17 @@ def test_losses_of_totals_take_as_many_loops_as_they_need(name: str) -> None:
     assert split.n_loops == n_loops
 
 
+def test_gradients_that_wait_for_a_scalar_may_be_added_up() -> None:
+    """A weight that is used twice has two gradients, both of which are scaled by the same total."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        hidden = jnp.tanh(batch["x"] @ params["w"]) @ params["w"]
+        values = jnp.abs(hidden @ params["v"])
+        return jnp.sum(values**2) / jax.lax.stop_gradient(jnp.sum(values))
+
+    assert _check(_training(loss), _params(), _batch(), rtol=1e-4).n_loops == 1
+
+
 def test_a_value_of_the_micro_batch_is_asked_for() -> None:
     """The loss is the mean of the micro-batches' own, and the gradient is that of this mean."""
 
