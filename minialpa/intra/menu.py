@@ -3,6 +3,8 @@
 Models repeat themselves: most equations differ from an earlier one in nothing but the names of their variables, and
 then have the very same `StrategySet` on a mesh. Equations of other sizes that are divided by the same numbers have the
 same `Ways`, on all meshes of one shape. Tuples of specs are therefore compared by identity here.
+
+What grows with the number of kinds, or of equations, is kept up to so many bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.factors import Factors, factors_of
+from minialpa.intra.recent import Recent
 from minialpa.intra.reshard import ReshardTable, reshard_table, same_divisors
 from minialpa.intra.strategies import StrategySet, priced, splits_most
 from minialpa.intra.ways import Specs, Ways, enumerate_ways, follow_ways, leads, same_operands
 from minialpa.jaxprs import dtype_name, is_constraint, shape_of, sub_jaxprs
 
 T = TypeVar("T")
+
+#: Bytes of tables of resharding that all menus keep together; equations whose kinds are known without looking.
+_MOST_TABLE_BYTES, _MOST_EQUATIONS = 2**28, 200_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,10 +110,20 @@ class _Shape:
         )  # fmt: skip
 
 
+#: Seconds of resharding, [made, wanted], with these specs.
+_Tables = Recent[tuple[NDArray[np.float64], Specs, Specs]]
+#: Of a table, besides its entries.
+_KEY_BYTES = 500
+
+
 class Menu:
     """What `strategies` and `reshard` give for one mesh, where `n_together` sums share the time to start; remembers."""
 
-    def __init__(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, shape: _Shape) -> None:
+    def __init__(
+        self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, shape: _Shape, tables: _Tables
+    ) -> None:
+        """`tables`: of resharding, of all menus."""
+        self._tables = tables
         self.apart, self.forbidden, self.n_together = mesh, forbidden, n_together
         self.mesh = replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
         self._shape, self._memo = shape, _Memo()
@@ -153,7 +169,9 @@ class Menu:
             )
             return table.between(self._shape.numbers(table, made), self._shape.numbers(table, wanted))
 
-        return self._memo.once(("reshard", shape, n_bytes, id(made), id(wanted)), (made, wanted), make)
+        # With what the key holds by identity, so that this stays alive.
+        key = (self, shape, n_bytes, id(made), id(wanted))
+        return self._tables.once(key, lambda: (make(), made, wanted))[0]
 
 
 class Menus:
@@ -161,10 +179,14 @@ class Menus:
 
     def __init__(self) -> None:
         self._memo = _Memo()
+        self._tables: _Tables = Recent(_MOST_TABLE_BYTES, lambda table: table[0].nbytes + _KEY_BYTES)
+        self._kinds: dict[int, tuple[EquationKind, JaxprEqn]] = {}  # by the identity of an equation
 
     def of(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int) -> Menu:
         shape = self._memo.once(("shape", mesh.shape), None, lambda: _Shape(mesh.shape, self._memo))
-        return self._memo.once((mesh, forbidden, n_together), None, lambda: Menu(mesh, forbidden, n_together, shape))
+        return self._memo.once(
+            (mesh, forbidden, n_together), None, lambda: Menu(mesh, forbidden, n_together, shape, self._tables)
+        )
 
     def same(self, specs: Specs) -> Specs:
         """The tuple that stands for all that are equal: specs are compared by identity."""
@@ -172,7 +194,12 @@ class Menus:
 
     def kind_of(self, eqn: JaxprEqn) -> EquationKind:
         """Equations of one kind have the same."""
-        return self._memo.once(id(eqn), eqn, lambda: self._kind_of(eqn))
+        found = self._kinds.get(id(eqn))
+        if found is None:
+            if len(self._kinds) >= _MOST_EQUATIONS:
+                self._kinds.clear()
+            found = self._kinds[id(eqn)] = self._kind_of(eqn), eqn
+        return found[0]
 
     def _kind_of(self, eqn: JaxprEqn) -> EquationKind:
         factors, same = factors_of(eqn).on_mesh(), same_operands(eqn)

@@ -73,7 +73,9 @@ class Residual:
     def decide(self, node: int, scope: tuple[int, ...], best: Ints) -> None:
         """Take `node` out; `best` holds its strategy, by current place, for each choice of `scope`."""
         domains = tuple(self.kept[w] for w in scope)
-        self.steps.append(Step(node, scope, domains, self.kept[node][best]))
+        # A solve keeps all of these tables until its end: in as few bytes as their entries need.
+        names = self.kept[node].astype(np.min_scalar_type(int(self.kept[node].max())))
+        self.steps.append(Step(node, scope, domains, names[best]))
         for w in self.adjacent[node]:
             del self.adjacent[w][node]
         self.adjacent[node] = {}

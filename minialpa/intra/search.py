@@ -24,7 +24,7 @@ _LARGEST_TREE = 50
 #: A node that could join the tree is left out with this probability, for variety.
 _LEAVE_OUT = 0.2
 #: More than all nodes use together.
-_UNLIMITED = np.int64(2 ** (MOST_BITS + 1))
+_UNLIMITED = 2 ** (MOST_BITS + 1)
 
 
 class _Tree(NamedTuple):

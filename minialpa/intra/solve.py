@@ -56,5 +56,10 @@ class MeshSolver:
             return self.folded.read(alike)
         return free.read(each) if alike is None or each.cost < alike.cost else self.folded.read(alike)
 
+    @property
+    def n_bytes(self) -> float:
+        """About what this holds."""
+        return self.folded.n_bytes + (self._each.n_bytes if self._each else 0.0)
+
     def _is_large(self) -> bool:
         return len(self.problem.eqns) > _MOST_EQUATIONS
