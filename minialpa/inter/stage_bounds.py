@@ -342,7 +342,7 @@ class StageBounds:
         for at, (t, step) in costs.exact.items():
             seconds[at], step_seconds[at] = t, step
         for at, n_live in costs.misfits:
-            fixed[at] = max(fixed[at], (1 + 1e-9) * self.memory[at[2]] - n_live * in_flight[at] + 1)
+            fixed[at] = max(fixed[at], _above(self.memory[at[2]]) - n_live * in_flight[at])
         base = self.anchor
         crossing = np.array(self._kinds_of(base, self.space.remats[0]).border_bytes)[starts[1:] - 1] * base / n
         seconds = preferred_seconds(seconds, self.n_devices / self.cluster.n_devices)
@@ -369,6 +369,11 @@ class StageBounds:
         needless = np.repeat(earlier[..., None], len(THRIFT), axis=-1)
         needless[..., 1:] |= free[..., None]
         return needless.reshape(fits.shape)
+
+
+def _above(limit_bytes: float) -> float:
+    """A hair more than a limit: what differences and sums with it do not round to the limit."""
+    return limit_bytes + 2 * float(np.spacing(limit_bytes)) if math.isfinite(limit_bytes) else math.inf
 
 
 def _place_of(stage: StageChoice) -> _Place:
