@@ -21,7 +21,7 @@ METHOD = AutoParallel(devices=CPUS, layer_option=AutoLayerOption(layer_num=2, re
 
 
 def recogniser() -> TracedStep:
-    sizes: dict[str, Any] = {"n_frames": 4, "n_features": 8, "hidden": 32, "n_layers": 1, "n_labels": 2}
+    sizes: dict[str, Any] = {"n_frames": 2, "n_features": 8, "hidden": 32, "n_layers": 1, "n_labels": 2}
     return traced_step(*recogniser_step(minialpa.value_and_grad, unrolled=True, **sizes))
 
 
@@ -55,6 +55,6 @@ def test_without_room_a_search_keeps_one_solver_and_one_staged_step_and_finds_th
         builders, staged = Alive(patch, GraphBuilder), Alive(patch, PieceCosts)
         found = planned(traced, CPUS, METHOD)
     assert found == expected
-    assert builders.made > 20 and staged.made > 2
+    assert builders.made > 12 and staged.made > 1, (builders.made, staged.made)
     # One that is kept and one that is being made, of a piece and of a whole stage, each folded and each as it is.
-    assert builders.most <= 8 and staged.most <= 2
+    assert builders.most <= 8 and staged.most <= 2, (builders.most, staged.most)
