@@ -35,7 +35,9 @@ class Recogniser(nn.Module):
             if self.unrolled:
                 x = jnp.concatenate([self._loop(x, backwards=False), self._loop(x, backwards=True)], -1)
             else:
-                x = nn.Bidirectional(*(nn.RNN(nn.OptimizedLSTMCell(self.hidden)) for _ in range(2)))(x)
+                forwards, backwards = (nn.RNN(nn.OptimizedLSTMCell(self.hidden)) for _ in range(2))
+                both: Any = nn.Bidirectional(forwards, backwards)
+                x = both(x)
         return nn.Dense(self.n_symbols)(x)
 
     def _loop(self, x: jax.Array, *, backwards: bool) -> jax.Array:
@@ -72,8 +74,9 @@ def recogniser_step(
         params, moments = state
 
         def loss_fn(params: Any) -> jax.Array:
-            logits = model.apply(params, batch["sound"])
-            return optax.ctc_loss(logits, batch["silent"], batch["labels"], batch["unused"]).mean()
+            logits: Any = model.apply(params, batch["sound"])
+            loss: jax.Array = optax.ctc_loss(logits, batch["silent"], batch["labels"], batch["unused"]).mean()
+            return loss
 
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             loss, grads = value_and_grad(loss_fn)(params)
