@@ -19,17 +19,22 @@ from minialpa.errors import TraceError
 from minialpa.inter.forward import pieces_of
 from minialpa.inter.remat import rematerialise
 from minialpa.inter.schedule import PipelineSize, max_live
-from minialpa.inter.stage_cost import THRIFT, PieceCost, PieceCosts, interval_maxima, interval_sums
+from minialpa.inter.stage_cost import THRIFT, PieceCost, PieceCosts, PieceKinds, interval_maxima, interval_sums
 from minialpa.inter.stage_dp import StageAssignment, StageChoice, StageCostTable, choose_stages, step_seconds_of
 from minialpa.inter.stage_kernels import Bools, Floats
 from minialpa.inter.stage_memory import needed_bytes
 from minialpa.inter.staging import stage_step
 from minialpa.inter.submeshes import Candidate, may_start, preferred_seconds, skip_to, transfer_seconds
 from minialpa.intra.menu import Menus
+from minialpa.intra.recent import Recent
+from minialpa.intra.solve import MeshSolver
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.trace import TracedStep
 
 _NAMES = tuple(f.name for f in fields(PieceCost))
+
+#: Bytes of the staged steps, and of the solvers of pieces, that a search keeps for when they are asked for again.
+_MOST_STAGED_BYTES, _MOST_SOLVER_BYTES = 2**30, 2**29
 
 #: First layer, last layer, column.
 _Place = tuple[int, int, int]
@@ -109,7 +114,11 @@ class StageBounds:
         self.n_devices = np.array([space.candidates[column.candidate].n_devices for column in self.columns])
         self.menus = Menus()
         self._steps: dict[Remat, TracedStep] = {}
-        self._piece_costs: dict[tuple[int, Remat], PieceCosts] = {}
+        # One staged step for each number of micro-batches and rematerialisation, and one solver for each distinct piece
+        # of these on each submesh: all of them together are many times the step.
+        self._piece_costs: Recent[PieceCosts] = Recent(_MOST_STAGED_BYTES, lambda costs: costs.n_bytes)
+        self._solvers: Recent[MeshSolver] = Recent(_MOST_SOLVER_BYTES, lambda solver: solver.n_bytes)
+        self._kinds: dict[tuple[int, Remat], PieceKinds] = {}
         self._solved: dict[tuple[int, int, int], PieceCost] = {}
         self._anchored: set[tuple[int, int]] = set()
         self._alone: set[tuple[int, Remat]] = set()
@@ -141,12 +150,20 @@ class StageBounds:
 
     def _pieces(self, n: int, remat: Remat) -> PieceCosts:
         """Costs of pieces for `n` micro-batches. Raises TraceError if the step cannot be split into as many."""
-        if (n, remat) not in self._piece_costs:
+
+        def make() -> PieceCosts:
             if remat not in self._steps:
                 self._steps[remat] = rematerialise(self.traced, self.piece_of_group, (remat,) * self.n_pieces)
             staged = stage_step(self._steps[remat], n, self.piece_of_group, range(self.n_pieces))
-            self._piece_costs[n, remat] = PieceCosts(staged, self.cluster, self.option, self.menus, self.known)
-        return self._piece_costs[n, remat]
+            return PieceCosts(staged, self.cluster, self.option, self.menus, self.known, self._solvers)
+
+        return self._piece_costs.once((n, remat), make)
+
+    def _kinds_of(self, n: int, remat: Remat) -> PieceKinds:
+        """Which pieces are alike; as `_pieces`, and remembered when these are gone."""
+        if (n, remat) not in self._kinds:
+            self._kinds[n, remat] = self._pieces(n, remat).kinds
+        return self._kinds[n, remat]
 
     def is_solved(self, n: int, piece: int, c: int) -> bool:
         """Whether the cost of a piece in column `c` is no bound any more."""
@@ -161,13 +178,18 @@ class StageBounds:
             columns = [i for i, other in enumerate(self.columns) if other.remat == column.remat]
             alike = [m for m in self.numbers if m == 1 or base > 1]
             self._raise_alone(base, column.remat, alike, columns)
-        elif 1 < self.anchor < n and (self._pieces(self.anchor, column.remat).kind[piece], free) not in self._anchored:
-            anchor = self._pieces(self.anchor, column.remat)
-            self._anchored.add((anchor.kind[piece], free))
-            cost = anchor.cost(anchor.kind[piece], self.space.candidates[column.candidate], None, 0.0, limited=False)
-            self._raise_later(self.anchor, anchor.kind, piece, column, cost)
+        elif 1 < self.anchor < n and not self._is_anchored(piece, free):
+            kind = self._kinds_of(self.anchor, column.remat).kind
+            self._anchored.add((kind[piece], free))
+            anchor, candidate = self._pieces(self.anchor, column.remat), self.space.candidates[column.candidate]
+            cost = anchor.cost(kind[piece], candidate, None, 0.0, limited=False)
+            self._raise_later(self.anchor, kind, piece, column, cost)
         else:
             self._solve(n, piece, column)
+
+    def _is_anchored(self, piece: int, free: int) -> bool:
+        """Whether the bounds of a piece in column `free` have been raised by its cost with `anchor` micro-batches."""
+        return (self._kinds_of(self.anchor, self.columns[free].remat).kind[piece], free) in self._anchored
 
     def _raise_alone(self, base: int, remat: Remat, numbers: Iterable[int], columns: Iterable[int]) -> None:
         """Raise the bounds of columns to what pieces cost on one device of any memory, sharded perfectly.
@@ -176,16 +198,16 @@ class StageBounds:
         long as one of these at least: it may read weights once.
         """
         self._alone.add((base, remat))
-        pieces = self._pieces(base, remat)
+        pieces, kinds = self._pieces(base, remat), self._kinds_of(base, remat).kind
         known: dict[Candidate, dict[int, PieceCost]] = {}
         for c in columns:
             one = Candidate((1, 1), (1,), self.space.candidates[self.columns[c].candidate].device)
             if one not in known:
-                known[one] = {kind: pieces.cost(kind, one, None, 0.0, limited=False) for kind in set(pieces.kind)}
+                known[one] = {kind: pieces.cost(kind, one, None, 0.0, limited=False) for kind in set(kinds)}
             own = self.columns[c].remat == remat
             for n in numbers:
                 bounds, share = self._costs[n].by_name, min(1, base / n) / self.n_devices[c]
-                for i, kind in enumerate(pieces.kind):
+                for i, kind in enumerate(kinds):
                     cost = known[one][kind]
                     bounds["seconds"][i, c] = max(bounds["seconds"][i, c], share * cost.seconds)
                     if own:
@@ -208,7 +230,7 @@ class StageBounds:
 
     def _solve(self, n: int, piece: int, column: Column) -> None:
         """The costs of a piece; of all thrifty columns, if one is asked for: who looks at one will look at others."""
-        kinds, costs = self._pieces(n, column.remat).kind, self._costs[n]
+        kinds, costs = self._kinds_of(n, column.remat).kind, self._costs[n]
         free = self.place[Column(column.candidate, column.remat, 0)]
         self._raise_later(n, kinds, piece, column, self._cost(n, piece, free))
         pieces = [i for i, kind in enumerate(kinds) if kind == kinds[piece]]
@@ -221,8 +243,8 @@ class StageBounds:
 
     def _cost(self, n: int, piece: int, c: int) -> PieceCost:
         column = self.columns[c]
-        pieces = self._pieces(n, column.remat)
-        key = (n, pieces.kind[piece], c)
+        kind = self._kinds_of(n, column.remat).kind[piece]
+        key = (n, kind, c)
         if key not in self._solved:
             free = self.place[Column(column.candidate, column.remat, 0)]
             fastest = None if c == free else self._cost(n, piece, free)
@@ -230,7 +252,8 @@ class StageBounds:
                 self._solved[key] = fastest
             else:
                 choice, thrift = self.space.candidates[column.candidate], THRIFT[column.thrift]
-                self._solved[key] = pieces.cost(pieces.kind[piece], choice, fastest, thrift, limited=True)
+                pieces = self._pieces(n, column.remat)
+                self._solved[key] = pieces.cost(kind, choice, fastest, thrift, limited=True)
         return self._solved[key]
 
     # ---- costs of stages ------------------------------------------------------------------------------------------
@@ -257,7 +280,7 @@ class StageBounds:
         for stage in found.stages:
             if _place_of(stage) in costs.exact:
                 continue
-            kinds = self._pieces(min(n, self.anchor), self.columns[stage.candidate].remat).kind
+            kinds = self._kinds_of(min(n, self.anchor), self.columns[stage.candidate].remat).kind
             for piece, layer in enumerate(self.layer_of_piece):
                 inside = stage.first_layer <= layer <= stage.last_layer
                 if inside and not costs.solved[piece, stage.candidate]:
@@ -321,9 +344,9 @@ class StageBounds:
         for at, (t, step) in costs.exact.items():
             seconds[at], step_seconds[at] = t, step
         for at, n_live in costs.misfits:
-            fixed[at] = max(fixed[at], (1 + 1e-9) * self.memory[at[2]] - n_live * in_flight[at] + 1)
+            fixed[at] = max(fixed[at], _above(self.memory[at[2]]) - n_live * in_flight[at])
         base = self.anchor
-        crossing = np.array(self._pieces(base, self.space.remats[0]).border_bytes)[starts[1:] - 1] * base / n
+        crossing = np.array(self._kinds_of(base, self.space.remats[0]).border_bytes)[starts[1:] - 1] * base / n
         seconds = preferred_seconds(seconds, self.n_devices / self.cluster.n_devices)
         seconds[self._needless(fixed + self._most_live(n) * in_flight <= self.memory)] = np.inf
         return StageCostTable(
@@ -348,6 +371,11 @@ class StageBounds:
         needless = np.repeat(earlier[..., None], len(THRIFT), axis=-1)
         needless[..., 1:] |= free[..., None]
         return needless.reshape(fits.shape)
+
+
+def _above(limit_bytes: float) -> float:
+    """A hair more than a limit: what differences and sums with it do not round to the limit."""
+    return limit_bytes + 2 * float(np.spacing(limit_bytes)) if math.isfinite(limit_bytes) else math.inf
 
 
 def _place_of(stage: StageChoice) -> _Place:

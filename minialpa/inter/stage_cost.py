@@ -24,12 +24,15 @@ from minialpa.inter.stage_times import stage_times
 from minialpa.inter.submeshes import Candidate
 from minialpa.intra.menu import Menus
 from minialpa.intra.problem import MeshEquations
+from minialpa.intra.recent import Recent
 from minialpa.intra.solve import MeshSolver
 from minialpa.intra.usage import MemoryLimit, Usage
 from minialpa.jaxprs import Atom, bytes_of, is_literal
 from minialpa.options import AutoShardingOption
 
 _PIECE_TIME_LIMIT_S = 5.0
+#: About what one equation of a staged step takes, as measured.
+_EQUATION_BYTES = 2000
 #: What it is worth to keep nothing in memory, in step times of the piece.
 THRIFT = (0.0, 0.1, 1.0)
 #: Micro-batches in flight for which pieces are thrifty.
@@ -53,26 +56,39 @@ class PieceCost:
     update_temp_bytes: float = 0.0
 
 
-class PieceCosts:
-    """Costs of the pieces of a step that is staged with one piece on each mesh. kind[i]: first piece like piece i.
+@dataclass(frozen=True, slots=True)
+class PieceKinds:
+    """kind[i]: first piece like piece i. border_bytes: see `border_bytes`."""
 
-    known: costs by `name`, which grow.
+    kind: tuple[int, ...]
+    border_bytes: tuple[float, ...]
+
+
+class PieceCosts:
+    """Costs of the pieces of a step that is staged with one piece on each mesh.
+
+    known: costs by `name`, which grow. solvers: of pieces on meshes, as far as there is room for them; a search has one
+    such object for all of its `PieceCosts`.
     """
 
     def __init__(
         self, staged: StagedStep, cluster: ClusterSpec, option: AutoShardingOption, menus: Menus,
-        known: dict[str, PieceCost],
+        known: dict[str, PieceCost], solvers: Recent[MeshSolver],
     ) -> None:  # fmt: skip
         self.staged, self.cluster, self.menus, self.known = staged, cluster, menus, known
-        self.border_bytes = border_bytes(staged)
+        self._solvers, self._mine = solvers, object()  # the same step, staged again, has other variables
         # There are hundreds of costs; one that is a little too dear is better than minutes of proof for each.
         self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _PIECE_TIME_LIMIT_S))
         self.problems = [mesh_equations(staged, piece) for piece in range(staged.n_meshes)]
         keys = [problem_key(problem) for problem in self.problems]
         self._digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
-        self.kind = [first[key] for key in keys]
-        self._solvers: dict[tuple[int, LogicalMesh], MeshSolver] = {}
+        self.kinds = PieceKinds(tuple(first[key] for key in keys), tuple(border_bytes(staged)))
+
+    @property
+    def n_bytes(self) -> float:
+        """About what the staged step holds."""
+        return _EQUATION_BYTES * sum(len(problem.eqns) for problem in self.problems)
 
     def cost(self, piece: int, choice: Candidate, fastest: PieceCost | None, thrift: float, limited: bool) -> PieceCost:
         """A piece on a submesh, with seconds of inf if it does not fit.
@@ -117,9 +133,10 @@ class PieceCosts:
         )  # fmt: skip
 
     def _solver(self, piece: int, mesh: LogicalMesh) -> MeshSolver:
-        if (piece, mesh) not in self._solvers:
-            self._solvers[piece, mesh] = MeshSolver(self.problems[piece], mesh, self.option, self.menus)
-        return self._solvers[piece, mesh]
+        def make() -> MeshSolver:
+            return MeshSolver(self.problems[piece], mesh, self.option, self.menus)
+
+        return self._solvers.once((self._mine, piece, mesh), make)
 
 
 def interval_sums(per_layer: Floats) -> Floats:

@@ -7,6 +7,7 @@ little for any.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from dataclasses import dataclass, replace
@@ -20,11 +21,14 @@ from minialpa.inter.stage_cost import problem_key
 from minialpa.inter.stage_memory import MeshMemory, Moments, mesh_memory, mesh_usages, needed_bytes
 from minialpa.intra.menu import Menus
 from minialpa.intra.problem import MeshEquations, MeshSharding
+from minialpa.intra.recent import Recent
 from minialpa.intra.solve import MeshSolver
 from minialpa.intra.usage import MemoryLimit
 from minialpa.jaxprs import bytes_of, source_line
 from minialpa.options import AutoShardingOption
 
+#: Bytes of solvers of whole stages that are kept for when memory is short in one of them.
+_MOST_SOLVER_BYTES = 2**29
 #: How often a stage is solved with ever less room.
 _MAX_SOLVES = 5
 
@@ -49,6 +53,15 @@ class _Stage:
     solver: MeshSolver
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Solution:
+    """What is kept of a solved stage: not its equations. variables: see `_variables`."""
+
+    variables: tuple[Var, ...]
+    sharding: MeshSharding
+    memory: MeshMemory
+
+
 class StageSolver:
     """Solves stages, each distinct one once.
 
@@ -60,52 +73,60 @@ class StageSolver:
     def __init__(self, menus: Menus | None = None) -> None:
         """`menus`: shared with other problems."""
         self.menus = menus or Menus()
-        self._stages: dict[object, _Stage] = {}  # the first of each kind
-        self._solved: dict[object, SolvedStage] = {}
+        self._stages: Recent[_Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
+        self._solutions: dict[object, _Solution] = {}
+        self._last: tuple[_Solution, SolvedStage] | None = None
 
     def solve(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
         moments: Moments,
     ) -> SolvedStage:  # fmt: skip
         """The cheapest shardings of a stage with so much in flight (see `live_counts`). Raises InfeasibleError."""
-        names = problem.paths if option.fixed_specs else None
-        kind = (problem_key(problem), str(names), view, option)
-        if kind not in self._stages:
-            solver = MeshSolver(problem, view.mesh, option, self.menus)
-            self._stages[kind] = _Stage(staged, mesh, problem, view, solver)
-        first = self._stages[kind]
-        if kind not in self._solved:
-            free = replace(option, memory_limit_bytes=math.inf)
-            self._solved[kind] = _solve_stage(first, free, moments)
+        names = str(problem.paths) if option.fixed_specs else ""
+        text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
+        kind = (text, view, option)
+
+        def solution(key: object, chosen: AutoShardingOption) -> _Solution:
+            if key not in self._solutions:
+                stage = self._stages.once(kind, lambda: _stage(staged, mesh, problem, view, option, self.menus))
+                solved = _solve_stage(stage, chosen, moments)
+                own = _Solution(_variables(stage.problem), solved.sharding, solved.memory)
+                self._solutions[key], self._last = own, (own, solved)
+            return self._solutions[key]
+
+        found = solution(kind, replace(option, memory_limit_bytes=math.inf))
         n_bytes = option.limit_bytes(view.mesh.device)
-        if n_bytes is None or _needed(self._solved[kind].memory, moments) <= n_bytes:
-            return _rebound(self._solved[kind], first, staged, mesh, problem)
-        limited = (kind, tuple(map(tuple, moments)))
-        if limited not in self._solved:
-            self._solved[limited] = _solve_stage(first, option, moments)
-        return _rebound(self._solved[limited], first, staged, mesh, problem)
+        if n_bytes is not None and _needed(found.memory, moments) > n_bytes:
+            found = solution((kind, tuple(map(tuple, moments))), option)
+        return self._rebound(found, staged, mesh, problem, view)
+
+    def _rebound(
+        self, solution: _Solution, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
+    ) -> SolvedStage:
+        """A solution in the variables of `problem`, with its programs."""
+        variables = _variables(problem)
+        if self._last is not None and self._last[0] is solution and variables == solution.variables:
+            return self._last[1]
+        names = dict(zip(solution.variables, variables, strict=True))
+        sharding = replace(
+            solution.sharding,
+            # Variables inside loops have specs too, which their equations hold.
+            specs={names[v]: spec for v, spec in solution.sharding.specs.items() if v in names},
+            results={names[v]: spec for v, spec in solution.sharding.results.items()},
+        )
+        return SolvedStage(sharding, tuple(mesh_programs(staged, mesh, problem, sharding, view)), solution.memory)
 
 
-def _rebound(
-    solved: SolvedStage, first: _Stage, staged: StagedStep, mesh: int, problem: MeshEquations
-) -> SolvedStage:  # fmt: skip
-    """The solution of the first stage of a kind, in the variables of `problem`."""
-    own = first.problem
-    if own is problem:
-        return solved
-    names: dict[Var, Var] = {}
-    ends = [(v, w) for (v, _), (w, _) in zip(own.inputs, problem.inputs, strict=True)]
-    for mine, other in zip(own.eqns, problem.eqns, strict=True):
-        ends += zip(mine.outvars, other.outvars, strict=True)
-    ends += zip(own.equal.values(), problem.equal.values(), strict=True)
-    names.update(ends)
-    sharding = replace(
-        solved.sharding,
-        # Variables inside loops have specs too, which their equations hold.
-        specs={names[v]: spec for v, spec in solved.sharding.specs.items() if v in names},
-        results={names[v]: spec for v, spec in solved.sharding.results.items()},
-    )
-    return SolvedStage(sharding, tuple(mesh_programs(staged, mesh, problem, sharding, first.view)), solved.memory)
+def _stage(
+    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, menus: Menus
+) -> _Stage:
+    return _Stage(staged, mesh, problem, view, MeshSolver(problem, view.mesh, option, menus))
+
+
+def _variables(problem: MeshEquations) -> tuple[Var, ...]:
+    """Those that solutions speak of, in an order that is the same for all problems that are alike."""
+    made = (v for eqn in problem.eqns for v in eqn.outvars)
+    return (*(v for v, _ in problem.inputs), *made, *problem.equal.values())
 
 
 def _needed(memory: MeshMemory, moments: Moments) -> float:

@@ -4,19 +4,21 @@
     subject to sum_{v live at t} u_v[s_v] <= usage_limit   at every time t
 
 `CostGraph` holds c, E and u, `GraphSolution` holds s. Costs of `FORBIDDEN` and above, np.inf among them, rule a choice
-out.
+out. The limit is exact: see exact.py.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minialpa.errors import ShardingError
+from minialpa.intra.exact import WholeUsages, usage_array, whole_usages
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -24,8 +26,8 @@ Bools = NDArray[np.bool_]
 
 #: Costs from here on mean "not allowed" (the convention of the intra-operator parallelism contest).
 FORBIDDEN = 1e18
-#: Sums of usages may exceed the limit by this fraction, which is what rounding of float sums can add.
-USAGE_SLACK = 1e-9
+#: Usages by strategy as they came in: float64, int64, or objects that are integers of any size.
+Usages = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,14 +49,16 @@ class CostGraph:
     Both are empty, or have one entry per node. `usage_limit=None` means that usage is not limited; a limit needs
     usages, or `extra_usages`.
     extra_usages: (node, interval, usage by strategy), more of the same; a node may have any number of them.
+    whole: all of that in whole numbers, where there is a limit.
     """
 
     node_costs: tuple[Floats, ...]
     edges: tuple[Edge, ...]
-    usages: tuple[Floats, ...] = ()
+    usages: tuple[Usages, ...] = ()
     intervals: tuple[tuple[int, int], ...] = ()
     usage_limit: float | None = None
-    extra_usages: tuple[tuple[int, tuple[int, int], Floats], ...] = ()
+    extra_usages: tuple[tuple[int, tuple[int, int], Usages], ...] = ()
+    whole: WholeUsages | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         costs = tuple(_as_array(cost, f"`node_costs[{v}]`", 1) for v, cost in enumerate(self.node_costs))
@@ -63,58 +67,64 @@ class CostGraph:
             raise ShardingError(f"Node {sizes.index(0)} has no strategies; give every node at least one.")
         object.__setattr__(self, "node_costs", costs)
         object.__setattr__(self, "edges", tuple(_checked_edge(e, edge, sizes) for e, edge in enumerate(self.edges)))
-        object.__setattr__(self, "usages", self._checked_usages(sizes))
+        self._check_usages(sizes)
+        whole = None if self.usage_limit is None else whole_usages(self.usage_terms(), self.usage_limit)
+        object.__setattr__(self, "whole", whole)
 
-    def _checked_usages(self, sizes: list[int]) -> tuple[Floats, ...]:
+    def _check_usages(self, sizes: list[int]) -> None:
         n_nodes = len(sizes)
-        if self.usage_limit is None:
-            return tuple(_as_array(usage, f"`usages[{v}]`", 1) for v, usage in enumerate(self.usages))
-        if not self.usage_limit >= 0:
-            raise ShardingError(f"`usage_limit` cannot be negative; got {self.usage_limit}.")
-        only_extra = self.extra_usages and not self.usages and not self.intervals
-        if not only_extra and (len(self.usages) != n_nodes or len(self.intervals) != n_nodes):
-            raise ShardingError(
-                f"A `usage_limit` needs one usage and one interval per node; got {len(self.usages)} usages and "
-                f"{len(self.intervals)} intervals for {n_nodes} nodes."
-            )
-        usages = tuple(_as_array(usage, f"`usages[{v}]`", 1) for v, usage in enumerate(self.usages))
-        for v, usage in enumerate(usages):
-            if len(usage) != sizes[v] or not np.isfinite(usage).all() or usage.min() < 0:
-                raise ShardingError(f"`usages[{v}]` needs {sizes[v]} finite values of zero or more; got {usage}.")
-        for v, _, extra in self.extra_usages:
-            if not 0 <= v < n_nodes or len(extra) != sizes[v] or not np.isfinite(extra).all() or extra.min() < 0:
-                raise ShardingError(f"An extra usage of node {v} needs finite values of zero or more; got {extra}.")
-        return usages
+        if self.usage_limit is not None:
+            if not self.usage_limit >= 0:
+                raise ShardingError(f"`usage_limit` cannot be negative; got {self.usage_limit}.")
+            only_extra = self.extra_usages and not self.usages and not self.intervals
+            if not only_extra and (len(self.usages) != n_nodes or len(self.intervals) != n_nodes):
+                raise ShardingError(
+                    "A `usage_limit` needs one usage and one interval per node; got "
+                    f"{len(self.usages)} usages and {len(self.intervals)} intervals for {n_nodes} nodes."
+                )
+        if len(self.usages) not in (0, n_nodes):
+            raise ShardingError(f"Usages are of all nodes or of none; got {len(self.usages)} for {n_nodes} nodes.")
+        usages = tuple(usage_array(usage, f"`usages[{v}]`", sizes[v]) for v, usage in enumerate(self.usages))
+        object.__setattr__(self, "usages", usages)
+        extras = []
+        for v, interval, usage in self.extra_usages:
+            if not 0 <= v < n_nodes:
+                raise ShardingError(f"An extra usage is of node {v}; nodes are 0 to {n_nodes - 1}.")
+            extras.append((v, interval, usage_array(usage, f"An extra usage of node {v}", sizes[v])))
+        object.__setattr__(self, "extra_usages", tuple(extras))
 
     @property
     def n_nodes(self) -> int:
         return len(self.node_costs)
 
-    def usage_terms(self) -> Iterator[tuple[int, tuple[int, int], Floats]]:
+    def usage_terms(self) -> Iterator[tuple[int, tuple[int, int], Usages]]:
         """(node, interval, usage by strategy) of everything that uses something."""
         yield from zip(range(len(self.usages)), self.intervals, self.usages, strict=False)
         yield from self.extra_usages
 
     def cost_of(self, choices: tuple[int, ...]) -> float:
-        """Objective of one strategy per node; np.inf where the choice is forbidden."""
-        cost = sum(float(c[i]) for c, i in zip(self.node_costs, choices, strict=True))
-        cost += sum(float(edge.cost[choices[edge.a], choices[edge.b]]) for edge in self.edges)
-        return cost if cost < FORBIDDEN else np.inf
+        """Objective of one strategy per node; np.inf where any part of it is forbidden."""
+        nodes = [float(c[i]) for c, i in zip(self.node_costs, choices, strict=True)]
+        edges = [float(edge.cost[choices[edge.a], choices[edge.b]]) for edge in self.edges]
+        return sum(nodes) + sum(edges) if max(nodes + edges, default=0.0) < FORBIDDEN else np.inf
 
     def peak_usage(self, choices: tuple[int, ...]) -> float:
         """Most usage at any time; 0 where usage is not limited."""
-        if self.usage_limit is None:
-            return 0.0
-        change: dict[int, float] = {}
-        for v, (start, end), usage in self.usage_terms():
-            if end > start:
-                change[start] = change.get(start, 0.0) + float(usage[choices[v]])
-                change[end] = change.get(end, 0.0) - float(usage[choices[v]])
-        return float(np.max(np.cumsum([0.0] + [change[time] for time in sorted(change)])))
+        return self._peak(choices) / self.whole.units if self.whole else 0.0
+
+    def _peak(self, choices: tuple[int, ...]) -> int:
+        """Most usage at any time, in the units of `whole`."""
+        assert self.whole is not None
+        change: dict[int, int] = {}
+        for v, (start, end), usage in self.whole.terms:
+            n = int(usage[choices[v]])
+            change[start] = change.get(start, 0) + n
+            change[end] = change.get(end, 0) - n
+        return max(itertools.accumulate((change[time] for time in sorted(change)), initial=0))
 
     def fits(self, choices: tuple[int, ...]) -> bool:
-        """Whether the usage stays within the limit at every time."""
-        return self.usage_limit is None or self.peak_usage(choices) <= self.usage_limit * (1 + USAGE_SLACK)
+        """Whether the usage stays within the limit at every time, exactly."""
+        return self.whole is None or self._peak(choices) <= self.whole.limit
 
 
 @dataclass(frozen=True, slots=True)

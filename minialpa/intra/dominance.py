@@ -20,14 +20,14 @@ _ROUNDING = 1e-12
 @cache
 def load() -> None:
     """Compile what is compiled here, or load it, which the first call would do otherwise."""
-    undominated(np.zeros(1), np.zeros((0, 1)), np.zeros((1, 0)), np.zeros(1, np.int64))
+    undominated(np.zeros(1), np.zeros((0, 1), np.int64), np.zeros((1, 0)), np.zeros(1, np.int64))
 
 
 @compiled
-def undominated(cost: Floats, usage: Floats, edges: Floats, ends: Ints) -> Bools:
+def undominated(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
     """Strategies that stay; of those that dominate each other, the first.
 
-    usage[t, i]: what strategy i uses in term t. edges[i, ends[w] : ends[w + 1]]: the edge to neighbour w.
+    usage[t, i]: what strategy i uses in term t, or its rank. edges[i, ends[w] : ends[w + 1]]: the edge to neighbour w.
     """
     n, n_edges = len(cost), len(ends) - 1
     least, at, size = np.empty((n, n_edges)), np.empty((n, n_edges), np.int64), np.abs(cost)

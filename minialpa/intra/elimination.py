@@ -18,8 +18,9 @@ import time
 import numpy as np
 
 from minialpa.errors import InfeasibleError
-from minialpa.intra.costgraph import Bools, Floats
+from minialpa.intra.costgraph import Bools, Floats, Ints
 from minialpa.intra.dominance import undominated
+from minialpa.intra.exact import Whole
 from minialpa.intra.residual import Residual, add_term, keep, loosen_rows, room_for
 
 #: Largest min-plus table that eliminating one node of degree 2 may build.
@@ -91,10 +92,15 @@ def _undominated(residual: Residual, v: int) -> Bools:
     # One layout, as it is compiled for each anew.
     return undominated(
         cost,
-        np.stack(list(residual.terms[v].values())) if residual.terms[v] else np.zeros((0, len(cost))),
+        np.array([_ranks(usage) for usage in residual.terms[v].values()], np.int64).reshape(-1, len(cost)),
         np.ascontiguousarray(np.concatenate(edges, axis=1)) if edges else np.zeros((len(cost), 0)),
         np.cumsum([0, *(edge.shape[1] for edge in edges)]),
     )
+
+
+def _ranks(usage: Whole) -> Ints:
+    """What compares as `usage` does: itself, where int64 holds it."""
+    return usage if usage.dtype == np.int64 else np.unique(usage, return_inverse=True)[1].astype(np.int64)
 
 
 def _fold_separable_edges(residual: Residual, v: int) -> bool:

@@ -2,6 +2,8 @@
 
 In: `Residual` and the nodes to take, in the order in which messages will run. Out: `Core`, whose node k is `nodes[k]`.
 A forbidden entry becomes `forbidden`, a cost above that of any allowed solution, so that sums stay finite.
+Usages are whole numbers. Where int64 does not hold them, their unit is larger here; each is then rounded up and room is
+rounded down, so that what fits here fits.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minialpa.intra.costgraph import Floats, Ints
+from minialpa.intra.exact import MOST_BITS, Whole
 from minialpa.intra.residual import Residual
 
 
@@ -40,8 +43,8 @@ class Core(NamedTuple):
     start: Ints
     end: Ints
     usage_at: Ints
-    usage: Floats
-    room: Floats
+    usage: Ints
+    room: Ints
     forbidden: float
     widest: int
 
@@ -62,6 +65,7 @@ def flatten(residual: Residual, nodes: list[int]) -> Core:
     forbidden = _above_all(residual, nodes)
     segments = [_segments(residual, v) for v in nodes]
     stretches = [stretch for one in segments for stretch in one]
+    usage, room = _in_int64(np.concatenate([residual.base[:0], *(u for _, _, u in stretches)]), residual)
     return Core(
         at=_offsets([len(residual.costs[v]) for v in nodes]),
         cost=np.where(np.isfinite(cost), cost, forbidden),
@@ -76,8 +80,8 @@ def flatten(residual: Residual, nodes: list[int]) -> Core:
         start=np.array([first for first, _, _ in stretches], np.int64),
         end=np.array([end for _, end, _ in stretches], np.int64),
         usage_at=_offsets([len(usage) for _, _, usage in stretches]),
-        usage=np.concatenate([np.zeros(0), *(usage for _, _, usage in stretches)]),
-        room=residual.limit - residual.base,
+        usage=usage,
+        room=room,
         forbidden=forbidden,
         widest=max(len(residual.costs[v]) for v in nodes),
     )
@@ -97,13 +101,24 @@ def _above_all(residual: Residual, nodes: list[int]) -> float:
     return 2 * (spread + largest) or 1.0
 
 
-def _segments(residual: Residual, v: int) -> list[tuple[int, int, Floats]]:
+def _in_int64(usage: Whole, residual: Residual) -> tuple[Ints, Ints]:
+    """Usages, and the room of each row."""
+    room = residual.limit - residual.base
+    if room.dtype == np.int64:
+        return usage, room
+    assert residual.whole is not None
+    most = sum(int(usage.max()) for _, _, usage in residual.whole.terms)
+    shift = max(0, most.bit_length() - MOST_BITS)
+    return (-(-usage >> shift)).astype(np.int64), (room >> shift).astype(np.int64)
+
+
+def _segments(residual: Residual, v: int) -> list[tuple[int, int, Whole]]:
     """The rows in which v uses something, cut so that its usage is the same all along a stretch."""
     terms = residual.terms[v]
     if not terms:
         return []
     cuts = np.unique(np.array(list(terms)).ravel())
-    change = np.zeros((len(cuts), len(residual.costs[v])))
+    change = np.zeros((len(cuts), len(residual.costs[v])), residual.base.dtype)
     for (first, end), usage in terms.items():
         change[np.searchsorted(cuts, first)] += usage
         change[np.searchsorted(cuts, end)] -= usage

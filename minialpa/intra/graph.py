@@ -48,6 +48,9 @@ from minialpa.jaxprs import (
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import Spec, specs_of
 
+#: About what strategies, choices and records of one equation take, as measured.
+_EQUATION_BYTES = 3000
+
 
 class _Reader(NamedTuple):
     """Strategies of `node` want `var` in the specs `wanted`, `times` per step."""
@@ -97,6 +100,11 @@ class GraphBuilder:
             self._add_edge(reader)
         self.final: dict[Var, Choice] = {}
         self._settle_results()
+
+    @property
+    def n_bytes(self) -> float:
+        """About what this holds: its arrays, and the objects of each equation."""
+        return sum(a.nbytes for a in (*self.nodes, *self.edges.values())) + _EQUATION_BYTES * len(self.problem.eqns)
 
     def graph(self, limit: MemoryLimit | None = None, kept: Sequence[Usage] = (), byte_s: float = 0.0) -> CostGraph:
         """The graph, with a usage limit if there is one. Raises InfeasibleError where that is hopeless.

@@ -32,6 +32,8 @@ _SMALL_PROGRAM, _SMALL_RELAXATION = 2_000, 500_000
 _ENTRIES_PER_S = 2_000
 #: Rounds of 3 and 1, and the part of the edge entries that a round has to remove for another one.
 _MAX_ROUNDS, _WORTHWHILE = 4, 0.7
+#: Part of the time that the program leaves to local search where nothing was found yet.
+_RESERVED = 0.25
 #: Reductions have this long whatever the time limit: without them, hardly an attempt avoids all forbidden pairs.
 _REDUCTIONS_S = 10.0
 #: A gap up to this part of the cost counts as none: what sums of floats can tell apart.
@@ -52,10 +54,19 @@ def solve_graph(
     satisfies edges and usage limit, or when time ran out before one was found; the message says which.
     """
     dominance.load()
+    best = _Best(graph)
+    try:
+        _solve(residual_of(graph), best, time_limit_s, solver)
+    except InfeasibleError:
+        if best.choices is None:
+            raise
+        best.raise_bound(best.cost)  # what was left held every solution that is cheaper
+    return best.solution()
+
+
+def _solve(residual: Residual, best: _Best, time_limit_s: float, solver: Literal["highs", "cbc"]) -> None:
     start = time.monotonic()
     deadline = start + time_limit_s
-    best = _Best(graph)
-    residual = residual_of(graph)
     prices = np.zeros(len(residual.base))
     n_entries = np.inf
     for k in range(_MAX_ROUNDS):
@@ -70,23 +81,27 @@ def solve_graph(
         _bracket(residual, best, prices, deadline)
     if not best.proven:
         _solve_rest(residual, best, solver, deadline)
-    if best.choices is None and np.isinf(best.excess):  # no attempt so far
+    if best.choices is None and residual.alive:  # no attempt so far, or none that fits
         _bracket(residual, best, prices, deadline)
-    return best.solution()
 
 
 class _Best:
-    """The best choices so far and the best bound; `excess` is the least by which choices break the usage limit."""
+    """The best choices so far and the best bound. least_usage: the least peak of choices that exceed the limit."""
 
     def __init__(self, graph: CostGraph) -> None:
         self.graph = graph
         self.choices: tuple[int, ...] | None = None
-        self.cost, self.bound, self.excess = np.inf, -np.inf, np.inf
+        self.cost, self.bound, self.least_usage = np.inf, -np.inf, np.inf
 
     def offer(self, choices: tuple[int, ...]) -> None:
+        """Take `choices` if they are allowed, keep to the limit and cost less: the one way into a solution."""
         cost = self.graph.cost_of(choices)
-        if cost < self.cost and self.graph.fits(choices):
+        if not cost < self.cost:
+            return
+        if self.graph.fits(choices):
             self.choices, self.cost = choices, cost
+        else:
+            self.least_usage = min(self.least_usage, self.graph.peak_usage(choices))
 
     def raise_bound(self, bound: float) -> None:
         """`bound` holds for the solutions that are cheaper than `cost`."""
@@ -99,9 +114,8 @@ class _Best:
     def solution(self) -> GraphSolution:
         if self.choices is None:
             limit = self.graph.usage_limit
-            usage = (
-                "" if limit is None else f" The least usage found is {limit + self.excess:.6g}, the limit {limit:.6g}."
-            )
+            found = not np.isinf(self.least_usage)
+            usage = f" The least usage found is {self.least_usage:,}, the limit {limit:,}." if found else ""
             raise InfeasibleError(
                 f"Time ran out before any solution was found for {self.graph.n_nodes} nodes.{usage} "
                 "Raise `time_limit_s`, or loosen `usage_limit`."
@@ -150,7 +164,6 @@ def _bracket(residual: Residual, best: _Best, prices: Floats, deadline: float) -
     core = flatten(residual, nodes)
     found = bracket(core, prices[residual.rows], deadline)
     prices[residual.rows] = found.prices
-    best.excess = min(best.excess, found.excess)
     best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
     best.raise_bound(residual.offset + found.bound)
     stays = residual.offset + found.bound + found.reduced <= best.cost
@@ -161,8 +174,11 @@ def _bracket(residual: Residual, best: _Best, prices: Floats, deadline: float) -
 
 def _solve_rest(residual: Residual, best: _Best, solver: Literal["highs", "cbc"], deadline: float) -> None:
     """The integer program, if it is small for the time that is left."""
-    if _n_entries(residual) > _ENTRIES_PER_S * (deadline - time.monotonic()):
+    left_s = deadline - time.monotonic()
+    if residual.alive and _n_entries(residual) > _ENTRIES_PER_S * left_s:
         return
+    # Rows that solvers keep to nearly may take all the time; then local search is to have some.
+    deadline -= 0.0 if best.choices else _RESERVED * left_s
     found = solve_program(residual, solver=solver, deadline=deadline)
     if found.choices is not None:
         best.offer(residual.choices(found.choices))

@@ -13,6 +13,7 @@ All is counted in passes and rounds, so that the outcome does not depend on the 
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from minialpa.intra.costgraph import Floats, Ints
 from minialpa.intra.cuts import mixtures
+from minialpa.intra.exact import MOST_BITS
 from minialpa.intra.flat import Core
 from minialpa.intra.messages import pass_messages, price_usage
 from minialpa.intra.search import cost_of, improve_on_trees, round_choices, usage_of
@@ -51,8 +53,9 @@ _ROUNDING = 1e-12
 class Bracket:
     """The optimum is between `bound` and the cost of `choices`, which is infinite where they are not allowed.
 
+    Of choices that are not, these have no forbidden pair if some had none, and then exceed a row least.
+
     reduced[at[v] + i]: a solution with strategy i at v costs at least bound + this. prices: those of the bound.
-    excess: how far `choices` exceed the room of some row; 0 where they keep to it.
     """
 
     choices: Ints
@@ -60,7 +63,6 @@ class Bracket:
     bound: float
     reduced: Floats
     prices: Floats
-    excess: float
 
 
 class _Incumbent:
@@ -69,11 +71,11 @@ class _Incumbent:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.choices: Ints = np.zeros(core.n_nodes, np.int64)
-        self.cost, self.excess = np.inf, np.inf
+        self.cost, self.excess = np.inf, math.inf
 
     def offer(self, choices: Ints) -> None:
         cost = cost_of(self.core, choices)
-        excess = max(0.0, float(np.max(usage_of(self.core, choices) - self.core.room, initial=0.0)))
+        excess = int(np.max(usage_of(self.core, choices) - self.core.room, initial=0))
         if (np.isinf(cost), excess, cost) < (np.isinf(self.cost), self.excess, self.cost):
             self.choices, self.cost, self.excess = choices.copy(), cost, excess
 
@@ -121,7 +123,7 @@ class _Passes:
 
 def load(core: Core) -> None:
     """Compile all loops that `bracket` runs, or load them: on any `core`, for all others."""
-    passes = _Passes(core, np.zeros_like(core.room))
+    passes = _Passes(core, np.zeros(len(core.room)))
     passes.run(True)
     passes.improve(_Incumbent(core), 0.0, seed=0)
 
@@ -147,15 +149,14 @@ def bracket(core: Core, prices: Floats, deadline: float) -> Bracket:
                 incumbent.offer(choices)
         _improve(core, passes.prices, incumbent, deadline)
         _probe(passes, incumbent, deadline)
-    cost, excess = incumbent.allowed_cost, incumbent.excess
-    return Bracket(incumbent.choices, cost, bound, passes.reduced, passes.prices, excess)
+    return Bracket(incumbent.choices, incumbent.allowed_cost, bound, passes.reduced, passes.prices)
 
 
 def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float) -> _Passes:
     """Passes under moving prices; returns those that proved the best bound."""
     passes, best = _Passes(core, prices), _Passes(core, prices)
     equal = _ROUNDING * core.forbidden
-    scale = max(float(core.room.max(initial=0.0)), float(core.usage.max(initial=0.0)))
+    scale = max(float(core.room.max(initial=0)), float(core.usage.max(initial=0)))
     best_bound, bound_before, last_gap = -np.inf, -np.inf, np.inf
     step, since_best = _STEP, 0
     slope = np.zeros(len(core.room))
@@ -181,7 +182,7 @@ def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: fl
             last_gap = gap
         if time.monotonic() > deadline or step < _LEAST_STEP:
             break
-        excess = usage_of(core, passes.choices) - core.room
+        excess = (usage_of(core, passes.choices) - core.room).astype(np.float64)
         slope = excess if k == 0 else slope + _NEWEST * (excess - slope)
         if k >= _UNPRICED_PAIRS and scale > 0:
             if since_best >= _PATIENCE:
@@ -192,10 +193,10 @@ def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: fl
 
 def _round_thriftily(core: Core, incumbent: _Incumbent) -> None:
     """Where nothing keeps to the limit yet: rounding under the same price on all rows, higher and higher."""
-    passes = _Passes(core, np.zeros_like(core.room))
+    passes = _Passes(core, np.zeros(len(core.room)))
     for k in range(_THRIFTY):
-        unit = float(core.usage.max(initial=0.0)) * len(core.room) or 1.0
-        passes.prices = np.full_like(core.room, core.forbidden / unit * 10.0 ** (k - _THRIFTY // 2))
+        unit = float(core.usage.max(initial=0)) * len(core.room) or 1.0
+        passes.prices = np.full(len(core.room), core.forbidden / unit * 10.0 ** (k - _THRIFTY // 2))
         for forward in (True, False):
             passes.run(forward)
             passes.round(not forward, incumbent)
@@ -205,9 +206,9 @@ def _round_thriftily(core: Core, incumbent: _Incumbent) -> None:
 
 def _cheapest(core: Core) -> Ints:
     """Choices that cost least as if there were no limit."""
-    free = core._replace(room=np.full_like(core.room, 2 * core.usage.sum()))
+    free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
     incumbent = _Incumbent(free)
-    passes = _Passes(free, np.zeros_like(core.room))
+    passes = _Passes(free, np.zeros(len(core.room)))
     for _ in range(_UNPRICED_PAIRS):
         bound = max(passes.run(True), passes.run(False))
     passes.improve(incumbent, bound, seed=0)
@@ -229,7 +230,7 @@ def _improve(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float)
     for k in range(_MAX_ROUNDS):
         before = incumbent.cost, incumbent.excess
         used = usage_of(core, choices)
-        penalty = core.forbidden / (float(core.usage.max(initial=0.0)) or 1.0) * 4.0 ** (k - 5)
+        penalty = core.forbidden / (float(core.usage.max(initial=0)) or 1.0) * 4.0 ** (k - 5)
         price_usage(core, _WEIGHTS[k % len(_WEIGHTS)] * prices + penalty * (used > core.room), priced)
         for first in range(0, core.n_nodes, _TREES):
             if time.monotonic() > deadline:

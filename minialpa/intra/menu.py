@@ -3,6 +3,8 @@
 Models repeat themselves: most equations differ from an earlier one in nothing but the names of their variables, and
 then have the very same `StrategySet` on a mesh. Equations of other sizes that are divided by the same numbers have the
 same `Ways`, on all meshes of one shape. Tuples of specs are therefore compared by identity here.
+
+What grows with the number of kinds, or of equations, is kept up to so many bytes.
 """
 
 from __future__ import annotations
@@ -18,12 +20,16 @@ from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.factors import Factors, factors_of
+from minialpa.intra.recent import Recent
 from minialpa.intra.reshard import ReshardTable, reshard_table, same_divisors
 from minialpa.intra.strategies import StrategySet, priced, splits_most
 from minialpa.intra.ways import Specs, Ways, enumerate_ways, follow_ways, leads, same_operands
 from minialpa.jaxprs import dtype_name, is_constraint, shape_of, sub_jaxprs
 
 T = TypeVar("T")
+
+#: Bytes of tables of resharding that all menus keep together; equations whose kinds are known without looking.
+_MOST_TABLE_BYTES, _MOST_EQUATIONS = 2**28, 200_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,12 +111,21 @@ class _Shape:
         )  # fmt: skip
 
 
+#: Seconds of resharding, [made, wanted], with these specs.
+_Tables = Recent[tuple[NDArray[np.float64], Specs, Specs]]
+#: Of a table, besides its entries.
+_KEY_BYTES = 500
+
+
 class Menu:
     """What `strategies` and `reshard` give for one mesh, where `n_together` sums share the time to start; remembers."""
 
     def __init__(
-        self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, shape: _Shape, forbidden_s: float
-    ) -> None:
+        self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, shape: _Shape, tables: _Tables,
+        forbidden_s: float,
+    ) -> None:  # fmt: skip
+        """`tables`: of resharding, of all menus."""
+        self._tables = tables
         self.apart, self.forbidden, self.n_together, self.forbidden_s = mesh, forbidden, n_together, forbidden_s
         self.gather_s = forbidden_s if "all-gather" in forbidden else None
         self.mesh = replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
@@ -158,7 +173,9 @@ class Menu:
             )
             return table.between(self._shape.numbers(table, made), self._shape.numbers(table, wanted))
 
-        return self._memo.once(("reshard", shape, n_bytes, id(made), id(wanted)), (made, wanted), make)
+        # With what the key holds by identity, so that this stays alive.
+        key = (self, shape, n_bytes, id(made), id(wanted))
+        return self._tables.once(key, lambda: (make(), made, wanted))[0]
 
 
 class Menus:
@@ -166,6 +183,8 @@ class Menus:
 
     def __init__(self) -> None:
         self._memo = _Memo()
+        self._tables: _Tables = Recent(_MOST_TABLE_BYTES, lambda table: table[0].nbytes + _KEY_BYTES)
+        self._kinds: dict[int, tuple[EquationKind, JaxprEqn]] = {}  # by the identity of an equation
 
     def of(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, forbidden_s: float = math.inf) -> Menu:
         """`forbidden_s`: see `reshard_table`."""
@@ -173,7 +192,7 @@ class Menus:
         return self._memo.once(
             (mesh, forbidden, n_together, forbidden_s),
             None,
-            lambda: Menu(mesh, forbidden, n_together, shape, forbidden_s),
+            lambda: Menu(mesh, forbidden, n_together, shape, self._tables, forbidden_s),
         )
 
     def same(self, specs: Specs) -> Specs:
@@ -182,7 +201,12 @@ class Menus:
 
     def kind_of(self, eqn: JaxprEqn) -> EquationKind:
         """Equations of one kind have the same."""
-        return self._memo.once(id(eqn), eqn, lambda: self._kind_of(eqn))
+        found = self._kinds.get(id(eqn))
+        if found is None:
+            if len(self._kinds) >= _MOST_EQUATIONS:
+                self._kinds.clear()
+            found = self._kinds[id(eqn)] = self._kind_of(eqn), eqn
+        return found[0]
 
     def _kind_of(self, eqn: JaxprEqn) -> EquationKind:
         factors, same = factors_of(eqn).on_mesh(), same_operands(eqn)

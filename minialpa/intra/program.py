@@ -4,7 +4,11 @@
     subject to sum_i x_v[i] = 1                                             one strategy per node
                sum_j y_vw[i, j] = x_v[i],  sum_i y_vw[i, j] = x_w[j]        equal marginals on both sides of an edge
                base[r] + sum_v u_v[r] . x_v <= limit                        usage rows r, once a solution exceeds them
+               sum_(v in C) sum_(i: u_v[r, i] >= U_v) x_v[i] <= |C| - 1     where U, what C chose, exceeds row r
     x binary; y >= 0, which is integral where x is. Forbidden entries of E have no y.
+
+Solvers let a row be exceeded by a small fraction of it. Limits are exact, so solutions are checked in whole numbers,
+and the covers C of the last formula cut off what only keeps to a row nearly.
 
 In: `Residual`. Out: a strategy for each node that is left, if any was found, and a bound on the cost. The parts that
 neither an edge nor a usage row joins are solved one by one.
@@ -26,7 +30,8 @@ import pulp
 from minialpa.errors import InfeasibleError
 from minialpa.intra.bucket import components
 from minialpa.intra.costgraph import Floats
-from minialpa.intra.residual import Residual
+from minialpa.intra.exact import Whole
+from minialpa.intra.residual import Residual, check_base
 
 Solver = Literal["highs", "cbc"]
 
@@ -47,8 +52,20 @@ class _Row:
     """A usage row: `places` are the (node, strategy) that use something, `room` is limit - base."""
 
     places: tuple[tuple[int, int], ...]
-    usage: tuple[float, ...]
-    room: float
+    usage: tuple[int, ...]
+    room: int
+
+    def cover(self, choices: dict[int, int]) -> list[tuple[int, int]]:
+        """Of `choices` that exceed the row, those that use most and exceed it together; with all strategies of their
+        nodes that use as much."""
+        used = {v: u for (v, i), u in zip(self.places, self.usage, strict=True) if choices[v] == i}
+        total, least = 0, dict[int, int]()
+        for v in sorted(used, key=lambda v: -used[v]):
+            least[v], total = used[v], total + used[v]
+            if total > self.room:
+                break
+        assert total > self.room, (total, self.room)
+        return [(v, i) for (v, i), u in zip(self.places, self.usage, strict=True) if u >= least.get(v, u + 1)]
 
 
 def solve_program(residual: Residual, *, solver: Solver, deadline: float) -> ProgramSolution:
@@ -56,6 +73,7 @@ def solve_program(residual: Residual, *, solver: Solver, deadline: float) -> Pro
 
     Raises InfeasibleError.
     """
+    check_base(residual)
     parts = [_solve_part(residual, nodes, solver, deadline) for nodes in _independent(residual)]
     bound = residual.offset + sum(part.bound for part in parts)
     choices: dict[int, int] = {}
@@ -94,7 +112,7 @@ def _solve_part(residual: Residual, nodes: list[int], solver: Solver, deadline: 
 
 def _exceeded_rows(residual: Residual, choices: dict[int, int]) -> list[int]:
     """The worst row of each stretch of rows in which the choices exceed the limit."""
-    change = np.zeros(len(residual.base) + 1)
+    change: Whole = np.zeros(len(residual.base) + 1, residual.base.dtype)
     for v, i in choices.items():
         for (first, end), usage in residual.terms[v].items():
             change[first] += usage[i]
@@ -106,13 +124,13 @@ def _exceeded_rows(residual: Residual, choices: dict[int, int]) -> list[int]:
 
 
 def _row(residual: Residual, nodes: Iterable[int], r: int) -> _Row:
-    total: dict[tuple[int, int], float] = {}
+    total: dict[tuple[int, int], int] = {}
     for v in nodes:
         for (first, end), usage in residual.terms[v].items():
             if first <= r < end:
                 for i in np.flatnonzero(usage).tolist():
-                    total[v, i] = total.get((v, i), 0.0) + float(usage[i])
-    return _Row(tuple(total), tuple(total.values()), residual.limit - float(residual.base[r]))
+                    total[v, i] = total.get((v, i), 0) + int(usage[i])
+    return _Row(tuple(total), tuple(total.values()), residual.limit - int(residual.base[r]))
 
 
 class _Model:
@@ -153,28 +171,30 @@ class _Model:
         self.problem.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(list(terms)), sense=sense, rhs=bound))
 
     def limit_row(self, r: int, choices: dict[int, int]) -> None:
-        """Add usage row `r`, which `choices` exceed.
-
-        Solvers let a row be exceeded by a small fraction. The limit is hard: choices that exceed a row which is in the
-        program already are cut off by name.
-        """
+        """Add usage row `r`, which `choices` exceed; if the program has it, a cover of what they use there."""
         if r in self._rows:
-            chosen = [(v, i) for v, i in self._rows[r].places if choices[v] == i]
-            self._constrain([(self.x[v][i], 1) for v, i in chosen], pulp.LpConstraintLE, len(chosen) - 1)
+            cover = self._rows[r].cover(choices)
+            n_nodes = len({v for v, _ in cover})
+            self._constrain([(self.x[v][i], 1) for v, i in cover], pulp.LpConstraintLE, n_nodes - 1)
             return
         row = self._rows[r] = _row(self.residual, self.x, r)
+        if row.room < 0 or not row.places:
+            raise self._infeasible()
         largest = max(row.usage)
         terms = [(self.x[v][i], u / largest) for (v, i), u in zip(row.places, row.usage, strict=True)]
         self._constrain(terms, pulp.LpConstraintLE, row.room / largest)
+
+    def _infeasible(self) -> InfeasibleError:
+        return InfeasibleError(
+            f"No choice for the {len(self.x)} nodes that are left satisfies both the forbidden pairs and the usage "
+            "limit. Raise `usage_limit`, or allow more pairs of strategies."
+        )
 
     def solve(self, solver: Solver, time_limit_s: float) -> dict[int, int] | None:
         """The best choices found, or None where there are none yet; `bound` is updated either way."""
         bound = (_run_highs if solver == "highs" else _run_cbc)(self.problem, time_limit_s) / self.scale
         if self.problem.status == pulp.LpStatusInfeasible:
-            raise InfeasibleError(
-                f"No choice for the {len(self.x)} nodes that are left satisfies both the forbidden pairs and the usage "
-                "limit. Raise `usage_limit`, or allow more pairs of strategies."
-            )
+            raise self._infeasible()
         if self.problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             self.bound = max(self.bound, bound)
             return None

@@ -3,6 +3,7 @@
 In: `CostGraph`. `Residual` lives inside one solve and is the one mutable thing of the solver.
 Usage over time becomes rows, one for each maximal set of live nodes:
     base[r] + sum_v terms_v,r[s_v] <= limit
+in whole numbers (exact.py), so that none of what follows rounds.
 A row that cannot exceed the limit, or that another row implies, is dropped.           -> loosen_rows
 """
 
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from minialpa.errors import InfeasibleError
-from minialpa.intra.costgraph import FORBIDDEN, USAGE_SLACK, Bools, CostGraph, Floats, Ints
+from minialpa.intra.costgraph import FORBIDDEN, Bools, CostGraph, Floats, Ints
+from minialpa.intra.exact import Whole, WholeUsages
 
 #: Usage rows `first` to `end - 1`.
 Rows = tuple[int, int]
@@ -40,17 +42,18 @@ class Residual:
     adjacent[v][w][i, j]: cost of the edge; `adjacent[w][v]` is its transposed view.
     terms[v][rows][i]: what strategy i of v uses in each of these rows, above the least, which `base` holds: a term is 0
         somewhere and positive elsewhere. In row r, base[r] and the terms of all nodes may not exceed `limit`.
-    rows[r]: the number that row r had at first.
+    whole: what the rows are of; None without a limit. rows[r]: the number that row r had at first.
     offset: cost of what is decided already. alive: nodes that are not decided, in order.
     """
 
     costs: list[Floats]
     kept: list[Ints]
     adjacent: list[dict[int, Floats]]
-    terms: list[dict[Rows, Floats]]
-    base: Floats
+    terms: list[dict[Rows, Whole]]
+    base: Whole
     rows: Ints
-    limit: float
+    limit: int
+    whole: WholeUsages | None = None
     offset: float = 0.0
     steps: list[Step] = field(default_factory=list)
     alive: dict[int, None] = field(default_factory=dict)
@@ -70,7 +73,9 @@ class Residual:
     def decide(self, node: int, scope: tuple[int, ...], best: Ints) -> None:
         """Take `node` out; `best` holds its strategy, by current place, for each choice of `scope`."""
         domains = tuple(self.kept[w] for w in scope)
-        self.steps.append(Step(node, scope, domains, self.kept[node][best]))
+        # A solve keeps all of these tables until its end: in as few bytes as their entries need.
+        names = self.kept[node].astype(np.min_scalar_type(int(self.kept[node].max())))
+        self.steps.append(Step(node, scope, domains, names[best]))
         for w in self.adjacent[node]:
             del self.adjacent[w][node]
         self.adjacent[node] = {}
@@ -91,9 +96,9 @@ def without_rows(residual: Residual) -> Residual:
         kept=list(residual.kept),
         adjacent=[dict(edges) for edges in residual.adjacent],
         terms=[{} for _ in residual.terms],
-        base=np.zeros(0),
+        base=np.zeros(0, np.int64),
         rows=np.zeros(0, np.int64),
-        limit=np.inf,
+        limit=0,
         steps=list(residual.steps),
         alive=dict(residual.alive),
     )
@@ -108,9 +113,9 @@ def residual_of(graph: CostGraph) -> Residual:
         kept=[np.arange(len(cost)) for cost in costs],
         adjacent=[{} for _ in range(n_nodes)],
         terms=[{} for _ in range(n_nodes)],
-        base=np.zeros(0),
+        base=np.zeros(0, np.int64),
         rows=np.zeros(0, np.int64),
-        limit=np.inf,
+        limit=0,
         alive=dict.fromkeys(range(n_nodes)),
     )
     for edge in graph.edges:
@@ -119,18 +124,17 @@ def residual_of(graph: CostGraph) -> Residual:
             costs[edge.a] = costs[edge.a] + np.diagonal(cost)
         else:
             residual.add_edge(edge.a, edge.b, cost)
-    if graph.usage_limit is not None:
-        residual.limit = graph.usage_limit * (1 + USAGE_SLACK)
-        _add_usage_rows(residual, graph)
+    if graph.whole is not None:
+        _add_usage_rows(residual, graph.whole)
     return residual
 
 
-def _add_usage_rows(residual: Residual, graph: CostGraph) -> None:
+def _add_usage_rows(residual: Residual, whole: WholeUsages) -> None:
     """One row for each time after a start and before the next end: its live set contains that of its neighbours."""
-    live = [term for term in graph.usage_terms() if term[1][1] > term[1][0] and term[2].max() > 0]
+    residual.whole, residual.limit, live = whole, whole.limit, whole.terms
     events = sorted({(start, 1) for _, (start, _), _ in live} | {(end, 0) for _, (_, end), _ in live})
     starts = np.array([time for (time, kind), after in itertools.pairwise(events) if kind == 1 and after[1] == 0])
-    residual.base = np.zeros(len(starts))
+    residual.base = np.zeros(len(starts), live[0][2].dtype if live else np.int64)
     residual.rows = np.arange(len(starts))
     for v, interval, usage in live:
         first, end = np.searchsorted(starts, interval)
@@ -150,7 +154,7 @@ def keep(residual: Residual, v: int, mask: Bools) -> None:
         add_term(residual, v, rows, usage[mask])
 
 
-def add_term(residual: Residual, v: int, rows: Rows, usage: Floats) -> None:
+def add_term(residual: Residual, v: int, rows: Rows, usage: Whole) -> None:
     """Let v use `usage` more in `rows`: the least of it goes to `base`, the rest, if any, stays a term."""
     if rows in residual.terms[v]:
         usage = usage + residual.terms[v].pop(rows)
@@ -163,11 +167,12 @@ def add_term(residual: Residual, v: int, rows: Rows, usage: Floats) -> None:
 
 
 def check_base(residual: Residual) -> None:
-    least = residual.base.max(initial=0.0)
+    least = residual.base.max(initial=0)
     if least > residual.limit:
+        assert residual.whole is not None
         raise InfeasibleError(
-            f"Even the thriftiest strategies need a usage of {least:.6g} at some time and the limit is "
-            f"{residual.limit:.6g}. Raise `usage_limit`, or offer strategies that use less."
+            f"Even the thriftiest strategies need a usage of {residual.whole.text(int(least))} at some time and the "
+            f"limit is {residual.whole.given_limit:,}. Raise `usage_limit`, or offer strategies that use less."
         )
 
 
@@ -190,7 +195,7 @@ def loosen_rows(residual: Residual) -> list[int]:
     binds = (peak > residual.limit) & _essential(residual.base, starting, ending)
     rows_before = np.concatenate(([0], np.cumsum(binds)))
     residual.base, residual.rows = residual.base[binds], residual.rows[binds]
-    most_base = residual.base.max(initial=0.0)
+    most_base = residual.base.max(initial=0)
     dirty = []
     for v in residual.alive:
         terms, residual.terms[v] = residual.terms[v], {}
@@ -204,9 +209,9 @@ def loosen_rows(residual: Residual) -> list[int]:
     return dirty
 
 
-def _term_changes(residual: Residual) -> tuple[Floats, Floats]:
+def _term_changes(residual: Residual) -> tuple[Whole, Whole]:
     """The most that terms which start at each row use, and that terms which end before it used."""
-    starting, ending = np.zeros(len(residual.base) + 1), np.zeros(len(residual.base) + 1)
+    starting, ending = np.zeros((2, len(residual.base) + 1), residual.base.dtype)
     for v in residual.alive:
         for (first, end), usage in residual.terms[v].items():
             most = usage.max()
@@ -215,13 +220,13 @@ def _term_changes(residual: Residual) -> tuple[Floats, Floats]:
     return starting, ending
 
 
-def _essential(base: Floats, starting: Floats, ending: Floats) -> Bools:
+def _essential(base: Whole, starting: Whole, ending: Whole) -> Bools:
     """Rows that no earlier and no later row implies.
 
     Row r implies s where base[s] and the most that terms of s, not of r, use is at most base[r].
     """
-    stack: list[tuple[int, float, float]] = []  # rows that stay; what starts and what ends since the one before
-    more = less = 0.0
+    stack: list[tuple[int, int, int]] = []  # rows that stay; what starts and what ends since the one before
+    more = less = 0
     for r, (b, start, end) in enumerate(zip(base.tolist(), starting.tolist(), ending.tolist(), strict=False)):
         more, less = more + start, less + end
         implied = False
@@ -234,7 +239,7 @@ def _essential(base: Floats, starting: Floats, ending: Floats) -> Bools:
             more, less = more + more_before, less + less_before
         if not implied:
             stack.append((r, more, less))
-            more = less = 0.0
+            more = less = 0
     essential = np.zeros(len(base), bool)
     essential[[r for r, _, _ in stack]] = True
     return essential

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minialpa.intra.costgraph import Floats, Ints
+from minialpa.intra.exact import MOST_BITS
 from minialpa.intra.flat import Core
 from minialpa.machine_code import compiled
 
@@ -22,6 +23,8 @@ from minialpa.machine_code import compiled
 _LARGEST_TREE = 50
 #: A node that could join the tree is left out with this probability, for variety.
 _LEAVE_OUT = 0.2
+#: More than all nodes use together.
+_UNLIMITED = 2 ** (MOST_BITS + 1)
 
 
 class _Tree(NamedTuple):
@@ -43,11 +46,11 @@ class _Tree(NamedTuple):
 
 
 @compiled
-def usage_of(core: Core, x: Ints) -> Floats:
+def usage_of(core: Core, x: Ints) -> Ints:
     """Usage of every row."""
-    used = np.zeros(len(core.room))
+    used = np.zeros(len(core.room), np.int64)
     for v in range(len(core.at) - 1):
-        _use(core, used, v, x[v], 1.0)
+        _use(core, used, v, x[v], 1)
     return used
 
 
@@ -69,7 +72,7 @@ def cost_of(core: Core, x: Ints) -> float:
 def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x: Ints) -> None:
     """Formula 1, in node order or backwards. Where nothing fits, the usage limit is exceeded."""
     n_nodes = len(core.at) - 1
-    used = np.zeros(len(core.room))
+    used = np.zeros(len(core.room), np.int64)
     ahead = np.empty(core.widest)
     for step in range(n_nodes):
         v = step if forward else n_nodes - 1 - step
@@ -83,7 +86,7 @@ def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x
                 ahead[i] += core.table[t + i] if visited else messages[m + i]
         _forbid_full(core, used, v, -1, ahead)
         x[v] = _least(ahead, size)
-        _use(core, used, v, x[v], 1.0)
+        _use(core, used, v, x[v], 1)
 
 
 @compiled
@@ -139,7 +142,7 @@ def _joins_once(core: Core, tree: _Tree, w: int) -> bool:
 
 
 @compiled
-def _solve(core: Core, tree: _Tree, count: int, priced: Floats, used: Floats, x: Ints) -> None:
+def _solve(core: Core, tree: _Tree, count: int, priced: Floats, used: Ints, x: Ints) -> None:
     """Write the strategies that the tree has to `old` and the best ones to `new`."""
     for k in range(count):
         v = tree.nodes[k]
@@ -192,12 +195,12 @@ def _gain(core: Core, tree: _Tree, count: int, priced: Floats, x: Ints) -> float
 
 
 @compiled
-def _move(core: Core, tree: _Tree, count: int, used: Floats) -> bool:
+def _move(core: Core, tree: _Tree, count: int, used: Ints) -> bool:
     """Let `used` go from `old` to `new`; if a row that gains is then exceeded, undo that and return False."""
     for k in range(count):
         if tree.new[k] != tree.old[k]:
-            _use(core, used, tree.nodes[k], tree.old[k], -1.0)
-            _use(core, used, tree.nodes[k], tree.new[k], 1.0)
+            _use(core, used, tree.nodes[k], tree.old[k], -1)
+            _use(core, used, tree.nodes[k], tree.new[k], 1)
     for k in range(count):
         v = tree.nodes[k]
         for s in range(core.segments[v], core.segments[v + 1]):
@@ -211,15 +214,15 @@ def _move(core: Core, tree: _Tree, count: int, used: Floats) -> bool:
 
 
 @compiled
-def _undo(core: Core, tree: _Tree, count: int, used: Floats) -> None:
+def _undo(core: Core, tree: _Tree, count: int, used: Ints) -> None:
     for k in range(count):
         if tree.new[k] != tree.old[k]:
-            _use(core, used, tree.nodes[k], tree.new[k], -1.0)
-            _use(core, used, tree.nodes[k], tree.old[k], 1.0)
+            _use(core, used, tree.nodes[k], tree.new[k], -1)
+            _use(core, used, tree.nodes[k], tree.old[k], 1)
 
 
 @compiled
-def _use(core: Core, used: Floats, v: int, i: int, sign: float) -> None:
+def _use(core: Core, used: Ints, v: int, i: int, sign: int) -> None:
     """Add to `used`, or with sign -1 take off, what strategy i of v uses."""
     for s in range(core.segments[v], core.segments[v + 1]):
         usage = sign * core.usage[core.usage_at[s] + i]
@@ -229,14 +232,14 @@ def _use(core: Core, used: Floats, v: int, i: int, sign: float) -> None:
 
 
 @compiled
-def _forbid_full(core: Core, used: Floats, v: int, i: int, cost: Floats) -> None:
+def _forbid_full(core: Core, used: Ints, v: int, i: int, cost: Floats) -> None:
     """Add `forbidden` to strategies of v that do not fit when v leaves i (-1: it has none) and all else stays."""
     for s in range(core.segments[v], core.segments[v + 1]):
         u = core.usage_at[s]
-        room = np.inf
+        room = _UNLIMITED
         for r in range(core.start[s], core.end[s]):
             room = min(room, core.room[r] - used[r])
-        room = max(room, 0.0) + (core.usage[u + i] if i >= 0 else 0.0)
+        room = max(room, 0) + (core.usage[u + i] if i >= 0 else 0)
         for k in range(core.at[v + 1] - core.at[v]):
             if core.usage[u + k] > room:
                 cost[k] += core.forbidden

@@ -61,5 +61,10 @@ class MeshSolver:
         """Which options forbid every sharding, and at which operation; None where no forbidden collective does."""
         return why_infeasible(self.problem, self.mesh, self.option, self.menus, time_limit_s)
 
+    @property
+    def n_bytes(self) -> float:
+        """About what this holds."""
+        return self.folded.n_bytes + (self._each.n_bytes if self._each else 0.0)
+
     def _is_large(self) -> bool:
         return len(self.problem.eqns) > _MOST_EQUATIONS

@@ -16,7 +16,6 @@ from jax.extend.core import Var
 from numpy.typing import NDArray
 
 from minialpa.errors import InfeasibleError
-from minialpa.intra.costgraph import USAGE_SLACK
 from minialpa.jaxprs import dtype_name, shape_of
 
 #: Demands below this fraction of the limit are counted at their largest.
@@ -86,7 +85,7 @@ def check_least(demands: Sequence[Demand], limit: MemoryLimit, allowed: Callable
         return float(d.n_bytes[allowed(d)].min(initial=d.n_bytes.max()))
 
     n_bytes, at = _peak(demands, least, limit.n_times)
-    if n_bytes <= limit.limit_bytes * (1 + USAGE_SLACK):
+    if n_bytes <= limit.limit_bytes:
         return
     sizes: dict[Var, float] = {}
     for d in demands:

@@ -389,7 +389,7 @@ def test_what_dominates_costs_no_more_whatever_the_neighbours_choose(seed: int) 
     """Each strategy that goes has one that stays, is as thrifty, and never costs more; those that stay have none."""
     rng = np.random.default_rng(seed)
     n, widths = int(rng.integers(1, 7)), rng.integers(1, 5, int(rng.integers(0, 3)))
-    cost, usage = rng.integers(0, 4, n) / 8, rng.integers(0, 3, (int(rng.integers(0, 3)), n)) / 8
+    cost, usage = rng.integers(0, 4, n) / 8, rng.integers(0, 3, (int(rng.integers(0, 3)), n))
     edges = [rng.integers(0, 4, (n, width)) / 8 for width in widths]
     ends = np.cumsum([0, *widths])
     stays = undominated(cost, usage, np.concatenate([np.zeros((n, 0)), *edges], axis=1), ends)

@@ -1,0 +1,55 @@
+"""What was worked out last, up to so many bytes: planning a large step must not keep all that it ever looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Recent(Generic[T]):
+    """Values by key, of which those that were used last stay: as many as `max_bytes` hold, and the last one anyway.
+
+    What is gone is made again when it is asked for, so a bound may cost time, and changes no result.
+    """
+
+    def __init__(self, max_bytes: float, size: Callable[[T], float]) -> None:
+        """`size`: bytes of a value; asked again when another value is asked for, as values may grow in use."""
+        self.max_bytes, self._size = max_bytes, size
+        self._values: dict[Hashable, tuple[T, float]] = {}  # with their bytes; the one that was used last comes last
+        self.n_bytes = 0.0
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of `key`, which is made if it is not there."""
+        found = self._values.get(key)
+        if found is not None and next(reversed(self._values)) == key:
+            return found[0]
+        self._weigh_last()
+        self._drop_old()
+        value = self._take(key) if found is not None else make()
+        self._put(key, value)
+        self._drop_old()
+        return value
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def _put(self, key: Hashable, value: T) -> None:
+        n_bytes = self._size(value)
+        self._values[key] = value, n_bytes
+        self.n_bytes += n_bytes
+
+    def _take(self, key: Hashable) -> T:
+        value, n_bytes = self._values.pop(key)
+        self.n_bytes -= n_bytes
+        return value
+
+    def _weigh_last(self) -> None:
+        if self._values:
+            last = next(reversed(self._values))
+            self._put(last, self._take(last))
+
+    def _drop_old(self) -> None:
+        while len(self._values) > 1 and self.n_bytes > self.max_bytes:
+            self._take(next(iter(self._values)))
