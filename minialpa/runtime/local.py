@@ -2,6 +2,9 @@
 
 Each mesh is a `jax.sharding.Mesh` over some of the devices. Instructions are issued in order; jax runs them
 asynchronously, so meshes that do not wait for each other's data work at the same time.
+
+Threads issue one step after the other, whole: programs that talk between devices have to come to all devices in one
+order, and an argument that a step donates is gone for the others before any of them begins.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,6 +43,10 @@ from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.step_trace import FUNCTIONS, StepTrace, TaskTime, flagged, from_start
 from minialpa.runtime.task_times import function_seconds
 from minialpa.sharding import device_mesh
+
+
+#: Held by the thread that issues a step. The devices are those of this process, so there is one order for them.
+_order = threading.RLock()
 
 
 def make_meshes(program: Program, devices: Sequence[jax.Device]) -> list[Mesh]:
@@ -80,6 +89,15 @@ class LocalExecutable:
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
         """Run the program on argument leaves; returns one array for each result, on the result's first mesh, or a
         BlockedArray where the program leaves it in blocks. traced: see `Runner`."""
+        with _order:
+            _check_usable(leaves)
+            return self._step(leaves, traced)
+
+    def in_order(self) -> AbstractContextManager[Any]:
+        """See `Runner`."""
+        return _order
+
+    def _step(self, leaves: Sequence[Any], traced: bool) -> list[Any]:
         functions, issue = self._tracing() if traced else (self.compiled, self._issue)
         buffers = list(self._initial)
         placed = self._place(leaves)
@@ -98,6 +116,11 @@ class LocalExecutable:
 
         What the program donates never shares memory with `leaves`.
         """
+        with _order:
+            _check_usable(leaves)
+            return self._laid_out(leaves)
+
+    def _laid_out(self, leaves: Sequence[Any]) -> list[Any]:
         out = list(leaves)
         blocks: dict[int, dict[int, tuple[InputSlot, NamedSharding]]] = defaultdict(dict)
         for slot, sharding in zip(self.program.inputs, self._input_shardings, strict=True):
@@ -147,8 +170,12 @@ class LocalExecutable:
         """Wait until the devices have made every array that was asked of them before."""
         mine = {device for mesh in self.meshes for device in mesh.devices.flat}
         for array in jax.live_arrays(next(iter(mine)).platform):
-            if not array.is_deleted() and mine & array.sharding.device_set:
-                jax.block_until_ready(array)
+            try:
+                if not array.is_deleted() and mine & array.sharding.device_set:
+                    jax.block_until_ready(array)
+            except RuntimeError:
+                if not array.is_deleted():  # else another thread has just donated it
+                    raise
         jax.effects_barrier()
 
     def _place(self, leaves: Sequence[Any]) -> list[Any]:
@@ -249,6 +276,16 @@ class LocalExecutable:
             f"Instruction {i} ({name}) failed: {error}\nInstructions before it: {recent or 'none'}. If an argument was "
             "donated to an earlier call, pass that call's result instead."
         )
+
+
+def _check_usable(leaves: Sequence[Any]) -> None:
+    """Raise WorkerError if an argument is used up: another thread may have donated it since the call began."""
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array | BlockedArray) and leaf.is_deleted():
+            raise WorkerError(
+                f"An argument of shape {leaf.shape} has been deleted: it was donated to another call, whose result took "
+                "over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
+            )
 
 
 def _target(mesh: Mesh, spec: PartitionSpec, is_result: bool) -> Any:
