@@ -56,7 +56,15 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
         return int(self.size * self.dtype.itemsize)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if jax.numpy.issubdtype(self.dtype, jax.dtypes.extended):
+            return self._keys(dtype)
         return np.array(self._fetch(), dtype=dtype, copy=copy)
+
+    def _keys(self, dtype: Any) -> Any:
+        """Typed keys, which are no array of NumPy: `jax.device_get` gives keys, as it does of those of jax."""
+        if dtype is not None:
+            raise TypeError(f"Keys cannot be converted to {dtype}. `jax.random.key_data` gives the integers in them.")
+        return self._fetch()
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         given = [np.asarray(x) if isinstance(x, RemoteArray) else x for x in inputs]

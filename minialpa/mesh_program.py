@@ -57,9 +57,14 @@ def _key_dtype(key: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=KEY_NAMES[key])).dtype
 
 
+#: Types that the format of `jax.export` has no name for. Where an exported function takes or returns them, wider
+#: integers stand for them.
+STAND_INS: Mapping[str, str] = {"int2": "int8", "uint2": "uint8"}
+
+
 @dataclass(frozen=True, slots=True)
 class MeshFunction:
-    """A function of one mesh. code: what `jax.export` serialised. donated: as in `program.Function`."""
+    """A function of one mesh. code: what `jax.export` has made of it, with `STAND_INS`. donated: as in `Function`."""
 
     name: str
     code: bytes

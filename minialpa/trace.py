@@ -146,12 +146,35 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         if isinstance(leaf, RemoteArray):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         aval = jax.typeof(leaf)
+        if getattr(aval.dtype, "kind", "") == "T":  # jax has arrays of strings, and no functions that take them
+            raise TraceError(_why_no_array(np.empty((), aval.dtype), path))
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
     except TypeError as error:
-        raise TraceError(
+        raise TraceError(_why_no_array(leaf, path)) from error
+
+
+def _why_no_array(leaf: Any, path: str) -> str:
+    """What is wrong with an argument leaf that jax takes for no array, and what to do."""
+    if not isinstance(leaf, np.ndarray | np.generic):
+        return (
             f"Argument leaf `{path}` is a {type(leaf).__name__}, not an array. Pass arrays and numbers in pytrees, and "
             "other values as whole arguments listed in `static_argnums`."
-        ) from error
+        )
+    dtype = leaf.dtype
+    given = f"Argument leaf `{path}` is a NumPy array of {dtype}"
+    if dtype.names is not None:
+        first = dtype.names[0] if dtype.names else "name"
+        return f"{given}, a structured dtype, and jax has none. Pass its fields as arrays of their own: `x[{first!r}]`."
+    if dtype.kind in "SUT":
+        return f"{given}, which are strings, and jax has none. Pass numbers that stand for them, or a static argument."
+    if dtype.kind in "mM":
+        return f"{given}, which are times, and jax has none. Pass numbers, as `x.astype('int64')` gives them."
+    if not dtype.isnative:
+        return f"{given}, whose bytes are in another order than jax has them. Pass `x.astype({dtype.name!r})`."
+    if dtype.kind in "fc":
+        narrower = "complex128" if dtype.kind == "c" else "float64"
+        return f"{given}, which is wider than the numbers of jax. Pass `x.astype({narrower!r})`."
+    return f"{given}, and jax has no such arrays. Pass numbers in arrays, and other values as static arguments."
 
 
 def _batch_dims(

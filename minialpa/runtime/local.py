@@ -16,8 +16,8 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -40,10 +40,10 @@ from minialpa.program import (
     writes,
 )
 from minialpa.runtime.arrays import BlockedArray
+from minialpa.runtime.compiled import compiled_call
 from minialpa.runtime.step_trace import FUNCTIONS, StepTrace, TaskTime, flagged, from_start
 from minialpa.runtime.task_times import function_seconds
 from minialpa.sharding import device_mesh
-
 
 #: Held by the thread that issues a step. The devices are those of this process, so there is one order for them.
 _order = threading.RLock()
@@ -283,8 +283,8 @@ def _check_usable(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, jax.Array | BlockedArray) and leaf.is_deleted():
             raise WorkerError(
-                f"An argument of shape {leaf.shape} has been deleted: it was donated to another call, whose result took "
-                "over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
+                f"An argument of shape {leaf.shape} has been deleted: it was donated to another call, whose result "
+                "took over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
             )
 
 
@@ -383,8 +383,8 @@ def _compile_all(functions: Sequence[Function], meshes: Sequence[Mesh]) -> list[
             donate_argnums=function.donated,
             keep_unused=True,
         )
-        return jitted.lower(*function.in_avals)
+        return jitted, jitted.lower(*function.in_avals)
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        pending = [pool.submit(lowered.compile) for lowered in map(lower, functions)]
+        pending = [pool.submit(compiled_call, *lowered) for lowered in map(lower, functions)]
         return [future.result() for future in pending]

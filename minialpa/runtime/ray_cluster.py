@@ -168,9 +168,7 @@ class RayCluster:
 
     # ---- workers --------------------------------------------------------------------------------------------------
 
-    def start_meshes(
-        self, wanted: Sequence[tuple[int, int]], check: Callable[[], None]
-    ) -> list[list[WorkerHandle]]:
+    def start_meshes(self, wanted: Sequence[tuple[int, int]], check: Callable[[], None]) -> list[list[WorkerHandle]]:
         """Workers for each (first device, number of devices), one on each host, joined in one jax runtime per mesh.
 
         check: called every second meanwhile; where it raises, no worker stays. Raises WorkerError if they do not start.

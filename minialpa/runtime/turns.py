@@ -1,11 +1,11 @@
 """Turns of threads: whoever asks something of the workers of a session in; one order of all that, and one end, out.
 
 Workers run what they are told in the order in which they are told. All of them have to be told of two steps in the same
-order, or each waits for what the other one has not begun. So a thread takes its turn (`ordered`), tells all workers, and
-gives it up before it waits for results.
+order, or each waits for what the other one has not begun. So a thread takes its turn (`ordered`), tells all workers,
+and gives it up before it waits for results.
 
-A session ends once, and its connection to the cluster only when no thread uses it any more. The thread that ends it says
-why; others leave with that error, and the last thing that the first one does is to release everything.
+A session ends once, and its connection to the cluster only when no thread uses it any more. The thread that ends it
+says why; others leave with that error, and the last thing that the first one does is to release everything.
 """
 
 from __future__ import annotations
