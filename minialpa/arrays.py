@@ -19,11 +19,13 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
 
     Functions of jax take no arrays but their own: give them `jnp.asarray(x)`.
 
-    shape, dtype: those of the whole array.
+    shape, dtype: those of the whole array. weak_type: whether a step lets it yield to the dtypes of others, as a result
+        made of Python's numbers does.
     """
 
     shape: tuple[int, ...]
     dtype: Any
+    weak_type: bool = False
 
     @abc.abstractmethod
     def _fetch(self) -> Any:

@@ -22,11 +22,15 @@ from minialpa.resharding import Move, Resharding
 
 @dataclass(frozen=True, slots=True)
 class ArrayType:
-    """Shape and dtype of a stored array. key: the implementation of typed random keys, whose integers `dtype` is of."""
+    """Shape and dtype of a stored array. key: the implementation of typed random keys, whose integers `dtype` is of.
+
+    weak_type: as jax means it: whether the array yields to the dtypes of others, as Python's numbers do.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     key: str | None = None
+    weak_type: bool = False
 
     @property
     def data_shape(self) -> tuple[int, ...]:

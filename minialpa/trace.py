@@ -24,6 +24,7 @@ from minialpa.jaxprs import (
     is_inexact,
     is_literal,
     is_transposed,
+    is_weak,
     live_equations,
     read_tag,
     shape_of,
@@ -144,11 +145,11 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         return leaf
     try:
         if isinstance(leaf, RemoteArray):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
         aval = jax.typeof(leaf)
         if getattr(aval.dtype, "kind", "") == "T":  # jax has arrays of strings, and no functions that take them
             raise TraceError(_why_no_array(np.empty((), aval.dtype), path))
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=is_weak(aval))
     except TypeError as error:
         raise TraceError(_why_no_array(leaf, path)) from error
 

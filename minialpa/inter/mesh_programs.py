@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import TraceError
 from minialpa.inter.xmesh import plan_resharding
-from minialpa.jaxprs import aval_of, is_extended
+from minialpa.jaxprs import aval_of, is_extended, is_weak
 from minialpa.mesh_program import (
     KEY_SHAPES,
     STAND_INS,
@@ -52,7 +52,7 @@ def split_by_mesh(
 def array_type(aval: Any) -> ArrayType:
     """Shape and dtype of an array or aval."""
     if not is_extended(aval.dtype):
-        return ArrayType(tuple(aval.shape), str(np.dtype(aval.dtype)))
+        return ArrayType(tuple(aval.shape), str(np.dtype(aval.dtype)), weak_type=is_weak(aval))
     name = str(aval.dtype).removeprefix("key<").removesuffix(">")
     if name not in KEY_SHAPES:
         raise TraceError(
