@@ -24,6 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from minialpa.arrays import RemoteArray
 from minialpa.errors import ShardingError, WorkerError
 from minialpa.program import (
     Accumulate,
@@ -281,7 +282,7 @@ class LocalExecutable:
 def _check_usable(leaves: Sequence[Any]) -> None:
     """Raise WorkerError if an argument is used up: another thread may have donated it since the call began."""
     for leaf in leaves:
-        if isinstance(leaf, jax.Array | BlockedArray) and leaf.is_deleted():
+        if isinstance(leaf, jax.Array | RemoteArray) and leaf.is_deleted():
             raise WorkerError(
                 f"An argument of shape {leaf.shape} has been deleted: it was donated to another call, whose result "
                 "took over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
@@ -332,17 +333,17 @@ def _result(slot: OutputSlot, buffers: Sequence[Any]) -> Any:
 
 
 def _in_one(leaf: Any) -> Any:
-    """An array that is in blocks and wanted whole is put together on the host: no device need have room for it."""
-    return np.asarray(leaf) if isinstance(leaf, BlockedArray) else leaf
+    """An array that is in blocks and wanted whole is put together on the host: no device need have room for it. One of
+    another session comes from there."""
+    return leaf[...] if isinstance(leaf, RemoteArray) else leaf
 
 
 def _rows(leaf: Any, slot: InputSlot) -> Any:
     assert slot.rows is not None
     start, stop, dim = slot.rows
-    if isinstance(leaf, BlockedArray):
-        if dim == 0:
-            return leaf.rows(start, stop)
-        leaf = np.asarray(leaf)
+    if isinstance(leaf, BlockedArray) and dim == 0:
+        return leaf.rows(start, stop)
+    leaf = _in_one(leaf)
     index = (slice(None),) * dim + (slice(start, stop),)
     return leaf[index] if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)[index]
 
