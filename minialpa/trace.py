@@ -156,18 +156,17 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
 
 def _why_no_array(leaf: Any, path: str) -> str:
     """What is wrong with an argument leaf that jax takes for no array, and what to do."""
+    otherwise = "other values as whole arguments listed in `static_argnums`"
     if not isinstance(leaf, np.ndarray | np.generic):
-        return (
-            f"Argument leaf `{path}` is a {type(leaf).__name__}, not an array. Pass arrays and numbers in pytrees, and "
-            "other values as whole arguments listed in `static_argnums`."
-        )
+        kind = type(leaf).__name__
+        return f"Argument leaf `{path}` is a {kind}, not an array. Pass arrays and numbers in pytrees, and {otherwise}."
     dtype = leaf.dtype
     given = f"Argument leaf `{path}` is a NumPy array of {dtype}"
     if dtype.names is not None:
         first = dtype.names[0] if dtype.names else "name"
         return f"{given}, a structured dtype, and jax has none. Pass its fields as arrays of their own: `x[{first!r}]`."
     if dtype.kind in "SUT":
-        return f"{given}, which are strings, and jax has none. Pass numbers that stand for them, or a static argument."
+        return f"{given}, which are strings, and jax has none. Pass numbers that stand for them, and {otherwise}."
     if dtype.kind in "mM":
         return f"{given}, which are times, and jax has none. Pass numbers, as `x.astype('int64')` gives them."
     if not dtype.isnative:
@@ -175,7 +174,7 @@ def _why_no_array(leaf: Any, path: str) -> str:
     if dtype.kind in "fc":
         narrower = "complex128" if dtype.kind == "c" else "float64"
         return f"{given}, which is wider than the numbers of jax. Pass `x.astype({narrower!r})`."
-    return f"{given}, and jax has no such arrays. Pass numbers in arrays, and other values as static arguments."
+    return f"{given}, and jax has no such arrays. Pass numbers in arrays, and {otherwise}."
 
 
 def _batch_dims(
