@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,9 @@ class ParallelizedFunc:
         functools.update_wrapper(self, fun)
         self._fun, self._method, self._on_stale = fun, method, on_stale
         self._parameters = Parameters(fun, static_argnums, donate_argnums, batch_argnums)
+        self._options = (static_argnums, donate_argnums, batch_argnums, on_stale)
         self._executables: dict[Hashable, tuple[Any, Any]] = {}
+        self._compiling = threading.RLock()
         self._recent: tuple[Any, tuple[Any, Any]] = (None, (None, None))
         self._last: Any = None
         self._known_trees: list[Any] = []
@@ -65,6 +68,10 @@ class ParallelizedFunc:
         executable, out_tree = self._get(call)
         self._last = executable
         return jax.tree.unflatten(out_tree, executable.run(call.leaves))
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles plan and compile for themselves."""
+        return type(self), (self._fun, self._method, *self._options)
 
     def get_executable(self, *args: Any, **kwargs: Any) -> Any:
         """Plan and compile for these arguments, arrays or `jax.ShapeDtypeStruct`s, without running."""
@@ -153,32 +160,36 @@ class ParallelizedFunc:
     def _find(self, call: Call, session: Session) -> tuple[Any, Any]:
         key = (call.key(), session.devices, session.cluster, session.runtime)
         found = self._executables.get(key)
-        if found is None:
-            found = self._compile(call)
-            self._executables[key] = found
-            self._known_trees.append(call.tree)
-        return found
+        if found is not None:
+            return found
+        with self._compiling:  # threads that make the first call at the same time compile once
+            found = self._executables.get(key)
+            if found is None:
+                found = self._compile(call, session)
+                self._executables[key] = found
+                self._known_trees.append(call.tree)
+            return found
 
-    def _compile(self, call: Call) -> tuple[Any, Any]:
+    def _compile(self, call: Call, session: Session) -> tuple[Any, Any]:
         from minialpa.runtime.executable import Executable  # the runtime is loaded when something runs
 
         traced = self._trace(call)
-        plan, target = self._plan_for(traced)
-        _check_devices(plan, target)
+        plan, target = self._plan_for(traced, session)
+        _check_devices(plan, target, session)
         with ProgressBar() as bar:
             bar.report("Compiling", 0, 1)
             with collection_paused():
                 program = emit_program(traced, plan)
-            runner = _make_runner(program, traced, target)
+            runner = _make_runner(program, traced, target, session)
             return Executable(plan, program, runner, call.tree[0], traced.out_tree), traced.out_tree
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
-    def _plan_for(self, traced: TracedStep) -> tuple[Plan, Target]:
+    def _plan_for(self, traced: TracedStep, session: Session | None = None) -> tuple[Plan, Target]:
         if isinstance(self._method, Plan):
             plan, target = self._saved_plan(traced, self._method), Target(self._method.cluster, None, None)
         else:
-            target = resolve_devices(self._method.devices)
+            target = resolve_devices(self._method.devices, session)
             plan = _make_plan(traced, self._method, target)
         layers = _layers_of_stages(traced, self._method, plan)
         ParallelizedFunc.last_plan, ParallelizedFunc.last_layers = plan, layers
@@ -243,9 +254,8 @@ def _layers_of_stages(traced: TracedStep, method: Method | Plan, plan: Plan) -> 
     return (tuple(range(max(1, whole_scans(LayeredStep(traced, plan.fingerprint), option).n_layers))),)
 
 
-def _check_devices(plan: Plan, target: Target) -> None:
+def _check_devices(plan: Plan, target: Target, session: Session) -> None:
     """Raise ShardingError unless there are the devices that a plan needs."""
-    session = current_session()
     n_devices = len(target.devices or session.devices) if session.runtime is None else session.cluster.n_devices
     ends = [stage.first_device + stage.n_devices for stage in plan.stages]
     needed = max(ends)
@@ -256,9 +266,8 @@ def _check_devices(plan: Plan, target: Target) -> None:
         )
 
 
-def _make_runner(program: Program, traced: TracedStep, target: Target) -> Any:
+def _make_runner(program: Program, traced: TracedStep, target: Target, session: Session) -> Any:
     """The program on the devices of the session, or on those that the method names."""
-    session = current_session()
     devices = target.devices or session.devices
     if session.runtime is None:
         from minialpa.runtime.local import LocalExecutable

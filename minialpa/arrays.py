@@ -36,11 +36,13 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
 
     Functions of jax take no arrays but their own: give them `jnp.asarray(x)`.
 
-    shape, dtype: those of the whole array.
+    shape, dtype: those of the whole array. weak_type: whether a step lets it yield to the dtypes of others, as a result
+        made of Python's numbers does.
     """
 
     shape: tuple[int, ...]
     dtype: Any
+    weak_type: bool = False
 
     @abc.abstractmethod
     def _fetch(self) -> Any:
@@ -73,7 +75,15 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
         return int(self.size * self.dtype.itemsize)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if jax.numpy.issubdtype(self.dtype, jax.dtypes.extended):
+            return self._keys(dtype)
         return np.array(self._fetch(), dtype=dtype, copy=copy)
+
+    def _keys(self, dtype: Any) -> Any:
+        """Typed keys, which are no array of NumPy: `jax.device_get` gives keys, as it does of those of jax."""
+        if dtype is not None:
+            raise TypeError(f"Keys cannot be converted to {dtype}. `jax.random.key_data` gives the integers in them.")
+        return self._fetch()
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         given = [np.asarray(x) if isinstance(x, RemoteArray) else x for x in inputs]

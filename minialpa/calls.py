@@ -128,15 +128,12 @@ def _leaf_type(leaf: Any) -> Any:
 
 
 def _leaf_key(leaf: Any) -> Hashable:
-    """Shape and dtype, and whether a float is weakly typed: that changes what it makes of an array of fewer bits."""
+    """Shape and dtype, and whether it is weakly typed: that changes what it makes of an array of fewer bits."""
     if isinstance(leaf, jax.Array | np.ndarray | np.generic | Shape | RemoteArray):
-        dtype = _canonical(leaf.dtype)
-        return (leaf.shape, dtype, getattr(leaf, "weak_type", False) and dtype.kind in "fc")
-    # A step count that starts as a Python int comes back as an array of the default integer type.
-    if type(leaf) is int:
-        return ((), _canonical(np.dtype(int)), False)
-    if type(leaf) is float:
-        return ((), _canonical(np.dtype(float)), True)
+        return (leaf.shape, _canonical(leaf.dtype), bool(getattr(leaf, "weak_type", False)))
+    # A step count that starts as a Python int comes back as a weakly typed array of the default integer type.
+    if type(leaf) in (int, float, complex):
+        return ((), _canonical(np.dtype(type(leaf))), True)
     return (type(leaf),)
 
 

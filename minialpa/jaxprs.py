@@ -110,6 +110,11 @@ def is_extended(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
 
 
+def is_weak(aval: Any) -> bool:
+    """Whether a value yields to the dtypes of others, as Python's numbers do."""
+    return bool(getattr(aval, "weak_type", False))
+
+
 def bytes_of(atom: Atom) -> int:
     return aval_bytes(atom.aval)
 

@@ -22,11 +22,15 @@ from minialpa.resharding import Move, Resharding
 
 @dataclass(frozen=True, slots=True)
 class ArrayType:
-    """Shape and dtype of a stored array. key: the implementation of typed random keys, whose integers `dtype` is of."""
+    """Shape and dtype of a stored array. key: the implementation of typed random keys, whose integers `dtype` is of.
+
+    weak_type: as jax means it: whether the array yields to the dtypes of others, as Python's numbers do.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     key: str | None = None
+    weak_type: bool = False
 
     @property
     def data_shape(self) -> tuple[int, ...]:
@@ -57,9 +61,14 @@ def _key_dtype(key: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=KEY_NAMES[key])).dtype
 
 
+#: Types that the format of `jax.export` has no name for. Where an exported function takes or returns them, wider
+#: integers stand for them.
+STAND_INS: Mapping[str, str] = {"int2": "int8", "uint2": "uint8"}
+
+
 @dataclass(frozen=True, slots=True)
 class MeshFunction:
-    """A function of one mesh. code: what `jax.export` serialised. donated: as in `program.Function`."""
+    """A function of one mesh. code: what `jax.export` has made of it, with `STAND_INS`. donated: as in `Function`."""
 
     name: str
     code: bytes

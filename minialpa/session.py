@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,10 @@ class Session:
 
 
 class _Current:
+    """lock: held by the thread that starts or ends the session; others, who need one, wait for it."""
+
     session: Session | None = None
+    lock = threading.RLock()
 
 
 def init(
@@ -70,30 +74,32 @@ def init(
     per_host = next((n for n in spelt if n is not None), None)
     env = tuple(sorted((worker_env or {}).items()))
     arguments = (cluster, address or cluster_address, hosts, per_host, namespace, worker_timeout_s, env)
-    if _Current.session is not None and not _has_failed(_Current.session):
-        if _Current.session.arguments not in ((), arguments):
-            raise MinialpaError("`init` was already called with other arguments. Call `minialpa.shutdown()` first.")
-        if _Current.session.arguments == arguments:
-            return
-    elif _Current.session is not None:
-        shutdown()
-    if cluster == "ray":
-        _Current.session = _ray_session(arguments)
-    elif cluster == "local":
-        _Current.session = _local_session(1 if hosts is None else hosts, per_host, arguments)
-    else:
-        raise MinialpaError(f'`cluster` is "local" or "ray"; got {cluster!r}.')
+    with _Current.lock:
+        if _Current.session is not None and not _has_failed(_Current.session):
+            if _Current.session.arguments not in ((), arguments):
+                raise MinialpaError("`init` was already called with other arguments. Call `minialpa.shutdown()` first.")
+            if _Current.session.arguments == arguments:
+                return
+        elif _Current.session is not None:
+            shutdown()
+        if cluster == "ray":
+            _Current.session = _ray_session(arguments)
+        elif cluster == "local":
+            _Current.session = _local_session(1 if hosts is None else hosts, per_host, arguments)
+        else:
+            raise MinialpaError(f'`cluster` is "local" or "ray"; got {cluster!r}.')
 
 
 def shutdown() -> None:
     """End the session; the next call or `init` starts a new one. Calling it twice is fine.
 
     Arrays of a local session stay valid. Those on a Ray cluster are lost, except for values that were fetched: its
-    workers end and its hosts are given back.
+    workers end and its hosts are given back. Threads that wait for them get a WorkerError.
     """
-    session, _Current.session = _Current.session, None
-    if session is not None and session.runtime is not None:
-        session.runtime.shutdown()
+    with _Current.lock:
+        session, _Current.session = _Current.session, None
+        if session is not None and session.runtime is not None:
+            session.runtime.shutdown()
 
 
 def _has_failed(session: Session) -> bool:
@@ -109,9 +115,11 @@ def _has_failed(session: Session) -> bool:
 
 def current_session() -> Session:
     """The session; started on all local devices if there is none."""
-    if _Current.session is None:
-        _Current.session = _local_session(1, None, ())
-    return _Current.session
+    session = _Current.session
+    if session is None:
+        with _Current.lock:
+            session = _Current.session = _Current.session or _local_session(1, None, ())
+    return session
 
 
 def _ray_session(arguments: tuple[Any, ...]) -> Session:

@@ -143,29 +143,47 @@ def trace_step(
 
 
 def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
-    """Shape and dtype, without a sharding: how arguments lie is for the plan to say."""
+    """Shape, dtype and whether it is weak, without a sharding: how arguments lie is for the plan to say."""
     found = leaf
     if not isinstance(leaf, jax.ShapeDtypeStruct | jax.core.ShapedArray | RemoteArray):
         try:
             found = jax.typeof(leaf)
         except TypeError as error:
-            raise _not_an_array(leaf, path) from error
+            raise TraceError(_why_no_array(leaf, path)) from error
         if not isinstance(found, jax.core.ShapedArray):  # a Ref has a shape, too
-            raise _not_an_array(leaf, path)
-    is_shape = all(isinstance(n, int | np.integer) and n >= 0 for n in found.shape)
-    if not is_shape or (not is_extended(found.dtype) and np.dtype(found.dtype).kind in "OSUMm"):
+            raise TraceError(_why_no_array(leaf, path))
+    if not is_extended(found.dtype) and np.dtype(found.dtype).kind in "OSTUMm":
+        # jax has arrays of strings, and no functions that take them.
+        raise TraceError(_why_no_array(np.empty((), found.dtype), path))
+    if not all(isinstance(n, int | np.integer) and n >= 0 for n in found.shape):
         raise TraceError(
             f"Argument leaf `{path}` has shape {found.shape} and dtype {found.dtype}. Steps are planned for arrays of "
             "numbers whose dimensions are known."
         )
-    return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=getattr(found, "weak_type", False))
+    return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=bool(getattr(found, "weak_type", False)))
 
 
-def _not_an_array(leaf: Any, path: str) -> TraceError:
-    return TraceError(
-        f"Argument leaf `{path}` is a {type(leaf).__name__}, not an array. Pass arrays and numbers in pytrees, and "
-        "other values as whole arguments listed in `static_argnums`."
-    )
+def _why_no_array(leaf: Any, path: str) -> str:
+    """What is wrong with an argument leaf that jax takes for no array, and what to do."""
+    otherwise = "other values as whole arguments listed in `static_argnums`"
+    if not isinstance(leaf, np.ndarray | np.generic):
+        kind = type(leaf).__name__
+        return f"Argument leaf `{path}` is a {kind}, not an array. Pass arrays and numbers in pytrees, and {otherwise}."
+    dtype = leaf.dtype
+    given = f"Argument leaf `{path}` is a NumPy array of {dtype}"
+    if dtype.names is not None:
+        first = dtype.names[0] if dtype.names else "name"
+        return f"{given}, a structured dtype, and jax has none. Pass its fields as arrays of their own: `x[{first!r}]`."
+    if dtype.kind in "SUT":
+        return f"{given}, which are strings, and jax has none. Pass numbers that stand for them, and {otherwise}."
+    if dtype.kind in "mM":
+        return f"{given}, which are times, and jax has none. Pass numbers, as `x.astype('int64')` gives them."
+    if not dtype.isnative:
+        return f"{given}, whose bytes are in another order than jax has them. Pass `x.astype({dtype.name!r})`."
+    if dtype.kind in "fc":
+        narrower = "complex128" if dtype.kind == "c" else "float64"
+        return f"{given}, which is wider than the numbers of jax. Pass `x.astype({narrower!r})`."
+    return f"{given}, and jax has no such arrays. Pass numbers in arrays, and {otherwise}."
 
 
 def _batch_dims(

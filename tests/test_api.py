@@ -220,20 +220,24 @@ def test_a_step_counter_compiles_once_whether_number_or_array() -> None:
     for _ in range(3):
         state = parallel(state, make_batch())
     assert int(state["step"]) == 3 and len(parallel._executables) == 1
-    parallel({"params": make_params(), "step": np.int32(7)}, make_batch())
-    assert len(parallel._executables) == 1
+    for step_count in (np.int32(7), jnp.int32(8)):  # not weakly typed
+        parallel({"params": make_params(), "step": step_count}, make_batch())
+        assert len(parallel._executables) == 2
 
 
-def test_a_weak_float_and_an_array_keep_their_own_results() -> None:
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_a_weak_number_and_an_array_keep_their_own_results(dtype: Any) -> None:
     def scale(x: jax.Array, batch: Any, rate: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):
             return x * rate
 
-    x, batch = jnp.ones((8,), jnp.bfloat16), make_batch()
+    x, batch = jnp.ones((8,), dtype), make_batch()
     parallel = minialpa.parallelize(scale)
-    for rate in (0.5, jnp.asarray(0.5), jnp.float32(0.5), np.float32(0.5)):
-        assert parallel(x, batch, rate).dtype == scale(x, batch, rate).dtype, repr(rate)
-    assert len(parallel._executables) == 2
+    for number in (jnp.float32, jnp.int32):
+        value = number(2)
+        for rate in (value.item(), jnp.asarray(value.item()), value, np.asarray(value)):
+            assert parallel(x, batch, rate).dtype == scale(x, batch, rate).dtype, repr(rate)
+    assert len(parallel._executables) == 4
 
 
 def test_typed_keys_are_arguments_and_results() -> None:

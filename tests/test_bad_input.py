@@ -139,7 +139,8 @@ def test_micro_batches_without_a_batch() -> None:
 def test_a_leaf_that_is_no_array(value: Any) -> None:
     parallel = minialpa.parallelize(train_step)
     params, batch = placed_args(parallel)
-    message = rf"leaf `params\['name'\]` is a {type(value).__name__}.*static_argnums"
+    kind = f"NumPy array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+    message = rf"leaf `params\['name'\]` is a {kind}.*static_argnums"
     refused(TraceError, message, parallel, {**params, "name": value}, batch)
     works(parallel, params, batch)
 

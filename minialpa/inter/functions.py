@@ -14,14 +14,16 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from minialpa.intra.spmd import ShardedEquations, shard_program
-from minialpa.jaxprs import aval_of, shape_of
+from minialpa.jaxprs import aval_of, is_weak
+from minialpa.mesh_program import STAND_INS
 from minialpa.program import Function
 from minialpa.sharding import Spec
 
 
 def stored(var: Var, spec: Spec, mesh_shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """The array that holds `var`."""
-    return jax.ShapeDtypeStruct(spec.stored_shape(shape_of(var), mesh_shape), aval_of(var).dtype)
+    aval = aval_of(var)
+    return jax.ShapeDtypeStruct(spec.stored_shape(aval.shape, mesh_shape), aval.dtype, weak_type=is_weak(aval))
 
 
 def task_function(name: str, mesh: int, program: ShardedEquations) -> Function:
@@ -86,10 +88,19 @@ def widen_function(
 def concatenate_function(mesh: int, loop: Var, total: Var, dim: int, n: int, spec: Spec) -> Function:
     """The parts of `n` micro-batches, one behind the other."""
     named = spec.partition_spec()
+    dtype = aval_of(total).dtype
+    # XLA ends the process where it should put integers of two bits together.
+    wide = jnp.dtype(STAND_INS[str(dtype)]) if str(dtype) in STAND_INS else dtype
+
+    def fun(*parts: Any) -> tuple[Any, ...]:
+        if wide == dtype:
+            return (jnp.concatenate(parts, axis=dim),)
+        return (jnp.concatenate([x.astype(wide) for x in parts], axis=dim).astype(dtype),)
+
     return Function(
         f"concatenate{mesh}",
         mesh,
-        lambda *parts: (jnp.concatenate(parts, axis=dim),),
+        fun,
         (stored(loop, spec, ()),) * n,
         (named,) * n,
         (stored(total, spec, ()),),
@@ -99,6 +110,6 @@ def concatenate_function(mesh: int, loop: Var, total: Var, dim: int, n: int, spe
 
 def copy_function(mesh: int, values: Sequence[tuple[Any, Spec]]) -> Function:
     """New arrays with the values of the given ones; an aval and a spec for each."""
-    structs = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval, _ in values)
+    structs = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=is_weak(aval)) for aval, _ in values)
     specs = tuple(spec.partition_spec() for _, spec in values)
     return Function(f"copy{mesh}", mesh, lambda *xs: tuple(map(jnp.copy, xs)), structs, specs, structs, specs)

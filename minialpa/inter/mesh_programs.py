@@ -20,9 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import TraceError
 from minialpa.inter.xmesh import plan_resharding
-from minialpa.jaxprs import aval_of, is_extended
+from minialpa.jaxprs import aval_of, is_extended, is_weak
 from minialpa.mesh_program import (
     KEY_SHAPES,
+    STAND_INS,
     ArrayType,
     MeshFunction,
     MeshInstruction,
@@ -51,7 +52,7 @@ def split_by_mesh(
 def array_type(aval: Any) -> ArrayType:
     """Shape and dtype of an array or aval."""
     if not is_extended(aval.dtype):
-        return ArrayType(tuple(aval.shape), str(np.dtype(aval.dtype)))
+        return ArrayType(tuple(aval.shape), str(np.dtype(aval.dtype)), weak_type=is_weak(aval))
     name = str(aval.dtype).removeprefix("key<").removesuffix(">")
     if name not in KEY_SHAPES:
         raise TraceError(
@@ -231,8 +232,10 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
     mesh = abstract_mesh(mesh_shape)
 
     def step(*args: Any) -> Any:  # one name for all, so that equal stages are equal bytes
-        return function.fun(*args)
+        given = [_as_dtype(x, aval.dtype) for x, aval in zip(args, function.in_avals, strict=True)]
+        return tuple(_as_dtype(x, _named_dtype(x.dtype)) for x in function.fun(*given))
 
+    in_avals = [jax.ShapeDtypeStruct(x.shape, _named_dtype(x.dtype), weak_type=x.weak_type) for x in function.in_avals]
     jitted = jax.jit(
         step,
         in_shardings=tuple(NamedSharding(mesh, spec) for spec in function.in_specs),
@@ -241,8 +244,12 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
     )
     try:
         with _without_locations():
-            exported = jax.export.export(jitted, platforms=(platform,))(*function.in_avals)
+            exported = jax.export.export(jitted, platforms=(platform,))(*in_avals)
         code = bytes(exported.serialize())
+    except KeyError as error:
+        raise TraceError(
+            f"`{function.name}` has arrays of {error}, which `jax.export` cannot send to workers."
+        ) from error
     except (NotImplementedError, ValueError) as error:
         raise TraceError(
             f"`{function.name}` cannot be sent to the workers of a cluster: {error}. Callbacks into Python, such as "
@@ -257,6 +264,15 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
         function.out_specs,
         function.donated,
     )
+
+
+def _named_dtype(dtype: Any) -> Any:
+    """`dtype`, or the one that stands for it where functions leave this process."""
+    return np.dtype(STAND_INS[str(dtype)]) if str(dtype) in STAND_INS else dtype
+
+
+def _as_dtype(x: Any, dtype: Any) -> Any:
+    return x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ class BlockedArray(RemoteArray):
         assert blocks and len({(x.shape[1:], x.dtype) for x in blocks}) == 1, [(x.shape, x.dtype) for x in blocks]
         self.blocks = tuple(blocks)
         self.shape = (sum(x.shape[0] for x in blocks), *blocks[0].shape[1:])
-        self.dtype = blocks[0].dtype
+        self.dtype, self.weak_type = blocks[0].dtype, blocks[0].weak_type
 
     @property
     def sharding(self) -> tuple[Any, ...]:

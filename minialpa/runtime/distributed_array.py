@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
 class Holder(Protocol):
     """The runtime that arrays belong to."""
 
-    def fetch(self, arrays: Sequence[DistributedArray]) -> None:
-        """Bring the values of arrays to this process."""
+    def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]:
+        """The values of arrays, which keep them."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """While this is open, no other thread tells the workers anything."""
 
     def sync(self) -> None:
         """Wait until every step has ended."""
@@ -68,7 +72,7 @@ class DistributedArray(RemoteArray):
 
     def __init__(self, runtime: Holder, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> None:
         self._runtime, self.number, self.type, self.copies = runtime, number, type, copies
-        self.shape, self.dtype = type.shape, type.jax_dtype
+        self.shape, self.dtype, self.weak_type = type.shape, type.jax_dtype, type.weak_type
         for copy in copies:
             copy.mesh.arrays[number] = self
         self._host: Any = None
@@ -103,10 +107,11 @@ class DistributedArray(RemoteArray):
 
     def delete(self) -> None:
         """Free the memory now. The array cannot be used any more."""
-        if not self._deleted:
-            self._deleted = True
-            self._host = None
-            self._release()
+        with self._runtime.paused():  # no step is being told of this array
+            if not self._deleted:
+                self._deleted = True
+                self._host = None
+                self._release()
 
     def used_up(self) -> None:
         """A step has taken over the memory."""
@@ -114,10 +119,12 @@ class DistributedArray(RemoteArray):
         self._host = None
 
     def keep(self, value: Any) -> None:
-        """Hold the value in this process too. Nobody writes to it: `np.asarray` hands it out, and steps may read it."""
+        """Hold the value in this process too, unless the array is used up by now. Nobody writes to it: `np.asarray`
+        hands it out, and steps may read it."""
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
-        self._host = value
+        if not self._deleted:
+            self._host = value
 
     @property
     def held_here(self) -> bool:
@@ -125,28 +132,29 @@ class DistributedArray(RemoteArray):
         return self._host is not None
 
     def block_until_ready(self) -> DistributedArray:
-        self._check()
+        self.check_usable()
         if self._host is None:
             self._runtime.sync()
-            if not any(copy.mesh.alive for copy in self.copies):
+            is_lost = not any(copy.mesh.alive for copy in self.copies)
+            if is_lost and self._host is None:
                 raise WorkerError(f"The session that held an array of shape {self.shape} has ended.")
         return self
 
     def _fetch(self) -> Any:
-        self._check()
-        if self._host is None:
-            self._runtime.fetch([self])
-        return self._host
+        self.check_usable()
+        value = self._host  # another thread may donate the array at any time
+        return self._runtime.fetch([self])[0] if value is None else value
 
     @classmethod
     def _fetch_all(cls, arrays: Sequence[Any]) -> None:
         for array in arrays:
-            array._check()
+            array.check_usable()
         missing = [array for array in arrays if not array.held_here]
         if missing:
             missing[0]._runtime.fetch(missing)
 
-    def _check(self) -> None:
+    def check_usable(self) -> None:
+        """Raise WorkerError if the array was deleted or donated."""
         if self._deleted:
             raise WorkerError(
                 f"An array of shape {self.shape} was deleted or donated to a step. Use that step's result, or keep "

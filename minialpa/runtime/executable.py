@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,9 +22,14 @@ class Runner(Protocol):
     """A program on devices. A call runs a step on argument leaves and returns result leaves, without waiting.
 
     traced: note what the step does when, for `timeline`. The first such call compiles every function a second time.
+    Threads may call it at the same time: steps have one order. A step that another one has robbed of an argument, by
+    donating it, raises a WorkerError and does nothing.
     """
 
     def __call__(self, leaves: Sequence[Any], /, *, traced: bool = False) -> list[Any]: ...
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """While this is open, no step of another thread begins on these devices."""
 
     def timeline(self) -> tuple[TaskTime, ...]:
         """What the last traced step did when, in order of its start. Waits for the end of the step."""
@@ -96,15 +102,16 @@ class Executable:
 
     def profile_with_dummy_inputs(self, repeats: int = 3) -> list[float]:
         """Seconds of each of `repeats` steps on zeros, after one step to warm up."""
-        self._costs = []
-        for i in range(repeats + 1):
-            leaves = self._dummy_inputs()
-            start = time.perf_counter()
-            results = self.run(leaves)
-            self.sync()
-            del results
-            if i:
-                self._costs.append(time.perf_counter() - start)
+        costs = []
+        with self.runner.in_order():
+            for _ in range(repeats + 1):
+                leaves = self._dummy_inputs()
+                start = time.perf_counter()
+                results = self.run(leaves)
+                self.sync()
+                del results
+                costs.append(time.perf_counter() - start)
+        self._costs = costs[1:]
         return list(self._costs)
 
     def get_execution_time_costs(self) -> list[float]:
@@ -128,9 +135,10 @@ class Executable:
 
         The first one compiles every function a second time, with a flag as one more result. Other calls are as before.
         """
-        for _ in range(2):
-            self.runner(self._dummy_inputs(), traced=True)
-            tasks = self.runner.timeline()
+        with self.runner.in_order():
+            for _ in range(2):
+                self.runner(self._dummy_inputs(), traced=True)
+                tasks = self.runner.timeline()
         return tasks
 
     def dump_stage_execution_trace(self, path: str | Path) -> None:

@@ -35,6 +35,8 @@ _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _WELCOME = b"\x01"
 _MAX_GUESTS = 64
+_PATIENCE_S = 0.25
+"""Where there are as many guests as there may be, one that has been there for so long goes when another one comes."""
 _RETRY_S = 0.05
 
 
@@ -54,8 +56,8 @@ class Address:
 class Doors:
     """The sockets at which worker `number` listens on `host`, from now until `close`.
 
-    arrivals: number and socket of each peer that has proven the secret. Who has not is dropped after HANDSHAKE_S, and
-    keeps nobody else waiting.
+    arrivals: number and socket of each peer that has proven the secret. Who has not is dropped after HANDSHAKE_S, or
+    sooner where many come, and keeps nobody else waiting.
     """
 
     def __init__(self, secret: bytes, number: int, host: str) -> None:
@@ -64,7 +66,7 @@ class Doors:
         self.arrivals: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
         self._secret, self._number = secret, number
         self._lock = threading.Lock()
-        self._guests: set[socket.socket] = set()
+        self._guests: dict[socket.socket, float] = {}  # and when they came, the first one first
         self._threads: set[threading.Thread] = set()
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -106,11 +108,22 @@ class Doors:
                 time.sleep(_RETRY_S)  # Out of descriptors, say. The peer tries again, too.
                 continue
             with self._lock:
-                if self._closed or len(self._guests) == _MAX_GUESTS:
+                if self._closed or not self._has_room():
                     guest.close()
                     continue
-                self._guests.add(guest)
+                self._guests[guest] = time.monotonic()
                 self._start(self._welcome, guest)
+
+    def _has_room(self) -> bool:
+        """Whether another guest may come in, for whom the first one may have to go. A peer is through in no time."""
+        if len(self._guests) < _MAX_GUESTS:
+            return True
+        first, came = next(iter(self._guests.items()))
+        if time.monotonic() - came < _PATIENCE_S:
+            return False
+        shut(first)  # which wakes its thread
+        del self._guests[first]
+        return True
 
     def _welcome(self, guest: socket.socket) -> None:
         peer = None
@@ -119,7 +132,7 @@ class Doors:
                 peer = _answer(guest, self._secret, self._number, time.monotonic() + HANDSHAKE_S)
         finally:
             with self._lock:
-                self._guests.discard(guest)
+                self._guests.pop(guest, None)
                 self._threads.discard(threading.current_thread())
                 if peer is None or self._closed:
                     guest.close()

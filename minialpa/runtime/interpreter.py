@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from minialpa.mesh_program import (
+    STAND_INS,
     ArrayType,
     MeshFunction,
     MeshInstruction,
@@ -32,6 +33,7 @@ from minialpa.mesh_program import (
 )
 from minialpa.program import Accumulate, Free, Run
 from minialpa.resharding import Box
+from minialpa.runtime.compiled import compiled_call
 from minialpa.runtime.plain import from_plain
 from minialpa.runtime.step_trace import FUNCTIONS, StepTrace, flagged
 from minialpa.runtime.transport import Part, Piece, Transport
@@ -315,28 +317,51 @@ class Interpreter:
         made = {key: compiled.get(key) for key in keys}  # held from here: `compiled` does not
         missing = {key: f for key, f in zip(keys, self.program.functions, strict=True) if made[key] is None}
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            pending = {key: pool.submit(self._lower(function, with_flag).compile) for key, function in missing.items()}
+            pending = {
+                key: pool.submit(compiled_call, *self._lower(function, with_flag)) for key, function in missing.items()
+            }
             made.update((key, future.result()) for key, future in pending.items())
         compiled.update(made)
         return [made[key] for key in keys]
 
-    def _lower(self, function: MeshFunction, with_flag: bool) -> Any:
+    def _lower(self, function: MeshFunction, with_flag: bool) -> tuple[Any, Any]:
+        """The function jitted, and lowered for the mesh."""
         exported = jax.export.deserialize(bytearray(function.code))
+        narrow = any(kind.dtype in STAND_INS for kind in (*function.in_types, *function.out_types))
+        call = _with_narrow(exported, function) if narrow else exported.call
         out_specs = (*function.out_specs, PartitionSpec()) if with_flag else function.out_specs
         jitted = jax.jit(
-            flagged(exported.call) if with_flag else exported.call,
+            flagged(call) if with_flag else call,
             in_shardings=tuple(NamedSharding(self.mesh, spec) for spec in function.in_specs),
             out_shardings=tuple(NamedSharding(self.mesh, spec) for spec in out_specs),
             donate_argnums=function.donated,
             keep_unused=True,
         )
-        return jitted.lower(*exported.in_avals)
+        avals = [
+            jax.ShapeDtypeStruct(aval.shape, kind.jax_dtype) if kind.dtype in STAND_INS else aval
+            for aval, kind in zip(exported.in_avals, function.in_types, strict=True)
+        ]
+        return jitted, jitted.lower(*avals)
 
     def _relayout(self, instruction: Relayout, compiled: MutableMapping[Any, Any]) -> Any:
         sharding = NamedSharding(self.mesh, instruction.spec)
         made = compiled.get(sharding) or jax.jit(lambda x: x, out_shardings=sharding)
         compiled[sharding] = made
         return made
+
+
+def _with_narrow(exported: Any, function: MeshFunction) -> Callable[..., tuple[Any, ...]]:
+    """An exported function with the types that others stand for in it."""
+
+    def call(*args: Any) -> tuple[Any, ...]:
+        given = [
+            x.astype(aval.dtype) if kind.dtype in STAND_INS else x
+            for x, aval, kind in zip(args, exported.in_avals, function.in_types, strict=True)
+        ]
+        results = zip(exported.call(*given), function.out_types, strict=True)
+        return tuple(x.astype(kind.jax_dtype) if kind.dtype in STAND_INS else x for x, kind in results)
+
+    return call
 
 
 def _written(instruction: MeshInstruction) -> tuple[int, ...]:

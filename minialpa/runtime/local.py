@@ -2,6 +2,9 @@
 
 Each mesh is a `jax.sharding.Mesh` over some of the devices. Instructions are issued in order; jax runs them
 asynchronously, so meshes that do not wait for each other's data work at the same time.
+
+Threads issue one step after the other, whole: programs that talk between devices have to come to all devices in one
+order, and an argument that a step donates is gone for the others before any of them begins.
 """
 
 from __future__ import annotations
@@ -9,17 +12,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from minialpa.arrays import own_copy
+from minialpa.arrays import RemoteArray, own_copy
 from minialpa.errors import ShardingError, WorkerError
 from minialpa.program import (
     Accumulate,
@@ -36,9 +41,13 @@ from minialpa.program import (
     writes,
 )
 from minialpa.runtime.arrays import BlockedArray
+from minialpa.runtime.compiled import compiled_call
 from minialpa.runtime.step_trace import FUNCTIONS, StepTrace, TaskTime, flagged, from_start
 from minialpa.runtime.task_times import function_seconds
 from minialpa.sharding import device_mesh
+
+#: Held by the thread that issues a step. The devices are those of this process, so there is one order for them.
+_order = threading.RLock()
 
 
 def make_meshes(program: Program, devices: Sequence[jax.Device]) -> list[Mesh]:
@@ -81,6 +90,15 @@ class LocalExecutable:
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
         """Run the program on argument leaves; returns one array for each result, on the result's first mesh, or a
         BlockedArray where the program leaves it in blocks. traced: see `Runner`."""
+        with _order:
+            _check_usable(leaves)
+            return self._step(leaves, traced)
+
+    def in_order(self) -> AbstractContextManager[Any]:
+        """See `Runner`."""
+        return _order
+
+    def _step(self, leaves: Sequence[Any], traced: bool) -> list[Any]:
         functions, issue = self._tracing() if traced else (self.compiled, self._issue)
         buffers = list(self._initial)
         placed = self._place(leaves)
@@ -99,6 +117,11 @@ class LocalExecutable:
 
         What the program donates never shares memory with `leaves`, and nothing does with a NumPy array.
         """
+        with _order:
+            _check_usable(leaves)
+            return self._laid_out(leaves)
+
+    def _laid_out(self, leaves: Sequence[Any]) -> list[Any]:
         out = list(leaves)
         blocks: dict[int, dict[int, tuple[InputSlot, NamedSharding]]] = defaultdict(dict)
         for slot, sharding in zip(self.program.inputs, self._input_shardings, strict=True):
@@ -148,8 +171,12 @@ class LocalExecutable:
         """Wait until the devices have made every array that was asked of them before."""
         mine = {device for mesh in self.meshes for device in mesh.devices.flat}
         for array in jax.live_arrays(next(iter(mine)).platform):
-            if not array.is_deleted() and mine & array.sharding.device_set:
-                jax.block_until_ready(array)
+            try:
+                if not array.is_deleted() and mine & array.sharding.device_set:
+                    jax.block_until_ready(array)
+            except RuntimeError:
+                if not array.is_deleted():  # else another thread has just donated it
+                    raise
         jax.effects_barrier()
 
     def _place(self, leaves: Sequence[Any]) -> list[Any]:
@@ -252,6 +279,16 @@ class LocalExecutable:
         )
 
 
+def _check_usable(leaves: Sequence[Any]) -> None:
+    """Raise WorkerError if an argument is used up: another thread may have donated it since the call began."""
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array | RemoteArray) and leaf.is_deleted():
+            raise WorkerError(
+                f"An argument of shape {leaf.shape} has been deleted: it was donated to another call, whose result "
+                "took over its memory. Pass that result, or keep arguments alive with `donate_argnums=()`."
+            )
+
+
 def _target(mesh: Mesh, spec: PartitionSpec, is_result: bool) -> Any:
     """Where `device_put` lays an array. On one device, it takes half as long if it is told of that alone."""
     return mesh.devices.item() if mesh.size == 1 and not is_result else NamedSharding(mesh, spec)
@@ -301,17 +338,17 @@ def _owned_here(value: Any) -> Any:
 
 
 def _in_one(leaf: Any) -> Any:
-    """An array that is in blocks and wanted whole is put together on the host: no device need have room for it."""
-    return np.asarray(leaf) if isinstance(leaf, BlockedArray) else leaf
+    """An array that is in blocks and wanted whole is put together on the host: no device need have room for it. One of
+    another session comes from there."""
+    return leaf[...] if isinstance(leaf, RemoteArray) else leaf
 
 
 def _rows(leaf: Any, slot: InputSlot) -> Any:
     assert slot.rows is not None
     start, stop, dim = slot.rows
-    if isinstance(leaf, BlockedArray):
-        if dim == 0:
-            return leaf.rows(start, stop)
-        leaf = np.asarray(leaf)
+    if isinstance(leaf, BlockedArray) and dim == 0:
+        return leaf.rows(start, stop)
+    leaf = _in_one(leaf)
     index = (slice(None),) * dim + (slice(start, stop),)
     return leaf[index] if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)[index]
 
@@ -352,8 +389,8 @@ def _compile_all(functions: Sequence[Function], meshes: Sequence[Mesh]) -> list[
             donate_argnums=function.donated,
             keep_unused=True,
         )
-        return jitted.lower(*function.in_avals)
+        return jitted, jitted.lower(*function.in_avals)
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        pending = [pool.submit(lowered.compile) for lowered in map(lower, functions)]
+        pending = [pool.submit(compiled_call, *lowered) for lowered in map(lower, functions)]
         return [future.result() for future in pending]

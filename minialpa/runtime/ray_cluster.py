@@ -10,7 +10,7 @@ import itertools
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +31,8 @@ CPU_DEVICE = "minialpa_cpu_device"
 RESERVE_S, START_S = 60.0, 180.0
 #: Seconds for which the head of the cluster may be away. Ray itself ends this process after a minute.
 HEAD_S = 6.0
+#: Seconds after which those who wait for workers look whether the session has ended.
+_CHECK_S = 1.0
 _ATTEMPTS = 3
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
@@ -127,8 +129,8 @@ class RayCluster:
             self._headless_since = None
             return 0.0
         now = time.monotonic()
-        self._headless_since = self._headless_since or now
-        return now - self._headless_since
+        since = self._headless_since = self._headless_since or now  # another thread may have got an answer since
+        return now - since
 
     def lost_hosts(self, numbers: Iterable[int]) -> set[int]:
         """Those of some hosts on which nothing answers, all asked at once. Ray itself takes some time to notice."""
@@ -166,16 +168,16 @@ class RayCluster:
 
     # ---- workers --------------------------------------------------------------------------------------------------
 
-    def start_meshes(self, wanted: Sequence[tuple[int, int]]) -> list[list[WorkerHandle]]:
+    def start_meshes(self, wanted: Sequence[tuple[int, int]], check: Callable[[], None]) -> list[list[WorkerHandle]]:
         """Workers for each (first device, number of devices), one on each host, joined in one jax runtime per mesh.
 
-        Raises WorkerError if they do not start.
+        check: called every second meanwhile; where it raises, no worker stays. Raises WorkerError if they do not start.
         """
         for attempt in range(_ATTEMPTS):
             meshes: list[list[WorkerHandle]] = []
             try:
                 meshes.extend(self._spawn(*key) for key in wanted)
-                failure = _join(meshes)
+                failure = _join(meshes, check)
             except BaseException:
                 self.end(list(itertools.chain(*meshes)))
                 raise
@@ -306,7 +308,7 @@ def _hosts(group: Any) -> tuple[Host, ...]:
     return tuple(sorted(hosts, key=lambda host: (_ip_key(host.ip), host.node_id)))
 
 
-def _join(meshes: Sequence[Sequence[WorkerHandle]]) -> Failure | None:
+def _join(meshes: Sequence[Sequence[WorkerHandle]], check: Callable[[], None]) -> Failure | None:
     """Start jax in the workers of each mesh; the first failure. The coordinator of a mesh is on its first worker."""
     ports = [workers[0].actor.reserve_port.remote() for workers in meshes]
     calls = {
@@ -316,7 +318,9 @@ def _join(meshes: Sequence[Sequence[WorkerHandle]]) -> Failure | None:
     }
     deadline = time.monotonic() + START_S
     while calls:
-        done, _ = ray.wait(list(calls), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        left_s = max(0.0, deadline - time.monotonic())
+        done, _ = ray.wait(list(calls), num_returns=1, timeout=min(_CHECK_S, left_s))
+        check()
         for ref in done:
             status = calls.pop(ref)
             try:
@@ -325,7 +329,7 @@ def _join(meshes: Sequence[Sequence[WorkerHandle]]) -> Failure | None:
                 return failed_call(status, error)
             except RayError as error:
                 return death(status, error)
-        if not done:
+        if not done and left_s <= _CHECK_S:
             late = next(iter(calls.values()))
             return Failure(Fault.SILENT, late, f"it did not start within {START_S:.0f} s.")
     return None

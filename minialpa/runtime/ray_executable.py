@@ -6,6 +6,7 @@ import math
 import weakref
 from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,28 +58,37 @@ class RayExecutable:
         self._donated_leaves = program.donated_leaves
         self._meshes: list[MeshWorkers] = []
         weakref.finalize(self, runtime.dropped.append, self.number)  # also of what fails to load
-        self._load()
+        with runtime.ordered():
+            self._load()
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
         """Start a step on argument leaves; returns an array for each result at once, or a BlockedArray where the
         program leaves it in blocks. traced: see `Runner`."""
-        self.runtime.check()
-        self._load()
-        self._bring(leaves)
-        numbers = [self.runtime.new_number() for slot in self._outputs for _ in slot.blocks]
-        self._start(leaves, numbers, traced)
-        arrays = iter(self._results(numbers))
+        self.runtime.make_room()
+        with self.runtime.ordered():
+            self.runtime.check()
+            self._check_usable(leaves)
+            self._load()
+            self._bring(leaves)
+            numbers = [self.runtime.new_number() for slot in self._outputs for _ in slot.blocks]
+            self._start(leaves, numbers, traced)
+            arrays = iter(self._results(numbers))
         return [BlockedArray([next(arrays) for _ in x.blocks]) if x.rows else next(arrays) for x in self._outputs]
 
+    def in_order(self) -> AbstractContextManager[None]:
+        """See `Runner`."""
+        return self.runtime.ordered()
+
     def move(self, arrays: Sequence[DistributedArray]) -> None:
-        """Start a step of which every result is a copy of an argument and is kept under its number."""
+        """Start a step of which every result is a copy of an argument and is kept under its number. To be called in
+        order."""
         self._load()
         self._start(arrays, [array.number for array in arrays])
 
     def _start(self, leaves: Sequence[Any], numbers: Sequence[int], traced: bool = False) -> None:
-        """Start a step whose results the workers keep under `numbers`."""
+        """Start a step whose results the workers keep under `numbers`, in the turn of this thread."""
         step = self.runtime.new_step()
         values = _Values(leaves)
         # All arguments first: fetching one waits for earlier steps, but not for a part of this one.
@@ -97,13 +107,13 @@ class RayExecutable:
                     mine, shared = next(given)
                     ref = worker.actor.step.remote(self.number, step, mine, results, donated, freed, traced, *shared)
                     calls[ref] = worker
+            for array in self._given_away(leaves):
+                self._use_up(array)
+            self.runtime.note_step(calls)
         except BaseException:  # Ctrl-C, say
             if calls:
                 self.runtime.abandon("A step was interrupted when only some workers had been told of it.")
             raise
-        for array in self._given_away(leaves):
-            self._use_up(array)
-        self.runtime.start_step(calls)
 
     def timeline(self) -> tuple[TaskTime, ...]:
         """See `Runner`. Times of workers are those of the clocks of their hosts, counted from the earliest."""
@@ -116,8 +126,13 @@ class RayExecutable:
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Argument leaves on the workers, laid out as the step reads them; what is cut into micro-batches stays."""
-        self.runtime.check()
-        self._load()
+        with self.runtime.ordered():
+            self.runtime.check()
+            self._check_usable(leaves)
+            self._load()
+            return self._place(leaves)
+
+    def _place(self, leaves: Sequence[Any]) -> list[Any]:
         values = _Values(leaves)
         slots = [(own, slot) for own in self.programs for slot in own.inputs if _is_state(slot)]
         moved = {slot.leaf for own, slot in slots if not _lies(leaves, own, slot)}
@@ -142,6 +157,14 @@ class RayExecutable:
         self.runtime.gather(calls)
         arrays = {p: DistributedArray(self.runtime, n, types[p], tuple(copies[p])) for p, n in numbers.items()}
         return _with_arrays(leaves, arrays)
+
+    @staticmethod
+    def _check_usable(leaves: Sequence[Any]) -> None:
+        """Raise WorkerError if an argument is used up: another thread may have donated it since the call began."""
+        for leaf in leaves:
+            for part in leaf.blocks if isinstance(leaf, BlockedArray) else (leaf,):
+                if isinstance(part, DistributedArray):
+                    part.check_usable()
 
     def _bring(self, leaves: Sequence[Any]) -> None:
         """Have workers send each other what lies elsewhere, or in another layout, than the step reads it."""
@@ -197,7 +220,8 @@ class RayExecutable:
     # ---- programs on workers --------------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        """Start the meshes that do not run, and compile where they have not the program yet."""
+        """Start the meshes that do not run, and compile where they have not the program yet. To be called in order, and
+        what uses the meshes in the same turn: another one may end them."""
         if self._meshes and all(mesh.alive for mesh in self._meshes):
             return
         meshes = self.runtime.meshes(self._keys)
@@ -227,12 +251,13 @@ class RayExecutable:
 
     def descriptions(self) -> dict[str, str]:
         """Host, devices and instructions of every worker."""
-        self._load()
         out = {}
-        for number, mesh in enumerate(self._meshes):
-            texts = self.runtime.ask(mesh.workers, "description", self.number)
-            for worker, text in zip(mesh.workers, texts, strict=True):
-                out[f"stage{number}-host{worker.host}-worker"] = text
+        with self.runtime.ordered():
+            self._load()
+            for number, mesh in enumerate(self._meshes):
+                texts = self.runtime.ask(mesh.workers, "description", self.number)
+                for worker, text in zip(mesh.workers, texts, strict=True):
+                    out[f"stage{number}-host{worker.host}-worker"] = text
         return out
 
     def function_seconds(self, repeats: int = 5) -> list[float]:
@@ -244,8 +269,9 @@ class RayExecutable:
 
         One mesh after the other, and all workers of a mesh at once.
         """
-        self._load()
-        found = [iter(self.runtime.ask(mesh.workers, method, self.number, *args)[0]) for mesh in self._meshes]
+        with self.runtime.ordered():
+            self._load()
+            found = [iter(self.runtime.ask(mesh.workers, method, self.number, *args)[0]) for mesh in self._meshes]
         return [next(found[mesh]) for mesh in self._mesh_of_function]
 
     def sync(self) -> None:

@@ -3,6 +3,9 @@
 A step is one call to each worker. Calls return at once; what goes wrong shows in the answers, which every wait looks
 at, whatever it waits for. A failed step, and a worker that is lost, end the session: all workers are ended, the hosts
 are given back, and whoever calls gets one WorkerError. Other calls may fail, as for want of memory, without that.
+
+Threads take turns (`Turns`) at telling workers something, and wait for answers at the same time. What they all look at
+while they wait, the steps under way and the watch over the workers, changes under a lock that nobody holds for long.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,12 +29,13 @@ from minialpa.errors import WorkerError
 from minialpa.mesh_program import ArrayType, MeshProgram
 from minialpa.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
-from minialpa.runtime.failures import Failure, Fault, Status, ended, lost_host, session_error, with_stage, worker_error
+from minialpa.runtime.failures import Failure, Fault, Status, lost_host, session_error, with_stage, worker_error
 from minialpa.runtime.plain import from_plain
 from minialpa.runtime.ray_cluster import HEAD_S, RayCluster, WorkerHandle, death, failed_call
+from minialpa.runtime.turns import Turns
 from minialpa.runtime.watch import Watch, silent
 
-#: Steps that are under way at most: one runs, one waits at the workers.
+#: Steps that may be under way when a thread starts another one: one runs, one waits at the workers.
 _STEPS_AHEAD = 2
 #: Programs that move arrays, of which each has connections of its own, are kept for the next time.
 _MOVES_KEPT = 16
@@ -49,12 +55,22 @@ class RayRuntime:
         self.cluster, self.split = cluster, split
         self.dropped: deque[int] = deque()
         self._moves: dict[Any, Any] = {}
-        #: What has ended the session, if anything.
-        self.failure: WorkerError | None = None
+        self._turns = Turns(self._stop, self._release)
         self._watch = Watch(cluster.request.timeout_s)
         self._meshes: dict[tuple[int, int], MeshWorkers] = {}
         self._numbers, self._step_numbers = itertools.count(), itertools.count()
+        # The watch, and these, change under the lock.
+        self._lock = threading.RLock()
         self._steps: deque[dict[Any, WorkerHandle]] = deque()
+        self._fetches: deque[dict[Any, WorkerHandle]] = deque()
+
+    def ordered(self) -> AbstractContextManager[None]:
+        """While this is open, no other thread tells workers anything. Raises WorkerError if the session has ended."""
+        return self._turns.ordered()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """As `ordered`, also when the session has ended: for what changes arrays and asks nothing of workers."""
+        return self._turns.paused()
 
     def new_number(self) -> int:
         """A number for an array or a program; never given twice."""
@@ -70,7 +86,7 @@ class RayRuntime:
         """Running workers for each (first device, number of devices).
 
         Meshes of the same devices are used again. Others that share devices with those that are wanted are ended; the
-        arrays that they hold come to this process.
+        arrays that they hold come to this process. To be called in order.
         """
         self.check()
         keys = list(wanted)
@@ -82,15 +98,16 @@ class RayRuntime:
             ):
                 self._retire(key, mesh)
         missing = [key for key in keys if key not in self._meshes]
-        for key, workers in zip(missing, self.cluster.start_meshes(missing), strict=True):
+        for key, workers in zip(missing, self.cluster.start_meshes(missing, self._turns.check), strict=True):
             self._meshes[key] = MeshWorkers(*key, workers)
-            self._watch.add(workers)
+            with self._lock:
+                self._watch.add(workers)
         return [self._meshes[key] for key in keys]
 
     @property
     def workers(self) -> list[WorkerHandle]:
         """All workers of the session."""
-        return [worker for mesh in self._meshes.values() for worker in mesh.workers]
+        return [worker for mesh in list(self._meshes.values()) for worker in mesh.workers]
 
     def unload_dropped(self) -> None:
         """Have workers forget the programs that nobody uses any more."""
@@ -100,71 +117,103 @@ class RayRuntime:
 
     def _retire(self, key: tuple[int, int], mesh: MeshWorkers) -> None:
         self.sync()
+        with self._lock:
+            fetches = list(self._fetches)
+        for calls in fetches:  # of other threads
+            self._wait(calls)
         self.fetch([a for a in list(mesh.arrays.values()) if not a.is_deleted() and not a.held_here])
         mesh.alive = False
         del self._meshes[key]
-        self._watch.remove(mesh.workers)
+        with self._lock:
+            self._watch.remove(mesh.workers)
         self.cluster.end(mesh.workers)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def ask(self, workers: Sequence[WorkerHandle], method: str, *args: Any) -> list[Any]:
-        """Call a method of each worker with the same arguments and wait for the answers."""
-        return self.gather({getattr(w.actor, method).remote(*args): w for w in workers})
+        """Call a method of each worker with the same arguments and wait for the answers. Others wait for that, too."""
+        with self.ordered():
+            return self.gather({getattr(w.actor, method).remote(*args): w for w in workers})
 
     def gather(self, calls: dict[Any, WorkerHandle]) -> list[Any]:
         """Answers of calls, in order. Raises WorkerError if one of them, or of the steps under way, fails."""
-        self._wait(calls)
-        return [self._answer(ref, worker) for ref, worker in calls.items()]
+        with self._turns.inside():
+            self._wait(calls)
+            return [self._answer(ref, worker) for ref, worker in calls.items()]
 
-    def start_step(self, calls: dict[Any, WorkerHandle]) -> None:
-        """Note a step under way. Waits while there are too many."""
-        self._steps.append(calls)
-        while len(self._steps) > _STEPS_AHEAD:
-            self._wait(self._steps[0])
-            self._steps.popleft()
+    def make_room(self) -> None:
+        """Wait while too many steps are under way. To be called before the turn of the next one, not in it."""
+        with self._turns.inside():
+            while True:
+                with self._lock:
+                    oldest = self._steps[0] if len(self._steps) > _STEPS_AHEAD else None
+                if oldest is None:
+                    return
+                self._finish(oldest)
+
+    def note_step(self, calls: dict[Any, WorkerHandle]) -> None:
+        """A step is under way."""
+        with self._lock:
+            self._steps.append(calls)
 
     def sync(self) -> None:
-        """Wait until every step has ended."""
-        self.check()
-        while self._steps:
-            self._wait(self._steps[0])
-            self._steps.popleft()
+        """Wait until every step that was started before has ended."""
+        with self._turns.inside():
+            self.check()
+            with self._lock:
+                steps = list(self._steps)
+            for step in steps:
+                self._finish(step)
+
+    def _finish(self, step: dict[Any, WorkerHandle]) -> None:
+        """Wait until a step has ended."""
+        self._wait(step)
+        with self._lock, suppress(ValueError):  # another thread has waited for it, too
+            self._steps.remove(step)
 
     def check(self) -> None:
         """Raise WorkerError if the session has ended, or if a worker was lost or a step failed meanwhile."""
-        if self.failure is not None:
-            raise ended(self.failure)
-        watched = self._watched()
-        if watched:
-            done, _ = ray.wait(list(watched), num_returns=len(watched), timeout=0)
-            for ref in done:
-                self._look_at(ref, watched[ref])
+        with self._turns.inside():
+            watched = self._watched()
+            if watched:
+                done, _ = ray.wait(list(watched), num_returns=len(watched), timeout=0)
+                for ref in done:
+                    self._look_at(ref, watched[ref])
 
     def _watched(self) -> dict[Any, WorkerHandle]:
         """Calls that tell of failures: the lives of the workers, and the steps under way."""
-        watched = dict(self._watch.lives)
-        for step in self._steps:
-            watched.update(step)
-        return watched
+        with self._lock:
+            watched = dict(self._watch.lives)
+            for step in self._steps:
+                watched.update(step)
+            return watched
 
     def _wait(self, calls: dict[Any, WorkerHandle]) -> None:
-        """Wait for calls, and look at everything else: what waits behind a step that hangs is never answered."""
-        watched = self._watched() | calls
-        waiting = set(calls)
-        self._watch.moved()
+        """Wait for calls, and look at everything else: what waits behind a step that hangs is never answered.
+
+        What else there is changes meanwhile: other threads start steps and meshes, and may end the session.
+        """
+        waiting, seen = set(calls), set[Any]()
+        with self._lock:
+            self._watch.moved()
         while waiting:
+            watched = {ref: worker for ref, worker in (self._watched() | calls).items() if ref not in seen}
             done, _ = ray.wait(list(watched), num_returns=1, timeout=self._watch.interval_s)
+            self._turns.check()
             for ref in done:
-                self._watch.moved()
-                self._look_at(ref, watched.pop(ref))
+                with self._lock:
+                    self._watch.moved()
+                self._look_at(ref, watched[ref])
+                seen.add(ref)
                 waiting.discard(ref)
             if not done:
                 self._beat()
 
     def _look_at(self, ref: Any, worker: WorkerHandle) -> None:
         failure = self._failure_in(ref, worker)
-        if failure is not None:
+        with self._lock:
+            was_retired = not self._watch.watches(worker)
+        if failure is not None and not was_retired:
             self._fail(failure)
 
     def _failure_in(self, ref: Any, worker: WorkerHandle) -> Failure | None:
@@ -173,7 +222,9 @@ class RayRuntime:
             answer = ray.get(ref)
         except RayTaskError as error:
             # Whoever has made another call than a step sees its error.
-            return failed_call(self._status(worker), error) if any(ref in step for step in self._steps) else None
+            with self._lock:
+                is_of_step = any(ref in step for step in self._steps)
+            return failed_call(self._status(worker), error) if is_of_step else None
         except RayError as error:
             return death(self._status(worker), error)
         return answer if isinstance(answer, Failure) else None
@@ -186,43 +237,42 @@ class RayRuntime:
 
     def _status(self, worker: WorkerHandle) -> Status:
         """Where a worker was when it last said so."""
-        return self._placed(self._watch.status(worker))
+        with self._lock:
+            return self._placed(self._watch.status(worker))
 
     def _placed(self, status: Status) -> Status:
         """`status`, with the stage of a worker that has not run a step."""
-        meshes = sorted(self._meshes.values(), key=lambda mesh: mesh.first_device)
+        meshes = sorted(list(self._meshes.values()), key=lambda mesh: mesh.first_device)
         numbers = [[worker.number for worker in mesh.workers] for mesh in meshes]
         return with_stage(status, next((i for i, mesh in enumerate(numbers) if status.worker in mesh), -1))
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
-    def fetch(self, arrays: Sequence[DistributedArray]) -> None:
-        """Bring the values of arrays to this process, all with one call to each worker."""
-        self.check()
-        by_mesh: dict[int, tuple[MeshWorkers, list[DistributedArray]]] = {}
-        for array in arrays:
-            mesh = next((copy.mesh for copy in array.copies if copy.mesh.alive), None)
-            if mesh is None:
-                raise WorkerError(f"The session that held an array of shape {array.shape} has ended.")
-            by_mesh.setdefault(id(mesh), (mesh, []))[1].append(array)
+    def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]:
+        """The values of arrays, with one call to each worker. The arrays keep them.
+
+        They are those of this turn: other threads may donate or delete the arrays before the answers come.
+        """
         calls: dict[Any, WorkerHandle] = {}
         owners: list[list[DistributedArray]] = []
-        for mesh, mine in by_mesh.values():
-            for worker in mesh.workers:
-                calls[worker.actor.fetch.remote([a.number for a in mine])] = worker
-                owners.append(mine)
-        values: dict[int, Any] = {}
-        for mine, answer in zip(owners, self.gather(calls), strict=True):
-            for array, shards in zip(mine, answer, strict=True):
-                for box, sent in shards:
-                    shard = from_plain(sent, array.type.dtype)
-                    if array.number not in values:
-                        whole = array.type.data_shape
-                        values[array.number] = shard if shard.shape == whole else np.empty(whole, shard.dtype)
-                    if values[array.number] is not shard:
-                        values[array.number][tuple(slice(*ends) for ends in box)] = shard
+        with self._turns.inside():
+            with self.ordered():
+                self.check()
+                for mesh, mine in _by_mesh(arrays):
+                    for worker in mesh.workers:
+                        calls[worker.actor.fetch.remote([a.number for a in mine])] = worker
+                        owners.append(mine)
+                with self._lock:
+                    self._fetches.append(calls)
+            try:
+                answers = self.gather(calls)
+            finally:
+                with self._lock, suppress(ValueError):
+                    self._fetches.remove(calls)
+        values = _put_together(zip(owners, answers, strict=True))
         for array in arrays:
-            array.keep(array.type.typed(values[array.number]))
+            array.keep(values[array.number])
+        return [values[array.number] for array in arrays]
 
     def move(self, moves: Sequence[tuple[DistributedArray, Copy, MeshShape, PartitionSpec]]) -> None:
         """Give each array another copy, made of one that it has: on the mesh of a shape, laid out by a spec.
@@ -246,25 +296,34 @@ class RayRuntime:
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End all workers and give the hosts back. Arrays that were not fetched are lost. Calling it twice is fine."""
-        if self.failure is None:
-            self.failure = WorkerError("`minialpa.shutdown()` was called.")
-        for mesh in self._meshes.values():
-            mesh.alive = False
-        self.cluster.end(self.workers)
-        self._watch.remove(list(self._watch.lives.values()))
-        self._meshes.clear()
-        self._steps.clear()
-        self.cluster.release()
+        """End all workers and give the hosts back. Arrays that were not fetched are lost. Calling it twice is fine.
+
+        Other threads get a WorkerError from what they wait for.
+        """
+        self._turns.shutdown(WorkerError("`minialpa.shutdown()` was called."))
 
     def abandon(self, message: str) -> None:
-        """End the session. Who uses it next is told `message`."""
-        self.failure = WorkerError(message)
-        self.shutdown()
+        """End the session. Who uses it next is told `message`. To be called in order."""
+        with suppress(WorkerError):
+            self._turns.end(WorkerError(message))
+
+    def _stop(self) -> None:
+        """End the workers, so that nobody waits for them any more."""
+        for mesh in list(self._meshes.values()):
+            mesh.alive = False
+        self.cluster.end(self.workers)
+
+    def _release(self) -> None:
+        with self._lock:
+            self._watch.remove(list(self._watch.lives.values()))
+            self._steps.clear()
+        self._meshes.clear()
+        self.cluster.release()
 
     def _beat(self) -> None:
         """Raise WorkerError if a worker, or the head of the cluster, hangs."""
-        failure = self._watch.beat(bool(self._steps))
+        with self._lock:
+            failure = self._watch.beat(bool(self._steps))
         if failure is not None:
             self._fail(dataclasses.replace(failure, where=self._placed(failure.where)))
         if self.cluster.headless_s() > HEAD_S:
@@ -272,21 +331,17 @@ class RayRuntime:
                 f"The head of the Ray cluster at {self.cluster.head} has not answered for {HEAD_S:.0f} s. Start a "
                 "cluster and call `minialpa.init` again; restore the state from a checkpoint."
             )
-            self._end(WorkerError(message))
+            self._turns.end(WorkerError(message))
 
     def _fail(self, first: Failure) -> NoReturn:
         """End the session for what `first` says, or for what turns out to be its cause; raises WorkerError."""
-        self._end(session_error(*self._hear(first)))
-
-    def _end(self, error: WorkerError) -> NoReturn:
-        self.failure = error
-        self.shutdown()
-        raise error
+        self._turns.end(session_error([first], []), lambda: session_error(*self._hear(first)))
 
     def _hear(self, first: Failure) -> tuple[list[Failure], list[Status]]:
         """What all workers say within a moment: failures in the order in which they come, and where workers are."""
         found, statuses = [first], []
-        asked = self._watch.ask({first.where.worker})
+        with self._lock:
+            asked = self._watch.ask({first.where.worker})
         watched = self._watched() | asked
         deadline = time.monotonic() + _GRACE_S
         # Those who live never say so.
@@ -308,6 +363,35 @@ class RayRuntime:
         lost = self.cluster.lost_hosts(f.where.host for f in found if f.fault in (Fault.DIED, Fault.SILENT))
         hosts = self.cluster.hosts
         return [lost_host(f.where, hosts[f.where.host].ip) if f.where.host in lost else f for f in found]
+
+
+def _by_mesh(arrays: Sequence[DistributedArray]) -> list[tuple[MeshWorkers, list[DistributedArray]]]:
+    """Arrays by a mesh that holds them. Raises WorkerError for those that are used up, and those that none holds."""
+    found: dict[int, tuple[MeshWorkers, list[DistributedArray]]] = {}
+    for array in arrays:
+        array.check_usable()
+        mesh = next((copy.mesh for copy in array.copies if copy.mesh.alive), None)
+        if mesh is None:
+            raise WorkerError(f"The session that held an array of shape {array.shape} has ended.")
+        found.setdefault(id(mesh), (mesh, []))[1].append(array)
+    return list(found.values())
+
+
+def _put_together(answers: Iterable[tuple[Sequence[DistributedArray], Any]]) -> dict[int, Any]:
+    """Values of arrays by their number. answers: what each worker was asked for, and the shards that it sent."""
+    data: dict[int, Any] = {}
+    types: dict[int, ArrayType] = {}
+    for arrays, answer in answers:
+        for array, shards in zip(arrays, answer, strict=True):
+            types[array.number] = array.type
+            for box, sent in shards:
+                shard = from_plain(sent, array.type.dtype)
+                if array.number not in data:
+                    whole = array.type.data_shape
+                    data[array.number] = shard if shard.shape == whole else np.empty(whole, shard.dtype)
+                if data[array.number] is not shard:
+                    data[array.number][tuple(slice(*ends) for ends in box)] = shard
+    return {number: kind.typed(data[number]) for number, kind in types.items()}
 
 
 def _moving_program(moves: Sequence[tuple[ArrayType, MeshShape, PartitionSpec, MeshShape, PartitionSpec]]) -> Program:

@@ -41,6 +41,10 @@ class Watch:
         self.lives = {ref: w for ref, w in self.lives.items() if w.number not in gone}
         self._asked = {ref: asked for ref, asked in self._asked.items() if asked[0].number not in gone}
 
+    def watches(self, worker: WorkerHandle) -> bool:
+        """Whether nobody has asked to forget the worker."""
+        return any(w.number == worker.number for w in self.lives.values())
+
     def status(self, worker: WorkerHandle) -> Status:
         """Where the worker was when it last said so."""
         self._read()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import replace
@@ -523,6 +525,19 @@ def test_a_silent_guest_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         guest.settimeout(TIMEOUT_S)
         assert guest.recv(1) == b""
     transport.close()
+
+
+def test_silent_guests_do_not_hold_up_a_peer() -> None:
+    transports = group(2)
+    door = transports[1].address  # at which worker 0 knocks
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * handshake._MAX_GUESTS):
+            stack.enter_context(socket.create_connection((door.host, door.port)))
+        begun_s = time.monotonic()
+        assert connect_all(transports, addresses_of(transports, local=False)) == [None, None]
+        assert time.monotonic() - begun_s < 2.0
+    for transport in transports:
+        transport.close()
 
 
 def test_only_the_given_address_is_listened_on() -> None:

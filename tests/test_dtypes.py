@@ -1,0 +1,95 @@
+"""Every dtype in every place of a step, in one process: as `jax.jit` has it, with its weak type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import TraceError
+from tests.dtypes import DTYPES, KEYS, N, as_argument, as_result, as_state, described, values
+from tests.helpers import METHODS
+
+pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning")  # of 64 bits
+
+X = np.arange(N, dtype=np.float32)
+SHORT = ("bool", "int2", "uint4", "float4_e2m1fn", "float8_e8m0fnu", "bfloat16", "rbg")
+
+
+def check(step: Any, *args: Any, method: str) -> None:
+    assert described(minialpa.parallelize(step, method=METHODS[method])(*args)) == described(jax.jit(step)(*args))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in (*DTYPES, *KEYS)]
+)
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_dtype_is_argument_state_and_result_as_jit_has_it(name: str, x64: bool) -> None:
+    with jax.enable_x64(x64):
+        for given in (values(name), jnp.asarray(values(name))):
+            check(as_argument, np.float32(1), given, method="shard")
+            check(as_state, given, X, method="shard")
+        check(as_result((name,)), np.uint32(3), X, method="shard")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_all_dtypes_at_once(method: str) -> None:
+    given = {name: values(name) for name in (*DTYPES, *KEYS)}
+    check(as_state, given, X, method=method)
+    check(as_result((*DTYPES, *KEYS)), np.uint32(3), X, method=method)
+    step = minialpa.parallelize(as_state, method=METHODS[method])
+    state = step(step(given, X)[0], X)[0]
+    assert described(state) == described(jax.jit(lambda x: x)(given))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float16", "float32", "complex64"])
+def test_results_of_python_numbers_stay_weak_from_call_to_call(dtype: str) -> None:
+    def step(state: Any, x: jax.Array) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return {name: value * 2 for name, value in state.items()}, [x * value for value in state.values()]
+
+    x = np.ones(N, jnp.dtype(dtype))
+    parallel, reference = minialpa.parallelize(step), jax.jit(step)
+    states: list[Any] = [{"i": 1, "f": 1.5, "c": 1j}] * 2
+    for _ in range(3):
+        results = [fun(state, x) for fun, state in zip((parallel, reference), states, strict=True)]
+        assert described(results[0]) == described(results[1])
+        weak = [jax.tree.map(lambda leaf: leaf.weak_type, result) for result in results]
+        assert weak[0] == weak[1]
+        states = [result[0] for result in results]
+    assert len(parallel._executables) == 1
+    strong = {"i": np.int32(3), "f": np.float32(1), "c": np.complex64(1)}
+    assert described(parallel(strong, x)) == described(reference(strong, x))
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (np.ones(N, ">f4"), r"bytes are in another order.*astype\('float32'\)"),
+        (np.ones(N, ">i8"), r"bytes are in another order.*astype\('int64'\)"),
+        (np.array(["a", "b"]), "strings"),
+        (np.array([b"a"]), "strings"),
+        (np.array(["a"], np.dtypes.StringDType()), "strings"),
+        (np.zeros(N, [("x", "<f4"), ("y", "<i4")]), r"structured dtype.*x\['x'\]"),
+        (np.zeros(N, "V4"), "no such arrays"),
+        (np.array([None]), "no such arrays"),
+        (np.zeros(N, "M8[s]"), "times"),
+        (np.zeros(N, "m8[s]"), "times"),
+        (np.ones(N, np.longdouble), r"wider than the numbers of jax.*astype\('float64'\)"),
+        (np.ones(N, np.clongdouble), r"wider than the numbers of jax.*astype\('complex128'\)"),
+    ],
+    ids=lambda value: str(value.dtype) if isinstance(value, np.ndarray) else "",
+)
+def test_an_array_that_jax_does_not_take_is_refused_by_what_it_is(array: Any, reason: str) -> None:
+    step = minialpa.parallelize(as_argument)
+    with pytest.raises(TypeError):
+        jax.jit(lambda x: x)(array)
+    for _ in range(2):
+        for given in ({"field": array}, array):
+            with pytest.raises(TraceError, match=reason):
+                step(np.float32(1), given)
+        assert float(step(np.float32(1), X)) == 1 + X.sum()
