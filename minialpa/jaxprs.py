@@ -238,7 +238,7 @@ class _Flattener:
     def _reduce(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
         """A collective over an axis of `vmap` is a reduction over a dimension."""
         axes, reduce = eqn.params["axes"], _OVER_AXES[eqn.primitive.name]
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        shapes = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in eqn.invars]
         traced = jax.make_jaxpr(lambda *xs: [reduce(x, axes) for x in xs])(*shapes)
         inner = dict(zip(traced.jaxpr.invars, [self.read(env, v) for v in eqn.invars], strict=True))
         for one in traced.jaxpr.eqns:

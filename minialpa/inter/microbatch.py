@@ -76,6 +76,7 @@ class _Builder:
         self.eqns, self.sources, self.forms = segments.eqns, segments.sources, segments.forms
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.early = {v for i in segments.early for v in self.eqns[i].outvars}
+        self.compared = _compared(segments)
         self.maker = EquationMaker()
         self.ops: dict[int, list[Op]] = defaultdict(list)
         self.in_loop: list[_Loop] = [_Loop() for _ in range(segments.n_loops + 1)]
@@ -154,12 +155,14 @@ class _Builder:
                 self._emit(i, eqn)
 
     def _computed_again(self, loop: int) -> set[int]:
-        """Equations of earlier loops whose results this one reads. Those with side effects run once only."""
+        """Equations of earlier loops whose results this one reads. Those with side effects run once only, and those
+        whose results are compared with their own largest, which must be the same to the last bit."""
         wanted, out = set[Var](), set[int]()
         for i in range(len(self.eqns) - 1, -1, -1):
             eqn, place = self.eqns[i], self.segments.places[i]
             mine = place == self.segment
             may_repeat = place is not None and is_loop(place) and place < self.segment and not eqn.effects
+            may_repeat = may_repeat and not any(v in self.compared for v in eqn.outvars)
             if may_repeat and any(v in wanted for v in eqn.outvars):
                 out.add(i)
                 mine = True
@@ -195,6 +198,7 @@ class _Builder:
             return
         if atom in self.micro:
             return  # an argument
+        assert 2 * form.loop <= self._between, f"{self._line(atom)} is read in {self.segment} and known behind {form}"
         self.whole.add(atom)
         loop = self.in_loop[form.loop]
         if isinstance(form, Rows):
@@ -585,6 +589,16 @@ class _Builder:
         if isinstance(self.forms.form(atom), Own) and factors.linear == "joint" and k in factors.linear_operands:
             return self._compute("share", self._share, value)
         return value
+
+
+def _compared(segments: Segments) -> set[Var]:
+    """Rows of which there is a largest or smallest one among the examples: its derivative looks for it again."""
+    out: set[Var] = set()
+    for eqn, place in zip(segments.eqns, segments.places, strict=True):
+        forms = [segments.forms.form(v) for v in eqn.outvars] if place is not None else []
+        if any(isinstance(form, Partial) and form.reduction in ("max", "min") for form in forms):
+            out.update(v for v in eqn.invars if not is_literal(v) and isinstance(segments.forms.form(v), Rows))
+    return out
 
 
 class _Loop:

@@ -231,8 +231,7 @@ class _Finder:
         factors = factors_of(eqn)
         scale = self._common_scale(eqn, factors)
         for k, (v, form) in enumerate(zip(eqn.invars, forms, strict=True)):
-            is_part = isinstance(form, Partial) and form.scale is not None
-            waits = scale is not None and self._scale_of(v, k, factors) == scale and not is_part
+            waits = scale is not None and self._scale_of(v, k, factors) == scale
             if not waits and not (isinstance(form, Once) and form.after == 0):
                 return None
         return scale
@@ -256,7 +255,7 @@ class _Finder:
         form = self.forms.form(atom)
         if isinstance(form, Once):
             return atom if form.after and not form.is_average else None
-        return atom if isinstance(form, Partial) and form.reduction == "sum" else None
+        return atom if isinstance(form, Partial) and form.reduction == "sum" and form.scale is None else None
 
     def _on_totals(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int | None:
         """What reads partial sums, or values that micro-batches have of their own, and no examples."""
@@ -334,7 +333,7 @@ class _Finder:
         """The first loop that can read operand `k` of an equation on examples, whose results wait for `scale`."""
         form = self.forms.form(atom)
         if scale is not None and self._scale_of(atom, k, factors) == scale:
-            return form.loop if isinstance(form, Rows | Partial) and form.scale is not None else 0
+            return form.loop if isinstance(form, Rows) else 0
         if isinstance(form, Once):
             return form.after + 1
         if isinstance(form, Rows):
@@ -376,7 +375,7 @@ class _Finder:
         """
         atoms = list(enumerate(eqn.invars))
         found = {k: s for k, v in atoms if (s := self._scale_of(v, k, factors)) is not None}
-        waiting = {k for k, v in atoms if isinstance(f := self.forms.form(v), Rows | Partial) and f.scale is not None}
+        waiting = {k for k, v in atoms if isinstance(f := self.forms.form(v), Rows) and f.scale is not None}
         if len(set(found.values())) != 1 or not waiting <= found.keys():
             return None
         if not all(is_inexact(v) and _has_range(v) for v in (*eqn.outvars, *(eqn.invars[k] for k in found))):
@@ -391,7 +390,7 @@ class _Finder:
         """What operand `k` of a linear equation waits for; the scalar itself, where one fills the operand."""
         form = self.forms.form(atom)
         is_linear = k in factors.linear_operands
-        if not isinstance(form, Own | Same) and form.scale is not None:
+        if isinstance(form, Rows | Once) and form.scale is not None:
             return form.scale if is_linear else None
         scalar = form.uniform if isinstance(form, Once) else None
         scalar = self._scalar_total(atom) if scalar is None else scalar

@@ -71,22 +71,32 @@ def find_statistics(step: TracedStep, eqns: Sequence[JaxprEqn], kinds: Kinds) ->
     """The batch statistics of a step. Raises TraceError where a derivative may be of a statistic or of a total."""
     marked = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == _PER_MICRO_BATCH}
     clusters = _Clusters(step, eqns, kinds).find()
-    forward = [c for c in clusters if c.is_normalisation and not c.in_backward]
-    if not forward and not marked:
+    # A forward pass that only its derivative needs is computed again in the backward pass, and nowhere else.
+    lines = _Lines(eqns, step.origins)
+    normal = _consistent([c for c in clusters if c.is_normalisation], clusters, lines)
+    if not normal and not marked:
         return Statistics()
 
-    lines = _Lines(eqns, step.origins)
-    own_keys = {lines.key(i) for c in forward for i in _needed_by(eqns, c.totals, c.entries)}
-    # A block that is computed again in the backward pass has the lines of its forward pass.
+    own_keys = {lines.key(i) for c in normal for i in _needed_by(eqns, c.totals, c.entries)}
+    # Parts of a block that are computed again have the lines of its forward pass.
     own_lines = {line for _, line in own_keys}
     again = [c for c in clusters if c.in_backward and any(lines.key(i)[1] in own_lines for i in c.entries)]
-    entries = {i for c in (*forward, *again) for i in c.entries} | marked
-    totals = {i for c in (*forward, *again) for i in c.totals}
+    entries = {i for c in (*normal, *again) for i in c.entries} | marked
+    totals = {i for c in (*normal, *again) for i in c.totals}
     entries |= _derivatives(step, eqns, kinds, _Own(entries, totals, own_keys), lines)
-    found = [_described(eqns, kinds, c) for c in forward]
+    found = [_described(eqns, kinds, c) for c in normal]
     asked_for = [eqns[i] for i in sorted(marked) if not eqns[i].params["cotangent_of"]]
     found += [f"`per_micro_batch` at {source_line(eqn)}" for eqn in asked_for]
     return Statistics(frozenset(_needed_by(eqns, sorted(totals), sorted(entries))), tuple(dict.fromkeys(found)))
+
+
+def _consistent(normal: Sequence[_Cluster], clusters: Sequence[_Cluster], lines: _Lines) -> list[_Cluster]:
+    """Those of `normal` whose code is a normalisation wherever it runs. In a gradient of a gradient, say, the inner
+    backward pass is a part of what is differentiated, and reads moments in other ways: then all are the whole batch's.
+    """
+    others = (c for c in clusters if c.divides and not c.is_normalisation and not c.in_backward)
+    elsewhere = {lines.line(i) for c in others for i in c.entries}
+    return [c for c in normal if not any(lines.line(i) in elsewhere for i in c.entries)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +186,14 @@ class _Clusters:
         for v, out in zip(eqn.invars, eqn.outvars, strict=True):
             if is_literal(v):
                 continue
-            for known in (self.root, self.moment, self.normalised):
-                if v in known:
-                    known[out] = known[v]  # type: ignore[index]
+            if v in self.moment:
+                self.moment[out] = self.moment[v]
+            if v in self.normalised:
+                self.normalised[out] = self.normalised[v]
             for group in (self.inputs, self.summed, self.rooted, self.adjusted):
                 if v in group:
                     group.add(out)
-            self.root.setdefault(out, self._root(v))
+            self.root[out] = self._root(v)
 
     def _is_rows(self, v: Var) -> bool:
         return isinstance(self.kinds.get(v), int)
@@ -250,6 +261,8 @@ class _Clusters:
         """Note that an equation on examples reads totals."""
         (u, *more), (total, *others) = on_examples, totals
         x, degree = self._root(u)
+        if u in self.normalised and any(v in self.adjusted and self.moment.get(v) is not x for v in totals):
+            self.clusters[self.normalised[u]].is_adjusted = True  # by a parameter that an update has changed
         affine = not more and not others and degree == 1 and u not in self.summed and eqn.primitive.name in _AFFINE
         affine = affine and self.moment.get(total) is x and (eqn.primitive.name != "div" or eqn.invars[0] is u)
         for v in totals:

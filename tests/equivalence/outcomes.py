@@ -60,7 +60,7 @@ def outcome_of(
     parallel = minialpa.parallelize(step, method=method, batch_argnums=batch_argnums)
     try:
         found = parallel(*args)
-        n = parallel.get_last_executable().get_parallel_plan().n_micro_batches
+        plan = parallel.get_last_executable().get_parallel_plan()
     except TraceError as error:
         named = _NAMES_AN_OPERATION.search(str(error))
         if _ABOUT_THE_REQUEST.search(str(error)):
@@ -70,6 +70,7 @@ def outcome_of(
         return Outcome("rejected", f"{type(error).__name__}: {error}")
     except Exception:
         return Outcome("crash", traceback.format_exc())
-    expected = reference_for(n)
+    # A plan says where micro-batches have statistics of their own; all else is the whole batch's.
+    expected = reference_for(plan.n_micro_batches if plan.per_micro_batch else 1)
     wrong = differences(found, expected)
     return Outcome("wrong" if wrong else "equal", "; ".join(map(str, wrong[:4])), expected.is_sharp)
