@@ -261,8 +261,8 @@ def _check_devices(plan: Plan, target: Target, session: Session) -> None:
     needed = max(ends)
     if needed > n_devices:
         raise ShardingError(
-            f"The plan needs {needed} devices, for `plan.stages[{ends.index(needed)}]`, and there are {n_devices}. "
-            "Plan for fewer devices, or pass more."
+            f"The plan needs {needed} devices and there are {n_devices} (`plan.stages[{ends.index(needed)}]`). Plan "
+            "for fewer devices, or pass more."
         )
 
 

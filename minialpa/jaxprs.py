@@ -429,3 +429,8 @@ def read_tag(scope: str) -> tuple[int, int, int] | None:
 def is_transposed(scope: str) -> bool:
     """Whether autodiff made this equation in the backward pass."""
     return "transpose(" in scope
+
+
+def is_second_derivative(scope: str) -> bool:
+    """Whether autodiff made this equation from a backward pass."""
+    return "(transpose(" in scope

@@ -24,6 +24,7 @@ from minialpa.jaxprs import (
     is_extended,
     is_inexact,
     is_literal,
+    is_second_derivative,
     is_transposed,
     live_equations,
     read_tag,
@@ -41,12 +42,14 @@ class Origin:
     group: number of the forward equation that it is, or whose derivative it is; None where autodiff left no trace.
     layer: number of pipeline boundaries passed before that forward equation.
     call: of the gradients of the step, counted from 0, the one that it belongs to.
+    is_second: whether it is a derivative of a backward pass, as plain `jax.grad` of `jax.grad` leaves it.
     """
 
     direction: Direction
     group: int | None
     layer: int
     call: int = 0
+    is_second: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +255,8 @@ def _origins(eqns: Sequence[JaxprEqn], scopes: Sequence[str], boundaries_before:
             group = groups.setdefault(tag, len(groups))
             out.append(Origin("backward" if is_backward[i] else "forward", group, tag[1], tag[0]))
         elif is_backward[i]:
-            out.append(Origin("backward", None, boundaries_before[i]))
+            is_second = is_second_derivative(scopes[i])
+            out.append(Origin("backward", None, boundaries_before[i], is_second=is_second))
         elif has_tags or in_update[i]:
             out.append(Origin("other", None, boundaries_before[i]))
         else:

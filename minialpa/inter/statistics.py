@@ -74,6 +74,8 @@ def find_statistics(step: TracedStep, eqns: Sequence[JaxprEqn], kinds: Kinds) ->
     # A forward pass that only its derivative needs is computed again in the backward pass, and nowhere else.
     lines = _Lines(eqns, step.origins)
     normal = _consistent([c for c in clusters if c.is_normalisation], clusters, lines)
+    if any(origin.is_second for origin in step.origins):
+        normal = []  # lines do not tell the derivatives of statistics from derivatives of these
     if not normal and not marked:
         return Statistics()
 

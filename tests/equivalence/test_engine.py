@@ -54,7 +54,7 @@ FOUND = {
     "totals computed again": Example(Training(_MODEL, _WEIGHTED), Way("pipeline", (2,), remat="full")),
     "gradients in a row, computed again": Example(
         Training(Model("vector", (Layer("parted"),), boundary=1), _MEAN, "three gradients"),
-        Way("pipeline", (2,), remat="full", manual=True),
+        Way("pipeline", (2,), remat="full"),
     ),
     "a stage without work": Example(Training(_MODEL, _MEAN, "only the head"), Way("pipeline", (2,))),
 }

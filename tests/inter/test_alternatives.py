@@ -79,10 +79,17 @@ def test_what_cannot_be_is_told() -> None:
     assert "no such sharding: dimension 1 of size 12 over axis 0 of length 8" in text
     text = explained("batch", ShardParallel(num_micro_batches=4), step, args)
     assert re.search(r"P\('x',?\) +not possible: the spec of `batch` splits dimension 0 of shape \(4, 64\)", text)
-    text = explained(
-        "x", ShardParallel(auto_sharding_option=AutoShardingOption(enable_auto_sharding=False)), step, args
-    )
-    assert "not possible: the options do not allow it" in text
+
+
+def test_a_spec_may_be_fixed_where_nothing_else_is_sharded() -> None:
+    def step(x: jax.Array, batch: jax.Array) -> jax.Array:
+        return jnp.tanh(batch @ x)
+
+    args = (jax.ShapeDtypeStruct((64, 12), jnp.float32), jax.ShapeDtypeStruct((16, 64), jnp.float32))
+    alone = AutoShardingOption(enable_auto_sharding=False)
+    text = explained("x", ShardParallel(auto_sharding_option=alone), step, args)
+    assert re.search(r"P\(\) +[\d.]+ ns +chosen", text)
+    assert re.search(r"P\('x',?\) +[\d.]+ us +\+[\d.]+ us", text)  # gathered before it is read
 
 
 def test_what_does_not_fit_is_told() -> None:

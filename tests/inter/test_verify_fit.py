@@ -67,7 +67,12 @@ CASES: dict[str, tuple[str, dict[tuple[str | int, ...], Any], str]] = {
     "other passes": (
         "1f1b",
         {("stages", 0, "passes"): lambda passes: passes[:1]},
-        r"`plan.stages[0].passes` is [('forward', 0)]; expected the kinds and chunks [('forward', 0), ('backward', 0)]",
+        r"`plan.stages[0].passes` is [('forward', 0, 1)]; expected the kinds, chunks and loops [('forward', 0, 1), (",
+    ),
+    "another number of loops": (
+        "1f1b",
+        {("stages", 0, "between_s"): [0.0], ("stages", 1, "between_s"): [0.0]},
+        "`plan.stages[0].between_s` is (0.0,); expected one number behind each of 1 loops but the last",
     ),
     # specs
     "an input less": ("line", {("stages", 0, "input_specs"): []}, "`plan.stages[0].input_specs` is a list of 0; exp"),
@@ -152,8 +157,8 @@ CASES: dict[str, tuple[str, dict[tuple[str | int, ...], Any], str]] = {
     "a result less": ("1f1b", {("outputs",): lambda values: values[:-1]}, "`plan.outputs` is a list of 10; exp"),
     "other rows of a result": (
         "blocks",
-        {("outputs", 2, "rows"): [[0, 1], [1, 4]]},
-        "`plan.outputs[2].rows` is ((0, 1), (1, 4)); expected ((0, 2), (2, 4))",
+        {("outputs", 2, "rows"): [[2, 4], [0, 2]]},
+        "`plan.outputs[2].rows` is ((2, 4), (0, 2)); expected ((0, 2), (2, 4))",
     ),
 }
 
@@ -181,7 +186,7 @@ def test_more_devices_than_there_are_are_refused_before_anything_is_built() -> N
     on, data = subject("line"), copy.deepcopy(subject("line").data)
     data["plan"]["cluster"]["devices_per_host"] = 16
     data["plan"]["stages"][0]["first_device"] = 8
-    with pytest.raises(minialpa.ShardingError, match=r"needs 16 devices, for `plan.stages\[0\]`, and there are 8"):
+    with pytest.raises(minialpa.ShardingError, match=r"needs 16 devices and there are 8 \(`plan.stages\[0\]`\)"):
         minialpa.parallelize(on.step, method=Plan.from_json(json.dumps(data)))(*on.args())
 
 

@@ -20,7 +20,7 @@ from jax.extend.random import threefry2x32_p
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from rule_laws import Case, cases_of, vjp
 
-from minialpa.gradients import gradient_p
+from minialpa.gradients import gradient_p, per_micro_batch_p
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,9 @@ _program(
 )
 _program("names", lambda x: checkpoint_name(x, "residual"), (4, 6))
 _program("gradients add up", vjp(lambda x: lax.sin(x) * x + lax.exp(x)), (4, 6))
+_program(
+    "minialpa_per_micro_batch", lambda x: per_micro_batch_p.bind(x, number=0, cotangent_of=False), (4, 6)
+)
 if hasattr(lax, "polynomial"):
     _program("polynomial", lambda x: lax.polynomial(x, [1.0, 2.0, 3.0]), (4,))
 
