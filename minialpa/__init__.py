@@ -13,7 +13,7 @@ from minialpa.errors import (
     VerifyError,
     WorkerError,
 )
-from minialpa.gradients import grad, mark_pipeline_boundary, value_and_grad
+from minialpa.gradients import grad, mark_pipeline_boundary, per_micro_batch, value_and_grad
 from minialpa.inter.simulate import simulate
 from minialpa.inter.timeline import Timeline
 from minialpa.methods import (
@@ -75,6 +75,7 @@ __all__ = [
     "init",
     "mark_pipeline_boundary",
     "parallelize",
+    "per_micro_batch",
     "plan",
     "plan_to_method",
     "prefetch",

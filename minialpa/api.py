@@ -15,7 +15,7 @@ import jax
 from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, rebuild
 from minialpa.cluster import ClusterSpec
 from minialpa.collection import collection_paused
-from minialpa.errors import MinialpaError, ShardingError, TraceError, WorkerError
+from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.alternatives import explain_step
 from minialpa.inter.cut_scans import whole_scans
 from minialpa.inter.emit import emit_program
@@ -23,6 +23,7 @@ from minialpa.inter.layered import LayeredStep
 from minialpa.inter.mesh_programs import input_types
 from minialpa.inter.pipeline import plan_step
 from minialpa.inter.replan import check_fits, difference
+from minialpa.intra.wishes import UnevenBatchError
 from minialpa.methods import AutoParallel, Method, Target, plan_to_method, resolve_devices
 from minialpa.plan import Plan, verify_plan
 from minialpa.program import Program
@@ -190,10 +191,25 @@ class ParallelizedFunc:
             plan, target = self._saved_plan(traced, self._method), Target(self._method.cluster, None, None)
         else:
             target = resolve_devices(self._method.devices, session)
-            plan = _make_plan(traced, self._method, target)
+            plan = self._new_plan(traced, self._method, target)
         layers = _layers_of_stages(traced, self._method, plan)
         ParallelizedFunc.last_plan, ParallelizedFunc.last_layers = plan, layers
         return plan, target
+
+    def _new_plan(self, traced: TracedStep, method: Method, target: Target) -> Plan:
+        """The plan of a method. The last batch of an epoch may be one that the devices do not divide: then its examples
+        are split in another way, or not at all, with a warning."""
+        try:
+            return _make_plan(traced, method, target)
+        except InfeasibleError as error:
+            if not self._known_trees or not _is_uneven(error):
+                raise
+            warnings.warn(
+                f"{error} This batch has another shape than the one before, so it is planned without the option.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return _make_plan(traced, method, target, any_batch=True)
 
     def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
         """The plan, or, where it is stale and the caller wants that, one with its decisions and new shardings."""
@@ -283,11 +299,21 @@ def _make_runner(program: Program, traced: TracedStep, target: Target, session: 
     return RayExecutable(session.runtime, program, input_types(program, traced))
 
 
-def _make_plan(traced: TracedStep, method: Method, target: Target) -> Plan:
-    with ProgressBar() as bar, collection_paused():
-        plan = plan_step(
-            traced, target.cluster, method.options(), logical_mesh=target.logical_mesh, progress=bar.report
+def _is_uneven(error: BaseException | None) -> bool:
+    """Whether an error comes of examples that the devices do not divide."""
+    return error is not None and (isinstance(error, UnevenBatchError) or _is_uneven(error.__cause__))
+
+
+def _make_plan(traced: TracedStep, method: Method, target: Target, *, any_batch: bool = False) -> Plan:
+    """`any_batch`: whether examples may be split otherwise than the method asks."""
+    options = method.options()
+    if any_batch:
+        sharding = dataclasses.replace(
+            options.sharding, force_data_parallel=False, force_zero_stage_3=False, force_batch_dim_to_mesh_dim=None
         )
+        options = dataclasses.replace(options, sharding=sharding)
+    with ProgressBar() as bar, collection_paused():
+        plan = plan_step(traced, target.cluster, options, logical_mesh=target.logical_mesh, progress=bar.report)
     verify_plan(plan)
     return plan
 

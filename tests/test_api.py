@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 import minialpa
 from minialpa import MinialpaError, ShardParallel
-from minialpa.methods import DataParallel, PipeshardParallel
+from minialpa.methods import DataParallel, PipeshardParallel, Zero2Parallel, Zero3Parallel
 from minialpa.testing import assert_allclose
 from tests import plans
 from tests.helpers import METHODS
@@ -471,6 +471,25 @@ def test_a_ragged_last_batch_is_planned_again_and_going_back_is_free(method: Any
         assert_allclose((params, value), (expected, right))
         executables.append(parallel.get_last_executable())
     assert executables[0] is executables[2] and executables[0] is not executables[1]
+
+
+@pytest.mark.parametrize("method", [DataParallel(), Zero2Parallel(), Zero3Parallel()], ids=lambda m: type(m).__name__)
+def test_a_ragged_last_batch_is_split_otherwise_with_a_warning(method: Any) -> None:
+    parallel = minialpa.parallelize(train_step, method=method)
+    params, expected = make_params(), make_params()
+    for n in (16, 5, 16):
+        if n == 5:
+            with pytest.warns(UserWarning, match=r"force_.* splits the examples over 8 devices.*planned without"):
+                params, value = parallel(params, make_batch(n))
+        else:
+            params, value = parallel(params, make_batch(n))
+        expected, right = train_step(expected, make_batch(n))
+        assert_allclose((params, value), (expected, right))
+
+
+def test_a_first_batch_that_the_devices_do_not_divide_is_refused() -> None:
+    with pytest.raises(minialpa.InfeasibleError, match="`force_data_parallel` splits the examples over 8 devices"):
+        minialpa.parallelize(train_step, method=DataParallel())(make_params(), make_batch(5))
 
 
 def test_threads_may_share_a_function() -> None:

@@ -1,4 +1,4 @@
-"""The first example of the README, and those of docs/plans.md, run as they stand."""
+"""The first example of the README, and those of docs/, run as they stand."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def test_set_up_takes_two_commands_and_ci_gives_both_in_order() -> None:
     given = (README.parent / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     places = [given.index(step) for command in commands for step in command.split(" && ")]
     assert places == sorted(places)
+
+
+def test_the_example_of_micro_batches_runs() -> None:
+    text = (README.parent / "docs" / "micro_batches.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(example, "micro_batches.md", "exec"), {})
 
 
 def test_the_examples_of_plans_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

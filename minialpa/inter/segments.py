@@ -95,6 +95,7 @@ class _Finder:
         self.independent = {v for v, d in zip(step.flat.invars, step.batch_dims, strict=True) if d is not None}
         self.independent.update(step.flat.constvars)
         self.wanted_early: set[Var] = set()
+        self.put_together: set[Var] = set()  # rows that an equation between loops reads, of all examples
         self.shares: dict[Var, float] = {}
         self.asked_for: dict[int, float] = {}
 
@@ -302,10 +303,18 @@ class _Finder:
         scale = None if own else self._common_scale(eqn, factors)
         loop = max(1, *(self._readable(v, factors, k, split, own, scale) for k, v in enumerate(eqn.invars)))
         results = [self._result(v, r, factors, split, forms, loop, scale) for r, v in enumerate(eqn.outvars)]
-        if any(form is None for form in results):
+        if any(form is None for form in results) or self._is_put_together(eqn, forms, loop):
             return self._on_all_rows(i, eqn, forms)
         self.forms.of.update((v, form) for v, form in zip(eqn.outvars, results, strict=True) if form is not None)
         return 2 * loop - 1
+
+    def _is_put_together(self, eqn: JaxprEqn, forms: Sequence[Form], loop: int) -> bool:
+        """Whether all rows that an equation reads are put together anyway, and it would need another loop for them.
+
+        The derivative of a similarity of all pairs is one: with the similarities it is known once.
+        """
+        rows = [v for v, form in zip(eqn.invars, forms, strict=True) if isinstance(form, Rows)]
+        return not eqn.effects and all(v in self.put_together and self._level(v) + 1 == loop for v in rows)
 
     def _refuse_averages(self, eqn: JaxprEqn, forms: Sequence[Form]) -> None:
         if any(isinstance(form, Once) and form.is_average for form in forms):
@@ -323,6 +332,7 @@ class _Finder:
                 f"{'has side effects' if eqn.effects else 'reads batch statistics of the micro-batch'}, so it cannot "
                 "run over micro-batches. Use `num_micro_batches=1`, or move it out of the step."
             )
+        self.put_together.update(v for v in eqn.invars if not is_literal(v) and v not in self.independent)
         after = max(self._level(v) for v in eqn.invars)
         self._set(eqn, Once(after, False))
         return 2 * after

@@ -33,6 +33,10 @@ class Required:
     kept: frozenset[int] = frozenset()
 
 
+class UnevenBatchError(InfeasibleError):
+    """The devices that have to split the examples do not divide them."""
+
+
 class Wishes:
     """`option` for `problem` on `mesh`. dims: the dimension of the examples, for variables that have one."""
 
@@ -87,10 +91,10 @@ class Wishes:
             raise self._uneven(var, dim)
         return wanted
 
-    def _uneven(self, var: Var, dim: int) -> InfeasibleError:
+    def _uneven(self, var: Var, dim: int) -> UnevenBatchError:
         n = math.prod(self.mesh.shape[axis] for axis in self.batch_axes or ())
         name = f"`{self.problem.paths[var]}`" if var in self.problem.paths else "a value"
-        return InfeasibleError(
+        return UnevenBatchError(
             f"`{_batch_option(self.option)}` splits the examples over {n} devices, and {name} of shape "
             f"{shape_of(var)} has {shape_of(var)[dim]} of them in dimension {dim}, in each micro-batch. Use a multiple "
             f"of {n}, fewer devices or micro-batches, or leave the option out."

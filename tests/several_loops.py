@@ -1,0 +1,83 @@
+"""Steps of several loops over their micro-batches: sharpness-aware, adversarial, contrastive, balanced routing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import minialpa
+from minialpa import PipeshardParallel, ShardParallel
+from minialpa.methods import Method
+from tests.equivalence.known_steps import STEPS, make_batch, make_state
+
+NAMES = ("sharpness-aware", "adversarial", "contrastive", "balance loss of a router")
+
+
+def run(name: str, method: Method, n_steps: int = 2) -> tuple[Any, Any]:
+    """State and results after some steps under `method`."""
+    step, state = minialpa.parallelize(STEPS[name], method=method), make_state()
+    for _ in range(n_steps):
+        state, results = step(state, make_batch())
+    return state, results
+
+
+def serial(name: str, n_steps: int = 2) -> tuple[Any, Any]:
+    step, state = jax.jit(STEPS[name]), make_state()
+    for _ in range(n_steps):
+        state, results = step(state, make_batch())
+    return state, results
+
+
+def methods(n: int) -> dict[str, Method]:
+    """Ways to run a step with one boundary over `n` micro-batches."""
+    return {
+        "shard": ShardParallel(num_micro_batches=n),
+        "pipeline": PipeshardParallel(num_micro_batches=n, layer_option="manual"),
+        "gpipe": PipeshardParallel(num_micro_batches=n, layer_option="manual", pipeline_schedule="gpipe"),
+    }
+
+
+def _deep(params: Any, x: Any) -> Any:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def _deep_arguments(n_examples: int) -> tuple[Any, Any]:
+    """Parameters and a batch of a model of whose memory activations are most."""
+    rng = np.random.default_rng(0)
+    params = [0.2 * rng.standard_normal((32, 32)).astype(np.float32) for _ in range(64)]
+    return params, rng.standard_normal((n_examples, 32)).astype(np.float32)
+
+
+def wide_contrastive() -> tuple[Any, Any]:
+    """A contrastive step and its arguments."""
+
+    def loss(params: Any, x: Any) -> Any:
+        z = _deep(params, x)
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(z @ z.T)))
+
+    def step(params: Any, x: Any) -> Any:
+        value, grads = minialpa.value_and_grad(loss)(params, x)
+        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
+
+    return step, _deep_arguments(256)
+
+
+def wide_sharpness_aware() -> tuple[Any, Any]:
+    """A sharpness-aware step and its arguments."""
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(_deep(params, x) ** 2)
+
+    def step(params: Any, x: Any) -> Any:
+        grads = minialpa.grad(loss)(params, x)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
+        moved = [w + 0.05 * g / norm for w, g in zip(params, grads, strict=True)]
+        value, grads = minialpa.value_and_grad(loss)(moved, x)
+        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
+
+    return step, _deep_arguments(4096)

@@ -1,0 +1,59 @@
+"""Steps of several loops over their micro-batches equal the serial run, and their memory falls with the micro-batch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import pytest
+
+import minialpa
+from minialpa import ShardParallel
+from minialpa.testing import assert_allclose
+from tests.several_loops import NAMES, methods, run, serial, wide_contrastive, wide_sharpness_aware
+
+_CASES = list(itertools.product(NAMES, (4, 8), methods(4)))
+_SHORT = {case for case in _CASES if case[1:] in ((4, "pipeline"), (8, "shard"))}
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "method"),
+    [pytest.param(*case, marks=() if case in _SHORT else pytest.mark.slow) for case in _CASES],
+)
+def test_two_steps_equal_the_serial_run(name: str, n: int, method: str) -> None:
+    assert_allclose(run(name, methods(n)[method]), serial(name), rtol=2e-4, atol=1e-5)
+
+
+def _bytes_beside_parameters(step: Any, args: Any, n: int) -> int:
+    """Of the largest compiled program, after a look at what was predicted."""
+    parallel = minialpa.parallelize(step, method=ShardParallel(jax.devices()[:1], num_micro_batches=n))
+    executable = parallel.get_executable(*args)
+    found = executable.get_total_allocation_size()
+    assert max(executable.get_parallel_plan().cost.peak_bytes) >= 0.9 * found
+    return found - sum(w.nbytes for w in args[0])
+
+
+def test_memory_of_a_contrastive_step_falls_with_the_micro_batch() -> None:
+    """The rows that a second loop reads are computed again, so no activation of the whole batch is kept."""
+    step, args = wide_contrastive()
+    whole, parts = (_bytes_beside_parameters(step, args, n) for n in (1, 4))
+    assert parts < 0.6 * whole
+
+
+def test_memory_of_a_sharpness_aware_step_falls_with_the_micro_batch() -> None:
+    step, args = wide_sharpness_aware()
+    sizes = [_bytes_beside_parameters(step, args, n) for n in (1, 4, 16)]
+    assert sizes[1] < 0.5 * sizes[0] and sizes[2] < 0.5 * sizes[1]
+
+
+def test_a_plan_says_how_many_loops_it_has() -> None:
+    step, args = wide_contrastive()
+    cluster = minialpa.ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=2)
+    plans = [minialpa.plan(step, args, cluster=cluster, method=ShardParallel(num_micro_batches=n)) for n in (1, 4)]
+    assert [plan.n_loops for plan in plans] == [1, 2]
+    assert "4 micro-batches in 2 loops" in plans[1].summary()
+    assert minialpa.Plan.from_json(plans[1].to_json()) == plans[1]
+    timeline = minialpa.simulate(plans[1])
+    assert [one.kind for one in timeline.stages[0].passes] == [*["step"] * 4, "update"] * 2
+    assert timeline.total_s == pytest.approx(plans[1].cost.total_s)
