@@ -290,6 +290,7 @@ class _Finder:
 
     def _on_rows(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
         self._refuse_averages(eqn, forms)
+        self._refuse_own(i, eqn, forms)
         factors = factors_of(eqn)
         kinds: Kinds = {}
         for v, form in zip(eqn.invars, forms, strict=True):
@@ -322,6 +323,14 @@ class _Finder:
                 f"`{eqn.primitive.name}` at {source_line(eqn)} brings a statistic that each micro-batch has of its own "
                 "back to the examples, by way of a result of the step. Use `num_micro_batches=1`, or compute it from "
                 "values that are not batch statistics."
+            )
+
+    def _refuse_own(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> None:
+        """What a micro-batch has of its own is read where `statistics` says, and by what comes of that alone."""
+        if i not in self.statistics.own and any(isinstance(form, Own) for form in forms):
+            raise TraceError(
+                f"`{eqn.primitive.name}` at {source_line(eqn)} reads a statistic of the micro-batch in a way that is "
+                "no normalisation. Use `num_micro_batches=1`, or `minialpa.per_micro_batch` for what it reads."
             )
 
     def _on_all_rows(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
@@ -56,7 +57,7 @@ class Wishes:
         """The specs that an input may have. Raises InfeasibleError where its examples cannot be split as they must."""
         shape, option = shape_of(var), self.option
         replicated = Spec.replicated(len(shape))
-        if is_extended(aval_of(var).dtype):
+        if is_extended(aval_of(var).dtype) or _is_raw_key(var):
             return (replicated,)
         specs = tuple(specs_of(shape, self.mesh.shape))
         fixed = self.fixed(var, self.problem.paths.get(var))
@@ -159,6 +160,11 @@ def _batch_axes(option: AutoShardingOption, mesh_shape: tuple[int, ...]) -> tupl
     if option.data_parallel:
         return live
     return None if axis is None else tuple(a for a in live if a == axis)
+
+
+def _is_raw_key(var: Var) -> bool:
+    """Whether this may be a random key of the old style, of which no device has a use for a part."""
+    return shape_of(var) == (2,) and aval_of(var).dtype == np.uint32
 
 
 def _batch_option(option: AutoShardingOption) -> str:

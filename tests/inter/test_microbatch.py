@@ -360,6 +360,17 @@ def test_gradients_that_wait_for_a_scalar_may_be_added_up() -> None:
     assert _check(_training(loss), _params(), _batch(), rtol=1e-4).n_loops == 1
 
 
+def test_rows_that_wait_for_a_scalar_may_be_results() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        errors = _errors(params, batch)
+        weights = jax.lax.stop_gradient(errors)
+        shares = weights / jnp.sum(weights)
+        return jnp.sum(shares * errors), (shares, 3.0 * shares)
+
+    split = _check(_training(loss, has_aux=True), _params(), _batch(), rtol=1e-4)
+    assert split.n_loops == 1 and len(split.stacks) == 2
+
+
 def test_a_value_of_the_micro_batch_is_asked_for() -> None:
     """The loss is the mean of the micro-batches' own, and the gradient is that of this mean."""
 
