@@ -338,7 +338,8 @@ def _join(meshes: Sequence[Sequence[WorkerHandle]], check: Callable[[], None]) -
 def _port_was_taken(failure: Failure) -> bool:
     """Whether another process has, or may have, the port of a coordinator: some versions of jax crash then."""
     text = failure.message.lower()
-    return failure.fault is Fault.DIED or "address already in use" in text or "failed to bind" in text
+    signs = ("address already in use", "failed to bind", "failed to start rpc server")
+    return failure.fault is Fault.DIED or any(sign in text for sign in signs)
 
 
 def death(last: Status, error: RayError) -> Failure:
