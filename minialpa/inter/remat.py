@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.batching import AGGREGATE, batch_kinds
+from minialpa.inter.batching import AGGREGATE, Kinds, batch_kinds
 from minialpa.intra.strategies import has_contraction
 from minialpa.jaxprs import Atom, aval_of, equations_for, fresh_var, is_extended, is_literal
 from minialpa.options import Remat
@@ -35,7 +35,7 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
         for v in dict.fromkeys(v for v in eqn.invars if not is_literal(v)):
             readers_of.setdefault(v, []).append(i)
     kinds = batch_kinds(traced, 1, strict=False)
-    totals = {v for v, kind in kinds.items() if kind == AGGREGATE}
+    totals = {v for v, kind in kinds.items() if kind == AGGREGATE} | _compared(eqns, kinds)
     inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}
     for number, layer in _layers(traced, layer_of_group):
         what = remat[number]
@@ -52,6 +52,14 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
     pairs = [pair for i, eqn in enumerate(eqns) for pair in (*inserted.get(i, ()), (eqn, origins[i]))]
     flat = replace(traced.flat, eqns=tuple(eqn for eqn, _ in pairs), scopes=("",) * len(pairs))
     return replace(traced, flat=flat, origins=tuple(origin for _, origin in pairs))
+
+
+def _compared(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
+    """Rows of which there is a largest or smallest one among the examples. Its derivative compares them with it, and
+    what is computed again may differ in the last bit."""
+    extremes = (eqn for eqn in eqns if eqn.primitive.name in ("reduce_max", "reduce_min"))
+    found = (eqn for eqn in extremes if any(kinds.get(v) == AGGREGATE for v in eqn.outvars))
+    return {v for eqn in found for v in eqn.invars if not is_literal(v)}
 
 
 @dataclass(frozen=True, slots=True)
