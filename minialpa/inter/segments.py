@@ -263,7 +263,9 @@ class _Finder:
         own = i in self.statistics.own
         if not own and self._waits_for_a_scalar(i, eqn, forms):
             return None
-        partial = None if self._crosses(eqn) else self.forms.stays_partial(eqn, factors_of(eqn), own)
+        # What a micro-batch takes as its own meets in the loop, wherever its parts come from.
+        is_apart = not own and self._crosses(eqn)
+        partial = None if is_apart else self.forms.stays_partial(eqn, factors_of(eqn), own)
         if partial is not None:
             if own and partial.rescale not in (None, float(self.n)):
                 self.shares.update((v, (partial.rescale or 1.0) / self.n) for v in eqn.outvars)
@@ -271,6 +273,7 @@ class _Finder:
             self._set(eqn, partial)
             return 2 * partial.loop - 1
         if own:
+            self._refuse_sums(i, eqn, forms)
             loop = max(form.after + 1 if isinstance(form, Once) else form.loop for form in forms)
             self._set(eqn, Own(loop))
             return 2 * loop - 1
@@ -278,6 +281,15 @@ class _Finder:
         average = any(isinstance(form, Own) or (isinstance(form, Once) and form.is_average) for form in forms)
         self._set(eqn, Once(after, False, average))
         return 2 * after
+
+    def _refuse_sums(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> None:
+        """In a backward pass, a sum over examples is divided by their number later, and has to be known as a sum."""
+        is_sum = any(isinstance(form, Partial) and form.rescale is None for form in forms)
+        if is_sum and self.step.origins[i].direction == "backward":
+            raise TraceError(
+                f"`{eqn.primitive.name}` at {source_line(eqn)} is a derivative of batch statistics that cannot be "
+                "computed for micro-batches. Use `num_micro_batches=1`."
+            )
 
     def _crosses(self, eqn: JaxprEqn) -> bool:
         """Whether partial operands of `eqn` come from different chunks."""

@@ -106,6 +106,24 @@ def test_a_normalisation_is_the_micro_batchs_own_beside_any_loss(case: tuple[str
     _check(*case)
 
 
+@pytest.mark.parametrize("loss", ["mean", "max"])
+def test_a_normalisation_may_be_cut_by_a_stage(loss: str) -> None:
+    """Its derivatives come from several chunks, and still meet in the loop."""
+    args = _params(), np.random.default_rng(1).standard_normal((B, D)).astype(np.float32)
+
+    def step(differentiate: Any, n_parts: int) -> Callable[..., Any]:
+        return _plain(differentiate, lambda params, x: LOSSES[loss](_scores(params, x, n_parts)))
+
+    traced = trace(step(value_and_grad, 1), *args)
+    n_groups = 1 + max(origin.group or 0 for origin in traced.origins)
+    expected = jax.jit(step(jax.value_and_grad, N))(*args)
+    for n_chunks in (2, 4, n_groups):
+        chunk_of = [None if o.group is None else o.group * n_chunks // n_groups for o in traced.origins]
+        got = run_split(split_micro_batches(traced, N, chunk_of), args)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in _ALL if case not in _SOME], ids=" ".join)
 def test_every_normalisation_is_the_micro_batchs_own(case: tuple[str, str, str, str]) -> None:
