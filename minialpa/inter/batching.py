@@ -78,38 +78,31 @@ def is_barrier(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "optimization_barrier"
 
 
-def batch_kinds(step: TracedStep, n: int, *, strict: bool = True) -> Kinds:
-    """Kinds of all variables that depend on the batch, for `n` micro-batches.
-
-    With `strict` an equation that mixes examples raises TraceError; otherwise its results count as AGGREGATE.
-    """
-    kinds: Kinds = {}
-    for var, dim in zip(step.flat.invars, step.batch_dims, strict=True):
-        if dim is not None:
-            kinds[var] = dim
+def batch_kinds(step: TracedStep, n: int) -> Kinds:
+    """Kinds of all variables that depend on the batch, for `n` micro-batches; what mixes examples is AGGREGATE."""
+    kinds: Kinds = {v: dim for v, dim in zip(step.flat.invars, step.batch_dims, strict=True) if dim is not None}
     for eqn in step.flat.eqns:
-        mine = [kinds[v] for v in eqn.invars if not is_literal(v) and v in kinds]
-        if not mine or not eqn.outvars:
-            continue
         if is_barrier(eqn):
             pairs = zip(eqn.invars, eqn.outvars, strict=True)
             kinds.update((out, kinds[v]) for v, out in pairs if not is_literal(v) and v in kinds)
-            continue
-        if all(kind == AGGREGATE for kind in mine):
-            kinds.update((v, AGGREGATE) for v in eqn.outvars)
-            continue
-        factors = factors_of(eqn)
-        try:
-            split = batch_factors(eqn, factors, kinds, n)
-        except TraceError:
-            if strict:
-                raise
-            kinds.update((v, AGGREGATE) for v in eqn.outvars)
-            continue
-        found = [result_kind(factors, split, r) for r in range(len(eqn.outvars))]
-        # What examples do not affect may still depend on an operand that comes from them all.
-        all_depend = AGGREGATE in mine or all(kind is None for kind in found)
-        for var, kind in zip(eqn.outvars, found, strict=True):
-            if kind is not None or all_depend:
-                kinds[var] = kind if kind is not None else AGGREGATE
+        elif eqn.outvars and any(not is_literal(v) and v in kinds for v in eqn.invars):
+            found = zip(eqn.outvars, _result_kinds(eqn, kinds, n), strict=True)
+            kinds.update((v, kind) for v, kind in found if kind is not None)
     return kinds
+
+
+def _result_kinds(eqn: JaxprEqn, kinds: Kinds, n: int) -> list[Kind | None]:
+    """Kinds of the results of an equation that reads examples, or totals of them."""
+    mine = [kinds[v] for v in eqn.invars if not is_literal(v) and v in kinds]
+    everything: list[Kind | None] = [AGGREGATE] * len(eqn.outvars)
+    if all(kind == AGGREGATE for kind in mine):
+        return everything
+    factors = factors_of(eqn)
+    try:
+        split = batch_factors(eqn, factors, kinds, n)
+    except TraceError:
+        return everything
+    found = [result_kind(factors, split, r) for r in range(len(eqn.outvars))]
+    # What examples do not affect may still depend on an operand that comes from them all.
+    all_depend = AGGREGATE in mine or all(kind is None for kind in found)
+    return [AGGREGATE if kind is None and all_depend else kind for kind in found]

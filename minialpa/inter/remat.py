@@ -34,7 +34,7 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
     for i, eqn in enumerate(eqns):
         for v in dict.fromkeys(v for v in eqn.invars if not is_literal(v)):
             readers_of.setdefault(v, []).append(i)
-    kinds = batch_kinds(traced, 1, strict=False)
+    kinds = batch_kinds(traced, 1)
     totals = {v for v, kind in kinds.items() if kind == AGGREGATE} | _compared(eqns, kinds)
     inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}
     for number, layer in _layers(traced, layer_of_group):

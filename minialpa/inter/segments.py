@@ -31,8 +31,9 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.errors import TraceError
 from minialpa.inter.batching import Kinds, batch_factors, batch_kinds, dim_of, is_barrier
 from minialpa.inter.forms import KNOWN, Form, Once, Own, Partial, Rows, Same, Scale
+from minialpa.inter.normalisations import find_moments
 from minialpa.inter.partials import Forms
-from minialpa.inter.statistics import Statistics, find_statistics
+from minialpa.inter.statistics import NotOwnError, Statistics, find_statistics, normalisations, without
 from minialpa.intra.factors import Factors, factors_of
 from minialpa.jaxprs import Atom, aval_of, is_inexact, is_literal, shape_of, source_line, sub_jaxprs
 from minialpa.trace import TracedStep
@@ -74,18 +75,28 @@ class Segments:
 def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | None = None) -> Segments:
     """`chunk_of[i]`: the chunk of traced equation `i`, where it is known: sums of different chunks stay apart.
 
+    A normalisation over examples that micro-batches cannot take as their own is computed from the whole batch.
     Raises TraceError where a result has no clear meaning over micro-batches.
     """
-    kinds = batch_kinds(step, n, strict=False)
-    return _Finder(step, n, chunk_of, kinds, find_statistics(step, step.flat.eqns, kinds)).run()
+    kinds = batch_kinds(step, n)
+    moments = find_moments(step, kinds)
+    normal = normalisations(step, moments)
+    while True:
+        try:
+            statistics = find_statistics(step, kinds, moments, normal)
+            return _Finder(step, n, chunk_of, statistics).run()
+        except NotOwnError as error:
+            if not normal:
+                raise
+            normal = without(step, normal, error.line)
 
 
 class _Finder:
     def __init__(
-        self, step: TracedStep, n: int, chunk_of: Sequence[int | None] | None, kinds: Kinds, statistics: Statistics
+        self, step: TracedStep, n: int, chunk_of: Sequence[int | None] | None, statistics: Statistics
     ) -> None:
         assert step.batch_size is not None
-        self.step, self.n, self.chunk_of, self.kinds, self.statistics = step, n, chunk_of, kinds, statistics
+        self.step, self.n, self.chunk_of, self.statistics = step, n, chunk_of, statistics
         self.forms = Forms(step.flat.eqns, n, step.batch_size)
         self.maker_of = {v: i for i, eqn in enumerate(step.flat.eqns) for v in eqn.outvars}
         self.eqns: list[JaxprEqn] = []
@@ -273,7 +284,7 @@ class _Finder:
             self._set(eqn, partial)
             return 2 * partial.loop - 1
         if own:
-            self._refuse_sums(i, eqn, forms)
+            self._refuse_sums(eqn, forms)
             loop = max(form.after + 1 if isinstance(form, Once) else form.loop for form in forms)
             self._set(eqn, Own(loop))
             return 2 * loop - 1
@@ -282,13 +293,13 @@ class _Finder:
         self._set(eqn, Once(after, False, average))
         return 2 * after
 
-    def _refuse_sums(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> None:
-        """In a backward pass, a sum over examples is divided by their number later, and has to be known as a sum."""
-        is_sum = any(isinstance(form, Partial) and form.rescale is None for form in forms)
-        if is_sum and self.step.origins[i].direction == "backward":
-            raise TraceError(
-                f"`{eqn.primitive.name}` at {source_line(eqn)} is a derivative of batch statistics that cannot be "
-                "computed for micro-batches. Use `num_micro_batches=1`."
+    def _refuse_sums(self, eqn: JaxprEqn, forms: Sequence[Form]) -> None:
+        """A micro-batch takes its own mean; a sum that was not divided by its number of terms has to be the total."""
+        if any(isinstance(form, Partial) and form.rescale is None for form in forms):
+            raise NotOwnError(
+                eqn,
+                "reads a sum over examples, or its derivative, where the micro-batch would take its own mean. Use "
+                "`num_micro_batches=1`, or divide the sum by its number of terms first.",
             )
 
     def _crosses(self, eqn: JaxprEqn) -> bool:
@@ -313,6 +324,8 @@ class _Finder:
         except TraceError:
             return self._on_all_rows(i, eqn, forms)
         own = i in self.statistics.own
+        if own:
+            self._refuse_sums(eqn, [f for k, f in enumerate(forms) if not self._adds_up(f, factors, k, split)])
         scale = None if own else self._common_scale(eqn, factors)
         loop = max(1, *(self._readable(v, factors, k, split, own, scale) for k, v in enumerate(eqn.invars)))
         results = [self._result(v, r, factors, split, forms, loop, scale) for r, v in enumerate(eqn.outvars)]
@@ -331,27 +344,33 @@ class _Finder:
 
     def _refuse_averages(self, eqn: JaxprEqn, forms: Sequence[Form]) -> None:
         if any(isinstance(form, Once) and form.is_average for form in forms):
-            raise TraceError(
-                f"`{eqn.primitive.name}` at {source_line(eqn)} brings a statistic that each micro-batch has of its own "
-                "back to the examples, by way of a result of the step. Use `num_micro_batches=1`, or compute it from "
-                "values that are not batch statistics."
+            raise NotOwnError(
+                eqn,
+                "brings a statistic that each micro-batch has of its own back to the examples, by way of a result of "
+                "the step. Use `num_micro_batches=1`, or compute it from values that are not batch statistics.",
             )
 
     def _refuse_own(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> None:
         """What a micro-batch has of its own is read where `statistics` says, and by what comes of that alone."""
         if i not in self.statistics.own and any(isinstance(form, Own) for form in forms):
-            raise TraceError(
-                f"`{eqn.primitive.name}` at {source_line(eqn)} reads a statistic of the micro-batch in a way that is "
-                "no normalisation. Use `num_micro_batches=1`, or `minialpa.per_micro_batch` for what it reads."
+            raise NotOwnError(
+                eqn,
+                "reads a statistic of the micro-batch in a way that is no normalisation. Use `num_micro_batches=1`, "
+                "or `minialpa.per_micro_batch` for what it reads.",
             )
 
     def _on_all_rows(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
         """An equation that mixes examples runs once, on all of them."""
-        if eqn.effects or any(isinstance(form, Own) for form in forms) or i in self.statistics.own:
+        if eqn.effects:
             raise TraceError(
-                f"`{eqn.primitive.name}` at {source_line(eqn)} mixes the examples of a batch and "
-                f"{'has side effects' if eqn.effects else 'reads batch statistics of the micro-batch'}, so it cannot "
-                "run over micro-batches. Use `num_micro_batches=1`, or move it out of the step."
+                f"`{eqn.primitive.name}` at {source_line(eqn)} mixes the examples of a batch and has side effects, so "
+                "it cannot run over micro-batches. Use `num_micro_batches=1`, or move it out of the step."
+            )
+        if any(isinstance(form, Own) for form in forms) or i in self.statistics.own:
+            raise NotOwnError(
+                eqn,
+                "mixes the examples of a batch and reads statistics of the micro-batch, so it cannot run over "
+                "micro-batches. Use `num_micro_batches=1`, or move it out of the step.",
             )
         self.put_together.update(v for v in eqn.invars if not is_literal(v) and v not in self.independent)
         after = max(self._level(v) for v in eqn.invars)
@@ -374,9 +393,10 @@ class _Finder:
         return self._level(atom) + 1
 
     @staticmethod
-    def _adds_up(form: Partial, factors: Factors, k: int, split: Sequence[int]) -> bool:
-        """Whether a part of a sum may stand where a sum over examples begins."""
-        return form.reduction == "sum" and form.scale is None and any(factors.takes_part_once(f, k) for f in split)
+    def _adds_up(form: Form, factors: Factors, k: int, split: Sequence[int]) -> bool:
+        """Whether a part of a sum stands where a sum over examples begins."""
+        is_sum = isinstance(form, Partial) and form.reduction == "sum" and form.scale is None
+        return is_sum and any(factors.takes_part_once(f, k) for f in split)
 
     def _result(
         self, var: Var, r: int, factors: Factors, split: Sequence[int], forms: Sequence[Form], loop: int,

@@ -33,7 +33,7 @@ def whole_batch(step: TracedStep) -> SplitStep:
             needed.update(v for v in eqns[i].invars if not is_literal(v))
     loop = [Op(eqn, LOOP, i) for i, eqn in enumerate(eqns) if in_loop[i]]
     update = [Op(eqn, UPDATE, i) for i, eqn in enumerate(eqns) if not in_loop[i]]
-    kinds = batch_kinds(step, 1, strict=False)
+    kinds = batch_kinds(step, 1)
     dims = {v: kind for v, kind in kinds.items() if isinstance(kind, int)}
     return SplitStep(step, 1, (*loop, *_marked(loop, update)), (), None, (), (), step.flat.outvars, dims)
 

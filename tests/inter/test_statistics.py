@@ -128,3 +128,45 @@ def test_a_normalisation_may_be_cut_by_a_stage(loss: str) -> None:
 @pytest.mark.parametrize("case", [case for case in _ALL if case not in _SOME], ids=" ".join)
 def test_every_normalisation_is_the_micro_batchs_own(case: tuple[str, str, str, str]) -> None:
     _check(*case)
+
+
+#: Ways to write a mean over examples, or nearly one, and whether a micro-batch takes its own.
+MEANS: dict[str, tuple[bool, Callable[[Any], Any]]] = {
+    "mean": (True, lambda h: h.mean(0)),
+    "divided sum": (True, lambda h: h.sum(0) / len(h)),
+    "reciprocal": (True, lambda h: (1 / len(h)) * h.sum(0)),
+    "half of the mean": (True, lambda h: 0.5 * h.mean(0)),
+    "unbiased": (True, lambda h: h.sum(0) / (len(h) - 1)),
+    "sum": (False, lambda h: h.sum(0)),
+    "sum of parts": (False, lambda h: (h / len(h)).sum(0)),
+    "divided twice": (False, lambda h: h.sum(0) / 2 / (len(h) / 2)),
+    "one term more": (False, lambda h: h.sum(0) / (len(h) + 1)),
+    "weights": (False, lambda h: jnp.full(len(h), 1 / len(h)) @ h),
+}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("name", MEANS)
+def test_only_means_are_a_micro_batchs_own(name: str, gradient: str) -> None:
+    """What is no mean, or not seen to be one, is computed from the whole batch."""
+    is_own, mean = MEANS[name]
+
+    def step(differentiate: Any, n_parts: int) -> Callable[..., Any]:
+        def normalised(hidden: Any) -> Any:
+            centred = hidden - hidden.mean(0)[None]
+            return centred * jax.lax.rsqrt(mean(centred**2) + 0.1)[None]
+
+        def loss(params: Any, x: Any) -> Any:
+            hidden = x @ params["w"]
+            size = B // n_parts
+            parts = [normalised(hidden[k * size : (k + 1) * size] if n_parts > 1 else hidden) for k in range(n_parts)]
+            return jnp.mean(jnp.tanh(jnp.concatenate(parts) * params["scale"][None]) @ params["v"] ** 2)
+
+        return _plain(differentiate, loss)
+
+    args = _params(), np.random.default_rng(1).standard_normal((B, D)).astype(np.float32)
+    split = split_micro_batches(trace(step(GRADIENTS[gradient], 1), *args), N)
+    assert (len(split.own) > 0) == is_own
+    expected = jax.jit(step(jax.value_and_grad, N if is_own else 1))(*args)
+    for got, right in zip(jax.tree.leaves(run_split(split, args)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-5)
