@@ -295,6 +295,8 @@ class PlanOptions:
     choose_micro_batches: a search chooses their number among the divisors of the batch.
     choose_schedule: a search may interleave the stages that it finds, where `schedule` is "1f1b".
     use_all_devices: False lets a search leave devices idle.
+    keep_rows: in a step of several loops over the micro-batches, keep what later ones read of earlier ones, or compute
+        it again; None for whichever is faster and fits.
     """
 
     n_micro_batches: int = 1
@@ -307,6 +309,7 @@ class PlanOptions:
     choose_micro_batches: bool = False
     choose_schedule: bool = False
     use_all_devices: bool = True
+    keep_rows: bool | None = None
 
     @property
     def fixed_paths(self) -> tuple[str, ...]:

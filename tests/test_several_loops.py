@@ -9,7 +9,8 @@ import jax
 import pytest
 
 import minialpa
-from minialpa import ShardParallel
+from minialpa import PipeshardParallel, ShardParallel
+from minialpa.methods import Method
 from minialpa.testing import assert_allclose
 from tests.several_loops import NAMES, methods, run, serial, wide_contrastive, wide_sharpness_aware
 
@@ -34,8 +35,31 @@ def _bytes_beside_parameters(step: Any, args: Any, n: int) -> int:
     return found - sum(w.nbytes for w in args[0])
 
 
+def _limited(kind: str, n_bytes: float | None) -> Method:
+    option = minialpa.AutoShardingOption(memory_limit_bytes=n_bytes)
+    if kind == "shard":
+        return ShardParallel(num_micro_batches=4, auto_sharding_option=option)
+    return PipeshardParallel(num_micro_batches=4, layer_option="manual", default_auto_sharding_option=option)
+
+
+@pytest.mark.parametrize("kind", ["shard", "pipeline"])
+def test_rows_are_kept_where_there_is_memory_for_them(kind: str) -> None:
+    """A loop back through the model reads what the first one computed; without the memory for it, it computes again."""
+    step, args = wide_contrastive()
+    cluster = minialpa.ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=2)
+    kept = minialpa.plan(step, args, cluster=cluster, method=_limited(kind, None))
+    n_bytes = 0.8 * max(kept.cost.peak_bytes)
+    again = minialpa.plan(step, args, cluster=cluster, method=_limited(kind, n_bytes))
+    assert kept.keeps_rows and not again.keeps_rows
+    assert max(again.cost.peak_bytes) < n_bytes
+    assert kept.cost.compute_s < again.cost.compute_s
+    assert "rows of earlier loops: kept -> computed again" in kept.diff(again)
+    for plan in (kept, again):
+        assert_allclose(minialpa.parallelize(step, method=plan)(*args), jax.jit(step)(*args), rtol=2e-4, atol=1e-5)
+
+
 def test_memory_of_a_contrastive_step_falls_with_the_micro_batch() -> None:
-    """The rows that a second loop reads are computed again, so no activation of the whole batch is kept."""
+    """No program has the activations of the whole batch."""
     step, args = wide_contrastive()
     whole, parts = (_bytes_beside_parameters(step, args, n) for n in (1, 4))
     assert parts < 0.6 * whole
@@ -52,7 +76,7 @@ def test_a_plan_says_how_many_loops_it_has() -> None:
     cluster = minialpa.ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=2)
     plans = [minialpa.plan(step, args, cluster=cluster, method=ShardParallel(num_micro_batches=n)) for n in (1, 4)]
     assert [plan.n_loops for plan in plans] == [1, 2]
-    assert "4 micro-batches in 2 loops" in plans[1].summary()
+    assert "4 micro-batches in 2 loops that keep their rows" in plans[1].summary()
     assert minialpa.Plan.from_json(plans[1].to_json()) == plans[1]
     timeline = minialpa.simulate(plans[1])
     assert [one.kind for one in timeline.stages[0].passes] == [*["step"] * 4, "update"] * 2

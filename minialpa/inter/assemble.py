@@ -43,7 +43,8 @@ class StageTooLargeError(InfeasibleError):
 def _staged(layered: LayeredStep, options: PlanOptions, chunks: Chunks) -> StagedStep:
     check_chunks(chunks, options.schedule)
     groups = chunks.of_group(layered.of_group)
-    staged = stage_step(layered.step, options.n_micro_batches, groups, chunks.stage_of)
+    keep = bool(options.keep_rows)
+    staged = stage_step(layered.step, options.n_micro_batches, groups, chunks.stage_of, keep_rows=keep)
     if options.schedule == "inference" and any(map(staged.trains, range(1, staged.split.n_loops + 1))):
         raise ShardingError(
             "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
@@ -103,6 +104,7 @@ def assemble(
         _cost(plans, _border_seconds(staged, cluster, stages, chunks), schedule.size),
         layered.row_blocks,
         per_micro_batch=staged.split.own,
+        keeps_rows=bool(options.keep_rows),
     )
 
 

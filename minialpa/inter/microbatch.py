@@ -7,7 +7,7 @@ value is and where each equation runs; here the equations are written out, each 
   * a value with a batch dimension is computed on the micro-batch's rows;
   * a reduction over examples leaves a partial result in each micro-batch, which is accumulated;
   * a value that later segments need whole, with the rows of all micro-batches, is put together behind its loop;
-  * rows that an earlier loop computed are computed again where a later one reads them;
+  * rows that an earlier loop computed are kept, or computed again, where a later one reads them;
   * values that do not depend on the examples but have their shape (dropout masks, position numbers) are computed whole
     and cut, so that each example meets the values of the full-batch run.
 """
@@ -48,10 +48,13 @@ from minialpa.trace import TracedStep
 _SUM_BYTES = 4
 
 
-def split_micro_batches(step: TracedStep, n: int, chunk_of: Sequence[int | None] | None = None) -> SplitStep:
+def split_micro_batches(
+    step: TracedStep, n: int, chunk_of: Sequence[int | None] | None = None, *, keep_rows: bool = False
+) -> SplitStep:
     """Split `step` into `n` micro-batches. `chunk_of[i]` is the chunk of traced equation `i`, if it is known.
 
-    Partial results of different chunks are not added in the loop but after it.
+    Partial results of different chunks are not added in the loop but after it. keep_rows: whether what an earlier loop
+    computed is kept, for all micro-batches, where a later one reads it, or computed again.
     Raises TraceError if the examples cannot be split, or a result has no clear meaning over micro-batches.
     """
     if n == 1:
@@ -63,7 +66,7 @@ def split_micro_batches(step: TracedStep, n: int, chunk_of: Sequence[int | None]
             f"A batch of {step.batch_size} examples cannot be split into {n} equal micro-batches. "
             f"Choose `num_micro_batches` among its divisors: {', '.join(map(str, _divisors(step.batch_size)))}."
         )
-    return _Builder(find_segments(step, n, chunk_of)).run()
+    return _Builder(find_segments(step, n, chunk_of), keep_rows).run()
 
 
 def _divisors(n: int) -> list[int]:
@@ -71,8 +74,9 @@ def _divisors(n: int) -> list[int]:
 
 
 class _Builder:
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: Segments, keep_rows: bool) -> None:
         self.segments, self.step, self.n = segments, segments.step, segments.n_micro_batches
+        self.keep_rows = keep_rows
         self.eqns, self.sources, self.forms = segments.eqns, segments.sources, segments.forms
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.early = {v for i in segments.early for v in self.eqns[i].outvars}
@@ -148,21 +152,21 @@ class _Builder:
         self.ops[self._between].append(Op(eqn, self._between, self.sources[i]))
 
     def _emit_loop(self, loop: int) -> None:
-        again = self._computed_again(loop)
+        again = set() if self.keep_rows else self._computed_again(loop)
         for i, eqn in enumerate(self.eqns):
             if self.segments.places[i] == self.segment or i in again:
                 self.source = self.sources[i]
                 self._emit(i, eqn)
 
     def _computed_again(self, loop: int) -> set[int]:
-        """Equations of earlier loops whose results this one reads. Those with side effects run once only, and those
-        whose results are compared with their own largest, which must be the same to the last bit."""
+        """Equations of earlier loops whose results this one reads. Those with side effects run once only; and rows that
+        were put together are there, and what was found among them, such as the largest, may be compared with them."""
         wanted, out = set[Var](), set[int]()
         for i in range(len(self.eqns) - 1, -1, -1):
             eqn, place = self.eqns[i], self.segments.places[i]
             mine = place == self.segment
             may_repeat = place is not None and is_loop(place) and place < self.segment and not eqn.effects
-            may_repeat = may_repeat and not any(v in self.compared for v in eqn.outvars)
+            may_repeat = may_repeat and not any(v in self.compared or v in self.stacks for v in eqn.outvars)
             if may_repeat and any(v in wanted for v in eqn.outvars):
                 out.add(i)
                 mine = True

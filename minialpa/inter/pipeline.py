@@ -18,10 +18,11 @@ from minialpa.inter.cut_scans import cut_scans, whole_scans, with_longer_scans
 from minialpa.inter.forward import balanced_runs, layer_flops
 from minialpa.inter.given_stages import DecidedStage, given_stages
 from minialpa.inter.layered import CutStep, LayeredStep, layered_step
+from minialpa.inter.replan import options_of
 from minialpa.inter.search import Found, StageSearch
 from minialpa.inter.stage_bounds import Space, StageBounds
 from minialpa.inter.stage_solve import StageSolver
-from minialpa.inter.staging import n_groups
+from minialpa.inter.staging import n_groups, realise
 from minialpa.inter.submeshes import Candidate, candidates, preferred_seconds
 from minialpa.intra.constraints import matches
 from minialpa.intra.factors import primitives_without_rule
@@ -66,6 +67,20 @@ def plan_step(
     report = progress or (lambda what, done, total: None)
     _warn_of_missing_rules(traced)
     _check_fixed_paths(traced, options)
+    plan = _planned(traced, cluster, options, logical_mesh, report)
+    if options.keep_rows is None and plan.n_loops > 1:
+        return _or_kept_rows(plan, traced, cluster, logical_mesh, report)
+    return plan
+
+
+def _planned(
+    traced: TracedStep,
+    cluster: ClusterSpec,
+    options: PlanOptions,
+    logical_mesh: LogicalMesh | None,
+    report: Progress,
+) -> Plan:
+    """The best plan of what the options leave open."""
     whole = LayeredStep(traced, traced.fingerprint)
     if options.layers is None:
         _check_view(options, logical_mesh)
@@ -116,6 +131,21 @@ def _best(
     if not plans:
         raise failure
     return min(plans, key=_preference)
+
+
+def _or_kept_rows(
+    best: Plan, traced: TracedStep, cluster: ClusterSpec, logical_mesh: LogicalMesh | None, report: Progress
+) -> Plan:
+    """`best`, or the same stages with what later loops read kept by the earlier ones, where that is faster and fits."""
+    if not realise(traced, best).split.computes_rows_again:
+        return best
+    options = dataclasses.replace(options_of(best), keep_rows=True)
+
+    def kept() -> Plan:
+        plan = _planned(traced, cluster, options, logical_mesh, report)
+        return dataclasses.replace(plan, certificate=best.certificate)
+
+    return _best([lambda: best, kept])
 
 
 def _preference(plan: Plan) -> float:

@@ -24,25 +24,21 @@ from minialpa.jaxprs import Atom, aval_of, equations_for, fresh_var, is_extended
 from minialpa.options import Remat
 from minialpa.trace import Origin, TracedStep
 
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
 
 def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequence[Remat]) -> TracedStep:
     """`remat[layer]`: `none` keeps all values, `dots` results of matrix products and convolutions, `full` no value."""
     if all(what == "none" for what in remat):
         return traced
-    eqns, origins = list(traced.flat.eqns), traced.origins
-    readers_of: dict[Var, list[int]] = {}
-    for i, eqn in enumerate(eqns):
-        for v in dict.fromkeys(v for v in eqn.invars if not is_literal(v)):
-            readers_of.setdefault(v, []).append(i)
-    kinds = batch_kinds(traced, 1)
-    totals = {v for v, kind in kinds.items() if kind == AGGREGATE} | _compared(eqns, kinds)
+    eqns, origins, values = list(traced.flat.eqns), traced.origins, _values(traced)
     inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}
     for number, layer in _layers(traced, layer_of_group):
         what = remat[number]
         for part in _gradients_apart(layer) if what != "none" else []:
-            again = _computed_again(traced, part, what, readers_of, totals)
+            again = _computed_again(traced, part, what, values)
             made = {v for i in again for v in eqns[i].outvars}
-            readers = [i for i in part.backward if any(v in made for v in eqns[i].invars if not is_literal(v))]
+            readers = [i for i in part.backward if any(v in made for v in _operands(eqns[i]))]
             if readers:
                 copies, names = _copies([eqns[i] for i in again], _cotangents(traced, part, readers[0]))
                 again_origins = [(copy, replace(origins[again[k]], direction="backward")) for copy, k in copies]
@@ -52,6 +48,29 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
     pairs = [pair for i, eqn in enumerate(eqns) for pair in (*inserted.get(i, ()), (eqn, origins[i]))]
     flat = replace(traced.flat, eqns=tuple(eqn for eqn, _ in pairs), scopes=("",) * len(pairs))
     return replace(traced, flat=flat, origins=tuple(origin for _, origin in pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """Who reads each value of a step, and which of them stay: totals over the examples, what is compared with one that
+    is a largest or smallest, and results of the step."""
+
+    readers: dict[Var, list[int]]
+    stay: frozenset[Var]
+
+
+def _values(traced: TracedStep) -> _Values:
+    readers: dict[Var, list[int]] = {}
+    for i, eqn in enumerate(traced.flat.eqns):
+        for v in dict.fromkeys(_operands(eqn)):
+            readers.setdefault(v, []).append(i)
+    kinds = batch_kinds(traced, 1)
+    totals = {v for v, kind in kinds.items() if kind == AGGREGATE}
+    return _Values(readers, frozenset(totals | _compared(traced.flat.eqns, kinds)))
+
+
+def _operands(eqn: JaxprEqn) -> list[Var]:
+    return [v for v in eqn.invars if not is_literal(v)]
 
 
 def _compared(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
@@ -96,24 +115,45 @@ def _gradients_apart(layer: _Layer) -> list[_Layer]:
     return [_Layer(forward, layer.backward) for forward in passes]
 
 
-def _computed_again(
-    traced: TracedStep, layer: _Layer, what: Remat, readers_of: Mapping[Var, Sequence[int]], totals: set[Var]
-) -> list[int]:
+def _computed_again(traced: TracedStep, layer: _Layer, what: Remat, values: _Values) -> list[int]:
     """Forward equations whose results the backward pass needs, or needs for others, and that are not kept."""
     eqns = traced.flat.eqns
     own = {*layer.forward, *layer.backward}
-    kept = {*totals, *(v for v in traced.flat.outvars if not is_literal(v))}
-    made = (v for i in layer.forward for v in eqns[i].outvars)
-    kept.update(v for v in made if any(i not in own for i in readers_of.get(v, ())))
-    needed = {v for i in layer.backward for v in eqns[i].invars if not is_literal(v)}
+    results = {v for v in traced.flat.outvars if not is_literal(v)}
+    made = [v for i in layer.forward for v in eqns[i].outvars]
+    kept = {v for v in made if v in results or any(i not in own for i in values.readers.get(v, ()))} - values.stay
+    while True:
+        again = _needed_again(eqns, layer, what, kept | values.stay)
+        apart = _compared_with_copies(eqns, layer, again) & kept
+        if not apart:
+            return again
+        kept -= apart
+
+
+def _needed_again(eqns: Sequence[JaxprEqn], layer: _Layer, what: Remat, kept: set[Var]) -> list[int]:
+    needed = {v for i in layer.backward for v in _operands(eqns[i])}
     again: list[int] = []
     for i in reversed(layer.forward):
         eqn = eqns[i]
         stays = bool(eqn.effects) or (what == "dots" and has_contraction(eqn)) or any(v in kept for v in eqn.outvars)
         if not stays and any(v in needed for v in eqn.outvars):
             again.append(i)
-            needed.update(v for v in eqn.invars if not is_literal(v))
+            needed.update(_operands(eqn))
     return again[::-1]
+
+
+def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: _Layer, again: Sequence[int]) -> set[Var]:
+    """Values that are compared with what is computed again: both have to be, since copies may differ in the last bit.
+
+    The derivative of a maximum looks for the operand that is equal to it.
+    """
+    copied = {v for i in again for v in eqns[i].outvars}
+    out: set[Var] = set()
+    for i in (*again, *layer.backward):
+        operands = set(_operands(eqns[i]))
+        if eqns[i].primitive.name in _COMPARISONS and operands & copied:
+            out |= operands - copied
+    return out
 
 
 def _cotangents(traced: TracedStep, layer: _Layer, first: int) -> list[Var]:

@@ -26,6 +26,7 @@ def options_of(plan: Plan) -> PlanOptions:
             sharding=first.option,
             logical_shape=first.logical_shape,
             submesh=first.submesh,
+            keep_rows=plan.keeps_rows,
         )
     stages = ManualStageOption(
         tuple(stage.layers for stage in plan.stages),
@@ -36,7 +37,9 @@ def options_of(plan: Plan) -> PlanOptions:
         ),
     )
     layers = FixedLayerOption(plan.layer_of_group, plan.remat, plan.row_blocks)
-    return PlanOptions(plan.n_micro_batches, plan.schedule, layers, stages, first.option)
+    return PlanOptions(
+        plan.n_micro_batches, plan.schedule, layers, stages, first.option, keep_rows=plan.keeps_rows
+    )
 
 
 def logical_mesh_of(plan: Plan) -> LogicalMesh | None:

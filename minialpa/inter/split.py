@@ -132,8 +132,10 @@ class _Placer:
         self.labels = traced_positions(split.traced, chunk_of_group, self.n_chunks)
         self.own = set(split.traced.flat.invars) | set(split.traced.flat.constvars)
         self.segment = 0
-        # Of the loop that is being placed: positions of its variables, and chunks whose forward passes read them.
+        # Positions of the variables of the loop that is being placed, and of the loops before it; chunks whose forward
+        # passes read a variable.
         self.position: dict[Var, int] = {}
+        self.earlier: dict[Var, int] = {}
         self.forward_uses: dict[Var, set[int]] = defaultdict(set)
         self.floating: dict[Var, JaxprEqn] = {}
         self.homes: dict[Var, set[int]] = defaultdict(set)
@@ -180,7 +182,8 @@ class _Placer:
                 self.floating.update((v, eqn) for v in eqn.outvars)
 
     def _place_loop(self, every: Sequence[Op]) -> None:
-        self.position, self.forward_uses = {}, defaultdict(set)
+        self.earlier.update(self.position)
+        self.position = {}
         ops = [op for op in every if not op.eqn.outvars or op.eqn.outvars[0] not in self.floating]
         placed = [self._early_position(op) for op in ops]
         for i in range(len(ops) - 1, -1, -1):  # what reads nothing placed goes to its first reader
@@ -220,8 +223,9 @@ class _Placer:
             if is_literal(v):
                 continue
             chunks = set(self.forward_uses.get(v, ()))
-            if self.position.get(v, self.n_chunks) < self.n_chunks:
-                chunks.add(self.position[v])
+            made_at = self.position.get(v, self.earlier.get(v, self.n_chunks))
+            if made_at < self.n_chunks:
+                chunks.add(made_at)
             candidates = [2 * self.n_chunks - 1 - c for c in chunks if 2 * self.n_chunks - 1 - c >= at_least]
             position = max(position, min(candidates, default=position))
         return position

@@ -74,5 +74,11 @@ class SplitStep:
     def n_loops(self) -> int:
         return max([1, *((op.segment + 1) // 2 for op in self.ops)])
 
+    @property
+    def computes_rows_again(self) -> bool:
+        """Whether a loop computes again what an earlier one has computed."""
+        places = {(op.source, op.segment) for op in self.ops if is_loop(op.segment) and op.source >= 0}
+        return len(places) > len({source for source, _ in places})
+
     def in_segment(self, segment: int) -> Sequence[Op]:
         return [op for op in self.ops if op.segment == segment]

@@ -2,7 +2,8 @@
 
     peak = fixed + max over moments (sum_c live[c] * kept[c]) + temp
 
-fixed: what stays for the whole step: parameters, optimizer state and, over micro-batches, the accumulated gradients.
+fixed: what stays for the whole step: parameters, optimizer state and, over micro-batches, the accumulated gradients and
+what a loop leaves of each micro-batch for a later one.
 kept[c]: what chunk c of the mesh is sent or makes in its forward pass of a micro-batch, and later passes read. live[c]:
 for how many micro-batches it does so at a moment, see `schedule.live_counts`. temp: what the hungriest task has
 besides, by intra/memory.py. `mesh_usages` says the same with variables in place of bytes, for the planner's limit.
@@ -73,10 +74,14 @@ class MeshMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Variables of a mesh that outlive its tasks, in a fixed order; residuals with the chunk of the mesh, from 0, that
-    keeps them."""
+    """Variables of a mesh that outlive its tasks, in a fixed order.
 
-    fixed: dict[Var, None]
+    fixed: those that stay for a whole loop, with how many of them there are: one, or one for each micro-batch.
+    residuals: those that passes leave for later passes of the loop, with the chunk of the mesh, from 0, that keeps
+        them.
+    """
+
+    fixed: dict[Var, int]
     residuals: dict[Var, int]
     n_chunks: int
 
@@ -98,7 +103,7 @@ def mesh_memory(
         if extra >= max(temps.values()):
             largest = memory.largest
         temps[task.per_micro_batch] = max(temps[task.per_micro_batch], extra)
-    fixed = sum(_local(v, sharding.specs, view) for v in kept.fixed)
+    fixed = sum(n * _local(v, sharding.specs, view) for v, n in kept.fixed.items())
     by_chunk = [0.0] * kept.n_chunks
     for v, chunk in kept.residuals.items():
         by_chunk[chunk] += _local(v, sharding.specs, view)
@@ -120,11 +125,13 @@ def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, joint_barrie
         given = set(donations(staged, task))
         pairs = _replaced(staged, task, [v for i, v in enumerate(task.invars) if i in given])
         found = lifetimes(task.eqns, task.invars, task.outvars, pairs, joint_barriers=joint_barriers)
-        usages += [Usage(v, 1, now + start, now + end) for v, start, end in found.intervals if v not in kept.residuals]
+        for v, start, end in found.intervals:
+            if v not in kept.residuals and v not in kept.fixed:
+                usages.append(Usage(v, 1, now + start, now + end))
         end = now + max(1, found.n_times)
         usages += [Usage(v, 1, now, end) for v in task.invars if v not in kept.fixed and v not in kept.residuals]
         now = end
-    usages += [Usage(v, 1, 0, now) for v in kept.fixed if v not in inputs]
+    usages += [Usage(v, n, 0, now) for v, n in kept.fixed.items() if v not in inputs]
     usages += [Usage(v, live[chunk], 0, now) for v, chunk in kept.residuals.items() if live[chunk]]
     return tuple(usages)
 
@@ -132,7 +139,8 @@ def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, joint_barrie
 def kept_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]:
     """What outlives the tasks of a mesh."""
     kept = _kept(staged, mesh)
-    return tuple(Usage(v, n, 0, 1) for found, n in ((kept.fixed, 1), (kept.residuals, n_live)) for v in found)
+    stays = [Usage(v, n, 0, 1) for v, n in kept.fixed.items()]
+    return (*stays, *(Usage(v, n_live, 0, 1) for v in kept.residuals))
 
 
 def donations(staged: StagedStep, task: Task) -> tuple[int, ...]:
@@ -155,17 +163,40 @@ def _tasks(staged: StagedStep, mesh: int) -> list[Task]:
 
 
 def _kept(staged: StagedStep, mesh: int) -> _Kept:
-    fixed = [v for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes]
+    n_chunks = sum(home == mesh for home in staged.mesh_of_chunk)
+    fixed = _fixed(staged, mesh)
+    return _Kept(fixed, _residuals(staged, mesh, fixed), n_chunks)
+
+
+def _fixed(staged: StagedStep, mesh: int) -> dict[Var, int]:
+    """Arguments, and what loops over the micro-batches leave for whoever runs behind them."""
+    n = staged.split.n_micro_batches
+    fixed = {v: 1 for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes}
+    if n == 1:
+        return fixed
     tasks = _tasks(staged, mesh)
     made = {v for task in tasks for v in task.outvars}
-    if staged.split.n_micro_batches > 1:
-        fixed += [a.total for a in staged.split.accumulators if a.loop in made]
-        # What stays for a whole loop: values that were computed behind another one.
-        between = {v for task in staged.tasks if task.kind == "update" for v in task.outvars}
-        fixed += [v for task in tasks if task.per_micro_batch for v in task.invars if v in between]
+    fixed.update((a.total, 1) for a in staged.split.accumulators if a.loop in made)
+    # The rows of a micro-batch wait for those of all others, and are put together.
+    for stack in staged.split.stacks:
+        if stack.loop in made:
+            fixed.update({stack.loop: n, stack.total: 1})
+
+    once = {v for task in staged.tasks if not task.per_micro_batch for v in task.outvars}
+    loop_of = {v: task.loop for task in staged.tasks if task.per_micro_batch for v in task.outvars}
+    for task in tasks:
+        if task.per_micro_batch:
+            # What stays for a whole loop: values that were computed behind another one, once or for each micro-batch.
+            fixed.update((v, 1) for v in task.invars if v in once)
+            fixed.update((v, n) for v in task.invars if loop_of.get(v, task.loop) < task.loop)
+    return fixed
+
+
+def _residuals(staged: StagedStep, mesh: int, fixed: Mapping[Var, int]) -> dict[Var, int]:
+    """What passes of a loop read that earlier ones of the same micro-batch made, or were sent."""
+    tasks = _tasks(staged, mesh)
     loop = [task for task in tasks if task.per_micro_batch]
     chunks = [c for c, home in enumerate(staged.mesh_of_chunk) if home == mesh]
-    # What a pass was sent by another mesh waits for later passes like what it made itself.
     never = {*fixed, *(part for _, part in staged.split.micro_inputs), staged.split.micro_index}
     never.update(v for task in tasks if not task.per_micro_batch for v in task.outvars)
     seen: set[Var] = set()
@@ -178,7 +209,7 @@ def _kept(staged: StagedStep, mesh: int) -> _Kept:
         for v in (*task.invars, *task.outvars):
             if v in residuals:
                 residuals[v] = min(residuals[v], chunks.index(task.chunk))
-    return _Kept(dict.fromkeys(fixed), residuals, len(chunks))
+    return residuals
 
 
 def _outputs(program: ShardedEquations, donated: tuple[int, ...], kept: _Kept) -> float:
@@ -187,7 +218,7 @@ def _outputs(program: ShardedEquations, donated: tuple[int, ...], kept: _Kept) -
     return sum(
         bytes_of(v) / spec.n_shards(program.mesh.shape)
         for o, (v, spec) in enumerate(zip(program.outvars, program.out_specs, strict=True))
-        if o not in aliased and v not in kept.residuals
+        if o not in aliased and v not in kept.residuals and v not in kept.fixed
     )
 
 

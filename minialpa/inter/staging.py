@@ -30,17 +30,25 @@ from minialpa.trace import TracedStep
 
 
 def stage_step(
-    traced: TracedStep, n_micro_batches: int, chunk_of_group: Sequence[int], mesh_of_chunk: Sequence[int]
+    traced: TracedStep,
+    n_micro_batches: int,
+    chunk_of_group: Sequence[int],
+    mesh_of_chunk: Sequence[int],
+    *,
+    keep_rows: bool = False,
 ) -> StagedStep:
-    """Split `traced` into micro-batches and chunks. Without a pipeline, `chunk_of_group` may be empty."""
+    """Split `traced` into micro-batches and chunks. Without a pipeline, `chunk_of_group` may be empty.
+
+    keep_rows: see `split_micro_batches`.
+    """
     groups = chunk_of_group or [0] * n_groups(traced)
     n_chunks = len(mesh_of_chunk)
     chunk_of = None
     if n_chunks > 1:
         positions = traced_positions(traced, groups, n_chunks)
         chunk_of = [None if p is None else min(p, 2 * n_chunks - 1 - p) for p in positions]
-    split = _shared(split_micro_batches(traced, n_micro_batches, chunk_of), by_direction=n_chunks > 1)
-    return stage_split(split, groups, mesh_of_chunk)
+    split = split_micro_batches(traced, n_micro_batches, chunk_of, keep_rows=keep_rows)
+    return stage_split(_shared(split, by_direction=n_chunks > 1), groups, mesh_of_chunk)
 
 
 def _shared(split: SplitStep, *, by_direction: bool) -> SplitStep:
@@ -93,7 +101,8 @@ def realise(traced: TracedStep, plan: Plan) -> StagedStep:
     step = rematerialise(step, plan.layer_of_group, plan.remat)
     chunks = plan_chunks(plan)
     with blamed("n_micro_batches", plan.n_micro_batches):
-        return stage_step(step, plan.n_micro_batches, chunks.of_group(plan.layer_of_group), chunks.stage_of)
+        groups = chunks.of_group(plan.layer_of_group)
+        return stage_step(step, plan.n_micro_batches, groups, chunks.stage_of, keep_rows=plan.keeps_rows)
 
 
 def mesh_problems(staged: StagedStep) -> list[MeshEquations]:

@@ -22,6 +22,7 @@ def difference(old: Plan, new: Plan) -> str:
         *_step(old, new),
         *_change("micro-batches", str(old.n_micro_batches), str(new.n_micro_batches)),
         *_change("schedule", old.schedule, new.schedule),
+        *_change("rows of earlier loops", _rows(old), _rows(new)),
         *_layers(old, new),
         *_stages(old, new),
         *_cut(_changes("placement", _placements(old), _placements(new))),
@@ -33,6 +34,10 @@ def difference(old: Plan, new: Plan) -> str:
         names = [f.name for f in dataclasses.fields(old) if getattr(old, f.name) != getattr(new, f.name)]
         lines = [f"details of {', '.join(f'`{name}`' for name in names)}"]
     return "\n".join(lines)
+
+
+def _rows(plan: Plan) -> str:
+    return "kept" if plan.keeps_rows else "computed again"
 
 
 def _change(what: str, old: str, new: str) -> list[str]:

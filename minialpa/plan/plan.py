@@ -233,6 +233,8 @@ class Plan:
     certificate: None where nothing was searched.
     per_micro_batch: what each micro-batch computes from its own examples where the full batch has a total: batch
         statistics, and what the model asks for.
+    keeps_rows: whether later loops over the micro-batches read what earlier ones have computed of each example, which
+        is kept for all micro-batches; otherwise they compute it again.
     """
 
     fingerprint: Fingerprint
@@ -250,6 +252,7 @@ class Plan:
     row_blocks: tuple[tuple[int, ...], ...] = ()
     certificate: Certificate | None = None
     per_micro_batch: tuple[str, ...] = ()
+    keeps_rows: bool = False
 
     @property
     def n_loops(self) -> int:

@@ -49,6 +49,7 @@ def header(plan: Plan) -> str:
         f"{plan.cluster.num_hosts} x {plan.cluster.devices_per_host} {plan.cluster.device.name} devices: "
         f"{count(len(plan.stages), 'stage')}, {count(plan.n_micro_batches, 'micro-batch')}"
         + (f" in {plan.n_loops} loops" if plan.n_loops > 1 else "")
+        + (" that keep their rows" if plan.keeps_rows else "")
         + (f", schedule {plan.schedule}" if len(plan.stages) > 1 else "")
         + (f", rematerialisation {'/'.join(kept)}" if kept not in ([], ["none"]) else "")
     )

@@ -172,7 +172,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "tilted": lambda v, s, b: jnp.log(jnp.mean(jnp.exp(0.3 * v))) / 0.3,
     "var": lambda v, s, b: jnp.var(v),
     "std": lambda v, s, b: jnp.std(v, ddof=1) + jnp.mean(v),
-    "second moment": lambda v, s, b: jnp.mean(v**2) - jnp.mean(v) ** 2,
+    "second moment": lambda v, s, b: jnp.mean(v**2) - 0.5 * jnp.mean(v) ** 2,
     "mean times mean": lambda v, s, b: jnp.mean(v) * jnp.mean(jnp.abs(s)),
     "softmax weights": lambda v, s, b: jnp.sum(jax.nn.softmax(v) * v),
     "detached weights": lambda v, s, b: jnp.sum(detached(_positive(v) / jnp.sum(_positive(v))) * v),

@@ -63,9 +63,14 @@ def _assert_close(got: Any, expected: Any, rtol: float = 2e-5, atol: float = 1e-
 
 
 def _check(step: Callable[..., Any], *args: Any, n: int = 4, **tolerance: float) -> SplitStep:
-    """The split step, after a check that its results are those of the serial step."""
-    split = split_micro_batches(trace(step, *args), n)
-    _assert_close(run_split(split, args), jax.jit(step)(*args), **tolerance)
+    """The split step, after a check that its results are those of the serial step; also if it keeps rows."""
+    traced, expected = trace(step, *args), jax.jit(step)(*args)
+    split = split_micro_batches(traced, n)
+    _assert_close(run_split(split, args), expected, **tolerance)
+    if split.computes_rows_again:
+        kept = split_micro_batches(traced, n, keep_rows=True)
+        assert not kept.computes_rows_again
+        _assert_close(run_split(kept, args), expected, **tolerance)
     return split
 
 
@@ -489,14 +494,17 @@ def test_the_forward_pass_alone_is_computed_again() -> None:
     """A contrastive loss: embeddings of one loop, the loss on all of them, and a loop back through the model."""
 
     def loss(params: Any, batch: Any) -> Any:
-        z = jnp.tanh(batch["x"] @ params["w"])
+        z = jnp.tanh(jnp.tanh(batch["x"] @ params["w"]) @ params["w"])
         return -jnp.mean(jnp.diag(jax.nn.log_softmax(z @ z.T)))
 
     split = _check(_training(loss), _params(), _batch(), rtol=1e-4)
     last = 2 * split.n_loops
     assert "dot_general" not in _primitives(split, last)
-    assert _primitives(split, last - 1).count("dot_general") == 2  # forward again, and the gradient of the weights
+    # The first layer again (the embeddings were put together), two gradients of weights and one of a layer.
+    assert _primitives(split, last - 1).count("dot_general") == 4
     assert not any(B in shape_of(v) for op in split.in_segment(LOOP) for v in op.eqn.outvars)
+    kept = split_micro_batches(split.traced, 4, keep_rows=True)
+    assert _primitives(kept, last - 1).count("dot_general") == 3
 
 
 # ---- gradients at values that others changed ------------------------------------------------------------------------

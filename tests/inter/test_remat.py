@@ -209,3 +209,29 @@ def test_a_mask_that_nothing_is_given_is_computed_again(key: jax.Array) -> None:
     assert "optimization_barrier" not in {eqn.primitive.name for eqn in again.flat.eqns}
     leaves = [jnp.ones(8), jnp.ones((4, 2))]
     assert_allclose(eval_flat(again.flat, leaves), eval_flat(traced.flat, leaves), rtol=1e-6)
+
+
+def test_what_is_compared_with_copies_is_computed_again() -> None:
+    """The derivative of a maximum looks for the operand that is equal to it, and a copy may differ in the last bit."""
+
+    def loss(params: Any, x: jax.Array) -> Any:
+        for w in params:
+            halves = jnp.tanh(x @ w)
+            x = jnp.maximum(halves[:, :4], halves[:, 4:])  # the next layer reads it, so it is kept
+            minialpa.mark_pipeline_boundary()
+        return jnp.mean((x @ x.T) ** 2)
+
+    def step(params: Any, x: jax.Array) -> Any:
+        return minialpa.value_and_grad(loss)(params, x)
+
+    args = [jnp.ones((4, 8))] * 3, jnp.ones((8, 4))
+    traced = trace(step, *args)
+    again = rematerialise(traced, assign_layers(traced, ManualLayerOption()), ("full",) * 4)
+    pairs = list(zip(again.flat.eqns, again.origins, strict=True))
+    forward = {v for eqn, origin in pairs if origin.direction == "forward" for v in eqn.outvars}
+    for barrier in (eqn for eqn in again.flat.eqns if eqn.primitive.name == "optimization_barrier"):
+        forward |= {out for v, out in zip(barrier.invars, barrier.outvars, strict=True) if v in forward}
+    found = [eqn for eqn, origin in pairs if eqn.primitive.name == "eq" and origin.direction == "backward"]
+    assert found
+    for eqn in found:
+        assert len({v in forward for v in eqn.invars if not is_literal(v)}) == 1
