@@ -174,6 +174,20 @@ def test_examples_and_operators_of_a_scan_are_split_over_their_own_axes(key: jax
     assert any("y" in spec for spec in specs(executable, "state.params['blocks']"))
 
 
+@pytest.mark.parametrize("shape", [(4, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_gradients_of_scanned_layers_may_be_results(shape: tuple[int, int, int]) -> None:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        layers = jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer["w"] + layer["b"][None]), None), x, params)
+        return jnp.mean(layers[0] ** 2)
+
+    def step(params: Any, x: jax.Array) -> Any:
+        return minialpa.value_and_grad(loss)(params, x)
+
+    args = {"w": jnp.full((2, 8, 8), 0.1), "b": jnp.ones((2, 8))}, jnp.arange(64.0).reshape(8, 8) / 64
+    method = get_3d_parallel_method(1, *shape, devices=CLUSTER)
+    assert_allclose(minialpa.parallelize(step, method=method)(*args), jax.jit(step)(*args), rtol=1e-5)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("allow_all_gather", "all-gather"), ("allow_all_to_all", "all-to-all")])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_a_collective_that_is_not_allowed_is_not_used(shape: tuple[int, ...], name: str, kind: str) -> None:

@@ -236,7 +236,8 @@ class _Builder:
 
         def scaled(x: Any, s: Any) -> Any:
             s = s.astype(x.dtype)
-            return x / s if scale.divides else x * s
+            # A mean over no examples has s infinite, and a mask between it and each x_i.
+            return jnp.where(x == 0, x, x / s if scale.divides else x * s)
 
         return self.maker.compute(("scaled", scale.divides), scaled, var, scale.scalar)
 

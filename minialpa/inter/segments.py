@@ -80,7 +80,7 @@ def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | Non
     """
     kinds = batch_kinds(step, n)
     moments = find_moments(step, kinds)
-    normal = normalisations(step, moments)
+    normal = normalisations(step, kinds, moments)
     while True:
         try:
             statistics = find_statistics(step, kinds, moments, normal)

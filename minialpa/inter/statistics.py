@@ -46,19 +46,30 @@ class NotOwnError(TraceError):
         self.line = innermost_line(eqn)
 
 
-def normalisations(step: TracedStep, moments: Sequence[Moments]) -> list[Moments]:
+def normalisations(step: TracedStep, kinds: Kinds, moments: Sequence[Moments]) -> list[Moments]:
     """Those of the moments of a step that a micro-batch may take as its own.
 
-    Their code is a normalisation wherever it runs. In a gradient of a gradient, say, the inner backward pass is a part
-    of what is differentiated, and reads moments in other ways: then all are the whole batch's.
+    Their code is a normalisation of examples wherever it runs. In a gradient of a gradient, say, the inner backward
+    pass is a part of what is differentiated, and reads moments in other ways; or some of the activations are of all
+    examples at once. Then all are the whole batch's.
     """
     if any(origin.is_second for origin in step.origins):
         return []  # lines do not tell the derivatives of statistics from derivatives of these
     lines = _Lines(step)
     # A forward pass that only its derivative needs is computed again in the backward pass, and nowhere else.
     others = [m for m in moments if m.divides and not m.is_normalisation and not m.in_backward]
-    elsewhere = lines.of(i for m in others for i in m.entries)
+    elsewhere = lines.of(i for m in others for i in m.entries) | lines.of(_on_totals_alone(step, kinds, moments))
     return [m for m in moments if m.is_normalisation and not lines.of(m.entries) & elsewhere]
+
+
+def _on_totals_alone(step: TracedStep, kinds: Kinds, moments: Sequence[Moments]) -> list[int]:
+    """Forward equations that read totals and no examples, and have nothing to do with the moments of examples."""
+    known = {i for m in moments for i in m.totals}
+    return [
+        i
+        for i, (eqn, origin) in enumerate(zip(step.flat.eqns, step.origins, strict=True))
+        if i not in known and origin.direction != "backward" and _totals(eqn, kinds) and not _is_on_examples(eqn, kinds)
+    ]
 
 
 def without(step: TracedStep, normal: Sequence[Moments], line: str) -> list[Moments]:

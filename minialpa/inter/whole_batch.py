@@ -5,15 +5,15 @@ The loop is what forward and backward equations need, the update the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from minialpa.gradients import gradient_p
-from minialpa.inter.batching import batch_kinds
+from minialpa.inter.batching import AGGREGATE, batch_kinds
 from minialpa.inter.split_step import LOOP, UPDATE, Op, SplitStep
 from minialpa.jaxprs import Atom, aval_of, equations_for, is_inexact, is_literal, unary_equation
 from minialpa.trace import TracedStep
@@ -35,29 +35,33 @@ def whole_batch(step: TracedStep) -> SplitStep:
     update = [Op(eqn, UPDATE, i) for i, eqn in enumerate(eqns) if not in_loop[i]]
     kinds = batch_kinds(step, 1)
     dims = {v: kind for v, kind in kinds.items() if isinstance(kind, int)}
-    return SplitStep(step, 1, (*loop, *_marked(loop, update)), (), None, (), (), step.flat.outvars, dims)
+    totals = [v for v in step.flat.outvars if not is_literal(v) and kinds.get(v) == AGGREGATE]
+    marks, copies = _marks(loop, [*(v for op in update for v in op.eqn.invars if not is_literal(v)), *totals])
+    ops = (*loop, *marks, *(replace(op, eqn=_reading(op.eqn, copies)) for op in update))
+    outvars = tuple(v if is_literal(v) or v not in totals else copies.get(v, v) for v in step.flat.outvars)
+    return SplitStep(step, 1, ops, (), None, (), (), outvars, dims)
 
 
-def _marked(loop: Sequence[Op], update: Sequence[Op]) -> list[Op]:
-    """The update on copies of the floats that the loop leaves for it: the one place to sum them over devices."""
+def _marks(loop: Sequence[Op], read: Sequence[Var]) -> tuple[list[Op], dict[Var, Atom]]:
+    """Copies, by variable, of the floats that the loop leaves for others: the one place to sum them over devices."""
     made = {v: op.source for op in loop for v in op.eqn.outvars if is_inexact(v)}
-    read = dict.fromkeys(v for op in update for v in op.eqn.invars if not is_literal(v) and v in made)
     marked = unary_equation(lambda x: gradient_p.bind(x, call=0)[0])
     marks: list[Op] = []
     copies: dict[Var, Atom] = {}
-    for v in read:
+    for v in dict.fromkeys(v for v in read if v in made):
         if aval_of(v).dtype.itemsize < _SUM_BYTES:
             eqns, (copies[v],) = equations_for(_marked_wide, v)
         else:
             eqn, copies[v] = marked(v)
             eqns = [eqn]
         marks += [Op(eqn, UPDATE, made[v]) for eqn in eqns]
+    return marks, copies
 
-    def copied(op: Op) -> Op:
-        invars = [v if is_literal(v) else copies.get(v, v) for v in op.eqn.invars]
-        return replace(op, eqn=op.eqn.replace(invars=invars))
 
-    return [*marks, *map(copied, update)]
+def _reading(eqn: JaxprEqn, copies: Mapping[Var, Atom]) -> JaxprEqn:
+    invars: list[Atom] = [v if is_literal(v) else copies.get(v, v) for v in eqn.invars]
+    copy: JaxprEqn = eqn.replace(invars=invars)
+    return copy
 
 
 def _marked_wide(x: Any) -> Any:

@@ -490,6 +490,20 @@ def test_shuffled_examples_are_put_in_order_before_the_loop() -> None:
     assert _check(_training(loss), _params(), _batch()).n_loops == 1
 
 
+def test_a_mean_over_no_examples_leaves_gradients_alone() -> None:
+    """It is 0 / 0, and its derivative is infinite, behind a mask that lets nothing through."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        y = _errors(params, batch)
+        chosen = y > 1e9
+        return jnp.sum(jnp.where(chosen, y, 0)) / jnp.sum(chosen.astype(y.dtype)) + _weight_decay(params)
+
+    split = _check(_training(loss), _params(), _batch())
+    assert split.n_loops == 1
+    params, value = run_split(split, (_params(), _batch()))
+    assert np.isnan(value) and all(np.isfinite(p).all() for p in jax.tree.leaves(params))
+
+
 def test_the_forward_pass_alone_is_computed_again() -> None:
     """A contrastive loss: embeddings of one loop, the loss on all of them, and a loop back through the model."""
 

@@ -170,3 +170,28 @@ def test_only_means_are_a_micro_batchs_own(name: str, gradient: str) -> None:
     expected = jax.jit(step(jax.value_and_grad, N if is_own else 1))(*args)
     for got, right in zip(jax.tree.leaves(run_split(split, args)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-5)
+
+
+def test_a_normalisation_of_all_examples_at_once_makes_all_of_its_kind_exact() -> None:
+    """A sort mixes the examples, so what runs behind it is of the whole batch, and so is the same code elsewhere."""
+
+    def normalised(hidden: Any, params: Any) -> Any:
+        mean, variance = hidden.mean(0)[None], hidden.var(0)[None]
+        return (hidden - mean) * jax.lax.rsqrt(variance + 0.1) * params["scale"][None]
+
+    def step(differentiate: Any) -> Callable[..., Any]:
+        def scores(params: Any, x: Any) -> Any:
+            return normalised(x @ params["w"], params) @ params["v"]
+
+        def run(params: Any, x: Any) -> Any:
+            new, value = _plain(differentiate, lambda p, x: jnp.mean(jnp.tanh(scores(p, x))))(params, x)
+            return new, value, scores(new, jnp.sort(x @ new["w"], 0))
+
+        return run
+
+    args = _params(), np.random.default_rng(1).standard_normal((B, D)).astype(np.float32)
+    split = split_micro_batches(trace(step(value_and_grad), *args), N)
+    assert not split.own
+    expected = jax.jit(step(jax.value_and_grad))(*args)
+    for got, right in zip(jax.tree.leaves(run_split(split, args)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-5)
