@@ -79,6 +79,11 @@ def is_literal(atom: Atom) -> TypeIs[Literal]:
     return isinstance(atom, Literal)
 
 
+def operand_vars(eqn: JaxprEqn) -> list[Var]:
+    """The operands of an equation that are no literals."""
+    return [v for v in eqn.invars if not is_literal(v)]
+
+
 def fresh_var(aval: Any) -> Var:
     return Var(aval)
 
@@ -408,7 +413,7 @@ def live_equations(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[bo
     for i in range(len(eqns) - 1, -1, -1):
         if eqns[i].effects or any(v in needed for v in eqns[i].outvars):
             keep[i] = True
-            needed.update(v for v in eqns[i].invars if not is_literal(v))
+            needed.update(operand_vars(eqns[i]))
     return keep
 
 

@@ -27,6 +27,7 @@ from minialpa.jaxprs import (
     is_second_derivative,
     is_transposed,
     live_equations,
+    operand_vars,
     read_tag,
     shape_of,
     trace_flat,
@@ -269,7 +270,7 @@ def _in_update(eqns: Sequence[JaxprEqn], is_backward: Sequence[bool]) -> list[bo
     behind: set[Var] = set()
     out = []
     for eqn, backward in zip(eqns, is_backward, strict=True):
-        depends = any(v in behind for v in eqn.invars if not is_literal(v))
+        depends = any(v in behind for v in operand_vars(eqn))
         out.append(depends and not backward)
         if backward or depends:
             behind.update(eqn.outvars)
@@ -364,5 +365,5 @@ def _reaches(target: Var, source: Var, producers: dict[Var, JaxprEqn], stop: set
         if var in seen or var in stop or var not in producers:
             continue
         seen.add(var)
-        stack.extend(v for v in producers[var].invars if not is_literal(v))
+        stack.extend(operand_vars(producers[var]))
     return False

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.errors import TraceError
 from minialpa.intra import rules as _rules  # noqa: F401  (registers the rules)
 from minialpa.intra.factors import Factors, factors_of
-from minialpa.jaxprs import is_literal, source_line
+from minialpa.jaxprs import is_literal, operand_vars, source_line
 from minialpa.trace import TracedStep
 
 AGGREGATE: Final = "aggregate"
@@ -93,7 +93,7 @@ def batch_kinds(step: TracedStep, n: int) -> Kinds:
 
 def _result_kinds(eqn: JaxprEqn, kinds: Kinds, n: int) -> list[Kind | None]:
     """Kinds of the results of an equation that reads examples, or totals of them."""
-    mine = [kinds[v] for v in eqn.invars if not is_literal(v) and v in kinds]
+    mine = [kinds[v] for v in operand_vars(eqn) if v in kinds]
     everything: list[Kind | None] = [AGGREGATE] * len(eqn.outvars)
     if all(kind == AGGREGATE for kind in mine):
         return everything

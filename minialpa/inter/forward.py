@@ -15,7 +15,7 @@ from minialpa.inter.layers import cluster_layers
 from minialpa.inter.staging import n_groups
 from minialpa.intra.factors import factors_of
 from minialpa.intra.strategies import has_contraction
-from minialpa.jaxprs import bytes_of, is_literal, shape_of
+from minialpa.jaxprs import bytes_of, is_literal, operand_vars, shape_of
 from minialpa.options import AutoLayerOption, FixedLayerOption, LayerOption, ManualLayerOption
 from minialpa.trace import TracedStep
 
@@ -137,7 +137,7 @@ def _parameters(traced: TracedStep) -> dict[Var, Var]:
     dims = zip(traced.flat.invars, traced.batch_dims, strict=True)
     source = {v: v for v, dim in dims if dim is None and shape_of(v)}
     for eqn in traced.flat.eqns:
-        found = [source[v] for v in eqn.invars if not is_literal(v) and v in source]
+        found = [source[v] for v in operand_vars(eqn) if v in source]
         for out in eqn.outvars:
             same = [p for p in found if math.prod(shape_of(p)) == math.prod(shape_of(out))]
             if same:

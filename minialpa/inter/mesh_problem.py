@@ -13,7 +13,7 @@ from minialpa.inter.split import StagedStep, Task
 from minialpa.inter.split_step import is_loop
 from minialpa.intra.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.spmd import Communication, ShardedEquations, collectives_of
-from minialpa.jaxprs import is_literal
+from minialpa.jaxprs import is_literal, operand_vars
 from minialpa.sharding import EquationSpecs, Spec
 
 
@@ -141,11 +141,9 @@ def task_program(
 def _inputs(staged: StagedStep, tasks: list[Task], mesh: int) -> list[tuple[Var, Role]]:
     """Inputs of the step on this mesh in order, then what other meshes send."""
     traced = staged.split.traced
-    in_loop = {
-        v for task in tasks if task.kind != "update" for eqn in task.eqns for v in eqn.invars if not is_literal(v)
-    }
+    in_loop = {v for task in tasks if task.kind != "update" for eqn in task.eqns for v in operand_vars(eqn)}
     if all(task.kind == "step" for task in tasks) and staged.split.n_micro_batches == 1:
-        in_loop = {v for op in staged.split.ops if is_loop(op.segment) for v in op.eqn.invars if not is_literal(v)}
+        in_loop = {v for op in staged.split.ops if is_loop(op.segment) for v in operand_vars(op.eqn)}
     batch = {v for v, dim in zip(traced.flat.invars, traced.batch_dims, strict=True) if dim is not None}
     out: dict[Var, Role] = {}
     for var, meshes in zip(staged.inputs, staged.input_meshes, strict=True):

@@ -39,6 +39,7 @@ from minialpa.jaxprs import (
     fresh_var,
     is_inexact,
     is_literal,
+    operand_vars,
     shape_of,
     source_line,
 )
@@ -130,7 +131,7 @@ class _Builder:
             eqn = ops[i].eqn
             if eqn.effects or any(v in needed for v in eqn.outvars):
                 keep[i] = True
-                reads = [v for v in eqn.invars if not is_literal(v)]
+                reads = operand_vars(eqn)
                 needed.update(reads)
                 needed.update(made_from[v] for v in reads if v in made_from)
         return [op for op, k in zip(ops, keep, strict=True) if k], needed
@@ -374,7 +375,7 @@ class _Builder:
             if self.eqns[i].outvars[0] in self._loop.values:
                 continue
             wanted.add(i)
-            stack.extend(u for u in self.eqns[i].invars if not is_literal(u))
+            stack.extend(operand_vars(self.eqns[i]))
         for i in sorted(wanted):
             copy = self.maker.rebuild(self.eqns[i], [self._value_or_copy(v) for v in self.eqns[i].invars])
             self._loop.values.update(zip(self.eqns[i].outvars, self._add(copy), strict=True))
@@ -384,11 +385,7 @@ class _Builder:
 
     def _own(self, var: Var, form: Partial) -> Atom:
         """The micro-batch's own value of a partial sum: its mean, where the sum was divided by its terms."""
-        if form.scale is not None:
-            raise TraceError(
-                f"A statistic of the micro-batch is computed at {self._line(var)} from a total of the whole batch, "
-                "which is only known later. Use `num_micro_batches=1`."
-            )
+        assert form.scale is None, f"{self._line(var)}: nothing waits for a scalar where a micro-batch has its own"
         if form.rescale is None:
             return self._of_micro_batch(var)
         if var not in self._loop.own:
@@ -407,21 +404,15 @@ class _Builder:
 
     def _local_copy(self, var: Var, dim: int, own: bool) -> Atom | None:
         """Recompute `var` on the rows of the micro-batch alone, where its equation allows that."""
-        i, form = self.producer.get(var), self.forms.form(var)
-        if i is None or var in self.early:
+        form = self.forms.form(var)
+        if var not in self.producer or not self._may_copy(var, own):
             return None
-        is_free = isinstance(form, Once) and self.segments.places[i] is None
-        if not (is_free or isinstance(form, Own | Same) or (own and isinstance(form, Partial))):
-            return None
-        eqn = self.eqns[i]
-        factors = factors_of(eqn)
-        r = eqn.outvars.index(var)
+        eqn = self.eqns[self.producer[var]]
+        factors, r = factors_of(eqn), eqn.outvars.index(var)
         factor = next((f for f in factors.results[r][dim] if factors.sizes[f] > 1), None)
         if factor is None or factor in factors.reductions or not factors.may_split(factor, self.n):
             return None
-        operands = [self.forms.form(v) for v in eqn.invars]
-        if any(isinstance(operand, Rows) for operand in operands):
-            return None
+
         own = own or isinstance(form, Own)
         args = []
         for k, atom in enumerate(eqn.invars):
@@ -429,10 +420,20 @@ class _Builder:
             args.append(self._value(atom, own=own) if d is None else self._rows(atom, d, own=own))
         copy = self.maker.rebuild(eqn, args, localize(eqn, factors, {factor: self.n}))
         out = self._add(copy)[r]
+
+        operands = [self.forms.form(v) for v in eqn.invars]
         were_scaled = any(isinstance(operand, Partial) and operand.rescale is not None for operand in operands)
         if isinstance(form, Partial) and form.rescale is not None and not were_scaled:
             return self._times(out, form.rescale * self.segments.shares.get(var, 1.0))
         return out
+
+    def _may_copy(self, var: Var, own: bool) -> bool:
+        """Whether a micro-batch may compute `var` for itself: it is cheap or its own, and is not of examples."""
+        i, form = self.producer[var], self.forms.form(var)
+        if var in self.early or any(isinstance(self.forms.form(v), Rows) for v in self.eqns[i].invars):
+            return False
+        is_free = isinstance(form, Once) and self.segments.places[i] is None
+        return is_free or isinstance(form, Own | Same) or (own and isinstance(form, Partial))
 
     def _cut(self, var: Var, dim: int, own: bool) -> Atom:
         cut = self._cutter(shape_of(var)[dim], dim)
@@ -506,9 +507,7 @@ class _Builder:
             if d is not None:
                 self.batch_dims[new] = d
 
-    def _operand(
-        self, i: int, k: int, atom: Atom, factors: Factors, split: Sequence[int], scale: Scale | None
-    ) -> Atom:
+    def _operand(self, i: int, k: int, atom: Atom, factors: Factors, split: Sequence[int], scale: Scale | None) -> Atom:
         """What operand `k` of an equation on examples is in this loop; `scale`: what the results wait for."""
         form, d = self.forms.form(atom), dim_of(factors.operands[k], split)
         if isinstance(form, Rows):
@@ -602,7 +601,7 @@ def _compared(segments: Segments) -> set[Var]:
     for eqn, place in zip(segments.eqns, segments.places, strict=True):
         forms = [segments.forms.form(v) for v in eqn.outvars] if place is not None else []
         if any(isinstance(form, Partial) and form.reduction in ("max", "min") for form in forms):
-            out.update(v for v in eqn.invars if not is_literal(v) and isinstance(segments.forms.form(v), Rows))
+            out.update(v for v in operand_vars(eqn) if isinstance(segments.forms.form(v), Rows))
     return out
 
 

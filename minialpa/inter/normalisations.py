@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.batching import AGGREGATE, Kinds, is_barrier
-from minialpa.jaxprs import Atom, is_inexact, is_literal, shape_of
+from minialpa.jaxprs import Atom, is_inexact, is_literal, operand_vars, shape_of
 from minialpa.trace import TracedStep
 
 _ROOTS = ("rsqrt", "sqrt", "pow")
@@ -82,7 +82,7 @@ class _Walk:
         return list(self.moments.values())
 
     def _visit(self, i: int, eqn: JaxprEqn) -> None:
-        operands = [v for v in eqn.invars if not is_literal(v)]
+        operands = operand_vars(eqn)
         on_examples = [v for v in operands if isinstance(self.kinds.get(v), int)]
         totals = [v for v in operands if self.kinds.get(v) == AGGREGATE]
 

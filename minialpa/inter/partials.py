@@ -47,23 +47,28 @@ class Forms:
         is_own: whether the micro-batch takes its own values, see `statistics`.
         """
         partials = self.kept_partial(eqn, factors, is_own)
-        forms = list(partials.values())
-        if not forms or any(k not in factors.linear_operands for k in partials):
-            return None
-        if any(f.reduction != "sum" for f in forms) or len({(f.loop, f.scale) for f in forms}) > 1:
-            return None
-        if not all(self._known_in(v, forms[0].loop) for v in eqn.invars):
+        if not self._may_stay(eqn, factors, partials):
             return None
         if factors.linear == "joint":
             return self._joined(eqn, factors, partials, is_own)
-        if factors.linear != "each" or len(forms) != 1:
+        if factors.linear != "each" or len(partials) != 1:
             return None
+        (form,) = partials.values()
         if any(isinstance(self.form(v), Own) for v in eqn.invars):
-            return forms[0]  # only in the loop can it meet the micro-batch's own coefficient
+            return form  # only in the loop can it meet the micro-batch's own coefficient
         others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
         if not is_own and any(shape_of(eqn.invars[k]) for k in others):
             return None  # as well once, on the total
-        return self._scaled(eqn, forms[0])
+        return self._scaled(eqn, form)
+
+    def _may_stay(self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial]) -> bool:
+        """Whether all partial operands are sums of one loop that `eqn` is linear in, and the loop has the others."""
+        forms = list(partials.values())
+        if not forms or any(k not in factors.linear_operands for k in partials):
+            return False
+        if any(f.reduction != "sum" for f in forms) or len({(f.loop, f.scale) for f in forms}) > 1:
+            return False
+        return all(self._known_in(v, forms[0].loop) for v in eqn.invars)
 
     def kept_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> dict[int, Partial]:
         """Partial operands by position. Of an own product of two, a mean is taken as the micro-batch's own value."""
@@ -74,9 +79,7 @@ class Forms:
             return sums if len(sums) == 1 else partials
         return partials
 
-    def _joined(
-        self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial], is_own: bool
-    ) -> Partial | None:
+    def _joined(self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial], is_own: bool) -> Partial | None:
         """Anything else that is added would count once per micro-batch; own values can be shared out."""
         first, *more = partials.values()
         others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]

@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.batching import AGGREGATE, Kinds, batch_kinds
 from minialpa.intra.strategies import has_contraction
-from minialpa.jaxprs import Atom, aval_of, equations_for, fresh_var, is_extended, is_literal
+from minialpa.jaxprs import Atom, aval_of, equations_for, fresh_var, is_extended, is_literal, operand_vars
 from minialpa.options import Remat
 from minialpa.trace import Origin, TracedStep
 
@@ -38,7 +38,7 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
         for part in _gradients_apart(layer) if what != "none" else []:
             again = _computed_again(traced, part, what, values)
             made = {v for i in again for v in eqns[i].outvars}
-            readers = [i for i in part.backward if any(v in made for v in _operands(eqns[i]))]
+            readers = [i for i in part.backward if any(v in made for v in operand_vars(eqns[i]))]
             if readers:
                 copies, names = _copies([eqns[i] for i in again], _cotangents(traced, part, readers[0]))
                 again_origins = [(copy, replace(origins[again[k]], direction="backward")) for copy, k in copies]
@@ -62,15 +62,11 @@ class _Values:
 def _values(traced: TracedStep) -> _Values:
     readers: dict[Var, list[int]] = {}
     for i, eqn in enumerate(traced.flat.eqns):
-        for v in dict.fromkeys(_operands(eqn)):
+        for v in dict.fromkeys(operand_vars(eqn)):
             readers.setdefault(v, []).append(i)
     kinds = batch_kinds(traced, 1)
     totals = {v for v, kind in kinds.items() if kind == AGGREGATE}
     return _Values(readers, frozenset(totals | _compared(traced.flat.eqns, kinds)))
-
-
-def _operands(eqn: JaxprEqn) -> list[Var]:
-    return [v for v in eqn.invars if not is_literal(v)]
 
 
 def _compared(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
@@ -78,7 +74,7 @@ def _compared(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
     what is computed again may differ in the last bit."""
     extremes = (eqn for eqn in eqns if eqn.primitive.name in ("reduce_max", "reduce_min"))
     found = (eqn for eqn in extremes if any(kinds.get(v) == AGGREGATE for v in eqn.outvars))
-    return {v for eqn in found for v in eqn.invars if not is_literal(v)}
+    return {v for eqn in found for v in operand_vars(eqn)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +127,14 @@ def _computed_again(traced: TracedStep, layer: _Layer, what: Remat, values: _Val
 
 
 def _needed_again(eqns: Sequence[JaxprEqn], layer: _Layer, what: Remat, kept: set[Var]) -> list[int]:
-    needed = {v for i in layer.backward for v in _operands(eqns[i])}
+    needed = {v for i in layer.backward for v in operand_vars(eqns[i])}
     again: list[int] = []
     for i in reversed(layer.forward):
         eqn = eqns[i]
         stays = bool(eqn.effects) or (what == "dots" and has_contraction(eqn)) or any(v in kept for v in eqn.outvars)
         if not stays and any(v in needed for v in eqn.outvars):
             again.append(i)
-            needed.update(_operands(eqn))
+            needed.update(operand_vars(eqn))
     return again[::-1]
 
 
@@ -150,7 +146,7 @@ def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: _Layer, again: Sequen
     copied = {v for i in again for v in eqns[i].outvars}
     out: set[Var] = set()
     for i in (*again, *layer.backward):
-        operands = set(_operands(eqns[i]))
+        operands = set(operand_vars(eqns[i]))
         if eqns[i].primitive.name in _COMPARISONS and operands & copied:
             out |= operands - copied
     return out
@@ -165,7 +161,7 @@ def _cotangents(traced: TracedStep, layer: _Layer, first: int) -> list[Var]:
         if origin.direction == "backward" and i not in own
         for v in eqn.outvars
     }
-    read = (v for i in layer.backward for v in traced.flat.eqns[i].invars if not is_literal(v))
+    read = (v for i in layer.backward for v in operand_vars(traced.flat.eqns[i]))
     return [v for v in dict.fromkeys(read) if v in made]
 
 
@@ -175,7 +171,7 @@ def _copies(eqns: Sequence[JaxprEqn], cotangents: Sequence[Var]) -> tuple[list[t
     The barrier waits for `cotangents`: nothing is computed again before the backward pass has come that far.
     """
     made = {v for eqn in eqns for v in eqn.outvars}
-    read = dict.fromkeys(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v not in made)
+    read = dict.fromkeys(v for eqn in eqns for v in operand_vars(eqn) if v not in made)
     arrays = [v for v in (*read, *cotangents) if not is_extended(aval_of(v).dtype)]
     barrier, results = equations_for(lambda *xs: lax.optimization_barrier(xs), *arrays) if arrays else ([], [])
     behind = dict(zip(arrays, results, strict=True))

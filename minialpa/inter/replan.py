@@ -37,9 +37,7 @@ def options_of(plan: Plan) -> PlanOptions:
         ),
     )
     layers = FixedLayerOption(plan.layer_of_group, plan.remat, plan.row_blocks)
-    return PlanOptions(
-        plan.n_micro_batches, plan.schedule, layers, stages, first.option, keep_rows=plan.keeps_rows
-    )
+    return PlanOptions(plan.n_micro_batches, plan.schedule, layers, stages, first.option, keep_rows=plan.keeps_rows)
 
 
 def logical_mesh_of(plan: Plan) -> LogicalMesh | None:

@@ -35,7 +35,7 @@ from minialpa.inter.normalisations import find_moments
 from minialpa.inter.partials import Forms
 from minialpa.inter.statistics import NotOwnError, Statistics, find_statistics, normalisations, without
 from minialpa.intra.factors import Factors, factors_of
-from minialpa.jaxprs import Atom, aval_of, is_inexact, is_literal, shape_of, source_line, sub_jaxprs
+from minialpa.jaxprs import Atom, aval_of, is_inexact, is_literal, operand_vars, shape_of, source_line, sub_jaxprs
 from minialpa.trace import TracedStep
 
 _HEAVY = ("dot_general", "conv_general_dilated", "sort", "cholesky", "qr", "svd", "eigh", "lu")
@@ -92,9 +92,7 @@ def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | Non
 
 
 class _Finder:
-    def __init__(
-        self, step: TracedStep, n: int, chunk_of: Sequence[int | None] | None, statistics: Statistics
-    ) -> None:
+    def __init__(self, step: TracedStep, n: int, chunk_of: Sequence[int | None] | None, statistics: Statistics) -> None:
         assert step.batch_size is not None
         self.step, self.n, self.chunk_of, self.statistics = step, n, chunk_of, statistics
         self.forms = Forms(step.flat.eqns, n, step.batch_size)
@@ -139,11 +137,11 @@ class _Finder:
         for k in range(len(self.eqns) - 1, -1, -1):
             eqn = self.eqns[k]
             if self.places[k] == 0:
-                wanted.update(v for v in eqn.invars if not is_literal(v))
+                wanted.update(operand_vars(eqn))
             elif self.places[k] is not None and any(v in wanted for v in eqn.outvars):
                 out.add(k)
-                wanted.update(v for v in eqn.invars if not is_literal(v))
-        return frozenset(k for k in out if self.places[k] != 0)
+                wanted.update(operand_vars(eqn))
+        return frozenset(out)
 
     def _part_barrier(self, i: int, eqn: JaxprEqn) -> None:
         """A barrier only passes arrays on, side by side, so that those of different segments can pass apart."""
@@ -153,9 +151,7 @@ class _Finder:
             in_loop = 0 if isinstance(form, Once) else max(1, form.loop)
             groups.setdefault((type(form), 2 * in_loop - 1 if in_loop else _place_of(form)), []).append(k)
         for (_, place), positions in groups.items():
-            part = eqn.replace(
-                invars=[eqn.invars[k] for k in positions], outvars=[eqn.outvars[k] for k in positions]
-            )
+            part = eqn.replace(invars=[eqn.invars[k] for k in positions], outvars=[eqn.outvars[k] for k in positions])
             for v, out in zip(part.invars, part.outvars, strict=True):
                 form = self.forms.form(v)
                 if isinstance(form, Rows):
@@ -169,23 +165,21 @@ class _Finder:
         forms = [self.forms.form(v) for v in eqn.invars]
         if not eqn.outvars and any(isinstance(form, Rows) for form in forms):
             return 2 * max(1, *map(self._level, eqn.invars)) - 1  # a callback sees each micro-batch
-        if eqn.primitive.name == "minialpa_per_micro_batch" and self._is_asked_for(eqn, forms[0]):
-            loop = forms[0].after + 1 if isinstance(forms[0], Once) else forms[0].loop
-            self._set(eqn, Own(loop))
-            return 2 * loop - 1
+        if eqn.primitive.name == "minialpa_per_micro_batch":
+            self._note_asked_for(eqn, forms[0])
+            if eqn.params["number"] in self.asked_for and not isinstance(forms[0], Rows):
+                return self._own(eqn, forms)
         if any(isinstance(form, Rows) for form in forms):
             return self._on_rows(i, eqn, forms)
         if any(isinstance(form, Partial | Own) for form in forms):
             return self._on_totals(i, eqn, forms)
         return self._once(i, eqn, forms)
 
-    def _is_asked_for(self, eqn: JaxprEqn, form: Form) -> bool:
-        """Whether `per_micro_batch` changes anything; what comes back to it in the backward pass follows from that."""
-        number = eqn.params["number"]
+    def _note_asked_for(self, eqn: JaxprEqn, form: Form) -> None:
+        """Note a call of `per_micro_batch` on a total. What comes back to it in the backward pass follows from that."""
         if not eqn.params["cotangent_of"] and isinstance(form, Partial | Own):
             rescale = form.rescale if isinstance(form, Partial) else None
-            self.asked_for.setdefault(number, 1.0 if rescale is None else rescale)
-        return number in self.asked_for and not isinstance(form, Rows)
+            self.asked_for.setdefault(eqn.params["number"], 1.0 if rescale is None else rescale)
 
     def _set(self, eqn: JaxprEqn, form: Form) -> None:
         self.forms.of.update((v, form) for v in eqn.outvars)
@@ -274,20 +268,33 @@ class _Finder:
         own = i in self.statistics.own
         if not own and self._waits_for_a_scalar(i, eqn, forms):
             return None
-        # What a micro-batch takes as its own meets in the loop, wherever its parts come from.
-        is_apart = not own and self._crosses(eqn)
-        partial = None if is_apart else self.forms.stays_partial(eqn, factors_of(eqn), own)
+        partial = self._partial(eqn, own)
         if partial is not None:
-            if own and partial.rescale not in (None, float(self.n)):
-                self.shares.update((v, (partial.rescale or 1.0) / self.n) for v in eqn.outvars)
-                partial = replace(partial, rescale=float(self.n))
             self._set(eqn, partial)
             return 2 * partial.loop - 1
         if own:
             self._refuse_sums(eqn, forms)
-            loop = max(form.after + 1 if isinstance(form, Once) else form.loop for form in forms)
-            self._set(eqn, Own(loop))
-            return 2 * loop - 1
+            return self._own(eqn, forms)
+        return self._behind_loops(eqn, forms)
+
+    def _partial(self, eqn: JaxprEqn, own: bool) -> Partial | None:
+        """The form of the results, if micro-batches compute parts of them; notes shares of an unbiased variance."""
+        # What a micro-batch takes as its own meets in the loop, wherever its parts come from.
+        is_apart = not own and self._crosses(eqn)
+        partial = None if is_apart else self.forms.stays_partial(eqn, factors_of(eqn), own)
+        if partial is not None and own and partial.rescale not in (None, float(self.n)):
+            self.shares.update((v, (partial.rescale or 1.0) / self.n) for v in eqn.outvars)
+            return replace(partial, rescale=float(self.n))
+        return partial
+
+    def _own(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
+        """Each micro-batch computes its own."""
+        loop = max(form.after + 1 if isinstance(form, Once) else form.loop for form in forms)
+        self._set(eqn, Own(loop))
+        return 2 * loop - 1
+
+    def _behind_loops(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
+        """Computed once, from totals."""
         after = max(self._level(v) for v in eqn.invars)
         average = any(isinstance(form, Own) or (isinstance(form, Once) and form.is_average) for form in forms)
         self._set(eqn, Once(after, False, average))
@@ -306,7 +313,7 @@ class _Finder:
         """Whether partial operands of `eqn` come from different chunks."""
         if self.chunk_of is None:
             return False
-        partial = (v for v in eqn.invars if not is_literal(v) and isinstance(self.forms.form(v), Partial))
+        partial = (v for v in operand_vars(eqn) if isinstance(self.forms.form(v), Partial))
         return len({self.chunk_of[self.maker_of[v]] for v in partial}) > 1
 
     # ---- equations on examples ------------------------------------------------------------------------------------
@@ -372,7 +379,7 @@ class _Finder:
                 "mixes the examples of a batch and reads statistics of the micro-batch, so it cannot run over "
                 "micro-batches. Use `num_micro_batches=1`, or move it out of the step.",
             )
-        self.put_together.update(v for v in eqn.invars if not is_literal(v) and v not in self.independent)
+        self.put_together.update(v for v in operand_vars(eqn) if v not in self.independent)
         after = max(self._level(v) for v in eqn.invars)
         self._set(eqn, Once(after, False))
         return 2 * after
@@ -425,17 +432,22 @@ class _Finder:
         zero; of an equation that is linear in each, one has it. Only in dtypes that have the range of float32.
         """
         atoms = list(enumerate(eqn.invars))
-        found = {k: s for k, v in atoms if (s := self._scale_of(v, k, factors)) is not None}
-        waiting = {k for k, v in atoms if isinstance(f := self.forms.form(v), Rows) and f.scale is not None}
-        if len(set(found.values())) != 1 or not waiting <= found.keys():
+        scales = {k: self._scale_of(v, k, factors) for k, v in atoms}
+        found = {k: scale for k, scale in scales.items() if scale is not None}
+        if len(set(found.values())) != 1 or any(k not in found for k, v in atoms if self._waits(v)):
             return None
         if not all(is_inexact(v) and _has_range(v) for v in (*eqn.outvars, *(eqn.invars[k] for k in found))):
             return None
+
         scale = next(iter(found.values()))
         rest = [k for k in factors.linear_operands if k not in found]
         if factors.linear == "joint" and all(self.forms.is_zero(eqn.invars[k]) for k in rest):
             return scale
         return scale if factors.linear == "each" and len(found) == 1 else None
+
+    def _waits(self, atom: Atom) -> bool:
+        form = self.forms.form(atom)
+        return isinstance(form, Rows) and form.scale is not None
 
     def _scale_of(self, atom: Atom, k: int, factors: Factors) -> Scale | None:
         """What operand `k` of a linear equation waits for; the scalar itself, where one fills the operand."""

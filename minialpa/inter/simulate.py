@@ -199,4 +199,3 @@ class _Run:
                 now, live = now - sum(plan.kept_bytes), live - n_chunks
                 memory.append((end_s, now))
         return memory, most
-

@@ -18,7 +18,7 @@ from typing import Literal
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.split_step import LOOP, Op, SplitStep, is_loop
-from minialpa.jaxprs import bytes_of, is_literal, live_equations, sub_jaxprs
+from minialpa.jaxprs import bytes_of, is_literal, live_equations, operand_vars, sub_jaxprs
 from minialpa.trace import TracedStep
 
 TaskKind = Literal["prologue", "forward", "backward", "step", "update"]
@@ -113,7 +113,7 @@ def _one_task(split: SplitStep) -> StagedStep:
     flat = split.traced.flat
     inputs = (*flat.constvars, *flat.invars)
     eqns = tuple(op.eqn for op in split.ops)
-    read = {v for eqn in eqns for v in eqn.invars if not is_literal(v)}
+    read = {v for eqn in eqns for v in operand_vars(eqn)}
     outputs = {v for v in split.outvars if not is_literal(v)}
     made = tuple(v for eqn in eqns for v in eqn.outvars if v in outputs)
     task = Task("step", LOOP, 0, 0, 0, eqns, *_paired(split, tuple(v for v in inputs if v in read), made))
@@ -171,12 +171,12 @@ class _Placer:
         kept = {a.loop for a in self.split.accumulators} | {s.loop for s in self.split.stacks}
         kept.update(v for v in self.split.outvars if not is_literal(v))
         elsewhere = (op for op in self.split.ops if op.segment != self.segment)
-        kept.update(v for op in elsewhere for v in op.eqn.invars if not is_literal(v))
+        kept.update(v for op in elsewhere for v in operand_vars(op.eqn))
         fixed = set(micro)
         for op in ops:
             eqn = op.eqn
             heavy = eqn.primitive.name in _HEAVY or bool(sub_jaxprs(eqn)) or bool(eqn.effects)
-            if heavy or any(v in fixed for v in eqn.invars if not is_literal(v)) or any(v in kept for v in eqn.outvars):
+            if heavy or any(v in fixed for v in operand_vars(eqn)) or any(v in kept for v in eqn.outvars):
                 fixed.update(eqn.outvars)
             else:
                 self.floating.update((v, eqn) for v in eqn.outvars)
@@ -201,7 +201,7 @@ class _Placer:
 
     def _early_position(self, op: Op) -> int | None:
         label = self.labels[op.source] if op.source >= 0 else None
-        behind = [self.position[v] for v in op.eqn.invars if not is_literal(v) and v in self.position]
+        behind = [self.position[v] for v in operand_vars(op.eqn) if v in self.position]
         is_backward = op.source >= 0 and self.split.traced.origins[op.source].direction == "backward"
         if label is None and is_backward:
             label = self._residual_position(op.eqn, max([self.n_chunks, *behind]))
@@ -236,12 +236,12 @@ class _Placer:
             if key[0] != self.segment:
                 continue
             wanted: dict[int, JaxprEqn] = {}
-            stack = [v for eqn in eqns for v in eqn.invars if not is_literal(v)]
+            stack = [v for eqn in eqns for v in operand_vars(eqn)]
             while stack:
                 eqn = self.floating.get(stack.pop())
                 if eqn is not None and id(eqn) not in wanted:
                     wanted[id(eqn)] = eqn
-                    stack.extend(v for v in eqn.invars if not is_literal(v))
+                    stack.extend(operand_vars(eqn))
             self.content[key] = sorted([*wanted.values(), *eqns], key=lambda e: order[id(e)])
 
     def _note_homes(self) -> None:
@@ -267,7 +267,7 @@ class _Placer:
         homes = self.homes
         meshes: list[set[int]] = []
         for eqn in eqns:
-            ranked = sorted((-bytes_of(v), min(homes[v])) for v in eqn.invars if not is_literal(v) and homes.get(v))
+            ranked = sorted((-bytes_of(v), min(homes[v])) for v in operand_vars(eqn) if homes.get(v))
             where = {ranked[0][1]} if ranked and not self._only_inputs(eqn) else set[int]()
             meshes.append(where)
             for v in eqn.outvars:
@@ -276,7 +276,7 @@ class _Placer:
         level: dict[tuple[Var, int], int] = {}
         for eqn, where in zip(eqns, meshes, strict=True):
             for mesh in sorted(where):
-                depth = max((self._level(v, mesh, homes, level) for v in eqn.invars if not is_literal(v)), default=0)
+                depth = max((self._level(v, mesh, homes, level) for v in operand_vars(eqn)), default=0)
                 level.update(((v, mesh), depth) for v in eqn.outvars)
                 self.content[self.segment, depth, mesh].append(eqn)
 
@@ -319,7 +319,7 @@ class _Placer:
         made = {v for eqn in prologue for v in eqn.outvars}
         wanted: dict[int, set[Var]] = defaultdict(set)
         for (_, _, mesh), eqns in self.content.items():
-            wanted[mesh].update(v for eqn in eqns for v in eqn.invars if not is_literal(v) and v in made)
+            wanted[mesh].update(v for eqn in eqns for v in operand_vars(eqn) if v in made)
         wanted[0].update(v for v in self.split.outvars if not is_literal(v) and v in made)
         for mesh, needed in wanted.items():
             keep = live_equations(prologue, needed)
@@ -332,9 +332,7 @@ class _Placer:
         keys = sorted(self.content)
         defined = {key: {v for eqn in self.content[key] for v in eqn.outvars} for key in keys}
         reads = {
-            key: _unique(
-                v for eqn in self.content[key] for v in eqn.invars if not is_literal(v) and v not in defined[key]
-            )
+            key: _unique(v for eqn in self.content[key] for v in operand_vars(eqn) if v not in defined[key])
             for key in keys
         }
         wanted = {v for key in keys for v in reads[key]}

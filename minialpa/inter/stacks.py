@@ -17,7 +17,7 @@ from minialpa.inter.batching import is_barrier
 from minialpa.intra.factors import Factors, factors_of
 from minialpa.intra.rules_control import scan_counts
 from minialpa.intra.strategies import has_contraction, is_contraction
-from minialpa.jaxprs import Atom, flatten_calls, is_literal, shape_of, sub_jaxprs
+from minialpa.jaxprs import Atom, flatten_calls, is_literal, operand_vars, shape_of, sub_jaxprs
 from minialpa.trace import TracedStep
 
 
@@ -174,7 +174,7 @@ def _stacked(eqn: JaxprEqn) -> tuple[Var, ...]:
 def _dependent_on_batch(traced: TracedStep) -> set[Var]:
     varies = {v for v, dim in zip(traced.flat.invars, traced.batch_dims, strict=True) if dim is not None}
     for eqn in traced.flat.eqns:
-        if any(v in varies for v in eqn.invars if not is_literal(v)):
+        if any(v in varies for v in operand_vars(eqn)):
             varies.update(eqn.outvars)
     return varies
 
@@ -189,7 +189,7 @@ def _applies_layers(eqn: JaxprEqn, varies: set[Var]) -> bool:
     xs = zip(body.invars[n_consts + n_carry :], eqn.invars[n_consts + n_carry :], strict=True)
     weights = {inner for inner, v in xs if not is_literal(v) and v not in varies}
     for inner in body.eqns:
-        read = [v for v in inner.invars if not is_literal(v)]
+        read = operand_vars(inner)
         if is_contraction(inner):
             if any(v in weights for v in read):
                 return True

@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.errors import TraceError
 from minialpa.inter.batching import AGGREGATE, Kinds, is_barrier
 from minialpa.inter.normalisations import Moments
-from minialpa.jaxprs import dtype_name, innermost_line, is_literal, shape_of, source_line
+from minialpa.jaxprs import dtype_name, innermost_line, is_literal, operand_vars, shape_of, source_line
 from minialpa.trace import TracedStep
 
 _PER_MICRO_BATCH: Final = "minialpa_per_micro_batch"
@@ -123,12 +123,12 @@ def _own_in_forward(
 
 def _needed_by(eqns: Sequence[JaxprEqn], totals: Sequence[int], entries: Sequence[int]) -> list[int]:
     """`entries` and those equations of `totals` that they need: not those of running averages."""
-    needed = {v for i in entries for v in eqns[i].invars if not is_literal(v)}
+    needed = {v for i in entries for v in operand_vars(eqns[i])}
     out = list(entries)
     for i in reversed(totals):
         if any(v in needed for v in eqns[i].outvars):
             out.append(i)
-            needed.update(v for v in eqns[i].invars if not is_literal(v))
+            needed.update(operand_vars(eqns[i]))
     return out
 
 
@@ -252,7 +252,7 @@ def _exact_keys(step: TracedStep, kinds: Kinds, own: _Own, lines: _Lines) -> set
 
 def _totals(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
     """Operands that are reduced over examples, or computed from such."""
-    return [v for v in eqn.invars if not is_literal(v) and kinds.get(v) == AGGREGATE]
+    return [v for v in operand_vars(eqn) if kinds.get(v) == AGGREGATE]
 
 
 def _is_on_examples(eqn: JaxprEqn, kinds: Kinds) -> bool:

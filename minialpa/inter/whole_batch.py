@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.gradients import gradient_p
 from minialpa.inter.batching import AGGREGATE, batch_kinds
 from minialpa.inter.split_step import LOOP, UPDATE, Op, SplitStep
-from minialpa.jaxprs import Atom, aval_of, equations_for, is_inexact, is_literal, unary_equation
+from minialpa.jaxprs import Atom, aval_of, equations_for, is_inexact, is_literal, operand_vars, unary_equation
 from minialpa.trace import TracedStep
 
 #: Floats of fewer bytes are summed over devices as wider ones.
@@ -24,22 +24,30 @@ _SUM_BYTES = 2
 
 def whole_batch(step: TracedStep) -> SplitStep:
     """`step` as a split step with one micro-batch."""
-    eqns = step.flat.eqns
-    in_loop = [origin.direction != "other" for origin in step.origins]
-    needed = {v for i, eqn in enumerate(eqns) if in_loop[i] for v in eqn.invars if not is_literal(v)}
-    for i in range(len(eqns) - 1, -1, -1):
-        if not in_loop[i] and any(v in needed for v in eqns[i].outvars):
-            in_loop[i] = True
-            needed.update(v for v in eqns[i].invars if not is_literal(v))
-    loop = [Op(eqn, LOOP, i) for i, eqn in enumerate(eqns) if in_loop[i]]
-    update = [Op(eqn, UPDATE, i) for i, eqn in enumerate(eqns) if not in_loop[i]]
+    in_loop = _in_loop(step)
+    loop = [Op(eqn, LOOP, i) for i, eqn in enumerate(step.flat.eqns) if in_loop[i]]
+    update = [Op(eqn, UPDATE, i) for i, eqn in enumerate(step.flat.eqns) if not in_loop[i]]
     kinds = batch_kinds(step, 1)
     dims = {v: kind for v, kind in kinds.items() if isinstance(kind, int)}
-    totals = [v for v in step.flat.outvars if not is_literal(v) and kinds.get(v) == AGGREGATE]
-    marks, copies = _marks(loop, [*(v for op in update for v in op.eqn.invars if not is_literal(v)), *totals])
+    backward = {v for op in loop if step.origins[op.source].direction == "backward" for v in op.eqn.outvars}
+    results = [v for v in step.flat.outvars if not is_literal(v)]
+    gradients = [v for v in results if v in backward and kinds.get(v) == AGGREGATE]
+    marks, copies = _marks(loop, [*(v for op in update for v in operand_vars(op.eqn)), *gradients])
     ops = (*loop, *marks, *(replace(op, eqn=_reading(op.eqn, copies)) for op in update))
-    outvars = tuple(v if is_literal(v) or v not in totals else copies.get(v, v) for v in step.flat.outvars)
+    outvars = tuple(v if is_literal(v) or v not in backward else copies.get(v, v) for v in step.flat.outvars)
     return SplitStep(step, 1, ops, (), None, (), (), outvars, dims)
+
+
+def _in_loop(step: TracedStep) -> list[bool]:
+    """Which equations forward and backward passes consist of, or need."""
+    out = [origin.direction != "other" for origin in step.origins]
+    needed = {v for eqn, mine in zip(step.flat.eqns, out, strict=True) if mine for v in operand_vars(eqn)}
+    for i in range(len(out) - 1, -1, -1):
+        eqn = step.flat.eqns[i]
+        if not out[i] and any(v in needed for v in eqn.outvars):
+            out[i] = True
+            needed.update(operand_vars(eqn))
+    return out
 
 
 def _marks(loop: Sequence[Op], read: Sequence[Var]) -> tuple[list[Op], dict[Var, Atom]]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies import has_contraction
-from minialpa.jaxprs import is_literal
+from minialpa.jaxprs import operand_vars
 
 
 def n_together(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
@@ -22,7 +22,7 @@ def n_together(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
     sums: dict[Var, int] = {}
     for eqn in eqns:
         reduces = eqn.primitive.name.startswith("reduce_")
-        own = max((depth.get(v, 0) for v in eqn.invars if not is_literal(v)), default=0)
+        own = max((depth.get(v, 0) for v in operand_vars(eqn)), default=0)
         own += reduces or has_contraction(eqn)
         depth.update((v, own) for v in eqn.outvars)
         if reduces:

@@ -53,8 +53,12 @@ class Core(NamedTuple):
         return len(self.at) - 1
 
 
-def flatten(residual: Residual, nodes: list[int]) -> Core:
-    """`nodes` of `residual`, which no edge joins to others, in this order."""
+def flatten(residual: Residual, nodes: list[int], *, loose: bool = False) -> Core:
+    """`nodes` of `residual`, which no edge joins to others, in this order.
+
+    Usages that 64 bits cannot hold are rounded up, so that what keeps to the limit here does so there; with `loose`,
+    down, so that what does so there does so here: then bounds hold.
+    """
     place = {v: k for k, v in enumerate(nodes)}
     near = [sorted((place[w], w) for w in residual.adjacent[v]) for v in nodes]
     links = _offsets([len(pairs) for pairs in near])
@@ -65,7 +69,7 @@ def flatten(residual: Residual, nodes: list[int]) -> Core:
     forbidden = _above_all(residual, nodes)
     segments = [_segments(residual, v) for v in nodes]
     stretches = [stretch for one in segments for stretch in one]
-    usage, room = _in_int64(np.concatenate([residual.base[:0], *(u for _, _, u in stretches)]), residual)
+    usage, room = _in_int64(np.concatenate([residual.base[:0], *(u for _, _, u in stretches)]), residual, loose)
     return Core(
         at=_offsets([len(residual.costs[v]) for v in nodes]),
         cost=np.where(np.isfinite(cost), cost, forbidden),
@@ -101,15 +105,22 @@ def _above_all(residual: Residual, nodes: list[int]) -> float:
     return 2 * (spread + largest) or 1.0
 
 
-def _in_int64(usage: Whole, residual: Residual) -> tuple[Ints, Ints]:
+def _in_int64(usage: Whole, residual: Residual, loose: bool) -> tuple[Ints, Ints]:
     """Usages, and the room of each row."""
-    room = residual.limit - residual.base
+    room, shift = residual.limit - residual.base, excess_bits(residual)
     if room.dtype == np.int64:
         return usage, room
+    rounded = usage >> shift if loose else -(-usage >> shift)
+    return rounded.astype(np.int64), (room >> shift).astype(np.int64)
+
+
+def excess_bits(residual: Residual) -> int:
+    """How many bits all usages together have that 64 bits have no room for."""
+    if residual.base.dtype == np.int64:
+        return 0
     assert residual.whole is not None
     most = sum(int(usage.max()) for _, _, usage in residual.whole.terms)
-    shift = max(0, most.bit_length() - MOST_BITS)
-    return (-(-usage >> shift)).astype(np.int64), (room >> shift).astype(np.int64)
+    return max(0, most.bit_length() - MOST_BITS)
 
 
 def _segments(residual: Residual, v: int) -> list[tuple[int, int, Whole]]:

@@ -43,6 +43,7 @@ from minialpa.jaxprs import (
     is_gradient_marker,
     is_inexact,
     is_literal,
+    operand_vars,
     shape_of,
 )
 from minialpa.options import AutoShardingOption
@@ -88,7 +89,7 @@ class GraphBuilder:
         self.menus, self.menu_of = menus or Menus(), dict[int, Menu]()
         self.n_gradients = max(1, sum(map(is_gradient_marker, problem.eqns)))
         self.n_together = n_together(problem.eqns)
-        self.n_readers = Counter(v for eqn in problem.eqns for v in eqn.invars if not is_literal(v))
+        self.n_readers = Counter(v for eqn in problem.eqns for v in operand_vars(eqn))
         self.wishes = Wishes(problem, mesh, option)
         self.folding = fold_problem(problem, self.wishes, self.n_together, self.menus) if folded else None
         self._add_inputs()
@@ -235,7 +236,7 @@ class GraphBuilder:
         """The body as equations that run in each iteration; a carry has one spec for all of them."""
         flat, inner_times = scan.flat, times * scan.length
         self.n_together.update(n_together(flat.eqns))
-        self.n_readers.update(v for e in flat.eqns for v in e.invars if not is_literal(v))
+        self.n_readers.update(v for e in flat.eqns for v in operand_vars(e))
         self.choices.update((v, Choice(None, (Spec.replicated(len(shape_of(v))),))) for v in flat.constvars)
         self.wishes.dims.update(examples_inside(eqn, scan, self.wishes.dims))
         operands = []
@@ -294,7 +295,7 @@ class GraphBuilder:
         if is_contraction(eqn) or _widens(eqn, factors) or _is_identity(eqn) or is_constraint(eqn):
             return True
         # A sum that several readers want should not be priced once for each.
-        sums = "sum" in factors.reductions.values() or any(v in self.sums for v in eqn.invars if not is_literal(v))
+        sums = "sum" in factors.reductions.values() or any(v in self.sums for v in operand_vars(eqn))
         if sums and any(self.n_readers[v] > 1 for v in eqn.outvars):
             return True
         if sums:

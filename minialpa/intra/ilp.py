@@ -20,7 +20,7 @@ from minialpa.intra import dominance
 from minialpa.intra.bucket import eliminate_narrow_components
 from minialpa.intra.costgraph import CostGraph, Edge, Floats, GraphSolution
 from minialpa.intra.elimination import reduce_graph
-from minialpa.intra.flat import flatten
+from minialpa.intra.flat import excess_bits, flatten
 from minialpa.intra.program import solve_program
 from minialpa.intra.residual import Residual, keep, residual_of, without_rows
 
@@ -165,6 +165,9 @@ def _bracket(residual: Residual, best: _Best, prices: Floats, deadline: float) -
     found = bracket(core, prices[residual.rows], deadline)
     prices[residual.rows] = found.prices
     best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
+    if excess_bits(residual):
+        found = bracket(flatten(residual, nodes, loose=True), prices[residual.rows], deadline)
+        best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
     best.raise_bound(residual.offset + found.bound)
     stays = residual.offset + found.bound + found.reduced <= best.cost
     for v, low, high in zip(nodes, core.at[:-1], core.at[1:], strict=True):

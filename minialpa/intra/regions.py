@@ -23,7 +23,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.intra.factors import Factors, Reduction, factors_of, localize
-from minialpa.jaxprs import Atom, FlatJaxpr, eval_on_shards, is_literal, shape_of
+from minialpa.jaxprs import Atom, FlatJaxpr, eval_on_shards, is_literal, operand_vars, shape_of
 
 #: One dimension of an array of a region.
 Node = tuple[Any, int]
@@ -111,6 +111,8 @@ def link(region: Region) -> Links:
         _link_arrays(links, atoms)
     for result, source in region.carried:
         _link_arrays(links, (*region.results[result], region.inputs[source]))
+        for test in region.whole:  # under vmap, each example goes on or stays as it is
+            _link_arrays(links, (region.inputs[source], test))
     arrays = [*region.inputs, *(v for e in region.eqns for v in e.outvars), *(v for vs in region.results for v in vs)]
     for atom in arrays:
         for d, size in enumerate(shape_of(atom)):
@@ -228,7 +230,7 @@ def _follow_once(
     members = links.members.get(group, {})
     for i, eqn in enumerate(region.eqns):
         split = members.get(i, set())
-        reads_changed = any(v in changed for v in eqn.invars if not is_literal(v))
+        reads_changed = any(v in changed for v in operand_vars(eqn))
         if not eqn.outvars or not (split or reads_changed):
             continue
         states = [state(v) for v in eqn.invars]

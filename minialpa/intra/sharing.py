@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies import SHARED_NAME, has_contraction
-from minialpa.jaxprs import is_inexact, is_literal, shape_of, unary_equation
+from minialpa.jaxprs import is_inexact, is_literal, operand_vars, shape_of, unary_equation
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def share_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[Pla
     readers: dict[tuple[Var, Hashable], list[int]] = defaultdict(list)
     for i, (eqn, task) in enumerate(zip(eqns, tasks, strict=True)):
         if task is not None and has_contraction(eqn):
-            for v in dict.fromkeys(v for v in eqn.invars if not is_literal(v) and v in made):
+            for v in dict.fromkeys(v for v in operand_vars(eqn) if v in made):
                 if len(shape_of(v)) > 1 and is_inexact(v):
                     readers[v, task].append(i)
     copy_of = unary_equation(lambda x: checkpoint_name(x, SHARED_NAME))

@@ -35,6 +35,7 @@ from minialpa.jaxprs import (
     is_extended,
     is_gradient_marker,
     is_literal,
+    operand_vars,
     shape_of,
 )
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
@@ -140,7 +141,7 @@ class Communication(NamedTuple):
 def collectives_of(program: ShardedEquations) -> list[Communication]:
     """What the program communicates when it runs once, in order."""
     found: list[Communication] = []
-    gradients = {v for eqn in program.eqns if is_gradient_marker(eqn) for v in eqn.invars if not is_literal(v)}
+    gradients = {v for eqn in program.eqns if is_gradient_marker(eqn) for v in operand_vars(eqn)}
 
     def move(_: None, step: Step, v: Atom) -> None:
         collective = step.collective(bytes_of(v), program.mesh.shape)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from minialpa.intra.factors import Dims, Factors
 from minialpa.intra.reshard import Step
-from minialpa.jaxprs import bytes_of, is_literal, shape_of
+from minialpa.jaxprs import bytes_of, is_literal, operand_vars, shape_of
 from minialpa.sharding import Spec
 
 Shape = tuple[int, ...]
@@ -312,7 +312,7 @@ def _passing(eqn: JaxprEqn, factors: Factors, k: int) -> Pass | None:
         return None
     if factors.linear == "joint":
         return Pass(frozenset(factors.linear_operands))
-    alone = sum(v is eqn.invars[k] for v in eqn.invars if not is_literal(v)) == 1
+    alone = sum(v is eqn.invars[k] for v in operand_vars(eqn)) == 1
     return Pass(frozenset({k})) if factors.linear == "each" and alone else None
 
 

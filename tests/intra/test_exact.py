@@ -120,6 +120,15 @@ def test_messages_and_local_search_keep_to_the_limit(graph: CostGraph) -> None:
         check(graph)
 
 
+def test_bounds_hold_where_no_int64_holds_the_usages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best choices use all of the limit: rounded up, they would exceed it, and others look like the best."""
+    without_elimination(monkeypatch)
+    monkeypatch.setattr(ilp, "_SMALL_PROGRAM", -1)
+    usages = (np.array([2**62, 2**62 - 1, 2**62 + 2]), np.array([2**62 - 1, 2**62 + 1]))
+    costs = (np.array([8.0, 5.0, 2.0]), np.array([5.0, 3.0]))
+    check(CostGraph(costs, (), usages, ((1, 3), (1, 2)), 2**63 + 1))
+
+
 def test_one_unit_in_a_hundred_billion_is_too_much() -> None:
     """A relative tolerance of 1e-9, which rounding of floats may seem to need, would let 146 units pass."""
     limit = 147_379_961_856

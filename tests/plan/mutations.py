@@ -98,6 +98,14 @@ def language(params: Any, batch: Any) -> jax.Array:
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - own) + 0.1 * jnp.mean(worst)
 
 
+def contrastive(params: Any, batch: Any) -> jax.Array:
+    """Two layers, and a loss on all pairs of examples: two loops over micro-batches."""
+    x = jnp.tanh(batch["x"] @ params["w0"] + params["b"][None])
+    minialpa.mark_pipeline_boundary()
+    x = jnp.tanh(x @ params["w1"] + params["b"][None])
+    return jnp.mean(jax.nn.logsumexp(x @ batch["y"].T, axis=1)) - jnp.mean(x * batch["y"])
+
+
 def training(loss: Loss) -> Callable[[Any, Any], Any]:
     """A step with momentum, clipping by the global norm and a step counter; it also passes one array on, leaves one
     alone, and returns a constant."""
@@ -151,7 +159,9 @@ SUBJECTS: dict[str, tuple[Loss, Callable[[], tuple[Any, Any]], Method]] = {
     "zero3": (perceptron(2), lambda: vectors(2), Zero3Parallel(GRID)),
     "language": (language, text, ShardParallel(GRID)),
     "scan": (scanned, lambda: stack(3), ShardParallel(GRID, num_micro_batches=2)),
+    "two loops": (contrastive, lambda: vectors(2), ShardParallel(GRID, num_micro_batches=2)),
     "1f1b": (perceptron(2), lambda: vectors(2), pipeline(4, "1f1b")),
+    "1f1b of two loops": (contrastive, lambda: vectors(2), pipeline(2, "1f1b")),
     "gpipe": (perceptron(2), lambda: vectors(2), pipeline(2, "gpipe")),
     "interleaved": (
         perceptron(4),

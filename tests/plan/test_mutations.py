@@ -9,8 +9,8 @@ from tests.plan.mutations import SUBJECTS, mutation, outcome_of, subject
 
 #: Edits of a short run, and of each of the long ones.
 N_SHORT, N_LONG, N_RUNS = 120, 500, 10
-#: Of the short run: no pipeline, with tables and with loops, and stages that end in a loop.
-SHORT = ("grid", "language", "scan", "blocks")
+#: Of the short run: no pipeline, with tables and with loops, stages that end in a loop, and loops over micro-batches.
+SHORT = ("grid", "language", "scan", "blocks", "1f1b of two loops")
 
 
 def assert_right_or_refused(first: int, n: int, names: tuple[str, ...]) -> None:
