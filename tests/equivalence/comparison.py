@@ -23,8 +23,8 @@ import numpy as np
 
 #: How many times the noise of the serial run, and which part of the norm, a leaf may differ by.
 ROUNDINGS, RELATIVE = 16.0, 2e-5
-#: How many runs on inputs that are rounded differently measure the noise; and how many, where integers are noisy.
-_N_RUNS, _MANY_RUNS = 3, 40
+#: How many runs on inputs that are rounded differently measure the noise; and how many, where it is large or decides.
+N_RUNS, MANY_RUNS = 3, 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +84,8 @@ class Reference:
         return any(leaf.is_sharp for leaf in updates or floats)
 
 
-def reference(step: Callable[..., Any], args: Sequence[Any], seed: int = 0) -> Reference:
-    """The serial run of `step` on `args`, with tolerances from runs on inputs rounded differently."""
+def reference(step: Callable[..., Any], args: Sequence[Any], seed: int = 0, n_runs: int = N_RUNS) -> Reference:
+    """The serial run of `step` on `args`, with tolerances from `n_runs` on inputs rounded differently."""
     jitted = jax.jit(step)
     args = jax.tree.map(_host, tuple(args))
     serial = _values(jitted(*args), args[0])
@@ -95,9 +95,9 @@ def reference(step: Callable[..., Any], args: Sequence[Any], seed: int = 0) -> R
         rounded = jax.tree.map(lambda x: _round_differently(x, rng), args)
         return _values(jitted(*rounded), rounded[0])
 
-    runs = [rounded_run() for _ in range(_N_RUNS)]
-    if any(_is_noisy(result, [run[k] for run in runs]) for k, result in enumerate(serial)):
-        runs += [rounded_run() for _ in range(_MANY_RUNS)]
+    runs = [rounded_run() for _ in range(n_runs)]
+    if n_runs < MANY_RUNS and any(_is_noisy(result, [run[k] for run in runs]) for k, result in enumerate(serial)):
+        runs += [rounded_run() for _ in range(MANY_RUNS - n_runs)]
     leaves = [_leaf(result, [run[k].value for run in runs]) for k, result in enumerate(serial)]
     return Reference(tuple(leaves), args[0])
 
