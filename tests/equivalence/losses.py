@@ -188,7 +188,8 @@ REDUCTIONS: dict[str, Reduction] = {
     "clipped mean": lambda v, s, b: jnp.minimum(jnp.mean(v), 1.3) + 0.1 * jnp.maximum(jnp.mean(v), 0.9),
     "by the mean": lambda v, s, b: jnp.where(jnp.mean(v) > 1, 2 * jnp.mean(v) - 1, jnp.mean(v) ** 2),
     "cond by the mean": lambda v, s, b: jax.lax.cond(jnp.mean(v) > 1, lambda x: x, lambda x: x**2, jnp.mean(v)),
-    "those above the mean": lambda v, s, b: jnp.mean(jnp.where(v > detached(jnp.mean(v)), v, 0.1 * v)),
+    # A little above: the scores behind a normalisation may all be the same, and the last bit would decide.
+    "those above the mean": lambda v, s, b: jnp.mean(jnp.where(v > detached(jnp.mean(v)) + 0.03, v, 0.1 * v)),
     # Extremes, products, order.
     "max": lambda v, s, b: jnp.max(v),
     "min": lambda v, s, b: jnp.min(v) + jnp.mean(v),
