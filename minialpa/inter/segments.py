@@ -144,13 +144,16 @@ class _Finder:
         return frozenset(out)
 
     def _part_barrier(self, i: int, eqn: JaxprEqn) -> None:
-        """A barrier only passes arrays on, side by side, so that those of different segments can pass apart."""
-        groups: dict[tuple[type, int | None], list[int]] = {}
+        """A barrier only passes arrays on, side by side, so that those of different segments can pass apart, and those
+        that wait for a scalar, which whoever reads them may compute without it."""
+        groups: dict[tuple[type, int | None, Scale | None], list[int]] = {}
         for k, atom in enumerate(eqn.invars):
             form = self.forms.form(atom)
             in_loop = 0 if isinstance(form, Once) else max(1, form.loop)
-            groups.setdefault((type(form), 2 * in_loop - 1 if in_loop else _place_of(form)), []).append(k)
-        for (_, place), positions in groups.items():
+            place = 2 * in_loop - 1 if in_loop else _place_of(form)
+            scale = form.scale if isinstance(form, Once) else None
+            groups.setdefault((type(form), place, scale), []).append(k)
+        for (_, place, _), positions in groups.items():
             part = eqn.replace(invars=[eqn.invars[k] for k in positions], outvars=[eqn.outvars[k] for k in positions])
             for v, out in zip(part.invars, part.outvars, strict=True):
                 form = self.forms.form(v)

@@ -3,7 +3,7 @@
 A step takes `(state, *others)` and returns `(new_state, results)`. Floats of the state are compared as the *update*,
 new minus old, because a wrong gradient is a small part of a large parameter. Each leaf has a tolerance
 
-    ROUNDINGS * noise + RELATIVE * |value|         (2-norms over the leaf)
+    ROUNDINGS * noise + RELATIVE * |value| + half a last place of the new state         (2-norms over the leaf)
 
 where the noise is how far the serial run itself moves when each float that goes in is rounded differently: what XLA
 differs by from one order of summation to another. A leaf that is all noise (the gradient of a bias before a norm) gets
@@ -113,9 +113,12 @@ def differences(found: Any, expected: Reference) -> list[Difference]:
 
 @dataclass(frozen=True, eq=False)
 class _Result:
+    """A result of a run; `rounding`: how far storing the new state may have moved an update."""
+
     path: str
     value: np.ndarray
     dtype: np.dtype[Any]
+    rounding: float = 0.0
 
 
 def _is_noisy(result: _Result, others: Sequence[_Result]) -> bool:
@@ -129,7 +132,7 @@ def _leaf(result: _Result, others: list[np.ndarray]) -> Leaf:
         is_known = np.logical_and.reduce([other == value for other in others])
         return Leaf(result.path, value, result.dtype, 0.0, is_known)
     noise = max(_norm(_minus(other, value)) for other in others)
-    tolerance = ROUNDINGS * noise + RELATIVE * _norm(value)
+    tolerance = ROUNDINGS * noise + RELATIVE * _norm(value) + result.rounding
     return Leaf(result.path, value, result.dtype, tolerance, np.full(value.shape, True))
 
 
@@ -169,12 +172,13 @@ def _values(out: Any, state: Any) -> list[_Result]:
     for name, tree in (("state", new_state), ("results", results)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             key, value = jax.tree_util.keystr(path), _host(leaf)
-            dtype, before = value.dtype, old.get(key) if name == "state" else None
+            dtype, before, rounding = value.dtype, old.get(key) if name == "state" else None, 0.0
             if before is not None and before.dtype == value.dtype and before.shape == value.shape and _is_float(value):
+                rounding = 0.5 * float(jax.numpy.finfo(dtype).eps) * _norm(value.astype(np.float64))
                 value = value.astype(np.float64) - before
             elif _is_float(value):
                 value = value.astype(np.float64)
-            found.append(_Result(name + key, value, dtype))
+            found.append(_Result(name + key, value, dtype, rounding))
     return found
 
 

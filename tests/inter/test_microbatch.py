@@ -475,7 +475,7 @@ def test_what_mixes_examples_runs_on_all_of_them(name: str) -> None:
 
     def loss(params: Any, batch: Any) -> Any:
         mixed = MIXED[name](_errors(params, batch), batch)
-        return jnp.mean(_errors(params, batch)) + 0.1 * jnp.mean(jnp.sin(mixed)), mixed
+        return jnp.mean(_errors(params, batch)) + 0.1 * jnp.mean(jnp.sin(mixed / 10)), mixed
 
     split = _check(_training(loss, has_aux=True), _params(), _batch(), rtol=1e-4)
     in_loops = [v for op in split.ops if is_loop(op.segment) for v in op.eqn.outvars]
@@ -502,6 +502,19 @@ def test_a_mean_over_no_examples_leaves_gradients_alone() -> None:
     assert split.n_loops == 1
     params, value = run_split(split, (_params(), _batch()))
     assert np.isnan(value) and all(np.isfinite(p).all() for p in jax.tree.leaves(params))
+
+
+def test_a_barrier_passes_on_what_waits_for_a_scalar_apart() -> None:
+    """Whoever reads an array that a total multiplies may compute it without the total, but not what is beside it."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        hidden = jnp.tanh(batch["x"] @ params["w"])
+        total = jax.lax.stop_gradient(jnp.sum(hidden**2))
+        squares = jax.lax.stop_gradient(jnp.sum(hidden, 0)) ** 2
+        weights, squares = jax.lax.optimization_barrier((params["v"] * total, squares))
+        return jnp.mean(hidden @ weights) + jnp.mean(hidden @ squares)
+
+    _check(_training(loss), _params(), _batch(), rtol=1e-4)
 
 
 def test_the_forward_pass_alone_is_computed_again() -> None:
