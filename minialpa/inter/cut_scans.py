@@ -56,9 +56,16 @@ def with_longer_scans(cut: CutStep, chunk_of_layer: Sequence[int]) -> CutStep:
 
 
 def _cut(whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer: Mapping[GroupKey, int]) -> CutStep:
-    """`layer`: that of each group of a step in the same blocks or in parts of them, which begin where they do."""
+    """`layer`: that of each group of a step in the same blocks or in parts of them, which begin where they do.
+
+    There, what is made of the weights of a stack may be a part of its first layer, and here a group of its own.
+    """
     cut = unstack(whole.step, stacks, blocks)
-    return CutStep(whole, cut.step, tuple(layer[key] for key in cut.groups), blocks, cut.groups)
+
+    def layer_of(key: GroupKey) -> int:
+        return layer[key] if key in layer else layer[stacks.groups[stacks.early[key[0]]], 0]
+
+    return CutStep(whole, cut.step, tuple(map(layer_of, cut.groups)), blocks, cut.groups)
 
 
 def _joined(stacks: Stacks, stack: int, sizes: Sequence[int], layer: Mapping[GroupKey, int]) -> tuple[int, ...]:

@@ -33,8 +33,8 @@ class Cut:
 class Stacks:
     """lengths: rows of each stack, which are numbered by their first scan. of: the stacked variables.
     cuts: equations by number. groups: forward group of the first scan of each stack.
-    scanned: the stack of each forward group that has a scan. early: forward groups of what is made row by row of
-        weights alone, such as casts.
+    scanned: the stack of each forward group that has a scan. early: that of each forward group of what is made row by
+        row of weights alone, such as casts.
     fixed: what is made of literals alone, such as masks and angles, and belongs to no layer, with its equation. Jax
         takes it out of the bodies of scans.
     """
@@ -44,7 +44,7 @@ class Stacks:
     cuts: Mapping[int, Cut]
     groups: tuple[int, ...]
     scanned: Mapping[int, int] = field(default_factory=dict)
-    early: frozenset[int] = frozenset()
+    early: Mapping[int, int] = field(default_factory=dict)
     fixed: Mapping[Var, JaxprEqn] = field(default_factory=dict)
 
 
@@ -90,9 +90,9 @@ def find_stacks(traced: TracedStep) -> Stacks:
     forward = [(i, cut) for i, cut in cuts.items() if traced.origins[i].direction == "forward"]
     grouped = [(eqns[i], g, cut.stack) for i, cut in forward if (g := traced.origins[i].group) is not None]
     scanned = {g: s for eqn, g, s in grouped if eqn.primitive.name == "scan"}
-    early = {g for eqn, g, _ in grouped if g not in scanned and not any(v in varies for v in eqn.outvars)}
+    early = {g: s for eqn, g, s in grouped if g not in scanned and not any(v in varies for v in eqn.outvars)}
     lengths_of = tuple(size[s] for s in range(len(number)))
-    return Stacks(lengths_of, of, cuts, tuple(groups), scanned, frozenset(early), _fixed(traced))
+    return Stacks(lengths_of, of, cuts, tuple(groups), scanned, early, _fixed(traced))
 
 
 def _fixed(traced: TracedStep) -> dict[Var, JaxprEqn]:

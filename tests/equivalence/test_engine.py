@@ -56,6 +56,19 @@ FOUND = {
         Training(Model("vector", (Layer("parted"),), boundary=1), _MEAN, "three gradients"),
         Way("pipeline", (2,), remat="full"),
     ),
+    "a maximum, computed again": Example(
+        Training(
+            Model("vector", (Layer("group_norm"), Layer("maxout"))), Loss((Term("squared", "entropy of the mean"),))
+        ),
+        Way("pipeline", (2,), remat="full"),
+    ),
+    "a scan of two is cut": Example(
+        Training(
+            Model("sequence", (Layer("weight_normalised", "stack"), Layer("attention", "stack"), Layer("attention"))),
+            Loss((Term("squared", "mean"),), decay=0.01),
+        ),
+        Way("3d", (2,)),
+    ),
     "a stage without work": Example(Training(_MODEL, _MEAN, "only the head"), Way("pipeline", (2,))),
 }
 
