@@ -40,7 +40,7 @@ def _balanced(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(routed**2) + jnp.sum(jnp.mean(routed, 0) ** 2)
 
 
-def _descent(loss: Loss) -> Step:
+def descent(loss: Loss) -> Step:
     def step(params: Any, x: Any) -> Any:
         value, grads = minialpa.value_and_grad(loss)(params, x)
         return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
@@ -48,7 +48,7 @@ def _descent(loss: Loss) -> Step:
     return step
 
 
-def _sharpness_aware(loss: Loss) -> Step:
+def sharpness_aware(loss: Loss) -> Step:
     def step(params: Any, x: Any) -> Any:
         grads = minialpa.grad(loss)(params, x)
         norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
@@ -60,9 +60,9 @@ def _sharpness_aware(loss: Loss) -> Step:
 
 
 STEPS: dict[str, Step] = {
-    "contrastive": _descent(_contrastive),
-    "balanced": _descent(_balanced),
-    "sharpness-aware": _sharpness_aware(lambda params, x: jnp.mean(_tower(params, x) ** 2)),
+    "contrastive": descent(_contrastive),
+    "balanced": descent(_balanced),
+    "sharpness-aware": sharpness_aware(lambda params, x: jnp.mean(_tower(params, x) ** 2)),
 }
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import minialpa
+from benchmarks.several_loops import descent, sharpness_aware
 from minialpa import PipeshardParallel, ShardParallel
 from minialpa.methods import Method
 from tests.equivalence.known_steps import STEPS, make_batch, make_state
@@ -62,11 +63,7 @@ def wide_contrastive() -> tuple[Any, Any]:
         z = _deep(params, x)
         return -jnp.mean(jnp.diag(jax.nn.log_softmax(z @ z.T)))
 
-    def step(params: Any, x: Any) -> Any:
-        value, grads = minialpa.value_and_grad(loss)(params, x)
-        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
-
-    return step, _deep_arguments(256)
+    return descent(loss), _deep_arguments(256)
 
 
 def wide_sharpness_aware() -> tuple[Any, Any]:
@@ -75,11 +72,4 @@ def wide_sharpness_aware() -> tuple[Any, Any]:
     def loss(params: Any, x: Any) -> Any:
         return jnp.mean(_deep(params, x) ** 2)
 
-    def step(params: Any, x: Any) -> Any:
-        grads = minialpa.grad(loss)(params, x)
-        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
-        moved = [w + 0.05 * g / norm for w, g in zip(params, grads, strict=True)]
-        value, grads = minialpa.value_and_grad(loss)(moved, x)
-        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
-
-    return step, _deep_arguments(4096)
+    return sharpness_aware(loss), _deep_arguments(4096)

@@ -58,7 +58,8 @@ def with_longer_scans(cut: CutStep, chunk_of_layer: Sequence[int]) -> CutStep:
 def _cut(whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer: Mapping[GroupKey, int]) -> CutStep:
     """`layer`: that of each group of a step in the same blocks or in parts of them, which begin where they do.
 
-    There, what is made of the weights of a stack may be a part of its first layer, and here a group of its own.
+    In a stack that is cut, equations on its weights belong to its layers; in one that is not, they are a group of their
+    own, without an entry in `layer`, and go to the layer of the stack.
     """
     cut = unstack(whole.step, stacks, blocks)
 

@@ -160,8 +160,8 @@ class _Builder:
                 self._emit(i, eqn)
 
     def _computed_again(self, loop: int) -> set[int]:
-        """Equations of earlier loops whose results this one reads. Those with side effects run once only; and rows that
-        were put together are there, and what was found among them, such as the largest, may be compared with them."""
+        """Equations of earlier loops whose results this one reads. Those with side effects run once only. Rows that
+        were put together are kept: what an operation found among them may be compared with them, to the last bit."""
         wanted, out = set[Var](), set[int]()
         for i in range(len(self.eqns) - 1, -1, -1):
             eqn, place = self.eqns[i], self.segments.places[i]

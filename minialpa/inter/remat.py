@@ -52,8 +52,8 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """Who reads each value of a step, and which of them stay: totals over the examples, what is compared with one that
-    is a largest or smallest, and results of the step."""
+    """readers: the equations that read each value. stay: totals over the examples, and the operands of a maximum or
+    minimum over them."""
 
     readers: dict[Var, list[int]]
     stay: frozenset[Var]
