@@ -81,3 +81,19 @@ def test_a_plan_says_how_many_loops_it_has() -> None:
     timeline = minialpa.simulate(plans[1])
     assert [one.kind for one in timeline.stages[0].passes] == [*["step"] * 4, "update"] * 2
     assert timeline.total_s == pytest.approx(plans[1].cost.total_s)
+
+
+def test_with_one_micro_batch_a_second_gradient_passes_all_stages_once_more() -> None:
+    step, args = wide_sharpness_aware()
+    cluster = minialpa.ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=2)
+    method = PipeshardParallel(num_micro_batches=1, layer_option="manual")
+    plan = minialpa.plan(step, args, cluster=cluster, method=method)
+
+    passes = [("forward", 1), ("backward", 1), ("forward", 2), ("backward", 2)]
+    assert [[(one.kind, one.loop) for one in stage.passes] for stage in plan.stages] == [passes, passes]
+    first, second = (sum(one.compute_s for one in stage.passes) for stage in plan.stages)
+    assert first == pytest.approx(second, rel=0.1)
+
+    parallel = minialpa.parallelize(step, method=plan)
+    assert_allclose(parallel(*args), jax.jit(step)(*args), rtol=2e-4, atol=1e-5)
+    assert max(plan.cost.peak_bytes) >= 0.9 * parallel.get_executable(*args).get_total_allocation_size()

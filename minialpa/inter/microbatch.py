@@ -59,7 +59,7 @@ def split_micro_batches(
     Raises TraceError if the examples cannot be split, or a result has no clear meaning over micro-batches.
     """
     if n == 1:
-        return whole_batch(step)
+        return whole_batch(step, several_loops=chunk_of is not None)
     if step.batch_size is None:
         raise TraceError(f"`num_micro_batches={n}` needs an argument with examples; none is listed in `batch_argnums`.")
     if step.batch_size % n:

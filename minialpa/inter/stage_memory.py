@@ -172,8 +172,6 @@ def _fixed(staged: StagedStep, mesh: int) -> dict[Var, int]:
     """Arguments, and what loops over the micro-batches leave for whoever runs behind them."""
     n = staged.split.n_micro_batches
     fixed = {v: 1 for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes}
-    if n == 1:
-        return fixed
     tasks = _tasks(staged, mesh)
     made = {v for task in tasks for v in task.outvars}
     fixed.update((a.total, 1) for a in staged.split.accumulators if a.loop in made)
