@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import plan_cases
 from benchmarks.registry import Rows, Size, all_benchmarks, benchmark
 from benchmarks.run import main, table
+from minialpa import Plan
 
 RAY = (pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow)
 
@@ -49,3 +51,20 @@ def test_results_are_written_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("jax.config.update", lambda *_: None)  # the devices of the test run are there already
     assert main(["plan_time", "--size", "tiny", "--json", str(tmp_path / "out.json")]) == 0
     assert json.loads((tmp_path / "out.json").read_text())["plan_time"][0]["model"] == "mlp"
+
+
+def test_plans_of_two_folders_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        plan_cases.write(folder, ["mlp, data"])
+    assert plan_cases.compare(old, new)
+
+    plan_cases.write(new, ["tower, inference"])
+    (file,) = old.glob("*.json")
+    Plan.load(new / "tower, inference.json").save(new / file.name)
+    capsys.readouterr()
+    assert not plan_cases.compare(old, new)
+    printed = capsys.readouterr().out
+    assert "schedule: gpipe -> inference" in printed or "stages: 1 -> 2" in printed
+    assert f"tower, inference.json: only in {new}" in printed
+    assert "0 of 2 plans are the same." in printed
