@@ -100,6 +100,11 @@ class TracedStep:
         return self.out_parts[i] if self.out_parts else Part(i, None)
 
     @property
+    def n_groups(self) -> int:
+        """Number of forward groups."""
+        return max((o.group for o in self.origins if o.group is not None), default=-1) + 1
+
+    @property
     def fingerprint(self) -> Fingerprint:
         """Equal steps have equal fingerprints, in every process."""
         flat = self.flat

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from minialpa.errors import InfeasibleError, MinialpaError
 from minialpa.inter.pipeline import plan_step
 from minialpa.inter.replan import logical_mesh_of, options_of
-from minialpa.inter.staging import n_groups
 from minialpa.inter.submeshes import candidates
 from minialpa.options import (
     AutoLayerOption,
@@ -157,7 +156,7 @@ def _other_stages(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
         if _product(shape) == n and (plan.layer_of_group or shape != plan.stages[0].logical_shape):
             whole = PlanOptions(plan.n_micro_batches, plan.schedule, sharding=options.sharding, logical_shape=shape)
             yield _planned(f"no pipeline, shape {shape}", traced, plan, whole)
-    most = len(plan.remat) or min(n, n_groups(traced))
+    most = len(plan.remat) or min(n, traced.n_groups)
     for k in range(2, most + 1):
         if n % k == 0:
             layers = options.layers or AutoLayerOption(layer_num=k)

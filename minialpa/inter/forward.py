@@ -12,7 +12,6 @@ from jax.extend.core import Var
 
 from minialpa.errors import TraceError, VerifyError
 from minialpa.inter.layers import cluster_layers
-from minialpa.inter.staging import n_groups
 from minialpa.intra.factors import factors_of
 from minialpa.intra.strategies import has_contraction
 from minialpa.jaxprs import bytes_of, is_literal, operand_vars, shape_of
@@ -30,7 +29,7 @@ _TOLERANCE = 0.5
 def forward_graph(traced: TracedStep) -> nx.MultiDiGraph:
     """Forward groups as nodes with `flops`; edges carry `bytes` and `value`, the number of the variable."""
     graph = nx.MultiDiGraph()
-    graph.add_nodes_from((g, {"flops": 0.0}) for g in range(n_groups(traced)))
+    graph.add_nodes_from((g, {"flops": 0.0}) for g in range(traced.n_groups))
     producer: dict[object, int] = {}
     number: dict[object, int] = {}
     for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
@@ -52,7 +51,7 @@ def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
     Raises TraceError when there are fewer equations than layers, VerifyError when the layers of a plan are for another
     number of equations.
     """
-    groups = n_groups(traced)
+    groups = traced.n_groups
     if isinstance(option, FixedLayerOption):
         if len(option.layer_of_group) != groups:
             raise VerifyError(
@@ -205,7 +204,7 @@ def natural_layers(traced: TracedStep) -> int:
         n = math.ceil(blocks.n_heavy / 3)
     if blocks.n < _FEW:
         n = min(_USUAL, n)
-    return max(1, min(n_groups(traced), n))
+    return max(1, min(traced.n_groups, n))
 
 
 def pieces_of(traced: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -22,7 +22,7 @@ from minialpa.inter.replan import options_of
 from minialpa.inter.search import Found, StageSearch
 from minialpa.inter.stage_bounds import Space, StageBounds
 from minialpa.inter.stage_solve import StageSolver
-from minialpa.inter.staging import n_groups, realise
+from minialpa.inter.staging import realise
 from minialpa.inter.submeshes import Candidate, candidates, preferred_seconds
 from minialpa.intra.constraints import matches
 from minialpa.intra.factors import primitives_without_rule
@@ -95,7 +95,7 @@ def _planned(
         )
     if isinstance(options.stages, AutoStageOption):
         searched = dataclasses.replace(options, sharding=options.stages.sharding(options.sharding))
-        search = _best_shape if n_groups(traced) == 0 else _best_cut
+        search = _best_shape if traced.n_groups == 0 else _best_cut
         return search(whole, cluster, searched, options.stages, report)
     cut = cut_scans(whole, options.layers)
     one_stage = cut is not None and len(given_stages(cluster, options, cut.n_layers)) == 1

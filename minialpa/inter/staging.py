@@ -41,7 +41,7 @@ def stage_step(
 
     keep_rows: see `split_micro_batches`.
     """
-    groups = chunk_of_group or [0] * n_groups(traced)
+    groups = chunk_of_group or [0] * traced.n_groups
     n_chunks = len(mesh_of_chunk)
     chunk_of = None
     if n_chunks > 1:
@@ -65,10 +65,6 @@ def _shared(split: SplitStep, *, by_direction: bool) -> SplitStep:
     dims = split.batch_dims
     copied = {p.eqn.outvars[0]: dims[p.copied] for p in placed if p.copied in dims}
     return dataclasses.replace(split, ops=ops, batch_dims={**dims, **copied})
-
-
-def n_groups(traced: TracedStep) -> int:
-    return max((o.group for o in traced.origins if o.group is not None), default=-1) + 1
 
 
 def bind_specs(problem: MeshEquations, stage: StagePlan) -> tuple[dict[Var, Spec], tuple[EquationSpecs, ...]]:
@@ -97,7 +93,7 @@ def realise(traced: TracedStep, plan: Plan) -> StagedStep:
     check_fits(traced, plan)
     verify_decisions(traced, plan)
     step = with_row_blocks(traced, plan.row_blocks).step if plan.row_blocks else traced
-    verify_layers(n_groups(step), plan)
+    verify_layers(step.n_groups, plan)
     step = rematerialise(step, plan.layer_of_group, plan.remat)
     chunks = plan_chunks(plan)
     with blamed("n_micro_batches", plan.n_micro_batches):

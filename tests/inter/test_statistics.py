@@ -115,7 +115,7 @@ def test_a_normalisation_may_be_cut_by_a_stage(loss: str) -> None:
         return _plain(differentiate, lambda params, x: LOSSES[loss](_scores(params, x, n_parts)))
 
     traced = trace(step(value_and_grad, 1), *args)
-    n_groups = 1 + max(origin.group or 0 for origin in traced.origins)
+    n_groups = traced.n_groups
     expected = jax.jit(step(jax.value_and_grad, N))(*args)
     for n_chunks in (2, 4, n_groups):
         chunk_of = [None if o.group is None else o.group * n_chunks // n_groups for o in traced.origins]
