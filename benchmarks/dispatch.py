@@ -16,7 +16,7 @@ import minialpa
 from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.timing import interleaved
 from minialpa import models
-from minialpa.program import Accumulate, Program, Run, Transfer
+from minialpa.programs.program import Accumulate, Program, Run, Transfer
 
 N_STAGES = 4
 

@@ -32,12 +32,12 @@ from benchmarks.corpus import arguments
 from benchmarks.planning import cluster_of, peak_rss_gb, planned, traced_step
 from benchmarks.registry import Rows, Size, benchmark
 from minialpa import AutoLayerOption, AutoShardingOption, ClusterSpec, PipeshardParallel, Plan, UniformStageOption
-from minialpa.inter.forward import natural_layers
-from minialpa.inter.given_stages import submesh_of
-from minialpa.inter.submeshes import logical_shapes
+from minialpa.inter.layers.forward import natural_layers
+from minialpa.inter.search.submeshes import logical_shapes
+from minialpa.inter.search.user_stages import submesh_of
 from minialpa.methods import Method, get_3d_parallel_method
 from minialpa.options import Remat
-from minialpa.trace import TracedStep
+from minialpa.tracing.trace import TracedStep
 
 PRESET = "v100-p3.16xlarge"
 #: Choices of each kind of baseline that are solved at most.

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.run import table
-from minialpa.intra.ilp import CostGraph, Edge, solve_graph
+from minialpa.intra.solver.solve import CostGraph, Edge, solve_graph
 
 
 @benchmark("iopddl")

@@ -20,7 +20,7 @@ from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.run import table
 from minialpa import ClusterSpec, MinialpaError
 from minialpa.models import build
-from minialpa.trace import TracedStep
+from minialpa.tracing.trace import TracedStep
 
 PRESET = "h100"
 #: What grows, to the sizes of the full benchmark.

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from minialpa import ClusterSpec, Plan
-from minialpa.collection import collection_paused
 from minialpa.inter.pipeline import plan_step
 from minialpa.methods import Method
-from minialpa.trace import TracedStep, trace_step
+from minialpa.support.collection import collection_paused
+from minialpa.tracing.trace import TracedStep, trace_step
 
 #: Devices of a host of every cluster here.
 PER_HOST = 8

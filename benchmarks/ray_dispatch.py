@@ -30,7 +30,7 @@ import numpy as np
 import minialpa
 from benchmarks.ray_session import ONE_CORE, ray_session
 from benchmarks.registry import Rows, Size, benchmark
-from minialpa.program import Accumulate, Program, Run, Transfer, reads
+from minialpa.programs.program import Accumulate, Program, Run, Transfer, reads
 from minialpa.runtime.step_trace import TaskTime
 
 N_STAGES = 2

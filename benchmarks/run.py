@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from benchmarks.registry import Rows, all_benchmarks
-from minialpa.files import write_text
+from minialpa.support.files import write_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

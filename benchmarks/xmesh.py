@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.registry import Rows, Size, benchmark
 from minialpa import ClusterSpec
-from minialpa.inter.xmesh import plan_resharding, resharding_candidates, resharding_s
-from minialpa.program import MeshShape
-from minialpa.resharding import Move, Resharding, bytes_per_link
+from minialpa.inter.lower.cross_mesh import plan_resharding, resharding_candidates, resharding_s
+from minialpa.programs.program import MeshShape
+from minialpa.programs.resharding import Move, Resharding, bytes_per_link
 
 #: Name, logical shape and spec on either side.
 PAIRS: tuple[tuple[str, tuple[int, ...], P, tuple[int, ...], P], ...] = (

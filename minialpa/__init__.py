@@ -13,9 +13,8 @@ from minialpa.errors import (
     VerifyError,
     WorkerError,
 )
-from minialpa.gradients import grad, mark_pipeline_boundary, per_micro_batch, value_and_grad
-from minialpa.inter.simulate import simulate
-from minialpa.inter.timeline import Timeline
+from minialpa.inter.schedule.simulate import simulate
+from minialpa.inter.schedule.timeline import Timeline
 from minialpa.methods import (
     AutoParallel,
     DataParallel,
@@ -36,6 +35,7 @@ from minialpa.options import (
 )
 from minialpa.plan import PlacementSpec, Plan
 from minialpa.session import init, shutdown
+from minialpa.tracing.gradients import grad, mark_pipeline_boundary, per_micro_batch, value_and_grad
 
 __version__ = "0.1.0"
 

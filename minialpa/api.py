@@ -14,22 +14,22 @@ import jax
 
 from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, rebuild
 from minialpa.cluster import ClusterSpec
-from minialpa.collection import collection_paused
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.alternatives import explain_step
-from minialpa.inter.cut_scans import whole_scans
-from minialpa.inter.emit import emit_program
-from minialpa.inter.layered import LayeredStep
-from minialpa.inter.mesh_programs import input_types
+from minialpa.inter.layers.cut_scans import whole_scans
+from minialpa.inter.layers.layered_step import LayeredStep
+from minialpa.inter.lower.emit import emit_program
+from minialpa.inter.lower.mesh_programs import input_types
 from minialpa.inter.pipeline import plan_step
-from minialpa.inter.replan import check_fits, difference
-from minialpa.intra.wishes import UnevenBatchError
+from minialpa.inter.staging.replan import check_fits, difference
+from minialpa.intra.graph.option_constraints import UnevenBatchError
 from minialpa.methods import AutoParallel, Method, Target, plan_to_method, resolve_devices
 from minialpa.plan import Plan, verify_plan
-from minialpa.program import Program
-from minialpa.progress import ProgressBar
+from minialpa.programs.program import Program
 from minialpa.session import Session, current_session
-from minialpa.trace import TracedStep, trace_step
+from minialpa.support.collection import collection_paused
+from minialpa.support.progress import ProgressBar
+from minialpa.tracing.trace import TracedStep, trace_step
 
 OnStale = Literal["refuse", "replan"]
 

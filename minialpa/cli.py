@@ -189,9 +189,9 @@ def _doctor(args: argparse.Namespace) -> int:
 
     import jax
 
-    from minialpa.machine_code import cache_folder
     from minialpa.runtime.diagnosis import diagnose_transports
     from minialpa.session import describe_devices
+    from minialpa.support.machine_code import cache_folder
 
     for package in (
         "minialpa",

@@ -12,8 +12,8 @@ import jax
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import ShardingError
-from minialpa.inter.replan import logical_mesh_of, options_of
-from minialpa.inter.schedule import PipelineSize, make_schedule
+from minialpa.inter.schedule.schedules import PipelineSize, make_schedule
+from minialpa.inter.staging.replan import logical_mesh_of, options_of
 from minialpa.options import (
     AutoLayerOption,
     AutoShardingOption,

@@ -14,7 +14,7 @@ import jax
 
 from minialpa.cluster import ClusterSpec, PresetName, gpu_preset
 from minialpa.errors import MinialpaError, ShardingError, WorkerError
-from minialpa.inter.mesh_programs import split_by_mesh
+from minialpa.inter.lower.mesh_programs import split_by_mesh
 
 
 @dataclass(frozen=True, slots=True)

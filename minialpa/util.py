@@ -1,6 +1,6 @@
 """Small conveniences under the names that Alpa gives them."""
 
-from minialpa.progress import disable_progress
+from minialpa.support.progress import disable_progress
 
 
 def disable_tqdm_globally() -> None:

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from minialpa.inter.split_step import SplitStep, is_loop
-from minialpa.jaxprs import eval_equation, is_literal
+from minialpa.inter.microbatch.split_step import SplitStep, is_loop
 from minialpa.methods import Method, PipeshardParallel, ShardParallel
-from minialpa.trace import TracedStep, trace_step
+from minialpa.tracing.jaxprs import eval_equation, is_literal
+from minialpa.tracing.trace import TracedStep, trace_step
 
 #: The ways to run a step that has one pipeline boundary.
 METHODS: dict[str, Method] = {

@@ -35,7 +35,7 @@ from minialpa import (
     hlo,
 )
 from minialpa.methods import Method
-from minialpa.program import Run
+from minialpa.programs.program import Run
 
 PATH = Path(__file__).parents[1] / "docs" / "methods.md"
 N_DEVICES, HIDDEN, BATCH = 4, 32, 16

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import networkx as nx
 
-from minialpa.inter.stage_dp import StageCostTable
-from minialpa.intra.costgraph import CostGraph
+from minialpa.inter.search.stage_dp import StageCostTable
+from minialpa.intra.solver.cost_graph import CostGraph
 
 
 def cheapest_choices(graph: CostGraph) -> float:

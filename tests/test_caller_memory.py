@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 import minialpa
 from minialpa.arrays import own_copy
-from minialpa.inter.mesh_programs import array_type
-from minialpa.jaxprs import trace_flat
+from minialpa.inter.lower.mesh_programs import array_type
 from minialpa.runtime.distributed_array import DistributedArray
+from minialpa.tracing.jaxprs import trace_flat
 
 WIDTH = 64
 METHODS = {

@@ -12,8 +12,8 @@ import jax
 import pytest
 
 from minialpa.cli import main
-from minialpa.machine_code import cache_folder
-from minialpa.progress import ProgressBar
+from minialpa.support.machine_code import cache_folder
+from minialpa.support.progress import ProgressBar
 from tests.plans import pipeline_plan, shard_plan
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from minialpa.errors import InfeasibleError, MinialpaError
 from minialpa.inter.pipeline import plan_step
-from minialpa.inter.replan import logical_mesh_of, options_of
-from minialpa.inter.submeshes import candidates
+from minialpa.inter.search.submeshes import candidates
+from minialpa.inter.staging.replan import logical_mesh_of, options_of
 from minialpa.options import (
     AutoLayerOption,
     AutoStageOption,
@@ -27,7 +27,7 @@ from minialpa.options import (
 from minialpa.plan import PlacedValue, Plan
 from minialpa.plan.text import bytes_text, count, operator_lines, seconds_text
 from minialpa.sharding import Spec, specs_of
-from minialpa.trace import TracedStep
+from minialpa.tracing.trace import TracedStep
 
 #: Each alternative is a plan of its own, so only so many arguments and results, and specs of each, are looked at.
 _MOST_VALUES, _MOST_SPECS = 4, 25

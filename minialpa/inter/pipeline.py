@@ -11,21 +11,20 @@ from functools import partial
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError
-from minialpa.inter.assemble import Progress, StageTooLargeError, assemble
-from minialpa.inter.chunks import plan_chunks
-from minialpa.inter.cost_cache import load_costs, save_costs
-from minialpa.inter.cut_scans import cut_scans, whole_scans, with_longer_scans
-from minialpa.inter.forward import balanced_runs, layer_flops
-from minialpa.inter.given_stages import DecidedStage, given_stages
-from minialpa.inter.layered import CutStep, LayeredStep, layered_step
-from minialpa.inter.replan import options_of
-from minialpa.inter.search import Found, StageSearch
-from minialpa.inter.stage_bounds import Space, StageBounds
-from minialpa.inter.stage_solve import StageSolver
-from minialpa.inter.staging import realise
-from minialpa.inter.submeshes import Candidate, candidates, preferred_seconds
-from minialpa.intra.constraints import matches
-from minialpa.intra.factors import primitives_without_rule
+from minialpa.inter.build_plan import Progress, StageTooLargeError, assemble
+from minialpa.inter.layers.cut_scans import cut_scans, whole_scans, with_longer_scans
+from minialpa.inter.layers.forward import balanced_runs, layer_flops
+from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
+from minialpa.inter.schedule.chunks import plan_chunks
+from minialpa.inter.search.cost_cache import load_costs, save_costs
+from minialpa.inter.search.joint_search import Found, StageSearch
+from minialpa.inter.search.stage_bounds import Space, StageBounds
+from minialpa.inter.search.stage_solve import StageSolver
+from minialpa.inter.search.submeshes import Candidate, candidates, preferred_seconds
+from minialpa.inter.search.user_stages import DecidedStage, given_stages
+from minialpa.inter.staging.replan import options_of
+from minialpa.inter.staging.staged_step import realise
+from minialpa.intra.graph.constraints import matches
 from minialpa.options import (
     AutoLayerOption,
     AutoShardingOption,
@@ -36,7 +35,8 @@ from minialpa.options import (
     remats,
 )
 from minialpa.plan import Plan
-from minialpa.trace import TracedStep
+from minialpa.rules.factors import primitives_without_rule
+from minialpa.tracing.trace import TracedStep
 
 #: A search ends when the sums of pieces promise nothing better, or after this many plans, or rounds, in some of which
 #: stages do not fit.

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn
 
 from minialpa.cluster import LogicalMesh
-from minialpa.intra.problem import MeshEquations, MeshSharding
-from minialpa.jaxprs import is_literal, source_line
+from minialpa.intra.graph.problem import MeshEquations, MeshSharding
+from minialpa.tracing.jaxprs import is_literal, source_line
 
 
 class GatheredState(NamedTuple):

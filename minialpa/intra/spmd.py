@@ -23,11 +23,12 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective
 from minialpa.errors import VerifyError
-from minialpa.intra.factors import Factors, Reduction, factors_of, run_shard
-from minialpa.intra.loops import ScanBody, body_specs, scan_body
-from minialpa.intra.reshard import Step, reshard_table
-from minialpa.intra.ways import eager_reductions
-from minialpa.jaxprs import (
+from minialpa.intra.strategies.candidates import eager_reductions
+from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
+from minialpa.intra.strategies.reshard import Step, reshard_table
+from minialpa.rules.factors import Factors, Reduction, factors_of, run_shard
+from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
+from minialpa.tracing.jaxprs import (
     Atom,
     aval_of,
     bytes_of,
@@ -38,7 +39,6 @@ from minialpa.jaxprs import (
     operand_vars,
     shape_of,
 )
-from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
 
 T = TypeVar("T")
 

@@ -1,9 +1,9 @@
 """The verifier of shardings: the equations of a mesh and a spec for every value in, the name of a wrong spec out.
 
 A spec is a claim about what devices hold, and the program of a mesh believes it. `verify_specs` checks each claim by
-the rule of its equation: operands and results together are those of one of its ways (`ways.py`), so that a partial sum
-is claimed only where the equation leaves or passes one; and what is made can be resharded to what is read. A program
-of such specs may be slow but computes what the step says. Linear in the number of specs.
+the rule of its equation: operands and results together are those of one of its ways (`strategies/candidates.py`), so
+that a partial sum is claimed only where the equation leaves or passes one; and what is made can be resharded to what is
+read. A program of such specs may be slow but computes what the step says. Linear in the number of specs.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
-from minialpa.intra.factors import factors_of
-from minialpa.intra.loops import ScanBody, scan_body
-from minialpa.intra.problem import MeshEquations
-from minialpa.intra.reshard import reshard_table
-from minialpa.intra.rules_common import is_summable
-from minialpa.intra.ways import nearest_way
-from minialpa.jaxprs import Atom, bytes_of, is_literal, shape_of
+from minialpa.intra.graph.problem import MeshEquations
+from minialpa.intra.strategies.candidates import nearest_way
+from minialpa.intra.strategies.loops import ScanBody, scan_body
+from minialpa.intra.strategies.reshard import reshard_table
 from minialpa.plan.verify import require
+from minialpa.rules.common import is_summable
+from minialpa.rules.factors import factors_of
 from minialpa.sharding import EquationSpecs, Spec
+from minialpa.tracing.jaxprs import Atom, bytes_of, is_literal, shape_of
 
 #: Places of what a plan says of an equation.
 _OPERANDS, _MADE, _RESULTS, _BODY = range(4)

@@ -1,4 +1,7 @@
-"""Plans: everything that was decided about one step, as values that print, save, load and compare."""
+"""Plans: everything that was decided about one step, as values that print, save, load and compare.
+
+Made by `inter`, realised by `inter.staging`. Imports: `options`, `cost`, `tracing.fingerprint` and below.
+"""
 
 from minialpa.plan.plan import (
     Certificate,

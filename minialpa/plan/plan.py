@@ -15,13 +15,13 @@ from typing import Any, Literal, NamedTuple
 from jax.sharding import PartitionSpec
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.collection import collection_paused
 from minialpa.cost import CollectiveKind
 from minialpa.errors import VerifyError
-from minialpa.files import write_text
-from minialpa.fingerprint import Fingerprint
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.sharding import EquationSpecs, Spec
+from minialpa.support.collection import collection_paused
+from minialpa.support.files import write_text
+from minialpa.tracing.fingerprint import Fingerprint
 
 VERSION = 6
 #: Characters of a plan's text, at some 65 for each equation. JSON may take 25 times its length in memory.

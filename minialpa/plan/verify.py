@@ -1,6 +1,6 @@
 """The verifier of plans by themselves, for the border between who makes a plan and who runs it.
 
-What a plan says about a step is verified where there is one: see `minialpa.inter.verify_fit`.
+What a plan says about a step is verified where there is one: see `minialpa.inter.staging.verify_fit`.
 """
 
 from __future__ import annotations

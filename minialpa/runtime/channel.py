@@ -26,7 +26,7 @@ import numpy as np
 from minialpa.errors import WorkerError
 from minialpa.runtime.handshake import shut
 from minialpa.runtime.mailbox import Mailbox, Message, ProtocolError
-from minialpa.runtime.segments import Bytes, Pool, Segment, map_descriptor, segment_bytes
+from minialpa.runtime.shared_memory import Bytes, Pool, Segment, map_descriptor, segment_bytes
 from minialpa.runtime.transport import ALIGNMENT, Layout, Part, Piece, lay_out
 from minialpa.runtime.wire import Unsent, receive_into, receive_with_descriptor, tune
 

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import WorkerError
-from minialpa.mesh_program import ArrayType
-from minialpa.program import MeshShape
+from minialpa.programs.mesh_program import ArrayType
+from minialpa.programs.program import MeshShape
 
 if TYPE_CHECKING:
     from minialpa.runtime.ray_cluster import WorkerHandle

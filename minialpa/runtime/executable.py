@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from minialpa.files import write_text
-from minialpa.mesh_program import KEY_NAMES
 from minialpa.plan import Plan
-from minialpa.program import Accumulate, Program, Run
+from minialpa.programs.mesh_program import KEY_NAMES
+from minialpa.programs.program import Accumulate, Program, Run
 from minialpa.runtime.step_trace import TaskTime, write_tasks
+from minialpa.support.files import write_text
 
 
 class Runner(Protocol):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from minialpa.mesh_program import (
+from minialpa.programs.mesh_program import (
     STAND_INS,
     ArrayType,
     MeshFunction,
@@ -31,10 +31,10 @@ from minialpa.mesh_program import (
     Send,
     messages,
 )
-from minialpa.program import Accumulate, Free, Run
-from minialpa.resharding import Box
+from minialpa.programs.program import Accumulate, Free, Run
+from minialpa.programs.resharding import Box
 from minialpa.runtime.compiled import compiled_call
-from minialpa.runtime.plain import from_plain
+from minialpa.runtime.numpy_wire import from_plain
 from minialpa.runtime.step_trace import FUNCTIONS, StepTrace, flagged
 from minialpa.runtime.transport import Part, Piece, Transport
 from minialpa.sharding import device_mesh

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.arrays import RemoteArray, own_copy
 from minialpa.errors import ShardingError, WorkerError
-from minialpa.program import (
+from minialpa.programs.program import (
     Accumulate,
     ConstantSlot,
     Free,

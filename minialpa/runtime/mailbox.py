@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from minialpa.errors import WorkerError
-from minialpa.runtime.segments import Bytes
+from minialpa.runtime.shared_memory import Bytes
 
 T = TypeVar("T")
 

@@ -14,13 +14,13 @@ import numpy as np
 import ray
 
 from minialpa.arrays import RemoteArray
-from minialpa.mesh_program import ArrayType, MeshProgram, Place, links, worker_places
-from minialpa.program import Accumulate, InputSlot, Program, Run
-from minialpa.resharding import Box, shard_boxes
+from minialpa.programs.mesh_program import ArrayType, MeshProgram, Place, links, worker_places
+from minialpa.programs.program import Accumulate, InputSlot, Program, Run
+from minialpa.programs.resharding import Box, shard_boxes
 from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
 from minialpa.runtime.interpreter import Argument, Given
-from minialpa.runtime.plain import to_plain
+from minialpa.runtime.numpy_wire import to_plain
 from minialpa.runtime.ray_cluster import WorkerHandle
 from minialpa.runtime.ray_runtime import RayRuntime
 from minialpa.runtime.step_trace import TaskTime, from_start

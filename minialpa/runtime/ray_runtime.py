@@ -26,11 +26,11 @@ from jax.sharding import PartitionSpec
 from ray.exceptions import RayError, RayTaskError
 
 from minialpa.errors import WorkerError
-from minialpa.mesh_program import ArrayType, MeshProgram
-from minialpa.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
+from minialpa.programs.mesh_program import ArrayType, MeshProgram
+from minialpa.programs.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
 from minialpa.runtime.failures import Failure, Fault, Status, lost_host, session_error, with_stage, worker_error
-from minialpa.runtime.plain import from_plain
+from minialpa.runtime.numpy_wire import from_plain
 from minialpa.runtime.ray_cluster import HEAD_S, RayCluster, WorkerHandle, death, failed_call
 from minialpa.runtime.turns import Turns
 from minialpa.runtime.watch import Watch, silent

@@ -18,8 +18,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from minialpa.perfetto import interval, process_name, thread_name, write_trace
-from minialpa.program import MeshShape
+from minialpa.programs.program import MeshShape
+from minialpa.support.perfetto import interval, process_name, thread_name, write_trace
 
 #: The track of what devices compute. Others are of instructions of a worker, and of arrays on their way.
 FUNCTIONS = "functions"

@@ -8,7 +8,7 @@ import struct
 from dataclasses import dataclass
 
 from minialpa.runtime.mailbox import ProtocolError
-from minialpa.runtime.segments import Bytes
+from minialpa.runtime.shared_memory import Bytes
 
 _MAX_BUFFERS = 512  # As many as the kernel takes at a time.
 _DESCRIPTOR = struct.Struct("i")

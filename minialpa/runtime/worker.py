@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from minialpa.errors import WorkerError
-from minialpa.mesh_program import MeshProgram, Place
-from minialpa.resharding import Box
+from minialpa.programs.mesh_program import MeshProgram, Place
+from minialpa.programs.resharding import Box
 from minialpa.runtime.failures import Failure, Status, fault_of
 
 #: Instructions before the present one that a status tells.
@@ -312,7 +312,7 @@ class Worker:
 
     def counts(self) -> dict[str, int]:
         """What this worker holds: arrays of the session, programs, their functions, and what `holdings` counts."""
-        from minialpa.runtime.holdings import holdings
+        from minialpa.runtime.resource_usage import holdings
 
         own = {"arrays": self._arrays, "programs": self._programs, "compiled": self._compiled}
         return {name: len(held) for name, held in own.items()} | holdings()
@@ -322,7 +322,7 @@ def _shards(array: Any) -> list[tuple[Box, Any]]:
     import jax
     import numpy as np
 
-    from minialpa.runtime.plain import to_plain
+    from minialpa.runtime.numpy_wire import to_plain
 
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         array = jax.random.key_data(array)

@@ -15,7 +15,7 @@ from minialpa.inter.alternatives import forced_spec, named_values
 from minialpa.inter.pipeline import plan_step
 from minialpa.methods import Method, resolve_devices
 from minialpa.sharding import specs_of
-from minialpa.trace import TracedStep
+from minialpa.tracing.trace import TracedStep
 from tests.helpers import trace
 from tests.plans import make_args, train_step
 

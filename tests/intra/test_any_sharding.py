@@ -11,9 +11,10 @@ import pytest
 
 import minialpa
 from minialpa import LogicalMesh, ShardParallel
-from minialpa.intra import solve, spmd
-from minialpa.intra.costgraph import CostGraph, GraphSolution
-from minialpa.intra.factors import run_shard
+from minialpa.intra import spmd
+from minialpa.intra.graph import solve
+from minialpa.intra.solver.cost_graph import CostGraph, GraphSolution
+from minialpa.rules.factors import run_shard
 from minialpa.testing import assert_allclose
 
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hlo import collectives
 from jax.sharding import PartitionSpec as P
 
 import minialpa
 from minialpa import AutoShardingOption, DataParallel, LogicalMesh, ShardParallel, Zero2Parallel, Zero3Parallel, models
 from minialpa.testing import assert_allclose
+from tests.compiled_text import collectives
 from tests.helpers import descent_step
 
 #: A mesh without a device, where only communication counts: 1 s for each collective and each byte.

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hlo import collectives
 
 import minialpa
 from minialpa import (
@@ -22,6 +21,7 @@ from minialpa import (
     models,
 )
 from minialpa.testing import assert_allclose
+from tests.compiled_text import collectives
 
 MESH = LogicalMesh((4,))
 

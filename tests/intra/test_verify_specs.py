@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rule_programs import PROGRAMS, cases
 
 from minialpa import LogicalMesh, VerifyError
-from minialpa.inter.mesh_problem import mesh_equations
-from minialpa.inter.staging import stage_step
-from minialpa.intra.factors import factors_of
-from minialpa.intra.reshard import partial_specs_of
+from minialpa.inter.staging.mesh_problem import mesh_equations
+from minialpa.inter.staging.staged_step import stage_step
+from minialpa.intra.strategies.candidates import enumerate_ways, nearest_way
+from minialpa.intra.strategies.reshard import partial_specs_of
 from minialpa.intra.verify_specs import SpecsOfMesh, verify_specs
-from minialpa.intra.ways import enumerate_ways, nearest_way
-from minialpa.jaxprs import shape_of
+from minialpa.rules.factors import factors_of
 from minialpa.sharding import EquationSpecs, Spec
+from minialpa.tracing.jaxprs import shape_of
 from tests.helpers import trace
+from tests.rules.rule_programs import PROGRAMS, cases
 
 MESH = LogicalMesh((2, 2))
 

@@ -37,15 +37,15 @@ from minialpa import (
     Zero2Parallel,
     Zero3Parallel,
 )
-from minialpa.inter.staging import mesh_problems, realise
-from minialpa.intra.factors import factors_of
-from minialpa.intra.loops import scan_body
-from minialpa.intra.reshard import partial_specs_of
-from minialpa.intra.rules_common import is_summable
-from minialpa.intra.ways import nearest_way
+from minialpa.inter.staging.staged_step import mesh_problems, realise
+from minialpa.intra.strategies.candidates import nearest_way
+from minialpa.intra.strategies.loops import scan_body
+from minialpa.intra.strategies.reshard import partial_specs_of
 from minialpa.methods import Method
 from minialpa.plan.codec import encode
-from minialpa.program import Program
+from minialpa.programs.program import Program
+from minialpa.rules.common import is_summable
+from minialpa.rules.factors import factors_of
 from minialpa.runtime import local
 from minialpa.sharding import EquationSpecs, Spec, specs_of
 from minialpa.testing import assert_allclose

@@ -29,7 +29,7 @@ from minialpa.runtime import channel, handshake, host_transport
 from minialpa.runtime.channel import INLINE_BYTES
 from minialpa.runtime.handshake import Address
 from minialpa.runtime.host_transport import HostTransport
-from minialpa.runtime.segments import Pool, segment_bytes
+from minialpa.runtime.shared_memory import Pool, segment_bytes
 from minialpa.runtime.transport import ALIGNMENT, Part, Piece, Transport
 from tests.runtime.peers import (
     SECRET,

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 
 import minialpa
 from benchmarks.ray_leaks import BATCH_BYTES, N_MESHES, steps
-from minialpa.runtime.plain import from_plain, to_plain
+from minialpa.runtime.numpy_wire import from_plain, to_plain
 from minialpa.session import current_session
 from minialpa.testing import assert_allclose
 from tests.runtime.ray_cluster import WORKER_ENV

@@ -12,8 +12,8 @@ import pytest
 from ray.cluster_utils import Cluster
 
 import minialpa
-from minialpa.inter.mesh_programs import array_type
-from minialpa.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
+from minialpa.inter.lower.mesh_programs import array_type
+from minialpa.programs.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
 from minialpa.runtime.ray_executable import RayExecutable
 from minialpa.sharding import specs_of
 from tests.runtime.ray_cluster import WORKER_ENV

@@ -14,7 +14,7 @@ import numpy as np
 import minialpa
 from minialpa import models
 from minialpa.methods import Method
-from minialpa.program import Accumulate, Program, Run, Transfer, reads, writes
+from minialpa.programs.program import Accumulate, Program, Run, Transfer, reads, writes
 from minialpa.runtime.step_trace import FUNCTIONS, TaskTime
 
 N_MICRO_BATCHES = 3

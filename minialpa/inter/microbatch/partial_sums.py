@@ -1,0 +1,128 @@
+"""Partial sums: which equations they pass through in a loop, and what they become.
+
+Linear equations keep a partial sum partial. A sum over the batch that is divided by its number of terms is a mean;
+where a micro-batch takes its own, it takes the mean of its own examples.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial
+from minialpa.rules.factors import Factors
+from minialpa.tracing.jaxprs import Atom, is_literal, shape_of
+
+#: What may compute the number of terms of a mean.
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "add": operator.add,
+    "convert_element_type": float,
+    "max": max,
+    "mul": operator.mul,
+    "sub": operator.sub,
+}
+
+
+class Forms:
+    """The forms of the values of a program, as they become known, and what an equation makes of partial sums.
+
+    n, batch_size: numbers of micro-batches and examples.
+    """
+
+    def __init__(self, eqns: Sequence[JaxprEqn], n: int, batch_size: int) -> None:
+        self.n, self.batch_size = n, batch_size
+        self.producer = {v: eqn for eqn in eqns for v in eqn.outvars}
+        self.of: dict[Var, Form] = {}
+
+    def form(self, atom: Atom) -> Form:
+        return KNOWN if is_literal(atom) else self.of.get(atom, KNOWN)
+
+    def stays_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> Partial | None:
+        """The form of the results if `eqn` is linear in partial sums of one loop and nothing else stands in the way.
+
+        is_own: whether the micro-batch takes its own values, see `statistics`.
+        """
+        partials = self.kept_partial(eqn, factors, is_own)
+        if not self._may_stay(eqn, factors, partials):
+            return None
+        if factors.linear == "joint":
+            return self._joined(eqn, factors, partials, is_own)
+        if factors.linear != "each" or len(partials) != 1:
+            return None
+        (form,) = partials.values()
+        if any(isinstance(self.form(v), Own) for v in eqn.invars):
+            return form  # only in the loop can it meet the micro-batch's own coefficient
+        others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
+        if not is_own and any(shape_of(eqn.invars[k]) for k in others):
+            return None  # as well once, on the total
+        return self._scaled(eqn, form)
+
+    def _may_stay(self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial]) -> bool:
+        """Whether all partial operands are sums of one loop that `eqn` is linear in, and the loop has the others."""
+        forms = list(partials.values())
+        if not forms or any(k not in factors.linear_operands for k in partials):
+            return False
+        if any(f.reduction != "sum" for f in forms) or len({(f.loop, f.scale) for f in forms}) > 1:
+            return False
+        return all(self._known_in(v, forms[0].loop) for v in eqn.invars)
+
+    def kept_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> dict[int, Partial]:
+        """Partial operands by position. Of an own product of two, a mean is taken as the micro-batch's own value."""
+        found = ((k, self.form(v)) for k, v in enumerate(eqn.invars))
+        partials = {k: form for k, form in found if isinstance(form, Partial)}
+        if is_own and factors.linear == "each" and len(partials) > 1:
+            sums = {k: form for k, form in partials.items() if form.rescale is None}
+            return sums if len(sums) == 1 else partials
+        return partials
+
+    def _joined(self, eqn: JaxprEqn, factors: Factors, partials: dict[int, Partial], is_own: bool) -> Partial | None:
+        """Anything else that is added would count once per micro-batch; own values can be shared out."""
+        first, *more = partials.values()
+        others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
+        all_own = all(isinstance(self.form(eqn.invars[k]), Own) for k in others)
+        if not all_own or (others and first.scale is not None):
+            return None
+        if is_own and (others or any(f.rescale != first.rescale for f in more)):
+            return None
+        summed = [factors.sizes[f] for f in factors.reductions if f not in factors.positional]
+        return replace(first, count=first.count * int(np.prod(summed or [1])))
+
+    def _known_in(self, atom: Atom, loop: int) -> bool:
+        """Whether a loop has a value, or each micro-batch's of it."""
+        form = self.form(atom)
+        return form.after < loop if isinstance(form, Once) else form.loop <= loop
+
+    def _scaled(self, eqn: JaxprEqn, form: Partial) -> Partial:
+        """Recognise the division of a sum by its number of examples or terms, or by one less (unbiased variance)."""
+        known = next((c for c in map(self._constant, eqn.invars) if c is not None), None)
+        if form.rescale is not None or form.count == 0 or not known:
+            return form
+        divisor = {"div": known, "mul": 1 / known}.get(eqn.primitive.name, 0.0)
+        whole = round(divisor)
+        if whole == 0 or abs(divisor - whole) > 1e-6 * whole:
+            return form
+        if form.count % whole == 0 and whole % self.batch_size == 0:
+            return replace(form, rescale=float(self.n))
+        return replace(form, rescale=whole / max(form.count / self.n - 1, 1)) if whole == form.count - 1 else form
+
+    def _constant(self, atom: Atom) -> float | None:
+        """The value of a real scalar that is known now: `jnp.var` computes its divisor in the program."""
+        if is_literal(atom):
+            return None if np.ndim(atom.val) or np.iscomplexobj(atom.val) else float(atom.val)
+        eqn = self.producer.get(atom)
+        if eqn is None or shape_of(atom) or eqn.primitive.name not in _ARITHMETIC:
+            return None
+        values = [self._constant(v) for v in eqn.invars]
+        return None if None in values else _ARITHMETIC[eqn.primitive.name](*values)
+
+    def is_zero(self, atom: Atom) -> bool:
+        while not is_literal(atom):
+            eqn = self.producer.get(atom)
+            if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "copy"):
+                return False
+            atom = eqn.invars[0]
+        return bool(np.all(np.asarray(atom.val) == 0))

@@ -1,0 +1,84 @@
+"""What a step over micro-batches is: operations with their segments, and how values combine over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.tracing.jaxprs import Atom
+from minialpa.tracing.trace import TracedStep
+
+#: Segments of a step with one loop: once before, once per micro-batch, and once after the micro-batches.
+PROLOGUE, LOOP, UPDATE = 0, 1, 2
+
+
+def is_loop(segment: int) -> bool:
+    """Whether a segment runs once per micro-batch: the odd ones do."""
+    return segment % 2 == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One equation of a split step; `source` is the number of the traced equation that it comes from."""
+
+    eqn: JaxprEqn
+    segment: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulator:
+    """`total` = combination over micro-batches of `loop` by `reduction`; it may be of a wider dtype than `loop`."""
+
+    loop: Var
+    total: Var
+    reduction: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """`total` = concatenation over micro-batches of `loop` along dimension `dim`."""
+
+    loop: Var
+    total: Var
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class SplitStep:
+    """A step as a chain of segments, see `segments`: loops over micro-batches, and what happens before and after each.
+
+    ops: in order, segment after segment.
+    micro_inputs: batch inputs and the variables that hold the rows of one micro-batch.
+    micro_index: int32 scalar, the number of the micro-batch; None when nothing needs it.
+    accumulators, stacks: of all loops. What a loop leaves is complete behind it.
+    outvars: results of the step, over the variables of the update, inputs and literals.
+    batch_dims: for variables of the loops, and inputs, the dimension that holds examples.
+    own: what each micro-batch computes for itself, as the user would say it: batch statistics.
+    """
+
+    traced: TracedStep
+    n_micro_batches: int
+    ops: tuple[Op, ...]
+    micro_inputs: tuple[tuple[Var, Var], ...]
+    micro_index: Var | None
+    accumulators: tuple[Accumulator, ...]
+    stacks: tuple[Stack, ...]
+    outvars: tuple[Atom, ...]
+    batch_dims: dict[Var, int]
+    own: tuple[str, ...] = ()
+
+    @property
+    def n_loops(self) -> int:
+        return max([1, *((op.segment + 1) // 2 for op in self.ops)])
+
+    @property
+    def computes_rows_again(self) -> bool:
+        """Whether a loop computes again what an earlier one has computed."""
+        places = {(op.source, op.segment) for op in self.ops if is_loop(op.segment) and op.source >= 0}
+        return len(places) > len({source for source, _ in places})
+
+    def in_segment(self, segment: int) -> Sequence[Op]:
+        return [op for op in self.ops if op.segment == segment]

@@ -1,0 +1,259 @@
+"""Batch statistics: which totals over the examples a micro-batch may take from its own examples.
+
+A step over micro-batches computes what the full batch computes, with two exceptions. The model may ask for a
+micro-batch's own value with `per_micro_batch`; and a normalisation over examples, as in BatchNorm, uses the mean and
+variance of the micro-batch, see `normalisations`. Everything else is computed from the totals of the full batch.
+
+Backward passes read totals too: the derivatives of what a micro-batch took as its own are its own. They are told by
+the forward equation, or else the line of the program, that they come from.
+
+In: a traced step and how its values depend on examples. Out: `Statistics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.errors import TraceError
+from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier
+from minialpa.inter.microbatch.normalisations import Moments
+from minialpa.tracing.jaxprs import dtype_name, innermost_line, is_literal, operand_vars, shape_of, source_line
+from minialpa.tracing.trace import TracedStep
+
+_PER_MICRO_BATCH: Final = "minialpa_per_micro_batch"
+
+#: What tells the derivative of an equation: its forward group, where autodiff left one, and its line.
+_Key = tuple[int | None, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """own: numbers of the equations that read totals as the micro-batch's own. found: the statistics, for people."""
+
+    own: frozenset[int] = frozenset()
+    found: tuple[str, ...] = ()
+
+
+class NotOwnError(TraceError):
+    """A statistic that a micro-batch cannot take as its own; `line`: where it is read."""
+
+    def __init__(self, eqn: JaxprEqn, problem: str) -> None:
+        super().__init__(f"`{eqn.primitive.name}` at {source_line(eqn)} {problem}")
+        self.line = innermost_line(eqn)
+
+
+def normalisations(step: TracedStep, kinds: Kinds, moments: Sequence[Moments]) -> list[Moments]:
+    """Those of the moments of a step that a micro-batch may take as its own.
+
+    Their code is a normalisation of examples wherever it runs. In a gradient of a gradient, say, the inner backward
+    pass is a part of what is differentiated, and reads moments in other ways; or some of the activations are of all
+    examples at once. Then all are the whole batch's.
+    """
+    if any(origin.is_second for origin in step.origins):
+        return []  # lines do not tell the derivatives of statistics from derivatives of these
+    lines = _Lines(step)
+    # A forward pass that only its derivative needs is computed again in the backward pass, and nowhere else.
+    others = [m for m in moments if m.divides and not m.is_normalisation and not m.in_backward]
+    elsewhere = lines.of(i for m in others for i in m.entries) | lines.of(_on_totals_alone(step, kinds, moments))
+    return [m for m in moments if m.is_normalisation and not lines.of(m.entries) & elsewhere]
+
+
+def _on_totals_alone(step: TracedStep, kinds: Kinds, moments: Sequence[Moments]) -> list[int]:
+    """Forward equations that read totals and no examples, and have nothing to do with the moments of examples."""
+    known = {i for m in moments for i in m.totals}
+    return [
+        i
+        for i, (eqn, origin) in enumerate(zip(step.flat.eqns, step.origins, strict=True))
+        if i not in known and origin.direction != "backward" and _totals(eqn, kinds) and not _is_on_examples(eqn, kinds)
+    ]
+
+
+def without(step: TracedStep, normal: Sequence[Moments], line: str) -> list[Moments]:
+    """The normalisations that are not computed at `line`; none, if none is computed there."""
+    lines = _Lines(step)
+    rest = [m for m in normal if line not in lines.of((*m.totals, *m.entries))]
+    return rest if len(rest) < len(normal) else []
+
+
+def find_statistics(
+    step: TracedStep, kinds: Kinds, moments: Sequence[Moments], normal: Sequence[Moments]
+) -> Statistics:
+    """What a micro-batch takes as its own, where that is the normalisations `normal`, and what the model asks for.
+
+    Raises NotOwnError where what reads a total may be a derivative of a statistic or of a total of the whole batch.
+    """
+    eqns, lines = step.flat.eqns, _Lines(step)
+    marked = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == _PER_MICRO_BATCH}
+    if not normal and not marked:
+        return Statistics()
+
+    own = _own_in_forward(step, normal, moments, marked, lines)
+    derivatives = _Derivatives(step, kinds, own, lines).find()
+    reads = sorted(own.entries | derivatives)
+    asked_for = [eqns[i] for i in sorted(marked) if not eqns[i].params["cotangent_of"]]
+    found = [_described(step, kinds, m) for m in normal]
+    found += [f"`per_micro_batch` at {source_line(eqn)}" for eqn in asked_for]
+    return Statistics(frozenset(_needed_by(eqns, sorted(own.totals), reads)), tuple(dict.fromkeys(found)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What is a micro-batch's own in the forward pass: equations that read it, that compute it, and their keys."""
+
+    entries: set[int]
+    totals: set[int]
+    keys: set[_Key]
+
+
+def _own_in_forward(
+    step: TracedStep, normal: Sequence[Moments], moments: Sequence[Moments], marked: set[int], lines: _Lines
+) -> _Own:
+    keys = {lines.key(i) for m in normal for i in _needed_by(step.flat.eqns, m.totals, m.entries)}
+    # Parts of a block that are computed again have the lines of its forward pass.
+    forward = {line for _, line in keys}
+    again = [m for m in moments if m.in_backward and lines.of(m.entries) & forward]
+    entries = {i for m in (*normal, *again) for i in m.entries} | marked
+    totals = {i for m in (*normal, *again) for i in m.totals}
+    return _Own(entries, totals, keys)
+
+
+def _needed_by(eqns: Sequence[JaxprEqn], totals: Sequence[int], entries: Sequence[int]) -> list[int]:
+    """`entries` and those equations of `totals` that they need: not those of running averages."""
+    needed = {v for i in entries for v in operand_vars(eqns[i])}
+    out = list(entries)
+    for i in reversed(totals):
+        if any(v in needed for v in eqns[i].outvars):
+            out.append(i)
+            needed.update(operand_vars(eqns[i]))
+    return out
+
+
+def _described(step: TracedStep, kinds: Kinds, moments: Moments) -> str:
+    x, eqn = moments.x, step.flat.eqns[moments.first]
+    shape = ", ".join("batch" if d == kinds.get(x) else str(n) for d, n in enumerate(shape_of(x)))
+    return f"mean and variance of {dtype_name(x)} ({shape}) at {source_line(eqn)}"
+
+
+class _Lines:
+    """Lines and keys of equations; a line is looked up once."""
+
+    def __init__(self, step: TracedStep) -> None:
+        self._step = step
+        self._known: dict[int, str] = {}
+
+    def line(self, i: int) -> str:
+        if i not in self._known:
+            self._known[i] = innermost_line(self._step.flat.eqns[i])
+        return self._known[i]
+
+    def of(self, equations: Iterable[int]) -> set[str]:
+        return {self.line(i) for i in equations}
+
+    def key(self, i: int) -> _Key:
+        return self._step.origins[i].group, self.line(i)
+
+
+class _Derivatives:
+    """A walk over the backward passes: what reads derivatives of what a micro-batch took as its own.
+
+    is_own: totals that are each micro-batch's own. asked_for: what follows from `per_micro_batch`, in any pass.
+    """
+
+    def __init__(self, step: TracedStep, kinds: Kinds, own: _Own, lines: _Lines) -> None:
+        self.step, self.kinds, self.own, self.lines = step, kinds, own, lines
+        eqns = step.flat.eqns
+        self.exact_keys = _exact_keys(step, kinds, own, lines)
+        forward = own.entries | own.totals
+        self.is_own = {v for i in forward for v in eqns[i].outvars if kinds.get(v) == AGGREGATE}
+        self.asked_for: set[Var] = set()
+
+    def find(self) -> set[int]:
+        """Numbers of the equations."""
+        out = set()
+        for i, eqn in enumerate(self.step.flat.eqns):
+            if eqn.primitive.name == _PER_MICRO_BATCH:
+                self.asked_for.update(eqn.outvars)
+            if is_barrier(eqn):
+                self._pass_on(eqn)
+            elif self._may_be_derivative(i, eqn) and self._visit(i, eqn):
+                out.add(i)
+        return out
+
+    def _pass_on(self, eqn: JaxprEqn) -> None:
+        for group in (self.is_own, self.asked_for):
+            group.update(out for v, out in zip(eqn.invars, eqn.outvars, strict=True) if v in group)
+
+    def _may_be_derivative(self, i: int, eqn: JaxprEqn) -> bool:
+        if i in self.own.entries or i in self.own.totals:
+            return False
+        return self.step.origins[i].direction == "backward" or any(v in self.asked_for for v in self._totals(eqn))
+
+    def _totals(self, eqn: JaxprEqn) -> list[Var]:
+        return _totals(eqn, self.kinds)
+
+    def _visit(self, i: int, eqn: JaxprEqn) -> bool:
+        """Note which results are the micro-batch's own. Returns whether the equation reads own totals alone."""
+        totals = self._totals(eqn)
+        reads_own = bool(totals) and all(v in self.is_own for v in totals)
+        if _is_on_examples(eqn, self.kinds):
+            self._refuse_both(eqn, totals)
+            self._reduce(i, eqn)
+        elif reads_own:
+            self.is_own.update(eqn.outvars)
+            self.asked_for.update(eqn.outvars if any(v in self.asked_for for v in totals) else ())
+        return reads_own
+
+    def _refuse_both(self, eqn: JaxprEqn, totals: Sequence[Var]) -> None:
+        if len({v in self.is_own for v in totals}) == 2:
+            raise NotOwnError(
+                eqn,
+                "joins a statistic of the micro-batch with a total of the whole batch. Use `num_micro_batches=1`, or "
+                "`minialpa.per_micro_batch` for the total.",
+            )
+
+    def _reduce(self, i: int, eqn: JaxprEqn) -> None:
+        """A sum over examples is own if it is the derivative of what is own."""
+        sums = [v for v in eqn.outvars if self.kinds.get(v) == AGGREGATE]
+        if not sums or not self._derives_from(i, self.own.keys):
+            return
+        if self._derives_from(i, self.exact_keys):
+            raise NotOwnError(
+                eqn,
+                "is the derivative of a batch statistic or of a total of the whole batch: both are computed there. "
+                "Put them on lines of their own, and use `minialpa.value_and_grad`.",
+            )
+        self.is_own.update(sums)
+
+    def _derives_from(self, i: int, keys: set[_Key]) -> bool:
+        """Whether an equation may be a derivative of one of `keys`; without a group, by its line."""
+        group, line = self.lines.key(i)
+        return (group, line) in keys or (group is None and any(line == other for _, other in keys))
+
+
+def _exact_keys(step: TracedStep, kinds: Kinds, own: _Own, lines: _Lines) -> set[_Key]:
+    """Keys of the forward equations that bring totals of the whole batch to the examples."""
+    out: set[_Key] = set()
+    brought: set[Var] = set()
+    for i in range(len(step.flat.eqns) - 1, -1, -1):
+        eqn = step.flat.eqns[i]
+        if i in own.entries or i in own.totals or step.origins[i].direction == "backward" or is_barrier(eqn):
+            continue
+        totals = _totals(eqn, kinds)
+        passes_on = eqn.primitive.name == "broadcast_in_dim" and any(v in brought for v in eqn.outvars)
+        if totals and (passes_on or _is_on_examples(eqn, kinds)):
+            out.add(lines.key(i))
+            brought.update(totals)
+    return out
+
+
+def _totals(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
+    """Operands that are reduced over examples, or computed from such."""
+    return [v for v in operand_vars(eqn) if kinds.get(v) == AGGREGATE]
+
+
+def _is_on_examples(eqn: JaxprEqn, kinds: Kinds) -> bool:
+    return any(not is_literal(v) and isinstance(kinds.get(v), int) for v in eqn.invars)

@@ -1,0 +1,119 @@
+"""Timelines: when each stage runs which pass, what travels, and what memory holds; as text and as a Perfetto trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from minialpa.plan import bytes_text, seconds_text
+from minialpa.support.perfetto import Event, counter, interval, process_name, thread_name, write_trace
+
+
+@dataclass(frozen=True, slots=True)
+class TimedPass:
+    """`number`: chunk of the pipeline, or stage of an update. micro_batch: None for an update."""
+
+    kind: Literal["forward", "backward", "step", "update"]
+    number: int
+    micro_batch: int | None
+    start_s: float
+    end_s: float
+
+    @property
+    def name(self) -> str:
+        chunk = f" chunk {self.number}" if self.kind in ("forward", "backward") else ""
+        return f"{self.kind}{chunk}" + ("" if self.micro_batch is None else f", micro-batch {self.micro_batch}")
+
+
+@dataclass(frozen=True, slots=True)
+class TimedTransfer:
+    """Bytes on their way from stage to stage. micro_batch: None for what updates send each other."""
+
+    source_stage: int
+    target_stage: int
+    kind: Literal["forward", "backward", "update"]
+    micro_batch: int | None
+    n_bytes: float
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimeline:
+    """One stage.
+
+    first_device, n_devices: its devices in the cluster. passes: in order, the update last.
+    memory: (seconds, bytes per device from then on), in order. peak_live: most pairs of a micro-batch and a chunk that
+    are live at once, see `schedule.n_live`.
+    """
+
+    first_device: int
+    n_devices: int
+    passes: tuple[TimedPass, ...]
+    memory: tuple[tuple[float, float], ...]
+    peak_live: int
+
+    @property
+    def busy_s(self) -> float:
+        return sum(one.end_s - one.start_s for one in self.passes)
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(n_bytes for _, n_bytes in self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One step of a plan, as `simulate` foresees it. Seconds count from the start of the step."""
+
+    schedule: str
+    n_micro_batches: int
+    stages: tuple[StageTimeline, ...]
+    transfers: tuple[TimedTransfer, ...]
+
+    @property
+    def total_s(self) -> float:
+        return max((stage.passes[-1].end_s for stage in self.stages if stage.passes), default=0.0)
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """For each stage the fraction of the step in which it waits."""
+        total_s = self.total_s
+        return tuple(1 - stage.busy_s / total_s if total_s else 0.0 for stage in self.stages)
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Bytes per device of each stage at its peak."""
+        return tuple(stage.peak_bytes for stage in self.stages)
+
+    def summary(self) -> str:
+        """One line for the step and one for each stage."""
+        order = f", schedule {self.schedule}" if len(self.stages) > 1 else ""
+        lines = [
+            f"Simulated {seconds_text(self.total_s)} per step: {len(self.stages)} stage{'s' * (len(self.stages) > 1)}, "
+            f"{self.n_micro_batches} micro-batches{order}"
+        ]
+        for k, (stage, bubble) in enumerate(zip(self.stages, self.bubble, strict=True)):
+            lines.append(
+                f"Stage {k}: busy {seconds_text(stage.busy_s)}, waits {bubble:.1%}, at most {stage.peak_live} passes "
+                f"in flight, {bytes_text(stage.peak_bytes)} per device"
+            )
+        return "\n".join(lines)
+
+    def to_trace(self, path: str | Path) -> None:
+        """Write a trace that ui.perfetto.dev and chrome://tracing open: a process for each stage, with its passes, what
+        it sends to each other stage, and its memory."""
+        events: list[Event] = []
+        for k, stage in enumerate(self.stages):
+            last = stage.first_device + stage.n_devices - 1
+            events += [process_name(k, f"stage {k}, devices {stage.first_device}-{last}"), thread_name(k, 0, "passes")]
+            events += [interval(k, 0, one.name, one.start_s, one.end_s, one.kind) for one in stage.passes]
+            events += [counter(k, "bytes per device", at_s, {"bytes": n_bytes}) for at_s, n_bytes in stage.memory]
+        for source, target in sorted({(t.source_stage, t.target_stage) for t in self.transfers}):
+            events.append(thread_name(source, target + 1, f"to stage {target}"))
+        for t in self.transfers:
+            name = t.kind if t.micro_batch is None else f"{t.kind}, micro-batch {t.micro_batch}"
+            place, args = (t.source_stage, t.target_stage + 1), {"bytes": t.n_bytes}
+            events.append(interval(*place, name, t.start_s, t.end_s, "transfer", args))
+        write_trace(path, events)

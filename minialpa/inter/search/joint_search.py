@@ -1,0 +1,148 @@
+"""The joint search: bounds on the costs of stages in, the fastest pipeline out.
+
+Stages, their submeshes and logical shapes, the number of micro-batches and rematerialisation are chosen together. The
+stage DP runs on lower bounds (`stage_bounds`). What the best pipeline under these uses is solved, which raises its
+bounds, until the best pipeline uses nothing but what is solved. Then no pipeline in the space is cheaper by the sums of
+its pieces, and few of the thousands of costs in the space were ever computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from minialpa.errors import InfeasibleError
+from minialpa.inter.search.stage_bounds import StageBounds
+from minialpa.inter.search.stage_dp import StageAssignment, StageChoice
+from minialpa.inter.search.submeshes import Candidate
+from minialpa.options import Remat
+from minialpa.plan import Certificate
+
+#: Costs that are solved before the search takes the best that it has.
+_MOST_SOLVED = 400
+#: Numbers of micro-batches that differ by this factor are looked at first.
+_FAR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FoundStage:
+    """A stage by its choice in the table of the search: the submesh that this means, and what is computed again."""
+
+    choice: StageChoice
+    candidate: Candidate
+    remat: Remat
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(range(self.choice.first_layer, self.choice.last_layer + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Stages, micro-batches, and the seconds of a step by the sums of pieces."""
+
+    stages: tuple[FoundStage, ...]
+    n_micro_batches: int
+    seconds: float
+
+
+class StageSearch:
+    """The search over one space. `best` may be asked again after `learn` and `exclude`."""
+
+    def __init__(self, bounds: StageBounds, report: Callable[[str, int, int], None]) -> None:
+        self.bounds, self.space, self.report = bounds, bounds.space, report
+        #: Seconds that every pipeline takes at least, by its number of micro-batches.
+        self._least = dict.fromkeys(bounds.numbers, 0.0)
+        #: Numbers of micro-batches that are looked at: some far apart, then what is near the best.
+        self._open = _far_apart(bounds.numbers)
+
+    def best(self) -> Found:
+        """A pipeline at most `tolerance` slower than any in the space, if that is known after `_MOST_SOLVED` costs.
+
+        Raises InfeasibleError if nothing fits; its message is of the smallest micro-batches.
+        """
+        bounds, tolerance = self.bounds, self.space.tolerance
+        failures: dict[int, InfeasibleError] = {}
+        best: tuple[float, int, StageAssignment] | None = None
+        while True:
+            n = min(self._open, key=lambda n: (self._least[n], n))
+            least = self._least[n]
+            enough = least >= (best[0] if best else math.inf) * (1 - tolerance)
+            if best is not None and (enough or bounds.n_solved > _MOST_SOLVED):
+                near = {m for m in bounds.numbers if best[1] / _FAR < m < best[1] * _FAR} - self._open
+                if not near or not enough:
+                    return self._found(*best)
+                self._open |= near
+                continue
+            if math.isinf(least):
+                raise failures[max(failures)] if failures else InfeasibleError("No pipeline fits.")
+            try:
+                found = bounds.choose(n)
+            except InfeasibleError as error:
+                self._least[n], failures[n] = math.inf, error
+                continue
+            self._least[n] = max(least, found.seconds * (1 - tolerance / 4))
+            if self._least[n] > least:
+                continue  # another number may be the most promising now
+            unsolved = bounds.unsolved(n, found)
+            self.report("Costs of stages", bounds.n_solved, bounds.n_solved + len(unsolved))
+            if unsolved:
+                bounds.raise_bound(n, *unsolved[0])
+            else:
+                seconds = bounds.seconds_of(n, found)
+                if best is None or seconds < best[0]:
+                    best = seconds, n, found
+
+    @property
+    def certificate(self) -> Certificate:
+        """What is known after `best`. Numbers of micro-batches that were not looked at are not in it."""
+        looked_at = tuple(sorted(self._open))
+        return Certificate(min(self._least[n] for n in looked_at), looked_at, self.bounds.n_solved)
+
+    def learn(self, found: Found, seconds: Sequence[tuple[float, float]]) -> None:
+        """Tell what the stages cost that were solved as wholes: seconds per micro-batch, and once per step."""
+        n = found.n_micro_batches
+        for stage, (t, step) in zip(found.stages, seconds, strict=True):
+            self.bounds.learn(n, stage.choice, t, step)
+        # A whole stage may cost less than its pieces, each of which saves memory and starts collectives by itself.
+        self._least[n] = 0.0
+
+    def exclude(self, found: Found, stage: int, n_live: int) -> None:
+        """Tell that a stage does not fit with `n_live` micro-batches in flight."""
+        self.bounds.exclude(found.n_micro_batches, found.stages[stage].choice, n_live)
+
+    def alike(self, found: Found) -> Iterator[Found]:
+        """`found` with one logical shape for all of its stages, where these have the same submesh.
+
+        For each shape that may be as fast up to the tolerance: sums of pieces are not that exact.
+        """
+        bounds, n = self.bounds, found.n_micro_batches
+        submeshes = {(stage.candidate.submesh, stage.candidate.device) for stage in found.stages}
+        columns = [bounds.columns[stage.choice.candidate] for stage in found.stages]
+        for m, candidate in enumerate(self.space.candidates if len(submeshes) == 1 else ()):
+            if (candidate.submesh, candidate.device) not in submeshes or {c.candidate for c in columns} == {m}:
+                continue
+            places = [bounds.place[dataclasses.replace(column, candidate=m)] for column in columns]
+            stages = [dataclasses.replace(s.choice, candidate=c) for s, c in zip(found.stages, places, strict=True)]
+            other = StageAssignment(tuple(stages), 0.0)
+            if bounds.seconds_of(n, other) <= found.seconds * (1 + self.space.tolerance):
+                yield self._found(found.seconds, n, other)
+
+    def _found(self, seconds: float, n: int, found: StageAssignment) -> Found:
+        columns = [self.bounds.columns[choice.candidate] for choice in found.stages]
+        stages = tuple(
+            FoundStage(choice, self.space.candidates[column.candidate], column.remat)
+            for choice, column in zip(found.stages, columns, strict=True)
+        )
+        return Found(stages, n, seconds)
+
+
+def _far_apart(numbers: Sequence[int]) -> set[int]:
+    """The largest number, and smaller ones, each at most a `_FAR`-th of the one before; 1 if it is there."""
+    out: list[int] = []
+    for n in sorted(numbers, reverse=True):
+        if not out or n * _FAR <= out[-1] or n == 1:
+            out.append(n)
+    return set(out)

@@ -1,0 +1,382 @@
+"""What stages cost at least: a traced step, a cluster and what there is to choose from in, stage tables that rise out.
+
+A piece that was not solved on a submesh costs at least what it costs on one device, divided by the devices, and at
+least its share of what it costs there in a larger micro-batch, where latency and weights weigh less. `StageBounds`
+starts with the former, and `raise_bound` takes the next better bound of a piece until it is solved. `choose` is the
+best pipeline under the bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from minialpa.cluster import ClusterSpec
+from minialpa.errors import TraceError
+from minialpa.inter.layers.forward import pieces_of
+from minialpa.inter.layers.remat import rematerialise
+from minialpa.inter.schedule.schedules import PipelineSize, max_live
+from minialpa.inter.search.stage_cost import THRIFT, PieceCost, PieceCosts, PieceKinds, interval_maxima, interval_sums
+from minialpa.inter.search.stage_dp import StageAssignment, StageChoice, StageCostTable, choose_stages, step_seconds_of
+from minialpa.inter.search.stage_kernels import Bools, Floats
+from minialpa.inter.search.stage_memory import needed_bytes
+from minialpa.inter.search.submeshes import Candidate, may_start, preferred_seconds, skip_to, transfer_seconds
+from minialpa.inter.staging.staged_step import stage_step
+from minialpa.intra.graph.solve import MeshSolver
+from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.options import AutoShardingOption, Remat
+from minialpa.support.recent import Recent
+from minialpa.tracing.trace import TracedStep
+
+_NAMES = tuple(f.name for f in fields(PieceCost))
+
+#: Bytes of the staged steps, and of the solvers of pieces, that a search keeps for when they are asked for again.
+_MOST_STAGED_BYTES, _MOST_SOLVER_BYTES = 2**30, 2**29
+
+#: First layer, last layer, column.
+_Place = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What to choose from: numbers of micro-batches, rematerialisation, submeshes; all devices or fewer.
+
+    tolerance: fraction of the step time that the search may leave on the table.
+    """
+
+    micro_batches: tuple[int, ...]
+    remats: tuple[Remat, ...]
+    candidates: tuple[Candidate, ...]
+    schedule: str
+    use_all_devices: bool
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A way to use a submesh: its number in `Space.candidates`, what is computed again, which of `THRIFT`."""
+
+    candidate: int
+    remat: Remat
+    thrift: int
+
+
+@dataclass(slots=True, eq=False)
+class _Costs:
+    """Costs of the pieces for one number of micro-batches, as far as they are known: [piece, column].
+
+    by_name: by the names of `PieceCost`. solved: whether they are; others are lower bounds. exact: seconds per
+    micro-batch and per step that whole stages were found to cost. misfits: stages that do not fit with so many
+    micro-batches in flight. chosen: the best pipeline when it was last looked for. changed: whether these have since.
+    table: of what is known now, once somebody has asked.
+    """
+
+    by_name: dict[str, Floats]
+    solved: Bools
+    exact: dict[_Place, tuple[float, float]] = field(default_factory=dict)
+    misfits: list[tuple[_Place, int]] = field(default_factory=list)
+    chosen: StageAssignment | None = None
+    changed: bool = False
+    table: StageCostTable | None = None
+
+    def change(self) -> None:
+        """Note that costs have changed."""
+        self.changed, self.table = True, None
+
+
+class StageBounds:
+    """Lower bounds on the costs of all stages in a space, for each of its numbers of micro-batches.
+
+    columns: what the candidates of its tables are. n_solved: costs of pieces that were solved so far.
+    """
+
+    def __init__(
+        self, traced: TracedStep, layer_of_group: Sequence[int], cluster: ClusterSpec, space: Space,
+        option: AutoShardingOption, known: dict[str, PieceCost] | None = None,
+    ) -> None:  # fmt: skip
+        """`known`: costs of pieces from other searches, to which this one adds."""
+        self.known = {} if known is None else known
+        self.traced, self.cluster, self.space, self.option = traced, cluster, space, option
+        self.piece_of_group, self.layer_of_piece = pieces_of(traced, layer_of_group)
+        self.n_pieces = len(self.layer_of_piece)
+        self.columns = [
+            Column(m, remat, k) for m in range(len(space.candidates)) for remat in space.remats
+            for k in range(len(THRIFT))
+        ]  # fmt: skip
+        self.place = {column: c for c, column in enumerate(self.columns)}
+        devices = [space.candidates[column.candidate].device or cluster.device for column in self.columns]
+        self.memory = np.array([option.limit_bytes(device) or math.inf for device in devices])
+        starts = may_start(cluster, list(space.candidates))
+        self.may_start = np.array([starts[column.candidate] for column in self.columns])
+        self.n_devices = np.array([space.candidates[column.candidate].n_devices for column in self.columns])
+        self.menus = Menus()
+        self._steps: dict[Remat, TracedStep] = {}
+        # One staged step for each number of micro-batches and rematerialisation, and one solver for each distinct piece
+        # of these on each submesh: all of them together are many times the step.
+        self._piece_costs: Recent[PieceCosts] = Recent(_MOST_STAGED_BYTES, lambda costs: costs.n_bytes)
+        self._solvers: Recent[MeshSolver] = Recent(_MOST_SOLVER_BYTES, lambda solver: solver.n_bytes)
+        self._kinds: dict[tuple[int, Remat], PieceKinds] = {}
+        self._solved: dict[tuple[int, int, int], PieceCost] = {}
+        self._anchored: set[tuple[int, int]] = set()
+        self._alone: set[tuple[int, Remat]] = set()
+        # With one micro-batch nothing is accumulated; among several, the largest bound those of all others.
+        self.anchor = min((n for n in space.micro_batches if n > 1), default=1)
+        self.numbers = self._possible_numbers()
+        shape = (self.n_pieces, len(self.columns))
+        self._costs = {
+            n: _Costs({name: np.zeros(shape) for name in _NAMES}, np.zeros(shape, np.bool_)) for n in self.numbers
+        }
+        self._raise_alone(self.anchor, space.remats[0], self.numbers, range(len(self.columns)))
+
+    @property
+    def n_solved(self) -> int:
+        return len(self._solved)
+
+    # ---- costs of pieces ------------------------------------------------------------------------------------------
+
+    def _possible_numbers(self) -> tuple[int, ...]:
+        """The numbers of micro-batches of the space; 1 if it is among them and the step cannot be split."""
+        try:
+            self._pieces(self.anchor, self.space.remats[0])
+        except TraceError:
+            if 1 not in self.space.micro_batches:
+                raise
+            self.anchor = 1
+            return (1,)
+        return self.space.micro_batches
+
+    def _pieces(self, n: int, remat: Remat) -> PieceCosts:
+        """Costs of pieces for `n` micro-batches. Raises TraceError if the step cannot be split into as many."""
+
+        def make() -> PieceCosts:
+            if remat not in self._steps:
+                self._steps[remat] = rematerialise(self.traced, self.piece_of_group, (remat,) * self.n_pieces)
+            staged = stage_step(self._steps[remat], n, self.piece_of_group, range(self.n_pieces))
+            return PieceCosts(staged, self.cluster, self.option, self.menus, self.known, self._solvers)
+
+        return self._piece_costs.once((n, remat), make)
+
+    def _kinds_of(self, n: int, remat: Remat) -> PieceKinds:
+        """Which pieces are alike; as `_pieces`, and remembered when these are gone."""
+        if (n, remat) not in self._kinds:
+            self._kinds[n, remat] = self._pieces(n, remat).kinds
+        return self._kinds[n, remat]
+
+    def is_solved(self, n: int, piece: int, c: int) -> bool:
+        """Whether the cost of a piece in column `c` is no bound any more."""
+        return bool(self._costs[n].solved[piece, c])
+
+    def raise_bound(self, n: int, piece: int, c: int) -> None:
+        """Raise the bounds of a piece in a column, and of those like it, by the cheapest means that is left."""
+        column = self.columns[c]
+        free = self.place[Column(column.candidate, column.remat, 0)]
+        base = min(n, self.anchor)
+        if (base, column.remat) not in self._alone:
+            columns = [i for i, other in enumerate(self.columns) if other.remat == column.remat]
+            alike = [m for m in self.numbers if m == 1 or base > 1]
+            self._raise_alone(base, column.remat, alike, columns)
+        elif 1 < self.anchor < n and not self._is_anchored(piece, free):
+            kind = self._kinds_of(self.anchor, column.remat).kind
+            self._anchored.add((kind[piece], free))
+            anchor, candidate = self._pieces(self.anchor, column.remat), self.space.candidates[column.candidate]
+            cost = anchor.cost(kind[piece], candidate, None, 0.0, limited=False)
+            self._raise_later(self.anchor, kind, piece, column, cost)
+        else:
+            self._solve(n, piece, column)
+
+    def _is_anchored(self, piece: int, free: int) -> bool:
+        """Whether the bounds of a piece in column `free` have been raised by its cost with `anchor` micro-batches."""
+        return (self._kinds_of(self.anchor, self.columns[free].remat).kind[piece], free) in self._anchored
+
+    def _raise_alone(self, base: int, remat: Remat, numbers: Iterable[int], columns: Iterable[int]) -> None:
+        """Raise the bounds of columns to what pieces cost on one device of any memory, sharded perfectly.
+
+        What is computed again makes nothing faster and saves residuals only. One micro-batch instead of `base` takes as
+        long as one of these at least: it may read weights once.
+        """
+        self._alone.add((base, remat))
+        pieces, kinds = self._pieces(base, remat), self._kinds_of(base, remat).kind
+        known: dict[Candidate, dict[int, PieceCost]] = {}
+        for c in columns:
+            one = Candidate((1, 1), (1,), self.space.candidates[self.columns[c].candidate].device)
+            if one not in known:
+                known[one] = {kind: pieces.cost(kind, one, None, 0.0, limited=False) for kind in set(kinds)}
+            own = self.columns[c].remat == remat
+            for n in numbers:
+                bounds, share = self._costs[n].by_name, min(1, base / n) / self.n_devices[c]
+                for i, kind in enumerate(kinds):
+                    cost = known[one][kind]
+                    bounds["seconds"][i, c] = max(bounds["seconds"][i, c], share * cost.seconds)
+                    if own:
+                        bounds["in_flight_bytes"][i, c] = share * cost.in_flight_bytes
+                    for name in ("step_seconds", "fixed_bytes") if n > 1 or base == 1 else ():
+                        value = getattr(cost, name) / self.n_devices[c]
+                        bounds[name][i, c] = max(bounds[name][i, c], value)
+                self._costs[n].change()
+
+    def _raise_later(self, n: int, kinds: Sequence[int], piece: int, column: Column, cost: PieceCost) -> None:
+        """Raise bounds for multiples of `n` micro-batches to their share of what a piece costs for `n`."""
+        pieces = [i for i, kind in enumerate(kinds) if kind == kinds[piece]]
+        columns = [self.place[Column(column.candidate, column.remat, k)] for k in range(len(THRIFT))]
+        for m, costs in self._costs.items():
+            if m % n == 0 and (n > 1 or m == 1):
+                at = np.ix_(pieces, [c for c in columns if not costs.solved[pieces[0], c]])
+                seconds = costs.by_name["seconds"]
+                seconds[at] = np.maximum(seconds[at], n / m * cost.seconds)
+                costs.change()
+
+    def _solve(self, n: int, piece: int, column: Column) -> None:
+        """The costs of a piece; of all thrifty columns, if one is asked for: who looks at one will look at others."""
+        kinds, costs = self._kinds_of(n, column.remat).kind, self._costs[n]
+        free = self.place[Column(column.candidate, column.remat, 0)]
+        self._raise_later(n, kinds, piece, column, self._cost(n, piece, free))
+        pieces = [i for i, kind in enumerate(kinds) if kind == kinds[piece]]
+        for thrift in range(1, len(THRIFT)) if column.thrift else (0,):
+            at = self.place[Column(column.candidate, column.remat, thrift)]
+            for name in _NAMES:
+                costs.by_name[name][pieces, at] = getattr(self._cost(n, piece, at), name)
+            costs.solved[pieces, at] = True
+        costs.change()
+
+    def _cost(self, n: int, piece: int, c: int) -> PieceCost:
+        column = self.columns[c]
+        kind = self._kinds_of(n, column.remat).kind[piece]
+        key = (n, kind, c)
+        if key not in self._solved:
+            free = self.place[Column(column.candidate, column.remat, 0)]
+            fastest = None if c == free else self._cost(n, piece, free)
+            if fastest is not None and math.isinf(fastest.seconds):
+                self._solved[key] = fastest
+            else:
+                choice, thrift = self.space.candidates[column.candidate], THRIFT[column.thrift]
+                pieces = self._pieces(n, column.remat)
+                self._solved[key] = pieces.cost(kind, choice, fastest, thrift, limited=True)
+        return self._solved[key]
+
+    # ---- costs of stages ------------------------------------------------------------------------------------------
+
+    def learn(self, n: int, stage: StageChoice, seconds: float, step_seconds: float) -> None:
+        """A stage was found to cost so many seconds per micro-batch, and per step.
+
+        They are taken to hold with any number of micro-batches in flight: memory that is short for more of them shows
+        when such a pipeline is planned, and is learned then.
+        """
+        self._costs[n].exact[_place_of(stage)] = seconds, step_seconds
+        self._costs[n].change()
+        self._costs[n].chosen = None  # which was the best while all costs were bounds, and this may be less
+
+    def exclude(self, n: int, stage: StageChoice, n_live: int) -> None:
+        """A stage does not fit with `n_live` micro-batches in flight."""
+        self._costs[n].misfits.append((_place_of(stage), n_live))
+        self._costs[n].change()
+
+    def unsolved(self, n: int, found: StageAssignment) -> list[tuple[int, int]]:
+        """Pieces and columns that stages use and that are not solved, one of each kind: the most time first."""
+        costs = self._costs[n]
+        users: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for stage in found.stages:
+            if _place_of(stage) in costs.exact:
+                continue
+            kinds = self._kinds_of(min(n, self.anchor), self.columns[stage.candidate].remat).kind
+            for piece, layer in enumerate(self.layer_of_piece):
+                inside = stage.first_layer <= layer <= stage.last_layer
+                if inside and not costs.solved[piece, stage.candidate]:
+                    users.setdefault((kinds[piece], stage.candidate), []).append((piece, stage.candidate))
+        seconds = costs.by_name["seconds"]
+        ordered = sorted(users.values(), key=lambda places: -len(places) * seconds[places[0]])
+        return [places[0] for places in ordered]
+
+    def seconds_of(self, n: int, found: StageAssignment) -> float:
+        """Seconds of a step under the bounds; inf if a stage has no sharding, or does not fit in memory."""
+        table = self.table(n)
+        for k, stage in enumerate(found.stages):
+            at = _place_of(stage)
+            if math.isinf(table.seconds[at]):
+                return math.inf
+            live = max_live(self.space.schedule, k, PipelineSize(len(found.stages), n))
+            if table.fixed_bytes[at] + live * table.in_flight_bytes[at] > self.memory[stage.candidate]:
+                return math.inf
+        return step_seconds_of(table, found.stages, n)
+
+    def choose(self, n: int) -> StageAssignment:
+        """The best pipeline under the bounds, up to half of the tolerance. Raises InfeasibleError.
+
+        `seconds` are those of the bounds under which it was found. They may have risen a little since: all others cost
+        what they did at least.
+        """
+        costs, slack = self._costs[n], self.space.tolerance / 4
+        if costs.changed and costs.chosen is not None:
+            costs.changed = self.seconds_of(n, costs.chosen) > (1 + slack) * costs.chosen.seconds
+        if costs.changed or costs.chosen is None:
+            costs.chosen, costs.changed = None, False
+            costs.chosen = choose_stages(
+                self.table(n),
+                n_micro_batches=n,
+                memory_bytes=self.memory,
+                schedule=self.space.schedule,
+                use_all_devices=self.space.use_all_devices,
+                tolerance=slack,
+            )
+        return costs.chosen
+
+    def table(self, n: int) -> StageCostTable:
+        """The bounds as they are, for stages of any layers."""
+        costs = self._costs[n]
+        if costs.table is None:
+            costs.table = self._table(n)
+        return costs.table
+
+    def _table(self, n: int) -> StageCostTable:
+        starts = np.flatnonzero(np.diff(self.layer_of_piece, prepend=-1))
+
+        def sums(values: Floats) -> Floats:
+            return interval_sums(np.add.reduceat(values, starts, axis=0))
+
+        costs = self._costs[n]
+        cost = costs.by_name
+        seconds, step_seconds, in_flight = (sums(cost[k]) for k in ("seconds", "step_seconds", "in_flight_bytes"))
+        passes = interval_maxima(np.maximum.reduceat(cost["pass_temp_bytes"], starts, axis=0))
+        passes += np.where(np.isfinite(seconds), sums(cost["left_bytes"]), 0.0)
+        fixed = needed_bytes(sums(cost["fixed_bytes"]), np.maximum(passes, sums(cost["update_temp_bytes"])))
+        for at, (t, step) in costs.exact.items():
+            seconds[at], step_seconds[at] = t, step
+        for at, n_live in costs.misfits:
+            fixed[at] = max(fixed[at], _above(self.memory[at[2]]) - n_live * in_flight[at])
+        base = self.anchor
+        crossing = np.array(self._kinds_of(base, self.space.remats[0]).border_bytes)[starts[1:] - 1] * base / n
+        seconds = preferred_seconds(seconds, self.n_devices / self.cluster.n_devices)
+        seconds[self._needless(fixed + self._most_live(n) * in_flight <= self.memory)] = np.inf
+        return StageCostTable(
+            self.n_devices, self.may_start, skip_to(self.cluster), seconds, step_seconds, fixed, in_flight,
+            transfer_seconds(self.cluster, crossing),
+        )  # fmt: skip
+
+    def _most_live(self, n: int) -> int:
+        """Micro-batches that a stage holds at most, wherever it is in a pipeline of any length."""
+        n_stages = min(max(self.layer_of_piece) + 1, self.cluster.n_devices)
+        return max_live(self.space.schedule, 0, PipelineSize(n_stages, n))
+
+    def _needless(self, fits: Bools) -> Bools:
+        """[i, j, column]: no need to save memory there, since what is faster always fits.
+
+        What computes more again, or is thriftier, is never faster on the same submesh.
+        """
+        by_column = fits.reshape(*fits.shape[:2], -1, len(self.space.remats), len(THRIFT))
+        free = by_column[..., 0]  # of thrift
+        earlier = np.zeros_like(free)
+        earlier[..., 1:] = np.logical_or.accumulate(free, axis=-1)[..., :-1]
+        needless = np.repeat(earlier[..., None], len(THRIFT), axis=-1)
+        needless[..., 1:] |= free[..., None]
+        return needless.reshape(fits.shape)
+
+
+def _above(limit_bytes: float) -> float:
+    """A hair more than a limit: what differences and sums with it do not round to the limit."""
+    return limit_bytes + 2 * float(np.spacing(limit_bytes)) if math.isfinite(limit_bytes) else math.inf
+
+
+def _place_of(stage: StageChoice) -> _Place:
+    return stage.first_layer, stage.last_layer, stage.candidate

@@ -1,0 +1,201 @@
+"""Costs of pieces of a model on submeshes: a traced step cut into pieces in, seconds and bytes of each of them out.
+
+Pieces that are the same up to names are solved once. A stage costs the sum of its pieces: borders inside a stage are
+thereby priced as if both sides agreed on the sharding, which the final solve of the stage then makes them do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jax.extend.core import Var
+
+from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.errors import InfeasibleError
+from minialpa.inter.search.stage_kernels import Floats
+from minialpa.inter.search.stage_memory import kept_usages, mesh_memory
+from minialpa.inter.search.stage_times import stage_times
+from minialpa.inter.search.submeshes import Candidate
+from minialpa.inter.staging.mesh_problem import ShardedView, mesh_collectives, mesh_equations, mesh_programs
+from minialpa.inter.staging.tasks import StagedStep, Task
+from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
+from minialpa.intra.graph.problem import MeshEquations
+from minialpa.intra.graph.solve import MeshSolver
+from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.options import AutoShardingOption
+from minialpa.support.recent import Recent
+from minialpa.tracing.jaxprs import Atom, bytes_of, is_literal
+
+_PIECE_TIME_LIMIT_S = 5.0
+#: About what one equation of a staged step takes, as measured.
+_EQUATION_BYTES = 2000
+#: What it is worth to keep nothing in memory, in step times of the piece.
+THRIFT = (0.0, 0.1, 1.0)
+#: Micro-batches in flight for which pieces are thrifty.
+_USUALLY_LIVE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PieceCost:
+    """One piece on a mesh, as `StageCostTable` has it for stages.
+
+    pass_temp_bytes: what a pass has besides; of several pieces the hungriest counts. left_bytes: what it leaves in the
+    end, update_temp_bytes: what the update has besides; of several pieces they add up.
+    """
+
+    seconds: float = math.inf
+    step_seconds: float = 0.0
+    fixed_bytes: float = 0.0
+    in_flight_bytes: float = 0.0
+    pass_temp_bytes: float = 0.0
+    left_bytes: float = 0.0
+    update_temp_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PieceKinds:
+    """kind[i]: first piece like piece i. border_bytes: see `border_bytes`."""
+
+    kind: tuple[int, ...]
+    border_bytes: tuple[float, ...]
+
+
+class PieceCosts:
+    """Costs of the pieces of a step that is staged with one piece on each mesh.
+
+    known: costs by `name`, which grow. solvers: of pieces on meshes, as far as there is room for them; a search has one
+    such object for all of its `PieceCosts`.
+    """
+
+    def __init__(
+        self, staged: StagedStep, cluster: ClusterSpec, option: AutoShardingOption, menus: Menus,
+        known: dict[str, PieceCost], solvers: Recent[MeshSolver],
+    ) -> None:  # fmt: skip
+        self.staged, self.cluster, self.menus, self.known = staged, cluster, menus, known
+        self._solvers, self._mine = solvers, object()  # the same step, staged again, has other variables
+        # There are hundreds of costs; one that is a little too dear is better than minutes of proof for each.
+        self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _PIECE_TIME_LIMIT_S))
+        self.problems = [mesh_equations(staged, piece) for piece in range(staged.n_meshes)]
+        keys = [problem_key(problem) for problem in self.problems]
+        self._digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
+        first = {key: i for i, key in reversed(list(enumerate(keys)))}
+        self.kinds = PieceKinds(tuple(first[key] for key in keys), tuple(border_bytes(staged)))
+
+    @property
+    def n_bytes(self) -> float:
+        """About what the staged step holds."""
+        return _EQUATION_BYTES * sum(len(problem.eqns) for problem in self.problems)
+
+    def cost(self, piece: int, choice: Candidate, fastest: PieceCost | None, thrift: float, limited: bool) -> PieceCost:
+        """A piece on a submesh, with seconds of inf if it does not fit.
+
+        To keep nothing in memory is worth `thrift` times the seconds of its `fastest` sharding. limited: whether
+        memory is.
+        """
+        n = self.staged.split.n_micro_batches
+        mesh = self.cluster.logical_mesh(choice.submesh, choice.logical_shape, choice.device)
+        n_live = min(n, _USUALLY_LIVE)
+        byte_s = 0.0
+        if fastest is not None and thrift:
+            keeps = max(1.0, fastest.fixed_bytes + n_live * fastest.in_flight_bytes)
+            byte_s = thrift * (n * fastest.seconds + fastest.step_seconds) / keeps
+
+        def known(n_bytes: float | None) -> PieceCost:
+            name = f"{self._digests[piece]} {mesh} {self.option} {n_live} {n_bytes} {byte_s}"
+            if name not in self.known:
+                self.known[name] = self._solve(piece, mesh, n_bytes, kept_usages(self.staged, piece, n_live), byte_s)
+            return self.known[name]
+
+        free, n_bytes = known(None), self.option.limit_bytes(mesh.device)
+        # What is best of all is best under a limit that it keeps.
+        return free if not limited or n_bytes is None or free.fixed_bytes <= n_bytes else known(n_bytes)
+
+    def _solve(
+        self, piece: int, mesh: LogicalMesh, n_bytes: float | None, kept: Sequence[Usage], byte_s: float
+    ) -> PieceCost:
+        staged, problem = self.staged, self.problems[piece]
+        limit = None if n_bytes is None else MemoryLimit(n_bytes)
+        try:
+            solution = self._solver(piece, mesh).solve(limit, self.option.solver_time_limit_s, kept, byte_s)
+        except InfeasibleError:
+            return PieceCost()
+        view = ShardedView(mesh, self.option.forbidden_collectives)
+        programs = mesh_programs(staged, piece, problem, solution, view)
+        times = stage_times(problem, solution, mesh_collectives(programs), mesh, staged.split.n_loops)
+        memory = mesh_memory(staged, piece, programs, solution, view)
+        return PieceCost(
+            times.pass_s, times.once_s, memory.fixed_bytes, memory.in_flight_bytes,
+            memory.pass_temp_bytes - memory.left_bytes, memory.left_bytes, memory.update_temp_bytes,
+        )  # fmt: skip
+
+    def _solver(self, piece: int, mesh: LogicalMesh) -> MeshSolver:
+        def make() -> MeshSolver:
+            return MeshSolver(self.problems[piece], mesh, self.option, self.menus)
+
+        return self._solvers.once((self._mine, piece, mesh), make)
+
+
+def interval_sums(per_layer: Floats) -> Floats:
+    """out[i, j, m] = sum of rows i..j; inf below the diagonal."""
+    n, m = per_layer.shape
+    out = np.full((n, n, m), np.inf)
+    for i in range(n):
+        out[i, i:] = np.cumsum(per_layer[i:], axis=0)
+    return out
+
+
+def interval_maxima(per_layer: Floats) -> Floats:
+    """out[i, j, m] = largest of rows i..j; 0 below the diagonal."""
+    n, m = per_layer.shape
+    out = np.zeros((n, n, m))
+    for i in range(n):
+        out[i, i:] = np.maximum.accumulate(per_layer[i:], axis=0)
+    return out
+
+
+def border_bytes(staged: StagedStep) -> list[float]:
+    """Bytes of one micro-batch, both directions, that cross the border after each chunk but the last.
+
+    A chunk may have no task: where the loop needs nothing of its layers.
+    """
+    loop = [task for task in staged.tasks if task.per_micro_batch]
+    crossing = [0.0] * len(staged.mesh_of_chunk)
+    home: dict[Var, Task] = {v: task for task in loop for v in task.outvars}
+    for task in loop:
+        for v in task.invars:
+            source = home.get(v, task)
+            if source.mesh != task.mesh:
+                for border in range(min(source.chunk, task.chunk), max(source.chunk, task.chunk)):
+                    crossing[border] += bytes_of(v)
+    return crossing[:-1]
+
+
+def problem_key(problem: MeshEquations) -> str:
+    """Text that two problems share if they are the same up to the names of variables."""
+    number: dict[Var, int] = {}
+    types: dict[object, str] = {}
+
+    def type_of(atom: Atom) -> str:
+        if atom.aval not in types:
+            types[atom.aval] = str(atom.aval)
+        return types[atom.aval]
+
+    def name(atom: Atom) -> str:
+        if is_literal(atom):
+            return f"={np.asarray(atom.val).tolist()!r}{type_of(atom)}"
+        return f"{number.setdefault(atom, len(number))}{type_of(atom)}"
+
+    parts = [f"{name(v)} {role} {problem.batch_dims.get(v)}" for v, role in problem.inputs]
+    for eqn, times, late in zip(problem.eqns, problem.times, problem.in_update, strict=True):
+        params = {k: v for k, v in eqn.params.items() if not callable(v)}
+        ends = " ".join(name(v) for v in (*eqn.invars, *eqn.outvars))
+        dims = [problem.batch_dims.get(v) for v in eqn.outvars]
+        parts.append(f"{eqn.primitive.name} {ends} {params} {times} {late} {dims}")
+    parts += [f"{name(a)}={name(b)}" for a, b in (*problem.aliases, *problem.equal.items())]
+    parts.append(str([k for v, k in number.items() if v in problem.whole]))
+    parts.append(str([number[v] for v, _ in problem.results if v in number]))
+    return "\n".join(parts)

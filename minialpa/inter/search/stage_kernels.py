@@ -1,0 +1,95 @@
+"""The loops of the stage DP, compiled by numba: costs of stages in, the least over all pipelines and how out."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minialpa.support.machine_code import compiled
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+#: In `how`: this device stays idle.
+IDLE = -1
+
+
+@compiled
+def most_live(fixed: Floats, in_flight: Floats, memory: Floats, live: Floats) -> Ints:
+    """[i, j, m]: last index of `live`, which rises, with fixed + live * in_flight <= memory[m]; -1 if there is none."""
+    n_layers = fixed.shape[0]
+    most = np.full(fixed.shape, -1, np.int64)
+    for i in range(n_layers):
+        for j in range(i, n_layers):
+            for m in range(fixed.shape[2]):
+                k = len(live)
+                while k > 0 and not fixed[i, j, m] + live[k - 1] * in_flight[i, j, m] <= memory[m]:
+                    k -= 1
+                most[i, j, m] = k - 1
+    return most
+
+
+@compiled
+def least_stages(
+    values: Floats, step: Floats, most: Ints, n_live: int, groups: Ints, n_groups: int, tau: float, sigma: float
+) -> Floats:
+    """best[l, i, g, j]: least of `values[i, j, m]` over the candidates m of group g that fit with the l-th of `live`.
+
+    most: see `most_live`. Candidates with values > tau or step > sigma are left out.
+    """
+    n_layers = values.shape[0]
+    best = np.full((n_live, n_layers, n_groups, n_layers), np.inf)
+    for i in range(n_layers):
+        for j in range(i, n_layers):
+            for m in range(values.shape[2]):
+                value, k = values[i, j, m], most[i, j, m]
+                if value <= tau and k >= 0 and value < best[k, i, groups[m], j] and step[i, j, m] <= sigma:
+                    best[k, i, groups[m], j] = value
+    for k in range(n_live - 2, -1, -1):  # what fits with more fits with less
+        best[k] = np.minimum(best[k], best[k + 1])
+    return best
+
+
+@compiled
+def fill_tables(
+    best: Floats, live_of: Ints, counts: Ints, may_start: Bools, skip_to: Ints, transfer: Floats, idle: bool,
+    maximum: bool,
+) -> tuple[Floats, Ints]:  # fmt: skip
+    """f[s, i, p] of the stage DP, and how it is reached: j * n_groups + g, or IDLE.
+
+    live_of[s]: last index of `best` for a stage with s stages from itself to the end. transfer[j, p]: from layer j to a
+    stage that starts at device p, which counts for that stage. skip_to[p]: where to go on if
+    device p stays idle. maximum: combine stages by their largest, without transfers.
+    """
+    n_layers, n_groups = best.shape[1], best.shape[2]
+    n_stages, n_devices = len(live_of) - 1, may_start.shape[1]
+    f = np.full((n_stages + 1, n_layers + 1, n_devices + 1), np.inf)
+    how = np.full(f.shape, IDLE, np.int64)
+    f[0, n_layers, n_devices] = 0.0
+    if idle:
+        f[0, n_layers, :] = 0.0
+    total, at = np.empty(n_devices + 1), np.empty(n_devices + 1, np.int64)
+    for s in range(1, n_stages + 1):
+        k = live_of[s]
+        for i in range(n_layers - s + 1):  # s stages have that many layers
+            total[:], at[:] = np.inf, IDLE
+            for g in range(n_groups):
+                n = counts[g]
+                for j in range(i, n_layers - s + 1):
+                    value = best[k, i, g, j]
+                    if value == np.inf:
+                        continue
+                    rest = f[s - 1, j + 1]
+                    for p in range(n_devices - n + 1):
+                        x = max(value, rest[p + n]) if maximum else value + rest[p + n]
+                        if x < total[p] and may_start[g, p]:
+                            total[p], at[p] = x, j * n_groups + g
+            for p in range(n_devices - 1, -1, -1):
+                least, reached = total[p], at[p]
+                if i > 0 and not maximum:
+                    least += transfer[i - 1, p]
+                if idle and f[s, i, skip_to[p]] <= least:
+                    least, reached = f[s, i, skip_to[p]], IDLE
+                f[s, i, p], how[s, i, p] = least, reached
+    return f, how

@@ -1,0 +1,245 @@
+"""Memory of one mesh over a step: its tasks with their shardings in, bytes per device out.
+
+    peak = fixed + max over moments (sum_c live[c] * kept[c]) + temp
+
+fixed: what stays for the whole step: parameters, optimizer state and, over micro-batches, the accumulated gradients and
+what a loop leaves of each micro-batch for a later one.
+kept[c]: what chunk c of the mesh is sent or makes in its forward pass of a micro-batch, and later passes read. live[c]:
+for how many micro-batches it does so at a moment, see `schedules.live_counts`. temp: what the hungriest task has
+besides, by intra/memory/liveness.py. `mesh_usages` says the same with variables in place of bytes, for the planner's
+limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from jax.extend.core import Var
+from numpy.typing import NDArray
+
+from minialpa.inter.staging.mesh_problem import ShardedView, TaskProgram
+from minialpa.inter.staging.tasks import StagedStep, Task
+from minialpa.intra.graph.memory_constraints import Usage
+from minialpa.intra.graph.problem import MeshSharding
+from minialpa.intra.memory.liveness import LargeTensor, donated_pairs, lifetimes, peak_bytes
+from minialpa.intra.spmd import ShardedEquations
+from minialpa.sharding import Spec
+from minialpa.tracing.jaxprs import bytes_of, is_literal
+
+Moments = Sequence[Sequence[int]]
+
+#: Fixed bytes are exact; temporaries are predicted. This fraction of them is left free, and these bytes, for the small
+#: buffers of which a program has many.
+_RESERVE, _RESERVE_BYTES = 0.05, 32_768
+
+Bytes = TypeVar("Bytes", float, NDArray[np.float64])
+
+
+def needed_bytes(kept: Bytes, temp: Bytes) -> Bytes:
+    """Bytes of a limit that is kept: those of what stays, such as parameters and residuals, which are exact, and those
+    of temporaries, which are predicted, with the reserve for what predictions miss. One device, or an array of them."""
+    return kept + (1 + _RESERVE) * temp + _RESERVE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class MeshMemory:
+    """Bytes per device, as in the formula above; `largest` tensors at the peak of the hungriest task.
+
+    pass_temp_bytes, update_temp_bytes: `temp` of the passes and of the update. left_bytes: what of the former a pass
+    leaves, such as gradients that are yet to be added to those of other micro-batches.
+    """
+
+    fixed_bytes: float
+    kept_bytes: tuple[float, ...]
+    pass_temp_bytes: float
+    update_temp_bytes: float
+    left_bytes: float
+    largest: tuple[LargeTensor, ...]
+
+    @property
+    def temp_bytes(self) -> float:
+        return max(self.pass_temp_bytes, self.update_temp_bytes)
+
+    @property
+    def in_flight_bytes(self) -> float:
+        """Bytes for each micro-batch that is live in all chunks."""
+        return sum(self.kept_bytes)
+
+    def peak_bytes(self, moments: Moments) -> float:
+        kept = max(sum(n * size for n, size in zip(live, self.kept_bytes, strict=True)) for live in moments)
+        return self.fixed_bytes + kept + self.temp_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Variables of a mesh that outlive its tasks, in a fixed order.
+
+    fixed: those that stay for a whole loop, with how many of them there are: one, or one for each micro-batch.
+    residuals: those that passes leave for later passes of the loop, with the chunk of the mesh, from 0, that keeps
+        them.
+    """
+
+    fixed: dict[Var, int]
+    residuals: dict[Var, int]
+    n_chunks: int
+
+
+def mesh_memory(
+    staged: StagedStep, mesh: int, programs: Sequence[TaskProgram], sharding: MeshSharding, view: ShardedView
+) -> MeshMemory:
+    """What `mesh` keeps and needs when its tasks run as `sharding` says."""
+    kept = _kept(staged, mesh)
+    temps, left = {True: 0.0, False: 0.0}, 0.0  # whether for each micro-batch
+    largest: tuple[LargeTensor, ...] = ()
+    for task, program in ((p.task, p.program) for p in programs):
+        donated = donations(staged, task)
+        memory = peak_bytes(program, donated)
+        outputs = _outputs(program, donated, kept)
+        extra = memory.temp_bytes + outputs + _arguments(program, kept)
+        if task.per_micro_batch and extra >= temps[True]:
+            left = outputs
+        if extra >= max(temps.values()):
+            largest = memory.largest
+        temps[task.per_micro_batch] = max(temps[task.per_micro_batch], extra)
+    fixed = sum(n * _local(v, sharding.specs, view) for v, n in kept.fixed.items())
+    by_chunk = [0.0] * kept.n_chunks
+    for v, chunk in kept.residuals.items():
+        by_chunk[chunk] += _local(v, sharding.specs, view)
+    return MeshMemory(fixed, tuple(by_chunk), temps[True], temps[False], left, largest)
+
+
+def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, joint_barriers: bool) -> tuple[Usage, ...]:
+    """What uses memory on `mesh` and when, besides parameters and optimizer state; tasks run one after the other.
+
+    Of the moments it takes the one that would be the fullest without sharding. joint_barriers: see
+    `LogicalMesh.waits_at_barriers`.
+    """
+    kept = _kept(staged, mesh)
+    live = max(moments, key=lambda counts: sum(bytes_of(v) * counts[c] for v, c in kept.residuals.items()))
+    inputs = set(staged.inputs)
+    usages: list[Usage] = []
+    now = 0
+    for task in _tasks(staged, mesh):
+        given = set(donations(staged, task))
+        pairs = _replaced(staged, task, [v for i, v in enumerate(task.invars) if i in given])
+        found = lifetimes(task.eqns, task.invars, task.outvars, pairs, joint_barriers=joint_barriers)
+        for v, start, end in found.intervals:
+            if v not in kept.residuals and v not in kept.fixed:
+                usages.append(Usage(v, 1, now + start, now + end))
+        end = now + max(1, found.n_times)
+        usages += [Usage(v, 1, now, end) for v in task.invars if v not in kept.fixed and v not in kept.residuals]
+        now = end
+    usages += [Usage(v, n, 0, now) for v, n in kept.fixed.items() if v not in inputs]
+    usages += [Usage(v, live[chunk], 0, now) for v, chunk in kept.residuals.items() if live[chunk]]
+    return tuple(usages)
+
+
+def kept_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]:
+    """What outlives the tasks of a mesh."""
+    kept = _kept(staged, mesh)
+    stays = [Usage(v, n, 0, 1) for v, n in kept.fixed.items()]
+    return (*stays, *(Usage(v, n_live, 0, 1) for v in kept.residuals))
+
+
+def donations(staged: StagedStep, task: Task) -> tuple[int, ...]:
+    """Inputs of a task whose buffers its outputs may take over: the step owns them and nothing reads them later."""
+    split = staged.split
+    traced = split.traced
+    given = {traced.flat.invars[a] for a in traced.aliases if a is not None}
+    foreign = set(staged.inputs) - given
+    results = {v for v in split.outvars if not is_literal(v)}
+    tasks = [t for t in staged.tasks if t.mesh == task.mesh]
+    later = {v for t in tasks[tasks.index(task) + 1 :] for v in t.invars}
+    once = {v for t in staged.tasks if not t.per_micro_batch for v in t.outvars} | set(staged.inputs)
+    again = once if task.per_micro_batch and split.n_micro_batches > 1 else set()  # read by the next micro-batch
+    kept = foreign | results | later | again
+    return tuple(i for i, v in enumerate(task.invars) if v not in kept)
+
+
+def _tasks(staged: StagedStep, mesh: int) -> list[Task]:
+    return [task for task in staged.tasks if task.mesh == mesh]
+
+
+def _kept(staged: StagedStep, mesh: int) -> _Kept:
+    n_chunks = sum(home == mesh for home in staged.mesh_of_chunk)
+    fixed = _fixed(staged, mesh)
+    return _Kept(fixed, _residuals(staged, mesh, fixed), n_chunks)
+
+
+def _fixed(staged: StagedStep, mesh: int) -> dict[Var, int]:
+    """Arguments, and what loops over the micro-batches leave for whoever runs behind them."""
+    n = staged.split.n_micro_batches
+    fixed = {v: 1 for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes}
+    tasks = _tasks(staged, mesh)
+    made = {v for task in tasks for v in task.outvars}
+    fixed.update((a.total, 1) for a in staged.split.accumulators if a.loop in made)
+    # The rows of a micro-batch wait for those of all others, and are put together.
+    for stack in staged.split.stacks:
+        if stack.loop in made:
+            fixed.update({stack.loop: n, stack.total: 1})
+
+    once = {v for task in staged.tasks if not task.per_micro_batch for v in task.outvars}
+    loop_of = {v: task.loop for task in staged.tasks if task.per_micro_batch for v in task.outvars}
+    for task in tasks:
+        if task.per_micro_batch:
+            # What stays for a whole loop: values that were computed behind another one, once or for each micro-batch.
+            fixed.update((v, 1) for v in task.invars if v in once)
+            fixed.update((v, n) for v in task.invars if loop_of.get(v, task.loop) < task.loop)
+    return fixed
+
+
+def _residuals(staged: StagedStep, mesh: int, fixed: Mapping[Var, int]) -> dict[Var, int]:
+    """What passes of a loop read that earlier ones of the same micro-batch made, or were sent."""
+    tasks = _tasks(staged, mesh)
+    loop = [task for task in tasks if task.per_micro_batch]
+    chunks = [c for c, home in enumerate(staged.mesh_of_chunk) if home == mesh]
+    never = {*fixed, *(part for _, part in staged.split.micro_inputs), staged.split.micro_index}
+    never.update(v for task in tasks if not task.per_micro_batch for v in task.outvars)
+    seen: set[Var] = set()
+    residuals: dict[Var, int] = {}
+    for task in loop:
+        residuals.update((v, len(chunks)) for v in task.invars if v in seen)
+        seen.update(v for v in (*task.invars, *task.outvars) if v not in never)
+    for task in loop:
+        # The first chunk that has a value keeps it: that chunk's backward pass is the mesh's last.
+        for v in (*task.invars, *task.outvars):
+            if v in residuals:
+                residuals[v] = min(residuals[v], chunks.index(task.chunk))
+    return residuals
+
+
+def _outputs(program: ShardedEquations, donated: tuple[int, ...], kept: _Kept) -> float:
+    """Bytes of the results of a task that do not take over an argument and are not residuals."""
+    aliased = {o for _, o in donated_pairs(program, donated)}
+    return sum(
+        bytes_of(v) / spec.n_shards(program.mesh.shape)
+        for o, (v, spec) in enumerate(zip(program.outvars, program.out_specs, strict=True))
+        if o not in aliased and v not in kept.residuals and v not in kept.fixed
+    )
+
+
+def _arguments(program: ShardedEquations, kept: _Kept) -> float:
+    """Bytes of the arguments of a task that are not kept anyway."""
+    return sum(
+        bytes_of(v) / program.specs[v].n_shards(program.mesh.shape)
+        for v in program.invars
+        if v not in kept.fixed and v not in kept.residuals
+    )
+
+
+def _replaced(staged: StagedStep, task: Task, given: list[Var]) -> list[tuple[Var, Var]]:
+    """Donated arguments of the step and the results of this task that replace them."""
+    traced = staged.split.traced
+    made = set(task.outvars)
+    out = []
+    for atom, alias in zip(staged.split.outvars, traced.aliases, strict=True):
+        if alias is not None and not is_literal(atom) and atom in made and traced.flat.invars[alias] in given:
+            out.append((traced.flat.invars[alias], atom))
+    return out
+
+
+def _local(v: Var, specs: Mapping[Var, Spec], view: ShardedView) -> float:
+    return bytes_of(v) / specs[v].n_shards(view.mesh.shape) if v in specs else 0.0

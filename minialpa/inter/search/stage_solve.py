@@ -1,0 +1,219 @@
+"""Stages under their memory limits: equations in, shardings that fit, with their programs and memory, out.
+
+The cost graph counts tensors as they lie; what a solution communicates needs room as well. So the solution is measured,
+and where it is too large the problem is solved again with that much less room, or half as much less where that is too
+little for any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from dataclasses import dataclass, replace
+
+from jax.extend.core import Var
+
+from minialpa.errors import InfeasibleError
+from minialpa.inter.search.stage_cost import problem_key
+from minialpa.inter.search.stage_memory import MeshMemory, Moments, mesh_memory, mesh_usages, needed_bytes
+from minialpa.inter.staging.mesh_problem import ShardedView, TaskProgram, mesh_programs
+from minialpa.inter.staging.tasks import StagedStep
+from minialpa.intra.graph.memory_constraints import MemoryLimit
+from minialpa.intra.graph.problem import MeshEquations, MeshSharding
+from minialpa.intra.graph.solve import MeshSolver
+from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.options import AutoShardingOption
+from minialpa.support.recent import Recent
+from minialpa.tracing.jaxprs import bytes_of, source_line
+
+#: Bytes of solvers of whole stages that are kept for when memory is short in one of them.
+_MOST_SOLVER_BYTES = 2**29
+#: How often a stage is solved with ever less room.
+_MAX_SOLVES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedStage:
+    """Shardings of a stage, the programs of its tasks under them, and the memory these take."""
+
+    sharding: MeshSharding
+    programs: tuple[TaskProgram, ...]
+    memory: MeshMemory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stage:
+    """A stage to solve: mesh `mesh` of a staged step, its problem, and what solves that."""
+
+    staged: StagedStep
+    mesh: int
+    problem: MeshEquations
+    view: ShardedView
+    solver: MeshSolver
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Solution:
+    """What is kept of a solved stage: not its equations. variables: see `_variables`."""
+
+    variables: tuple[Var, ...]
+    sharding: MeshSharding
+    memory: MeshMemory
+
+
+class StageSolver:
+    """Solves stages, each distinct one once.
+
+    Stages are alike if their equations are, up to the names of variables; what a solution says of the variables of one
+    is then said of those of the other. A solution that has no regard to memory serves for any number of micro-batches
+    in flight with which it fits.
+    """
+
+    def __init__(self, menus: Menus | None = None) -> None:
+        """`menus`: shared with other problems."""
+        self.menus = menus or Menus()
+        self._stages: Recent[_Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
+        self._solutions: dict[object, _Solution] = {}
+        self._last: tuple[_Solution, SolvedStage] | None = None
+
+    def solve(
+        self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
+        moments: Moments,
+    ) -> SolvedStage:  # fmt: skip
+        """The cheapest shardings of a stage with so much in flight (see `live_counts`). Raises InfeasibleError."""
+        names = str(problem.paths) if option.fixed_specs else ""
+        text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
+        kind = (text, view, option)
+
+        def solution(key: object, chosen: AutoShardingOption) -> _Solution:
+            if key not in self._solutions:
+                stage = self._stages.once(kind, lambda: _stage(staged, mesh, problem, view, option, self.menus))
+                solved = _solve_stage(stage, chosen, moments)
+                own = _Solution(_variables(stage.problem), solved.sharding, solved.memory)
+                self._solutions[key], self._last = own, (own, solved)
+            return self._solutions[key]
+
+        found = solution(kind, replace(option, memory_limit_bytes=math.inf))
+        n_bytes = option.limit_bytes(view.mesh.device)
+        if n_bytes is not None and _needed(found.memory, moments) > n_bytes:
+            found = solution((kind, tuple(map(tuple, moments))), option)
+        return self._rebound(found, staged, mesh, problem, view)
+
+    def _rebound(
+        self, solution: _Solution, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
+    ) -> SolvedStage:
+        """A solution in the variables of `problem`, with its programs."""
+        variables = _variables(problem)
+        if self._last is not None and self._last[0] is solution and variables == solution.variables:
+            return self._last[1]
+        names = dict(zip(solution.variables, variables, strict=True))
+        sharding = replace(
+            solution.sharding,
+            # Variables inside loops have specs too, which their equations hold.
+            specs={names[v]: spec for v, spec in solution.sharding.specs.items() if v in names},
+            results={names[v]: spec for v, spec in solution.sharding.results.items()},
+        )
+        return SolvedStage(sharding, tuple(mesh_programs(staged, mesh, problem, sharding, view)), solution.memory)
+
+
+def _stage(
+    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, menus: Menus
+) -> _Stage:
+    return _Stage(staged, mesh, problem, view, MeshSolver(problem, view.mesh, option, menus))
+
+
+def _variables(problem: MeshEquations) -> tuple[Var, ...]:
+    """Those that solutions speak of, in an order that is the same for all problems that are alike."""
+    made = (v for eqn in problem.eqns for v in eqn.outvars)
+    return (*(v for v, _ in problem.inputs), *made, *problem.equal.values())
+
+
+def _needed(memory: MeshMemory, moments: Moments) -> float:
+    return needed_bytes(memory.peak_bytes(moments) - memory.temp_bytes, memory.temp_bytes)
+
+
+def _solve_stage(stage: _Stage, option: AutoShardingOption, moments: Moments) -> SolvedStage:
+    """As `StageSolver.solve`, from nothing."""
+    staged, mesh, problem, view = stage.staged, stage.mesh, stage.problem, stage.view
+    limit = _limit(staged, mesh, problem, view, option, moments)
+    room, found = limit, list[SolvedStage]()
+    deadline = time.monotonic() + option.solver_time_limit_s
+    solved_bytes = hopeless_bytes = 0.0  # room of the last solution; room that was too little
+    for _ in range(_MAX_SOLVES):
+        left_s = max(1.0, deadline - time.monotonic())
+        try:
+            solution = stage.solver.solve(room, left_s)
+        except InfeasibleError as error:
+            if room is None or not found:
+                raise _explained(error, stage, option, limit, is_late=time.monotonic() >= deadline) from error
+            hopeless_bytes = room.limit_bytes
+            room = replace(room, limit_bytes=(solved_bytes + hopeless_bytes) / 2)
+            continue
+        programs = tuple(mesh_programs(staged, mesh, problem, solution, view))
+        memory = mesh_memory(staged, mesh, programs, solution, view)
+        solved = SolvedStage(solution, programs, memory)
+        needed = _needed(memory, moments)
+        if limit is None or room is None or needed <= limit.limit_bytes:
+            return solved
+        found.append(solved)
+        solved_bytes = room.limit_bytes
+        less = max(solved_bytes - (needed - limit.limit_bytes), (solved_bytes + hopeless_bytes) / 2)
+        room = replace(room, limit_bytes=less)
+    assert limit is not None
+    smallest = min(found, key=lambda solved: solved.memory.peak_bytes(moments))
+    if smallest.memory.peak_bytes(moments) > limit.limit_bytes:
+        raise _too_large(smallest.memory, limit, moments)
+    return smallest
+
+
+def _explained(
+    error: InfeasibleError, stage: _Stage, option: AutoShardingOption, limit: MemoryLimit | None, *, is_late: bool
+) -> InfeasibleError:
+    """`error` in the words of the options."""
+    if is_late:
+        within = f" within {limit.limit_bytes:,.0f} bytes per device" if limit else ""
+        return InfeasibleError(
+            f"No sharding{within} was found in {option.solver_time_limit_s:g} s. Raise `solver_time_limit_s`."
+        )
+    if limit is None:
+        return InfeasibleError(stage.solver.why_infeasible(option.solver_time_limit_s) or str(error))
+    if "memory_limit_bytes" in str(error):
+        return error
+    return InfeasibleError(
+        f"No sharding keeps within {limit.limit_bytes:,.0f} bytes per device at all times. Allow more devices or "
+        "micro-batches, or raise `memory_limit_bytes`."
+    )
+
+
+def _limit(
+    staged: StagedStep,
+    mesh: int,
+    problem: MeshEquations,
+    view: ShardedView,
+    option: AutoShardingOption,
+    moments: Moments,
+) -> MemoryLimit | None:
+    n_bytes = option.limit_bytes(view.mesh.device)
+    if n_bytes is None or math.isinf(n_bytes):
+        return None
+    whole = sum(bytes_of(v) for v, _ in problem.inputs) + sum(bytes_of(v) for e in problem.eqns for v in e.outvars)
+    if (1 + max(map(max, moments))) * whole <= n_bytes:  # nothing needs counting
+        return MemoryLimit(n_bytes)
+
+    def name_of(var: Var) -> str:
+        traced = staged.split.traced
+        paths = dict(zip(traced.flat.invars, traced.in_paths, strict=True))
+        return paths.get(var) or next((source_line(eqn) for eqn in problem.eqns if var in eqn.outvars), "")
+
+    usages = mesh_usages(staged, mesh, moments, joint_barriers=view.mesh.waits_at_barriers)
+    return MemoryLimit(n_bytes, usages, name_of)
+
+
+def _too_large(memory: MeshMemory, limit: MemoryLimit, moments: Moments) -> InfeasibleError:
+    listed = "".join(f"\n  {tensor}" for tensor in memory.largest)
+    return InfeasibleError(
+        f"The smallest plan found needs {memory.peak_bytes(moments):,.0f} bytes per device and the limit is "
+        f"{limit.limit_bytes:,.0f}. Allow more devices or micro-batches, or raise `memory_limit_bytes`. Its largest "
+        f"tensors:{listed}"
+    )

@@ -1,0 +1,128 @@
+"""Stages that a method gives: uniform or manual stage options in, stages placed on the devices of a cluster out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from minialpa.cluster import ClusterSpec
+from minialpa.errors import ShardingError
+from minialpa.inter.search.submeshes import Candidate
+from minialpa.options import AutoShardingOption, ManualStageOption, PlanOptions, UniformStageOption
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecidedStage:
+    """A decided stage, before its mesh is solved."""
+
+    layers: tuple[int, ...]
+    candidate: Candidate
+    option: AutoShardingOption
+    first_device: int
+
+
+def given_stages(cluster: ClusterSpec, options: PlanOptions, n_layers: int) -> list[DecidedStage]:
+    match options.stages:
+        case ManualStageOption() as manual:
+            return _manual(manual, cluster, options.sharding, n_layers)
+        case UniformStageOption() as uniform:
+            return _uniform(uniform, cluster, options.sharding, n_layers)
+        case _:
+            return _uniform(UniformStageOption(), cluster, options.sharding, n_layers)
+
+
+def _uniform(
+    option: UniformStageOption, cluster: ClusterSpec, sharding: AutoShardingOption, n_layers: int
+) -> list[DecidedStage]:
+    n = cluster.n_devices
+    n_stages = option.num_stages
+    if n_stages is None:
+        n_stages = max(s for s in range(1, n_layers + 1) if n % s == 0)
+    if n_stages < 1:
+        raise ShardingError(f"`num_stages` is at least 1; got {n_stages}.")
+    n_chunks = n_stages * option.num_chunks
+    if n_chunks < n_stages:
+        raise ShardingError(f"`num_chunks` is at least 1; got {option.num_chunks}.")
+    if n_chunks > n_layers:
+        each = f" of {option.num_chunks} chunks" if option.num_chunks > 1 else ""
+        raise ShardingError(
+            f"`num_stages={n_stages}` stages{each} cannot be made of {n_layers} layers. Ask for more layers."
+        )
+    if option.submesh_physical_shape is None and n % n_stages:
+        raise ShardingError(f"{n} devices cannot be divided equally among {n_stages} stages.")
+    submesh = option.submesh_physical_shape or submesh_of(n // n_stages, cluster)
+    candidate = Candidate(submesh, tuple(option.submesh_logical_shape or (submesh[0] * submesh[1],)))
+    bounds = [round(c * n_layers / n_chunks) for c in range(n_chunks + 1)]
+    chunks = [tuple(range(a, b)) for a, b in itertools.pairwise(bounds)]
+    chosen = option.submesh_autosharding_option or sharding
+    return _placed_stages([(sum(chunks[k::n_stages], ()), candidate, chosen) for k in range(n_stages)], cluster)
+
+
+def submesh_of(n_devices: int, cluster: ClusterSpec) -> tuple[int, int]:
+    """(hosts, devices per host) of `n_devices` devices in a row: part of a host or whole hosts, else ShardingError."""
+    per_host = cluster.devices_per_host
+    if n_devices <= per_host:
+        return (1, n_devices)
+    if n_devices % per_host:
+        raise ShardingError(
+            f"A submesh of {n_devices} devices is more than one host and not a whole number of hosts of {per_host}."
+        )
+    return (n_devices // per_host, per_host)
+
+
+def _manual(
+    option: ManualStageOption, cluster: ClusterSpec, sharding: AutoShardingOption, n_layers: int
+) -> list[DecidedStage]:
+    layers = [tuple(ids) for ids in option.forward_stage_layer_ids]
+    starts = [ids[:1] for ids in layers]
+    once = sorted(layer for ids in layers for layer in ids) == list(range(n_layers))
+    if not once or starts != sorted(starts) or any(ids != tuple(sorted(ids)) for ids in layers):
+        raise ShardingError(
+            f"`forward_stage_layer_ids` must list the layers 0 to {n_layers - 1} once and in order; got {layers}."
+        )
+    dicts = list(option.submesh_autosharding_option_dicts) or [{}] * len(layers)
+    known = {field.name for field in dataclasses.fields(AutoShardingOption)}
+    unknown = sorted({str(name) for fields in dicts for name in fields} - known)
+    if unknown:
+        raise ShardingError(
+            f"`submesh_autosharding_option_dicts` has {', '.join(f'`{name}`' for name in unknown)}, which "
+            f"`AutoShardingOption` has not. It has {', '.join(f'`{name}`' for name in sorted(known))}."
+        )
+    shapes, logical = option.submesh_physical_shapes, option.submesh_logical_shapes
+    if not len(layers) == len(shapes) == len(logical) == len(dicts):
+        raise ShardingError(
+            f"A manual stage option needs one submesh, logical shape and option dict for each of its {len(layers)} "
+            f"stages; got {len(shapes)}, {len(logical)} and {len(dicts)}."
+        )
+    parts = [
+        (ids, Candidate((s[0], s[1]), tuple(shape)), dataclasses.replace(sharding, **fields))
+        for ids, s, shape, fields in zip(layers, shapes, logical, dicts, strict=True)
+    ]
+    return _placed_stages(parts, cluster)
+
+
+def _placed_stages(
+    parts: Sequence[tuple[tuple[int, ...], Candidate, AutoShardingOption]], cluster: ClusterSpec
+) -> list[DecidedStage]:
+    """Stages on the devices of the cluster in order, each where the one before ends or on the next host."""
+    needed = sum(candidate.n_devices for _, candidate, _ in parts)
+    if needed > cluster.n_devices:
+        raise ShardingError(
+            f"The stages need {needed} devices and the cluster has {cluster.n_devices}. Use fewer or smaller stages."
+        )
+    per_host, at = cluster.devices_per_host, 0
+    stages = []
+    for k, (layers, candidate, option) in enumerate(parts):
+        hosts, n = candidate.submesh
+        if (hosts > 1 or at % per_host + n > per_host) and at % per_host:
+            at += per_host - at % per_host
+        if n > per_host or at + candidate.n_devices > cluster.n_devices:
+            raise ShardingError(
+                f"There is no room for stage {k} on a submesh of {hosts} x {n} devices from device {at} on: stages "
+                f"lie inside hosts of {per_host} devices or are whole hosts, in order. Use submeshes that fill hosts."
+            )
+        device = cluster.device_of(at // per_host) if cluster.host_devices else None
+        stages.append(DecidedStage(layers, dataclasses.replace(candidate, device=device), option, at))
+        at += candidate.n_devices
+    return stages

@@ -1,0 +1,120 @@
+"""A plan, and a step that it may not have been made for: where they differ, and options that decide as the plan did."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from minialpa.cluster import LogicalMesh
+from minialpa.errors import VerifyError
+from minialpa.options import FixedLayerOption, ManualStageOption, PlanOptions
+from minialpa.plan import Plan
+from minialpa.tracing.fingerprint import first_change
+from minialpa.tracing.jaxprs import dtype_name, shape_of, source_line
+from minialpa.tracing.trace import TracedStep
+
+_MOST_NAMED = 3
+
+
+def options_of(plan: Plan) -> PlanOptions:
+    """The options under which planning decides all that `plan` decided, but for the shardings."""
+    first = plan.stages[0]
+    if not plan.layer_of_group:
+        return PlanOptions(
+            plan.n_micro_batches,
+            plan.schedule,
+            sharding=first.option,
+            logical_shape=first.logical_shape,
+            submesh=first.submesh,
+            keep_rows=plan.keeps_rows,
+        )
+    stages = ManualStageOption(
+        tuple(stage.layers for stage in plan.stages),
+        tuple(stage.submesh for stage in plan.stages),
+        tuple(stage.logical_shape for stage in plan.stages),
+        tuple(
+            {f.name: getattr(stage.option, f.name) for f in dataclasses.fields(stage.option)} for stage in plan.stages
+        ),
+    )
+    layers = FixedLayerOption(plan.layer_of_group, plan.remat, plan.row_blocks)
+    return PlanOptions(plan.n_micro_batches, plan.schedule, layers, stages, first.option, keep_rows=plan.keeps_rows)
+
+
+def logical_mesh_of(plan: Plan) -> LogicalMesh | None:
+    """The LogicalMesh that a user gave in place of a cluster; None where the plan's links are those of its cluster.
+
+    A mesh without a device has no seconds of compute, which is how it is recognised.
+    """
+    stage = plan.stages[0]
+    mesh = plan.cluster.logical_mesh(stage.submesh, stage.logical_shape)
+    has_device = stage.compute_s > 0
+    if has_device and (mesh.alpha, mesh.beta) == (stage.alpha, stage.beta):
+        return None
+    return LogicalMesh(stage.logical_shape, stage.alpha, stage.beta, mesh.device if has_device else None)
+
+
+def difference(traced: TracedStep, plan: Plan) -> str | None:
+    """How a step differs from the one that `plan` was made for, in a sentence; None if it does not."""
+    if traced.fingerprint == plan.fingerprint:
+        return None
+    return _argument_difference(traced, plan) or "the step itself has changed: " + _step_difference(traced, plan)
+
+
+def check_fits(traced: TracedStep, plan: Plan) -> None:
+    """Raise VerifyError, which says where they differ, unless `plan` was made for this step and these shapes."""
+    found = difference(traced, plan)
+    if found is not None:
+        raise VerifyError(
+            f"The plan does not fit this call: {found}. `plan.fingerprint` is that of the step that it was made for. "
+            'Call it as the plan was made, plan again, or pass `on_stale="replan"` to `parallelize`, which keeps the '
+            "stages of the plan and solves the shardings again."
+        )
+
+
+def _argument_difference(traced: TracedStep, plan: Plan) -> str | None:
+    now = {path: _type(dtype_name(v), shape_of(v)) for v, path in zip(traced.flat.invars, traced.in_paths, strict=True)}
+    planned = {value.path: _type(value.dtype, value.shape) for value in plan.inputs}
+    found: list[str] = []
+    for path, kind in now.items():
+        if path not in planned:
+            found.append(f"argument `{path}` is {kind} and the plan knows of none")
+        elif kind != planned[path]:
+            found.append(f"argument `{path}` is {kind} and the plan was made for {planned[path]}")
+    found.extend(
+        f"argument `{path}` is missing and the plan was made for {planned[path]}" for path in planned if path not in now
+    )
+    more = len(found) - _MOST_NAMED
+    return "; ".join(found[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "") if found else None
+
+
+def _type(dtype: str, shape: Sequence[int]) -> str:
+    return f"{dtype}{list(shape)}"
+
+
+def _step_difference(traced: TracedStep, plan: Plan) -> str:
+    flat, old = traced.flat, plan.fingerprint
+    now, was = dict(traced.fingerprint.primitives), dict(old.primitives)
+    counts = [
+        f"{now.get(name, 0)} `{name}` where the plan has {was.get(name, 0)}"
+        for name in sorted(now.keys() | was.keys())
+        if now.get(name, 0) != was.get(name, 0)
+    ]
+    more = len(counts) - _MOST_NAMED
+    text = "it has " + ", ".join(counts[:_MOST_NAMED]) + (f", and {more} more" if more > 0 else "") if counts else ""
+    change = first_change(old, (*flat.constvars, *flat.invars), flat.eqns, flat.outvars)
+    if change is None:
+        return text or "what it returns, or which of its arguments are batches or are donated"
+    if not change:
+        where = "the arrays that it captures" if not change.start else f"it ends after {change.start} operations"
+    elif len(change) == 1:
+        where = f"the first difference is {_operation(traced, change[0])}"
+    else:
+        first, last = _operation(traced, change[0]), _operation(traced, change[-1])
+        where = f"the first difference is between {first} and {last}"
+    return f"{text}; {where}" if text else where
+
+
+def _operation(traced: TracedStep, i: int) -> str:
+    eqn = traced.flat.eqns[i]
+    line = source_line(eqn)
+    return f"`{eqn.primitive.name}`" + (f" at {line}" if line else "")

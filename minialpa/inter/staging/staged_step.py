@@ -1,0 +1,105 @@
+"""From a plan's decisions back to placed equations: a traced step and stages in, a staged step out.
+
+Used twice: by the planner, which then solves each mesh, and to realise a plan, whose specs are bound to the same
+equations again. Tracing and splitting are deterministic, so numbers of equations are enough to tie them together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax.extend.core import Var
+
+from minialpa.inter.layers.remat import rematerialise
+from minialpa.inter.layers.unstack import with_row_blocks
+from minialpa.inter.microbatch.rewrite import split_micro_batches
+from minialpa.inter.microbatch.split_step import Op, SplitStep, is_loop
+from minialpa.inter.schedule.chunks import plan_chunks
+from minialpa.inter.staging.leaf_placement import values_of_parts
+from minialpa.inter.staging.mesh_problem import mesh_equations
+from minialpa.inter.staging.replan import check_fits
+from minialpa.inter.staging.tasks import StagedStep, stage_split, traced_positions
+from minialpa.inter.staging.verify_fit import blamed, verify_decisions, verify_layers
+from minialpa.intra.graph.problem import MeshEquations
+from minialpa.intra.strategies.sharing import share_reads
+from minialpa.plan import Plan, StagePlan
+from minialpa.sharding import EquationSpecs, Spec
+from minialpa.tracing.jaxprs import is_literal
+from minialpa.tracing.trace import TracedStep
+
+
+def stage_step(
+    traced: TracedStep,
+    n_micro_batches: int,
+    chunk_of_group: Sequence[int],
+    mesh_of_chunk: Sequence[int],
+    *,
+    keep_rows: bool = False,
+) -> StagedStep:
+    """Split `traced` into micro-batches and chunks. Without a pipeline, `chunk_of_group` may be empty.
+
+    keep_rows: see `split_micro_batches`.
+    """
+    groups = chunk_of_group or [0] * traced.n_groups
+    n_chunks = len(mesh_of_chunk)
+    chunk_of = None
+    if n_chunks > 1:
+        positions = traced_positions(traced, groups, n_chunks)
+        chunk_of = [None if p is None else min(p, 2 * n_chunks - 1 - p) for p in positions]
+    split = split_micro_batches(traced, n_micro_batches, chunk_of, keep_rows=keep_rows)
+    return stage_split(_shared(split, by_direction=n_chunks > 1), groups, mesh_of_chunk)
+
+
+def _shared(split: SplitStep, *, by_direction: bool) -> SplitStep:
+    """With copies of what several contractions of a task read; in a pipeline forward and backward are two tasks."""
+
+    def task_of(op: Op) -> str | None:
+        if not is_loop(op.segment):
+            return None
+        direction = split.traced.origins[op.source].direction if by_direction and op.source >= 0 else ""
+        return f"{op.segment} {direction}"
+
+    placed = share_reads([op.eqn for op in split.ops], [task_of(op) for op in split.ops])
+    ops = tuple(dataclasses.replace(split.ops[p.number], eqn=p.eqn) for p in placed)
+    dims = split.batch_dims
+    copied = {p.eqn.outvars[0]: dims[p.copied] for p in placed if p.copied in dims}
+    return dataclasses.replace(split, ops=ops, batch_dims={**dims, **copied})
+
+
+def bind_specs(problem: MeshEquations, stage: StagePlan) -> tuple[dict[Var, Spec], tuple[EquationSpecs, ...]]:
+    """Specs of a mesh's variables and equations, from the stage of a plan that was verified for them."""
+    specs = {var: spec for (var, _), spec in zip(problem.inputs, stage.input_specs, strict=True)}
+    for eqn, chosen in zip(problem.eqns, stage.equation_specs, strict=True):
+        specs.update(zip(eqn.outvars, chosen.results, strict=True))
+    specs.update((total, specs[loop]) for loop, total in problem.equal.items())
+    return specs, stage.equation_specs
+
+
+def final_specs(staged: StagedStep, plan: Plan, mesh: int) -> dict[Var, Spec]:
+    """In which specs the results of a step are left on a mesh."""
+    outputs = values_of_parts(plan.outputs, staged.split.traced.out_parts)
+    return {
+        atom: spec
+        for atom, value in zip(staged.split.outvars, outputs, strict=True)
+        for where, spec in zip(value.mesh_ids, value.specs, strict=True)
+        if where == mesh and not is_literal(atom)
+    }
+
+
+def realise(traced: TracedStep, plan: Plan) -> StagedStep:
+    """The staged step of a plan. Raises VerifyError if the plan was made for another step or other shapes, or if a
+    decision is none that the step leaves room for; its specs are verified later, by `verify_staged`."""
+    check_fits(traced, plan)
+    verify_decisions(traced, plan)
+    step = with_row_blocks(traced, plan.row_blocks).step if plan.row_blocks else traced
+    verify_layers(step.n_groups, plan)
+    step = rematerialise(step, plan.layer_of_group, plan.remat)
+    chunks = plan_chunks(plan)
+    with blamed("n_micro_batches", plan.n_micro_batches):
+        groups = chunks.of_group(plan.layer_of_group)
+        return stage_step(step, plan.n_micro_batches, groups, chunks.stage_of, keep_rows=plan.keeps_rows)
+
+
+def mesh_problems(staged: StagedStep) -> list[MeshEquations]:
+    return [mesh_equations(staged, mesh) for mesh in range(staged.n_meshes)]

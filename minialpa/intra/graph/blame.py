@@ -1,0 +1,94 @@
+"""Why no sharding keeps to the options: an infeasible problem in, a sentence that names option and operation out.
+
+The problem is solved again with a price on what the options forbid, so that the solution has as little of it as can be.
+The first place where it does not do without is the one that is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.cluster import LogicalMesh
+from minialpa.errors import InfeasibleError
+from minialpa.intra.graph.builder import GraphBuilder
+from minialpa.intra.graph.option_constraints import no_way
+from minialpa.intra.graph.problem import MeshEquations, MeshSharding
+from minialpa.intra.solver.solve import solve_graph
+from minialpa.intra.strategies.loops import body_specs, scan_body
+from minialpa.intra.strategies.reshard import reshard_table
+from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.options import AutoShardingOption
+from minialpa.sharding import EquationSpecs, Spec
+from minialpa.tracing.jaxprs import bytes_of, is_literal, shape_of, source_line
+
+#: Far more than any step costs, and little enough that sums of it keep the seconds of the rest.
+_FORBIDDEN_S = 1e7
+
+
+class _Move(NamedTuple):
+    """An array that lies in one spec and is wanted in another by `reader`."""
+
+    var: Var
+    made: Spec
+    wanted: Spec
+    reader: str
+
+
+def why_infeasible(
+    problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, menus: Menus, time_limit_s: float
+) -> str | None:
+    """What stands in the way of every sharding, or None where it is not the forbidden collectives."""
+    if not option.forbidden_collectives:
+        return None
+    builder = GraphBuilder(problem, mesh, option, folded=True, menus=menus, forbidden_s=_FORBIDDEN_S)
+    try:
+        sharding = builder.read(solve_graph(builder.graph(), time_limit_s=time_limit_s))
+    except InfeasibleError:
+        return None
+    makers = {v: eqn for eqn in _all_equations(problem.eqns) for v in eqn.outvars}
+    for move in _moves(problem, sharding):
+        table = reshard_table(
+            shape_of(move.var), bytes_of(move.var), mesh, option.forbidden_collectives, forbidden_s=_FORBIDDEN_S
+        )
+        if table.cost(move.made, move.wanted) >= _FORBIDDEN_S:
+            made_by = _name_of(makers[move.var]) if move.var in makers else f"`{problem.paths.get(move.var, '')}`"
+            return no_way(option, move.var, move.made, move.wanted, f", from {made_by} to {move.reader},")
+    return None
+
+
+def _moves(problem: MeshEquations, sharding: MeshSharding) -> Iterator[_Move]:
+    """Every array of the problem as it lies and as it is read, in order."""
+    yield from _moves_of(problem.eqns, sharding.equations, sharding.specs)
+    for v, path in problem.results:
+        yield _Move(v, sharding.specs[v], sharding.results[v], f"the result `{path}`")
+
+
+def _moves_of(eqns: Sequence[JaxprEqn], chosen: Sequence[EquationSpecs], specs: Mapping[Var, Spec]) -> Iterator[_Move]:
+    for eqn, own in zip(eqns, chosen, strict=True):
+        for v, wanted in zip(eqn.invars, own.operands, strict=True):
+            if not is_literal(v):
+                yield _Move(v, specs[v], wanted, _name_of(eqn))
+        if own.body:
+            body = scan_body(eqn)
+            assert body is not None, eqn.primitive
+            inside, left = body_specs(body, own)
+            yield from _moves_of(body.flat.eqns, own.body, inside)
+            for atom, wanted in zip(body.flat.outvars, left, strict=True):
+                if not is_literal(atom):
+                    yield _Move(atom, inside[atom], wanted, _name_of(eqn))
+
+
+def _all_equations(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """Equations, and those of the scans among them that are planned as loops."""
+    for eqn in eqns:
+        yield eqn
+        body = scan_body(eqn)
+        if body is not None:
+            yield from _all_equations(body.flat.eqns)
+
+
+def _name_of(eqn: JaxprEqn) -> str:
+    return f"`{eqn.primitive.name}` at {source_line(eqn)}"

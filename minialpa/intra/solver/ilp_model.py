@@ -1,0 +1,233 @@
+"""The integer program for the core that elimination leaves, through PuLP to HiGHS or CBC.
+
+    minimise   sum_v c_v . x_v + sum_(v,w) E_vw . y_vw
+    subject to sum_i x_v[i] = 1                                             one strategy per node
+               sum_j y_vw[i, j] = x_v[i],  sum_i y_vw[i, j] = x_w[j]        equal marginals on both sides of an edge
+               base[r] + sum_v u_v[r] . x_v <= limit                        usage rows r, once a solution exceeds them
+               sum_(v in C) sum_(i: u_v[r, i] >= U_v) x_v[i] <= |C| - 1     where U, what C chose, exceeds row r
+    x binary; y >= 0, which is integral where x is. Forbidden entries of E have no y.
+
+Solvers let a row be exceeded by a small fraction of it. Limits are exact, so solutions are checked in whole numbers,
+and the covers C of the last formula cut off what only keeps to a row nearly.
+
+In: `Residual`. Out: a strategy for each node that is left, if any was found, and a bound on the cost. The parts that
+neither an edge nor a usage row joins are solved one by one.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pulp
+
+from minialpa.errors import InfeasibleError
+from minialpa.intra.solver.bucket import components
+from minialpa.intra.solver.cost_graph import Floats
+from minialpa.intra.solver.exact import Whole
+from minialpa.intra.solver.residual import Residual, check_base
+
+Solver = Literal["highs", "cbc"]
+
+#: Objectives are scaled so that the largest entry is this: solvers compare reduced costs with an absolute 1e-7.
+_LARGEST_COST = 1e4
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramSolution:
+    """Strategies by current place, or None where time ran out first, and a lower bound on the cost; -inf if none."""
+
+    choices: dict[int, int] | None
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A usage row: `places` are the (node, strategy) that use something, `room` is limit - base."""
+
+    places: tuple[tuple[int, int], ...]
+    usage: tuple[int, ...]
+    room: int
+
+    def cover(self, choices: dict[int, int]) -> list[tuple[int, int]]:
+        """Of `choices` that exceed the row, those that use most and exceed it together; with all strategies of their
+        nodes that use as much."""
+        used = {v: u for (v, i), u in zip(self.places, self.usage, strict=True) if choices[v] == i}
+        total, least = 0, dict[int, int]()
+        for v in sorted(used, key=lambda v: -used[v]):
+            least[v], total = used[v], total + used[v]
+            if total > self.room:
+                break
+        assert total > self.room, (total, self.room)
+        return [(v, i) for (v, i), u in zip(self.places, self.usage, strict=True) if u >= least.get(v, u + 1)]
+
+
+def solve_program(residual: Residual, *, solver: Solver, deadline: float) -> ProgramSolution:
+    """Solve what is left, until `deadline`, a time of `time.monotonic`. The bound is on the cost of the whole graph.
+
+    Raises InfeasibleError.
+    """
+    check_base(residual)
+    parts = [_solve_part(residual, nodes, solver, deadline) for nodes in _independent(residual)]
+    bound = residual.offset + sum(part.bound for part in parts)
+    choices: dict[int, int] = {}
+    for part in parts:
+        if part.choices is None:
+            return ProgramSolution(None, bound)
+        choices |= part.choices
+    return ProgramSolution(choices, bound)
+
+
+def _independent(residual: Residual) -> list[list[int]]:
+    """Components by edges; those with usage terms together count as one."""
+    apart, joined = [], []
+    for component in components(residual):
+        if any(residual.terms[v] for v in component):
+            joined += component
+        else:
+            apart.append(component)
+    return [sorted(joined), *apart] if joined else apart
+
+
+def _solve_part(residual: Residual, nodes: list[int], solver: Solver, deadline: float) -> ProgramSolution:
+    """The program, again with more usage rows until its solution exceeds none; few of them ever matter."""
+    model = _Model(residual, nodes)
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        choices = model.solve(solver, remaining_s)
+        if choices is None:
+            break
+        exceeded = _exceeded_rows(residual, choices)
+        if not exceeded:
+            return ProgramSolution(choices, model.bound)
+        for r in exceeded:
+            model.limit_row(r, choices)
+    return ProgramSolution(None, model.bound)
+
+
+def _exceeded_rows(residual: Residual, choices: dict[int, int]) -> list[int]:
+    """The worst row of each stretch of rows in which the choices exceed the limit."""
+    change: Whole = np.zeros(len(residual.base) + 1, residual.base.dtype)
+    for v, i in choices.items():
+        for (first, end), usage in residual.terms[v].items():
+            change[first] += usage[i]
+            change[end] -= usage[i]
+    used = residual.base + np.cumsum(change[:-1])
+    rows = np.flatnonzero(used > residual.limit)
+    stretches = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return [int(stretch[used[stretch].argmax()]) for stretch in stretches if len(stretch)]
+
+
+def _row(residual: Residual, nodes: Iterable[int], r: int) -> _Row:
+    total: dict[tuple[int, int], int] = {}
+    for v in nodes:
+        for (first, end), usage in residual.terms[v].items():
+            if first <= r < end:
+                for i in np.flatnonzero(usage).tolist():
+                    total[v, i] = total.get((v, i), 0) + int(usage[i])
+    return _Row(tuple(total), tuple(total.values()), residual.limit - int(residual.base[r]))
+
+
+class _Model:
+    """The program in PuLP; a class because cuts are added between solves."""
+
+    def __init__(self, residual: Residual, nodes: list[int]) -> None:
+        self.residual = residual
+        self.problem = pulp.LpProblem("core", pulp.LpMinimize)
+        self.bound = -np.inf
+        self._objective: list[tuple[Any, float]] = []
+        self.x = {v: self._choose_one(v) for v in nodes}
+        for v in nodes:
+            for w, cost in residual.adjacent[v].items():
+                if v < w:
+                    self._join(v, w, cost)
+        self.scale = _LARGEST_COST / max(1e-300, max((abs(c) for _, c in self._objective), default=1.0))
+        self.problem.setObjective(pulp.LpAffineExpression([(x, c * self.scale) for x, c in self._objective]))
+        self._rows: dict[int, _Row] = {}
+
+    def _choose_one(self, v: int) -> list[Any]:
+        x = [self.problem.add_variable(f"x_{v}_{i}", cat=pulp.LpBinary) for i in range(len(self.residual.costs[v]))]
+        self._constrain([(one, 1) for one in x], pulp.LpConstraintEQ, 1)
+        self._objective += zip(x, self.residual.costs[v].tolist(), strict=True)
+        return x
+
+    def _join(self, v: int, w: int, cost: Floats) -> None:
+        rows: list[list[Any]] = [[] for _ in self.x[v]]
+        columns: list[list[Any]] = [[] for _ in self.x[w]]
+        for i, j in np.argwhere(np.isfinite(cost)).tolist():
+            y = self.problem.add_variable(f"y_{v}_{w}_{i}_{j}", lowBound=0)
+            rows[i].append(y)
+            columns[j].append(y)
+            self._objective.append((y, float(cost[i, j])))
+        for x, ys in zip(self.x[v] + self.x[w], rows + columns, strict=True):
+            self._constrain([(x, -1), *((y, 1) for y in ys)], pulp.LpConstraintEQ, 0)
+
+    def _constrain(self, terms: Iterable[tuple[Any, float]], sense: int, bound: float) -> None:
+        self.problem.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(list(terms)), sense=sense, rhs=bound))
+
+    def limit_row(self, r: int, choices: dict[int, int]) -> None:
+        """Add usage row `r`, which `choices` exceed; if the program has it, a cover of what they use there."""
+        if r in self._rows:
+            cover = self._rows[r].cover(choices)
+            n_nodes = len({v for v, _ in cover})
+            self._constrain([(self.x[v][i], 1) for v, i in cover], pulp.LpConstraintLE, n_nodes - 1)
+            return
+        row = self._rows[r] = _row(self.residual, self.x, r)
+        if row.room < 0 or not row.places:
+            raise self._infeasible()
+        largest = max(row.usage)
+        terms = [(self.x[v][i], u / largest) for (v, i), u in zip(row.places, row.usage, strict=True)]
+        self._constrain(terms, pulp.LpConstraintLE, row.room / largest)
+
+    def _infeasible(self) -> InfeasibleError:
+        return InfeasibleError(
+            f"No choice for the {len(self.x)} nodes that are left satisfies both the forbidden pairs and the usage "
+            "limit. Raise `usage_limit`, or allow more pairs of strategies."
+        )
+
+    def solve(self, solver: Solver, time_limit_s: float) -> dict[int, int] | None:
+        """The best choices found, or None where there are none yet; `bound` is updated either way."""
+        bound = (_run_highs if solver == "highs" else _run_cbc)(self.problem, time_limit_s) / self.scale
+        if self.problem.status == pulp.LpStatusInfeasible:
+            raise self._infeasible()
+        if self.problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            self.bound = max(self.bound, bound)
+            return None
+        choices = {v: int(np.argmax([one.varValue or 0.0 for one in x])) for v, x in self.x.items()}
+        cost = _cost_of(self.residual, choices)
+        if self.problem.sol_status == pulp.LpSolutionOptimal and np.isfinite(cost):
+            bound = cost
+        self.bound = max(self.bound, bound)
+        return choices if np.isfinite(cost) else None
+
+
+def _cost_of(residual: Residual, choices: dict[int, int]) -> float:
+    """Cost of the nodes of `choices` and of the edges among them."""
+    cost = sum(float(residual.costs[v][i]) for v, i in choices.items())
+    for v, i in choices.items():
+        cost += sum(float(edge[i, choices[w]]) for w, edge in residual.adjacent[v].items() if v < w)
+    return cost
+
+
+def _run_highs(problem: Any, time_limit_s: float) -> float:
+    """Solve, and return the proven lower bound of the scaled objective."""
+    problem.solve(pulp.HiGHS(msg=False, threads=1, random_seed=0, gapRel=0.0, timeLimit=time_limit_s))
+    bound = float(problem.solverModel.getInfo().mip_dual_bound)
+    return bound if np.isfinite(bound) else -np.inf
+
+
+def _run_cbc(problem: Any, time_limit_s: float) -> float:
+    """As `_run_highs`. PuLP does not pass CBC's bound on; it stands in the log of a run that did not finish."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "cbc.log"
+        path = pulp.PULP_CBC_CMD.pulp_cbc_path
+        problem.solve(
+            pulp.COIN_CMD(path=path, msg=False, threads=1, timeLimit=max(1, time_limit_s), gapRel=0.0, logPath=str(log))
+        )
+        found = re.search(r"^Lower bound:\s+(\S+)", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return float(found.group(1)) if found else -np.inf

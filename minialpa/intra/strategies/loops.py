@@ -1,0 +1,113 @@
+"""Scans as equations of their own: a scan in, its body as a program over the same mesh.
+
+A body that has matrix products is planned like the equations around it, each iteration alike: its constants and the
+slices of its stacked inputs come in the specs that the scan's operands have, carries leave an iteration in the spec in
+which they enter it, and collectives inside run in every iteration.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.intra.strategies.sharing import share_reads
+from minialpa.intra.strategies.strategies import has_contraction
+from minialpa.rules.control import scan_counts
+from minialpa.rules.factors import factors_of
+from minialpa.sharding import EquationSpecs, Spec
+from minialpa.tracing.jaxprs import FlatJaxpr, flatten_calls, is_literal, live_equations, shape_of
+
+
+@dataclass(frozen=True, slots=True)
+class ScanBody:
+    """One iteration: `flat` takes constants, carries and slices, and leaves carries and slices of the results."""
+
+    flat: FlatJaxpr
+    n_consts: int
+    n_carry: int
+    length: int
+
+    @property
+    def n_lead(self) -> int:
+        """Number of operands that are not stacked."""
+        return self.n_consts + self.n_carry
+
+    def inner_operand(self, k: int, spec: Spec) -> Spec:
+        """The spec that operand `k` of the scan has inside: of a stacked one, that of a slice."""
+        return spec if k < self.n_lead else Spec(spec.dims[1:], spec.partial)
+
+    def outer_operand(self, k: int, spec: Spec) -> Spec:
+        """The spec of operand `k` of the scan that comes inside in `spec`."""
+        return spec if k < self.n_lead else Spec(((), *spec.dims), spec.partial)
+
+    def inner_result(self, r: int, spec: Spec) -> Spec:
+        """As `inner_operand`, for results."""
+        return spec if r < self.n_carry else Spec(spec.dims[1:], spec.partial)
+
+    def outer_result(self, r: int, spec: Spec) -> Spec:
+        """The spec of result `r` of the scan that is left inside in `spec`."""
+        return spec if r < self.n_carry else Spec(((), *spec.dims), spec.partial)
+
+
+def scan_body(eqn: JaxprEqn) -> ScanBody | None:
+    """The body of a scan that is worth planning: it runs at all, and has matrix products or convolutions."""
+    if eqn.primitive.name != "scan" or not eqn.params["length"] or not has_contraction(eqn):
+        return None
+    return ScanBody(_flat(eqn.params["jaxpr"]), *scan_counts(eqn), eqn.params["length"])
+
+
+@functools.lru_cache(maxsize=256)
+def _flat(body: Any) -> FlatJaxpr:
+    flat = flatten_calls(body.jaxpr, tuple(body.consts))
+    # What a checkpoint computes again and nothing reads is still there; a compiler drops it.
+    live = [eqn for eqn, keep in zip(flat.eqns, live_equations(flat.eqns, flat.outvars), strict=True) if keep]
+    placed = share_reads(live, [""] * len(live))
+    return replace(flat, eqns=tuple(p.eqn for p in placed), scopes=("",) * len(placed))
+
+
+def examples_inside(eqn: JaxprEqn, scan: ScanBody, dims: Mapping[Var, int]) -> dict[Var, int]:
+    """The dimension of the examples of the variables of an iteration, from those of the variables around the scan."""
+    flat = scan.flat
+    inside: dict[Var, int] = {}
+    for k, (outer, inner) in enumerate(zip(eqn.invars, flat.invars, strict=True)):
+        dim = None if is_literal(outer) else dims.get(outer)
+        stacked = int(k >= scan.n_lead)
+        if dim is not None and dim >= stacked:
+            inside[inner] = dim - stacked
+    # A carry may begin without examples and leave an iteration with them; that makes no more carries than there are.
+    for _ in range(scan.n_carry + 1):
+        for one in flat.eqns:
+            inside.update(_made_of_examples(one, inside))
+        carries = zip(flat.invars[scan.n_consts : scan.n_lead], flat.outvars, strict=False)
+        left = {v: inside[out] for v, out in carries if not is_literal(out) and out in inside and v not in inside}
+        if not left:
+            break
+        inside.update(left)
+    return inside
+
+
+def _made_of_examples(eqn: JaxprEqn, dims: Mapping[Var, int]) -> dict[Var, int]:
+    """Dimensions of the examples of the results: those that are cut by the factor of an operand's examples."""
+    factors = factors_of(eqn)
+    leading = {factors.leading_factor(k, dims[v]) for k, v in enumerate(eqn.invars) if not is_literal(v) and v in dims}
+    found: dict[Var, int] = {}
+    for v, result in zip(eqn.outvars, factors.results, strict=True):
+        for d, dim in enumerate(result):
+            if next((f for f in dim if factors.sizes[f] > 1), None) in leading - {None}:
+                found.setdefault(v, d)
+    return found
+
+
+def body_specs(body: ScanBody, chosen: EquationSpecs) -> tuple[dict[Var, Spec], tuple[Spec, ...]]:
+    """Specs of the variables of an iteration, and of what it leaves."""
+    flat = body.flat
+    specs = {v: Spec.replicated(len(shape_of(v))) for v in flat.constvars}
+    for k, (v, spec) in enumerate(zip(flat.invars, chosen.operands, strict=True)):
+        specs[v] = body.inner_operand(k, spec)
+    for eqn, inner in zip(flat.eqns, chosen.body, strict=True):
+        specs.update(zip(eqn.outvars, inner.results, strict=True))
+    return specs, tuple(body.inner_result(r, s) for r, s in enumerate(chosen.results))

@@ -1,0 +1,93 @@
+"""What the rules share: a table that numbers factors while a rule lays out its arrays.
+
+Rules call `FactorTable.dim` or `dims` for factors, put the same `Dim` into every array that follows the factor, and end
+with `FactorTable.build`, which says `linear` only where values can be summed at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from minialpa.rules.factors import Dims, Factors, Reduction
+from minialpa.tracing.jaxprs import shape_of
+
+#: Shapes of several arrays.
+Shapes = tuple[tuple[int, ...], ...]
+#: Factors of one dimension, outermost first.
+Dim = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class FactorTable:
+    """The factors that a rule has handed out so far."""
+
+    sizes: list[int] = field(default_factory=list)
+    blocked: set[int] = field(default_factory=set)
+    positional: set[int] = field(default_factory=set)
+    reductions: dict[int, Reduction] = field(default_factory=dict)
+
+    def dim(
+        self, size: int, *, blocked: bool = False, positional: bool = False, reduction: Reduction | None = None
+    ) -> Dim:
+        """A dimension that is one new factor. What is positional is blocked."""
+        factor = len(self.sizes)
+        self.sizes.append(size)
+        if blocked or positional:
+            self.blocked.add(factor)
+        if positional:
+            self.positional.add(factor)
+        if reduction is not None:
+            self.reductions[factor] = reduction
+        return (factor,)
+
+    def dims(self, shape: Iterable[int], *, blocked: bool = False, positional: bool = False) -> Dims:
+        """One new factor for each dimension of `shape`."""
+        return tuple(self.dim(size, blocked=blocked, positional=positional) for size in shape)
+
+    def build(
+        self,
+        eqn: JaxprEqn,
+        operands: Iterable[Dims],
+        results: Iterable[Dims],
+        *,
+        linear: Literal["none", "joint", "each"] = "none",
+        linear_operands: Sequence[int] = (),
+        flops: float = 0.0,
+    ) -> Factors:
+        """The finished factors of `eqn`. Booleans and keys cannot be summed: with them nothing is linear."""
+        summed = [*(eqn.invars[i] for i in linear_operands), *eqn.outvars]
+        if not linear_operands or not all(is_summable(atom) for atom in summed):
+            linear, linear_operands = "none", ()
+        return Factors(
+            tuple(self.sizes),
+            tuple(operands),
+            tuple(results),
+            reductions=self.reductions,
+            blocked=frozenset(self.blocked),
+            positional=frozenset(self.positional),
+            linear=linear,
+            linear_operands=tuple(linear_operands),
+            flops=flops,
+        )
+
+
+def is_summable(atom: Any) -> bool:
+    """Whether the values of a jaxpr atom are numbers."""
+    return bool(jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), np.number))
+
+
+def is_inexact(atom: Any) -> bool:
+    """Whether the values of a jaxpr atom are floating point or complex numbers."""
+    return bool(jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), np.inexact))
+
+
+def n_elements(atom: Any) -> int:
+    """Number of elements of a jaxpr atom."""
+    return math.prod(shape_of(atom))

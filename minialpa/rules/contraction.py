@@ -1,0 +1,156 @@
+"""Contractions: `dot_general`, `ragged_dot_general` and `conv_general_dilated`.
+
+All are linear in each of their first two operands, and a split contracted factor leaves partial sums.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from minialpa.rules.common import Dim, FactorTable, Shapes, n_elements
+from minialpa.rules.factors import Dims, Factors, replicated_factors, rule
+from minialpa.tracing.jaxprs import shape_of
+
+
+def _laid_out(named: dict[int, Dim]) -> Dims:
+    """Dims of an array from a dict that has one entry for each of its dimensions."""
+    return tuple(named[i] for i in range(len(named)))
+
+
+@rule("dot_general")
+def _dot_general(eqn: JaxprEqn) -> Factors:
+    """Results are `[batch, rest of lhs, rest of rhs]`; flops = 2 * batch * m * n * k."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    lhs_shape, rhs_shape = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    table = FactorTable()
+    batch = table.dims(lhs_shape[i] for i in lhs_batch)
+    contract = tuple(table.dim(lhs_shape[i], reduction="sum") for i in lhs_contract)
+    lhs = dict(zip((*lhs_batch, *lhs_contract), batch + contract, strict=True))
+    rhs = dict(zip((*rhs_batch, *rhs_contract), batch + contract, strict=True))
+    lhs_rest = {i: table.dim(size) for i, size in enumerate(lhs_shape) if i not in lhs}
+    rhs_rest = {i: table.dim(size) for i, size in enumerate(rhs_shape) if i not in rhs}
+    return table.build(
+        eqn,
+        [_laid_out(lhs | lhs_rest), _laid_out(rhs | rhs_rest)],
+        [(*batch, *lhs_rest.values(), *rhs_rest.values())],
+        linear="each",
+        linear_operands=(0, 1),
+        flops=2.0 * n_elements(eqn.outvars[0]) * math.prod(lhs_shape[i] for i in lhs_contract),
+    )
+
+
+@rule("ragged_dot_general")
+def _ragged_dot_general(eqn: JaxprEqn) -> Factors:
+    """Mixture of experts: rows of the left side in groups, `group_sizes` long. Rows and groups are blocked.
+
+    Ragged rows that are kept: `[m k], [g k n] -> [m n]`; ragged rows that are contracted: `[m k], [m n] -> [g k n]`.
+    """
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    lhs_shape, rhs_shape, groups_shape = (shape_of(v) for v in eqn.invars)
+    if ragged in lhs_batch or len(groups_shape) != 1:
+        return replicated_factors(eqn)
+    table = FactorTable()
+    group = table.dim(groups_shape[0], blocked=True)
+    batch = table.dims(lhs_shape[i] for i in lhs_batch)
+    contract = tuple(
+        table.dim(lhs_shape[i], blocked=True) if i == ragged else table.dim(lhs_shape[i], reduction="sum")
+        for i in lhs_contract
+    )
+    lhs = dict(zip((*lhs_batch, *lhs_contract), batch + contract, strict=True))
+    rhs = dict(zip((*rhs_batch, *rhs_contract), batch + contract, strict=True))
+    rhs |= dict.fromkeys(numbers.rhs_group_dimensions, group)
+    lhs_rest = {i: table.dim(size, blocked=i == ragged) for i, size in enumerate(lhs_shape) if i not in lhs}
+    rhs_rest = {i: table.dim(size) for i, size in enumerate(rhs_shape) if i not in rhs}
+    head = (group,) if ragged in lhs_contract else ()
+    k = lhs_shape[ragged] / max(groups_shape[0], 1) if head else math.prod(lhs_shape[i] for i in lhs_contract)
+    return table.build(
+        eqn,
+        [_laid_out(lhs | lhs_rest), _laid_out(rhs | rhs_rest), (group,)],
+        [(*head, *batch, *lhs_rest.values(), *rhs_rest.values())],
+        linear="each",
+        linear_operands=(0, 1),
+        flops=2.0 * n_elements(eqn.outvars[0]) * k,
+    )
+
+
+def _local_conv(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
+    """Fewer groups where the group factor is split: groups = channels of lhs / channels of one kernel."""
+    (lhs, rhs), (out,) = operands, results
+    numbers = eqn.params["dimension_numbers"]
+    return dict(
+        eqn.params,
+        feature_group_count=lhs[numbers.lhs_spec[1]] // rhs[numbers.rhs_spec[1]],
+        batch_group_count=lhs[numbers.lhs_spec[0]] // out[numbers.out_spec[0]],
+    )
+
+
+def _spatial(table: FactorTable, eqn: JaxprEqn, axis: int, sizes: tuple[int, int, int]) -> tuple[Dim, Dim, Dim]:
+    """Factors of one spatial dimension, of lengths `sizes` in lhs, rhs and result.
+
+    A window of length 1 keeps positions (pointwise convolution); a window as long as its input sums over them (its
+    weight gradient). Every other window mixes neighbours and is blocked.
+    """
+    lhs, rhs, out = sizes
+    is_plain = (
+        tuple(eqn.params["padding"][axis]) == (0, 0)
+        and eqn.params["lhs_dilation"][axis] == eqn.params["rhs_dilation"][axis] == 1
+    )
+    if is_plain and rhs == 1 and eqn.params["window_strides"][axis] == 1:
+        position = table.dim(lhs)
+        return position, table.dim(1), position
+    if is_plain and rhs == lhs and out == 1:
+        position = table.dim(lhs, reduction="sum")
+        return position, position, table.dim(1)
+    return table.dim(lhs, blocked=True), table.dim(rhs, blocked=True), table.dim(out, blocked=True)
+
+
+def _n_products(eqn: JaxprEqn, axis: int, sizes: tuple[int, int, int]) -> int:
+    """Pairs of result and window positions that meet an element of lhs, not padding and not a hole of its dilation."""
+    lhs, rhs, out = sizes
+    stride, dilation = eqn.params["window_strides"][axis], eqn.params["lhs_dilation"][axis]
+    in_result, in_window = np.arange(out)[:, None] * stride, np.arange(rhs) * eqn.params["rhs_dilation"][axis]
+    position = in_result + in_window - int(eqn.params["padding"][axis][0])
+    return int(np.sum((position % dilation == 0) & (position >= 0) & (position < lhs * dilation)))
+
+
+@rule("conv_general_dilated", localize=_local_conv)
+def _conv_general_dilated(eqn: JaxprEqn) -> Factors:
+    """`[b n, g c, *in], [b g o, c, *window] -> [n, b g o, *out]`, in the order of ConvDimensionNumbers.
+
+    b: batch groups, g: feature groups (one of them is 1), n: batch, c: channels in a group, o: results of a group.
+    flops = 2 * n * (b g o) * c * products along each spatial dimension.
+    """
+    numbers = eqn.params["dimension_numbers"]
+    specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+    lhs_shape, rhs_shape, out_shape = (
+        tuple(shape_of(v)[i] for i in spec) for v, spec in zip((*eqn.invars, *eqn.outvars), specs, strict=True)
+    )
+    table = FactorTable()
+    batch_groups = table.dim(eqn.params["batch_group_count"])
+    groups = table.dim(eqn.params["feature_group_count"])
+    batch, channels = table.dim(out_shape[0]), table.dim(rhs_shape[1], reduction="sum")
+    n_groups = eqn.params["batch_group_count"] * eqn.params["feature_group_count"]
+    features = batch_groups + groups + table.dim(rhs_shape[0] // n_groups)
+    lhs, rhs, out = [batch_groups + batch, groups + channels], [features, channels], [batch, features]
+    flops = 2.0 * math.prod(out_shape[:2]) * rhs_shape[1]
+    for axis, sizes in enumerate(zip(lhs_shape[2:], rhs_shape[2:], out_shape[2:], strict=True)):
+        flops *= _n_products(eqn, axis, sizes)
+        for array, dim in zip((lhs, rhs, out), _spatial(table, eqn, axis, sizes), strict=True):
+            array.append(dim)
+    *operands, result = (
+        _laid_out(dict(zip(s, dims, strict=True))) for s, dims in zip(specs, (lhs, rhs, out), strict=True)
+    )
+    return table.build(
+        eqn,
+        operands,
+        [result],
+        linear="each",
+        linear_operands=(0, 1),
+        flops=flops,
+    )

@@ -1,0 +1,118 @@
+"""Elementwise primitives: one factor for each dimension of the result, shared with every operand that has it.
+
+Operands are scalars, of the result's shape, or of length 1 where they are broadcast. Flops: one for each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from minialpa.rules.common import FactorTable, is_inexact, is_summable, n_elements
+from minialpa.rules.factors import Dims, Factors, rule
+from minialpa.tracing.jaxprs import shape_of
+
+
+def _follow(atom: Any, shape: tuple[int, ...], result: Dims) -> Dims:
+    """Factors of an operand that is broadcast to a result of `shape`."""
+    if not shape_of(atom):
+        return ()
+    return tuple(dim if size == n else () for size, n, dim in zip(shape_of(atom), shape, result, strict=True))
+
+
+def elementwise(
+    eqn: JaxprEqn,
+    linear: Literal["none", "joint", "each"] = "none",
+    linear_operands: Sequence[int] = (),
+    *,
+    flops_per_element: float = 1.0,
+) -> Factors:
+    """Factors of an equation whose results all have one shape and whose operands follow it."""
+    table = FactorTable()
+    shape = shape_of(eqn.outvars[0])
+    result = table.dims(shape)
+    return table.build(
+        eqn,
+        [_follow(v, shape, result) for v in eqn.invars],
+        [result for _ in eqn.outvars],
+        linear=linear,
+        linear_operands=linear_operands,
+        flops=flops_per_element * n_elements(eqn.outvars[0]),
+    )
+
+
+# In the order of the alphabet. `name` is `jax.ad_checkpoint.checkpoint_name`.
+@rule("abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh")
+@rule("bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "cos", "cosh", "digamma")
+@rule("eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt")
+@rule("igamma", "igamma_grad_a", "igammac", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2")
+@rule("logistic", "lt", "lt_to", "max", "min", "mulhi", "ne", "nextafter", "not", "one_minus_square", "or")
+@rule("polygamma", "polynomial", "population_count", "pow", "reduce_precision", "regularized_incomplete_beta", "rem")
+@rule("round", "rsqrt", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt")
+@rule("square", "tan", "tanh", "threefry2x32", "xor", "zeta")
+def _nonlinear(eqn: JaxprEqn) -> Factors:
+    return elementwise(eqn)
+
+
+@rule("add", "add_any", "complex", "conj", "imag", "neg", "real", "sub")
+def _linear_in_all(eqn: JaxprEqn) -> Factors:
+    return elementwise(eqn, "joint", range(len(eqn.invars)))
+
+
+@rule("copy", "minialpa_per_micro_batch", "name", "sharding_constraint", "stop_gradient")
+def _identity(eqn: JaxprEqn) -> Factors:
+    return elementwise(eqn, "joint", (0,), flops_per_element=0.0)
+
+
+@rule("mul")
+def _mul(eqn: JaxprEqn) -> Factors:
+    return elementwise(eqn, "each", (0, 1))
+
+
+@rule("div")
+def _div(eqn: JaxprEqn) -> Factors:
+    # Division of integers rounds, so it is not linear.
+    return elementwise(eqn, "each", (0,) if is_inexact(eqn.outvars[0]) else ())
+
+
+@rule("select_n")
+def _select_n(eqn: JaxprEqn) -> Factors:
+    return elementwise(eqn, "joint", range(1, len(eqn.invars)))
+
+
+def _conversion_is_linear(source: Any, target: Any) -> bool:
+    """Numbers to floats, or to complex; between integers values may wrap, and complex to real drops a part."""
+    if not is_inexact(target) or not is_summable(source):
+        return False
+    is_complex = jnp.issubdtype(source.aval.dtype, np.complexfloating)
+    return not is_complex or bool(jnp.issubdtype(target.aval.dtype, np.complexfloating))
+
+
+@rule("convert_element_type")
+def _convert_element_type(eqn: JaxprEqn) -> Factors:
+    return elementwise(eqn, "joint", (0,) if _conversion_is_linear(eqn.invars[0], eqn.outvars[0]) else ())
+
+
+@rule("bitcast_convert_type")
+def _bitcast_convert_type(eqn: JaxprEqn) -> Factors:
+    """Between widths, the narrower array has one dimension more, which holds the parts of one element."""
+    (operand,), (result,) = eqn.invars, eqn.outvars
+    table = FactorTable()
+    n_common = min(len(shape_of(operand)), len(shape_of(result)))
+    common = table.dims(shape_of(operand)[:n_common])
+    operand_dims, result_dims = (common + table.dims(shape_of(v)[n_common:], blocked=True) for v in (operand, result))
+    return table.build(eqn, [operand_dims], [result_dims])
+
+
+@rule("device_put", "optimization_barrier", "minialpa_gradient")
+def _barrier(eqn: JaxprEqn) -> Factors:
+    """n arrays pass unchanged, side by side, so a sum may wait in each array of numbers."""
+    table = FactorTable()
+    arrays = [table.dims(shape_of(v)) for v in eqn.invars]
+    numbers = [i for i, v in enumerate(eqn.invars) if is_summable(v)]
+    linear: Literal["none", "joint"] = "joint" if len(numbers) == len(eqn.invars) else "none"
+    return table.build(eqn, arrays, arrays, linear=linear, linear_operands=numbers)

@@ -1,0 +1,245 @@
+"""Rules as named factors: what may be split in one equation, and how its arrays follow.
+
+`dot_general` on `[b i k],[b k j] -> [b i j]` has four factors. Splitting factor `i` splits dimension 1 of the first
+operand and dimension 1 of the result; splitting `k`, absent from the result, leaves partial sums. The same table serves
+the sharding strategies (a mesh axis is given to a factor) and micro-batches (the batch factor is split in time).
+The form is that of Shardy's sharding rules (openxla/shardy, RFC "sharding rules").
+
+In: an equation. Out: `Factors`; with `localize` the same equation for shards of its arrays; and with `run_shard` its
+results, also where they depend on the position of the shard.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from jax.extend.core import JaxprEqn
+
+from minialpa.errors import VerifyError
+from minialpa.tracing.jaxprs import context_of, eval_on_shards, is_call, shape_of, sub_jaxprs
+
+Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
+Dims = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Factors of one equation, numbered from 0.
+
+    sizes: the length of each factor.
+    operands, results: for each array and each of its dimensions the factors that make it up, outermost first; the
+        product of their sizes is the dimension's length. Dimensions of length 1 may have none.
+    reductions: factors that some result lacks, and how the partial results of a split are combined. Where the
+        equation is jointly linear, an operand of `linear_operands` that lacks the reduced factor takes part once:
+        scatter_add(operand, indices, updates) split over its indices keeps `operand` in one shard, zeros elsewhere.
+    blocked: factors that must stay whole, because the operation mixes positions along them (sort, cumsum) or because a
+        shard's result would depend on its position.
+    positional: those of the second kind that can be split where shards know their positions, as devices do: see
+        `on_mesh` and `OnShards`. Where examples are split in time, and in loops, they are as blocked as the others.
+    linear: `joint`: the results are linear in all operands listed in `linear_operands` taken together (add);
+        `each`: linear in each of them alone (mul, dot), so not in a variable that is listed twice; `none` otherwise.
+    flops: floating point operations of the whole equation.
+    unaffected: pairs (factor, result) where the result lacks a reduced factor and does not depend on arrays that have
+        it: every shard computes the same. The counter of a loop is one.
+    once: pairs (factor, operand) of further operands that take part once: initial values of sums over a loop.
+    """
+
+    sizes: tuple[int, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    reductions: Mapping[int, Reduction] = ()  # type: ignore[assignment]
+    blocked: frozenset[int] = frozenset()
+    linear: Literal["none", "joint", "each"] = "none"
+    linear_operands: tuple[int, ...] = ()
+    flops: float = 0.0
+    unaffected: frozenset[tuple[int, int]] = frozenset()
+    once: frozenset[tuple[int, int]] = frozenset()
+    positional: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reductions", dict(self.reductions))
+
+    @property
+    def splittable(self) -> tuple[int, ...]:
+        """Factors that may be split, in order."""
+        return tuple(f for f, size in enumerate(self.sizes) if size > 1 and f not in self.blocked)
+
+    def on_mesh(self) -> Factors:
+        """What mesh axes may split: positional factors too."""
+        return replace(self, blocked=self.blocked - self.positional)
+
+    def leading_factor(self, operand: int, dim: int) -> int | None:
+        """The factor that is split when dimension `dim` of an operand is cut into contiguous blocks, if any."""
+        return next((f for f in self.operands[operand][dim] if self.sizes[f] > 1), None)
+
+    def is_partial(self, factor: int, result: int) -> bool:
+        """Whether shards along `factor` leave partial values of a result, to be combined by `reductions[factor]`."""
+        has_factor = any(factor in dim for dim in self.results[result])
+        return factor in self.reductions and not has_factor and (factor, result) not in self.unaffected
+
+    def affects(self, factor: int, result: int) -> bool:
+        """Whether a result depends on arrays that have `factor`."""
+        return any(factor in dim for dim in self.results[result]) or self.is_partial(factor, result)
+
+    def takes_part_once(self, factor: int, operand: int) -> bool:
+        """Whether, of all shards along `factor`, only one may see the value of an operand, and the others zero."""
+        if factor not in self.reductions or any(factor in dim for dim in self.operands[operand]):
+            return False
+        return (self.linear == "joint" and operand in self.linear_operands) or (factor, operand) in self.once
+
+    def shape(self, dims: Dims, n_splits: Mapping[int, int]) -> tuple[int, ...]:
+        """Local shape of an array whose factors are split into `n_splits[factor]` parts."""
+        return tuple(math.prod(self.sizes[f] // n_splits.get(f, 1) for f in dim) for dim in dims)
+
+    def may_split(self, factor: int, n: int) -> bool:
+        """Whether splitting `factor` in `n` cuts every array into contiguous, equal blocks."""
+        if factor in self.blocked or self.sizes[factor] % n:
+            return False
+        for dims in (*self.operands, *self.results):
+            for dim in dims:
+                if factor in dim and any(self.sizes[f] > 1 for f in dim[: dim.index(factor)]):
+                    return False  # an outer factor of the same dimension is whole: blocks would be strided
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """Where shards begin in their arrays: an int32 for each dimension, 0 where it is not split by position."""
+
+    operands: tuple[tuple[Any, ...], ...]
+    results: tuple[tuple[Any, ...], ...]
+
+
+#: From the shapes of the shards of operands and results to the parameters of the primitive on them.
+Localizer = Callable[[JaxprEqn, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]], dict[str, Any]]
+#: From shards of the operands, local parameters and positions to shards of the results.
+OnShards = Callable[[JaxprEqn, Sequence[Any], Mapping[str, Any], Starts], Sequence[Any]]
+Rule = Callable[[JaxprEqn], Factors]
+
+_RULES: dict[str, Rule] = {}
+_LOCALIZERS: dict[str, Localizer] = {}
+_ON_SHARDS: dict[str, OnShards] = {}
+
+
+def rule(
+    *primitives: str, localize: Localizer | None = None, on_shards: OnShards | None = None
+) -> Callable[[Rule], Rule]:
+    """Register the rule of one or more primitives, by name. Registering a primitive twice raises VerifyError.
+
+    `localize` gives the parameters for local shapes, where the primitive carries shapes in its parameters; `on_shards`
+    computes shards where positional factors are split.
+    """
+
+    def register(fun: Rule) -> Rule:
+        for name in primitives:
+            if name in _RULES:
+                raise VerifyError(f"Primitive `{name}` already has a rule.")
+            _RULES[name] = fun
+            if localize is not None:
+                _LOCALIZERS[name] = localize
+            if on_shards is not None:
+                _ON_SHARDS[name] = on_shards
+        return fun
+
+    return register
+
+
+def has_rule(primitive: str) -> bool:
+    return primitive in _RULES
+
+
+def known_primitives() -> tuple[str, ...]:
+    return tuple(sorted(_RULES))
+
+
+def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
+    """Sorted names of the primitives that make arrays and have no rule, those in loop bodies and branches included."""
+    names: set[str] = set()
+    for eqn in eqns:
+        if has_rule(eqn.primitive.name) or is_call(eqn):
+            for inner in sub_jaxprs(eqn):
+                names.update(primitives_without_rule(inner.eqns))
+        elif any(shape_of(v) for v in eqn.outvars):
+            names.add(eqn.primitive.name)
+    return sorted(names)
+
+
+def replicated_factors(eqn: JaxprEqn) -> Factors:
+    """The rule of last resort: every dimension is a blocked factor of its own, so everything is replicated."""
+    sizes: list[int] = []
+
+    def fresh(atom: Any) -> Dims:
+        dims = []
+        for size in shape_of(atom):
+            sizes.append(size)
+            dims.append((len(sizes) - 1,))
+        return tuple(dims)
+
+    operands = tuple(fresh(v) for v in eqn.invars)
+    results = tuple(fresh(v) for v in eqn.outvars)
+    return Factors(tuple(sizes), operands, results, blocked=frozenset(range(len(sizes))))
+
+
+def factors_of(eqn: JaxprEqn) -> Factors:
+    """Factors of an equation by its primitive's rule; `replicated_factors` where there is no rule."""
+    arrays = tuple((shape_of(v), getattr(v.aval, "dtype", None)) for v in (*eqn.invars, *eqn.outvars))
+    key = (eqn.primitive.name, tuple(eqn.params.items()), arrays, eqn.ctx)
+    try:
+        return _factors(_Kind(key, eqn))
+    except TypeError:  # a parameter that cannot be hashed
+        return _by_rule(eqn)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Equations of one kind, traced in one context, differ in names and literals only, which rules do not look at."""
+
+    key: Hashable
+    eqn: JaxprEqn = field(compare=False)
+
+
+@functools.lru_cache(maxsize=4096)
+def _factors(kind: _Kind) -> Factors:
+    return _by_rule(kind.eqn)
+
+
+def _by_rule(eqn: JaxprEqn) -> Factors:
+    fun = _RULES.get(eqn.primitive.name)
+    return replicated_factors(eqn) if fun is None else fun(eqn)
+
+
+def localize(eqn: JaxprEqn, factors: Factors, n_splits: Mapping[int, int]) -> dict[str, Any]:
+    """Parameters of `eqn`'s primitive for the shards that splitting each factor into `n_splits[factor]` leaves."""
+    fun = _LOCALIZERS.get(eqn.primitive.name)
+    if fun is None:
+        return dict(eqn.params)
+    operands = tuple(factors.shape(dims, n_splits) for dims in factors.operands)
+    results = tuple(factors.shape(dims, n_splits) for dims in factors.results)
+    return fun(eqn, operands, results)
+
+
+def run_shard(
+    eqn: JaxprEqn, factors: Factors, operands: Sequence[Any], n_splits: Mapping[int, int], parts: Mapping[int, Any]
+) -> list[Any]:
+    """The shard of each result, from shards of the operands.
+
+    n_splits[f]: into how many parts a factor is split; parts[f]: the number of this part, for each positional factor
+    that is split: an int32, which may be traced.
+    """
+    params = localize(eqn, factors, n_splits)
+    if not parts:
+        return eval_on_shards(eqn, operands, params)
+
+    def start(dim: tuple[int, ...]) -> Any:
+        return next((parts[f] * (factors.sizes[f] // n_splits[f]) for f in dim if f in parts), 0)
+
+    def starts(arrays: Iterable[Dims]) -> tuple[tuple[Any, ...], ...]:
+        return tuple(tuple(start(dim) for dim in dims) for dims in arrays)
+
+    on_shards = _ON_SHARDS[eqn.primitive.name]
+    with context_of(eqn):
+        return list(on_shards(eqn, operands, params, Starts(starts(factors.operands), starts(factors.results))))

@@ -1,0 +1,145 @@
+"""Reductions, scans along an axis, orderings, and transforms of whole axes (fft, linear algebra).
+
+What works along an axis needs that axis whole: it is blocked, unless partial results can be combined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from jax.extend.core import JaxprEqn
+
+from minialpa.rules.common import FactorTable, n_elements
+from minialpa.rules.factors import Dims, Factors, Reduction, rule
+from minialpa.tracing.jaxprs import shape_of
+
+#: What combines the partial results of a reduction; reduce_xor is left out, as no collective computes it.
+_COMBINED: dict[str, Reduction] = {
+    "reduce_and": "and",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_or": "or",
+    "reduce_prod": "prod",
+    "reduce_sum": "sum",
+}
+
+
+@rule(*_COMBINED)
+def _reduce(eqn: JaxprEqn) -> Factors:
+    table = FactorTable()
+    axes, combine = set(eqn.params["axes"]), _COMBINED[eqn.primitive.name]
+    shape = shape_of(eqn.invars[0])
+    operand = tuple(table.dim(size, reduction=combine if i in axes else None) for i, size in enumerate(shape))
+    result = tuple(dim for i, dim in enumerate(operand) if i not in axes)
+    linear = (0,) if combine == "sum" else ()
+    flops = float(n_elements(eqn.invars[0]))
+    return table.build(eqn, [operand], [result], linear="joint", linear_operands=linear, flops=flops)
+
+
+def _blocked_axes(table: FactorTable, shape: tuple[int, ...], axes: Iterable[int]) -> Dims:
+    blocked = {axis % len(shape) for axis in axes}
+    return tuple(table.dim(size, blocked=i in blocked) for i, size in enumerate(shape))
+
+
+@rule("argmax", "argmin", "reduce_xor")
+def _reduce_whole(eqn: JaxprEqn) -> Factors:
+    table = FactorTable()
+    axes = set(eqn.params["axes"])
+    operand = _blocked_axes(table, shape_of(eqn.invars[0]), axes)
+    result = tuple(dim for i, dim in enumerate(operand) if i not in axes)
+    return table.build(eqn, [operand], [result], flops=float(n_elements(eqn.invars[0])))
+
+
+@rule("reduce")
+def _reduce_generic(eqn: JaxprEqn) -> Factors:
+    """n arrays and n scalar initial values, with a computation of the caller's."""
+    table = FactorTable()
+    n_arrays, axes = len(eqn.invars) // 2, set(eqn.params["dimensions"])
+    array = _blocked_axes(table, shape_of(eqn.invars[0]), axes)
+    result = tuple(dim for i, dim in enumerate(array) if i not in axes)
+    operands: list[Dims] = [array] * n_arrays + [()] * n_arrays
+    return table.build(eqn, operands, [result] * n_arrays, flops=float(n_arrays * n_elements(eqn.invars[0])))
+
+
+@rule("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
+def _scan_axis(eqn: JaxprEqn) -> Factors:
+    table = FactorTable()
+    dims = _blocked_axes(table, shape_of(eqn.invars[0]), [eqn.params["axis"]])
+    linear = (0,) if eqn.primitive.name == "cumsum" else ()
+    flops = float(n_elements(eqn.invars[0]))
+    return table.build(eqn, [dims], [dims], linear="joint", linear_operands=linear, flops=flops)
+
+
+@rule("sort")
+def _sort(eqn: JaxprEqn) -> Factors:
+    table = FactorTable()
+    dims = _blocked_axes(table, shape_of(eqn.invars[0]), [eqn.params["dimension"]])
+    return table.build(eqn, [dims for _ in eqn.invars], [dims for _ in eqn.outvars])
+
+
+@rule("approx_top_k", "top_k")
+def _top_k(eqn: JaxprEqn) -> Factors:
+    table = FactorTable()
+    shape, k_shape = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % len(shape)
+    operand = _blocked_axes(table, shape, [axis])
+    result = (*operand[:axis], table.dim(k_shape[axis], blocked=True), *operand[axis + 1 :])
+    return table.build(eqn, [operand], [result for _ in eqn.outvars])
+
+
+def _batched(table: FactorTable, eqn: JaxprEqn, batch: Dims) -> tuple[list[Dims], list[Dims]]:
+    """Dims of all arrays, each `batch` and then blocked dimensions."""
+
+    def dims(shape: tuple[int, ...]) -> Dims:
+        return batch + table.dims(shape[len(batch) :], blocked=True)
+
+    return [dims(shape_of(v)) for v in eqn.invars], [dims(shape_of(v)) for v in eqn.outvars]
+
+
+@rule("fft")
+def _fft(eqn: JaxprEqn) -> Factors:
+    """flops = 5 n log2(n) for n elements (Cooley & Tukey)."""
+    table = FactorTable()
+    shape = shape_of(eqn.invars[0])
+    batch = table.dims(shape[: len(shape) - len(eqn.params["fft_lengths"])])
+    operands, results = _batched(table, eqn, batch)
+    n_transformed = max(math.prod(eqn.params["fft_lengths"]), 1)
+    flops = 5.0 * max(n_elements(eqn.invars[0]), n_elements(eqn.outvars[0])) * math.log2(n_transformed)
+    return table.build(eqn, operands, results, linear="joint", linear_operands=(0,), flops=flops)
+
+
+#: Operations on one n x n matrix, in units of n**3 (Golub & Van Loan, Matrix Computations).
+_CUBIC: dict[str, float] = {
+    "cholesky": 1 / 3,
+    "eigh": 9.0,
+    "householder_product": 4 / 3,
+    "lu": 2 / 3,
+    "qr": 8 / 3,
+    "svd": 22.0,
+}
+
+
+@rule("lu_pivots_to_permutation", *_CUBIC)
+def _decomposition(eqn: JaxprEqn) -> Factors:
+    """The core is the last two dimensions of the first operand (the last one, for pivots); all before is batch."""
+    table = FactorTable()
+    name, shape = eqn.primitive.name, shape_of(eqn.invars[0])
+    n_core = 1 if name == "lu_pivots_to_permutation" else 2
+    operands, results = _batched(table, eqn, table.dims(shape[: len(shape) - n_core]))
+    return table.build(eqn, operands, results, flops=_CUBIC.get(name, 0.0) * n_elements(eqn.invars[0]) * shape[-1])
+
+
+@rule("triangular_solve")
+def _triangular_solve(eqn: JaxprEqn) -> Factors:
+    """`a x = b` or `x a = b`: each right-hand side is a problem of its own. flops = n**2 for each of them."""
+    table = FactorTable()
+    a, b = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    batch = table.dims(a[:-2])
+    rows, columns = table.dim(a[-1], blocked=True), table.dim(a[-1], blocked=True)
+    each = table.dim(b[-1] if eqn.params["left_side"] else b[-2])
+    solved = table.dim(a[-1], blocked=True)
+    x = (*batch, solved, each) if eqn.params["left_side"] else (*batch, each, solved)
+    flops = float(n_elements(eqn.invars[1]) * a[-1])
+    operands = [(*batch, rows, columns), x]
+    return table.build(eqn, operands, [x], linear="joint", linear_operands=(1,), flops=flops)

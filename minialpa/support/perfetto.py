@@ -1,0 +1,45 @@
+"""Traces that ui.perfetto.dev and chrome://tracing open: processes, their threads, and what these did when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from minialpa.support.files import write_text
+
+Event = dict[str, Any]
+
+
+def interval(
+    process: int,
+    thread: int,
+    name: str,
+    start_s: float,
+    end_s: float,
+    category: str,
+    args: Mapping[str, Any] | None = None,
+) -> Event:
+    """Something that a thread did. args: what is shown of it when it is chosen."""
+    times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
+    event = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": category, **times}
+    return event if args is None else {**event, "args": dict(args)}
+
+
+def counter(process: int, name: str, at_s: float, args: Mapping[str, float]) -> Event:
+    """Values of a process from a time on."""
+    return {"ph": "C", "pid": process, "name": name, "ts": at_s * 1e6, "args": dict(args)}
+
+
+def process_name(process: int, name: str) -> Event:
+    return {"ph": "M", "pid": process, "tid": 0, "name": "process_name", "args": {"name": name}}
+
+
+def thread_name(process: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": name}}
+
+
+def write_trace(path: str | Path, events: Iterable[Event]) -> None:
+    """Write events to a JSON file."""
+    write_text(path, json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))

@@ -1,0 +1,184 @@
+"""Marks that a training step leaves in its own trace: gradients, and pipeline boundaries.
+
+`value_and_grad` runs jax's, and while a step is being traced for planning it also (a) evaluates the differentiated
+function equation by equation, each under a name scope with its number, which autodiff carries over to the backward
+equations that come from it, and (b) binds `gradient_p`, an identity, on the gradients. `mark_pipeline_boundary` binds
+`boundary_p`, which has no operands. Outside planning all of them do what jax's functions do.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from minialpa.tracing.jaxprs import FlatJaxpr, eval_equation, flatten_calls, is_literal, tag_scope
+
+gradient_p = Primitive("minialpa_gradient")
+gradient_p.multiple_results = True
+gradient_p.def_impl(lambda *xs, **_: list(xs))
+gradient_p.def_abstract_eval(lambda *avals, **_: list(avals))
+
+
+def _gradient_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    return gradient_p.bind(*primals, **params), list(tangents)
+
+
+ad.primitive_jvps[gradient_p] = _gradient_jvp
+batching.primitive_batchers[gradient_p] = lambda xs, dims, **params: (gradient_p.bind(*xs, **params), dims)
+mlir.register_lowering(gradient_p, lambda ctx, *xs, **_: list(xs))
+
+boundary_p = Primitive("minialpa_boundary")
+boundary_p.multiple_results = True
+boundary_p.def_impl(lambda: [])
+boundary_p.def_abstract_eval(lambda: [])
+batching.primitive_batchers[boundary_p] = lambda xs, dims: ([], [])
+mlir.register_lowering(boundary_p, lambda ctx: [])
+
+per_micro_batch_p = Primitive("minialpa_per_micro_batch")
+per_micro_batch_p.def_impl(lambda x, **_: x)
+per_micro_batch_p.def_abstract_eval(lambda x, **_: x)
+batching.primitive_batchers[per_micro_batch_p] = lambda xs, dims, **params: (
+    per_micro_batch_p.bind(*xs, **params),
+    dims[0],
+)
+mlir.register_lowering(per_micro_batch_p, lambda ctx, x, **_: [x])
+
+
+def _per_micro_batch_transpose(cotangent: Any, x: Any, *, number: int, cotangent_of: bool) -> list[Any]:
+    # What comes back is the micro-batch's own as well, and has to be weighted as the value was: see `partial_sums`.
+    return [per_micro_batch_p.bind(cotangent, number=number, cotangent_of=not cotangent_of)]
+
+
+ad.deflinear2(per_micro_batch_p, _per_micro_batch_transpose)
+
+# Numbers the gradient calls of the step that is being traced; None while nothing is traced for planning.
+_tracing: ContextVar[Iterator[int] | None] = ContextVar("minialpa_tracing", default=None)
+_per_micro_batch_calls: ContextVar[Iterator[int] | None] = ContextVar("minialpa_per_micro_batch", default=None)
+
+
+@contextmanager
+def tracing_step() -> Iterator[None]:
+    """While open, `grad` and `value_and_grad` leave their marks."""
+    tokens = _tracing.set(itertools.count()), _per_micro_batch_calls.set(itertools.count())
+    try:
+        yield
+    finally:
+        _tracing.reset(tokens[0])
+        _per_micro_batch_calls.reset(tokens[1])
+
+
+def mark_pipeline_boundary() -> None:
+    """End a layer here. Read by `layer_option="manual"`; no effect on the values of a program."""
+    if _tracing.get() is not None:
+        boundary_p.bind()
+
+
+def per_micro_batch(x: Any) -> Any:
+    """`x`, a total over the examples such as a mean, as each micro-batch has it. Outside `parallelize`, `x` itself.
+
+    A step over micro-batches computes what the full batch computes. Where a total of the micro-batch is wanted in place
+    of the full batch's, as in a router's balance loss or in batch statistics, the model says so:
+
+        load = minialpa.per_micro_batch(jnp.mean(routed, axis=0))
+
+    What is computed from it and leaves the step is averaged over the micro-batches, and gradients are those of that
+    average. A mean becomes the micro-batch's mean; a sum stays a sum, of fewer examples. x: a pytree of float arrays.
+    """
+    calls = _per_micro_batch_calls.get()
+    if calls is None:
+        return x
+    return jax.tree.map(lambda leaf: per_micro_batch_p.bind(leaf, number=next(calls), cotangent_of=False), x)
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any
+) -> Callable[..., Any]:
+    """`jax.value_and_grad`, marking where gradients end and the update begins.
+
+    Takes all of jax's parameters. Inside `parallelize`, the marked gradients are accumulated over micro-batches.
+    """
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        counter = _tracing.get()
+        if counter is None:
+            return jax.value_and_grad(fun, argnums, has_aux, **options)(*args, **kwargs)
+        call = next(counter)
+        tagged = _tag_equations(fun, call)
+        value, grads = jax.value_and_grad(tagged, argnums, has_aux, **options)(*args, **kwargs)
+        leaves, tree = jax.tree.flatten(grads)
+        is_array = [getattr(x, "dtype", None) != jax.dtypes.float0 for x in leaves]
+        marked = iter(gradient_p.bind(*[x for x, ok in zip(leaves, is_array, strict=True) if ok], call=call))
+        return value, jax.tree.unflatten(
+            tree, [next(marked) if ok else x for x, ok in zip(leaves, is_array, strict=True)]
+        )
+
+    return wrapped
+
+
+def grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any
+) -> Callable[..., Any]:
+    """`jax.grad`, with the marks of `value_and_grad`."""
+    both = value_and_grad(fun, argnums, has_aux, **options)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if _tracing.get() is None:  # jax.grad's own checks and messages
+            return jax.grad(fun, argnums, has_aux, **options)(*args, **kwargs)
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+def _is_dynamic(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex)) or (
+        isinstance(leaf, int) and not isinstance(leaf, bool)
+    )
+
+
+def _tag_equations(fun: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """`fun`, evaluated equation by equation under name scopes that number them."""
+
+    def tagged(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
+
+        def flat_fun(*xs: Any) -> Any:
+            filled = list(leaves)
+            for i, x in zip(dynamic, xs, strict=True):
+                filled[i] = x
+            new_args, new_kwargs = jax.tree.unflatten(tree, filled)
+            return fun(*new_args, **new_kwargs)
+
+        closed, out = jax.make_jaxpr(flat_fun, return_shape=True)(*[leaves[i] for i in dynamic])
+        flat = flatten_calls(closed.jaxpr, tuple(closed.consts), only_jit=True)
+        values = _eval_tagged(flat, [leaves[i] for i in dynamic], call)
+        return jax.tree.unflatten(jax.tree.structure(out), values)
+
+    return functools.wraps(fun)(tagged)
+
+
+def _eval_tagged(flat: FlatJaxpr, args: Sequence[Any], call: int) -> list[Any]:
+    env: dict[Any, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
+    env.update(zip(flat.invars, args, strict=True))
+    layer = 0
+    for i, eqn in enumerate(flat.eqns):
+        if eqn.primitive is boundary_p:
+            layer += 1
+            continue
+        with jax.named_scope(tag_scope(call, layer, i)):
+            out = eval_equation(eqn, [v.val if is_literal(v) else env[v] for v in eqn.invars])
+        env.update(zip(eqn.outvars, out, strict=True))
+    return [jnp.asarray(v.val) if is_literal(v) else env[v] for v in flat.outvars]

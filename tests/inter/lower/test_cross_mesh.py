@@ -1,0 +1,412 @@
+"""Reshardings between meshes: they move every element where it belongs, over few bytes, and evenly."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from minialpa import ClusterSpec
+from minialpa.cluster import LinkSpec
+from minialpa.errors import ShardingError
+from minialpa.inter.lower.cross_mesh import ReshardingCandidate, plan_resharding, resharding_candidates, resharding_s
+from minialpa.programs.program import MeshShape
+from minialpa.programs.resharding import Box, Move, Resharding, bytes_per_link, n_elements, verify_resharding
+from minialpa.sharding import AXIS_NAMES, Spec, specs_of
+
+ITEM = 4
+INTER = LinkSpec(1e-5, 1e-9)
+
+
+def cluster(num_hosts: int, devices_per_host: int) -> ClusterSpec:
+    like = ClusterSpec.preset("a100-80gb")
+    return ClusterSpec(num_hosts, devices_per_host, like.device, like.intra_host, INTER)
+
+
+def cluster_of(*meshes: MeshShape, devices_per_host: int) -> ClusterSpec:
+    """The smallest cluster that has all these meshes."""
+    stop = max(mesh.first_device + math.prod(mesh.logical_shape) for mesh in meshes)
+    return cluster(-(-stop // devices_per_host), devices_per_host)
+
+
+def all_specs(ndim: int, n_axes: int) -> Iterator[P]:
+    """Each mesh axis on one dimension or none, in either order where both are on the same."""
+    for dims in itertools.product([None, *range(ndim)], repeat=n_axes):
+        for order in itertools.permutations(range(n_axes)):
+            names = [tuple(AXIS_NAMES[axis] for axis in order if dims[axis] == d) for d in range(ndim)]
+            if order == tuple(range(n_axes)) or any(len(dim) > 1 for dim in names):
+                yield P(*names)
+
+
+def shards(shape: tuple[int, ...], mesh: MeshShape, spec: P) -> dict[int, tuple[slice, ...]]:
+    """What jax puts on each device of a mesh, by device number."""
+    n = math.prod(mesh.logical_shape)
+    grid = np.array(jax.devices()[:n]).reshape(mesh.logical_shape)
+    sharding = NamedSharding(Mesh(grid, AXIS_NAMES[: grid.ndim]), spec)
+    indices = sharding.devices_indices_map(shape)
+    return {mesh.first_device + i: indices[device] for i, device in enumerate(grid.flat)}
+
+
+def index(box: Box, outer: Box | None = None) -> tuple[slice, ...]:
+    bases = [0] * len(box) if outer is None else [start for start, _ in outer]
+    return tuple(slice(start - base, stop - base) for (start, stop), base in zip(box, bases, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An array that crosses from one mesh to another."""
+
+    shape: tuple[int, ...]
+    source: MeshShape
+    source_spec: P
+    target: MeshShape
+    target_spec: P
+    cluster: ClusterSpec
+
+    def plan(self) -> Resharding:
+        return plan_resharding(
+            self.shape, ITEM, self.source, self.source_spec, self.target, self.target_spec, self.cluster
+        )
+
+    def candidates(self) -> list[ReshardingCandidate]:
+        return list(
+            resharding_candidates(
+                self.shape, ITEM, self.source, self.source_spec, self.target, self.target_spec, self.cluster
+            )
+        )
+
+    def seconds(self, resharding: Resharding) -> float:
+        return resharding_s(resharding, self.target, self.target_spec, self.cluster)
+
+    def needs(self, resharding: Resharding) -> dict[int, set[int]]:
+        """The elements, by number, that devices of a host must get, for each host."""
+        return self._elements(shards(self.shape, self.target, resharding.landing))
+
+    def has(self) -> dict[int, set[int]]:
+        """The elements, by number, that devices of a host hold to begin with, for each host."""
+        return self._elements(shards(self.shape, self.source, self.source_spec))
+
+    def _elements(self, parts: dict[int, tuple[slice, ...]]) -> dict[int, set[int]]:
+        numbers = np.arange(math.prod(self.shape)).reshape(self.shape)
+        out: dict[int, set[int]] = defaultdict(set)
+        for device, part in parts.items():
+            out[device // self.cluster.devices_per_host].update(numbers[part].ravel().tolist())
+        return out
+
+
+def check(case: Case, candidate: ReshardingCandidate) -> None:
+    """The moves put the right values everywhere, over as few bytes as there can be."""
+    resharding = candidate.resharding
+    verify_resharding(resharding, case.cluster.devices_per_host)
+    check_values(case, resharding)
+    check_bytes(case, resharding)
+    tiles = shards(case.shape, case.target, case.target_spec)
+    for device, box in resharding.landing_boxes:
+        for (start, stop), wanted, size in zip(box, tiles[device], case.shape, strict=True):
+            first, last, _ = wanted.indices(size)
+            assert first <= start <= stop <= last  # so that gathering adds and does not exchange
+    if candidate.way != "gather":
+        assert resharding.landing == case.target_spec
+
+
+def check_values(case: Case, resharding: Resharding) -> None:
+    x = np.random.default_rng(0).permutation(math.prod(case.shape)).reshape(case.shape) + 1
+    held = {device: x[part] for device, part in shards(case.shape, case.source, case.source_spec).items()}
+    wanted = {device: x[part] for device, part in shards(case.shape, case.target, resharding.landing).items()}
+    landed = {device: np.zeros(part.shape, int) for device, part in wanted.items()}
+    sources, landing = dict(resharding.source_boxes), dict(resharding.landing_boxes)
+    assert sources.keys() == held.keys() and landing.keys() == landed.keys()
+    for move in resharding.moves:
+        boxes, values = (landing, landed) if move.relayed else (sources, held)
+        part = values[move.source][index(move.box, boxes[move.source])]
+        assert part.shape == tuple(stop - start for start, stop in move.box) and part.all()
+        for device in move.targets:
+            place = landed[device][(*index(move.box, landing[device]), ...)]
+            assert not place.any()
+            place[...] = part
+    for device, part in wanted.items():
+        np.testing.assert_array_equal(landed[device], part)
+
+
+def check_bytes(case: Case, resharding: Resharding) -> None:
+    """Each host gets what it needs once, and what it has already not from others."""
+    received: dict[tuple[int, bool], int] = defaultdict(int)
+    for (sender, host), n_bytes in bytes_per_link(resharding, case.cluster.devices_per_host).items():
+        received[host, sender == host] += n_bytes
+    has = case.has()
+    for host, needs in case.needs(resharding).items():
+        assert received.pop((host, True), 0) == ITEM * len(needs & has.get(host, set()))
+        assert received.pop((host, False), 0) == ITEM * len(needs - has.get(host, set()))
+    assert not received
+
+
+def check_choice(case: Case, candidates: list[ReshardingCandidate]) -> None:
+    chosen, best = case.seconds(case.plan()), min(c.seconds for c in candidates)
+    assert best == pytest.approx(chosen, rel=1e-8)
+    if candidates[0].seconds == pytest.approx(best, rel=1e-12):
+        assert case.plan() == candidates[0].resharding
+
+
+# ---- all pairs -------------------------------------------------------------------------------------------------------
+
+MESHES = ((1,), (2,), (4,), (8,), (2, 2), (2, 4), (4, 2))
+
+
+@pytest.mark.parametrize("source_shape", MESHES, ids=str)
+def test_any_spec_becomes_any_other_on_another_mesh(source_shape: tuple[int, ...]) -> None:
+    """With hosts of two devices: one to four of them on either side."""
+    for target_shape in MESHES:
+        source, target = MeshShape(0, source_shape), MeshShape(8, target_shape)
+        for source_spec in all_specs(2, len(source_shape)):
+            for target_spec in all_specs(2, len(target_shape)):
+                case = Case((8, 16), source, source_spec, target, target_spec, cluster(8, 2))
+                candidates = case.candidates()
+                for candidate in candidates:
+                    check(case, candidate)
+                check_choice(case, candidates)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Meshes of up to 8 devices that may begin inside a host, and may overlap."""
+    lengths = [(n,) for n in range(1, 9)] + [(a, b) for a in range(1, 5) for b in range(1, 5) if a * b <= 8]
+    source = MeshShape(draw(st.integers(0, 8)), draw(st.sampled_from(lengths)))
+    target = MeshShape(draw(st.integers(0, 8)), draw(st.sampled_from(lengths)))
+    ndim = draw(st.integers(0, 3))
+    specs = [draw(st.sampled_from(list(all_specs(ndim, len(m.logical_shape))))) for m in (source, target)]
+    parts = [Spec.of(spec, ndim).dims for spec in specs]
+    shape = tuple(
+        draw(st.integers(0, 3))
+        * math.lcm(*(math.prod(m.logical_shape[a] for a in p[d]) for m, p in zip((source, target), parts, strict=True)))
+        for d in range(ndim)
+    )
+    return Case(shape, source, specs[0], target, specs[1], cluster_of(source, target, devices_per_host=draw(per_host)))
+
+
+per_host = st.sampled_from([1, 2, 3, 4, 8])
+
+
+@given(cases())
+def test_any_array_crosses_between_any_meshes(case: Case) -> None:
+    candidates = case.candidates()
+    for candidate in candidates:
+        check(case, candidate)
+    check_choice(case, candidates)
+    assert case.candidates() == candidates
+
+
+@given(cases())
+def test_predicted_seconds_are_no_less_than_any_host_needs_for_its_bytes(case: Case) -> None:
+    for candidate in case.candidates():
+        ports: dict[tuple[bool, int], int] = defaultdict(int)
+        for (sender, host), n_bytes in bytes_per_link(candidate.resharding, case.cluster.devices_per_host).items():
+            if sender != host:
+                ports[True, sender] += n_bytes
+                ports[False, host] += n_bytes
+        assert candidate.seconds >= max(ports.values(), default=0) * INTER.beta_s_per_byte * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4, 0)], ids=str)
+def test_scalars_and_empty_arrays_cross(shape: tuple[int, ...]) -> None:
+    case = Case(shape, MeshShape(0, (4,)), P(), MeshShape(4, (2, 2)), P(), cluster(4, 2))
+    check(case, ReshardingCandidate("direct", case.plan(), 0.0))
+    assert len(case.plan().moves) == (2 if shape == () else 0)
+
+
+def test_summands_cross_as_they_are_stored() -> None:
+    spec = Spec.parse("S0,R+P1")
+    case = Case(
+        spec.stored_shape((8, 4), (2, 4)),
+        MeshShape(0, (2, 4)),
+        spec.partition_spec(),
+        MeshShape(8, (4, 2)),
+        Spec.parse("R,S1+P0").partition_spec(),
+        cluster(4, 4),
+    )
+    assert case.shape == (4, 8, 4)
+    for candidate in case.candidates():
+        check(case, candidate)
+
+
+@pytest.mark.parametrize("mesh", [(8,), (2, 4)], ids=str)
+def test_specs_are_read_from_what_they_are_written_as(mesh: tuple[int, ...]) -> None:
+    for spec in specs_of((8, 8, 8), mesh):
+        assert Spec.of(spec.partition_spec(), 3) == spec
+    assert str(Spec.of(P(None, ("y", "x"), ()), 4)) == "R,S10,R,R"
+
+
+# ---- senders and turns -----------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3), st.booleans())
+def test_hosts_with_copies_share_the_sending(n_sources: int, n_targets: int, devices: int, cut: bool) -> None:
+    """Each of `n_sources` hosts sends to `ceil(n_targets / n_sources)` others at most; each gets all from one."""
+    source = MeshShape(0, (n_sources, devices))
+    target = MeshShape(n_sources * devices, (n_targets, devices))
+    spec = P("y") if cut else P()
+    case = Case((6,), source, spec, target, spec, cluster(n_sources + n_targets, devices))
+    links = bytes_per_link(case.candidates()[0].resharding, devices)
+    assert sorted(host for _, host in links) == list(range(n_sources, n_sources + n_targets))
+    assert set(links.values()) == {6 * ITEM}
+    assert max(Counter(sender for sender, _ in links).values()) == -(-n_targets // n_sources)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8))
+def test_hosts_with_copies_of_a_part_share_the_sending_of_it(n_parts: int, n_copies: int, n_targets: int) -> None:
+    source, target = MeshShape(0, (n_parts, n_copies)), MeshShape(n_parts * n_copies, (n_targets,))
+    case = Case((n_parts,), source, P("x"), target, P(), cluster(n_parts * n_copies + n_targets, 1))
+    links = bytes_per_link(case.candidates()[0].resharding, 1)
+    assert max(Counter(sender for sender, _ in links).values()) == -(-n_targets // n_copies)
+
+
+@given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 8))
+def test_devices_with_copies_share_the_sending(n_copies: int, n_parts: int, n_targets: int) -> None:
+    source, target = MeshShape(0, (n_copies,)), MeshShape(n_copies, (n_targets, n_parts))
+    case = Case((n_parts,), source, P(), target, P("y"), cluster(2, 64))
+    assert target.first_device + n_targets * n_parts <= 128
+    direct = case.candidates()[0].resharding
+    sent: dict[int, int] = defaultdict(int)
+    for move in direct.moves:
+        sent[move.source] += n_elements(move.box)
+    assert max(sent.values()) == -(-sum(sent.values()) // n_copies)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 3))
+def test_hosts_that_all_send_to_all_do_not_wait_for_each_other(n_sources: int, n_targets: int, devices: int) -> None:
+    source = MeshShape(0, (n_sources * devices,))
+    target = MeshShape(n_sources * devices, (n_targets * devices,))
+    shape = (n_sources * devices, n_targets * devices)
+    case = Case(shape, source, P("x"), target, P(None, "x"), cluster(n_sources + n_targets, devices))
+    message_s = INTER.transfer_s(ITEM * devices * devices)
+    assert case.seconds(case.plan()) == pytest.approx(max(n_sources, n_targets) * message_s)
+
+
+def test_a_copy_on_the_host_itself_is_taken_and_from_the_device_itself_if_it_can() -> None:
+    case = Case((4,), MeshShape(0, (8,)), P(), MeshShape(3, (2,)), P("x"), cluster(4, 2))
+    assert [(move.source, move.targets) for move in case.plan().moves] == [(3, (3,)), (4, (4,))]
+
+
+# ---- ways ------------------------------------------------------------------------------------------------------------
+
+
+def replicated(n_hosts: int, shape: tuple[int, ...]) -> Case:
+    """From one host of two devices to `n_hosts`, each of which wants the whole array."""
+    return Case(shape, MeshShape(0, (2,)), P(), MeshShape(2, (n_hosts, 2)), P(), cluster(1 + n_hosts, 2))
+
+
+def way(case: Case) -> str:
+    return next(c.way for c in case.candidates() if c.resharding == case.plan())
+
+
+@pytest.mark.parametrize("n_hosts", range(1, 10))
+def test_hosts_that_have_the_array_relay_it_so_that_twice_as_many_have_it(n_hosts: int) -> None:
+    case = replicated(n_hosts, (10**6 + 1,))  # odd: nothing to gather
+    message_s = INTER.transfer_s(ITEM * (10**6 + 1))
+    resharding = case.plan()
+    assert case.seconds(resharding) == pytest.approx(rounds(1, n_hosts) * message_s)
+    assert case.candidates()[0].seconds == pytest.approx(n_hosts * message_s)
+    assert any(move.relayed for move in resharding.moves) == (n_hosts > 2)
+
+
+def test_hosts_that_want_other_parts_are_served_alike() -> None:
+    """The source serves the first of each four; then all that have a part serve, and the source the slower four."""
+    case = Case((2 * 1001,), MeshShape(0, (1,)), P(), MeshShape(1, (2, 4)), P("x"), cluster(9, 1))
+    assert case.seconds(case.plan()) == pytest.approx(4 * INTER.transfer_s(ITEM * 1001))
+
+
+def test_parts_are_relayed_more_than_once() -> None:
+    case = Case((1001,), MeshShape(0, (1,)), P(), MeshShape(1, (8,)), P(), cluster(9, 1))
+    relayed = [move for move in case.plan().moves if move.relayed]
+    assert any(move.source in earlier.targets for move, earlier in itertools.permutations(relayed, 2))
+    check(case, ReshardingCandidate("broadcast", case.plan(), 0.0))
+
+
+def rounds(n_sources: int, n_targets: int) -> int:
+    """In which all are served, when each that has the array serves one a round."""
+    served = number = 0
+    while served < n_targets:
+        served, number = served + n_sources + served, number + 1
+    return number
+
+
+@given(st.integers(1, 4), st.integers(1, 24), st.sampled_from([P(), P("x"), P("y")]), st.sampled_from([P(), P("y")]))
+def test_hosts_relay_without_waiting(n_sources: int, n_targets: int, spec: P, wanted: P) -> None:
+    """For the hosts of the source together it is one array, whether each has it whole or a part."""
+    source, target = MeshShape(0, (n_sources, 2)), MeshShape(2 * n_sources, (n_targets, 2))
+    case = Case((12 * 24,), source, spec, target, wanted, cluster(n_sources + n_targets, 2))
+    for candidate in case.candidates():
+        verify_resharding(candidate.resharding, 2)
+        if candidate.way == "broadcast":
+            a_round_s = n_sources * INTER.alpha_s + 12 * 24 * ITEM * INTER.beta_s_per_byte
+            assert candidate.seconds <= rounds(n_sources, n_targets) * a_round_s * (1 + 1e-9)
+
+
+def test_a_chain_takes_the_time_of_each_of_its_links() -> None:
+    case = replicated(3, (10**6 + 1,))
+    whole = ((0, 10**6 + 1),)
+    chain = [Move(whole, 2 * i, (2 * i + 2, 2 * i + 3), relayed=i > 0) for i in range(3)]
+    resharding = dataclasses.replace(case.plan(), moves=tuple(chain))
+    verify_resharding(resharding, 2)
+    assert case.seconds(resharding) == pytest.approx(3 * INTER.transfer_s(ITEM * (10**6 + 1)))
+
+
+def test_large_arrays_are_gathered_and_small_ones_sent() -> None:
+    assert way(replicated(2, (8 * 10**6,))) == "gather"
+    assert way(replicated(2, (8,))) == "direct"
+    assert way(replicated(2, (10**6 + 1,))) == "direct"  # relayed by one host, it would take as long
+    assert way(replicated(4, (8,))) == "broadcast"
+
+
+def test_what_is_gathered_crosses_from_the_other_mesh_once() -> None:
+    for n_hosts in (2, 4, 8):
+        case = replicated(n_hosts, (8 * 10**6,))
+        resharding = case.plan()
+        assert resharding.landing == P(("x", "y"))
+        assert sum(bytes_per_link(resharding, 2).values()) == ITEM * 8 * 10**6
+
+
+def test_only_what_is_apart_on_hosts_is_gathered() -> None:
+    case = Case((16,), MeshShape(0, (2,)), P(), MeshShape(2, (2, 2)), P(), cluster(3, 2))
+    assert [c.resharding.landing for c in case.candidates() if c.way == "gather"] == [P("x"), P(("x", "y"))]
+
+
+def test_a_tile_is_gathered_inside_itself() -> None:
+    case = Case((4096, 4096), MeshShape(0, (4,)), P("x"), MeshShape(4, (4, 2)), P(None, "y"), cluster(6, 2))
+    assert case.plan().landing == P("x", "y")
+
+
+def test_a_mesh_inside_one_host_gets_everything_once() -> None:
+    case = Case((10**6,), MeshShape(0, (8,)), P("x"), MeshShape(8, (8,)), P(), cluster(2, 8))
+    assert [c.way for c in case.candidates()] == ["direct"]
+    assert bytes_per_link(case.plan(), 8) == {(0, 1): ITEM * 10**6}
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"shape": (3, 4)}, "not divisible by 2"),
+        ({"source_spec": P("x", "x")}, "used twice"),
+        ({"source_spec": P("x", None, None)}, "does not fit an array of 2 dimensions"),
+        ({"target_spec": P("z")}, "does not fit an array of 2 dimensions, over the axes x, y"),
+        ({"target_spec": P("y")}, "a mesh of shape \\(2,\\) does not have"),
+        ({"target": MeshShape(3, (2,))}, "devices 3 to 4 and the cluster 4 devices"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    case = Case((4, 4), MeshShape(0, (2,)), P("x"), MeshShape(2, (2,)), P("x"), cluster(2, 2))
+    with pytest.raises(ShardingError, match=message):
+        dataclasses.replace(case, **change).plan()

@@ -1,0 +1,69 @@
+"""Functions as bytes: equal stages are equal, wherever they were written and whoever called the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import minialpa
+from minialpa.inter.lower.mesh_programs import export_function
+from minialpa.programs.mesh_program import MeshFunction
+
+
+def here(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+def there(y: jax.Array, v: jax.Array) -> jax.Array:
+    z = y @ v
+    return jnp.tanh(z)
+
+
+def train_step(params: Any, batch: Any) -> Any:
+    def loss(p: Any) -> jax.Array:
+        x = here(batch["x"], p["a"])
+        minialpa.mark_pipeline_boundary()
+        x = here(x, p["b"])
+        minialpa.mark_pipeline_boundary()
+        x = there(x, p["c"])
+        minialpa.mark_pipeline_boundary()
+        return jnp.mean((there(x, p["d"]) - batch["y"]) ** 2)
+
+    value, grads = minialpa.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def exported() -> dict[str, MeshFunction]:
+    method = minialpa.PipeshardParallel(
+        devices=jax.devices()[:4],
+        num_micro_batches=2,
+        layer_option="manual",
+        stage_option=minialpa.UniformStageOption(num_stages=4),
+    )
+    params = {name: jnp.ones((8, 8)) for name in "abcd"}
+    batch = {name: jnp.ones((4, 8)) for name in "xy"}
+    program = minialpa.parallelize(train_step, method=method).get_executable(params, batch)._program
+    shapes = [mesh.logical_shape for mesh in program.meshes]
+    return {f.name: export_function(f, shapes[f.mesh], "cpu") for f in program.functions}
+
+
+def test_equal_stages_are_equal_bytes() -> None:
+    functions = exported()
+    for name in ("forward", "backward", "update"):
+        assert functions[f"{name}1"].code == functions[f"{name}2"].code, name
+    assert functions["forward0"].code != functions["forward3"].code
+
+
+def test_code_does_not_depend_on_the_line_that_calls() -> None:
+    first = exported()
+    second = exported()
+    assert {name: f.code for name, f in first.items()} == {name: f.code for name, f in second.items()}
+    assert not any(__file__.encode() in f.code or b".py" in f.code for f in first.values())
+
+
+def test_locations_are_as_before_afterwards() -> None:
+    before = jax.config.jax_traceback_in_locations_limit
+    exported()
+    assert jax.config.jax_traceback_in_locations_limit == before

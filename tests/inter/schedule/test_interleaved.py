@@ -1,0 +1,279 @@
+"""Stages of several chunks: what the schedule `1f1b-interleaved` trains, keeps in memory and refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import (
+    AutoLayerOption,
+    AutoShardingOption,
+    ClusterSpec,
+    ManualStageOption,
+    PipeshardParallel,
+    ShardingError,
+    UniformStageOption,
+    mark_pipeline_boundary,
+    models,
+)
+from minialpa.errors import InfeasibleError, VerifyError
+from minialpa.inter.lower.emit import emit_program
+from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of
+from minialpa.options import LayerOption, ManualLayerOption, StageOption
+from minialpa.plan import Plan
+from minialpa.programs.program import Program, Run, Transfer, reads, writes
+from minialpa.testing import assert_allclose
+from tests.helpers import descent_step, trace
+
+WIDTH, BATCH = 8, 24
+
+
+def loss(params: Any, batch: Any) -> jax.Array:
+    """Layers with a boundary behind each, a skip over half of them, and the first layer's weight at the end again."""
+    x, y = batch
+    ws = params["w"]
+    skip = x
+    for i, w in enumerate(ws):
+        x = jnp.tanh(x @ w) + (skip if i == len(ws) // 2 else 0.5 * x)
+        skip = x if i == 0 else skip
+        if i + 1 < len(ws):
+            mark_pipeline_boundary()
+    return jnp.mean((x @ ws[0].T + params["b"] - y) ** 2)
+
+
+def arguments(n_layers: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    ws = [0.3 * rng.standard_normal((WIDTH, WIDTH), np.float32) for _ in range(n_layers)]
+    x, y = rng.standard_normal((2, BATCH, WIDTH), np.float32)
+    return {"w": ws, "b": np.zeros((1, WIDTH), np.float32)}, (x, y)
+
+
+def method(
+    n_micro_batches: int,
+    stages: StageOption,
+    schedule: str = "1f1b-interleaved",
+    layers: LayerOption | None = None,
+) -> PipeshardParallel:
+    return PipeshardParallel(
+        num_micro_batches=n_micro_batches,
+        pipeline_schedule=schedule,
+        layer_option=layers or ManualLayerOption(),
+        stage_option=stages,
+    )
+
+
+def uniform(n_stages: int, n_chunks: int) -> UniformStageOption:
+    return UniformStageOption(num_stages=n_stages, submesh_physical_shape=(1, 1), num_chunks=n_chunks)
+
+
+def by_hand(layer_ids: list[list[int]]) -> ManualStageOption:
+    n = len(layer_ids)
+    return ManualStageOption(layer_ids, [(1, 1)] * n, [(1,)] * n)
+
+
+def planned(n_stages: int, n_chunks: int, n_micro_batches: int) -> Plan:
+    cluster = ClusterSpec.preset("cpu", devices_per_host=n_stages)
+    step, args = descent_step(loss, minialpa.value_and_grad), arguments(n_stages * n_chunks)
+    return minialpa.plan(step, args, cluster=cluster, method=method(n_micro_batches, uniform(n_stages, n_chunks)))
+
+
+@pytest.mark.parametrize(
+    ("n_stages", "n_chunks", "n_micro_batches"),
+    [(1, 3, 2), (2, 2, 1), (2, 2, 2), (2, 2, 3), (2, 2, 8), (2, 3, 4), (3, 2, 2), (3, 2, 4), (4, 2, 4)],
+)
+def test_skips_and_tied_weights_train_as_on_one_device(n_stages: int, n_chunks: int, n_micro_batches: int) -> None:
+    params, batch = arguments(n_stages * n_chunks)
+    serial = jax.jit(descent_step(loss, jax.value_and_grad))
+    step = minialpa.parallelize(
+        descent_step(loss, minialpa.value_and_grad), method=method(n_micro_batches, uniform(n_stages, n_chunks))
+    )
+    expected = actual = params
+    for _ in range(2):
+        expected, expected_loss = serial(expected, batch)
+        actual, actual_loss = step(actual, batch)
+        assert_allclose(actual_loss, expected_loss, rtol=1e-5, atol=1e-6)
+    assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
+    stages = step.get_last_executable().get_parallel_plan().stages
+    if n_stages > 1:
+        assert [s.layers for s in stages] == [tuple(range(k, n_stages * n_chunks, n_stages)) for k in range(n_stages)]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [pytest.param("gpt", {"n_layers": 4, "learning_rate": 1e-4}, marks=pytest.mark.slow), ("mlp", {"n_layers": 8})],
+)
+def test_models_train_as_on_one_device(name: str, sizes: dict[str, Any], key: jax.Array) -> None:
+    case = models.build(name, **sizes)
+    chosen = method(4, uniform(2, sizes["n_layers"] // 2), layers=AutoLayerOption(layer_num=sizes["n_layers"]))
+    expected_step = jax.jit(case.train_step(jax.value_and_grad))
+    actual_step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=chosen)
+    expected = actual = case.init(key)
+    for i in range(2):
+        batch = case.make_batch(i, case.batch_size)
+        expected, expected_metrics = expected_step(expected, batch)
+        actual, actual_metrics = actual_step(actual, batch)
+        assert_allclose(actual_metrics, expected_metrics, rtol=2e-4, atol=1e-6)
+    assert_allclose(actual.params, expected.params, rtol=2e-4, atol=1e-5)
+
+
+def test_a_step_without_gradients_runs_through_the_chunks() -> None:
+    params, batch = arguments(4)
+    chosen = method(4, uniform(2, 2))
+    actual = minialpa.parallelize(lambda params, batch: loss(params, batch), method=chosen)(params, batch)
+    assert_allclose(actual, loss(params, batch), rtol=1e-5, atol=1e-6)
+
+
+def test_stages_by_hand_hold_layers_that_are_not_neighbours() -> None:
+    params, batch = arguments(5)
+    step = minialpa.parallelize(
+        descent_step(loss, minialpa.value_and_grad), method=method(3, by_hand([[0, 1, 3], [2, 4]]))
+    )
+    expected, _ = jax.jit(descent_step(loss, jax.value_and_grad))(params, batch)
+    assert_allclose(step(params, batch)[0], expected, rtol=1e-4, atol=1e-6)
+    plan = step.get_last_executable().get_parallel_plan()
+    assert "layers 0-1, 3, submesh" in plan.summary() and "layers 2, 4, submesh" in plan.summary()
+
+
+def test_the_saved_plan_is_the_plan() -> None:
+    plan = planned(2, 2, 4)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_one_more_chunk_saves_bubble_time() -> None:
+    """T = n t + (p - 1) t / v + transfers + update, for stages of equal chunks."""
+    plan = planned(2, 2, 6)
+    t = [s.compute_s + s.communication_s for s in plan.stages]
+    (first, second), update = t, max(s.update_s for s in plan.stages)
+    link = plan.cluster.intra_host
+    loop = plan.cost.total_s - update - 2 * link.alpha_s
+    crossing = loop - 6 * max(first, second) - min(first, second) / 2
+    rows = BATCH // 6 * WIDTH * 4
+    # The first layer's result, and its gradient in two parts.
+    assert crossing == pytest.approx(3 * rows * link.beta_s_per_byte)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def bytes_at_most(program: Program, n_meshes: int) -> list[int]:
+    """Most bytes that the buffers of each mesh take between two instructions; every mesh is one device."""
+    size: dict[int, int] = {}
+    mesh_of = {slot.buffer: slot.mesh for slot in (*program.inputs, *program.constants)}
+    for instruction in program.instructions:
+        match instruction:
+            case Run(function, inputs, outputs):
+                f = program.functions[function]
+                for b, aval in (*zip(inputs, f.in_avals, strict=True), *zip(outputs, f.out_avals, strict=True)):
+                    size[b] = aval.size * aval.dtype.itemsize
+                    mesh_of.setdefault(b, f.mesh)
+            case Transfer(source, target, mesh):
+                size[target] = size.get(source, 0)
+                mesh_of[target] = mesh
+            case _:
+                pass
+    now, most = [0] * n_meshes, [0] * n_meshes
+    live = {slot.buffer for slot in program.inputs if slot.rows is None}
+    for b in live:
+        now[mesh_of[b]] += size.get(b, 0)
+    for instruction in program.instructions:
+        fresh = {b for b in (*reads(instruction), *writes(instruction)) if b not in live}
+        gone = set(getattr(instruction, "buffers", ())) & live
+        for b, sign in (*((b, 1) for b in fresh), *((b, -1) for b in gone)):
+            now[mesh_of[b]] += sign * size.get(b, 0)
+        live = (live | fresh) - gone
+        most = list(map(max, most, now))
+    return most
+
+
+@pytest.mark.parametrize(("n_stages", "n_chunks", "n_micro_batches"), [(2, 2, 4), (2, 3, 8), (3, 2, 6)])
+def test_the_plan_foresees_what_the_program_holds(n_stages: int, n_chunks: int, n_micro_batches: int) -> None:
+    plan = planned(n_stages, n_chunks, n_micro_batches)
+    args = arguments(n_stages * n_chunks)
+    held = bytes_at_most(emit_program(trace(descent_step(loss, minialpa.value_and_grad), *args), plan), n_stages)
+    for stage, n_bytes in zip(plan.stages, held, strict=True):
+        assert 0.8 * n_bytes <= stage.peak_bytes <= 1.5 * n_bytes
+
+
+def test_a_memory_limit_counts_the_chunks_in_flight() -> None:
+    def limited(n_bytes: float) -> Plan:
+        chosen = replace(
+            method(8, uniform(2, 3)), default_auto_sharding_option=AutoShardingOption(memory_limit_bytes=n_bytes)
+        )
+        cluster = ClusterSpec.preset("cpu", devices_per_host=2)
+        return minialpa.plan(descent_step(loss, minialpa.value_and_grad), wide, cluster=cluster, method=chosen)
+
+    wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((64 * x.shape[0], x.shape[1]), x.dtype), arguments(6)[1])
+    wide = (arguments(6)[0], wide)
+    free = limited(1e12)
+    most = max(free.cost.peak_bytes)
+    in_flight = max(most - stage.fixed_bytes for stage in free.stages)
+    assert in_flight > 0.5 * most  # so the limit is about what chunks keep
+    assert max(limited(1.2 * most + 40_000).cost.peak_bytes) <= 1.2 * most + 40_000
+    limit = most - 0.2 * in_flight
+    above = "|".join(str(k) for k, peak in enumerate(free.cost.peak_bytes) if peak > limit)
+    with pytest.raises(InfeasibleError, match=f"Stage ({above}) "):
+        limited(limit)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_runs_of_neighbouring_layers_in_order() -> None:
+    assert chunks_of([(0, 1, 4), (2, 3, 5)]) == Chunks(((0, 1), (2, 3), (4,), (5,)), (0, 1, 0, 1))
+    assert chunks_of([()]) == Chunks(((),), (0,))
+    assert chunks_of([(0, 1, 4), (2, 3, 5)]).of_group([0, 0, 1, 3, 5]) == (0, 0, 0, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule", "message"),
+    [
+        ([(0, 2), (1, 3)], "1f1b", r"need the schedule `1f1b-interleaved`.*\[0\] on stage 0, \[1\] on stage 1"),
+        ([(0, 2), (1, 3)], "gpipe", "need the schedule `1f1b-interleaved`"),
+        ([(0, 2), (1,)], "1f1b-interleaved", "equally often"),
+        ([(0, 3), (1, 2)], "1f1b-interleaved", "equally often"),
+        ([(0, 3), (1, 4), (2, 5)], "inference", None),
+        ([(0, 5), (1, 4), (2, 3)], "1f1b-interleaved", "go round the stages 0 to 2 in order"),
+        ([(0, 4), (2, 5), (1, 3)], "1f1b-interleaved", "go round the stages 0 to 2 in order"),
+        ([(0, 1), (2, 3)], "1f1b-interleaved", "needs stages of several runs of layers: `num_chunks`"),
+    ],
+)
+def test_a_schedule_says_which_stages_it_runs(stages: Any, schedule: str, message: str | None) -> None:
+    if message is None:
+        check_chunks(chunks_of(stages), schedule)
+    else:
+        with pytest.raises(ShardingError, match=message):
+            check_chunks(chunks_of(stages), schedule)
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (by_hand([[0, 2], [1, 2]]), "once and in order"),
+        (by_hand([[2, 0], [1, 3]]), "once and in order"),
+        (by_hand([[1, 3], [0, 2]]), "once and in order"),
+        (uniform(2, 3), "`num_stages=2` stages of 3 chunks cannot be made of 4 layers"),
+        (uniform(2, 0), "`num_chunks` is at least 1; got 0"),
+        ("auto", "search makes stages of neighbouring layers"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(stages: Any, message: str) -> None:
+    step = descent_step(loss, minialpa.value_and_grad)
+    with pytest.raises(ShardingError, match=message):
+        minialpa.plan(step, arguments(4), cluster=ClusterSpec.preset("cpu"), method=method(2, stages))
+
+
+def test_other_schedules_refuse_several_chunks() -> None:
+    step = descent_step(loss, minialpa.value_and_grad)
+    with pytest.raises(ShardingError, match="need the schedule `1f1b-interleaved`; `1f1b` runs a stage in one piece"):
+        minialpa.plan(step, arguments(4), cluster=ClusterSpec.preset("cpu"), method=method(2, uniform(2, 2), "1f1b"))
+
+
+def test_a_plan_for_another_step_is_refused() -> None:
+    with pytest.raises(VerifyError, match="does not fit this call"):
+        emit_program(trace(descent_step(loss, minialpa.value_and_grad), *arguments(5)), planned(2, 2, 4))

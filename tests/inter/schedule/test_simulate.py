@@ -1,0 +1,259 @@
+"""Timelines of plans: closed formulas, a second simulation by relaxation, lower bounds, memory, deadlock, traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_interleaved import arguments, loss, planned
+
+import minialpa
+from minialpa import ClusterSpec, LinkSpec, ShardingError, ShardParallel, Timeline, VerifyError, simulate
+from minialpa.inter.schedule.schedules import Pass, PipelineSize, live_counts, make_schedule, n_live
+from minialpa.plan import PassName, Plan, PlanCost, PlannedPass, PlannedTransfer, StagePlan
+from tests.helpers import descent_step
+
+FREE = LinkSpec(0.0, 0.0)
+SCHEDULES = ("1f1b", "gpipe", "1f1b-interleaved")
+
+
+def toy(
+    n_stages: int,
+    n_micro_batches: int,
+    seconds: Sequence[tuple[float, float]],
+    schedule: str = "1f1b",
+    *,
+    link: LinkSpec = FREE,
+    inter_host: LinkSpec = FREE,
+    n_bytes: float = 0.0,
+    updates: Sequence[float] = (),
+    kept: Sequence[float] = (),
+    devices_per_host: int = 8,
+) -> Plan:
+    """A chain of chunks with these (forward, backward) seconds, one device a stage; `n_bytes` cross each border.
+
+    kept: bytes that each chunk keeps for a micro-batch; the stages need 100 bytes besides.
+    """
+    n_chunks = len(seconds)
+    stages = []
+    for k in range(n_stages):
+        mine = range(k, n_chunks, n_stages)
+        forward = [PlannedPass("forward", c, seconds[c][0], 0.0) for c in mine]
+        backward = [PlannedPass("backward", c, 0.0, seconds[c][1]) for c in reversed(mine)]
+        sizes = tuple(kept[c] if kept else 0.0 for c in mine)
+        update = updates[k] if updates else 0.0
+        stages.append(
+            StagePlan(tuple(mine), (1, 1), k, (1,), (0.0,), (0.0,), (), (), (), (), (*forward, *backward), update,
+                      100.0, sizes, 0.0, True)
+        )  # fmt: skip
+    ends = range(n_chunks - 1) if n_stages > 1 else ()
+    down = [PlannedTransfer(PassName("forward", c), PassName("forward", c + 1), n_bytes) for c in ends]
+    up = [PlannedTransfer(PassName("backward", c + 1), PassName("backward", c), n_bytes) for c in ends]
+    cluster = ClusterSpec.preset("cpu", num_hosts=-(-n_stages // devices_per_host), devices_per_host=devices_per_host)
+    cluster = replace(cluster, intra_host=link, inter_host=inter_host)
+    cost = PlanCost(0.0, 0.0, 0.0, 0.0, 0.0, ())
+    layers = tuple(range(n_chunks))
+    return Plan("", cluster, n_micro_batches, schedule, layers, ("none",) * n_chunks, tuple(stages), (), (), (),
+                (*down, *up), cost)  # fmt: skip
+
+
+def ends_by_relaxation(plan: Plan) -> dict[tuple[str, int, int], float]:
+    """When each pass of a chain ends: the longest path, by relaxing all constraints until nothing moves.
+
+    Links are queues: what a stage sends to another leaves in the order in which it was made.
+    """
+    size = PipelineSize(len(plan.stages), plan.n_micro_batches, len(plan.stages[0].kept_bytes))
+    orders = make_schedule(plan.schedule, size).passes
+    seconds = {(one.kind, one.chunk): one.seconds for stage in plan.stages for one in stage.passes}
+    end = {(one.kind, one.chunk, one.micro_batch): 0.0 for order in orders for one in order}
+    sent = dict.fromkeys(end, 0.0)
+    last = size.n_stages * size.n_chunks - 1
+    while True:
+        before = dict(end), dict(sent)
+        for order in orders:
+            clock, free = 0.0, {+1: 0.0, -1: 0.0}
+            for one in order:
+                step = 1 if one.kind == "forward" else -1
+                arrives = sent.get((one.kind, one.chunk - step, one.micro_batch), 0.0)
+                key = (one.kind, one.chunk, one.micro_batch)
+                clock = end[key] = max(clock, arrives) + seconds[one.kind, one.chunk]
+                # With two stages both directions go over one link.
+                link = step if size.n_stages > 2 else 1
+                goes = 0 <= one.chunk + step <= last and size.n_stages > 1
+                if goes:
+                    free[link] = max(free[link], clock) + plan.cluster.intra_host.transfer_s(plan.transfers[0].n_bytes)
+                    sent[key] = free[link]
+        if before == (end, sent):
+            return end
+
+
+counts = st.tuples(st.integers(1, 6), st.integers(1, 16))
+
+
+@given(counts, st.sampled_from(["1f1b", "gpipe"]), st.integers(1, 5), st.integers(1, 9), st.integers(0, 7))
+@settings(max_examples=80)
+def test_equal_stages_take_the_time_of_the_formula(
+    size: tuple[int, int], schedule: str, forward: int, backward: int, update: int
+) -> None:
+    """T = (n + p - 1) (f + b) + update; each stage waits for p - 1 of them."""
+    p, n = size
+    timeline = simulate(toy(p, n, [(forward, backward)] * p, schedule, updates=[update] * p))
+    assert timeline.total_s == (n + p - 1) * (forward + backward) + update
+    busy = n * (forward + backward) + update
+    assert timeline.bubble == pytest.approx([1 - busy / timeline.total_s] * p)
+
+
+@given(st.integers(2, 6), st.integers(0, 12), st.integers(2, 4), st.integers(1, 5), st.integers(1, 9))
+@settings(max_examples=80)
+def test_equal_chunks_take_the_time_of_the_formula(p: int, more: int, v: int, forward: int, backward: int) -> None:
+    """T = n t + (p - 1) t / v, t = v (f + b) for f, b of a chunk; for any n >= p, whether p divides it or not."""
+    n, t = p + more, v * (forward + backward)
+    timeline = simulate(toy(p, n, [(forward, backward)] * (p * v), "1f1b-interleaved"))
+    assert timeline.total_s == n * t + (p - 1) * t / v
+    assert timeline.bubble == pytest.approx([1 - n * t / timeline.total_s] * p)
+
+
+@given(counts, st.integers(1, 4), st.sampled_from(SCHEDULES), st.data())
+@settings(max_examples=80)
+def test_peaks_are_those_of_the_schedule(size: tuple[int, int], v: int, schedule: str, data: st.DataObject) -> None:
+    p, n = size
+    v = v if schedule == "1f1b-interleaved" and p > 1 else 1
+    times = st.tuples(st.integers(0, 5), st.integers(0, 5))
+    seconds = data.draw(st.lists(times, min_size=p * v, max_size=p * v))
+    kept = data.draw(st.lists(st.integers(0, 9), min_size=p * v, max_size=p * v))
+    timeline = simulate(toy(p, n, seconds, schedule, kept=kept))
+    order = make_schedule(schedule, PipelineSize(p, n, v))
+    for k, stage in enumerate(timeline.stages):
+        expected = {"1f1b": min(p - k, n), "gpipe": n}.get(schedule, min(p - k, n))
+        if v > 1:
+            group = -(-n // max(1, n // p))
+            expected = min(2 * (p - k - 1) + (v - 1) * group + 1, n * v)
+        assert stage.peak_live == n_live(order, k) == expected
+        moments = [sum(a * b for a, b in zip(live, kept[k::p], strict=True)) for live in live_counts(order, k)]
+        assert stage.peak_bytes == 100 + max(moments)
+        assert stage.memory[-1][1] == 100 and list(stage.memory) == sorted(stage.memory, key=lambda m: m[0])
+
+
+@given(counts, st.integers(1, 3), st.sampled_from(SCHEDULES), st.integers(0, 4), st.integers(0, 3), st.data())
+@settings(max_examples=100)
+def test_unequal_stages_take_no_less_than_their_bounds_and_what_relaxation_finds(
+    size: tuple[int, int], v: int, schedule: str, alpha: int, n_bytes: int, data: st.DataObject
+) -> None:
+    p, n = size
+    v = v if schedule == "1f1b-interleaved" and p > 1 else 1
+    times = st.tuples(st.integers(0, 9), st.integers(0, 9))
+    seconds = data.draw(st.lists(times, min_size=p * v, max_size=p * v))
+    plan = toy(p, n, seconds, schedule, link=LinkSpec(alpha, 1.0), n_bytes=n_bytes)
+    timeline = simulate(plan)
+    hop = alpha + n_bytes
+    for k in range(p):  # a stage is never faster than its work, nor than the way to its first pass and back
+        work = n * sum(f + b for f, b in seconds[k::p])
+        way = sum(f + b for f, b in seconds[:k]) + 2 * k * hop
+        assert timeline.total_s >= work + way
+    assert timeline.total_s >= sum(f + b for f, b in seconds) + (2 * (p * v - 1) * hop if p > 1 else 0)
+    ends = {
+        (one.kind, one.number, one.micro_batch): one.end_s for stage in timeline.stages for one in stage.passes[:-1]
+    }
+    assert ends == ends_by_relaxation(plan)
+
+
+def test_a_link_between_hosts_is_taken_where_stages_are_on_two() -> None:
+    """Four stages on two hosts: what crosses the middle takes 10 s and the rest 1 s."""
+    plan = toy(4, 1, [(1, 1)] * 4, link=LinkSpec(1, 0), inter_host=LinkSpec(8, 1), n_bytes=2, devices_per_host=2)
+    timeline = simulate(plan)
+    assert timeline.total_s == 8 + 2 * (1 + 10 + 1)
+    crossing = {(t.source_stage, t.target_stage): t.end_s - t.start_s for t in timeline.transfers}
+    assert crossing == {(0, 1): 1, (1, 2): 10, (2, 3): 1, (3, 2): 1, (2, 1): 10, (1, 0): 1}
+
+
+def test_a_slow_link_is_a_queue() -> None:
+    """Stage 0 makes 4 results in 4 s; each is 3 s on the way, one behind the other."""
+    timeline = simulate(toy(2, 4, [(1, 0), (0, 0)], "gpipe", link=LinkSpec(3, 0)))
+    arrivals = [t.end_s for t in timeline.transfers if t.kind == "forward"]
+    assert arrivals == [4, 7, 10, 13]
+
+
+def test_updates_wait_for_what_other_stages_accumulate() -> None:
+    plan = toy(2, 1, [(1, 2), (3, 4)], link=LinkSpec(0.0, 1.0), updates=[5.0, 6.0])
+    assert [s.passes[-1].start_s for s in simulate(plan).stages] == [10, 8]
+    tied = PlannedTransfer(PassName("update", 0), PassName("update", 1), 7.0)
+    timeline = simulate(replace(plan, transfers=(*plan.transfers, tied)))
+    assert [s.passes[-1].start_s for s in timeline.stages] == [10, 17]
+    assert timeline.total_s == 23
+
+
+def test_waiting_for_each_other_in_a_circle_is_refused() -> None:
+    plan = toy(2, 2, [(1, 1)] * 2)
+    order = make_schedule("gpipe", PipelineSize(2, 2))
+    broken = tuple(sorted(order.passes[1], key=lambda one: one.micro_batch))
+    simulate(plan, replace(order, passes=(order.passes[0], broken)))  # another order, and a right one
+    first = (Pass("forward", 0, 0), Pass("backward", 0, 0), Pass("forward", 0, 1), Pass("backward", 0, 1))
+    last = (Pass("forward", 1, 1), *(one for one in broken if one != Pass("forward", 1, 1)))
+    with pytest.raises(
+        VerifyError,
+        match=r"`gpipe` deadlocks after 1 of 8 passes: backward\(chunk 0, micro-batch 0\) on stage 0 waits for "
+        r"backward\(chunk 1\); forward\(chunk 1, micro-batch 1\) on stage 1 waits for forward\(chunk 0\)",
+    ):
+        simulate(plan, replace(order, passes=(first, last)))
+    with pytest.raises(VerifyError, match=r"backward\(chunk 1, micro-batch 1\) .* waits for forward\(chunk 1\)"):
+        simulate(plan, replace(order, passes=(order.passes[0], order.passes[1][::-1])))
+
+
+def test_a_schedule_of_other_counts_is_refused() -> None:
+    with pytest.raises(ShardingError, match=r"is for PipelineSize.*n_micro_batches=3.*the plan is for"):
+        simulate(toy(2, 2, [(1, 1)] * 2), make_schedule("1f1b", PipelineSize(2, 3)))
+
+
+# ---- plans of the planner -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n_stages", "n_chunks"), [(2, 2), (3, 2)])
+def test_a_plan_of_the_planner_peaks_where_it_says(n_stages: int, n_chunks: int) -> None:
+    plan = planned(n_stages, n_chunks, 6)
+    timeline = simulate(Plan.from_json(plan.to_json()))
+    assert timeline.peak_bytes == pytest.approx(plan.cost.peak_bytes)
+    passes = sum(one.seconds for one in plan.stages[0].passes)
+    assert timeline.stages[0].busy_s == pytest.approx(6 * passes + plan.stages[0].update_s)
+    # Every micro-batch crosses every border, forward and backward; the tied weight's gradient goes to its home once.
+    kinds = [t.kind for t in timeline.transfers]
+    n_borders = n_stages * n_chunks - 1
+    assert kinds.count("forward") >= 6 * n_borders and kinds.count("backward") >= 6 * n_borders
+    assert kinds.count("update") >= 1
+    # The plan's formula leaves out what passes wait for their transfers.
+    assert timeline.total_s >= 0.99 * plan.cost.total_s
+
+
+def test_a_plan_without_a_pipeline_is_one_row() -> None:
+    step, args = descent_step(loss, minialpa.value_and_grad), arguments(4)
+    plan = minialpa.plan(step, args, cluster=ClusterSpec.preset("cpu"), method=ShardParallel(num_micro_batches=3))
+    timeline = simulate(plan)
+    assert [one.kind for one in timeline.stages[0].passes] == ["step"] * 3 + ["update"]
+    assert timeline.total_s == pytest.approx(plan.cost.total_s) and not timeline.transfers
+    assert timeline.peak_bytes == pytest.approx(plan.cost.peak_bytes)
+
+
+def test_the_trace_has_a_process_for_each_stage(tmp_path: Path) -> None:
+    timeline: Timeline = simulate(toy(2, 2, [(1e-6, 2e-6)] * 2, link=LinkSpec(1e-6, 0), kept=[8, 8]))
+    timeline.to_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert names == {"stage 0, devices 0-0", "stage 1, devices 1-1", "passes", "to stage 0", "to stage 1"}
+    slices = [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, 0)]
+    expected = [("forward chunk 0, micro-batch 0", 0.0, 1.0), ("forward chunk 0, micro-batch 1", 1.0, 1.0)]
+    assert [(name, round(ts, 6), round(dur, 6)) for name, ts, dur in slices[:2]] == expected
+    assert {e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 1} == {100.0, 108.0}
+    assert sum(e.get("cat") == "transfer" for e in events) == 4
+
+
+def test_the_summary_tells_time_waiting_and_memory() -> None:
+    text = simulate(toy(2, 3, [(1, 2)] * 2, kept=[50, 0])).summary()
+    assert text == (
+        "Simulated 12 s per step: 2 stages, 3 micro-batches, schedule 1f1b\n"
+        "Stage 0: busy 9 s, waits 25.0%, at most 2 passes in flight, 200 B per device\n"
+        "Stage 1: busy 9 s, waits 25.0%, at most 1 passes in flight, 100 B per device"
+    )

@@ -1,0 +1,237 @@
+"""The joint search: it finds what the whole table holds, keeps to memory, and places stages on the hosts there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import (
+    AutoLayerOption,
+    AutoParallel,
+    AutoShardingOption,
+    AutoStageOption,
+    ClusterSpec,
+    ManualStageOption,
+    PipeshardParallel,
+    ShardingError,
+    VerifyError,
+    models,
+)
+from minialpa.inter.layers.forward import assign_layers, balanced_runs, natural_layers, pieces_of
+from minialpa.inter.search.cost_cache import load_costs
+from minialpa.inter.search.joint_search import StageSearch
+from minialpa.inter.search.stage_bounds import Space, StageBounds
+from minialpa.inter.search.stage_cost import PieceCosts
+from minialpa.inter.search.submeshes import candidates, may_start, skip_to, transfer_seconds
+from minialpa.options import Remat
+from minialpa.plan import verify_plan
+from minialpa.testing import assert_allclose
+from minialpa.tracing.trace import TracedStep
+from tests.helpers import descent_step, trace
+
+V100 = ClusterSpec.preset("v100-p3.16xlarge", num_hosts=1, devices_per_host=4)
+
+
+def mlp(n_layers: int = 4, hidden: int = 2048, batch: int = 64) -> TracedStep:
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        for w in params:
+            x = jax.nn.relu(x @ w)
+        return jnp.mean(x**2)
+
+    args = [jax.ShapeDtypeStruct((hidden, hidden), jnp.float32)] * n_layers
+    return trace(
+        descent_step(loss_fn, minialpa.value_and_grad), args, jax.ShapeDtypeStruct((batch, hidden), jnp.float32)
+    )
+
+
+def bounds_of(
+    traced: TracedStep, cluster: ClusterSpec, numbers: tuple[int, ...], remats: tuple[Remat, ...] = ("none",)
+) -> StageBounds:
+    layers = assign_layers(traced, AutoLayerOption())
+    space = Space(numbers, remats, tuple(candidates(cluster, AutoStageOption())), "1f1b", False, 0.01)
+    return StageBounds(traced, layers, cluster, space, AutoShardingOption())
+
+
+@pytest.mark.parametrize("memory_bytes", [16e9, 9e7])
+def test_the_search_finds_what_the_whole_table_holds(memory_bytes: float) -> None:
+    device = dataclasses.replace(V100.device, memory_bytes=memory_bytes)
+    cluster = dataclasses.replace(V100, device=device)
+    traced = mlp()
+    lazy, full = bounds_of(traced, cluster, (1, 2, 8)), bounds_of(traced, cluster, (1, 2, 8))
+    search = StageSearch(lazy, lambda what, done, total: None)
+    found, certificate = search.best(), search.certificate
+    seconds = {}
+    for n in full.numbers:
+        for c in range(len(full.columns)):
+            for piece in range(full.n_pieces):
+                while not full.is_solved(n, piece, c):
+                    full.raise_bound(n, piece, c)
+        try:
+            seconds[n] = full.choose(n).seconds
+        except minialpa.InfeasibleError:
+            seconds[n] = np.inf
+    least = min(seconds.values())
+    assert least * (1 - 1e-9) <= found.seconds <= least * 1.02
+    assert lazy.n_solved == certificate.n_costs < full.n_solved
+    bound_s = certificate.bound_s
+    assert found.seconds * 0.98 <= bound_s <= min(seconds[n] for n in certificate.n_micro_batches) * (1 + 1e-9)
+
+
+def test_without_a_method_everything_is_chosen_and_the_numbers_are_those_of_one_device() -> None:
+    case = models.build("mlp")
+    state, batch = case.init(jax.random.key(0)), case.make_batch(0, case.batch_size)
+    expected = jax.jit(case.train_step(jax.value_and_grad))(state, batch)
+    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), donate_argnums=())
+    assert_allclose(step(state, batch), expected, rtol=2e-4, atol=1e-5)
+    verify_plan(step.get_last_executable().get_parallel_plan())
+
+
+def test_no_more_devices_than_are_of_use() -> None:
+    """A step that is nothing but latency is best left on one device."""
+
+    def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean((x @ w) ** 2)
+
+    step = descent_step(loss_fn, minialpa.value_and_grad)
+    plan = minialpa.plan(step, (np.ones((4, 4), np.float32), np.ones((8, 4), np.float32)), cluster=V100)
+    assert [stage.n_devices for stage in plan.stages] == [1] and plan.cluster == V100
+
+
+def test_memory_decides_on_rematerialisation_and_micro_batches() -> None:
+    case = models.build("gpt", n_layers=4, hidden=512, seq_len=256, batch_size=32)
+    state = jax.eval_shape(case.init, jax.random.key(0))
+    step, batch = case.train_step(minialpa.value_and_grad), case.make_batch(0, case.batch_size)
+    peaks, seconds = [], []
+    for memory in (16e9, 3e8):
+        device = dataclasses.replace(V100.device, memory_bytes=memory)
+        plan = minialpa.plan(step, (state, batch), cluster=dataclasses.replace(V100, devices_per_host=2, device=device))
+        assert max(plan.cost.peak_bytes) <= memory
+        peaks.append(max(plan.cost.peak_bytes))
+        seconds.append(plan.cost.total_s)
+        verify_plan(plan)
+    assert peaks[1] < peaks[0] and seconds[1] >= seconds[0]
+
+
+def test_the_slow_host_gets_fewer_layers() -> None:
+    fast, slow = ClusterSpec.preset("h100").device, V100.device
+    cluster = ClusterSpec(2, 1, slow, V100.intra_host, V100.intra_host, host_devices=(slow, fast))
+    method = PipeshardParallel(
+        num_micro_batches=16, layer_option=AutoLayerOption(layer_num=8), stage_option="auto", devices=cluster
+    )
+    step = mlp(8, hidden=4096, batch=4096)
+    plan = minialpa.inter.pipeline.plan_step(step, cluster, method.options())
+    counts = [len(stage.layers) for stage in plan.stages]
+    assert [stage.first_device for stage in plan.stages] == [0, 1] and counts[0] < counts[1]
+    assert ClusterSpec.from_json(cluster.to_json()) == cluster
+
+
+def test_hosts_of_three_devices_and_stages_inside_hosts() -> None:
+    cluster = dataclasses.replace(V100, num_hosts=2, devices_per_host=3)
+    choices = candidates(cluster, AutoStageOption("all", "same_as_physical"))
+    assert [c.submesh for c in choices] == [(1, 1), (1, 2), (1, 3), (2, 3)]
+    assert may_start(cluster, choices).astype(int).tolist() == [
+        [1, 1, 1, 1, 1, 1],
+        [1, 1, 0, 1, 1, 0],
+        [1, 0, 0, 1, 0, 0],
+        [1, 0, 0, 0, 0, 0],
+    ]
+    assert skip_to(cluster).tolist() == [3, 2, 3, 6, 5, 6]
+    seconds = transfer_seconds(cluster, np.array([3.1e9]))
+    between, inside = 2 * 2e-5 + 1.0, 2 * 6e-6 + 3.1 / 120
+    assert seconds[0] == pytest.approx([between, inside, inside] * 2)
+
+
+def test_manual_stages_that_cross_hosts_are_refused() -> None:
+    cluster = dataclasses.replace(V100, num_hosts=2, devices_per_host=3)
+    option = ManualStageOption([[0], [1], [2]], [(1, 2)] * 3, [(2,)] * 3)
+    method = PipeshardParallel(cluster, layer_option=AutoLayerOption(layer_num=3), stage_option=option)
+    with pytest.raises(ShardingError, match="There is no room for stage 2 on a submesh of 1 x 2 devices from device 6"):
+        minialpa.inter.pipeline.plan_step(mlp(3), cluster, method.options())
+
+
+def test_a_logical_mesh_leaves_nothing_to_search() -> None:
+    mesh = minialpa.LogicalMesh((2, 2))
+    step = minialpa.parallelize(lambda w, x: w, method=AutoParallel(devices=mesh))
+    with pytest.raises(ShardingError, match="A LogicalMesh is one view of its devices"):
+        step.plan(np.ones(4), np.ones(4))
+
+
+def test_a_step_that_cannot_be_split_has_one_micro_batch() -> None:
+    def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sort(x @ w, axis=0)[0])
+
+    step = descent_step(loss_fn, minialpa.value_and_grad)
+    plan = minialpa.plan(step, (np.ones((4, 4), np.float32), np.ones((8, 4), np.float32)), cluster=V100)
+    assert plan.n_micro_batches == 1
+
+
+def traced_model(name: str, **sizes: Any) -> TracedStep:
+    case = models.build(name, **sizes)
+    state = jax.eval_shape(case.init, jax.random.key(0))
+    return trace(case.train_step(minialpa.value_and_grad), state, case.make_batch(0, case.batch_size))
+
+
+def test_layers_are_the_blocks_of_a_model_and_its_head() -> None:
+    """A head as heavy as three blocks is one layer more; one layer costs what the blocks inside it cost."""
+    traced = traced_model("gpt", n_layers=12, hidden=64, vocab_size=6400)
+    assert natural_layers(traced) == 25  # two for each block, to have at least 16
+    layers = assign_layers(traced, AutoLayerOption(layer_num=4))
+    pieces, layer_of_piece = pieces_of(traced, layers)
+    assert sorted(set(pieces)) == list(range(len(layer_of_piece))) and len(layer_of_piece) >= 25
+    assert [layer_of_piece[piece] for piece in pieces] == list(layers)
+
+
+def test_stages_are_interleaved_where_the_bubble_is_large() -> None:
+    cluster = dataclasses.replace(V100, num_hosts=2, devices_per_host=1)
+    traced = mlp(8, hidden=8192, batch=512)
+    one_run = PipeshardParallel(
+        num_micro_batches=2, layer_option=AutoLayerOption(), stage_option=AutoStageOption(), devices=cluster
+    )
+    free = AutoParallel(num_micro_batches=2, layer_option=AutoLayerOption())
+    plain = minialpa.inter.pipeline.plan_step(traced, cluster, one_run.options())
+    plan = minialpa.inter.pipeline.plan_step(traced, cluster, free.options())
+    assert (plain.schedule, plan.schedule) == ("1f1b", "1f1b-interleaved")
+    assert plan.cost.total_s < 0.9 * plain.cost.total_s
+    verify_plan(plan)
+
+
+@pytest.mark.parametrize("n_runs", [1, 2, 3, 5])
+def test_balanced_runs_are_as_light_as_can_be(n_runs: int) -> None:
+    weights = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0]
+
+    def heaviest(runs: list[tuple[int, ...]]) -> float:
+        return max(sum(weights[i] for i in run) for run in runs)
+
+    cuts = itertools.combinations(range(1, len(weights)), n_runs - 1)
+    bounds = [(0, *cut, len(weights)) for cut in cuts]
+    all_runs = [[tuple(range(a, b)) for a, b in itertools.pairwise(bound)] for bound in bounds]
+    found = balanced_runs(weights, n_runs)
+    assert found in all_runs and heaviest(found) == min(map(heaviest, all_runs))
+
+
+def test_costs_on_disk_are_used_again_and_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "costs.json"
+    method = AutoParallel(
+        layer_option=AutoLayerOption(), stage_option=AutoStageOption(cached_costs=str(path)), devices=V100
+    )
+    traced = mlp()
+    first = minialpa.inter.pipeline.plan_step(traced, V100, method.options())
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("solves again")
+
+    monkeypatch.setattr(PieceCosts, "_solve", refuse)
+    assert minialpa.inter.pipeline.plan_step(traced, V100, method.options()) == first
+    path.write_text("[]")
+    with pytest.raises(VerifyError, match="holds no costs of pieces"):
+        minialpa.inter.pipeline.plan_step(traced, V100, method.options())
+    path.write_text('{"version": 0}')
+    assert load_costs(str(path)) == {}

@@ -1,0 +1,60 @@
+"""A search keeps a bounded part of what it solved, and finds the same plan however little that is."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+
+import minialpa
+from benchmarks.planning import planned, traced_step
+from benchmarks.recurrent import recogniser_step
+from minialpa import AutoLayerOption, AutoParallel, ClusterSpec
+from minialpa.inter.search import stage_bounds, stage_solve
+from minialpa.inter.search.stage_cost import PieceCosts
+from minialpa.intra.graph.builder import GraphBuilder
+from minialpa.tracing.trace import TracedStep
+
+CPUS = ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=4)
+METHOD = AutoParallel(devices=CPUS, layer_option=AutoLayerOption(layer_num=2, remat="auto"))
+
+
+def recogniser() -> TracedStep:
+    sizes: dict[str, Any] = {"n_frames": 2, "n_features": 8, "hidden": 32, "n_layers": 1, "n_labels": 2}
+    return traced_step(*recogniser_step(minialpa.value_and_grad, unrolled=True, **sizes))
+
+
+class Alive:
+    """Counts the objects of a class that are there at the same time; none of them may wait for a garbage collector."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, kind: type) -> None:
+        self.there: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.most = self.made = 0
+        init = kind.__init__  # type: ignore[misc]
+
+        def counted(one: Any, *args: Any, **kwargs: Any) -> None:
+            self.there.add(one)
+            self.made += 1
+            self.most = max(self.most, len(self.there))
+            init(one, *args, **kwargs)
+
+        patch.setattr(kind, "__init__", counted)
+
+
+def test_without_room_a_search_keeps_one_solver_and_one_staged_step_and_finds_the_same_plan() -> None:
+    traced = recogniser()
+    expected = planned(traced, CPUS, METHOD)
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (
+            (stage_bounds, "_MOST_STAGED_BYTES"),
+            (stage_bounds, "_MOST_SOLVER_BYTES"),
+            (stage_solve, "_MOST_SOLVER_BYTES"),
+        ):
+            patch.setattr(module, name, 0)
+        builders, staged = Alive(patch, GraphBuilder), Alive(patch, PieceCosts)
+        found = planned(traced, CPUS, METHOD)
+    assert found == expected
+    assert builders.made > 12 and staged.made > 1, (builders.made, staged.made)
+    # One that is kept and one that is being made, of a piece and of a whole stage, each folded and each as it is.
+    assert builders.most <= 8 and staged.most <= 2, (builders.most, staged.most)

@@ -1,0 +1,135 @@
+"""Placing a step on meshes: which task computes what, and where values live."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from minialpa.inter.layers.forward import assign_layers
+from minialpa.inter.staging.staged_step import stage_step
+from minialpa.inter.staging.tasks import StagedStep
+from minialpa.options import AutoLayerOption, ManualLayerOption
+from minialpa.tracing.gradients import mark_pipeline_boundary, value_and_grad
+from minialpa.tracing.jaxprs import is_literal
+from minialpa.tracing.trace import TracedStep
+from tests.helpers import trace
+
+N_LAYERS, WIDTH, BATCH = 3, 4, 8
+
+
+def update(params: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def chain_step(params: Any, batch: jax.Array) -> Any:
+    """Three layers with a boundary behind each of the first two; the head reuses the first layer's weight."""
+
+    def loss_fn(params: Any) -> jax.Array:
+        x = batch
+        skip = None
+        for i in range(N_LAYERS):
+            x = jnp.tanh(x @ params[i])
+            skip = x if i == 0 else skip
+            if i < N_LAYERS - 1:
+                mark_pipeline_boundary()
+        return jnp.mean((x @ params[0].T + skip) ** 2)
+
+    loss, grads = value_and_grad(loss_fn)(params)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
+    return update(params, [g / jnp.maximum(norm, 1.0) for g in grads]), loss
+
+
+def traced_chain() -> TracedStep:
+    params = [np.full((WIDTH, WIDTH), 0.1 * (i + 1), np.float32) for i in range(N_LAYERS)]
+    return trace(chain_step, params, np.ones((BATCH, WIDTH), np.float32))
+
+
+def staged_chain(n_micro_batches: int) -> StagedStep:
+    traced = traced_chain()
+    return stage_step(traced, n_micro_batches, assign_layers(traced, ManualLayerOption()), range(N_LAYERS))
+
+
+def test_boundaries_cut_forward_and_backward_alike() -> None:
+    staged = staged_chain(4)
+    kinds = [(task.kind, task.mesh) for task in staged.tasks if task.per_micro_batch]
+    assert kinds == [
+        (kind, mesh) for kind, order in (("forward", (0, 1, 2)), ("backward", (2, 1, 0))) for mesh in order
+    ]
+    products = {task.name: sum(e.primitive.name == "dot_general" for e in task.eqns) for task in staged.tasks}
+    # Forward: one product a layer, and the head's. Backward: two for each, but the input of the first needs none.
+    assert products["forward0"] == 1 and products["forward1"] == 1 and products["forward2"] == 2
+    assert products["backward2"] == 4 and products["backward1"] == 2 and products["backward0"] == 1
+
+
+@pytest.mark.parametrize("n_micro_batches", [1, 2, 4])
+def test_every_value_is_made_before_it_is_read(n_micro_batches: int) -> None:
+    staged = staged_chain(n_micro_batches)
+    known = set(staged.inputs) | {v for _, v in staged.split.micro_inputs} | {staged.split.micro_index}
+    totals = {a.loop: a.total for a in staged.split.accumulators}
+    for task in staged.tasks:
+        local = set(task.invars)
+        assert local <= known
+        for eqn in task.eqns:
+            assert all(is_literal(v) or v in local for v in eqn.invars)
+            local.update(eqn.outvars)
+        known.update(task.outvars)
+        known.update(totals[v] for v in task.outvars if v in totals)
+    assert all(is_literal(v) or v in known for v in staged.split.outvars)
+
+
+def test_tied_weights_live_on_both_meshes_and_are_updated_on_the_first() -> None:
+    staged = staged_chain(2)
+    assert staged.input_meshes[0] == (0, 2)
+    assert staged.output_meshes[0] == (0,)
+    # The two gradients are accumulated where they arise and added after the loop.
+    shapes = [a.loop.aval.shape for a in staged.split.accumulators if a.loop.aval.shape]
+    assert shapes.count((WIDTH, WIDTH)) == N_LAYERS + 1
+
+
+def test_a_skip_connection_is_read_from_the_mesh_that_made_it() -> None:
+    staged = staged_chain(2)
+    forward = {task.mesh: task for task in staged.tasks if task.kind == "forward"}
+    assert set(forward[0].outvars) & set(forward[2].invars)
+
+
+def test_a_norm_over_meshes_is_computed_once_and_sent_back() -> None:
+    staged = staged_chain(2)
+    updates = [task for task in staged.tasks if task.kind == "update"]
+    roots = [task for task in updates for e in task.eqns if e.primitive.name == "sqrt"]
+    assert len(roots) == 1
+    assert all(any(t.mesh == mesh for t in updates) for mesh in range(N_LAYERS))
+
+
+def test_each_parameter_is_read_by_the_stage_of_its_layer_only() -> None:
+    staged = staged_chain(2)
+    assert staged.input_meshes[1:N_LAYERS] == ((1,), (2,))
+
+
+def test_automatic_layers_give_each_block_its_stage() -> None:
+    traced = traced_chain()
+    layers = assign_layers(traced, AutoLayerOption(layer_num=N_LAYERS))
+    assert sorted(set(layers)) == list(range(N_LAYERS))
+    assert list(layers) == sorted(layers)
+
+
+def test_plain_jax_grad_is_cut_by_residuals() -> None:
+    """Without tags the backward equations follow what the forward pass left for them."""
+
+    def step(params: Any, batch: jax.Array) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            x = batch
+            for w in params:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x**2)
+
+        return update(params, jax.grad(loss_fn)(params))
+
+    params = [np.full((WIDTH, WIDTH), 0.1, np.float32) for _ in range(N_LAYERS)]
+    traced = trace(step, params, np.ones((BATCH, WIDTH), np.float32))
+    staged = stage_step(traced, 2, assign_layers(traced, AutoLayerOption(layer_num=N_LAYERS)), range(N_LAYERS))
+    products = [sum(e.primitive.name == "dot_general" for e in t.eqns) for t in staged.tasks if t.kind == "backward"]
+    assert products == [2, 2, 1]

@@ -1,0 +1,165 @@
+"""Layers that repeat are decided once, and that costs next to nothing in the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import JaxprEqn
+
+import minialpa
+from minialpa import AutoShardingOption, ClusterSpec, LogicalMesh, ShardParallel, models
+from minialpa.inter.staging.mesh_problem import mesh_equations
+from minialpa.inter.staging.staged_step import stage_step
+from minialpa.intra.graph.builder import GraphBuilder
+from minialpa.intra.graph.folding import Folding, fold
+from minialpa.intra.solver.solve import solve_graph
+from minialpa.testing import assert_allclose
+from minialpa.tracing.jaxprs import dtype_name, is_literal, shape_of, trace_flat
+from tests.compiled_text import collectives
+from tests.helpers import descent_step, trace
+
+MESH = LogicalMesh((2, 4), alpha=(1e-5, 1e-6), beta=(1e-9, 1e-10), device=ClusterSpec.preset("a100-80gb").device)
+
+
+def folded(fun: Callable[..., Any], *args: Any) -> tuple[list[JaxprEqn], Folding | None]:
+    flat, _ = trace_flat(fun, *args)
+
+    def kind(i: int) -> Any:
+        eqn = flat.eqns[i]
+        return eqn.primitive.name, *((shape_of(v), dtype_name(v)) for v in (*eqn.invars, *eqn.outvars))
+
+    return list(flat.eqns), fold(flat.eqns, flat.invars, kind, shape_of)
+
+
+def layers(n: int) -> tuple[Any, jax.Array]:
+    return [jnp.ones((8, 8))] * n, jnp.ones((4, 8))
+
+
+def chain(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def test_layers_are_folded_in_pairs_after_the_first() -> None:
+    eqns, folding = folded(chain, *layers(16))
+    assert folding is not None
+    leaders = [folding.leaders[i] for i, eqn in enumerate(eqns) if eqn.primitive.name == "dot_general"]
+    # The first pair reads the batch. After it there are two kinds of layers.
+    assert len(set(leaders)) == 4
+    assert leaders[4::2] == [leaders[2]] * 6
+    assert leaders[5::2] == [leaders[3]] * 6
+    weights = [folding.inputs[eqn.invars[1]] for eqn in eqns if eqn.primitive.name == "dot_general"]
+    assert len(set(weights)) == 4
+    assert weights[2::2] == [weights[2]] * 7
+
+
+def test_what_stands_in_the_place_of_an_operand_adds_up() -> None:
+    eqns, folding = folded(chain, *layers(16))
+    assert folding is not None
+    assert folding.varied  # the second pair reads what the first made, the others what pairs like them made
+    for i, operands in folding.varied.items():
+        for k, parts in operands.items():
+            assert sum(part for _, part in parts) == pytest.approx(1)
+            assert eqns[i].invars[k] in {v for v, _ in parts}
+    assert sum(folding.counts.values()) == len(eqns)
+
+
+def test_a_few_layers_are_not_folded() -> None:
+    assert folded(chain, *layers(6))[1] is None
+
+
+def test_layers_of_two_kinds_in_turn_are_folded_as_pairs() -> None:
+    def fun(params: Any, x: jax.Array) -> jax.Array:
+        for i, w in enumerate(params):
+            x = jnp.tanh(x @ w) if i % 2 else jnp.sin(x @ w)
+        return x
+
+    eqns, folding = folded(fun, *layers(32))
+    assert folding is not None
+    for name in ("sin", "tanh"):
+        leaders = {folding.leaders[i] for i, eqn in enumerate(eqns) if eqn.primitive.name == name}
+        assert 1 < len(leaders) < 6
+
+
+def test_a_layer_that_reads_something_else_stays_apart() -> None:
+    def fun(params: Any, x: jax.Array) -> jax.Array:
+        first = x
+        for i, w in enumerate(params):
+            x = jnp.tanh((first if i == 9 else x) @ w)
+        return x
+
+    eqns, folding = folded(fun, *layers(20))
+    assert folding is not None
+    dots = [i for i, eqn in enumerate(eqns) if eqn.primitive.name == "dot_general"]
+    assert folding.counts[folding.leaders[dots[9]]] == 1
+
+
+def graphs(name: str, **sizes: int) -> tuple[GraphBuilder, GraphBuilder]:
+    case = models.build(name, **sizes)
+    state = jax.eval_shape(case.init, jax.random.key(0))
+    traced = trace(case.train_step(minialpa.value_and_grad), state, case.make_batch(0, case.batch_size))
+    problem = mesh_equations(stage_step(traced, 1, (), (0,)), 0)
+    option = AutoShardingOption()
+    return GraphBuilder(problem, MESH, option, folded=True), GraphBuilder(problem, MESH, option)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "llama"])
+def test_the_best_plan_of_layers_alike_is_as_good_as_the_best_of_all(name: str) -> None:
+    folded_graph, free = graphs(name, n_layers=12)
+    assert folded_graph.folding is not None
+    assert len(folded_graph.nodes) < 0.8 * len(free.nodes)
+    alike, each = solve_graph(folded_graph.graph()), solve_graph(free.graph())
+    assert each.optimal
+    assert each.cost * (1 - 1e-9) <= alike.cost <= each.cost * 1.01
+
+
+def test_depth_does_not_enlarge_the_graph() -> None:
+    assert len(graphs("gpt", n_layers=12)[0].nodes) == len(graphs("gpt", n_layers=20)[0].nodes)
+
+
+def test_every_equation_and_input_has_a_spec() -> None:
+    builder, _ = graphs("gpt", n_layers=12)
+    sharding = builder.read(solve_graph(builder.graph()))
+    for eqn, chosen in zip(builder.problem.eqns, sharding.equations, strict=True):
+        operands = [(v, s) for v, s in zip(eqn.invars, chosen.operands, strict=True) if not is_literal(v)]
+        for v, spec in (*operands, *zip(eqn.outvars, chosen.results, strict=True)):
+            assert spec.fits(shape_of(v), MESH.shape)
+            assert v in sharding.specs
+
+
+def test_a_deep_model_trains_as_on_one_device(key: jax.Array) -> None:
+    case = models.build("gpt", n_layers=10)
+    state, batch = case.init(key), case.make_batch(0, case.batch_size)
+    step = minialpa.parallelize(
+        case.train_step(minialpa.value_and_grad),
+        method=ShardParallel(devices=LogicalMesh((2, 2), alpha=(1e-5, 1e-6), beta=(1e-9, 1e-10))),
+        donate_argnums=(),
+    )
+    expected = jax.jit(case.train_step(jax.value_and_grad))(state, batch)
+    assert_allclose(step(state, batch)[1], expected[1], rtol=2e-4)
+
+
+def test_a_deep_mlp_alternates_between_columns_and_rows(key: jax.Array) -> None:
+    """Wide layers and few examples: one all-reduce for two layers, each way."""
+    n_layers, hidden = 16, 256
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        for w in params:
+            x = jax.nn.relu(x @ w)
+        return jnp.mean(x**2)
+
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.normal(size=(hidden, hidden)) / 16, jnp.float32) for _ in range(n_layers)]
+    x = rng.normal(size=(8, hidden)).astype(np.float32)
+    mesh = LogicalMesh((4,), alpha=(1.0,), beta=(1.0,))
+    step = minialpa.parallelize(descent_step(loss_fn, minialpa.value_and_grad), method=ShardParallel(devices=mesh))
+    expected = jax.jit(descent_step(loss_fn, jax.value_and_grad))(params, x)
+    assert_allclose(step(params, x), expected, rtol=2e-4, atol=1e-6)
+    found = collectives(step.get_last_executable().get_hlo_text())
+    assert found["all-reduce"] <= n_layers + 1, found

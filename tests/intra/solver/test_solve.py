@@ -1,0 +1,403 @@
+"""solve_graph agrees with exhaustive search, proves what it claims, and says why when it cannot."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.iopddl import load_instance, random_instance
+from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.intra.solver import elimination, ilp_model, lagrange, solve
+from minialpa.intra.solver.bucket import eliminate_narrow_components
+from minialpa.intra.solver.cost_graph import CostGraph, Edge, Floats
+from minialpa.intra.solver.csr_graph import flatten
+from minialpa.intra.solver.dominance import undominated
+from minialpa.intra.solver.elimination import reduce_graph
+from minialpa.intra.solver.residual import residual_of
+from minialpa.intra.solver.solve import solve_graph
+from tests.oracles import cheapest_choices
+
+SOLVERS: tuple[Literal["highs", "cbc"], ...] = ("highs", "cbc")
+
+
+@st.composite
+def cost_graphs(draw: st.DrawFn, *, max_nodes: int = 6, max_strategies: int = 4) -> CostGraph:
+    """Small graphs with ties, parallel edges, loops, forbidden entries (inf or 1e18) and perhaps a usage limit."""
+    n_nodes = draw(st.integers(1, max_nodes))
+    sizes = draw(st.lists(st.integers(1, max_strategies), min_size=n_nodes, max_size=n_nodes))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    p_forbidden = draw(st.sampled_from([0.0, 0.1, 0.4]))
+    scale = draw(st.sampled_from([1.0, 1e-6, 1e9]))
+    forbidden = draw(st.sampled_from([np.inf, 1e18]))
+
+    def cost(*shape: int) -> Floats:
+        values = rng.integers(0, draw(st.sampled_from([3, 50])), shape) * scale
+        return np.where(rng.random(shape) < p_forbidden, forbidden, values)
+
+    node = st.integers(0, n_nodes - 1)
+    pairs = draw(st.lists(st.tuples(node, node), max_size=2 * n_nodes))
+    edges = tuple(Edge(a, b, cost(sizes[a], sizes[b])) for a, b in pairs)
+    node_costs = tuple(cost(n) for n in sizes)
+    if not draw(st.booleans()):
+        return CostGraph(node_costs, edges)
+    usages = tuple(rng.integers(0, 8, n).astype(np.float64) for n in sizes)
+    starts = rng.integers(0, 6, n_nodes)
+    intervals = tuple((int(a), int(a + n)) for a, n in zip(starts, rng.integers(0, 5, n_nodes), strict=True))
+    return CostGraph(node_costs, edges, usages, intervals, float(draw(st.integers(0, 20))))
+
+
+def check_against_search(graph: CostGraph, solver: Literal["highs", "cbc"]) -> None:
+    best = cheapest_choices(graph)
+    if math.isinf(best):
+        with pytest.raises(InfeasibleError):
+            solve_graph(graph, solver=solver)
+        return
+    solution = solve_graph(graph, solver=solver)
+    assert solution.cost == pytest.approx(best, rel=1e-9, abs=1e-12)
+    assert graph.cost_of(solution.choices) == solution.cost
+    assert graph.fits(solution.choices)
+    assert solution.optimal and solution.gap == 0
+
+
+def without_elimination(patch: pytest.MonkeyPatch) -> None:
+    """Forbidden strategies still go, all else is left to the integer program, which small graphs would not reach."""
+    patch.setattr(elimination, "_undominated", lambda residual, v: np.ones(len(residual.costs[v]), bool))
+    patch.setattr(elimination, "_can_eliminate", lambda residual, v: False)
+    patch.setattr(elimination, "_merge_follower", lambda residual, v: False)
+    patch.setattr(solve, "eliminate_narrow_components", lambda residual: None)
+
+
+@settings(max_examples=900, deadline=None)
+@given(cost_graphs())
+def test_solution_matches_exhaustive_search(graph: CostGraph) -> None:
+    check_against_search(graph, "highs")
+
+
+@settings(max_examples=200, deadline=None)
+@given(cost_graphs())
+def test_messages_and_program_match_exhaustive_search(graph: CostGraph) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        patch.setattr(solve, "_SMALL_PROGRAM", -1)
+        check_against_search(graph, "highs")
+
+
+@settings(max_examples=60, deadline=None)
+@given(cost_graphs())
+def test_integer_program_matches_exhaustive_search(graph: CostGraph) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        check_against_search(graph, "highs")
+
+
+@settings(max_examples=25, deadline=None)
+@given(cost_graphs())
+def test_cbc_matches_exhaustive_search(graph: CostGraph) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        check_against_search(graph, "cbc")
+
+
+def relabelled(graph: CostGraph, seed: int) -> CostGraph:
+    """The same problem: nodes, strategies and edges in another order, edges the other way round."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(graph.n_nodes).tolist()
+    place = {v: at for at, v in enumerate(order)}
+    strategies = [rng.permutation(len(costs)) for costs in graph.node_costs]
+    edges = [graph.edges[e] for e in rng.permutation(len(graph.edges))]
+    return CostGraph(
+        tuple(graph.node_costs[v][strategies[v]] for v in order),
+        tuple(Edge(place[e.b], place[e.a], e.cost[np.ix_(strategies[e.a], strategies[e.b])].T) for e in edges),
+        tuple(graph.usages[v][strategies[v]] for v in order) if graph.usages else (),
+        tuple(graph.intervals[v] for v in order) if graph.intervals else (),
+        graph.usage_limit,
+    )
+
+
+def test_relabelling_a_large_graph_keeps_the_quality() -> None:
+    graph = random_instance(0, n_nodes=300)
+    graphs = [graph, *(relabelled(graph, seed) for seed in (1, 2))]
+    costs = [solve_graph(graph, time_limit_s=2.0).cost for graph in graphs]
+    assert max(costs) <= 1.01 * min(costs)
+
+
+_LOADED = """
+from benchmarks.iopddl import random_instance
+from minialpa.intra import dominance, ilp
+
+def loaded():
+    from minialpa.intra import messages, search
+    from numba.core.dispatcher import Dispatcher
+    found = [f for module in (dominance, messages, search) for f in vars(module).values() if isinstance(f, Dispatcher)]
+    return [(f.py_func.__name__, tuple(f.signatures)) for f in found]
+
+dominance.load()
+ilp._loading_s()
+before = loaded()
+ilp.solve_graph(random_instance(0, n_nodes=300), time_limit_s=2.0)
+assert loaded() == before, [name for name, _ in set(loaded()) - set(before)]
+"""
+
+
+def test_nothing_is_compiled_while_the_clock_runs() -> None:
+    """Or the first plan on a machine would be a worse one. In a process of its own, as compiled loops stay."""
+    subprocess.run([sys.executable, "-c", _LOADED], check=True, timeout=300)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cost_graphs(max_nodes=8), st.integers(0, 2**32 - 1))
+def test_relabelling_keeps_the_cost(graph: CostGraph, seed: int) -> None:
+    moved = relabelled(graph, seed)
+    try:
+        cost = solve_graph(graph).cost
+    except InfeasibleError:
+        with pytest.raises(InfeasibleError):
+            solve_graph(moved)
+        return
+    assert solve_graph(moved).cost == pytest.approx(cost, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cost_graphs(), st.sampled_from([0.0, 0.05]))
+def test_bounds_are_honest_however_little_time_there_is(graph: CostGraph, time_limit_s: float) -> None:
+    best = cheapest_choices(graph)
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        patch.setattr(solve, "_SMALL_PROGRAM", -1)
+        patch.setattr(solve, "_ENTRIES_PER_S", 0)
+        try:
+            solution = solve_graph(graph, time_limit_s=time_limit_s)
+        except InfeasibleError:
+            return
+    tolerance = 1e-9 * abs(best)
+    assert solution.lower_bound - tolerance <= best <= solution.cost + tolerance
+    assert graph.fits(solution.choices) and graph.cost_of(solution.choices) == solution.cost
+    assert solution.gap >= 0 and (not solution.optimal or solution.cost == pytest.approx(best))
+
+
+@settings(max_examples=100, deadline=None)
+@given(cost_graphs(max_nodes=4))
+def test_reduced_costs_bound_every_strategy(graph: CostGraph) -> None:
+    try:
+        residual = residual_of(graph)
+    except InfeasibleError:
+        return
+    core = flatten(residual, list(residual.alive))
+    found = lagrange.bracket(core, np.zeros(len(residual.base)), math.inf)
+    for v, costs in enumerate(graph.node_costs):
+        for i in range(len(costs)):
+            only = np.where(np.arange(len(costs)) == i, costs, np.inf)
+            held = replace(graph, node_costs=(*graph.node_costs[:v], only, *graph.node_costs[v + 1 :]))
+            bound = found.bound + found.reduced[core.at[v] + i]
+            assert bound <= cheapest_choices(held) + 1e-9 * abs(found.bound)
+
+
+def grid(side: int, n_strategies: int, *, limit: float | None = None, seed: int = 0) -> CostGraph:
+    """A square grid of nodes with random costs: wide enough that elimination cannot take it all."""
+    rng = np.random.default_rng(seed)
+    n = side * side
+    pairs = [(v, v + 1) for v in range(n) if (v + 1) % side] + [(v, v + side) for v in range(n - side)]
+    edges = tuple(Edge(a, b, rng.random((n_strategies, n_strategies))) for a, b in pairs)
+    costs = tuple(rng.random(n_strategies) for _ in range(n))
+    usages = tuple(rng.random(n_strategies) for _ in range(n))
+    return CostGraph(costs, edges, usages, tuple((v, v + n // 2) for v in range(n)), limit)
+
+
+def transformer(n_blocks: int, *, limit: float | None) -> CostGraph:
+    """12 nodes per block in a chain, a parameter at every second one, and residual skips; cheap strategies use more."""
+    rng = np.random.default_rng(0)
+    n_strategies, costs, usages = 10, list[Floats](), list[Floats]()
+    intervals, edges = list[tuple[int, int]](), list[Edge]()
+    time_end = 12 * n_blocks
+
+    def add(start: int, end: int) -> int:
+        cost = np.sort(rng.integers(0, 100, n_strategies)).astype(np.float64)
+        costs.append(cost)
+        usages.append(np.sort(rng.integers(1, 64, n_strategies))[::-1].astype(np.float64))
+        intervals.append((start, end))
+        return len(costs) - 1
+
+    def join(a: int, b: int) -> None:
+        edges.append(Edge(a, b, rng.integers(1, 60, (n_strategies, n_strategies)) * (1.0 - np.eye(n_strategies))))
+
+    previous = skip = add(0, 1)
+    for t in range(1, time_end):
+        node = add(t, min(time_end, t + 3))
+        join(previous, node)
+        if t % 2:
+            join(add(0, time_end), node)
+        if t % 6 == 0:
+            join(skip, node)
+            skip = node
+        previous = node
+    return CostGraph(tuple(costs), tuple(edges), tuple(usages), tuple(intervals), limit)
+
+
+def test_elimination_alone_solves_a_deep_transformer() -> None:
+    graph = transformer(170, limit=None)
+    assert graph.n_nodes > 3000
+    residual = residual_of(graph)
+    reduce_graph(residual)
+    assert not residual.alive
+    assert solve_graph(graph).optimal
+
+
+def test_binding_usage_limit_on_a_transformer_is_solved() -> None:
+    graph = transformer(6, limit=None)
+    free = solve_graph(graph)
+    unlimited = CostGraph(graph.node_costs, graph.edges, graph.usages, graph.intervals, 1e9)
+    limited = CostGraph(
+        graph.node_costs, graph.edges, graph.usages, graph.intervals, 0.7 * unlimited.peak_usage(free.choices)
+    )
+    solution = solve_graph(limited)
+    assert solution.optimal and limited.fits(solution.choices)
+    assert solution.cost > free.cost
+
+
+def test_bucket_elimination_takes_what_pairwise_elimination_leaves() -> None:
+    graph = grid(5, 4)
+    residual = residual_of(graph)
+    reduce_graph(residual)
+    assert len(residual.alive) > 4
+    eliminate_narrow_components(residual)
+    assert not residual.alive
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        expected = solve_graph(graph).cost
+    assert graph.cost_of(residual.choices()) == pytest.approx(expected)
+
+
+def test_contest_file_is_read(tmp_path: Path) -> None:
+    problem = {
+        "nodes": {"intervals": [[0, 2], [1, 3]], "costs": [[1, 9], [3]], "usages": [[8, 2], [4]]},
+        "edges": {"nodes": [[0, 1]], "costs": [[5, 7]]},
+        "usage_limit": 10,
+    }
+    path = tmp_path / "tiny.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"problem": problem}).encode()))
+    solution = solve_graph(load_instance(path))
+    assert (solution.choices, solution.cost) == ((1, 0), 19.0)
+
+
+def test_same_answer_every_time() -> None:
+    graph = grid(4, 5, limit=4.0)
+    assert solve_graph(graph) == solve_graph(graph)
+
+
+def test_equal_strategies_give_the_first() -> None:
+    graph = CostGraph((np.ones(3), np.ones(2)), (Edge(0, 1, np.zeros((3, 2))),))
+    assert solve_graph(graph).choices == (0, 0)
+
+
+def test_usage_limit_moves_a_node_to_the_thrifty_strategy() -> None:
+    costs = (np.array([1.0, 5.0]), np.array([1.0, 4.0]))
+    usages = (np.array([10.0, 2.0]), np.array([10.0, 2.0]))
+    together = CostGraph(costs, (), usages, ((0, 2), (1, 3)), 12.0)
+    apart = CostGraph(costs, (), usages, ((0, 2), (2, 4)), 12.0)
+    assert solve_graph(together).choices == (0, 1)
+    assert solve_graph(apart).choices == (0, 0)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_no_time_gives_a_feasible_solution_with_a_gap(solver: Literal["highs", "cbc"]) -> None:
+    graph = grid(12, 6, limit=30.0)
+    solution = solve_graph(graph, time_limit_s=0.0, solver=solver)
+    assert not solution.optimal and 0 < solution.gap < np.inf
+    assert solution.lower_bound < solution.cost == graph.cost_of(solution.choices)
+    assert graph.fits(solution.choices)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_little_time_gives_a_bound_below_the_cost(solver: Literal["highs", "cbc"]) -> None:
+    graph = grid(14, 8, limit=40.0)
+    solution = solve_graph(graph, time_limit_s=2.0, solver=solver)
+    assert -np.inf < solution.lower_bound <= solution.cost
+    assert graph.fits(solution.choices)
+
+
+def test_choices_that_exceed_a_row_by_rounding_are_cut_off() -> None:
+    """4e-7 of the limit is within the solvers' tolerance and still too much."""
+    usages = (np.array([0.5 + 2e-7, 0.1]), np.array([0.5 + 2e-7, 0.1]))
+    graph = CostGraph((np.array([0.0, 1.0]), np.array([0.0, 1.5])), (), usages, ((0, 1), (0, 1)), 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        for solver in SOLVERS:
+            assert solve_graph(graph, solver=solver).choices == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (CostGraph((np.full(2, np.inf),), ()), "No strategy of node 0 is left"),
+        (CostGraph((np.zeros(1), np.zeros(1)), (Edge(0, 1, np.full((1, 1), 1e18)),)), "No strategy of node"),
+        (CostGraph((np.zeros(2),), (), (np.array([3.0, 4.0]),), ((0, 1),), 2.0), "need a usage of 3 .* limit is 2"),
+    ],
+    ids=["node", "edge", "usage"],
+)
+def test_infeasible_graph_says_why(graph: CostGraph, message: str) -> None:
+    with pytest.raises(InfeasibleError, match=message):
+        solve_graph(graph)
+
+
+def test_infeasible_core_says_so() -> None:
+    differ = np.where(np.eye(2, dtype=bool), np.inf, 0.0)
+    odd_cycle = CostGraph((np.zeros(2),) * 3, (Edge(0, 1, differ), Edge(1, 2, differ), Edge(0, 2, differ)))
+    with pytest.raises(InfeasibleError):
+        solve_graph(odd_cycle)
+    residual = residual_of(odd_cycle)
+    with pytest.raises(InfeasibleError, match="both the forbidden pairs and the usage limit"):
+        ilp_model.solve_program(residual, solver="highs", deadline=time.monotonic() + 10)
+
+
+ONE = (np.zeros(1),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((ONE, (Edge(0, 1, np.zeros((1, 1))),)), "Edge 0 joins nodes 0 and 1; nodes are 0 to 0"),
+        ((ONE * 2, (Edge(0, 1, np.zeros((1, 2))),)), r"with 1 and 1 strategies; its cost has shape \(1, 2\)"),
+        (((np.zeros(0),), ()), "Node 0 has no strategies"),
+        (((np.array([np.nan]),), ()), "NaN or -inf"),
+        (((np.zeros((1, 1)),), ()), "needs 1 dimension"),
+        ((ONE, (), (), (), 1.0), "got 0 usages and 0 intervals for 1 nodes"),
+        ((ONE, (), (np.array([-1.0]),), ((0, 1),), 1.0), r"`usages\[0\]` needs 1 finite values of zero or more"),
+        ((ONE, (), ONE, ((0, 1),), -1.0), "cannot be negative"),
+    ],
+    ids=["nodes", "edge shape", "empty", "nan", "ndim", "no usages", "negative usage", "negative limit"],
+)
+def test_wrong_input_is_refused(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        CostGraph(*arguments)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=100)
+def test_what_dominates_costs_no_more_whatever_the_neighbours_choose(seed: int) -> None:
+    """Each strategy that goes has one that stays, is as thrifty, and never costs more; those that stay have none."""
+    rng = np.random.default_rng(seed)
+    n, widths = int(rng.integers(1, 7)), rng.integers(1, 5, int(rng.integers(0, 3)))
+    cost, usage = rng.integers(0, 4, n) / 8, rng.integers(0, 3, (int(rng.integers(0, 3)), n))
+    edges = [rng.integers(0, 4, (n, width)) / 8 for width in widths]
+    ends = np.cumsum([0, *widths])
+    stays = undominated(cost, usage, np.concatenate([np.zeros((n, 0)), *edges], axis=1), ends)
+
+    def excess(b: int, a: int) -> float:
+        return float(cost[b] - cost[a] + sum((edge[b] - edge[a]).max() for edge in edges))
+
+    dominates = [[bool(excess(b, a) <= 0 and (usage[:, b] <= usage[:, a]).all()) for a in range(n)] for b in range(n)]
+    for a in range(n):
+        others = [b for b in range(n) if b != a and stays[b] and dominates[b][a]]
+        assert bool(others) != bool(stays[a])

@@ -1,0 +1,83 @@
+"""Menus give what is worked out anew, whatever sizes and meshes they were asked for before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.core import JaxprEqn
+
+from minialpa import LogicalMesh
+from minialpa.cluster import ClusterSpec
+from minialpa.intra.strategies.reshard import partial_specs_of, reshard_table
+from minialpa.intra.strategies.strategies import StrategySet, enumerate_strategies, follow
+from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
+from minialpa.rules.factors import factors_of
+from minialpa.tracing.jaxprs import bytes_of, shape_of
+
+DEVICE = ClusterSpec.preset("a100-80gb").device
+MESHES = [
+    LogicalMesh((4,), device=DEVICE),
+    LogicalMesh((2, 2), device=DEVICE),
+    LogicalMesh((2, 4), device=DEVICE),
+    LogicalMesh((2, 4), (1e-3, 1e-6), (1e-9, 1e-11), DEVICE),
+    LogicalMesh((2, 4)),
+]
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y: x + y,
+    "add_itself": lambda x, y: x + x,
+    "dot": lambda x, y: x @ y.T,
+    "max": lambda x, y: jnp.max(x, axis=1),
+    "reshape": lambda x, y: x.reshape(-1),
+    "scale": lambda x, y: x * 2.0,
+    "sum": lambda x, y: jnp.sum(x, axis=0),
+}
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])
+
+
+def equation(name: str, shape: tuple[int, int]) -> JaxprEqn:
+    array = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.make_jaxpr(PROGRAMS[name])(array, array).jaxpr.eqns[-1]
+
+
+def assert_same(a: StrategySet, b: StrategySet) -> None:
+    assert (a.operands, a.made, a.results) == (b.operands, b.made, b.results)
+    np.testing.assert_array_equal(a.compute_s, b.compute_s)
+    np.testing.assert_array_equal(a.communication_s, b.communication_s)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@given(st.lists(st.tuples(st.sampled_from(MESHES), SIZES, SIZES), min_size=2, max_size=4))
+@settings(deadline=None, max_examples=15)
+def test_menus_give_what_is_worked_out_anew(name: str, asked: list[tuple[LogicalMesh, int, int]]) -> None:
+    menus = Menus()
+    for mesh, a, b in asked:
+        eqn = equation(name, (a, b))
+        menu, kind, factors = menus.of(mesh, (), 1), menus.kind_of(eqn), factors_of(eqn).on_mesh()
+        pending = {0: 2}
+        found = menu.enumerate(eqn, kind, {}, pending, scatter=True)
+        assert_same(found, enumerate_strategies(eqn, factors, mesh, {}, pending))
+        specs = menus.same(tuple(partial_specs_of(shape_of(eqn.invars[0]), mesh.shape)))
+        for whole in (False, True):
+            followed = menu.follow(eqn, kind, {0: specs}, len(specs), whole=whole)
+            assert_same(followed, follow(eqn, factors, mesh, {0: specs}, len(specs), whole=whole))
+        out = eqn.outvars[0]
+        table = reshard_table(shape_of(out), bytes_of(out), mesh)
+        seconds = menu.reshard_s(shape_of(out), bytes_of(out), found.results[0], followed.results[0])
+        np.testing.assert_array_equal(seconds, table.matrix(found.results[0], followed.results[0]))
+
+
+def test_equations_that_are_divided_alike_have_the_very_same_specs() -> None:
+    menus = Menus()
+    menu = menus.of(MESHES[1], (), 1)
+    small, large = (equation("dot", (n, n)) for n in (8, 24))
+    sets = [menu.enumerate(eqn, menus.kind_of(eqn), {}, {}, scatter=True) for eqn in (small, large)]
+    assert all(a is b for a, b in zip(sets[0].results, sets[1].results, strict=True))
+    assert sets[0].seconds.max() < sets[1].seconds.max()

@@ -1,0 +1,121 @@
+"""Programs: what the verifier refuses, and what emission guarantees."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from minialpa import AutoLayerOption, ClusterSpec, models
+from minialpa.errors import VerifyError
+from minialpa.inter.lower.emit import emit_program
+from minialpa.inter.pipeline import plan_step
+from minialpa.options import PlanOptions
+from minialpa.programs.program import Free, Instruction, Program, Run, Transfer, verify_program
+from minialpa.tracing.gradients import value_and_grad
+from tests.helpers import trace
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    case = models.build("mlp", n_layers=4)
+    state, batch = case.init(jax.random.key(0)), case.make_batch(0, case.batch_size)
+    traced = trace(case.train_step(value_and_grad), state, batch, donate=(0,))
+    options = PlanOptions(n_micro_batches=4, layers=AutoLayerOption(layer_num=2))
+    return emit_program(traced, plan_step(traced, ClusterSpec.preset("cpu"), options))
+
+
+def with_instructions(program: Program, instructions: list[Any]) -> Program:
+    return dataclasses.replace(program, instructions=tuple(instructions))
+
+
+def first(program: Program, kind: type[Instruction]) -> int:
+    return next(i for i, x in enumerate(program.instructions) if isinstance(x, kind))
+
+
+def test_emitted_programs_pass_the_verifier(program: Program) -> None:
+    verify_program(program)
+    assert {type(x).__name__ for x in program.instructions} == {"Run", "Accumulate", "Transfer", "Free"}
+
+
+def test_reading_an_empty_buffer_is_refused(program: Program) -> None:
+    broken = [x for x in program.instructions if not isinstance(x, Transfer)]
+    with pytest.raises(VerifyError, match="which hold nothing"):
+        verify_program(with_instructions(program, broken))
+
+
+def test_freeing_twice_is_refused(program: Program) -> None:
+    at = first(program, Free)
+    broken = [*program.instructions[: at + 1], program.instructions[at], *program.instructions[at + 1 :]]
+    with pytest.raises(VerifyError, match="frees buffers"):
+        verify_program(with_instructions(program, broken))
+
+
+def test_a_lost_result_is_refused(program: Program) -> None:
+    lost = Free((program.outputs[0].buffers[0],))
+    with pytest.raises(VerifyError, match="Result buffers"):
+        verify_program(with_instructions(program, [*program.instructions, lost]))
+
+
+def test_a_wrong_number_of_buffers_is_refused(program: Program) -> None:
+    at = first(program, Run)
+    run = program.instructions[at]
+    assert isinstance(run, Run)
+    broken = [
+        *program.instructions[:at],
+        dataclasses.replace(run, inputs=run.inputs[1:]),
+        *program.instructions[at + 1 :],
+    ]
+    with pytest.raises(VerifyError, match="wrong number of buffers"):
+        verify_program(with_instructions(program, broken))
+
+
+def test_a_donated_buffer_that_lives_on_is_refused(program: Program) -> None:
+    at = next(
+        i for i, x in enumerate(program.instructions) if isinstance(x, Run) and program.functions[x.function].donated
+    )
+    broken = [*program.instructions[: at + 1], *program.instructions[at + 2 :]]
+    with pytest.raises(VerifyError, match="donates buffers"):
+        verify_program(with_instructions(program, broken))
+
+
+def test_state_buffers_are_reused_by_the_update(program: Program) -> None:
+    updates = [f for f in program.functions if f.name.startswith("update")]
+    assert (
+        sum(len(f.donated) for f in updates) >= len(program.donated_leaves) - 2
+    )  # step counts are scalars of two meshes
+
+
+def test_only_results_and_constants_outlive_a_step(program: Program) -> None:
+    live = {slot.buffer for slot in program.inputs}
+    for instruction in program.instructions:
+        match instruction:
+            case Free(buffers):
+                live -= set(buffers)
+            case Run(_, _, outputs):
+                live |= set(outputs)
+            case Transfer(_, target):
+                live.add(target)
+    assert live <= {b for slot in program.outputs for b in slot.buffers} | {s.buffer for s in program.constants}
+
+
+def test_specs_name_axes_of_the_mesh(program: Program) -> None:
+    names = {"x", "y"}
+    for function in program.functions:
+        for spec in (*function.in_specs, *function.out_specs):
+            assert isinstance(spec, P)
+            assert {name for part in spec for name in (part if isinstance(part, tuple) else (part,)) if name} <= names
+
+
+@pytest.mark.parametrize("rows", [((0, 2), (3, 5)), ((1, 2),), ((0, 1), (0, 2)), ()])
+def test_results_in_blocks_have_all_rows(program: Program, rows: tuple[tuple[int, int], ...]) -> None:
+    old = program.outputs[0]
+    blocks = dataclasses.replace(old, buffers=old.buffers * len(rows or (0,)), rows=rows)
+    changed = dataclasses.replace(program, outputs=(blocks, *program.outputs[1:]))
+    if not rows:
+        return verify_program(changed)
+    with pytest.raises(VerifyError, match="make no whole result"):
+        verify_program(changed)

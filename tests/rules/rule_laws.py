@@ -1,0 +1,345 @@
+"""Laws that a rule must keep, and what they need: equations with the values of every array.
+
+Halving: splitting a factor in two, computing each half with local parameters, and joining the halves, changes nothing.
+Position: nor does splitting positional factors, also several at once, where each part is told which one it is.
+Linearity: where a rule says that an equation is linear, f(a + b) = f(a) + f(b).
+Structure: factors multiply to shapes, and none is lost between operands and results.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from minialpa.rules.factors import Dims, Factors, factors_of, localize, run_shard
+
+_COMBINE: dict[str, Any] = {
+    "and": np.bitwise_and,
+    "max": np.maximum,
+    "min": np.minimum,
+    "or": np.bitwise_or,
+    "prod": np.multiply,
+    "sum": np.add,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An equation with the values of its operands and results."""
+
+    eqn: JaxprEqn
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """An equation to compute, with other operands and parameters than its own; or one part of it, by position."""
+
+    eqn: JaxprEqn
+    operands: Sequence[Any]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    part: _Part | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Which of the `n_splits[f]` parts along each factor."""
+
+    n_splits: Mapping[int, int]
+    numbers: Mapping[int, int]
+
+
+def bind(job: Job) -> tuple[Any, ...]:
+    if job.part is not None:
+        numbers = {f: np.int32(i) for f, i in job.part.numbers.items()}
+        return tuple(run_shard(job.eqn, factors_of(job.eqn), job.operands, job.part.n_splits, numbers))
+    results = job.eqn.primitive.bind(*job.operands, **job.params)
+    return tuple(results) if job.eqn.primitive.multiple_results else (results,)
+
+
+def compute(jobs: Sequence[Job]) -> list[tuple[Any, ...]]:
+    """The results of each job; numpy arrays, except for keys."""
+
+    # One compilation for all jobs: compilation is most of the time of these tests.
+    def run(operands: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+        return [bind(replace(job, operands=values)) for job, values in zip(jobs, operands, strict=True)]
+
+    return jax.tree.map(_to_host, jax.jit(run)([list(job.operands) for job in jobs]))
+
+
+def is_key(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def _to_host(x: Any) -> Any:
+    return x if is_key(x) else np.asarray(x)
+
+
+def _inner_jaxpr(eqn: JaxprEqn) -> Any | None:
+    """The jaxpr of a call, which the planner inlines. `reduce_window` and the like have jaxprs and are no calls."""
+    if eqn.primitive.name not in ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"):
+        return None
+    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+
+
+def _flat_cases(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], out: list[Any]) -> Iterator[Case]:
+    """One case for each equation of an inlined jaxpr, in order; the results of the jaxpr are appended to `out`."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+
+    def read(atom: Any) -> Any:
+        return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = tuple(read(v) for v in eqn.invars)
+        inner = _inner_jaxpr(eqn)
+        if inner is None:
+            results = bind(Job(eqn, operands, eqn.params))
+            yield Case(eqn, operands, results)
+        else:
+            inner_results: list[Any] = []
+            closed = (getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()))
+            yield from _flat_cases(*closed, operands, inner_results)
+            results = tuple(inner_results)
+        env.update(zip(eqn.outvars, results, strict=True))
+    out.extend(read(v) for v in jaxpr.outvars)
+
+
+def _signature(case: Case) -> str:
+    arrays = [f"{x.dtype}{x.shape}" for x in case.operands]
+    return f"{case.eqn.primitive.name} {arrays} {case.eqn.params}"
+
+
+def cases_of(fun: Callable[..., Any], *arguments: Any) -> tuple[Case, ...]:
+    """The cases of a function, each different equation once."""
+    closed = jax.make_jaxpr(fun)(*arguments)
+    found: dict[str, Case] = {}
+
+    def run(*arguments: Any) -> list[tuple[Any, ...]]:
+        found.update((_signature(case), case) for case in _flat_cases(closed.jaxpr, closed.consts, arguments, []))
+        return [(case.operands, case.results) for case in found.values()]
+
+    values = jax.tree.map(_to_host, jax.jit(run)(*arguments))
+    return tuple(Case(case.eqn, *arrays) for case, arrays in zip(found.values(), values, strict=True))
+
+
+def only(fun: Callable[..., Any], *arguments: Any) -> Case:
+    """The case of the last equation of a function."""
+    return cases_of(fun, *arguments)[-1]
+
+
+def vjp(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradients with respect to all arguments; the cotangents are the results."""
+
+    def gradients(*arguments: Any) -> Any:
+        results, pull_back = jax.vjp(fun, *arguments)
+        return pull_back(results)
+
+    return gradients
+
+
+def _half(x: Any, dims: Dims, factor: int, half: int) -> Any:
+    """The first or second half of an array along `factor`; the whole array where it lacks the factor."""
+    for axis, dim in enumerate(dims):
+        if factor in dim:
+            middle = x.shape[axis] // 2
+            x = x[(slice(None),) * axis + (slice(half * middle, (half + 1) * middle),)]
+    return x
+
+
+def _operands_of_half(case: Case, factors: Factors, factor: int, half: int) -> list[Any]:
+    """Halves of the operands. What a sum is added to, and lacks the factor, takes part in the first half only."""
+    arrays = []
+    for i, (x, dims) in enumerate(zip(case.operands, factors.operands, strict=True)):
+        is_added_to = half == 1 and factors.takes_part_once(factor, i)
+        arrays.append(np.zeros_like(x) if is_added_to else _half(x, dims, factor, half))
+    return arrays
+
+
+def _numbers(x: Any) -> np.ndarray:
+    """Values to compare; bfloat16 as float32, keys as the integers they consist of."""
+    x = np.asarray(jax.random.key_data(x) if is_key(x) else x)
+    return x.astype(np.float32) if x.dtype == jnp.bfloat16 else x
+
+
+def _joined(factors: Factors, factor: int, result: int, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    axes = [axis for axis, dim in enumerate(factors.results[result]) if factor in dim]
+    if axes:
+        return np.concatenate([first, second], axis=axes[0])
+    if factors.is_partial(factor, result):
+        return np.asarray(_COMBINE[factors.reductions[factor]](first, second))
+    np.testing.assert_array_equal(first, second)
+    return first
+
+
+def check_halving(found: Sequence[Case]) -> None:
+    """Checks the halving law for every factor that may be split in any of the equations."""
+    todo = [
+        (case, factors, f)
+        for case in found
+        for factors in [factors_of(case.eqn)]
+        for f in factors.splittable
+        if factors.may_split(f, 2)
+    ]
+    jobs = [
+        Job(case.eqn, _operands_of_half(case, factors, f, half), localize(case.eqn, factors, {f: 2}))
+        for case, factors, f in todo
+        for half in (0, 1)
+    ]
+    computed = compute(jobs)
+    for (case, factors, f), first, second in zip(todo, computed[::2], computed[1::2], strict=True):
+        for r, (expected, *halves) in enumerate(zip(case.results, first, second, strict=True)):
+            joined = _joined(factors, f, r, *map(_numbers, halves))
+            message = f"factor {f} of {case.eqn}: {notation(case)}"
+            np.testing.assert_allclose(joined, _numbers(expected), rtol=2e-4, atol=2e-5, err_msg=message)
+
+
+def _cut(x: Any, dims: Dims, part: _Part) -> Any:
+    """The shard of an array. Positional factors have dimensions for themselves."""
+    for axis, dim in enumerate(dims):
+        for f in set(dim) & part.numbers.keys():
+            size = x.shape[axis] // part.n_splits[f]
+            start = part.numbers[f] * size
+            x = x[(slice(None),) * axis + (slice(start, start + size),)]
+    return x
+
+
+def _assembled(factors: Factors, n_splits: Mapping[int, int], shards: np.ndarray, result: int) -> np.ndarray:
+    """The whole of a result. `shards`: an array of arrays, with an axis for each factor that is split."""
+    for f in reversed(n_splits):
+        joined = np.empty(shards.shape[:-1], object)
+        for i in np.ndindex(*joined.shape):
+            parts = list(shards[i])
+            for x in parts[1:]:
+                parts[0] = _joined(factors, f, result, parts[0], x)
+            joined[i] = parts[0]
+        shards = joined
+    return np.asarray(shards[()])
+
+
+_MANY_PARTS = 24
+
+
+def _splits_by_position(factors: Factors) -> Iterator[dict[int, int]]:
+    """Each positional factor in as few parts as it can be and in many, all its elements if they are few; and all of
+    them in as few parts as they can be."""
+    fewest = {}
+    for f in sorted(factors.positional):
+        counts = [n for n in range(2, factors.sizes[f] + 1) if factors.on_mesh().may_split(f, n)]
+        fewest[f] = counts[0]
+        many = max(n for n in counts if n <= max(_MANY_PARTS, counts[0]))
+        yield from ({f: n} for n in {counts[0], many})
+    if len(fewest) > 1:
+        yield fewest
+
+
+def check_positions(found: Sequence[Case]) -> int:
+    """Checks the law of positions for all positional factors, and says how many ways of splitting them there were."""
+    todo = [(case, splits) for case in found for splits in _splits_by_position(factors_of(case.eqn))]
+    jobs = []
+    for case, n_splits in todo:
+        for numbers in itertools.product(*map(range, n_splits.values())):
+            part = _Part(n_splits, dict(zip(n_splits, numbers, strict=True)))
+            dims = factors_of(case.eqn).operands
+            operands = [_cut(x, d, part) for x, d in zip(case.operands, dims, strict=True)]
+            jobs.append(Job(case.eqn, operands, part=part))
+    computed = iter(compute(jobs) if jobs else [])
+    for case, n_splits in todo:
+        parts = list(itertools.islice(computed, math.prod(n_splits.values())))
+        for r, expected in enumerate(case.results):
+            shards = np.empty(len(parts), object)
+            for i, results in enumerate(parts):
+                shards[i] = _numbers(results[r])
+            whole = _assembled(factors_of(case.eqn), n_splits, shards.reshape(tuple(n_splits.values())), r)
+            np.testing.assert_array_equal(whole, _numbers(expected), err_msg=f"{n_splits} of {notation(case)}")
+    return len(todo)
+
+
+def check_structure(case: Case) -> None:
+    factors = factors_of(case.eqn)
+    pairs = [*zip(factors.operands, case.operands, strict=True), *zip(factors.results, case.results, strict=True)]
+    for dims, array in pairs:
+        assert factors.shape(dims, {}) == array.shape, (case.eqn, dims, array.shape)
+    in_results = {f for dims in factors.results for dim in dims for f in dim}
+    in_operands = {f for dims in factors.operands for dim in dims for f in dim}
+    assert factors.positional <= factors.blocked, case.eqn
+    assert {f for f, _ in factors.unaffected | factors.once} <= set(factors.reductions), case.eqn
+    # What is combined is missing in some result.
+    for f in factors.reductions:
+        assert any(not any(f in dim for dim in dims) for dims in factors.results), case.eqn
+    # A factor of operands alone is lost unless it is combined.
+    assert in_operands - in_results <= {*factors.reductions, *factors.blocked} | _ones(factors), case.eqn
+
+
+def _ones(factors: Factors) -> set[int]:
+    return {f for f, size in enumerate(factors.sizes) if size == 1}
+
+
+def _random_like(x: Any, rng: np.random.Generator) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, np.integer):
+        return rng.integers(0, 5, x.shape).astype(x.dtype)
+    values = rng.standard_normal(x.shape)
+    return (values + 1j * rng.standard_normal(x.shape) if np.iscomplexobj(x) else values).astype(x.dtype)
+
+
+def check_linearity(found: Sequence[Case], rng: np.random.Generator) -> None:
+    """Checks f(a + b) = f(a) + f(b), other operands fixed, for all groups of operands that a rule calls linear."""
+    todo = [(case, group) for case in found for group in _linear_groups(factors_of(case.eqn))]
+    jobs = []
+    for case, group in todo:
+        a, b = ({i: _random_like(case.operands[i], rng) for i in group} for _ in range(2))
+        for changed in (a, b, {i: a[i] + b[i] for i in group}):
+            operands = [changed.get(i, x) for i, x in enumerate(case.operands)]
+            jobs.append(Job(case.eqn, operands, case.eqn.params))
+    computed = compute(jobs)
+    for (case, group), *triple in zip(todo, computed[::3], computed[1::3], computed[2::3], strict=True):
+        is_short = any(x.dtype == jnp.bfloat16 for x in (*case.operands, *case.results))
+        for of_a, of_b, of_sum in zip(*(map(_numbers, results) for results in triple), strict=True):
+            tolerance = (0.1 if is_short else 1e-4) * max(1.0, float(np.nanmax(np.abs(of_sum), initial=0.0)))
+            np.testing.assert_allclose(of_a + of_b, of_sum, atol=tolerance, err_msg=f"{case.eqn} in {group}")
+
+
+def _linear_groups(factors: Factors) -> list[tuple[int, ...]]:
+    """Groups of operands in which, taken together, the equation is linear."""
+    if factors.linear == "each":
+        return [(i,) for i in factors.linear_operands]
+    return [factors.linear_operands] if factors.linear == "joint" else []
+
+
+def notation(case: Case) -> str:
+    """Factors as text, `[a b], [b c] -> [a c] sum(b)`.
+
+    Capitals are blocked, `A'` is blocked but positional, 1 is a dimension without a factor.
+    """
+    factors, letters = factors_of(case.eqn), {}  # type: ignore[var-annotated]
+
+    def letter(f: int) -> str:
+        name = letters.setdefault(f, string.ascii_lowercase[len(letters)])
+        return str(name.upper() + "'" * (f in factors.positional) if f in factors.blocked else name)
+
+    def dim(factor_ids: Sequence[int]) -> str:
+        names = [letter(f) for f in factor_ids if factors.sizes[f] != 1]
+        return "1" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})"
+
+    def side(arrays: Sequence[Dims]) -> str:
+        return ", ".join("[" + " ".join(dim(d) for d in dims) + "]" for dims in arrays)
+
+    text = f"{side(factors.operands)} -> {side(factors.results)}"
+    reduced = [f"{how}({letters[f]})" for f, how in factors.reductions.items() if f in letters]
+    return " ".join([text, *reduced])
+
+
+def check_all(found: Sequence[Case]) -> None:
+    check_halving(found)
+    check_positions(found)
+    for case in found:
+        check_structure(case)

@@ -1,0 +1,52 @@
+"""Makes docs/rules.md from the table of rules: `python -m tests.rules.rules_doc` writes it.
+
+In: the rules, and one equation of each primitive from rule_programs.py. Out: a Markdown table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from minialpa.rules.factors import known_primitives
+from tests.rules.rule_laws import notation
+from tests.rules.rule_programs import PROGRAMS, cases
+
+PATH = Path(__file__).parents[2] / "docs" / "rules.md"
+_HEAD = f"""# Rules
+
+What may be split in each operation, from the table in `minialpa/rules/*.py`; made by `tests/rules/rules_doc.py`
+with jax {jax.__version__}.
+
+Letters are the factors of one equation: a mesh axis that splits a factor splits every dimension that has it. A small
+letter may be split, a capital one is whole. A capital with a prime, `A'`, is whole in a loop and in time, and may be
+split over devices, whose shards then know their position. `sum(b)`: a split factor that the result lacks leaves partial
+sums; `max(b)` and others likewise. `(a b)` is one dimension made of two factors, the first outermost. A `scan` with
+matrix products is planned equation by equation instead, with collectives in each iteration.
+
+Primitives that are not listed are computed whole on every device, with one warning that names them.
+
+| primitive | an equation |
+|---|---|
+"""
+
+
+def table() -> str:
+    """The whole document."""
+    first: dict[str, str] = {}
+    for program in PROGRAMS:
+        for case in cases(program):
+            text = notation(case).strip()
+            name = case.eqn.primitive.name
+            if (len(text) > len(first.get(name, "")) and len(text) <= 90) or name not in first:
+                first[name] = text if len(text) <= 90 else text[:87] + "..."
+    return _HEAD + "".join(f"| `{name}` | {_code(first.get(name, ''))} |\n" for name in known_primitives())
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+if __name__ == "__main__":
+    PATH.write_text(table())

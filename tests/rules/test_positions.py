@@ -1,0 +1,234 @@
+"""Positional factors: shards that know where they begin make together what the whole equation makes, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import minialpa.rules.table  # noqa: F401 (fills the rule table)
+from minialpa import LogicalMesh, ShardParallel, hlo, models, parallelize, value_and_grad
+from minialpa.intra.spmd import EquationSpecs, ShardedEquations, shard_program
+from minialpa.intra.strategies.strategies import enumerate_strategies
+from minialpa.rules.factors import factors_of
+from minialpa.sharding import Spec
+from minialpa.tracing.jaxprs import is_literal, shape_of
+from tests.rules.rule_laws import Case, cases_of, check_all, check_positions, notation, only, vjp
+from tests.rules.rule_programs import PROGRAMS, cases
+
+_MODES = ["clip", "fill", "promise_in_bounds"]
+_UPDATES = ["add", "max", "min", "multiply", "set"]
+
+
+def _table(*shape: int, dtype: Any = np.float32) -> Any:
+    """Whole numbers, which add up exactly in any order."""
+    return jnp.asarray(np.round(np.random.default_rng(0).normal(size=shape) * 9), dtype)
+
+
+def _checked(found: tuple[Case, ...], primitive: str) -> None:
+    """Checks all laws; and that `primitive` was split by position."""
+    check_all(found)
+    assert check_positions([case for case in found if case.eqn.primitive.name == primitive]) > 0
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_parts_of_a_program_by_position_make_the_whole(program: str) -> None:
+    check_positions(cases(program))
+
+
+def test_programs_have_positional_factors() -> None:
+    found = [case.eqn for program in PROGRAMS for case in cases(program)]
+    split = {eqn.primitive.name for eqn in found if factors_of(eqn).positional}
+    scatters = {f"scatter{suffix}" for suffix in ("", "-add", "-max", "-min", "-mul", "-sub")}
+    assert split == {"gather", "iota", "random_bits", *scatters}
+
+
+@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "uint32", "int64"])
+@pytest.mark.parametrize("wrap", [True, False])
+def test_indices_out_of_bounds(mode: Any, dtype: str, wrap: bool) -> None:
+    with jax.enable_x64(dtype == "int64"):
+        values = np.array([[0, 5, 6, -1], [3, 100, -7, 2]])
+        if dtype == "int64":
+            values[1, 1] = 2**40
+        indices = jnp.asarray(values.astype(dtype))
+
+        def look_up(t: Any, i: Any) -> list[Any]:
+            at = t.at[i]
+            fills = [None, 0.0, 5.0] if mode == "fill" else [None]
+            return [at.get(mode=mode, fill_value=fill, wrap_negative_indices=wrap) for fill in fills]
+
+        _checked(cases_of(look_up, _table(6, 4), indices), "gather")
+
+
+@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("update", _UPDATES)
+@pytest.mark.parametrize("wrap", [True, False])
+def test_updates_out_of_bounds(mode: Any, update: str, wrap: bool) -> None:
+    indices = np.array([0, 5, 6, -1, 3, 100, -7, 2, 3, 0], np.int32)
+
+    def change(t: Any, u: Any) -> Any:
+        return getattr(t.at[indices], update)(u, mode=mode, wrap_negative_indices=wrap)
+
+    _checked(cases_of(change, _table(6, 4), _table(10, 4)), "scatter-mul" if update == "multiply" else _name(update))
+
+
+def _name(update: str) -> str:
+    return "scatter" if update == "set" else f"scatter-{update}"
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_several_indexed_dimensions(mode: Any) -> None:
+    i, j = np.array([0, 5, 6, -1], np.int32), np.array([7, -9, 3, 8], np.int32)
+
+    def look_up(x: Any) -> Any:
+        return x.at[i, j].get(mode=mode), x.at[i, :, j % 2].get(mode=mode)
+
+    found = cases_of(vjp(look_up), _table(6, 8, 2))
+    _checked(found, "gather")
+    _checked(found, "scatter-add")
+
+
+def test_batches_of_indices() -> None:
+    indices = np.array([[0, 7, 8], [-1, -9, 3], [2, 2, 2], [100, 1, 0]], np.int32)
+    found = cases_of(vjp(lambda x: jnp.take_along_axis(x, indices, axis=1)), _table(4, 8))
+    _checked(found, "gather")
+    _checked(found, "scatter-add")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32", "uint8", "complex64"])
+def test_tables_of_other_dtypes(dtype: Any) -> None:
+    indices = np.array([0, 5, 6, -1, 3, 100, -7, 2], np.int32)
+    updates = jnp.ones((8, 4), dtype)
+
+    def fun(t: Any) -> Any:
+        return [t.at[indices].get(mode="fill"), t.at[indices].add(updates), t.at[indices].set(updates)]
+
+    _checked(cases_of(fun, _table(6, 4, dtype=dtype)), "gather")
+
+
+def test_flags_can_be_set_but_not_summed() -> None:
+    found = cases_of(lambda t, i: (t[i], t.at[i].set(True)), np.zeros((6, 4), bool), np.array([0, 5], np.int32))
+    gather, scatter = (case for case in found if case.eqn.primitive.name in ("gather", "scatter"))
+    assert check_positions([gather]) == 0
+    assert check_positions([scatter]) > 0
+
+
+def _rows(table: Any, indices: Any, mode: str) -> list[Any]:
+    """Rows of a table [n w], and the table with them added; indices as they are, while jnp converts or drops them."""
+    numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
+    window = (1, table.shape[1])
+    rows = lax.gather(table, indices[:, None], numbers, window, mode=mode)
+    scatter_numbers = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    return [rows, lax.scatter_add(table, indices[:, None], jnp.ones_like(rows), scatter_numbers, mode=mode)]
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("fill", "int8"), ("clip", "uint8")])
+def test_narrow_indices_of_a_long_table(mode: str, dtype: Any) -> None:
+    indices = np.arange(256).astype(dtype)
+    found = cases_of(lambda t: _rows(t, indices, mode), _table(264, 4))
+    _checked(found, "gather")
+    _checked(found, "scatter-add")
+
+
+def test_no_indices_at_all() -> None:
+    found = cases_of(lambda t: _rows(t, np.zeros((0,), np.int32), "fill"), _table(6, 4))
+    _checked(found, "gather")
+    _checked(found, "scatter-add")
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "float32", "bfloat16"])
+def test_counts(dtype: Any) -> None:
+    # Counts that 8 and 16 bits do not hold.
+    _checked(cases_of(lambda: lax.broadcasted_iota(dtype, (2, 600), 1)), "iota")
+
+
+@pytest.mark.parametrize("width", [8, pytest.param(16, marks=pytest.mark.slow), 32, 64])
+@pytest.mark.parametrize("n_keys", [None, 4])
+def test_bits(width: int, n_keys: int | None) -> None:
+    with jax.enable_x64(width == 64):
+        draw = lambda key: jax.random.bits(key, (4, 6, 2), f"uint{width}")  # noqa: E731
+        keys = jax.random.key(3) if n_keys is None else jax.random.split(jax.random.key(3), n_keys)
+        _checked(cases_of(draw if n_keys is None else jax.vmap(draw), keys), "random_bits")
+
+
+def test_bits_that_are_not_counted_are_drawn_whole() -> None:
+    def notation_of_bits(shape: tuple[int, ...], impl: str = "threefry2x32") -> str:
+        eqn = jax.make_jaxpr(lambda key: jax.random.bits(key, shape))(jax.random.key(0, impl=impl)).eqns[-1]
+        while "jaxpr" in eqn.params:
+            eqn = eqn.params["jaxpr"].eqns[-1]
+        return notation(Case(eqn, (), ()))
+
+    assert notation_of_bits((4, 6)) == "[] -> [A' B']"
+    assert notation_of_bits((4, 6), "rbg").replace("[1]", "[]") == "[] -> [A B]"
+    assert notation_of_bits((2**16, 2**15)) == "[] -> [A' B']"
+    assert notation_of_bits((2**16, 2**16)) == "[] -> [A B]"
+    with jax.threefry_partitionable(False):
+        assert notation_of_bits((4, 6)) == "[] -> [A B]"
+        case = only(lambda key: jax.random.bits(key, (4, 6)), jax.random.key(0))
+    assert notation(case) == "[] -> [A B]", "what counts is how the equation was traced"
+
+
+def test_loops_and_micro_batches_do_not_split_by_position() -> None:
+    factors = factors_of(only(lambda t: t[np.array([1, 2], np.int32)], _table(6, 4)).eqn)
+    (rows,) = factors.positional
+    assert rows not in factors.splittable
+    assert not factors.may_split(rows, 2)
+    assert rows in factors.on_mesh().splittable
+    assert factors.on_mesh().may_split(rows, 2)
+    assert not factors.on_mesh().may_split(rows, 4)
+
+
+@pytest.mark.parametrize("primitive", ["gather", "scatter-add", "iota", "random_bits"])
+def test_every_strategy_of_an_equation_gives_its_results(primitive: str) -> None:
+    """On two mesh axes, which may both split one positional factor."""
+    mesh, indices = LogicalMesh((2, 4)), np.array([0, 15, 16, -1, 3, 100, -17, 2], np.int32)
+
+    def fun(t: Any, key: Any) -> Any:
+        drawn = jax.random.bits(key, (8, 16)), lax.broadcasted_iota(np.int32, (8, 16), 1)
+        return t.at[indices].get(mode="fill"), t.at[indices].add(_table(8, 8), mode="drop"), drawn
+
+    (case,) = (c for c in cases_of(fun, _table(16, 8), jax.random.key(0)) if c.eqn.primitive.name == primitive)
+    strategies = enumerate_strategies(case.eqn, factors_of(case.eqn).on_mesh(), mesh)
+    n = len(strategies.seconds)
+    columns = [[tuple(c[s] for c in kind) for s in range(n)]
+               for kind in (strategies.operands, strategies.made, strategies.results)]  # fmt: skip
+    chosen = [EquationSpecs(*specs) for specs in zip(*columns, strict=True)]
+    assert any((0, 1) in spec.dims for one in chosen for spec in (*one.operands, *one.results))
+    programs = [shard_program(_program_of(case.eqn, specs, mesh)) for specs in chosen]
+    devices = np.array(jax.devices()).reshape(mesh.shape)
+    whole = NamedSharding(Mesh(devices, ("x", "y"), axis_types=(AxisType.Auto,) * 2), P())
+    run = jax.jit(lambda *xs: [program(*xs) for program in programs], in_shardings=whole, out_shardings=whole)
+    for specs, results in zip(chosen, run(*case.operands), strict=True):
+        np.testing.assert_array_equal(results[0], case.results[0], err_msg=str(specs))
+
+
+def _program_of(eqn: Any, chosen: EquationSpecs, mesh: LogicalMesh) -> ShardedEquations:
+    """One equation, whose operands come whole and whose result is wanted whole."""
+    operands, (result,) = [v for v in eqn.invars if not is_literal(v)], eqn.outvars
+    specs = {v: Spec.replicated(len(shape_of(v))) for v in operands} | {result: chosen.results[0]}
+    whole = Spec.replicated(len(shape_of(result)))
+    return ShardedEquations((eqn,), tuple(operands), (result,), specs, {id(eqn): chosen}, (whole,), mesh)
+
+
+def test_a_large_vocabulary_is_split_and_never_gathered(key: jax.Array) -> None:
+    """Megatron's embedding, head and cross entropy: no collective carries as much as a shard of the table."""
+    n_rows, hidden, n_examples, seq_len = 32768, 64, 8, 16
+    sizes = {"batch_size": n_examples, "seq_len": seq_len, "hidden": hidden, "n_layers": 1, "vocab_size": n_rows}
+    case = models.build("gpt", n_heads=8, **sizes)
+    state, batch = jax.eval_shape(case.init, key), case.make_batch(0, n_examples)
+    step = parallelize(case.train_step(value_and_grad), method=ShardParallel(devices=LogicalMesh((8,))))
+    executable = step.get_executable(state, batch)
+    table = executable.get_input_placement_specs()[0].params["tokens"]["embedding"]
+    assert table.partition_specs == (P("x"),)
+    (text,) = executable.get_hlo_text()
+    activations, shard = n_examples * seq_len * hidden * 4, n_rows * hidden * 4 // 8
+    found = hlo.collectives(text)
+    assert max(one.n_bytes for one in found if one.kind != "all-reduce") < 2 * activations < shard
+    assert max(one.n_bytes for one in found) < shard / 4  # small gradients together

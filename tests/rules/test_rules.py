@@ -1,0 +1,188 @@
+"""The rule table: every rule keeps the laws of rule_laws.py, and the common ones read as expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import minialpa.rules.factors as factors_module
+import minialpa.rules.table  # noqa: F401 (fills the rule table)
+from minialpa.errors import VerifyError
+from minialpa.rules.factors import factors_of, has_rule, known_primitives, replicated_factors, rule
+from tests.rules.rule_laws import cases_of, check_halving, check_linearity, check_structure, notation, only, vjp
+from tests.rules.rule_programs import PROGRAMS, cases
+
+#: Primitives that the rule table knows and jax 0.10 does not have.
+_NEW_PRIMITIVES = {"log2", "one_minus_square", "polynomial"}
+all_programs = pytest.mark.parametrize("program", PROGRAMS)
+
+
+@all_programs
+def test_halving_a_factor_changes_no_result(program: str) -> None:
+    check_halving(cases(program))
+
+
+@all_programs
+def test_factors_multiply_to_shapes(program: str) -> None:
+    for case in cases(program):
+        check_structure(case)
+
+
+@all_programs
+def test_linear_means_that_sums_pass(program: str, seed: int) -> None:
+    check_linearity(cases(program), np.random.default_rng(seed))
+
+
+@all_programs
+def test_programs_need_no_fallback(program: str) -> None:
+    assert {case.eqn.primitive.name for case in cases(program)} <= set(known_primitives())
+
+
+def test_every_rule_has_a_case() -> None:
+    seen = {case.eqn.primitive.name for program in PROGRAMS for case in cases(program)}
+    assert set(known_primitives()) - seen <= _NEW_PRIMITIVES
+
+
+def _f32(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("fun", "arguments", "expected"),
+    [
+        (lax.add, (_f32(4, 6), _f32(4, 6)), "[a b], [a b] -> [a b]"),
+        (lax.mul, (_f32(4, 1), _f32(4, 6)), "[a 1], [a b] -> [a b]"),
+        (lax.dot, (_f32(4, 6), _f32(6, 2)), "[a b], [b c] -> [a c] sum(b)"),
+        (lambda x: jnp.sum(x, 1), (_f32(4, 6),), "[a b] -> [a] sum(b)"),
+        (lambda x: x.reshape(8, 6), (_f32(2, 4, 6),), "[a b c] -> [(a b) c]"),
+        (lambda x: x.reshape(4, 2, 3), (_f32(4, 6),), "[a (b c)] -> [a b c]"),
+        (lambda x: x.reshape(4, 12), (_f32(8, 6),), "[(a b) c] -> [a (b c)]"),
+        (lambda x: x.reshape(2, 9, 2), (_f32(2, 6, 3),), "[a (b C) D] -> [a (b E) F]"),
+        (lambda x: lax.broadcast_in_dim(x, (4, 6, 2), (1, 2)), (_f32(1, 2),), "[1 a] -> [b c a]"),
+        (lambda x: lax.concatenate([x, x], 1), (_f32(4, 6),), "[a B], [a C] -> [a D]"),
+        (lambda x: lax.rev(x, (0,)), (_f32(4, 6),), "[A b] -> [A b]"),
+        (lambda x: x[:, 1:], (_f32(4, 6),), "[a B] -> [a C]"),
+        (lambda x: jnp.tile(x, (2, 1)), (_f32(4, 6),), "[a b] -> [(c a) b]"),
+        (lambda x: lax.cumsum(x, 1), (_f32(4, 6),), "[a B] -> [a B]"),
+        (lambda: lax.broadcasted_iota(jnp.int32, (4, 6), 1), (), " -> [a B']"),
+        # Embedding lookup and its gradient; take_along_axis with indices of the batch.
+        (
+            lambda t, i: t.at[i].get(mode="clip"),
+            (_f32(10, 4), np.zeros((2, 6), np.int32)),
+            "[A' b], [c d 1] -> [c d b] sum(a)",
+        ),
+        (
+            lambda t, i, u: t.at[i].add(u),
+            (_f32(10, 4), np.zeros(6, np.int32), _f32(6, 4)),
+            "[A' b], [c 1], [c b] -> [A' b] sum(c)",
+        ),
+        (
+            lambda x, i: jnp.take_along_axis(x, i, axis=1),
+            (_f32(4, 6), np.zeros((4, 2), np.int32)),
+            "[a B'], [a c 1] -> [a c] sum(b)",
+        ),
+        # Convolution NCW; then in two groups: the outer factor of input and result channels.
+        (
+            lambda x, w: lax.conv(x, w, (1,), "SAME"),
+            (_f32(2, 4, 6), _f32(8, 4, 3)),
+            "[a b C], [d b E] -> [a d F] sum(b)",
+        ),
+        (
+            lambda x, w: lax.conv_general_dilated(x, w, (1,), "SAME", feature_group_count=2),
+            (_f32(2, 8, 6), _f32(6, 4, 3)),
+            "[a (b c) D], [(b e) c F] -> [a (b e) G] sum(c)",
+        ),
+        (
+            lambda x: lax.reduce_window(x, -np.inf, lax.max, (1, 2), (1, 2), "VALID"),
+            (_f32(4, 6),),
+            "[a B] -> [a C]",
+        ),
+        (lambda: jax.random.bits(jax.random.key(0), (4, 6)), (), "[] -> [A' B']"),
+    ],
+)
+def test_factors_are_as_written(fun: Any, arguments: tuple[Any, ...], expected: str) -> None:
+    assert notation(only(fun, *arguments)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fun", "dtypes", "expected"),
+    [
+        (lax.add, "ff", ("joint", (0, 1))),
+        (lax.mul, "ff", ("each", (0, 1))),
+        (lax.div, "ff", ("each", (0,))),
+        (lax.div, "ii", ("none", ())),
+        (lax.max, "ff", ("none", ())),
+        (lax.dot, "ff", ("each", (0, 1))),
+        (lambda p, x, y: lax.select_n(p, x, y), "bff", ("joint", (1, 2))),
+        (lambda p, x, y: lax.select_n(p, x, y), "bbb", ("none", ())),
+        (lambda x: lax.convert_element_type(x, jnp.bfloat16), "f", ("joint", (0,))),
+        (lambda x: lax.convert_element_type(x, jnp.float32), "i", ("joint", (0,))),
+        (lambda x: lax.convert_element_type(x, jnp.int32), "f", ("none", ())),
+        (lambda x: lax.convert_element_type(x, jnp.float32), "b", ("none", ())),
+        (lambda x: lax.convert_element_type(x, jnp.int32), "b", ("none", ())),
+        (lambda x: x.at[:2].get(mode="fill", fill_value=0), "f", ("joint", (0,))),
+        (lambda x: x.at[np.array([1])].get(mode="fill", fill_value=5), "f", ("none", ())),
+        (lambda x: jnp.sum(x), "f", ("joint", (0,))),
+        (lambda x: jnp.max(x), "f", ("none", ())),
+    ],
+)
+def test_linear_is_claimed_where_it_holds(fun: Any, dtypes: str, expected: tuple[str, tuple[int, ...]]) -> None:
+    kinds = {"b": np.bool_, "f": np.float32, "i": np.int32}
+    factors = factors_of(only(fun, *(np.ones(4, kinds[d]) for d in dtypes)).eqn)
+    assert (factors.linear, factors.linear_operands) == expected
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes", "flops"),
+    [
+        (lambda x, y: jnp.einsum("bij,bjk->bik", x, y), [(2, 4, 6), (2, 6, 8)], 2 * 2 * 4 * 6 * 8),
+        (lax.add, [(4, 6), (4, 6)], 24),
+        (jnp.sum, [(4, 6)], 24),
+        (jnp.transpose, [(4, 6)], 0),
+        (lambda x, w: lax.conv(x, w, (1,), "VALID"), [(2, 4, 6), (8, 4, 3)], 2 * (2 * 8 * 4) * 4 * 3),
+        # Padding is not multiplied: of 6 x 3 pairs of positions, 2 meet it.
+        (lambda x, w: lax.conv(x, w, (1,), "SAME"), [(2, 4, 6), (8, 4, 3)], 2 * (2 * 8 * 4) * (6 * 3 - 2)),
+    ],
+)
+def test_flops_are_those_of_the_formula(fun: Any, shapes: list[tuple[int, ...]], flops: float) -> None:
+    assert factors_of(only(fun, *(_f32(*shape) for shape in shapes)).eqn).flops == flops
+
+
+def test_gradients_of_a_convolution_cost_what_it_costs() -> None:
+    options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    x, w = _f32(2, 9, 9, 4), _f32(3, 3, 4, 8)
+    fun = vjp(lambda x, w: lax.conv_general_dilated(x, w, (2, 2), "SAME", **options))
+    convolutions = [case.eqn for case in cases_of(fun, x, w) if case.eqn.primitive.name == "conv_general_dilated"]
+    assert len(convolutions) == 3
+    assert len({factors_of(eqn).flops for eqn in convolutions}) == 1
+
+
+def test_halving_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = only(lambda x: lax.cumsum(x, 0), np.arange(4, dtype=np.float32))
+    monkeypatch.setitem(factors_module._RULES, "cumsum", factors_module._RULES["sin"])
+    with pytest.raises(AssertionError, match="factor 0"):
+        check_halving([case])
+
+
+def test_a_second_rule_for_a_primitive_is_refused() -> None:
+    with pytest.raises(VerifyError, match="Primitive `add` already has a rule"):
+        rule("add")(replicated_factors)
+
+
+def test_a_primitive_without_a_rule_is_replicated() -> None:
+    eqn = only(lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x), _f32(4, 6)).eqn
+    assert not has_rule(eqn.primitive.name)
+    factors = factors_of(eqn)
+    assert factors == replicated_factors(eqn)
+    assert factors.splittable == ()
+
+
+def test_an_inner_factor_is_not_cut_into_blocks() -> None:
+    factors = factors_of(only(lambda x: x.reshape(4, 2), _f32(8)).eqn)
+    assert [factors.may_split(f, 2) for f in factors.splittable] == [True, False]
+    assert factors.leading_factor(0, 0) == factors.results[0][0][0]

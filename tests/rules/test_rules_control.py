@@ -1,0 +1,222 @@
+"""Rules of scan, while and cond: the halving law, and factors of common loops as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import minialpa.rules.table  # noqa: F401 (fills the rule table)
+from minialpa.rules.factors import Factors, factors_of, localize
+from minialpa.tracing.jaxprs import EquationMaker, fresh_var
+from tests.rules.rule_laws import Case, cases_of, check_all, notation, vjp
+
+T, B, H, L = 3, 4, 6, 2
+
+
+def _floats(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(0.1, 0.9, shape).astype(np.float32)
+
+
+def _control(fun: Callable[..., Any], *arguments: Any) -> list[Case]:
+    """The control flow equations of a function; some may be split."""
+    leaves, tree = jax.tree.flatten(arguments)
+    cases = cases_of(lambda *xs: fun(*jax.tree.unflatten(tree, xs)), *leaves)
+    found = [case for case in cases if case.eqn.primitive.name in ("cond", "scan", "while")]
+    assert found
+    return found
+
+
+def _checked(fun: Callable[..., Any], *arguments: Any) -> list[Factors]:
+    found = _control(fun, *arguments)
+    check_all(found)
+    return [factors_of(case.eqn) for case in found]
+
+
+def _splits(factors: Factors, operand: int, dim: int, n: int = 2) -> bool:
+    f = factors.leading_factor(operand, dim)
+    return f is not None and factors.may_split(f, n)
+
+
+def _rnn(w: Any, u: Any, h: Any, xs: Any) -> Any:
+    def step(h: Any, x: Any) -> tuple[Any, Any]:
+        h = jnp.tanh(h @ w + x @ u)
+        return h, h
+
+    return lax.scan(step, h, xs)
+
+
+_RNN = (_floats(H, H), _floats(8, H, seed=1), _floats(B, H, seed=2), _floats(T, B, 8, seed=3))
+
+
+def _layers(weights: Any, x: Any, wrap: Callable[..., Any] = lambda f: f) -> Any:
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        return x + jax.nn.gelu(x @ w["up"] + jnp.expand_dims(w["bias"], 0)) @ w["down"], None
+
+    return lax.scan(wrap(layer), x, weights)[0]
+
+
+_LAYERS = (
+    {"up": _floats(L, H, 8), "bias": _floats(L, 8, seed=1), "down": _floats(L, 8, H, seed=2)},
+    _floats(B, H, seed=3),
+)
+
+
+def test_rnn_splits_the_batch_and_input_features_stay_whole() -> None:
+    (case,) = _control(_rnn, *_RNN)
+    check_all([case])
+    # Features of the state are contracted and fed to tanh: blocked, like time.
+    assert notation(case) == "[A B], [C D], [e F], [G e H] -> [e I], [G e J]"
+
+
+def test_rnn_gradient_splits_the_batch_and_sums_weight_gradients() -> None:
+    forward, backward = _checked(vjp(_rnn), *_RNN)
+    assert [forward.may_split(f, 4) for f in forward.splittable] == [True]
+    (batch,) = (f for f in backward.splittable if backward.sizes[f] == B)
+    partial = [r for r in range(len(backward.results)) if backward.is_partial(batch, r)]
+    split = [r for r in range(len(backward.results)) if backward.affects(batch, r) and r not in partial]
+    assert [len(backward.results[r]) for r in partial] == [2, 2]  # the gradients of both weights
+    assert split  # gradients of states and inputs
+    assert {f for f, _ in backward.once} == {batch}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "remat"])
+def test_layers_split_the_batch_and_stack_sums_of_weight_gradients(wrap: Any) -> None:
+    forward, backward = _checked(vjp(lambda w, x: _layers(w, x, wrap)), *_LAYERS)
+    assert _splits(forward, 0, 0, 4)
+    (batch,) = (f for f in backward.splittable if backward.sizes[f] == B)
+    # The gradient of x, then the stacked gradients of `bias`, `down` and `up`.
+    assert [backward.is_partial(batch, r) for r in range(4)] == [False, True, True, True]
+
+
+def test_a_hidden_dimension_of_a_body_is_split_where_its_sums_are_linear() -> None:
+    def fun(ws: Any, us: Any, x: Any) -> Any:
+        return lax.scan(lambda total, w: (total + jnp.sin(x @ w[0]) @ w[1], None), jnp.zeros((B, H)), (ws, us))[0]
+
+    (factors,) = _checked(fun, _floats(L, H, 8), _floats(L, 8, H), _floats(B, H))
+    (hidden,) = factors.reductions
+    assert factors.sizes[hidden] == 8
+    assert {k for f, k in factors.once if f == hidden} == {1}
+
+
+def test_fori_loop_and_while_split_the_batch() -> None:
+    def loop(n: Any, w: Any, x: Any) -> Any:
+        return lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ w), x)
+
+    arguments = (_floats(H, H), _floats(B, H))
+    for bound in (lambda w, x: loop(3, w, x), lambda w, x: loop(jnp.int32(w.sum()), w, x)):  # a scan, a while loop
+        (factors,) = _checked(bound, *arguments)
+        assert [factors.sizes[f] for f in factors.splittable] == [B]
+
+
+def test_a_condition_on_the_batch_blocks_it() -> None:
+    (case,) = _control(lambda x: lax.while_loop(lambda x: jnp.sum(x) < 99, lambda x: x * 2, x), _floats(B, H))
+    assert notation(case) == "[A B] -> [C D]"
+    assert factors_of(case.eqn).splittable == ()
+
+
+def test_a_condition_for_each_example_blocks_what_it_says_nothing_of() -> None:
+    """Under vmap, a loop leaves the carries of an example that has ended as they are, whatever else it carries."""
+
+    def fun(x: Any, y: Any) -> Any:
+        return lax.while_loop(lambda c: jnp.sum(c[0]) < 99, lambda c: (c[0] * 2, c[1] + 1), (x, y))
+
+    (case,) = _control(jax.vmap(fun), _floats(B, H), _floats(B, 8))
+    batch = {f for f in factors_of(case.eqn).splittable if factors_of(case.eqn).sizes[f] == B}
+    assert not batch
+
+
+def test_a_counter_is_the_same_in_all_shards_while_a_total_is_summed() -> None:
+    def fun(total: Any, x: Any) -> Any:
+        def step(carry: Any, row: Any) -> Any:
+            i, total = carry
+            return (i + 1, total + jnp.sum(row)), (i, row * 2, jnp.sum(row))
+
+        return lax.scan(step, (jnp.int32(0), total), x)
+
+    (factors,) = _checked(fun, np.float32(5), _floats(T, B))
+    (batch,) = factors.splittable
+    assert [factors.is_partial(batch, r) for r in range(5)] == [False, True, False, False, True]
+    assert [factors.affects(batch, r) for r in range(5)] == [False, True, False, True, True]
+    assert factors.once == {(batch, 1)}
+
+
+def _branches(flag: Any, w: Any, x: Any) -> Any:
+    return lax.cond(flag, lambda x: (jnp.sin(x @ w), jnp.sum(x)), lambda x: (x, 0.0), x)
+
+
+def test_cond_shares_factors_between_branches() -> None:
+    (factors,) = _checked(_branches, np.bool_(True), _floats(H, H), _floats(B, H))
+    (batch,) = factors.splittable
+    assert factors.results[0][0] == (batch,)
+    assert factors.reductions == {batch: "sum"}  # the other branch returns zero
+
+
+def test_cond_gradient_sums_weight_gradients() -> None:
+    def fun(flag: Any, w: Any, x: Any) -> Any:
+        return vjp(lambda w, x: _branches(flag, w, x))(w, x)
+
+    for factors in _checked(fun, np.bool_(True), _floats(H, H), _floats(B, H)):
+        (batch,) = (f for f in factors.splittable if factors.sizes[f] == B)
+        assert factors.reductions == {batch: "sum"}
+
+
+def test_a_switch_with_a_sum_in_one_branch_only_is_blocked() -> None:
+    def fun(i: Any, s: Any, x: Any) -> Any:
+        return lax.switch(i, [lambda s, x: s, lambda s, x: jnp.sum(x)], s, x)
+
+    assert [factors.splittable for factors in _checked(fun, np.int32(0), np.float32(1), _floats(B))] == [()]
+
+
+def test_a_nested_scan_splits_the_batch() -> None:
+    def fun(w: Any, h: Any, xs: Any) -> Any:
+        return lax.scan(lambda h, x: (lax.scan(lambda h, y: (jnp.tanh(h @ w + y), None), h, x)[0], None), h, xs)[0]
+
+    for factors in _checked(vjp(fun), _floats(H, H), _floats(B, H), _floats(T, 2, B, H)):
+        assert any(factors.sizes[f] == B for f in factors.splittable), factors
+
+
+def test_an_unknown_primitive_blocks_what_it_touches() -> None:
+    def fun(x: Any, y: Any) -> Any:
+        def step(carry: Any, _: None) -> Any:
+            x, y = carry
+            return (jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x), y * 2), None
+
+        return lax.scan(step, (x, y), None, length=2)[0]
+
+    (case,) = _control(lambda x, y: fun(x, y), _floats(B), _floats(B, H))
+    assert notation(case) == "[A], [b c] -> [D], [b c]"
+
+
+def test_folded_dimensions_split_by_their_outer_factor() -> None:
+    def fun(ws: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            heads = jnp.sin(x @ w).reshape(B, 2, 4)
+            return x, jnp.sum(heads * heads, axis=2)
+
+        return lax.scan(layer, x, ws)[1]
+
+    (factors,) = _checked(fun, _floats(L, H, 8), _floats(B, H))
+    assert _splits(factors, 1, 2, 2)
+    assert not _splits(factors, 1, 2, 4)
+
+
+def test_localized_loops_have_local_shapes() -> None:
+    for case in _control(vjp(_rnn), *_RNN):
+        factors = factors_of(case.eqn)
+        (f, *_) = (f for f in factors.splittable if factors.sizes[f] == B)
+        shapes = [factors.shape(dims, {f: 2}) for dims in factors.operands]
+        operands = [fresh_var(jax.core.ShapedArray(s, x.dtype)) for s, x in zip(shapes, case.operands, strict=True)]
+        local = EquationMaker().rebuild(case.eqn, operands, localize(case.eqn, factors, {f: 2}))
+        expected = [factors.shape(dims, {f: 2}) for dims in factors.results]
+        assert [v.aval.shape for v in local.outvars] == expected  # type: ignore[attr-defined]
+
+
+def test_flops_count_iterations() -> None:
+    (case,) = _control(_rnn, *_RNN)
+    assert factors_of(case.eqn).flops == T * (2 * B * H * H + 2 * B * 8 * H + 2 * B * H)

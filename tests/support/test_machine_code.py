@@ -1,0 +1,161 @@
+"""Compiled loops are kept in a folder of the user for caches, and whatever is wrong with it, they are compiled."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import resource
+import tempfile
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numba
+import pytest
+
+import minialpa
+from minialpa.support import machine_code
+from minialpa.support.machine_code import SOURCES, cache_folder, compiled
+
+PACKAGE = Path(minialpa.__file__).parent
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with folders for the caches, the home and the temporary files of a user who has made no others."""
+    for name in ("cache", "home", "temporary"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    cache_folder.cache_clear()
+    yield tmp_path
+    cache_folder.cache_clear()
+
+
+def run() -> tuple[int, int]:
+    """Calls `double` as a new process does; returns how often its code was found, and how often it was compiled."""
+    function: Any = compiled(double)
+    assert function(21) == 42
+    return sum(function.stats.cache_hits.values()), sum(function.stats.cache_misses.values())
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_code_is_kept_for_later_processes_and_not_beside_the_source(folders: Path) -> None:
+    before = files(Path(__file__).parent)
+    assert run() == (0, 1)
+    kept = files(folders)
+    assert kept and all(path.is_relative_to(folders / "cache" / "minialpa") for path in kept)
+    assert [path for path in files(Path(__file__).parent) if path.suffix in (".nbi", ".nbc")] == [
+        path for path in before if path.suffix in (".nbi", ".nbc")
+    ]
+    assert run() == (1, 0)
+
+
+def test_nothing_is_looked_for_before_the_first_call(folders: Path) -> None:
+    compiled(double)
+    assert not any((folders / "cache").iterdir())
+
+
+def test_a_relative_folder_for_caches_is_ignored(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folders)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert run() == (0, 1)
+    assert {path.relative_to(folders).parts[0] for path in files(folders)} == {"home"}
+
+
+@pytest.mark.parametrize("wrong", ["a file", "others may write to it", "of another user", "a link"])
+def test_a_folder_that_cannot_be_trusted_is_left_alone(
+    wrong: str, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(folders / "nowhere"))
+    mine = folders / "cache" / "minialpa"
+    match wrong:
+        case "a file":
+            mine.write_text("")
+        case "others may write to it":
+            mine.mkdir()
+            mine.chmod(0o777)
+        case "of another user":
+            uid = machine_code.os.getuid()
+            mine.mkdir(mode=0o700)
+            monkeypatch.setattr(machine_code.os, "getuid", lambda: uid + 1)
+            monkeypatch.setattr(tempfile, "tempdir", str(folders / "nowhere"))
+        case "a link":
+            (folders / "elsewhere").mkdir(mode=0o700)
+            mine.symlink_to(folders / "elsewhere")
+    assert run() == (0, 1)
+    expected = {"temporary"} if wrong != "of another user" else set()
+    assert {path.relative_to(folders).parts[0] for path in files(folders)} - {"cache"} == expected
+    assert mine.is_file() or not files(mine)
+
+
+def test_without_any_folder_every_process_compiles(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cache", "home", "temporary"):
+        (folders / name).rmdir()
+        (folders / name).write_text("")
+    monkeypatch.setenv("HOME", str(folders / "home"))
+    assert (run(), run()) == ((0, 1), (0, 1))
+    assert cache_folder() is None
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: b"?" + data])
+def test_damaged_files_are_replaced(suffix: str, damage: Callable[[bytes], bytes], folders: Path) -> None:
+    run()
+    (path,) = [path for path in files(folders) if path.suffix == suffix]
+    path.write_bytes(damage(path.read_bytes()))
+    assert [run(), run()] == [(0, 1), (1, 0)]
+
+
+def test_a_full_disk_is_no_error(folders: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        found = run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert found == (0, 1)
+    assert [run(), run()] == [(0, 1), (1, 0)]
+
+
+def test_the_folder_that_a_user_gives_numba_is_taken(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(folders / "his own"))
+    assert [run(), run()] == [(0, 1), (1, 0)]
+    assert {path.relative_to(folders).parts[0] for path in files(folders)} == {"his own"}
+
+
+def test_other_sources_have_other_code(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run()
+    monkeypatch.setattr(machine_code, "_DIGEST", "others")
+    cache_folder.cache_clear()
+    assert run() == (0, 1)
+
+
+def _modules() -> Iterator[Any]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if "@compiled" in path.read_text(encoding="utf-8") and path.name != "machine_code.py":
+            yield importlib.import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
+
+
+def test_the_sources_are_all_that_code_is_made_of() -> None:
+    """Modules with compiled functions, and those of the records and the functions that these use."""
+    found = set()
+    for module in _modules():
+        for function in vars(module).values():
+            if not hasattr(function, "py_func"):
+                continue
+            used = [function, *typing.get_type_hints(function.py_func).values()]
+            found |= {
+                inspect.getfile(inspect.unwrap(x)) for x in used if hasattr(x, "py_func") or hasattr(x, "_fields")
+            }
+    assert sorted(str(Path(path).relative_to(PACKAGE)) for path in found) == list(SOURCES)
