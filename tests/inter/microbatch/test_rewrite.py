@@ -328,7 +328,7 @@ def test_statistics_are_listed_with_their_line() -> None:
 
     split = split_micro_batches(trace(_training(loss), _params(), _batch()), 4)
     (found,) = split.own
-    assert re.fullmatch(r"mean and variance of float32 \(batch, 4\) at .*test_microbatch.py:\d+.*", found), found
+    assert re.fullmatch(r"mean and variance of float32 \(batch, 4\) at .*test_rewrite.py:\d+.*", found), found
 
 
 TOTALS: dict[str, tuple[Callable[..., Any], int]] = {
