@@ -169,7 +169,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "harmonic mean": lambda v, s, b: 1 / jnp.mean(1 / _positive(v)),
     "geometric mean": lambda v, s, b: jnp.exp(jnp.mean(jnp.log(_positive(v)))),
     "logsumexp": lambda v, s, b: jax.nn.logsumexp(v),
-    "tilted": lambda v, s, b: jnp.log(jnp.mean(jnp.exp(0.3 * v))) / 0.3,
+    "tilted": lambda v, s, b: jnp.log(1 + jnp.mean(jnp.exp(0.3 * v))) / 0.3,
     "var": lambda v, s, b: jnp.var(v),
     "std": lambda v, s, b: jnp.std(v, ddof=1) + jnp.mean(v),
     "second moment": lambda v, s, b: jnp.mean(v**2) - 0.5 * jnp.mean(v) ** 2,
