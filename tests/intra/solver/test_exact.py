@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.intra.solver.test_solve import without_elimination
 
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.intra.solver import solve
 from minialpa.intra.solver.cost_graph import CostGraph, Edge
 from minialpa.intra.solver.solve import solve_graph
+from tests.intra.solver.test_solve import without_elimination
 
 #: Limits near which a relative tolerance, a float or an int64 would tell nothing apart.
 SCALES = (1, 147_379_961_856, 2**53 - 1, 2**62, 10**25)
