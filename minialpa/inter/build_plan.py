@@ -1,20 +1,29 @@
-"""From decided stages to a plan: each stage is solved as a whole, and what was found is written down."""
+"""From decided stages to a plan: tasks are placed on the meshes of the stages, each mesh is solved, a plan is written.
+
+    place_stages   layers, stages        -> tasks of every mesh, and the order of their passes
+    solve_meshes   tasks of every mesh   -> shardings, with the seconds and bytes that they take
+    build_plan     all of these          -> the plan
+
+No step reads what a later one makes.
+"""
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.cluster import ClusterSpec
 from minialpa.cost import CollectiveKind
 from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of
-from minialpa.inter.schedule.schedules import PipelineSize, live_counts, make_schedule
+from minialpa.inter.schedule.schedules import PipelineSize, Schedule, live_counts, make_schedule
 from minialpa.inter.search.stage_cost import border_bytes
-from minialpa.inter.search.stage_memory import Moments
-from minialpa.inter.search.stage_solve import SolvedStage, StageSolver
+from minialpa.inter.search.stage_memory import MeshMemory, Moments
+from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.stage_times import StageTimes, stage_times
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
@@ -29,8 +38,6 @@ from minialpa.options import PlanOptions
 from minialpa.plan import Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
 from minialpa.tracing.jaxprs import shape_of
 
-Progress = Callable[[str, int, int], None]
-
 
 class StageTooLargeError(InfeasibleError):
     """A stage does not fit with so many micro-batches in flight."""
@@ -40,7 +47,59 @@ class StageTooLargeError(InfeasibleError):
         self.stage, self.n_live = stage, n_live
 
 
-def _staged(layered: LayeredStep, options: PlanOptions, chunks: Chunks) -> StagedStep:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedStages:
+    """Decided stages, and what runs on each.
+
+    Attributes:
+        layered: the step as its layers compute it.
+        stages: the stages, from first to last.
+        chunks: the runs of layers of each stage.
+        staged: the tasks of every mesh; mesh k is that of stage k.
+        schedule: the order of the passes of each stage.
+    """
+
+    layered: LayeredStep
+    stages: tuple[DecidedStage, ...]
+    chunks: Chunks
+    staged: StagedStep
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolvedMesh:
+    """The shardings of one mesh, and what they take.
+
+    Attributes:
+        problem: the equations that were solved.
+        view: the logical mesh, and the collectives that its options forbid.
+        sharding: the specs.
+        memory: bytes per device.
+        live: micro-batches in flight in each chunk, at each moment that may be the fullest.
+        moved: the collectives of each task.
+        times: seconds of each pass, and of what runs once per step.
+    """
+
+    problem: MeshEquations
+    view: ShardedView
+    sharding: MeshSharding
+    memory: MeshMemory
+    live: Moments
+    moved: tuple[TaskCollectives, ...]
+    times: StageTimes
+
+
+def plan_stages(
+    context: PlanningContext, layered: LayeredStep, stages: Sequence[DecidedStage], solver: StageSolver
+) -> Plan:
+    """The plan with these stages, each solved by `solver`. Raises StageTooLargeError where one does not fit."""
+    placed = place_stages(context.options, layered, stages)
+    return build_plan(context, placed, solve_meshes(context, placed, solver))
+
+
+def place_stages(options: PlanOptions, layered: LayeredStep, stages: Sequence[DecidedStage]) -> PlacedStages:
+    """The tasks of every mesh. Raises ShardingError for stages, or gradients, that the schedule cannot have."""
+    chunks = chunks_of([stage.layers for stage in stages])
     check_chunks(chunks, options.schedule)
     groups = chunks.of_group(layered.of_group)
     keep = bool(options.keep_rows)
@@ -49,127 +108,122 @@ def _staged(layered: LayeredStep, options: PlanOptions, chunks: Chunks) -> Stage
         raise ShardingError(
             "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
         )
-    return staged
+    name = options.schedule if len(stages) > 1 else "gpipe"
+    schedule = make_schedule(name, chunks.size(options.n_micro_batches))
+    return PlacedStages(layered=layered, stages=tuple(stages), chunks=chunks, staged=staged, schedule=schedule)
 
 
-def assemble(
-    layered: LayeredStep,
-    cluster: ClusterSpec,
-    options: PlanOptions,
-    stages: Sequence[DecidedStage],
-    logical_mesh: LogicalMesh | None,
-    report: Progress,
-    solver: StageSolver,
-) -> Plan:
-    """The plan with these stages, each solved by `solver`. Raises StageTooLargeError where one does not fit."""
-    chunks = chunks_of([stage.layers for stage in stages])
-    staged = _staged(layered, options, chunks)
-    shardings: list[MeshSharding] = []
-    plans: list[StagePlan] = []
-    collectives: list[PlannedCollective] = []
-    schedule = make_schedule(options.schedule if len(stages) > 1 else "gpipe", chunks.size(options.n_micro_batches))
-    for k, stage in enumerate(stages):
-        report("Shardings of stages", k, len(stages))
-        chosen = stage.candidate
-        mesh = logical_mesh or cluster.logical_mesh(chosen.submesh, chosen.logical_shape, chosen.device)
-        problem = mesh_equations(staged, k)
-        view = ShardedView(mesh, stage.option.forbidden_collectives)
-        live = live_counts(schedule, k)
-        try:
-            solved = solver.solve(staged, k, problem, view, stage.option, live)
-        except InfeasibleError as error:
-            message = f"Stage {k} on a mesh of {mesh.shape} devices: {error}"
-            raise StageTooLargeError(message, k, max(map(max, live))) from error
-        if stage.option.sharded_update:
-            for gathered in gathered_state(problem, solved.sharding, mesh):
-                warnings.warn(str(gathered), UserWarning, stacklevel=2)
-        moved = mesh_collectives(solved.programs)
-        times = stage_times(problem, solved.sharding, moved, mesh, staged.split.n_loops)
-        plans.append(_stage_plan(staged, stage, problem, solved, view, times, live, layered.of_group))
-        shardings.append(solved.sharding)
-        collectives.extend(_merged(moved, k, options.n_micro_batches))
-    report("Shardings of stages", len(stages), len(stages))
+def solve_meshes(context: PlanningContext, placed: PlacedStages, solver: StageSolver) -> list[SolvedMesh]:
+    """The shardings of every mesh. Raises StageTooLargeError where a stage does not fit on its devices."""
+    solved = []
+    for mesh in range(len(placed.stages)):
+        context.report("Shardings of stages", mesh, len(placed.stages))
+        solved.append(_solve_mesh(context, placed, mesh, solver))
+    context.report("Shardings of stages", len(solved), len(solved))
+    return solved
+
+
+def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, solver: StageSolver) -> SolvedMesh:
+    stage, staged = placed.stages[mesh], placed.staged
+    chosen = stage.candidate
+    own_mesh = context.cluster.logical_mesh(chosen.submesh, chosen.logical_shape, chosen.device)
+    view = ShardedView(context.logical_mesh or own_mesh, stage.option.forbidden_collectives)
+    problem = mesh_equations(staged, mesh)
+    live = live_counts(placed.schedule, mesh)
+    try:
+        solved = solver.solve(staged, mesh, problem, view, stage.option, live)
+    except InfeasibleError as error:
+        message = f"Stage {mesh} on a mesh of {view.mesh.shape} devices: {error}"
+        raise StageTooLargeError(message, mesh, max(map(max, live))) from error
+
+    if stage.option.sharded_update:
+        for gathered in gathered_state(problem, solved.sharding, view.mesh):
+            warnings.warn(str(gathered), UserWarning, stacklevel=2)
+    # Programs end here: those of all stages together are many times the step.
+    moved = tuple(mesh_collectives(solved.programs))
+    return SolvedMesh(
+        problem=problem,
+        view=view,
+        sharding=solved.sharding,
+        memory=solved.memory,
+        live=live,
+        moved=moved,
+        times=stage_times(problem, solved.sharding, moved, view.mesh, staged.split.n_loops),
+    )
+
+
+def build_plan(context: PlanningContext, placed: PlacedStages, solved: Sequence[SolvedMesh]) -> Plan:
+    """The plan that says what was decided and solved."""
+    layered, staged, options = placed.layered, placed.staged, context.options
+    stages = tuple(_stage_plan(placed, mesh, found) for mesh, found in enumerate(solved))
+    collectives = [_merged(found.moved, mesh, options.n_micro_batches) for mesh, found in enumerate(solved)]
     return Plan(
-        layered.fingerprint,
-        cluster,
-        options.n_micro_batches,
-        options.schedule,
-        layered.of_group,
-        layered.remat,
-        tuple(plans),
-        placed_inputs(staged, [sharding.specs for sharding in shardings]),
-        placed_outputs(staged, [sharding.results for sharding in shardings]),
-        tuple(collectives),
-        planned_transfers(staged),
-        _cost(plans, _border_seconds(staged, cluster, stages, chunks), schedule.size),
-        layered.row_blocks,
+        fingerprint=layered.fingerprint,
+        cluster=context.cluster,
+        n_micro_batches=options.n_micro_batches,
+        schedule=options.schedule,
+        layer_of_group=layered.of_group,
+        remat=layered.remat,
+        stages=stages,
+        inputs=placed_inputs(staged, [found.sharding.specs for found in solved]),
+        outputs=placed_outputs(staged, [found.sharding.results for found in solved]),
+        collectives=tuple(itertools.chain.from_iterable(collectives)),
+        transfers=planned_transfers(staged),
+        cost=_cost(stages, _border_seconds(placed, context.cluster), placed.schedule.size),
+        row_blocks=layered.row_blocks,
         per_micro_batch=staged.split.own,
         keeps_rows=bool(options.keep_rows),
     )
 
 
-def _border_seconds(
-    staged: StagedStep, cluster: ClusterSpec, stages: Sequence[DecidedStage], chunks: Chunks
-) -> list[float]:
-    """Seconds of one micro-batch's values, both directions, over the border after each chunk but the last."""
-    out = []
-    for n_bytes, (a, b) in zip(border_bytes(staged), itertools.pairwise(chunks.stage_of), strict=True):
-        hosts = {stages[k].first_device // cluster.devices_per_host for k in (a, b)}
-        inside = all(stages[k].candidate.submesh[0] == 1 for k in (a, b))
-        link = cluster.link(same_host=len(hosts) == 1 and inside)
-        out.append(2 * link.alpha_s + link.beta_s_per_byte * n_bytes)
-    return out
-
-
-def _stage_plan(
-    staged: StagedStep,
-    stage: DecidedStage,
-    problem: MeshEquations,
-    solved: SolvedStage,
-    view: ShardedView,
-    times: StageTimes,
-    live: Moments,
-    layer_of_group: Sequence[int],
-) -> StagePlan:
-    mesh, solution, memory = view.mesh, solved.sharding, solved.memory
+def _stage_plan(placed: PlacedStages, mesh: int, solved: SolvedMesh) -> StagePlan:
+    stage, memory, logical_mesh = placed.stages[mesh], solved.memory, solved.view.mesh
     return StagePlan(
-        stage.layers,
-        stage.candidate.submesh,
-        stage.first_device,
-        mesh.shape,
-        mesh.alpha,
-        mesh.beta,
-        stage.option,
-        tuple(solution.specs[v] for v, _ in problem.inputs),
-        solution.equations,
-        _operators(staged, problem, solution, layer_of_group),
-        times.passes,
-        times.update_s,
-        memory.fixed_bytes + memory.temp_bytes,
-        memory.kept_bytes,
-        memory.peak_bytes(live),
-        solution.optimal,
-        times.between_s,
+        layers=stage.layers,
+        submesh=stage.candidate.submesh,
+        first_device=stage.first_device,
+        logical_shape=logical_mesh.shape,
+        alpha=logical_mesh.alpha,
+        beta=logical_mesh.beta,
+        option=stage.option,
+        input_specs=tuple(solved.sharding.specs[v] for v, _ in solved.problem.inputs),
+        equation_specs=solved.sharding.equations,
+        operators=_operators(placed, solved),
+        passes=solved.times.passes,
+        update_s=solved.times.update_s,
+        fixed_bytes=memory.fixed_bytes + memory.temp_bytes,
+        kept_bytes=memory.kept_bytes,
+        peak_bytes=memory.peak_bytes(solved.live),
+        optimal=solved.sharding.optimal,
+        between_s=solved.times.between_s,
     )
 
 
-def _operators(
-    staged: StagedStep, problem: MeshEquations, solution: MeshSharding, layer_of_group: Sequence[int]
-) -> tuple[PlannedOperator, ...]:
+def _operators(placed: PlacedStages, solved: SolvedMesh) -> tuple[PlannedOperator, ...]:
     """Matrix products and convolutions of a mesh, with their layers."""
-    origins = staged.split.traced.origins
-    source = {id(op.eqn): op.source for op in staged.split.ops}
-    out = []
-    for eqn, specs in zip(problem.eqns, solution.equations, strict=True):
-        if is_contraction(eqn):
-            origin = origins[source[id(eqn)]]
-            group = origin.group
-            layer = None if group is None else layer_of_group[group] if layer_of_group else 0
-            shape = shape_of(eqn.outvars[0])
-            out.append(
-                PlannedOperator(eqn.primitive.name, origin.direction, layer, shape, specs.results[0], specs.operands)
+    split, layer_of_group = placed.staged.split, placed.layered.of_group
+    origins = split.traced.origins
+    source = {id(op.eqn): op.source for op in split.ops}
+
+    operators = []
+    for eqn, specs in zip(solved.problem.eqns, solved.sharding.equations, strict=True):
+        if not is_contraction(eqn):
+            continue
+        origin = origins[source[id(eqn)]]
+        layer = None
+        if origin.group is not None:
+            layer = layer_of_group[origin.group] if layer_of_group else 0
+        operators.append(
+            PlannedOperator(
+                name=eqn.primitive.name,
+                part=origin.direction,
+                layer=layer,
+                shape=shape_of(eqn.outvars[0]),
+                result=specs.results[0],
+                operands=specs.operands,
             )
-    return tuple(out)
+        )
+    return tuple(operators)
 
 
 def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) -> list[PlannedCollective]:
@@ -180,6 +234,19 @@ def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) 
             key = (c.kind, c.n_bytes, c.axes)
             counts[key] = counts.get(key, 0) + n * (n_micro_batches if task.per_micro_batch else 1)
     return [PlannedCollective(kind, size, axes, stage, n) for (kind, size, axes), n in counts.items()]
+
+
+def _border_seconds(placed: PlacedStages, cluster: ClusterSpec) -> list[float]:
+    """Seconds of one micro-batch's values, both directions, over the border after each chunk but the last."""
+    seconds = []
+    borders = itertools.pairwise(placed.chunks.stage_of)
+    for n_bytes, neighbours in zip(border_bytes(placed.staged), borders, strict=True):
+        stages = [placed.stages[k] for k in neighbours]
+        hosts = {stage.first_device // cluster.devices_per_host for stage in stages}
+        inside_hosts = all(stage.candidate.submesh[0] == 1 for stage in stages)
+        link = cluster.link(same_host=len(hosts) == 1 and inside_hosts)
+        seconds.append(2 * link.alpha_s + link.beta_s_per_byte * n_bytes)
+    return seconds
 
 
 def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineSize) -> PlanCost:
@@ -194,16 +261,24 @@ def _cost(stages: Sequence[StagePlan], borders: Sequence[float], size: PipelineS
     n_loops = 1 + max(len(s.between_s) for s in stages)
     for loop in range(1, n_loops + 1):
         compute_s = [sum(one.compute_s for one in s.passes if one.loop == loop) for s in stages]
-        seconds = [sum(one.seconds for one in s.passes if one.loop == loop) for s in stages]
-        slowest = max(range(len(stages)), key=lambda k: seconds[k])
-        behind = [s.between_s[loop - 1] if loop < n_loops else s.update_s for s in stages]
-        total += _loop_seconds(seconds, size) + max(behind)
+        pass_s = [sum(one.seconds for one in s.passes if one.loop == loop) for s in stages]
+        slowest = max(range(len(stages)), key=lambda k: pass_s[k])
+        behind_s = max(s.between_s[loop - 1] if loop < n_loops else s.update_s for s in stages)
+
+        total += _loop_seconds(pass_s, size) + behind_s
         compute += size.n_micro_batches * compute_s[slowest]
-        communication += size.n_micro_batches * (seconds[slowest] - compute_s[slowest])
-        update += max(behind)
+        communication += size.n_micro_batches * (pass_s[slowest] - compute_s[slowest])
+        update += behind_s
     total += sum(borders[: size.n_stages - 1])
-    bubble = max(0.0, total - compute - communication - update)
-    return PlanCost(total, compute, communication, bubble, update, tuple(s.peak_bytes for s in stages))
+
+    return PlanCost(
+        total_s=total,
+        compute_s=compute,
+        communication_s=communication,
+        bubble_s=max(0.0, total - compute - communication - update),
+        update_s=update,
+        peak_bytes=tuple(s.peak_bytes for s in stages),
+    )
 
 
 def _loop_seconds(seconds: Sequence[float], size: PipelineSize) -> float:

@@ -1,0 +1,46 @@
+"""Plans without a pipeline: the whole step as one stage, on the submesh that the user wants or on the best one."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from minialpa.errors import InfeasibleError
+from minialpa.inter.best import best_of
+from minialpa.inter.build_plan import plan_stages
+from minialpa.inter.context import PlanningContext
+from minialpa.inter.layers.layered_step import LayeredStep
+from minialpa.inter.search.stage_solve import StageSolver
+from minialpa.inter.search.submeshes import Candidate, candidates
+from minialpa.inter.search.user_stages import DecidedStage
+from minialpa.options import AutoStageOption
+from minialpa.plan import Plan
+
+
+def plan_on_submesh(context: PlanningContext, whole: LayeredStep) -> Plan:
+    """The step in one stage, on the submesh and logical shape of the options; else on all devices in a row."""
+    cluster, options, view = context.cluster, context.options, context.logical_mesh
+    submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
+    shape = options.logical_shape or (view.shape if view else (submesh[0] * submesh[1],))
+    stage = DecidedStage(layers=(), candidate=Candidate(submesh, shape), option=options.sharding, first_device=0)
+    return plan_stages(context, whole, [stage], StageSolver())
+
+
+def plan_on_best_submesh(context: PlanningContext, whole: LayeredStep, auto: AutoStageOption) -> Plan:
+    """The step in one stage, on the submesh and logical shape where it is fastest.
+
+    Raises InfeasibleError where it fits on none.
+    """
+    cluster = context.cluster
+    solver = StageSolver()
+
+    def attempt(candidate: Candidate) -> Plan:
+        host = next(h for h in range(cluster.num_hosts) if candidate.device in (None, cluster.device_of(h)))
+        first_device = host * cluster.devices_per_host
+        stage = DecidedStage((), candidate, context.options.sharding, first_device)
+        return plan_stages(context, whole, [stage], solver)
+
+    n_least = cluster.n_devices if context.options.use_all_devices else 1
+    found = [candidate for candidate in candidates(cluster, auto) if candidate.n_devices >= n_least]
+    if not found:
+        raise InfeasibleError(f"No submesh has all {cluster.n_devices} devices.")
+    return best_of(partial(attempt, candidate) for candidate in found)

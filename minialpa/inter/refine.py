@@ -1,0 +1,93 @@
+"""Passes from a plan to a better one: each tries one change of what a search decides, and keeps what is faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from functools import partial
+
+from minialpa.errors import InfeasibleError
+from minialpa.inter.best import best_of
+from minialpa.inter.build_plan import plan_stages
+from minialpa.inter.context import PlanningContext
+from minialpa.inter.layers.cut_scans import with_longer_scans
+from minialpa.inter.layers.forward import balanced_runs, layer_flops
+from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
+from minialpa.inter.one_stage import plan_on_best_submesh
+from minialpa.inter.schedule.chunks import plan_chunks
+from minialpa.inter.search.stage_solve import StageSolver
+from minialpa.inter.search.submeshes import Candidate
+from minialpa.inter.search.user_stages import DecidedStage
+from minialpa.options import AutoStageOption
+from minialpa.plan import Plan
+
+#: Fraction of the step time that a bubble takes at least before interleaved stages are tried. Chosen by hand: each try
+#: solves all stages again.
+_LARGE_BUBBLE = 0.02
+#: Step time of a plan with long scans, as a multiple of that of a plan with each layer by itself, up to which the long
+#: scans are taken: their programs are smaller and compile sooner.
+_AS_FAST = 1.01
+
+
+def or_longer_scans(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
+    """`best`, or one scan for all rows of a chunk where that is as fast: its programs do not grow with the layers."""
+    if not best.row_blocks or set(best.remat) != {"none"}:
+        return best
+    chunks = plan_chunks(best)
+    longer = with_longer_scans(cut, chunks.of_group(range(len(best.remat))))
+    if longer.row_blocks == best.row_blocks:
+        return best
+
+    # Each chunk is one layer of the new step.
+    of_stage = [tuple(c for c, k in enumerate(chunks.stage_of) if k == stage) for stage in range(chunks.n_stages)]
+    cluster = context.cluster
+    stages = []
+    for layers, s in zip(of_stage, best.stages, strict=True):
+        device = cluster.device_of(s.first_device // cluster.devices_per_host) if cluster.host_devices else None
+        stages.append(DecidedStage(layers, Candidate(s.submesh, s.logical_shape, device), s.option, s.first_device))
+    asked = context.asking(n_micro_batches=best.n_micro_batches, schedule=best.schedule)
+    layered = layered_step(longer, tuple(itertools.repeat("none", longer.n_layers)))
+    try:
+        plan = plan_stages(asked, layered, stages, StageSolver())
+    except InfeasibleError:
+        return best
+    if plan.cost.total_s > _AS_FAST * best.cost.total_s:
+        return best
+    return dataclasses.replace(plan, certificate=best.certificate)
+
+
+def or_interleaved(context: PlanningContext, best: Plan, cut: CutStep, solver: StageSolver) -> Plan:
+    """`best`, or its submeshes with several runs of layers each, where a shorter bubble is worth the transfers."""
+    n_stages, n_layers = len(best.stages), len(best.remat)
+    shapes = {(stage.submesh, stage.logical_shape) for stage in best.stages}
+    alike = len(shapes) == 1 and not context.cluster.host_devices
+    if n_stages == 1 or not alike or best.cost.bubble_s < _LARGE_BUBBLE * best.cost.total_s:
+        return best
+    layered = layered_step(cut, best.remat)
+    asked = context.asking(n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved")
+    flops = layer_flops(cut.step, best.layer_of_group)
+
+    def attempt(n_chunks: int) -> Plan:
+        runs = balanced_runs(flops, n_stages * n_chunks)
+        stages = [
+            DecidedStage(
+                layers=sum(runs[k::n_stages], ()),
+                candidate=Candidate(s.submesh, s.logical_shape),
+                option=context.options.sharding,
+                first_device=s.first_device,
+            )
+            for k, s in enumerate(best.stages)
+        ]
+        return plan_stages(asked, layered, stages, solver)
+
+    possible = [n_chunks for n_chunks in (2, 4) if n_stages * n_chunks <= n_layers]
+    return best_of([lambda: best, *(partial(attempt, n_chunks) for n_chunks in possible)])
+
+
+def or_one_device(context: PlanningContext, best: Plan, whole: LayeredStep, auto: AutoStageOption) -> Plan:
+    """`best`, or one device where that is as fast: the sums of pieces can promise more than small steps keep."""
+    cluster, options = context.cluster, context.options
+    alone = dataclasses.replace(cluster, num_hosts=1, devices_per_host=1, host_devices=cluster.host_devices[:1])
+    asked = context.asking(n_micro_batches=1 if options.choose_micro_batches else options.n_micro_batches)
+    one = partial(plan_on_best_submesh, dataclasses.replace(asked, cluster=alone), whole, auto)
+    return best_of([lambda: best, lambda: dataclasses.replace(one(), cluster=cluster)])

@@ -1,0 +1,158 @@
+"""Plans whose stages are searched: layers, submeshes, micro-batches and rematerialisation are chosen together.
+
+The search works with sums of pieces (`search/joint_search.py`). Stages that it finds are solved as wholes here, and the
+search is told what these cost, until it promises nothing better.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+
+from minialpa.errors import InfeasibleError, TraceError
+from minialpa.inter.best import best_of, preference
+from minialpa.inter.build_plan import StageTooLargeError, plan_stages
+from minialpa.inter.context import PlanningContext
+from minialpa.inter.layers.cut_scans import cut_scans, whole_scans
+from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
+from minialpa.inter.one_stage import plan_on_best_submesh
+from minialpa.inter.refine import or_interleaved, or_longer_scans, or_one_device
+from minialpa.inter.search.cost_cache import load_costs, save_costs
+from minialpa.inter.search.joint_search import Found, StageSearch
+from minialpa.inter.search.stage_bounds import Space, StageBounds
+from minialpa.inter.search.stage_solve import StageSolver
+from minialpa.inter.search.submeshes import candidates
+from minialpa.inter.search.user_stages import DecidedStage
+from minialpa.options import AutoShardingOption, AutoStageOption, LayerOption, remats
+from minialpa.plan import Certificate, Plan
+
+#: Plans that are made before a search ends although the sums of pieces promise better ones.
+_MAX_PLANS = 8
+#: Rounds of a search, in some of which stages do not fit.
+_MAX_ROUNDS = 30
+#: Equations of a step up to which a plan is made of everything that the sums of pieces promise to be faster. For larger
+#: steps, a promise has to be better by what the first plan exceeded its own.
+_FEW_EQUATIONS = 10_000
+#: Equations of a step up to which it is planned for one device, too.
+_VERY_FEW_EQUATIONS = 4000
+
+
+def plan_on_searched_stages(
+    context: PlanningContext, whole: LayeredStep, layers: LayerOption, auto: AutoStageOption
+) -> Plan:
+    """The best plan of a joint search, with scans over layers whole, and, where that may help, with stages in them."""
+    cut = cut_scans(whole, layers) if context.cluster.n_devices > 1 else None
+
+    def attempt(scans_are_cut: bool) -> Plan:
+        step = cut if cut is not None and scans_are_cut else whole_scans(whole, layers)
+        found = _search(context, step, layers, auto)
+        return or_longer_scans(context, found, step)
+
+    # A step whose layers are all in scans may have too little outside them to be layers, or batches.
+    attempts = [partial(attempt, scans_are_cut) for scans_are_cut in ((False, True) if cut else (False,))]
+    return best_of(attempts, (InfeasibleError, TraceError))
+
+
+def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: AutoStageOption) -> Plan:
+    """The best plan of a joint search over one layering of the step."""
+    options = context.options
+    space = Space(
+        micro_batches=options.micro_batch_choices(cut.step.batch_size),
+        remats=tuple(remat[0] for remat in remats(layers, 1)),
+        candidates=tuple(candidates(context.cluster, auto)),
+        schedule=options.schedule,
+        use_all_devices=options.use_all_devices,
+        tolerance=auto.tolerance,
+    )
+    known = load_costs(auto.cached_costs)
+    bounds = StageBounds(cut.step, cut.of_group, context.cluster, space, options.sharding, known)
+    search, solver = StageSearch(bounds, context.report), StageSolver(bounds.menus)
+    solved = _solve_what_is_found(context, cut, search, solver)
+    save_costs(auto.cached_costs, known)
+    if not solved.plans:
+        assert solved.failure is not None
+        raise _explained(context, solved.failure, cut.whole, auto)
+
+    best, found = min(solved.plans, key=lambda pair: preference(pair[0]))
+    alike = [partial(_planned, context, cut, other, solver) for other in search.alike(found)]
+    best = best_of([lambda: best, *alike])
+    bound_s = min(solved.certificate.bound_s, best.cost.total_s)
+
+    # What the search does not know: interleaved stages, and what small steps lose on several devices.
+    if options.choose_schedule:
+        best = or_interleaved(context, best, cut, solver)
+    if len(cut.step.flat.eqns) <= _VERY_FEW_EQUATIONS and not options.use_all_devices:
+        best = or_one_device(context, best, cut.whole, auto)
+    return dataclasses.replace(best, certificate=dataclasses.replace(solved.certificate, bound_s=bound_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """What came of a search: plans with the pipelines that they are of, what is known of all others, and, if some did
+    not fit, why."""
+
+    plans: tuple[tuple[Plan, Found], ...]
+    certificate: Certificate
+    failure: InfeasibleError | None
+
+
+def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSearch, solver: StageSolver) -> _Solved:
+    """Solve the stages of the best pipeline, tell the search what they cost, and so on while it promises more."""
+    plans: list[tuple[Plan, Found]] = []
+    failure: InfeasibleError | None = None
+    certificate: Certificate | None = None
+    excess = 1.0  # by which whole stages cost more than the sums of their pieces
+    for _ in range(_MAX_ROUNDS):
+        try:
+            found = search.best()
+        except InfeasibleError as error:
+            failure = failure or error
+            break
+        certificate = search.certificate
+        best_s = min((plan.cost.total_s for plan, _ in plans), default=math.inf)
+        if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS:
+            break
+
+        try:
+            plan = _planned(context, cut, found, solver)
+        except StageTooLargeError as error:
+            search.exclude(found, error.stage, error.n_live)
+            failure = error
+            continue
+        search.learn(found, [(s.compute_s + s.communication_s, s.update_s) for s in plan.stages])
+        if not plans and len(cut.step.flat.eqns) > _FEW_EQUATIONS:
+            excess = max(1.0, plan.cost.total_s / found.seconds)
+        plans.append((plan, found))
+    return _Solved(tuple(plans), certificate or search.certificate, failure)
+
+
+def _planned(context: PlanningContext, cut: CutStep, found: Found, solver: StageSolver) -> Plan:
+    """The plan of what a search found. Raises StageTooLargeError where a stage does not fit after all."""
+    remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
+    option = context.options.sharding
+    layered = layered_step(cut, remat)
+    stages = [DecidedStage(s.layers, s.candidate, option, s.choice.first_device) for s in found.stages]
+    if len(stages) == 1 and not set(remat) - {"none"}:  # no use for layers
+        layered, stages = cut.whole, [dataclasses.replace(stages[0], layers=())]
+    return plan_stages(context.asking(n_micro_batches=found.n_micro_batches), layered, stages, solver)
+
+
+def _explained(
+    context: PlanningContext, failure: InfeasibleError, whole: LayeredStep, auto: AutoStageOption
+) -> InfeasibleError:
+    """Why a search found nothing: what forbids the whole step on all devices, where options may be the reason."""
+    options = context.options
+    kept = set(options.sharding.set_names) - {"memory_limit_bytes", "solver_time_limit_s"}
+    if auto.sharding(AutoShardingOption()) != AutoShardingOption():
+        kept = kept - {"force_batch_dim_to_mesh_dim"} | {"submesh_logical_shape_space"}
+    if not kept or isinstance(failure, StageTooLargeError):
+        return failure
+    n = 1 if options.choose_micro_batches else options.n_micro_batches
+    try:
+        plan_on_best_submesh(context.asking(n_micro_batches=n), whole, auto)
+    except InfeasibleError as error:
+        listed = ", ".join(f"`{name}`" for name in sorted(kept))
+        return InfeasibleError(f"No pipeline keeps to {listed}, and neither does the step in one stage. {error}")
+    return failure
