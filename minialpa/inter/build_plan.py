@@ -233,7 +233,10 @@ def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) 
         for c, n, _ in collectives:
             key = (c.kind, c.n_bytes, c.axes)
             counts[key] = counts.get(key, 0) + n * (n_micro_batches if task.per_micro_batch else 1)
-    return [PlannedCollective(kind, size, axes, stage, n) for (kind, size, axes), n in counts.items()]
+    return [
+        PlannedCollective(kind=kind, n_bytes=size, axes=axes, stage=stage, times_per_step=n)
+        for (kind, size, axes), n in counts.items()
+    ]
 
 
 def _border_seconds(placed: PlacedStages, cluster: ClusterSpec) -> list[float]:

@@ -28,7 +28,7 @@ VERSION = 6
 MOST_CHARACTERS = 16 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementSpec:
     """Where one argument or result lives: shape, dtype, meshes, and its sharding on each of them.
 
@@ -50,7 +50,7 @@ class PlacementSpec:
         return f"{self.path} {self.dtype}{list(self.shape)}: {where or 'not used'}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedValue:
     """A `PlacementSpec` in the form that a plan keeps: specs instead of PartitionSpecs."""
 
@@ -63,10 +63,17 @@ class PlacedValue:
 
     def placement(self) -> PlacementSpec:
         specs = tuple(spec.partition_spec() for spec in self.specs)
-        return PlacementSpec(self.path, self.shape, self.dtype, self.mesh_ids, specs, self.rows)
+        return PlacementSpec(
+            path=self.path,
+            shape=self.shape,
+            dtype=self.dtype,
+            mesh_ids=self.mesh_ids,
+            partition_specs=specs,
+            rows=self.rows,
+        )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCollective:
     """One kind of collective of a stage: the bytes of each (see `cost.Collective`), and how often a step runs it."""
 
@@ -77,7 +84,7 @@ class PlannedCollective:
     times_per_step: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedOperator:
     """A matrix product or convolution and its shardings. `part`: forward, backward or other (the update)."""
 
@@ -112,7 +119,7 @@ class PlannedTransfer:
     n_bytes: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPass:
     """Seconds of one micro-batch in one chunk; `step` is forward and backward in one, for a single stage.
 
@@ -130,7 +137,7 @@ class PlannedPass:
         return self.compute_s + self.communication_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
     """One pipeline stage. Its chunks are the runs of neighbouring `layers`.
 
@@ -190,7 +197,7 @@ class StagePlan:
         return LogicalMesh(self.logical_shape, self.alpha, self.beta)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCost:
     """Predicted seconds of a step, and where they go; bytes per device of each stage at its peak."""
 
@@ -222,7 +229,7 @@ class ExportedSpecs(NamedTuple):
     outputs: dict[str, PartitionSpec]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The whole plan of one step on one cluster. Equal inputs give equal plans and equal JSON.
 

@@ -57,8 +57,11 @@ def test_collectives_are_added_up_by_kind_and_stage() -> None:
     def plan(*collectives: PlannedCollective) -> Plan:
         return replace(good(), collectives=collectives)
 
-    two = plan(PlannedCollective("all-gather", 100.0, (0,), 1, 2), PlannedCollective("all-gather", 50.0, (0,), 1, 4))
-    one = plan(PlannedCollective("all-gather", 100.0, (0,), 1, 1))
+    two = plan(
+        PlannedCollective(kind="all-gather", n_bytes=100.0, axes=(0,), stage=1, times_per_step=2),
+        PlannedCollective(kind="all-gather", n_bytes=50.0, axes=(0,), stage=1, times_per_step=4),
+    )
+    one = plan(PlannedCollective(kind="all-gather", n_bytes=100.0, axes=(0,), stage=1, times_per_step=1))
     text = two.diff(one)
     assert text.startswith("communication of stage 1, all-gather over axis 0: 400 B in 6 collectives per step -> ")
     assert text.endswith(" -> 100 B in 1 collective per step")

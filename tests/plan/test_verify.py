@@ -36,8 +36,9 @@ def with_input(**fields: Any) -> Plan:
     return replace(good(), inputs=(replace(good().inputs[0], **fields), *good().inputs[1:]))
 
 
-def with_collective(*fields: Any) -> Plan:
-    return replace(good(), collectives=(PlannedCollective(*fields),))
+def with_collective(axes: tuple[int, ...], stage: int, times_per_step: int) -> Plan:
+    one = PlannedCollective(kind="all-gather", n_bytes=1.0, axes=axes, stage=stage, times_per_step=times_per_step)
+    return replace(good(), collectives=(one,))
 
 
 def test_plans_that_were_made_are_valid() -> None:
@@ -49,7 +50,7 @@ CASES: dict[str, tuple[Plan, str]] = {
     "infinite seconds": (with_stage(0, update_s=float("inf")), r"stages\[0\].update_s` is inf; expected finite"),
     "negative link": (with_stage(1, alpha=(-1.0,)), r"stages\[1\].alpha\[0\]` is -1.0; expected finite and not neg"),
     "absurd bytes": (with_stage(0, fixed_bytes=1e31), r"fixed_bytes` is 1e\+31; expected finite .* at most 1e\+30"),
-    "absurd times": (with_collective("all-gather", 1.0, (0,), 0, 2**70), r"times_per_step` is .* at most 4.61"),
+    "absurd times": (with_collective((0,), 0, 2**70), r"times_per_step` is .* at most 4.61"),
     "more micro-batches than examples": (
         replace(good(), n_micro_batches=10**7),
         r"n_micro_batches` is 10000000; expected at most 16, the length of the longest argument",
@@ -126,9 +127,9 @@ CASES: dict[str, tuple[Plan, str]] = {
     "no spec": (with_input(specs=()), r"inputs\[0\].specs` is \[\]; expected one for each mesh of \(1,\)"),
     "partial": (with_input(specs=(Spec(((), ()), (0,)),)), r"specs\[0\]` is R,R\+P0; expected no partial sum"),
     "uneven": (with_input(shape=(6, 8), specs=(Spec(((0,), ())),)), r"specs\[0\]` is S0,R; expected equal parts of"),
-    "stage of a collective": (with_collective("all-gather", 1.0, (0,), 2, 1), "stage` is 2; expected below 2"),
-    "axis of a collective": (with_collective("all-gather", 1.0, (1,), 0, 1), r"axes` is \(1,\); expected axes of a"),
-    "never": (with_collective("all-gather", 1.0, (0,), 0, 0), "times_per_step` is 0; expected at least 1"),
+    "stage of a collective": (with_collective((0,), 2, 1), "stage` is 2; expected below 2"),
+    "axis of a collective": (with_collective((1,), 0, 1), r"axes` is \(1,\); expected axes of a"),
+    "never": (with_collective((0,), 0, 0), "times_per_step` is 0; expected at least 1"),
     "what other chunks keep": (with_stage(0, kept_bytes=(1.0, 1.0)), r"kept_bytes` is .*expected one for 1 chunks"),
     "pass of no chunk": (
         with_stage(0, passes=(replace(good().stages[0].passes[0], chunk=2),)),

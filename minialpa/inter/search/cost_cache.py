@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from minialpa.errors import VerifyError
@@ -23,9 +24,15 @@ def load_costs(path: str | None) -> dict[str, PieceCost]:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         if data["version"] != _VERSION:
             return {}
-        return {name: PieceCost(*map(float, values)) for name, values in data["costs"].items()}
+        return {name: _cost(values) for name, values in data["costs"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise VerifyError(f"`{path}` holds no costs of pieces ({error!r}). Remove it, or name another file.") from error
+
+
+def _cost(values: Sequence[float]) -> PieceCost:
+    """A cost as `dataclasses.astuple` wrote it."""
+    names = (field.name for field in dataclasses.fields(PieceCost))
+    return PieceCost(**{name: float(value) for name, value in zip(names, values, strict=True)})
 
 
 def save_costs(path: str | None, costs: dict[str, PieceCost]) -> None:

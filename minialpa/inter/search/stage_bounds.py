@@ -40,7 +40,7 @@ _MOST_STAGED_BYTES, _MOST_SOLVER_BYTES = 2**30, 2**29
 _Place = tuple[int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
     """What to choose from: numbers of micro-batches, rematerialisation, submeshes; all devices or fewer.
 
@@ -350,9 +350,15 @@ class StageBounds:
         seconds = preferred_seconds(seconds, self.n_devices / self.cluster.n_devices)
         seconds[self._needless(fixed + self._most_live(n) * in_flight <= self.memory)] = np.inf
         return StageCostTable(
-            self.n_devices, self.may_start, skip_to(self.cluster), seconds, step_seconds, fixed, in_flight,
-            transfer_seconds(self.cluster, crossing),
-        )  # fmt: skip
+            n_devices=self.n_devices,
+            may_start=self.may_start,
+            skip_to=skip_to(self.cluster),
+            seconds=seconds,
+            step_seconds=step_seconds,
+            fixed_bytes=fixed,
+            in_flight_bytes=in_flight,
+            transfer_seconds=transfer_seconds(self.cluster, crossing),
+        )
 
     def _most_live(self, n: int) -> int:
         """Micro-batches that a stage holds at most, wherever it is in a pipeline of any length."""

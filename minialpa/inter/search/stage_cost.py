@@ -39,7 +39,7 @@ THRIFT = (0.0, 0.1, 1.0)
 _USUALLY_LIVE = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PieceCost:
     """One piece on a mesh, as `StageCostTable` has it for stages.
 
@@ -128,9 +128,14 @@ class PieceCosts:
         times = stage_times(problem, solution, mesh_collectives(programs), mesh, staged.split.n_loops)
         memory = mesh_memory(staged, piece, programs, solution, view)
         return PieceCost(
-            times.pass_s, times.once_s, memory.fixed_bytes, memory.in_flight_bytes,
-            memory.pass_temp_bytes - memory.left_bytes, memory.left_bytes, memory.update_temp_bytes,
-        )  # fmt: skip
+            seconds=times.pass_s,
+            step_seconds=times.once_s,
+            fixed_bytes=memory.fixed_bytes,
+            in_flight_bytes=memory.in_flight_bytes,
+            pass_temp_bytes=memory.pass_temp_bytes - memory.left_bytes,
+            left_bytes=memory.left_bytes,
+            update_temp_bytes=memory.update_temp_bytes,
+        )
 
     def _solver(self, piece: int, mesh: LogicalMesh) -> MeshSolver:
         def make() -> MeshSolver:

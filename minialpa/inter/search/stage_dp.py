@@ -26,7 +26,7 @@ from minialpa.inter.schedule.schedules import PipelineSize, max_live
 from minialpa.inter.search.stage_kernels import IDLE, Bools, Floats, Ints, fill_tables, least_stages, most_live
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StageCostTable:
     """What layers i to j, both included, cost on candidate m. Entries with i > j are not looked at.
 

@@ -44,7 +44,7 @@ def needed_bytes(kept: Bytes, temp: Bytes) -> Bytes:
     return kept + (1 + _RESERVE) * temp + _RESERVE_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshMemory:
     """Bytes per device, as in the formula above; `largest` tensors at the peak of the hungriest task.
 
@@ -108,7 +108,14 @@ def mesh_memory(
     by_chunk = [0.0] * kept.n_chunks
     for v, chunk in kept.residuals.items():
         by_chunk[chunk] += _local(v, sharding.specs, view)
-    return MeshMemory(fixed, tuple(by_chunk), temps[True], temps[False], left, largest)
+    return MeshMemory(
+        fixed_bytes=fixed,
+        kept_bytes=tuple(by_chunk),
+        pass_temp_bytes=temps[True],
+        update_temp_bytes=temps[False],
+        left_bytes=left,
+        largest=largest,
+    )
 
 
 def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, joint_barriers: bool) -> tuple[Usage, ...]:

@@ -55,7 +55,11 @@ def stage_times(
         if task.kind == "forward" or task.kind == "backward" or task.kind == "step":
             communication = sum(one.times * one.collective.seconds(mesh) for one in collectives if not one.of_gradient)
             communication += _combined_s([one for one in collectives if one.of_gradient], mesh)
-            passes.append(PlannedPass(task.kind, task.chunk, compute, communication, task.loop))
+            passes.append(
+                PlannedPass(
+                    kind=task.kind, chunk=task.chunk, compute_s=compute, communication_s=communication, loop=task.loop
+                )
+            )
             continue
         # A prologue counts with the update.
         behind = (task.loop or n_loops) - 1

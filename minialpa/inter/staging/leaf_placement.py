@@ -59,7 +59,13 @@ def _part(value: PlacedValue, part: Part) -> PlacedValue:
 def _placed(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> PlacedValue:
     """A value on meshes; where its spec is not known it is whole."""
     whole = Spec.replicated(len(shape_of(atom)))
-    return PlacedValue(path, shape_of(atom), dtype_name(atom), tuple(specs), tuple(s or whole for s in specs.values()))
+    return PlacedValue(
+        path=path,
+        shape=shape_of(atom),
+        dtype=dtype_name(atom),
+        mesh_ids=tuple(specs),
+        specs=tuple(s or whole for s in specs.values()),
+    )
 
 
 def placed_inputs(staged: StagedStep, specs: Sequence[Mapping[Var, Spec]]) -> tuple[PlacedValue, ...]:

@@ -43,23 +43,53 @@ def toy(
     stages = []
     for k in range(n_stages):
         mine = range(k, n_chunks, n_stages)
-        forward = [PlannedPass("forward", c, seconds[c][0], 0.0) for c in mine]
-        backward = [PlannedPass("backward", c, 0.0, seconds[c][1]) for c in reversed(mine)]
+        forward = [PlannedPass(kind="forward", chunk=c, compute_s=seconds[c][0], communication_s=0.0) for c in mine]
+        backward = [
+            PlannedPass(kind="backward", chunk=c, compute_s=0.0, communication_s=seconds[c][1]) for c in reversed(mine)
+        ]
         sizes = tuple(kept[c] if kept else 0.0 for c in mine)
         update = updates[k] if updates else 0.0
         stages.append(
-            StagePlan(tuple(mine), (1, 1), k, (1,), (0.0,), (0.0,), (), (), (), (), (*forward, *backward), update,
-                      100.0, sizes, 0.0, True)
-        )  # fmt: skip
+            StagePlan(
+                layers=tuple(mine),
+                submesh=(1, 1),
+                first_device=k,
+                logical_shape=(1,),
+                alpha=(0.0,),
+                beta=(0.0,),
+                option=(),
+                input_specs=(),
+                equation_specs=(),
+                operators=(),
+                passes=(*forward, *backward),
+                update_s=update,
+                fixed_bytes=100.0,
+                kept_bytes=sizes,
+                peak_bytes=0.0,
+                optimal=True,
+            )
+        )
     ends = range(n_chunks - 1) if n_stages > 1 else ()
     down = [PlannedTransfer(PassName("forward", c), PassName("forward", c + 1), n_bytes) for c in ends]
     up = [PlannedTransfer(PassName("backward", c + 1), PassName("backward", c), n_bytes) for c in ends]
     cluster = ClusterSpec.preset("cpu", num_hosts=-(-n_stages // devices_per_host), devices_per_host=devices_per_host)
     cluster = replace(cluster, intra_host=link, inter_host=inter_host)
-    cost = PlanCost(0.0, 0.0, 0.0, 0.0, 0.0, ())
+    cost = PlanCost(total_s=0.0, compute_s=0.0, communication_s=0.0, bubble_s=0.0, update_s=0.0, peak_bytes=())
     layers = tuple(range(n_chunks))
-    return Plan("", cluster, n_micro_batches, schedule, layers, ("none",) * n_chunks, tuple(stages), (), (), (),
-                (*down, *up), cost)  # fmt: skip
+    return Plan(
+        fingerprint="",
+        cluster=cluster,
+        n_micro_batches=n_micro_batches,
+        schedule=schedule,
+        layer_of_group=layers,
+        remat=("none",) * n_chunks,
+        stages=tuple(stages),
+        inputs=(),
+        outputs=(),
+        collectives=(),
+        transfers=(*down, *up),
+        cost=cost,
+    )
 
 
 def ends_by_relaxation(plan: Plan) -> dict[tuple[str, int, int], float]:

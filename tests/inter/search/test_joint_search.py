@@ -56,7 +56,14 @@ def bounds_of(
     traced: TracedStep, cluster: ClusterSpec, numbers: tuple[int, ...], remats: tuple[Remat, ...] = ("none",)
 ) -> StageBounds:
     layers = assign_layers(traced, AutoLayerOption())
-    space = Space(numbers, remats, tuple(candidates(cluster, AutoStageOption())), "1f1b", False, 0.01)
+    space = Space(
+        micro_batches=numbers,
+        remats=remats,
+        candidates=tuple(candidates(cluster, AutoStageOption())),
+        schedule="1f1b",
+        use_all_devices=False,
+        tolerance=0.01,
+    )
     return StageBounds(traced, layers, cluster, space, AutoShardingOption())
 
 

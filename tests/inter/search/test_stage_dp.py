@@ -33,14 +33,14 @@ def problems(draw: st.DrawFn) -> tuple[StageCostTable, dict[str, Any]]:
     length = np.subtract.outer(np.arange(n_layers), np.arange(n_layers)).T[:, :, None] + 1.0  # j - i + 1
     longer_takes_longer = np.maximum(length, 1) if draw(st.booleans()) else 1.0
     table = StageCostTable(
-        np.array(counts),
-        rng.random((len(counts), n_devices)) >= draw(st.sampled_from([0.0, 0.2])),
-        np.minimum(np.arange(n_devices) + rng.integers(1, 3, n_devices), n_devices),
-        cost(p_forbidden) * longer_takes_longer,
-        cost(p_forbidden / 2) * longer_takes_longer,
-        rng.integers(0, 10, cube).astype(np.float64),
-        rng.integers(0, 5, cube).astype(np.float64),
-        rng.integers(0, high // 2, (n_layers - 1, n_devices)).astype(np.float64),
+        n_devices=np.array(counts),
+        may_start=rng.random((len(counts), n_devices)) >= draw(st.sampled_from([0.0, 0.2])),
+        skip_to=np.minimum(np.arange(n_devices) + rng.integers(1, 3, n_devices), n_devices),
+        seconds=cost(p_forbidden) * longer_takes_longer,
+        step_seconds=cost(p_forbidden / 2) * longer_takes_longer,
+        fixed_bytes=rng.integers(0, 10, cube).astype(np.float64),
+        in_flight_bytes=rng.integers(0, 5, cube).astype(np.float64),
+        transfer_seconds=rng.integers(0, high // 2, (n_layers - 1, n_devices)).astype(np.float64),
     )
     return table, {
         "n_micro_batches": draw(st.sampled_from([1, 2, 3, 16])),
@@ -98,7 +98,16 @@ def uniform(n_layers: int, counts: list[int], n_devices: int, *, in_flight: floa
     zero = np.zeros_like(share)
     anywhere, skip_to = np.ones((len(counts), n_devices), bool), np.arange(n_devices) + 1
     free = np.zeros((n_layers - 1, n_devices))
-    return StageCostTable(np.array(counts), anywhere, skip_to, share, zero, zero, in_flight * share, free)
+    return StageCostTable(
+        n_devices=np.array(counts),
+        may_start=anywhere,
+        skip_to=skip_to,
+        seconds=share,
+        step_seconds=zero,
+        fixed_bytes=zero,
+        in_flight_bytes=in_flight * share,
+        transfer_seconds=free,
+    )
 
 
 def test_many_micro_batches_balance_the_stages() -> None:
@@ -126,7 +135,14 @@ def test_step_time_can_decide() -> None:
     seconds = np.array([[[10.0, 11.0]]])
     step_seconds, zero = np.array([[[6.0, 1.0]]]), 0 * seconds
     table = StageCostTable(
-        np.array([2, 2]), np.ones((2, 2), bool), np.array([1, 2]), seconds, step_seconds, zero, zero, np.zeros((0, 2))
+        n_devices=np.array([2, 2]),
+        may_start=np.ones((2, 2), bool),
+        skip_to=np.array([1, 2]),
+        seconds=seconds,
+        step_seconds=step_seconds,
+        fixed_bytes=zero,
+        in_flight_bytes=zero,
+        transfer_seconds=np.zeros((0, 2)),
     )
     chosen = {n: choose_stages(table, n_micro_batches=n, memory_bytes=1.0).stages[0].candidate for n in (4, 8)}
     assert chosen == {4: 1, 8: 0}
@@ -148,14 +164,14 @@ def test_16_layers_use_all_of_64_devices(n_micro_batches: int) -> None:
     noise = 1 + 0.3 * rng.random((3, 16, 16, len(counts)))
     seconds = length / counts**0.8 * noise[0]
     table = StageCostTable(
-        counts,
-        np.ones((len(counts), 64), bool),
-        np.arange(64) + 1,
-        seconds,
-        seconds * noise[1],
-        length / counts * noise[2],
-        length / counts,
-        rng.random((15, 64)) * 0.05,
+        n_devices=counts,
+        may_start=np.ones((len(counts), 64), bool),
+        skip_to=np.arange(64) + 1,
+        seconds=seconds,
+        step_seconds=seconds * noise[1],
+        fixed_bytes=length / counts * noise[2],
+        in_flight_bytes=length / counts,
+        transfer_seconds=rng.random((15, 64)) * 0.05,
     )
     choice = choose_stages(table, n_micro_batches=n_micro_batches, memory_bytes=3.0)
     assert sum(int(counts[stage.candidate]) for stage in choice.stages) == 64
