@@ -1,4 +1,4 @@
-"""The joint search: bounds on the costs of stages in, the fastest pipeline out.
+"""The joint search for the fastest pipeline, over lower bounds on what its stages cost.
 
 Stages, their submeshes and logical shapes, the number of micro-batches and rematerialisation are chosen together. The
 stage DP runs on lower bounds (`stage_bounds`). What the best pipeline under these uses is solved, which raises its
@@ -67,17 +67,18 @@ class StageSearch:
         failures: dict[int, InfeasibleError] = {}
         best: tuple[float, int, StageAssignment] | None = None
         while True:
+            # The number of micro-batches that promises most. If no promise beats the best pipeline, that is the answer.
             n = min(self._open, key=lambda n: (self._least[n], n))
             least = self._least[n]
             enough = least >= (best[0] if best else math.inf) * (1 - tolerance)
             if best is not None and (enough or bounds.n_solved > _MOST_SOLVED):
-                near = {m for m in bounds.numbers if best[1] / _FAR < m < best[1] * _FAR} - self._open
-                if not near or not enough:
-                    return self._found(*best)
-                self._open |= near
-                continue
+                if enough and self._open_near(best[1]):
+                    continue
+                return self._found(*best)
             if math.isinf(least):
                 raise failures[max(failures)] if failures else InfeasibleError("No pipeline fits.")
+
+            # Its best pipeline under the bounds, which may promise less than was known.
             try:
                 found = bounds.choose(n)
             except InfeasibleError as error:
@@ -86,14 +87,22 @@ class StageSearch:
             self._least[n] = max(least, found.seconds * (1 - tolerance / 4))
             if self._least[n] > least:
                 continue  # another number may be the most promising now
+
+            # What that pipeline uses is solved, piece by piece. Then its bounds are its costs.
             unsolved = bounds.unsolved(n, found)
             self.report("Costs of stages", bounds.n_solved, bounds.n_solved + len(unsolved))
             if unsolved:
                 bounds.raise_bound(n, *unsolved[0])
-            else:
-                seconds = bounds.seconds_of(n, found)
-                if best is None or seconds < best[0]:
-                    best = seconds, n, found
+                continue
+            seconds = bounds.seconds_of(n, found)
+            if best is None or seconds < best[0]:
+                best = seconds, n, found
+
+    def _open_near(self, n: int) -> bool:
+        """Look at the numbers of micro-batches near `n`, too; whether there are any that were not looked at."""
+        near = {m for m in self.bounds.numbers if n / _FAR < m < n * _FAR} - self._open
+        self._open |= near
+        return bool(near)
 
     @property
     def certificate(self) -> Certificate:

@@ -1,4 +1,4 @@
-"""What stages cost at least: a traced step, a cluster and what there is to choose from in, stage tables that rise out.
+"""Lower bounds on what each stage costs on each submesh, which rise as pieces of the model are solved.
 
 A piece that was not solved on a submesh costs at least what it costs on one device, divided by the devices, and at
 least its share of what it costs there in a larger micro-batch, where latency and weights weigh less. `StageBounds`
@@ -19,7 +19,14 @@ from minialpa.errors import TraceError
 from minialpa.inter.layers.forward import pieces_of
 from minialpa.inter.layers.remat import rematerialise
 from minialpa.inter.schedule.schedules import PipelineSize, max_live
-from minialpa.inter.search.stage_cost import THRIFT, PieceCost, PieceCosts, PieceKinds, interval_maxima, interval_sums
+from minialpa.inter.search.stage_cost import (
+    MEMORY_PRICES,
+    PieceCost,
+    PieceCosts,
+    PieceKinds,
+    interval_maxima,
+    interval_sums,
+)
 from minialpa.inter.search.stage_dp import StageAssignment, StageChoice, StageCostTable, choose_stages, step_seconds_of
 from minialpa.inter.search.stage_kernels import Bools, Floats
 from minialpa.inter.search.stage_memory import needed_bytes
@@ -42,9 +49,15 @@ _Place = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What to choose from: numbers of micro-batches, rematerialisation, submeshes; all devices or fewer.
+    """What to choose from.
 
-    tolerance: fraction of the step time that the search may leave on the table.
+    Attributes:
+        micro_batches: numbers of micro-batches.
+        remats: what layers may compute again; the same in all layers of a stage.
+        candidates: submeshes with their logical shapes.
+        schedule: the order of passes.
+        use_all_devices: whether no device may stay idle.
+        tolerance: fraction of the step time by which a pipeline may be slower than the fastest.
     """
 
     micro_batches: tuple[int, ...]
@@ -57,21 +70,31 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A way to use a submesh: its number in `Space.candidates`, what is computed again, which of `THRIFT`."""
+    """How a stage may use a submesh.
+
+    Attributes:
+        candidate: number of the submesh in `Space.candidates`.
+        remat: what its layers compute again.
+        price: number of the price of memory in `MEMORY_PRICES`.
+    """
 
     candidate: int
     remat: Remat
-    thrift: int
+    price: int
 
 
 @dataclass(slots=True, eq=False)
 class _Costs:
     """Costs of the pieces for one number of micro-batches, as far as they are known: [piece, column].
 
-    by_name: by the names of `PieceCost`. solved: whether they are; others are lower bounds. exact: seconds per
-    micro-batch and per step that whole stages were found to cost. misfits: stages that do not fit with so many
-    micro-batches in flight. chosen: the best pipeline when it was last looked for. changed: whether these have since.
-    table: of what is known now, once somebody has asked.
+    Attributes:
+        by_name: arrays by the names of the fields of `PieceCost`.
+        solved: whether they are the costs; otherwise they are lower bounds.
+        exact: seconds per micro-batch and per step that whole stages were found to cost.
+        misfits: stages that do not fit with so many micro-batches in flight.
+        chosen: the best pipeline when it was last looked for.
+        changed: whether costs have changed since.
+        table: of what is known now, once somebody has asked.
     """
 
     by_name: dict[str, Floats]
@@ -98,13 +121,14 @@ class StageBounds:
         option: AutoShardingOption, known: dict[str, PieceCost] | None = None,
     ) -> None:  # fmt: skip
         """`known`: costs of pieces from other searches, to which this one adds."""
+        # What there is: pieces, columns, and where columns may lie in the cluster.
         self.known = {} if known is None else known
         self.traced, self.cluster, self.space, self.option = traced, cluster, space, option
         self.piece_of_group, self.layer_of_piece = pieces_of(traced, layer_of_group)
         self.n_pieces = len(self.layer_of_piece)
         self.columns = [
             Column(m, remat, k) for m in range(len(space.candidates)) for remat in space.remats
-            for k in range(len(THRIFT))
+            for k in range(len(MEMORY_PRICES))
         ]  # fmt: skip
         self.place = {column: c for c, column in enumerate(self.columns)}
         devices = [space.candidates[column.candidate].device or cluster.device for column in self.columns]
@@ -112,6 +136,8 @@ class StageBounds:
         starts = may_start(cluster, list(space.candidates))
         self.may_start = np.array([starts[column.candidate] for column in self.columns])
         self.n_devices = np.array([space.candidates[column.candidate].n_devices for column in self.columns])
+
+        # What was staged and solved so far.
         self.menus = Menus()
         self._steps: dict[Remat, TracedStep] = {}
         # One staged step for each number of micro-batches and rematerialisation, and one solver for each distinct piece
@@ -122,6 +148,7 @@ class StageBounds:
         self._solved: dict[tuple[int, int, int], PieceCost] = {}
         self._anchored: set[tuple[int, int]] = set()
         self._alone: set[tuple[int, Remat]] = set()
+
         # With one micro-batch nothing is accumulated; among several, the largest bound those of all others.
         self.anchor = min((n for n in space.micro_batches if n > 1), default=1)
         self.numbers = self._possible_numbers()
@@ -174,6 +201,8 @@ class StageBounds:
         column = self.columns[c]
         free = self.place[Column(column.candidate, column.remat, 0)]
         base = min(n, self.anchor)
+
+        # First what pieces cost alone on one device, then in the largest micro-batch, and last what they do cost.
         if (base, column.remat) not in self._alone:
             columns = [i for i, other in enumerate(self.columns) if other.remat == column.remat]
             alike = [m for m in self.numbers if m == 1 or base > 1]
@@ -220,7 +249,7 @@ class StageBounds:
     def _raise_later(self, n: int, kinds: Sequence[int], piece: int, column: Column, cost: PieceCost) -> None:
         """Raise bounds for multiples of `n` micro-batches to their share of what a piece costs for `n`."""
         pieces = [i for i, kind in enumerate(kinds) if kind == kinds[piece]]
-        columns = [self.place[Column(column.candidate, column.remat, k)] for k in range(len(THRIFT))]
+        columns = [self.place[Column(column.candidate, column.remat, k)] for k in range(len(MEMORY_PRICES))]
         for m, costs in self._costs.items():
             if m % n == 0 and (n > 1 or m == 1):
                 at = np.ix_(pieces, [c for c in columns if not costs.solved[pieces[0], c]])
@@ -229,13 +258,13 @@ class StageBounds:
                 costs.change()
 
     def _solve(self, n: int, piece: int, column: Column) -> None:
-        """The costs of a piece; of all thrifty columns, if one is asked for: who looks at one will look at others."""
+        """The costs of a piece; of all columns with a price, if one is asked for: the search asks for them all."""
         kinds, costs = self._kinds_of(n, column.remat).kind, self._costs[n]
         free = self.place[Column(column.candidate, column.remat, 0)]
         self._raise_later(n, kinds, piece, column, self._cost(n, piece, free))
         pieces = [i for i, kind in enumerate(kinds) if kind == kinds[piece]]
-        for thrift in range(1, len(THRIFT)) if column.thrift else (0,):
-            at = self.place[Column(column.candidate, column.remat, thrift)]
+        for price in range(1, len(MEMORY_PRICES)) if column.price else (0,):
+            at = self.place[Column(column.candidate, column.remat, price)]
             for name in _NAMES:
                 costs.by_name[name][pieces, at] = getattr(self._cost(n, piece, at), name)
             costs.solved[pieces, at] = True
@@ -251,9 +280,9 @@ class StageBounds:
             if fastest is not None and math.isinf(fastest.seconds):
                 self._solved[key] = fastest
             else:
-                choice, thrift = self.space.candidates[column.candidate], THRIFT[column.thrift]
+                choice, price = self.space.candidates[column.candidate], MEMORY_PRICES[column.price]
                 pieces = self._pieces(n, column.remat)
-                self._solved[key] = pieces.cost(kind, choice, fastest, thrift, limited=True)
+                self._solved[key] = pieces.cost(kind, choice, fastest, price, limited=True)
         return self._solved[key]
 
     # ---- costs of stages ------------------------------------------------------------------------------------------
@@ -285,6 +314,7 @@ class StageBounds:
                 inside = stage.first_layer <= layer <= stage.last_layer
                 if inside and not costs.solved[piece, stage.candidate]:
                     users.setdefault((kinds[piece], stage.candidate), []).append((piece, stage.candidate))
+
         seconds = costs.by_name["seconds"]
         ordered = sorted(users.values(), key=lambda places: -len(places) * seconds[places[0]])
         return [places[0] for places in ordered]
@@ -335,16 +365,20 @@ class StageBounds:
         def sums(values: Floats) -> Floats:
             return interval_sums(np.add.reduceat(values, starts, axis=0))
 
+        # Sums over the pieces of each run of layers; of what a pass needs besides, the largest.
         costs = self._costs[n]
         cost = costs.by_name
         seconds, step_seconds, in_flight = (sums(cost[k]) for k in ("seconds", "step_seconds", "in_flight_bytes"))
         passes = interval_maxima(np.maximum.reduceat(cost["pass_temp_bytes"], starts, axis=0))
         passes += np.where(np.isfinite(seconds), sums(cost["left_bytes"]), 0.0)
         fixed = needed_bytes(sums(cost["fixed_bytes"]), np.maximum(passes, sums(cost["update_temp_bytes"])))
+
+        # What is known of whole stages takes the place of sums.
         for at, (t, step) in costs.exact.items():
             seconds[at], step_seconds[at] = t, step
         for at, n_live in costs.misfits:
             fixed[at] = max(fixed[at], _above(self.memory[at[2]]) - n_live * in_flight[at])
+
         base = self.anchor
         crossing = np.array(self._kinds_of(base, self.space.remats[0]).border_bytes)[starts[1:] - 1] * base / n
         seconds = preferred_seconds(seconds, self.n_devices / self.cluster.n_devices)
@@ -368,13 +402,13 @@ class StageBounds:
     def _needless(self, fits: Bools) -> Bools:
         """[i, j, column]: no need to save memory there, since what is faster always fits.
 
-        What computes more again, or is thriftier, is never faster on the same submesh.
+        What computes more again, or pays more for memory, is never faster on the same submesh.
         """
-        by_column = fits.reshape(*fits.shape[:2], -1, len(self.space.remats), len(THRIFT))
-        free = by_column[..., 0]  # of thrift
+        by_column = fits.reshape(*fits.shape[:2], -1, len(self.space.remats), len(MEMORY_PRICES))
+        free = by_column[..., 0]  # no price of memory
         earlier = np.zeros_like(free)
         earlier[..., 1:] = np.logical_or.accumulate(free, axis=-1)[..., :-1]
-        needless = np.repeat(earlier[..., None], len(THRIFT), axis=-1)
+        needless = np.repeat(earlier[..., None], len(MEMORY_PRICES), axis=-1)
         needless[..., 1:] |= free[..., None]
         return needless.reshape(fits.shape)
 

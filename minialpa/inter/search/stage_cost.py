@@ -1,4 +1,4 @@
-"""Costs of pieces of a model on submeshes: a traced step cut into pieces in, seconds and bytes of each of them out.
+"""What each piece of a model costs on each submesh: seconds and bytes per device.
 
 Pieces that are the same up to names are solved once. A stage costs the sum of its pieces: borders inside a stage are
 thereby priced as if both sides agreed on the sharding, which the final solve of the stage then makes them do.
@@ -30,21 +30,28 @@ from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
 from minialpa.tracing.jaxprs import Atom, bytes_of, is_literal
 
+#: Seconds that a solver may take to prove the sharding of one piece.
 _PIECE_TIME_LIMIT_S = 5.0
-#: About what one equation of a staged step takes, as measured.
+#: Bytes that one equation of a staged step takes in the planner's own memory, about, as measured.
 _EQUATION_BYTES = 2000
-#: What it is worth to keep nothing in memory, in step times of the piece.
-THRIFT = (0.0, 0.1, 1.0)
-#: Micro-batches in flight for which pieces are thrifty.
+#: Prices of memory that pieces are solved under: what keeping nothing is worth, in step times of the piece.
+MEMORY_PRICES = (0.0, 0.1, 1.0)
+#: Micro-batches in flight, at most, for which pieces save memory under such a price.
 _USUALLY_LIVE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceCost:
-    """One piece on a mesh, as `StageCostTable` has it for stages.
+    """One piece on a mesh; bytes are per device.
 
-    pass_temp_bytes: what a pass has besides; of several pieces the hungriest counts. left_bytes: what it leaves in the
-    end, update_temp_bytes: what the update has besides; of several pieces they add up.
+    Attributes:
+        seconds: of one micro-batch, forward and backward; inf where the piece does not fit.
+        step_seconds: once per step.
+        fixed_bytes: parameters, optimizer state and accumulated gradients.
+        in_flight_bytes: for each micro-batch in flight.
+        pass_temp_bytes: what a pass needs besides; of several pieces in a stage, the largest counts.
+        left_bytes: what a pass leaves in the end; of several pieces they add up.
+        update_temp_bytes: what the update needs besides; of several pieces they add up.
     """
 
     seconds: float = math.inf
@@ -77,7 +84,7 @@ class PieceCosts:
     ) -> None:  # fmt: skip
         self.staged, self.cluster, self.menus, self.known = staged, cluster, menus, known
         self._solvers, self._mine = solvers, object()  # the same step, staged again, has other variables
-        # There are hundreds of costs; one that is a little too dear is better than minutes of proof for each.
+        # There are hundreds of costs: one that is a little too high is better than minutes of proof for each.
         self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _PIECE_TIME_LIMIT_S))
         self.problems = [mesh_equations(staged, piece) for piece in range(staged.n_meshes)]
         keys = [problem_key(problem) for problem in self.problems]
@@ -90,19 +97,23 @@ class PieceCosts:
         """About what the staged step holds."""
         return _EQUATION_BYTES * sum(len(problem.eqns) for problem in self.problems)
 
-    def cost(self, piece: int, choice: Candidate, fastest: PieceCost | None, thrift: float, limited: bool) -> PieceCost:
+    def cost(self, piece: int, choice: Candidate, fastest: PieceCost | None, price: float, limited: bool) -> PieceCost:
         """A piece on a submesh, with seconds of inf if it does not fit.
 
-        To keep nothing in memory is worth `thrift` times the seconds of its `fastest` sharding. limited: whether
-        memory is.
+        Args:
+            fastest: its sharding of least seconds; None to look for that one.
+            price: what keeping nothing in memory is worth, in step times of the `fastest` sharding.
+            limited: whether the piece alone has to fit in memory.
         """
         n = self.staged.split.n_micro_batches
         mesh = self.cluster.logical_mesh(choice.submesh, choice.logical_shape, choice.device)
         n_live = min(n, _USUALLY_LIVE)
+
+        # A price per byte, so that the solver weighs seconds against memory.
         byte_s = 0.0
-        if fastest is not None and thrift:
+        if fastest is not None and price:
             keeps = max(1.0, fastest.fixed_bytes + n_live * fastest.in_flight_bytes)
-            byte_s = thrift * (n * fastest.seconds + fastest.step_seconds) / keeps
+            byte_s = price * (n * fastest.seconds + fastest.step_seconds) / keeps
 
         def known(n_bytes: float | None) -> PieceCost:
             name = f"{self._digests[piece]} {mesh} {self.option} {n_live} {n_bytes} {byte_s}"
@@ -123,6 +134,7 @@ class PieceCosts:
             solution = self._solver(piece, mesh).solve(limit, self.option.solver_time_limit_s, kept, byte_s)
         except InfeasibleError:
             return PieceCost()
+
         view = ShardedView(mesh, self.option.forbidden_collectives)
         programs = mesh_programs(staged, piece, problem, solution, view)
         times = stage_times(problem, solution, mesh_collectives(programs), mesh, staged.split.n_loops)

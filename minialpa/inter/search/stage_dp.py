@@ -1,4 +1,4 @@
-"""Stage DP: a table of stage costs in, the fastest pipeline out.
+"""Stage DP: the fastest pipeline, by a table of what each stage would cost on each submesh.
 
     minimise T = sum_k t_k + sum_borders transfer + (B - 1) * max_k t_k + max_k step_k
 
@@ -30,14 +30,17 @@ from minialpa.inter.search.stage_kernels import IDLE, Bools, Floats, Ints, fill_
 class StageCostTable:
     """What layers i to j, both included, cost on candidate m. Entries with i > j are not looked at.
 
-    n_devices[m]: devices that the candidate takes. may_start[m, p]: whether it may start at device p of the cluster.
-    skip_to[p]: where a pipeline may go on that leaves device p idle. From the first device of a host it is the next
-        host, so that the start of a stage tells whether it is on the host of the stage before.
-    seconds[i, j, m]: forward and backward of one micro-batch; inf where the candidate is not allowed.
-    step_seconds[i, j, m]: gradient sync and update, once per step.
-    fixed_bytes[i, j, m], in_flight_bytes[i, j, m]: per device, whatever happens and for each live micro-batch.
-    transfer_seconds[j, p]: one micro-batch's activations and gradients over the border after layer j < n_layers - 1,
-        where the next stage starts at device p.
+    Attributes:
+        n_devices: [m], devices that the candidate takes.
+        may_start: [m, p], whether it may start at device p of the cluster.
+        skip_to: [p], where a pipeline may go on that leaves device p idle. From the first device of a host it is the
+            next host, so that the start of a stage tells whether it is on the host of the stage before.
+        seconds: [i, j, m], forward and backward of one micro-batch; inf where the candidate is not allowed.
+        step_seconds: [i, j, m], gradient sync and update, once per step.
+        fixed_bytes: [i, j, m], bytes per device whatever happens.
+        in_flight_bytes: [i, j, m], bytes per device for each live micro-batch.
+        transfer_seconds: [j, p], one micro-batch's activations and gradients over the border after layer
+            j < n_layers - 1, where the next stage starts at device p.
     """
 
     n_devices: NDArray[np.int64]
@@ -56,6 +59,7 @@ class StageCostTable:
         n_candidates = len(self.n_devices)
         if not n_candidates or self.n_devices.min() < 1:
             raise ShardingError(f"Every candidate needs a device and there must be one; got {self.n_devices}.")
+
         n_layers = len(self.seconds)
         if self.may_start.ndim != 2 or len(self.may_start) != n_candidates or not self.may_start.shape[1]:
             raise ShardingError(
@@ -65,9 +69,11 @@ class StageCostTable:
         n_places = self.may_start.shape[1]
         if self.skip_to.shape != (n_places,) or (self.skip_to <= np.arange(n_places)).any():
             raise ShardingError(f"`skip_to` needs a later place for each of {n_places} devices; got {self.skip_to}.")
+
         cube = (n_layers, n_layers, n_candidates)
         shapes = dict.fromkeys(("seconds", "step_seconds", "fixed_bytes", "in_flight_bytes"), cube)
         for name, shape in {**shapes, "transfer_seconds": (n_layers - 1, n_places)}.items():
+            # A copy, which nobody can change.
             array = np.array(getattr(self, name), np.float64)
             if not n_layers or array.shape != shape:
                 raise ShardingError(f"`{name}` needs shape {shape} with at least one layer; got {array.shape}.")
@@ -138,14 +144,21 @@ def choose_stages(
     return StageAssignment(best.stages, best.total(n_micro_batches))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Problem:
     """The arrays of the DP.
 
-    stages: how many there may be. idle: whether devices may be. live: different counts of live micro-batches;
-    live_of[s]: which of them a stage has that is the s-th from the end. memory[m]: bytes per device.
-    most[i, j, m]: see `most_live`. groups[m]: candidates of one group, g, have counts[g] devices and may start at the
-    same places, starts[g].
+    Attributes:
+        table: costs of stages.
+        stages: how many stages there may be.
+        idle: whether devices may stay idle.
+        live: different counts of live micro-batches, which rise.
+        live_of: [s], which of them a stage has that is the s-th from the end.
+        memory: [m], bytes per device.
+        most: [i, j, m], see `most_live`.
+        groups: [m], the group g of each candidate: those that take as many devices and may start at the same places.
+        counts: [g], devices of each group.
+        starts: [g, p], whether it may start at device p.
     """
 
     table: StageCostTable
@@ -182,11 +195,13 @@ def _problem(
     live, live_of = np.unique(np.array(counts, np.float64), return_inverse=True)
     memory = np.array(memory, np.float64)
     most = most_live(table.fixed_bytes, table.in_flight_bytes, memory, live)
+
+    # Candidates that only differ in what they cost are looked at together.
     rows = np.concatenate([table.n_devices[:, None], table.may_start], axis=1)
     kinds, groups = np.unique(rows, axis=0, return_inverse=True)
     return _Problem(
-        table, stages, idle, live, live_of.ravel(), memory, most, groups.ravel(), kinds[:, 0].copy(),
-        kinds[:, 1:].astype(np.bool_),
+        table=table, stages=stages, idle=idle, live=live, live_of=live_of.ravel(), memory=memory, most=most, groups=groups.ravel(), counts=kinds[:, 0].copy(),
+        starts=kinds[:, 1:].astype(np.bool_),
     )  # fmt: skip
 
 
@@ -226,6 +241,8 @@ def _search(problem: _Problem, n_micro_batches: int, tolerance: float) -> _Solut
         found = cheapest if tau == sigma == np.inf else _solve(problem, tau, sigma)
         if found is None:
             continue
+
+        # Two boxes are left, each without the part whose sums leave no room for a better total.
         best = min(best, found, key=lambda solution: solution.total(n_micro_batches))
         room_s = best.total(n_micro_batches) * (1 - tolerance) - found.sum_s
         slower = max(least, found.max_t) if waits else least
@@ -248,6 +265,8 @@ def _solve(problem: _Problem, tau: float, sigma: float) -> _Solution | None:
     sum_s, s = _best_end(problem, f)
     if not np.isfinite(sum_s):
         return None
+
+    # From the first layer on, as the table was reached.
     stages, i, p = list[StageChoice](), 0, 0
     while s > 0:
         reached = int(how[s, i, p // unit])
@@ -319,7 +338,7 @@ def _infeasible_message(problem: _Problem, schedule: str, n_micro_batches: int) 
     need = _least_memory(_problem(table, stages, schedule, n_micro_batches, boundless, idle=problem.idle))
     if np.isfinite(need):
         return (
-            f"No pipeline fits: under `{schedule}` with {n_micro_batches} micro-batches the thriftiest one needs "
+            f"No pipeline fits: under `{schedule}` with {n_micro_batches} micro-batches the smallest one needs "
             f"{need:.6g} bytes per device and the devices have {problem.memory.max():.6g}. Raise `n_micro_batches` so "
             "that each is smaller, allow more devices, or use devices with more memory."
         )

@@ -1,4 +1,4 @@
-"""The loops of the stage DP, compiled by numba: costs of stages in, the least over all pipelines and how out."""
+"""The loops of the stage DP, compiled by numba. See `stage_dp` for the recurrence and its letters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-#: In `how`: this device stays idle.
+#: Entry of `how` for a device that stays idle.
 IDLE = -1
 
 
@@ -52,23 +52,43 @@ def least_stages(
 
 
 @compiled
+def _put_in_front(
+    value: float, rest: Floats, n: int, may_start: Bools, code: int, total: Floats, at: Ints, maximum: bool
+) -> None:
+    """Lower `total[p]`, and set `at[p]` to `code`, where a stage of `n` devices from p on, before `rest`, is less."""
+    for p in range(len(total) - n):
+        x = max(value, rest[p + n]) if maximum else value + rest[p + n]
+        if x < total[p] and may_start[p]:
+            total[p], at[p] = x, code
+
+
+@compiled
 def fill_tables(
     best: Floats, live_of: Ints, counts: Ints, may_start: Bools, skip_to: Ints, transfer: Floats, idle: bool,
     maximum: bool,
 ) -> tuple[Floats, Ints]:  # fmt: skip
     """f[s, i, p] of the stage DP, and how it is reached: j * n_groups + g, or IDLE.
 
-    live_of[s]: last index of `best` for a stage with s stages from itself to the end. transfer[j, p]: from layer j to a
-    stage that starts at device p, which counts for that stage. skip_to[p]: where to go on if
-    device p stays idle. maximum: combine stages by their largest, without transfers.
+    Args:
+        best: [l, i, g, j], see `least_stages`.
+        live_of: [s], the last index l of `best` for a stage with s stages from itself to the end.
+        counts: [g], devices of each group of candidates.
+        may_start: [g, p], whether they may start at device p.
+        skip_to: [p], where to go on if device p stays idle.
+        transfer: [j, p], from layer j to a stage that starts at device p; it counts for that stage.
+        idle: whether devices may stay idle.
+        maximum: combine stages by their largest value, without transfers, instead of their sum.
     """
     n_layers, n_groups = best.shape[1], best.shape[2]
     n_stages, n_devices = len(live_of) - 1, may_start.shape[1]
+
+    # No stages are left where there are no layers left, on no device or on idle ones.
     f = np.full((n_stages + 1, n_layers + 1, n_devices + 1), np.inf)
     how = np.full(f.shape, IDLE, np.int64)
     f[0, n_layers, n_devices] = 0.0
     if idle:
         f[0, n_layers, :] = 0.0
+
     total, at = np.empty(n_devices + 1), np.empty(n_devices + 1, np.int64)
     for s in range(1, n_stages + 1):
         k = live_of[s]
@@ -78,13 +98,10 @@ def fill_tables(
                 n = counts[g]
                 for j in range(i, n_layers - s + 1):
                     value = best[k, i, g, j]
-                    if value == np.inf:
-                        continue
-                    rest = f[s - 1, j + 1]
-                    for p in range(n_devices - n + 1):
-                        x = max(value, rest[p + n]) if maximum else value + rest[p + n]
-                        if x < total[p] and may_start[g, p]:
-                            total[p], at[p] = x, j * n_groups + g
+                    if value < np.inf:
+                        _put_in_front(value, f[s - 1, j + 1], n, may_start[g], j * n_groups + g, total, at, maximum)
+
+            # From the last device on, since a device may pass what it starts on to a later one.
             for p in range(n_devices - 1, -1, -1):
                 least, reached = total[p], at[p]
                 if i > 0 and not maximum:

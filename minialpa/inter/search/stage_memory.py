@@ -46,10 +46,16 @@ def needed_bytes(kept: Bytes, temp: Bytes) -> Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshMemory:
-    """Bytes per device, as in the formula above; `largest` tensors at the peak of the hungriest task.
+    """Bytes per device, as in the formula above.
 
-    pass_temp_bytes, update_temp_bytes: `temp` of the passes and of the update. left_bytes: what of the former a pass
-    leaves, such as gradients that are yet to be added to those of other micro-batches.
+    Attributes:
+        fixed_bytes: what stays for the whole step.
+        kept_bytes: for each chunk of the mesh, what each micro-batch in flight keeps.
+        pass_temp_bytes: `temp` of the passes.
+        update_temp_bytes: `temp` of what runs once per step.
+        left_bytes: the part of `pass_temp_bytes` that a pass leaves, such as gradients that are yet to be added to
+            those of other micro-batches.
+        largest: tensors at the peak of the hungriest task.
     """
 
     fixed_bytes: float
@@ -94,6 +100,8 @@ def mesh_memory(
     kept = _kept(staged, mesh)
     temps, left = {True: 0.0, False: 0.0}, 0.0  # whether for each micro-batch
     largest: tuple[LargeTensor, ...] = ()
+
+    # Tasks run one after the other, so the hungriest of each kind counts.
     for task, program in ((p.task, p.program) for p in programs):
         donated = donations(staged, task)
         memory = peak_bytes(program, donated)
@@ -104,6 +112,8 @@ def mesh_memory(
         if extra >= max(temps.values()):
             largest = memory.largest
         temps[task.per_micro_batch] = max(temps[task.per_micro_batch], extra)
+
+    # Parameters, residuals and the like, which outlive tasks.
     fixed = sum(n * _local(v, sharding.specs, view) for v, n in kept.fixed.items())
     by_chunk = [0.0] * kept.n_chunks
     for v, chunk in kept.residuals.items():

@@ -1,8 +1,8 @@
-"""Stages under their memory limits: equations in, shardings that fit, with their programs and memory, out.
+"""Solves whole stages under their memory limits: shardings that fit, with their programs and memory.
 
-The cost graph counts tensors as they lie; what a solution communicates needs room as well. So the solution is measured,
-and where it is too large the problem is solved again with that much less room, or half as much less where that is too
-little for any.
+The cost graph counts tensors as they are stored; what a solution communicates needs room as well. So the solution is
+measured, and where it is too large the problem is solved again with that much less room, or half as much less where
+that is too little for any.
 """
 
 from __future__ import annotations
@@ -135,8 +135,7 @@ def _needed(memory: MeshMemory, moments: Moments) -> float:
 
 def _solve_stage(stage: _Stage, option: AutoShardingOption, moments: Moments) -> SolvedStage:
     """As `StageSolver.solve`, from nothing."""
-    staged, mesh, problem, view = stage.staged, stage.mesh, stage.problem, stage.view
-    limit = _limit(staged, mesh, problem, view, option, moments)
+    limit = _limit(stage, option, moments)
     room, found = limit, list[SolvedStage]()
     deadline = time.monotonic() + option.solver_time_limit_s
     solved_bytes = hopeless_bytes = 0.0  # room of the last solution; room that was too little
@@ -150,16 +149,22 @@ def _solve_stage(stage: _Stage, option: AutoShardingOption, moments: Moments) ->
             hopeless_bytes = room.limit_bytes
             room = replace(room, limit_bytes=(solved_bytes + hopeless_bytes) / 2)
             continue
-        programs = tuple(mesh_programs(staged, mesh, problem, solution, view))
-        memory = mesh_memory(staged, mesh, programs, solution, view)
+
+        # Measured with its collectives and the places of its buffers.
+        programs = tuple(mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view))
+        memory = mesh_memory(stage.staged, stage.mesh, programs, solution, stage.view)
         solved = SolvedStage(solution, programs, memory)
         needed = _needed(memory, moments)
         if limit is None or room is None or needed <= limit.limit_bytes:
             return solved
+
+        # Less room by what is missing, or half as much less where that much was too little.
         found.append(solved)
         solved_bytes = room.limit_bytes
         less = max(solved_bytes - (needed - limit.limit_bytes), (solved_bytes + hopeless_bytes) / 2)
         room = replace(room, limit_bytes=less)
+
+    # What only lacks the reserve for small buffers is taken.
     assert limit is not None
     smallest = min(found, key=lambda solved: solved.memory.peak_bytes(moments))
     if smallest.memory.peak_bytes(moments) > limit.limit_bytes:
@@ -178,6 +183,7 @@ def _explained(
         )
     if limit is None:
         return InfeasibleError(stage.solver.why_infeasible(option.solver_time_limit_s) or str(error))
+
     if "memory_limit_bytes" in str(error):
         return error
     return InfeasibleError(
@@ -186,27 +192,22 @@ def _explained(
     )
 
 
-def _limit(
-    staged: StagedStep,
-    mesh: int,
-    problem: MeshEquations,
-    view: ShardedView,
-    option: AutoShardingOption,
-    moments: Moments,
-) -> MemoryLimit | None:
+def _limit(stage: _Stage, option: AutoShardingOption, moments: Moments) -> MemoryLimit | None:
+    """The limit of the options, with what counts towards it where that may reach it; None for no limit."""
+    problem, view = stage.problem, stage.view
     n_bytes = option.limit_bytes(view.mesh.device)
     if n_bytes is None or math.isinf(n_bytes):
         return None
-    whole = sum(bytes_of(v) for v, _ in problem.inputs) + sum(bytes_of(v) for e in problem.eqns for v in e.outvars)
-    if (1 + max(map(max, moments))) * whole <= n_bytes:  # nothing needs counting
+    unsharded = sum(bytes_of(v) for v, _ in problem.inputs) + sum(bytes_of(v) for e in problem.eqns for v in e.outvars)
+    if (1 + max(map(max, moments))) * unsharded <= n_bytes:  # nothing needs counting
         return MemoryLimit(n_bytes)
 
     def name_of(var: Var) -> str:
-        traced = staged.split.traced
+        traced = stage.staged.split.traced
         paths = dict(zip(traced.flat.invars, traced.in_paths, strict=True))
         return paths.get(var) or next((source_line(eqn) for eqn in problem.eqns if var in eqn.outvars), "")
 
-    usages = mesh_usages(staged, mesh, moments, joint_barriers=view.mesh.waits_at_barriers)
+    usages = mesh_usages(stage.staged, stage.mesh, moments, joint_barriers=view.mesh.waits_at_barriers)
     return MemoryLimit(n_bytes, usages, name_of)
 
 

@@ -1,10 +1,11 @@
-"""Stages that a method gives: uniform or manual stage options in, stages placed on the devices of a cluster out."""
+"""Stages that the user gives, uniform or by hand, placed on the devices of a cluster."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import ShardingError
@@ -14,7 +15,14 @@ from minialpa.options import AutoShardingOption, ManualStageOption, PlanOptions,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecidedStage:
-    """A decided stage, before its mesh is solved."""
+    """A stage whose mesh is not solved yet.
+
+    Attributes:
+        layers: numbers of its layers; empty for a step without layers.
+        candidate: its submesh and logical shape.
+        option: what its shardings keep to.
+        first_device: number of its first device in the cluster.
+    """
 
     layers: tuple[int, ...]
     candidate: Candidate
@@ -23,6 +31,7 @@ class DecidedStage:
 
 
 def given_stages(cluster: ClusterSpec, options: PlanOptions, n_layers: int) -> list[DecidedStage]:
+    """The stages of the options, equal ones by default. Raises ShardingError where there is no room for them."""
     match options.stages:
         case ManualStageOption() as manual:
             return _manual(manual, cluster, options.sharding, n_layers)
@@ -35,28 +44,36 @@ def given_stages(cluster: ClusterSpec, options: PlanOptions, n_layers: int) -> l
 def _uniform(
     option: UniformStageOption, cluster: ClusterSpec, sharding: AutoShardingOption, n_layers: int
 ) -> list[DecidedStage]:
-    n = cluster.n_devices
+    n_devices = cluster.n_devices
     n_stages = option.num_stages
     if n_stages is None:
-        n_stages = max(s for s in range(1, n_layers + 1) if n % s == 0)
+        n_stages = max(s for s in range(1, n_layers + 1) if n_devices % s == 0)
+    n_chunks = n_stages * option.num_chunks
+    _check_uniform(option, n_stages, n_devices, n_layers)
+
+    submesh = option.submesh_physical_shape or submesh_of(n_devices // n_stages, cluster)
+    candidate = Candidate(submesh, tuple(option.submesh_logical_shape or (submesh[0] * submesh[1],)))
+    chosen = option.submesh_autosharding_option or sharding
+
+    # Stage k has every n_stages-th chunk, from chunk k on.
+    bounds = [round(c * n_layers / n_chunks) for c in range(n_chunks + 1)]
+    chunks = [tuple(range(a, b)) for a, b in itertools.pairwise(bounds)]
+    return _placed_stages([(sum(chunks[k::n_stages], ()), candidate, chosen) for k in range(n_stages)], cluster)
+
+
+def _check_uniform(option: UniformStageOption, n_stages: int, n_devices: int, n_layers: int) -> None:
+    """Raise ShardingError for numbers of stages and chunks that the layers or devices cannot have."""
     if n_stages < 1:
         raise ShardingError(f"`num_stages` is at least 1; got {n_stages}.")
-    n_chunks = n_stages * option.num_chunks
-    if n_chunks < n_stages:
+    if option.num_chunks < 1:
         raise ShardingError(f"`num_chunks` is at least 1; got {option.num_chunks}.")
-    if n_chunks > n_layers:
+    if n_stages * option.num_chunks > n_layers:
         each = f" of {option.num_chunks} chunks" if option.num_chunks > 1 else ""
         raise ShardingError(
             f"`num_stages={n_stages}` stages{each} cannot be made of {n_layers} layers. Ask for more layers."
         )
-    if option.submesh_physical_shape is None and n % n_stages:
-        raise ShardingError(f"{n} devices cannot be divided equally among {n_stages} stages.")
-    submesh = option.submesh_physical_shape or submesh_of(n // n_stages, cluster)
-    candidate = Candidate(submesh, tuple(option.submesh_logical_shape or (submesh[0] * submesh[1],)))
-    bounds = [round(c * n_layers / n_chunks) for c in range(n_chunks + 1)]
-    chunks = [tuple(range(a, b)) for a, b in itertools.pairwise(bounds)]
-    chosen = option.submesh_autosharding_option or sharding
-    return _placed_stages([(sum(chunks[k::n_stages], ()), candidate, chosen) for k in range(n_stages)], cluster)
+    if option.submesh_physical_shape is None and n_devices % n_stages:
+        raise ShardingError(f"{n_devices} devices cannot be divided equally among {n_stages} stages.")
 
 
 def submesh_of(n_devices: int, cluster: ClusterSpec) -> tuple[int, int]:
@@ -75,20 +92,9 @@ def _manual(
     option: ManualStageOption, cluster: ClusterSpec, sharding: AutoShardingOption, n_layers: int
 ) -> list[DecidedStage]:
     layers = [tuple(ids) for ids in option.forward_stage_layer_ids]
-    starts = [ids[:1] for ids in layers]
-    once = sorted(layer for ids in layers for layer in ids) == list(range(n_layers))
-    if not once or starts != sorted(starts) or any(ids != tuple(sorted(ids)) for ids in layers):
-        raise ShardingError(
-            f"`forward_stage_layer_ids` must list the layers 0 to {n_layers - 1} once and in order; got {layers}."
-        )
     dicts = list(option.submesh_autosharding_option_dicts) or [{}] * len(layers)
-    known = {field.name for field in dataclasses.fields(AutoShardingOption)}
-    unknown = sorted({str(name) for fields in dicts for name in fields} - known)
-    if unknown:
-        raise ShardingError(
-            f"`submesh_autosharding_option_dicts` has {', '.join(f'`{name}`' for name in unknown)}, which "
-            f"`AutoShardingOption` has not. It has {', '.join(f'`{name}`' for name in sorted(known))}."
-        )
+    _check_layers(layers, n_layers)
+    _check_names(dicts)
     shapes, logical = option.submesh_physical_shapes, option.submesh_logical_shapes
     if not len(layers) == len(shapes) == len(logical) == len(dicts):
         raise ShardingError(
@@ -102,6 +108,27 @@ def _manual(
     return _placed_stages(parts, cluster)
 
 
+def _check_layers(layers: Sequence[tuple[int, ...]], n_layers: int) -> None:
+    """Raise ShardingError unless stages have all layers, each rising, in the order of their first layers."""
+    starts = [ids[:1] for ids in layers]
+    once = sorted(layer for ids in layers for layer in ids) == list(range(n_layers))
+    if not once or starts != sorted(starts) or any(ids != tuple(sorted(ids)) for ids in layers):
+        raise ShardingError(
+            f"`forward_stage_layer_ids` must list the layers 0 to {n_layers - 1} once and in order; got {layers}."
+        )
+
+
+def _check_names(dicts: Sequence[dict[str, Any]]) -> None:
+    """Raise ShardingError for a field that `AutoShardingOption` does not have."""
+    known = {field.name for field in dataclasses.fields(AutoShardingOption)}
+    unknown = sorted({str(name) for fields in dicts for name in fields} - known)
+    if unknown:
+        raise ShardingError(
+            f"`submesh_autosharding_option_dicts` has {', '.join(f'`{name}`' for name in unknown)}, which "
+            f"`AutoShardingOption` has not. It has {', '.join(f'`{name}`' for name in sorted(known))}."
+        )
+
+
 def _placed_stages(
     parts: Sequence[tuple[tuple[int, ...], Candidate, AutoShardingOption]], cluster: ClusterSpec
 ) -> list[DecidedStage]:
@@ -111,9 +138,11 @@ def _placed_stages(
         raise ShardingError(
             f"The stages need {needed} devices and the cluster has {cluster.n_devices}. Use fewer or smaller stages."
         )
+
     per_host, at = cluster.devices_per_host, 0
     stages = []
     for k, (layers, candidate, option) in enumerate(parts):
+        # What does not fit in the rest of a host begins on the next one.
         hosts, n = candidate.submesh
         if (hosts > 1 or at % per_host + n > per_host) and at % per_host:
             at += per_host - at % per_host
@@ -122,6 +151,7 @@ def _placed_stages(
                 f"There is no room for stage {k} on a submesh of {hosts} x {n} devices from device {at} on: stages "
                 f"lie inside hosts of {per_host} devices or are whole hosts, in order. Use submeshes that fill hosts."
             )
+
         device = cluster.device_of(at // per_host) if cluster.host_devices else None
         stages.append(DecidedStage(layers, dataclasses.replace(candidate, device=device), option, at))
         at += candidate.n_devices

@@ -83,7 +83,7 @@ def test_least_memory_in_the_message_is_enough_and_less_is_not(problem: tuple[St
     if math.isinf(fastest_pipeline(table, **{**limits, "memory_bytes": math.inf})):
         return
     low, high = -1.0, 100.0
-    with pytest.raises(InfeasibleError, match="thriftiest one needs") as caught:
+    with pytest.raises(InfeasibleError, match="smallest one needs") as caught:
         choose_stages(table, **{**limits, "memory_bytes": low})
     need = float(str(caught.value).split("needs ")[1].split(" bytes")[0])
     assert math.isfinite(fastest_pipeline(table, **{**limits, "memory_bytes": need}))
@@ -126,7 +126,7 @@ def test_first_stages_of_1f1b_hold_more_and_get_fewer_layers() -> None:
     table = uniform(5, [1], 2, in_flight=1.0)
     options: dict[str, Any] = {"n_micro_batches": 8, "memory_bytes": 4.0}
     assert choose_stages(table, **options).stages == (StageChoice(0, 1, 0, 0), StageChoice(2, 4, 0, 1))
-    with pytest.raises(InfeasibleError, match="`gpipe` with 8 micro-batches the thriftiest one needs 24 bytes"):
+    with pytest.raises(InfeasibleError, match="`gpipe` with 8 micro-batches the smallest one needs 24 bytes"):
         choose_stages(table, **options, schedule="gpipe")
 
 
