@@ -141,13 +141,24 @@ class PlannedPass:
 class StagePlan:
     """One pipeline stage. Its chunks are the runs of neighbouring `layers`.
 
-    first_device: number of its first device in the cluster. alpha, beta: links of the axes of the logical shape.
-    option: what its shardings had to keep to.
-    input_specs, equation_specs: specs of the inputs, and of the equations, of the mesh in order.
-    passes: in the order of one micro-batch. update_s: seconds once per step, before the first loop and behind the last;
-    between_s: those behind each other loop.
-    fixed_bytes: bytes per device for state, gradients and temporaries; kept_bytes: for each chunk, what every
-    micro-batch in flight keeps.
+    Attributes:
+        layers: numbers of its layers; empty without a pipeline.
+        submesh: (hosts, devices per host).
+        first_device: number of its first device in the cluster.
+        logical_shape: lengths of the axes of its logical mesh.
+        alpha: seconds of latency of the links along each axis.
+        beta: seconds per byte of the links along each axis.
+        option: what its shardings had to keep to.
+        input_specs: specs of the inputs of the mesh, in order.
+        equation_specs: specs of the equations of the mesh, in order.
+        operators: its matrix products and convolutions.
+        passes: what one micro-batch runs, in order.
+        update_s: seconds once per step, before the first loop and behind the last.
+        fixed_bytes: bytes per device for state, gradients and temporaries.
+        kept_bytes: for each chunk, bytes per device that every micro-batch in flight keeps.
+        peak_bytes: bytes per device at the fullest moment.
+        optimal: whether the solver has proven its shardings to be the cheapest.
+        between_s: seconds once per step behind each loop but the last.
     """
 
     layers: tuple[int, ...]
@@ -199,7 +210,16 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCost:
-    """Predicted seconds of a step, and where they go; bytes per device of each stage at its peak."""
+    """Predicted seconds of a step, and where they go.
+
+    Attributes:
+        total_s: seconds of a step.
+        compute_s: of these, seconds that the slowest stage computes in the loops.
+        communication_s: seconds of collectives of that stage in the loops.
+        bubble_s: seconds that it waits.
+        update_s: seconds of what runs once per step.
+        peak_bytes: bytes per device of each stage at its fullest moment.
+    """
 
     total_s: float
     compute_s: float
@@ -233,15 +253,27 @@ class ExportedSpecs(NamedTuple):
 class Plan:
     """The whole plan of one step on one cluster. Equal inputs give equal plans and equal JSON.
 
-    layer_of_group: layer of each forward equation group, in order; empty without a pipeline.
-    remat: for each layer what its backward pass finds kept: `none` is computed again, all but `dots`, or `full`.
-    row_blocks: for each stack of layers that a scan applies, the rows of each block that it is cut into, so that stages
-        can end inside; empty where scans are whole.
-    certificate: None where nothing was searched.
-    per_micro_batch: what each micro-batch computes from its own examples where the full batch has a total: batch
-        statistics, and what the model asks for.
-    keeps_rows: whether later loops over the micro-batches read what earlier ones have computed of each example, which
-        is kept for all micro-batches; otherwise they compute it again.
+    Attributes:
+        fingerprint: of the step that it was made for.
+        cluster: devices and links that it was made for.
+        n_micro_batches: parts that the batch is cut into.
+        schedule: name of the order of passes.
+        layer_of_group: layer of each group of forward equations, in order; empty without a pipeline.
+        remat: for each layer, what its backward pass computes again: nothing (`none`), all but matrix products
+            (`dots`), or everything (`full`).
+        stages: from first to last.
+        inputs: where the arguments are, and their specs.
+        outputs: where the results are left, and their specs.
+        collectives: what devices of one mesh communicate.
+        transfers: what meshes send each other.
+        cost: predicted seconds and bytes.
+        row_blocks: for each stack of layers that a scan applies, the rows of each block that it is cut into, so that
+            stages can end inside; empty where scans are whole.
+        certificate: what a search has shown; None where nothing was searched.
+        per_micro_batch: what each micro-batch computes from its own examples where the full batch has a total: batch
+            statistics, and what the model asks for.
+        keeps_rows: whether later loops over the micro-batches read what earlier ones have computed of each example,
+            which is kept for all micro-batches; otherwise they compute it again.
     """
 
     fingerprint: Fingerprint

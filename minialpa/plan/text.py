@@ -19,18 +19,27 @@ def summary(plan: Plan) -> str:
     if plan.certificate is not None:
         lines.append(certificate_text(plan.certificate))
     lines.extend(f"Each micro-batch has its own {what}" for what in plan.per_micro_batch)
-    for k, stage in enumerate(plan.stages):
-        lines.append(f"Stage {k}: {stage_text(plan, k)}")
-        lines.append(
-            f"  {seconds_text(stage.compute_s)} compute + {seconds_text(stage.communication_s)} communication per "
-            f"micro-batch, {seconds_text(stage.update_s)} update, {bytes_text(stage.peak_bytes)} per device"
-            + ("" if stage.optimal else "; shardings not proven optimal")
-        )
-        forward = tuple(op for op in stage.operators if op.part == "forward")
-        lines.extend(f"  {line}" for line in operator_lines(plan, forward))
-        for c in (c for c in plan.collectives if c.stage == k):
-            lines.append(f"  {c.kind} over {axes_text(c.axes)}: {bytes_text(c.n_bytes)}, {c.times_per_step} per step")
+    for k in range(len(plan.stages)):
+        lines.extend(_stage_lines(plan, k))
     return "\n".join(lines)
+
+
+def _stage_lines(plan: Plan, k: int) -> list[str]:
+    """Stage `k`: what it is, what it costs, its operators and its collectives."""
+    stage = plan.stages[k]
+    forward = tuple(op for op in stage.operators if op.part == "forward")
+    collectives = (c for c in plan.collectives if c.stage == k)
+    return [
+        f"Stage {k}: {stage_text(plan, k)}",
+        f"  {seconds_text(stage.compute_s)} compute + {seconds_text(stage.communication_s)} communication per "
+        f"micro-batch, {seconds_text(stage.update_s)} update, {bytes_text(stage.peak_bytes)} per device"
+        + ("" if stage.optimal else "; shardings not proven optimal"),
+        *(f"  {line}" for line in operator_lines(plan, forward)),
+        *(
+            f"  {c.kind} over {axes_text(c.axes)}: {bytes_text(c.n_bytes)}, {c.times_per_step} per step"
+            for c in collectives
+        ),
+    ]
 
 
 def certificate_text(found: Certificate) -> str:

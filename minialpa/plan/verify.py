@@ -39,6 +39,7 @@ def verify_plan(plan: Plan) -> None:
     - collectives run on axes of a stage, and the peak bytes of the cost are those of the stages;
     - the fingerprint counts each primitive once.
     """
+    # Sizes first: what they bound is looped over afterwards.
     _check_numbers(plan, "plan")
     _check_fingerprint(plan)
     require(plan.n_micro_batches >= 1, "n_micro_batches", plan.n_micro_batches, "at least 1")
@@ -49,10 +50,13 @@ def verify_plan(plan: Plan) -> None:
     cluster = plan.cluster
     for name, n in (("num_hosts", cluster.num_hosts), ("devices_per_host", cluster.devices_per_host)):
         require(cluster.n_devices <= _MOST_DEVICES, f"cluster.{name}", n, f"at most {_MOST_DEVICES} devices in all")
+
+    # Then devices and layers, which all else refers to.
     for k, stage in enumerate(plan.stages):
         _check_devices(plan, stage, f"stages[{k}]")
     _check_overlap(plan)
     _check_layers(plan)
+
     for k, stage in enumerate(plan.stages):
         _check_stage_specs(stage, f"stages[{k}]")
         for i, op in enumerate(stage.operators):
@@ -100,6 +104,8 @@ def _check_devices(plan: Plan, stage: StagePlan, where: str) -> None:
     require(len(shape) in (1, 2) and min(shape) >= 1, f"{where}.logical_shape", shape, "1 or 2 positive lengths")
     for name, values in (("alpha", stage.alpha), ("beta", stage.beta)):
         require(len(values) == len(shape), f"{where}.{name}", values, f"one value for each axis of {shape}")
+
+    # The submesh lies inside a host, or is whole hosts.
     hosts, per_host = stage.submesh
     cluster = plan.cluster
     is_whole = hosts == 1 or per_host == cluster.devices_per_host
@@ -108,10 +114,11 @@ def _check_devices(plan: Plan, stage: StagePlan, where: str) -> None:
         fits, f"{where}.submesh", stage.submesh,
         f"part of a host or whole hosts of {cluster.num_hosts} x {cluster.devices_per_host} devices",
     )  # fmt: skip
-    n = stage.n_devices
-    require(math.prod(shape) == n, f"{where}.logical_shape", shape, f"the {n} devices of the submesh")
-    last = cluster.n_devices - n
+    n_devices = stage.n_devices
+    require(math.prod(shape) == n_devices, f"{where}.logical_shape", shape, f"the {n_devices} devices of the submesh")
+    last = cluster.n_devices - n_devices
     require(stage.first_device <= last, f"{where}.first_device", stage.first_device, f"at most {last}")
+
     axis = stage.option.force_batch_dim_to_mesh_dim
     require(
         axis is None or 0 <= axis < len(shape),
@@ -133,10 +140,13 @@ def _check_layers(plan: Plan) -> None:
     require(len(plan.remat) == n_layers, "remat", plan.remat, f"one entry for each of {n_layers} layers")
     if not plan.layer_of_group:
         require(len(plan.stages) == 1, "layer_of_group", (), "the layer of each group, in a plan with several stages")
+
+    # Only stages can end inside a scan, so there are blocks of rows only where there are layers.
     positive = all(sizes and min(sizes) >= 1 for sizes in plan.row_blocks)
     require(positive, "row_blocks", plan.row_blocks, "blocks of at least one row")
     needed = bool(plan.layer_of_group) or not plan.row_blocks
     require(needed, "row_blocks", plan.row_blocks, "none, in a plan without a pipeline")
+
     layers = [layer for stage in plan.stages for layer in stage.layers]
     listed = [list(stage.layers) for stage in plan.stages]
     require(sorted(layers) == list(range(n_layers)), "stages[*].layers", listed, f"each of {n_layers} layers once")
@@ -191,12 +201,15 @@ def _check_placed(value: PlacedValue, stages: tuple[StagePlan, ...], where: str)
     require(len(rows) == len(meshes), f"{where}.rows", rows, f"rows for each mesh of {meshes}, or none")
     places = set(zip(meshes, rows, strict=True))
     require(len(places) == len(meshes), f"{where}.mesh_ids", meshes, "each mesh once, or once for each block of rows")
-    for a, b in value.rows:
-        inside = bool(value.shape) and 0 <= a < b <= value.shape[0]
+
+    for start, stop in value.rows:
+        inside = bool(value.shape) and 0 <= start < stop <= value.shape[0]
         require(inside, f"{where}.rows", value.rows, f"rows of an array of shape {value.shape}")
-    ends = sorted(set(value.rows))
-    apart = all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
+    blocks = sorted(set(value.rows))
+    apart = all(one[1] <= following[0] for one, following in itertools.pairwise(blocks))
     require(apart, f"{where}.rows", value.rows, "blocks that do not overlap")
+
+    # A spec is of what its mesh holds: all of the array, or a block of its rows.
     require(all(m < len(stages) for m in meshes), f"{where}.mesh_ids", meshes, f"below {len(stages)}")
     require(len(specs) == len(meshes), f"{where}.specs", list(map(str, specs)), f"one for each mesh of {meshes}")
     for i, (mesh, spec) in enumerate(zip(meshes, specs, strict=True)):
@@ -226,6 +239,7 @@ def _check_passes(plan: Plan) -> None:
         for i, one in enumerate(stage.passes):
             require(one.chunk < sum(runs), f"{where}.passes[{i}].chunk", one.chunk, f"below {sum(runs)}")
             _check_loop(plan, one.loop, f"{where}.passes[{i}].loop")
+
     for i, transfer in enumerate(plan.transfers):
         for name, end in (("source", transfer.source), ("target", transfer.target)):
             limit = len(plan.stages) if end.kind == "update" else sum(runs)

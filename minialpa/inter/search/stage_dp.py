@@ -200,9 +200,17 @@ def _problem(
     rows = np.concatenate([table.n_devices[:, None], table.may_start], axis=1)
     kinds, groups = np.unique(rows, axis=0, return_inverse=True)
     return _Problem(
-        table=table, stages=stages, idle=idle, live=live, live_of=live_of.ravel(), memory=memory, most=most, groups=groups.ravel(), counts=kinds[:, 0].copy(),
+        table=table,
+        stages=stages,
+        idle=idle,
+        live=live,
+        live_of=live_of.ravel(),
+        memory=memory,
+        most=most,
+        groups=groups.ravel(),
+        counts=kinds[:, 0].copy(),
         starts=kinds[:, 1:].astype(np.bool_),
-    )  # fmt: skip
+    )
 
 
 def _usable(table: StageCostTable, memory: Floats) -> Bools:
