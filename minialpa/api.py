@@ -1,4 +1,7 @@
-"""`parallelize`: a Python step in, a function with the same arguments and results out that runs on all devices."""
+"""`parallelize`: a Python step in, a function with the same arguments and results out that runs on all devices.
+
+The planner and the runtime are imported by the first call that needs them: they take longer than all the rest.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,8 @@ import jax
 from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, rebuild
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError, WorkerError
-from minialpa.inter.alternatives import explain_step
-from minialpa.inter.layers.cut_scans import whole_scans
-from minialpa.inter.layers.layered_step import LayeredStep
-from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.lower.mesh_programs import input_types
-from minialpa.inter.pipeline import plan_step
 from minialpa.inter.staging.replan import check_fits, difference
-from minialpa.intra.graph.option_constraints import UnevenBatchError
 from minialpa.methods import AutoParallel, Method, Target, plan_to_method, resolve_devices
 from minialpa.plan import Plan, verify_plan
 from minialpa.programs.program import Program
@@ -94,6 +91,8 @@ class ParallelizedFunc:
         forced, everything else but the shardings is kept, and the step is planned again. "stages", "micro-batches" and
         "remat" do the same for the plan as a whole.
         """
+        from minialpa.inter.alternatives import explain_step
+
         traced = self._trace(self._parameters.bind(args, kwargs))
         plan, _ = self._plan_for(traced)
         with collection_paused():
@@ -172,7 +171,8 @@ class ParallelizedFunc:
             return found
 
     def _compile(self, call: Call, session: Session) -> tuple[Any, Any]:
-        from minialpa.runtime.executable import Executable  # the runtime is loaded when something runs
+        from minialpa.inter.lower.emit import emit_program
+        from minialpa.runtime.executable import Executable
 
         traced = self._trace(call)
         plan, target = self._plan_for(traced, session)
@@ -262,6 +262,10 @@ class ParallelizedFunc:
 
 
 def _layers_of_stages(traced: TracedStep, method: Method | Plan, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The layers of each stage; where one stage is the answer, those that the method would have cut it into."""
+    from minialpa.inter.layers.cut_scans import whole_scans
+    from minialpa.inter.layers.layered_step import LayeredStep
+
     if plan.remat:
         return tuple(stage.layers for stage in plan.stages)
     option = None if isinstance(method, Plan) else method.options().layers
@@ -301,11 +305,15 @@ def _make_runner(program: Program, traced: TracedStep, target: Target, session: 
 
 def _is_uneven(error: BaseException | None) -> bool:
     """Whether an error comes of examples that the devices do not divide."""
+    from minialpa.intra.graph.option_constraints import UnevenBatchError
+
     return error is not None and (isinstance(error, UnevenBatchError) or _is_uneven(error.__cause__))
 
 
 def _make_plan(traced: TracedStep, method: Method, target: Target, *, any_batch: bool = False) -> Plan:
     """`any_batch`: whether examples may be split otherwise than the method asks."""
+    from minialpa.inter.pipeline import plan_step
+
     options = method.options()
     if any_batch:
         sharding = dataclasses.replace(

@@ -198,6 +198,17 @@ def test_other_packages_are_those_that_are_installed_with_it() -> None:
     }
 
 
+def test_importing_loads_neither_planner_nor_runtime() -> None:
+    """Nor what only these need, which takes longer to import than all the rest."""
+    code = (
+        "import sys, minialpa\n"
+        "heavy = ('numba', 'networkx', 'pulp', 'highspy', 'rich', 'ray', 'flax', 'optax', 'minialpa.inter.pipeline', "
+        "'minialpa.runtime.local')\n"
+        "assert not [name for name in heavy if name in sys.modules]"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=300, check=True)
+
+
 _PLANS = """
 import sys
 import minialpa

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
-from rich.progress import Progress, TaskID
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
 class _Switch:
@@ -28,8 +28,13 @@ class ProgressBar:
     """A context in which `report(what, done, total)` moves one bar for each `what`."""
 
     def __init__(self) -> None:
-        visible = _is_terminal(sys.stderr) and not _Switch.disabled
-        self._progress = Progress(console=Console(stderr=True), transient=True) if visible else None
+        self._progress: Progress | None = None
+        if _is_terminal(sys.stderr) and not _Switch.disabled:
+            # Only here, since it takes long to import.
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._progress = Progress(console=Console(stderr=True), transient=True)
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> ProgressBar:

@@ -26,6 +26,7 @@ from minialpa import (
     models,
 )
 from minialpa.inter.layers.forward import assign_layers, balanced_runs, natural_layers, pieces_of
+from minialpa.inter.pipeline import plan_step
 from minialpa.inter.search.cost_cache import load_costs
 from minialpa.inter.search.joint_search import StageSearch
 from minialpa.inter.search.stage_bounds import Space, StageBounds
@@ -134,7 +135,7 @@ def test_the_slow_host_gets_fewer_layers() -> None:
         num_micro_batches=16, layer_option=AutoLayerOption(layer_num=8), stage_option="auto", devices=cluster
     )
     step = mlp(8, hidden=4096, batch=4096)
-    plan = minialpa.inter.pipeline.plan_step(step, cluster, method.options())
+    plan = plan_step(step, cluster, method.options())
     counts = [len(stage.layers) for stage in plan.stages]
     assert [stage.first_device for stage in plan.stages] == [0, 1] and counts[0] < counts[1]
     assert ClusterSpec.from_json(cluster.to_json()) == cluster
@@ -161,7 +162,7 @@ def test_manual_stages_that_cross_hosts_are_refused() -> None:
     option = ManualStageOption([[0], [1], [2]], [(1, 2)] * 3, [(2,)] * 3)
     method = PipeshardParallel(cluster, layer_option=AutoLayerOption(layer_num=3), stage_option=option)
     with pytest.raises(ShardingError, match="There is no room for stage 2 on a submesh of 1 x 2 devices from device 6"):
-        minialpa.inter.pipeline.plan_step(mlp(3), cluster, method.options())
+        plan_step(mlp(3), cluster, method.options())
 
 
 def test_a_logical_mesh_leaves_nothing_to_search() -> None:
@@ -203,8 +204,8 @@ def test_stages_are_interleaved_where_the_bubble_is_large() -> None:
         num_micro_batches=2, layer_option=AutoLayerOption(), stage_option=AutoStageOption(), devices=cluster
     )
     free = AutoParallel(num_micro_batches=2, layer_option=AutoLayerOption())
-    plain = minialpa.inter.pipeline.plan_step(traced, cluster, one_run.options())
-    plan = minialpa.inter.pipeline.plan_step(traced, cluster, free.options())
+    plain = plan_step(traced, cluster, one_run.options())
+    plan = plan_step(traced, cluster, free.options())
     assert (plain.schedule, plan.schedule) == ("1f1b", "1f1b-interleaved")
     assert plan.cost.total_s < 0.9 * plain.cost.total_s
     verify_plan(plan)
@@ -230,15 +231,15 @@ def test_costs_on_disk_are_used_again_and_change_nothing(tmp_path: Path, monkeyp
         layer_option=AutoLayerOption(), stage_option=AutoStageOption(cached_costs=str(path)), devices=V100
     )
     traced = mlp()
-    first = minialpa.inter.pipeline.plan_step(traced, V100, method.options())
+    first = plan_step(traced, V100, method.options())
 
     def refuse(*args: Any) -> Any:
         raise AssertionError("solves again")
 
     monkeypatch.setattr(PieceCosts, "_solve", refuse)
-    assert minialpa.inter.pipeline.plan_step(traced, V100, method.options()) == first
+    assert plan_step(traced, V100, method.options()) == first
     path.write_text("[]")
     with pytest.raises(VerifyError, match="holds no costs of pieces"):
-        minialpa.inter.pipeline.plan_step(traced, V100, method.options())
+        plan_step(traced, V100, method.options())
     path.write_text('{"version": 0}')
     assert load_costs(str(path)) == {}
