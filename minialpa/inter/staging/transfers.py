@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from jax.extend.core import Var
 
+from minialpa.inter.staging.split_values import combined_values
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.plan import PassName, PlannedTransfer
 from minialpa.tracing.jaxprs import bytes_of
@@ -17,7 +18,7 @@ def remote_readers(staged: StagedStep) -> dict[tuple[Var, int], set[int]]:
     for task in staged.tasks:
         for v in task.outvars:
             made[v].add(task.mesh)
-    for part, total in _put_together(staged):
+    for part, total in combined_values(staged.split):
         made[total] |= made[part]
     out: dict[tuple[Var, int], set[int]] = defaultdict(set)
     for task in staged.tasks:
@@ -27,17 +28,11 @@ def remote_readers(staged: StagedStep) -> dict[tuple[Var, int], set[int]]:
     return out
 
 
-def _put_together(staged: StagedStep) -> list[tuple[Var, Var]]:
-    """What micro-batches leave, and the value of the whole batch that is made of it behind the loop."""
-    split = staged.split
-    return [*((a.loop, a.total) for a in split.accumulators), *((s.loop, s.total) for s in split.stacks)]
-
-
 def planned_transfers(staged: StagedStep) -> tuple[PlannedTransfer, ...]:
     """What tasks send to those of other meshes, added up. A mesh gets a value once, for its first reader."""
     maker = {(v, task.mesh): task for task in staged.tasks for v in task.outvars}
     loop_of = {v: task.loop for task in staged.tasks for v in task.outvars}
-    loop_of.update({total: loop_of[part] for part, total in _put_together(staged) if part in loop_of})
+    loop_of.update({total: loop_of[part] for part, total in combined_values(staged.split) if part in loop_of})
     n_bytes: dict[tuple[PassName, PassName], float] = defaultdict(float)
     for (v, mesh), readers in remote_readers(staged).items():
         made = maker.get((v, mesh))
