@@ -1,4 +1,4 @@
-"""Emission: a traced step and its plan in, the program that does it out.
+"""Emission: the program that runs a traced step by its plan.
 
 Buffers are named by (variable, micro-batch, mesh). A value that another mesh reads is transferred as soon as it is
 made. Free instructions and donation follow from the last read of each buffer.
@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from minialpa.inter.lower import task_functions
-from minialpa.inter.microbatch.split_step import is_loop
+from minialpa.inter.microbatch.split_step import Stack, is_loop
 from minialpa.inter.schedule.chunks import plan_schedule
 from minialpa.inter.schedule.schedules import global_order
 from minialpa.inter.staging.leaf_placement import values_of_parts
@@ -44,7 +44,7 @@ from minialpa.programs.program import (
     writes,
 )
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import aval_of, is_literal, shape_of
+from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, shape_of
 from minialpa.tracing.trace import Part, TracedStep
 
 Name = tuple[Var, int | None, int]  # variable, micro-batch, mesh
@@ -96,27 +96,38 @@ class _Emitter:
             id(task): self._add_function(task_functions.task_function(task.name, task.mesh, program))
             for task, program in zip(tasks, programs, strict=True)
         }
-        for task in tasks:
+
+        self._send_arguments()
+        for segment in range(2 * self.split.n_loops + 1):
+            self._segment([task for task in tasks if task.segment == segment], is_loop(segment), number)
+
+        outputs = self._own_buffers(self._outputs())
+        self._insert_frees(outputs)
+        return Program(
+            meshes=tuple(MeshShape(stage.first_device, stage.logical_shape) for stage in self.plan.stages),
+            functions=tuple(self.functions),
+            inputs=tuple(self.input_slots),
+            constants=tuple(self.constants),
+            instructions=tuple(self.instructions),
+            outputs=tuple(_merged(outputs, self.split.traced.out_parts)),
+            donated_leaves=self._donated_leaves(),
+            n_buffers=self.n_buffers,
+        )
+
+    def _send_arguments(self) -> None:
+        """Transfer first the arguments that a mesh reads and another mesh holds between calls."""
+        for task in self.staged.tasks:
             for v in task.invars:
                 if self._home_of_argument(v, task.mesh) != task.mesh:
                     self._buffer(v, None, task.mesh)
-        for segment in range(2 * self.split.n_loops + 1):
-            mine = [task for task in tasks if task.segment == segment]
-            if is_loop(segment):
-                self._loop(mine, number)
-                self._finish_loop(mine)
-                continue
-            for task in sorted(mine, key=lambda t: (t.level, t.mesh)):
-                self._run_task(task, number[id(task)], None)
-        outputs = self._own_buffers(self._outputs())
-        self._insert_frees(outputs)
-        outputs = _merged(outputs, self.split.traced.out_parts)
-        meshes = tuple(MeshShape(s.first_device, s.logical_shape) for s in self.plan.stages)
-        donated = self._donated_leaves()
-        return Program(
-            meshes, tuple(self.functions), tuple(self.input_slots), tuple(self.constants), tuple(self.instructions),
-            tuple(outputs), donated, self.n_buffers,
-        )  # fmt: skip
+
+    def _segment(self, tasks: Sequence[Task], in_loop: bool, number: dict[int, int]) -> None:
+        if in_loop:
+            self._loop(tasks, number)
+            self._finish_loop(tasks)
+            return
+        for task in sorted(tasks, key=lambda t: (t.level, t.mesh)):
+            self._run_task(task, number[id(task)], None)
 
     def _donated_leaves(self) -> frozenset[int]:
         traced = self.split.traced
@@ -154,33 +165,41 @@ class _Emitter:
         for name in ((var, micro, mesh), (var, None, mesh)):
             if name in self.buffers:
                 return self.buffers[name]
+
         home = self._home_of_argument(var, mesh)
         if home != mesh:
             self._buffer(var, None, home)
             return self._transfer((var, None, home), mesh, self.specs[mesh][var])
-        spec = self.specs[mesh].get(var, Spec.replicated(len(shape_of(var)))).partition_spec()
+
+        of_micro_batch = var is self.split.micro_index or var in self.micro_source
+        assert micro is not None or not of_micro_batch, var
         buffer = self._new()
+        self._fill_before_call(var, micro or 0, mesh, buffer)
+        self.buffers[var, micro if of_micro_batch else None, mesh] = buffer
+        return buffer
+
+    def _fill_before_call(self, var: Var, micro: int, mesh: int, buffer: int) -> None:
+        """Let a constant, an argument or the rows of a micro-batch fill `buffer`."""
+        spec = self.specs[mesh].get(var, Spec.replicated(len(shape_of(var)))).partition_spec()
+        traced = self.split.traced
         if var is self.split.micro_index:
-            assert micro is not None
             self.constants.append(ConstantSlot(buffer, np.int32(micro), mesh, spec))
-            self.buffers[var, micro, mesh] = buffer
         elif var in self.micro_source:
-            assert micro is not None
-            leaf = self.split.traced.argument(self.number_of_input[self.micro_source[var]]).leaf
+            leaf = traced.argument(self.number_of_input[self.micro_source[var]]).leaf
             dim = self.split.batch_dims[var]
             size = shape_of(var)[dim]
-            self.input_slots.append(InputSlot(buffer, leaf, (micro * size, (micro + 1) * size, dim), mesh, spec))
-            self.buffers[var, micro, mesh] = buffer
+            rows = (micro * size, (micro + 1) * size, dim)
+            self.input_slots.append(InputSlot(buffer=buffer, leaf=leaf, rows=rows, mesh=mesh, spec=spec))
         elif var in self.consts:
             self.constants.append(ConstantSlot(buffer, self.consts[var], mesh, spec))
-            self.buffers[var, None, mesh] = buffer
         else:
             assert var in self.number_of_input, f"{var} is not on mesh {mesh}"
-            part = self.split.traced.argument(self.number_of_input[var])
-            rows = None if part.rows is None else (*part.rows, 0)
-            self.input_slots.append(InputSlot(buffer, part.leaf, rows, mesh, spec, rows is not None))
-            self.buffers[var, None, mesh] = buffer
-        return buffer
+            part = traced.argument(self.number_of_input[var])
+            block = None if part.rows is None else (*part.rows, 0)
+            slot = InputSlot(
+                buffer=buffer, leaf=part.leaf, rows=block, mesh=mesh, spec=spec, is_block=block is not None
+            )
+            self.input_slots.append(slot)
 
     # ---- instructions ---------------------------------------------------------------------------------------------
 
@@ -228,6 +247,7 @@ class _Emitter:
         mine = [a for a in self.split.accumulators if a.loop in task.outvars]
         if not mine:
             return
+
         mesh, specs = task.mesh, self.specs[task.mesh]
         shape = self.plan.stages[mesh].logical_shape
         loops, totals = [a.loop for a in mine], [a.total for a in mine]
@@ -238,6 +258,7 @@ class _Emitter:
             kept = tuple(self.buffers[v, None, mesh] for v in totals)
             self.instructions.append(Accumulate(function, kept, values))
             return
+
         # The first values become the totals, in new buffers where the dtype is wider or others read the value.
         function = self._once("widen", task, lambda: task_functions.widen_function(mesh, shape, loops, totals, specs))
         fresh = tuple(self._new() for _ in totals)
@@ -250,60 +271,61 @@ class _Emitter:
         return self.made_once[kind, id(task)]
 
     def _finish_loop(self, tasks: Sequence[Task]) -> None:
-        """Put together what the micro-batches of a loop leave, and send it to the meshes that read it."""
+        """Combine what the micro-batches of a loop leave, and send it to the meshes that read it."""
         made = {v for task in tasks for v in task.outvars}
         stacks = [stack for stack in self.split.stacks if stack.loop in made]
         for stack in stacks:
-            mesh = min(task.mesh for task in tasks if stack.loop in task.outvars)
-            spec = self.specs[mesh][stack.loop]
-            function = self._add_function(
-                task_functions.concatenate_function(mesh, stack.loop, stack.total, stack.dim, self.n, spec)
-            )
-            parts = tuple(self.buffers[stack.loop, m, mesh] for m in range(self.n))
-            self.buffers[stack.total, None, mesh] = self._new()
-            self.instructions.append(Run(function, parts, (self.buffers[stack.total, None, mesh],)))
+            self._concatenate(stack, min(task.mesh for task in tasks if stack.loop in task.outvars))
+
         totals = [a.total for a in self.split.accumulators if a.loop in made] + [s.total for s in stacks]
         for var in dict.fromkeys(totals):
             for mesh in range(self.staged.n_meshes):
                 if (var, None, mesh) in self.buffers and (var, mesh) in self.remote_readers:
                     self._send(var, None, mesh)
 
+    def _concatenate(self, stack: Stack, mesh: int) -> None:
+        spec = self.specs[mesh][stack.loop]
+        function = self._add_function(
+            task_functions.concatenate_function(mesh, stack.loop, stack.total, stack.dim, self.n, spec)
+        )
+        parts = tuple(self.buffers[stack.loop, micro, mesh] for micro in range(self.n))
+        self.buffers[stack.total, None, mesh] = self._new()
+        self.instructions.append(Run(function, parts, (self.buffers[stack.total, None, mesh],)))
+
     # ---- results --------------------------------------------------------------------------------------------------
 
     def _outputs(self) -> list[OutputSlot]:
         slots = []
         for atom, value in zip(self.split.outvars, self.outputs, strict=True):
-            buffers = []
-            for mesh, spec in zip(value.mesh_ids, value.specs, strict=True):
-                if is_literal(atom):
-                    buffers.append(self._constant(atom.val, aval_of(atom).dtype, mesh, spec))
-                    continue
-                if (atom, None, mesh) not in self.buffers and self._home(atom) is not None:
-                    buffers.append(self._transfer((atom, None, self._home(atom) or 0), mesh, spec))
-                    continue
-                buffer = self._buffer(atom, None, mesh)
-                if self.made_as.get(atom, self.specs[mesh].get(atom, spec)) != spec:
-                    target = self._new()
-                    self.instructions.append(Transfer(buffer, target, mesh, spec.partition_spec()))
-                    buffer = target
-                buffers.append(buffer)
-            slots.append(OutputSlot(tuple(buffers), value.mesh_ids))
+            places = zip(value.mesh_ids, value.specs, strict=True)
+            slots.append(OutputSlot(tuple(self._output(atom, mesh, spec) for mesh, spec in places), value.mesh_ids))
         return slots
+
+    def _output(self, atom: Atom, mesh: int, spec: Spec) -> int:
+        """The buffer on `mesh` with a result, resharded to `spec` if it is made by another one."""
+        if is_literal(atom):
+            return self._constant(atom.val, aval_of(atom).dtype, mesh, spec)
+
+        home = self._home(atom)
+        if (atom, None, mesh) not in self.buffers and home is not None:
+            return self._transfer((atom, None, home), mesh, spec)
+
+        buffer = self._buffer(atom, None, mesh)
+        if self.made_as.get(atom, self.specs[mesh].get(atom, spec)) == spec:
+            return buffer
+        target = self._new()
+        self.instructions.append(Transfer(buffer, target, mesh, spec.partition_spec()))
+        return target
 
     def _own_buffers(self, slots: list[OutputSlot]) -> list[OutputSlot]:
         """Copies of results that would share a buffer with a constant, an argument that stays, or another result.
 
         A caller may donate any result to a later call, which must not take another array with it.
         """
-        given = self._donated_leaves()
-        taken = {c.buffer for c in self.constants} | {s.buffer for s in self.input_slots if s.leaf not in given}
-        for instruction in self.instructions:  # a transfer within one device may keep the buffer
-            if isinstance(instruction, Transfer) and instruction.source in taken:
-                taken.add(instruction.target)
+        taken = self._not_to_donate()
         copies: dict[int, list[tuple[int, int, Any, Spec]]] = defaultdict(list)
         out = []
-        ends = zip(slots, self.split.outvars, self.outputs, strict=True)
-        for slot, atom, value in ends:
+        for slot, atom, value in zip(slots, self.split.outvars, self.outputs, strict=True):
             buffers = list(slot.buffers)
             for i, (buffer, mesh) in enumerate(zip(slot.buffers, slot.meshes, strict=True)):
                 if buffer in taken:
@@ -311,11 +333,22 @@ class _Emitter:
                     copies[mesh].append((buffer, buffers[i], atom.aval, value.specs[i]))
                 taken.add(buffer)
             out.append(OutputSlot(tuple(buffers), slot.meshes))
+
         for mesh, wanted in sorted(copies.items()):
             copied = [(aval, spec) for _, _, aval, spec in wanted]
             function = self._add_function(task_functions.copy_function(mesh, copied))
             self.instructions.append(Run(function, tuple(w[0] for w in wanted), tuple(w[1] for w in wanted)))
         return out
+
+    def _not_to_donate(self) -> set[int]:
+        """Buffers that hold a constant, or an argument that the caller keeps."""
+        given = self._donated_leaves()
+        taken = {c.buffer for c in self.constants} | {s.buffer for s in self.input_slots if s.leaf not in given}
+        for instruction in self.instructions:
+            # A transfer within one device may keep the buffer.
+            if isinstance(instruction, Transfer) and instruction.source in taken:
+                taken.add(instruction.target)
+        return taken
 
     def _home(self, var: Var) -> int | None:
         """First mesh that holds `var` already."""
@@ -336,6 +369,7 @@ class _Emitter:
         for buffer, i in last.items():
             if buffer not in kept:
                 ends[i].append(buffer)
+
         self._donate(ends)
         out: list[Instruction] = []
         for i, instruction in enumerate(self.instructions):
@@ -349,6 +383,8 @@ class _Emitter:
         is_micro = {s.buffer for s in self.input_slots if s.rows is not None and not s.is_block}
         foreign = {s.buffer for s in self.input_slots if s.leaf not in aliased} - is_micro
         given = {s.buffer for s in self.input_slots if s.leaf in aliased}
+
+        # One compiled function serves all of its runs, so it may take over only what ends with each of them.
         may: dict[int, set[int]] = {}
         arguments: dict[int, set[int]] = defaultdict(set)
         for i, instruction in enumerate(self.instructions):
@@ -358,6 +394,7 @@ class _Emitter:
                 counts = Counter(instruction.inputs)
                 mine = {k for k, b in enumerate(instruction.inputs) if b in over and counts[b] == 1}
                 may[instruction.function] = may.get(instruction.function, mine) & mine
+
         for number, positions in may.items():
             function = self.functions[number]
             # The caller's arrays first: what the step makes itself is freed anyway.
@@ -370,6 +407,7 @@ def _merged(slots: Sequence[OutputSlot], parts: Sequence[Part]) -> list[OutputSl
     """One slot for each result leaf, from those of its blocks."""
     if not parts:
         return list(slots)
+
     of_leaf: dict[int, OutputSlot] = {}
     for slot, part in zip(slots, parts, strict=True):
         old = of_leaf.get(part.leaf, OutputSlot((), ()))

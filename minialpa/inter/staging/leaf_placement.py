@@ -1,4 +1,7 @@
-"""Placements of leaves in a plan, and of the parts that a step has of them: blocks of rows, or all of a leaf."""
+"""The meshes and specs of argument and result leaves in a plan.
+
+A step may have several parts of a leaf, each a block of rows; a plan lists the leaf once, with all of its parts.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,25 @@ def merged_values(values: Sequence[PlacedValue], parts: Sequence[Part]) -> tuple
     """One value for each leaf, from one for each part; without `parts`, the values are the leaves."""
     if not parts:
         return tuple(values)
+
     of_leaf: dict[int, list[tuple[PlacedValue, Part]]] = {}
     for value, part in zip(values, parts, strict=True):
         of_leaf.setdefault(part.leaf, []).append((value, part))
     return tuple(_merged(of_leaf[leaf]) for leaf in sorted(of_leaf))
 
 
-def _merged(found: Sequence[tuple[PlacedValue, Part]]) -> PlacedValue:
-    first = found[0][0]
-    if found[0][1].rows is None:
+def _merged(blocks: Sequence[tuple[PlacedValue, Part]]) -> PlacedValue:
+    first, part_of_first = blocks[0]
+    if part_of_first.rows is None:
         return first
-    n_rows = max(part.rows[1] for _, part in found if part.rows)
+
+    n_rows = max(part.rows[1] for _, part in blocks if part.rows)
     return dataclasses.replace(
         first,
         shape=(n_rows, *first.shape[1:]),
-        mesh_ids=tuple(mesh for value, _ in found for mesh in value.mesh_ids),
-        specs=tuple(spec for value, _ in found for spec in value.specs),
-        rows=tuple(part.rows for value, part in found for _ in value.mesh_ids if part.rows),
+        mesh_ids=tuple(mesh for value, _ in blocks for mesh in value.mesh_ids),
+        specs=tuple(spec for value, _ in blocks for spec in value.specs),
+        rows=tuple(part.rows for value, part in blocks for _ in value.mesh_ids if part.rows),
     )
 
 
@@ -57,39 +62,41 @@ def _part(value: PlacedValue, part: Part) -> PlacedValue:
 
 
 def _placed(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> PlacedValue:
-    """A value on meshes; where its spec is not known it is whole."""
-    whole = Spec.replicated(len(shape_of(atom)))
+    """A value with its spec on each mesh; replicated where the spec is not known."""
+    replicated = Spec.replicated(len(shape_of(atom)))
     return PlacedValue(
         path=path,
         shape=shape_of(atom),
         dtype=dtype_name(atom),
         mesh_ids=tuple(specs),
-        specs=tuple(s or whole for s in specs.values()),
+        specs=tuple(spec or replicated for spec in specs.values()),
     )
 
 
 def placed_inputs(staged: StagedStep, specs: Sequence[Mapping[Var, Spec]]) -> tuple[PlacedValue, ...]:
-    """Argument leaves. `specs`: of the values of each mesh."""
+    """Argument leaves. `specs`: of the variables of each mesh."""
     traced = staged.split.traced
-    micro = dict(staged.split.micro_inputs)
-    offset = len(traced.flat.constvars)
-    out = []
-    for i, (var, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
-        like, meshes = var, staged.input_meshes[offset + i]
-        if var in micro:
-            like = micro[var]
-            meshes = tuple(sorted({task.mesh for task in staged.tasks if like in task.invars}))
-        out.append(_placed(path, var, {mesh: specs[mesh].get(like) for mesh in meshes}))
-    return merged_values(out, traced.in_parts)
+    micro_of = dict(staged.split.micro_inputs)
+    meshes_of_argument = staged.input_meshes[len(traced.flat.constvars) :]
+
+    placed = []
+    for var, path, meshes in zip(traced.flat.invars, traced.in_paths, meshes_of_argument, strict=True):
+        # A batch is on the meshes that read micro-batches of it, by the spec of a micro-batch.
+        held = micro_of.get(var, var)
+        if var in micro_of:
+            meshes = tuple(sorted({task.mesh for task in staged.tasks if held in task.invars}))
+        placed.append(_placed(path, var, {mesh: specs[mesh].get(held) for mesh in meshes}))
+    return merged_values(placed, traced.in_parts)
 
 
 def placed_outputs(staged: StagedStep, specs: Sequence[Mapping[Var, Spec]]) -> tuple[PlacedValue, ...]:
-    """Result leaves. `specs`: in which results are left on each mesh; a replacement of a donated input as that input,
-    so that the next step takes it as it is."""
-    out = []
-    for atom, path, meshes in zip(
-        staged.split.outvars, staged.split.traced.out_paths, staged.output_meshes, strict=True
-    ):
-        results = [None if is_literal(atom) else specs[mesh].get(atom) for mesh in meshes]
-        out.append(_placed(path, atom, dict(zip(meshes, results, strict=True))))
-    return merged_values(out, staged.split.traced.out_parts)
+    """Result leaves. `specs`: in which the results of the step are left on each mesh.
+
+    A replacement of a donated argument has the spec of that argument, so that the next call needs no resharding.
+    """
+    split = staged.split
+    placed = []
+    for atom, path, meshes in zip(split.outvars, split.traced.out_paths, staged.output_meshes, strict=True):
+        results = {mesh: None if is_literal(atom) else specs[mesh].get(atom) for mesh in meshes}
+        placed.append(_placed(path, atom, results))
+    return merged_values(placed, split.traced.out_parts)

@@ -1,15 +1,16 @@
-"""Between the tasks of a staged step and the intra-operator problem of one mesh: the problem, the programs of its
-tasks once it is solved, and what these communicate."""
+"""The sharding problem of one mesh, the programs of its tasks once it is solved, and the collectives of these."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
 from minialpa.inter.microbatch.split_step import is_loop
+from minialpa.inter.staging.split_values import combined_values, step_results
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.spmd import Communication, ShardedEquations, collectives_of
@@ -19,70 +20,110 @@ from minialpa.tracing.jaxprs import is_literal, operand_vars
 
 def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
     """The equations that run on `mesh`, each once even if several tasks run it, and the roles of its inputs."""
-    n = staged.split.n_micro_batches
+    split = staged.split
     tasks = [task for task in staged.tasks if task.mesh == mesh]
-    # Where all of a step is one task, the update is a part of it.
-    updates = {id(op.eqn) for op in staged.split.ops if op.segment > 0 and not is_loop(op.segment)}
-    eqns: dict[int, tuple[JaxprEqn, int, bool]] = {}
-    for task in tasks:
-        for eqn in task.eqns:
-            eqns.setdefault(id(eqn), (eqn, n if task.per_micro_batch else 1, id(eqn) in updates))
-    made = {v for eqn, _, _ in eqns.values() for v in eqn.outvars}
-    equal = {a.loop: a.total for a in staged.split.accumulators if a.loop in made}
-    equal.update({s.loop: s.total for s in staged.split.stacks if s.loop in made})
-    made.update(equal.values())
-    traced = staged.split.traced
-    offset = len(traced.flat.constvars)
-    aliases = tuple(
-        (traced.flat.invars[alias], atom)
-        for atom, alias in zip(staged.split.outvars, traced.layouts, strict=True)
-        if alias is not None and not is_literal(atom) and atom in made and mesh in staged.input_meshes[offset + alias]
-    )
+    times = _times(tasks, split.n_micro_batches)
+    # Where the whole step is one task, the update is a part of that task.
+    updates = {id(op.eqn) for op in split.ops if op.segment > 0 and not is_loop(op.segment)}
+
+    made = {v for eqn, _ in times for v in eqn.outvars}
+    total_of = {value: total for value, total in combined_values(split) if value in made}
+    made.update(total_of.values())
     inputs = tuple((v, role) for v, role in _inputs(staged, tasks, mesh) if v not in made)
-    made_or_read = made | {v for v, _ in inputs}
+    known = made | {v for v, _ in inputs}
+
     return MeshEquations(
-        tuple(e for e, _, _ in eqns.values()),
-        tuple(t for _, t, _ in eqns.values()),
-        tuple(u for _, _, u in eqns.values()),
-        inputs,
-        aliases,
-        equal,
-        staged.split.batch_dims,
-        _whole(staged, mesh),
-        _input_paths(staged),
-        tuple(
-            (v, path)
-            for v, path in zip(staged.split.outvars, traced.out_paths, strict=True)
-            if not is_literal(v) and v in made_or_read
+        eqns=tuple(eqn for eqn, _ in times),
+        times=tuple(n for _, n in times),
+        in_update=tuple(id(eqn) in updates for eqn, _ in times),
+        inputs=inputs,
+        aliases=_aliases(staged, mesh, made),
+        equal=total_of,
+        batch_dims=split.batch_dims,
+        whole=_not_partial(staged, mesh),
+        paths=_input_paths(staged),
+        results=tuple(
+            (atom, path)
+            for atom, path in zip(split.outvars, split.traced.out_paths, strict=True)
+            if not is_literal(atom) and atom in known
         ),
     )
 
 
+def _times(tasks: Sequence[Task], n_micro_batches: int) -> list[tuple[JaxprEqn, int]]:
+    """Each equation of `tasks`, and how often a step runs it: by the first task that has it."""
+    found: dict[int, tuple[JaxprEqn, int]] = {}
+    for task in tasks:
+        n_runs = n_micro_batches if task.per_micro_batch else 1
+        for eqn in task.eqns:
+            found.setdefault(id(eqn), (eqn, n_runs))
+    return list(found.values())
+
+
+def _aliases(staged: StagedStep, mesh: int, made: AbstractSet[Var]) -> tuple[tuple[Var, Var], ...]:
+    """Arguments on this mesh and their replacements, which take over the shardings. `made`: what the mesh makes."""
+    traced = staged.split.traced
+    meshes_of_argument = staged.input_meshes[len(traced.flat.constvars) :]
+    return tuple(
+        (traced.flat.invars[replaced], atom)
+        for atom, replaced in zip(staged.split.outvars, traced.layouts, strict=True)
+        if replaced is not None and not is_literal(atom) and atom in made and mesh in meshes_of_argument[replaced]
+    )
+
+
 def _input_paths(staged: StagedStep) -> dict[Var, str]:
-    """Names of arguments, and of their parts for a micro-batch."""
+    """Names of arguments, and of the rows of arguments that a micro-batch reads."""
     traced = staged.split.traced
     paths = dict(zip(traced.flat.invars, traced.in_paths, strict=True))
     return {**paths, **{micro: paths[full] for full, micro in staged.split.micro_inputs}}
 
 
-def _whole(staged: StagedStep, mesh: int) -> frozenset[Var]:
-    """What is a result of the step, goes to another mesh, or is put together over micro-batches other than by a sum."""
+def _not_partial(staged: StagedStep, mesh: int) -> frozenset[Var]:
+    """Variables that may not be left as partial sums.
+
+    They are results of the step, values that other meshes read, and what micro-batches combine other than by a sum.
+    """
     split = staged.split
-    whole = {v for v in split.outvars if not is_literal(v)}
-    whole.update(stack.loop for stack in split.stacks)
-    whole.update(a.loop for a in split.accumulators if a.reduction != "sum" or a.total in whole)
+    complete = set(step_results(split))
+    complete.update(stack.loop for stack in split.stacks)
+    complete.update(a.loop for a in split.accumulators if a.reduction != "sum" or a.total in complete)
     for task in staged.tasks:
         if task.mesh != mesh:
             read = set(task.invars)
-            whole |= read
-            whole.update(a.loop for a in split.accumulators if a.total in read)
-    return frozenset(whole)
+            complete |= read
+            complete.update(a.loop for a in split.accumulators if a.total in read)
+    return frozenset(complete)
+
+
+def _inputs(staged: StagedStep, tasks: Sequence[Task], mesh: int) -> list[tuple[Var, Role]]:
+    """Inputs of the step on this mesh in order, then what other meshes send."""
+    traced = staged.split.traced
+    in_loop = _read_in_loops(staged, tasks)
+    batch = {v for v, dim in zip(traced.flat.invars, traced.batch_dims, strict=True) if dim is not None}
+    batch.update(micro for _, micro in staged.split.micro_inputs)
+
+    roles: dict[Var, Role] = {}
+    for var, meshes in zip(staged.inputs, staged.input_meshes, strict=True):
+        if mesh in meshes:
+            roles[var] = "batch" if var in batch else "parameter" if var in in_loop else "state"
+    for task in tasks:
+        for var in task.invars:
+            roles.setdefault(var, "batch" if var in batch else "received")
+    return list(roles.items())
+
+
+def _read_in_loops(staged: StagedStep, tasks: Sequence[Task]) -> set[Var]:
+    """Variables that `tasks` of a mesh read before the update."""
+    if all(task.kind == "step" for task in tasks) and staged.split.n_micro_batches == 1:
+        # The update is a part of the only task; the segments still tell the two apart.
+        return {v for op in staged.split.ops if is_loop(op.segment) for v in operand_vars(op.eqn)}
+    return {v for task in tasks if task.kind != "update" for eqn in task.eqns for v in operand_vars(eqn)}
 
 
 def mesh_programs(
     staged: StagedStep, mesh: int, problem: MeshEquations, sharding: MeshSharding, view: ShardedView
 ) -> list[TaskProgram]:
-    """The tasks of a mesh, in order, and their programs as the solution has them."""
+    """The tasks of a mesh, in order, with their programs under the solution `sharding` of `problem`."""
     equations = {id(eqn): specs for eqn, specs in zip(problem.eqns, sharding.equations, strict=True)}
     return [
         TaskProgram(task, task_program(staged, task, sharding.specs, equations, view, sharding.results))
@@ -98,7 +139,12 @@ def mesh_collectives(programs: Sequence[TaskProgram]) -> list[TaskCollectives]:
 
 @dataclass(frozen=True, slots=True)
 class TaskCollectives:
-    """The collectives of a task, each with how often one run of the task has it."""
+    """The collectives of a task.
+
+    Attributes:
+        task: the task.
+        collectives: each with the number of times that one run of the task has it.
+    """
 
     task: Task
     collectives: tuple[Communication, ...]
@@ -114,7 +160,12 @@ class TaskProgram:
 
 @dataclass(frozen=True, slots=True)
 class ShardedView:
-    """The logical mesh of a stage, and the kinds of collectives that may not reshard anything on it."""
+    """The logical mesh of a stage, and which collectives may reshard on it.
+
+    Attributes:
+        mesh: the logical mesh.
+        forbidden: kinds of collectives that may not be used for resharding.
+    """
 
     mesh: LogicalMesh
     forbidden: tuple[str, ...] = ()
@@ -128,30 +179,24 @@ def task_program(
     view: ShardedView,
     results: Mapping[Var, Spec],
 ) -> ShardedEquations:
-    """The equations of a task with their specs. `results`: in which specs results of the step are left in the end."""
-    last = task.kind == "update" or (task.kind == "step" and staged.split.n_micro_batches == 1)
-    read = {v for t in staged.tasks for v in t.invars}
-    final = {v: spec for v, spec in results.items() if last and v not in read}
-    out_specs = tuple(final.get(v, specs[v]) for v in task.outvars)
+    """The equations of a task with their specs.
+
+    specs: of the variables of its mesh.
+    equations: of equations, by their ids.
+    results: specs in which the results of the step are left on its mesh at the end.
+    """
+    # A result that another task reads keeps its spec, and is resharded when the step ends.
+    is_last = task.kind == "update" or (task.kind == "step" and staged.split.n_micro_batches == 1)
+    read = {v for other in staged.tasks for v in other.invars}
+    final = {v: spec for v, spec in results.items() if is_last and v not in read}
+
     return ShardedEquations(
-        task.eqns, task.invars, task.outvars, specs, equations, out_specs, view.mesh, view.forbidden
+        eqns=task.eqns,
+        invars=task.invars,
+        outvars=task.outvars,
+        specs=specs,
+        equations=equations,
+        out_specs=tuple(final.get(v, specs[v]) for v in task.outvars),
+        mesh=view.mesh,
+        forbidden=view.forbidden,
     )
-
-
-def _inputs(staged: StagedStep, tasks: list[Task], mesh: int) -> list[tuple[Var, Role]]:
-    """Inputs of the step on this mesh in order, then what other meshes send."""
-    traced = staged.split.traced
-    in_loop = {v for task in tasks if task.kind != "update" for eqn in task.eqns for v in operand_vars(eqn)}
-    if all(task.kind == "step" for task in tasks) and staged.split.n_micro_batches == 1:
-        in_loop = {v for op in staged.split.ops if is_loop(op.segment) for v in operand_vars(op.eqn)}
-    batch = {v for v, dim in zip(traced.flat.invars, traced.batch_dims, strict=True) if dim is not None}
-    out: dict[Var, Role] = {}
-    for var, meshes in zip(staged.inputs, staged.input_meshes, strict=True):
-        if mesh in meshes:
-            out[var] = "batch" if var in batch else "parameter" if var in in_loop else "state"
-    micro = {v for _, v in staged.split.micro_inputs}
-    for task in tasks:
-        for v in task.invars:
-            if v not in out:
-                out[v] = "batch" if v in micro else "received"
-    return list(out.items())
