@@ -114,9 +114,15 @@ class _Emitter:
         meshes = tuple(MeshShape(s.first_device, s.logical_shape) for s in self.plan.stages)
         donated = self._donated_leaves()
         return Program(
-            meshes, tuple(self.functions), tuple(self.input_slots), tuple(self.constants), tuple(self.instructions),
-            tuple(outputs), donated, self.n_buffers,
-        )  # fmt: skip
+            meshes=meshes,
+            functions=tuple(self.functions),
+            inputs=tuple(self.input_slots),
+            constants=tuple(self.constants),
+            instructions=tuple(self.instructions),
+            outputs=tuple(outputs),
+            donated_leaves=donated,
+            n_buffers=self.n_buffers,
+        )
 
     def _donated_leaves(self) -> frozenset[int]:
         traced = self.split.traced
@@ -169,7 +175,8 @@ class _Emitter:
             leaf = self.split.traced.argument(self.number_of_input[self.micro_source[var]]).leaf
             dim = self.split.batch_dims[var]
             size = shape_of(var)[dim]
-            self.input_slots.append(InputSlot(buffer, leaf, (micro * size, (micro + 1) * size, dim), mesh, spec))
+            rows = (micro * size, (micro + 1) * size, dim)
+            self.input_slots.append(InputSlot(buffer=buffer, leaf=leaf, rows=rows, mesh=mesh, spec=spec))
             self.buffers[var, micro, mesh] = buffer
         elif var in self.consts:
             self.constants.append(ConstantSlot(buffer, self.consts[var], mesh, spec))
@@ -177,8 +184,11 @@ class _Emitter:
         else:
             assert var in self.number_of_input, f"{var} is not on mesh {mesh}"
             part = self.split.traced.argument(self.number_of_input[var])
-            rows = None if part.rows is None else (*part.rows, 0)
-            self.input_slots.append(InputSlot(buffer, part.leaf, rows, mesh, spec, rows is not None))
+            block = None if part.rows is None else (*part.rows, 0)
+            slot = InputSlot(
+                buffer=buffer, leaf=part.leaf, rows=block, mesh=mesh, spec=spec, is_block=block is not None
+            )
+            self.input_slots.append(slot)
             self.buffers[var, None, mesh] = buffer
         return buffer
 
