@@ -55,7 +55,7 @@ def _ragged_dot_general(eqn: JaxprEqn) -> Factors:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
-    lhs_shape, rhs_shape, groups_shape = (shape_of(v) for v in eqn.invars)
+    lhs_shape, rhs_shape, groups_shape = (shape_of(atom) for atom in eqn.invars)
     if ragged in lhs_batch or len(groups_shape) != 1:
         return replicated_factors(eqn)
 

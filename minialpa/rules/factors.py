@@ -169,7 +169,7 @@ def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
         if has_rule(eqn.primitive.name) or is_call(eqn):
             for inner in sub_jaxprs(eqn):
                 names.update(primitives_without_rule(inner.eqns))
-        elif any(shape_of(v) for v in eqn.outvars):
+        elif any(shape_of(var) for var in eqn.outvars):
             names.add(eqn.primitive.name)
     return sorted(names)
 

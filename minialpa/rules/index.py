@@ -184,7 +184,7 @@ def _scatter_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[s
 @rule("scatter", "scatter-mul", *_COMBINED, on_shards=_scatter_on_shards)
 def _scatter(eqn: JaxprEqn) -> Factors:
     numbers, table = eqn.params["dimension_numbers"], FactorTable()
-    shape, index_shape, update_shape = (shape_of(v) for v in eqn.invars)
+    shape, index_shape, update_shape = (shape_of(atom) for atom in eqn.invars)
     combine = _COMBINED.get(eqn.primitive.name)
 
     # Index dimensions are reduced, except for those that the operand has as well.

@@ -211,7 +211,7 @@ def flatten_calls(
     XLA does not merge the block with the forward computation.
     """
     flattener = _Flattener(_JITS if only_jit else tuple(_CALLS), always_barriers)
-    env: dict[Var, Atom] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
+    env: dict[Var, Atom] = {var: var for var in (*jaxpr.constvars, *jaxpr.invars)}
     flattener.run(jaxpr.eqns, env, "")
     return FlatJaxpr(
         constvars=(*jaxpr.constvars, *flattener.constvars),
