@@ -121,9 +121,9 @@ def test_difference_counts_what_is_missing_moved_and_resized() -> None:
 def test_compiled_bytes_are_filed_by_kind_and_axes() -> None:
     rows, ones = ((0, 1), (2, 3)), ((0,), (1,), (2,), (3,))
     found = [
-        hlo.HloCollective("all-reduce", 8.0, rows, 3, 2),
-        hlo.HloCollective("all-reduce", 8.0, ones, 1, 2),
-        hlo.HloCollective("collective-permute", 4.0, ((0, 1),), 1, 1),
+        hlo.HloCollective(kind="all-reduce", n_bytes=8.0, groups=rows, times=3, n_elements=2),
+        hlo.HloCollective(kind="all-reduce", n_bytes=8.0, groups=ones, times=1, n_elements=2),
+        hlo.HloCollective(kind="collective-permute", n_bytes=4.0, groups=((0, 1),), times=1, n_elements=1),
     ]
     assert compiled_bytes(found, LogicalMesh((2, 2))) == {("all-reduce", (1,)): 24, ("collective-permute", None): 4}
 

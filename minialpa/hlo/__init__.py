@@ -1,4 +1,4 @@
-"""Compiled programs: the text of XLA's optimised HLO in, its collectives and floating point operations out.
+"""Compiled programs: reads the collectives and floating point operations from the text of XLA's optimised HLO.
 
 Imports: `cluster` and `cost`.
 """

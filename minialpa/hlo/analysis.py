@@ -1,9 +1,9 @@
-"""The collectives of a compiled program: HLO text in; kind, bytes, device groups and count of each out; their price.
+"""The collectives of a compiled program, read from its HLO text, and what they cost on a mesh.
 
-    seconds = sum over collectives of times * price on the mesh
-    times   = product of the trip counts of the loops around it
+    seconds = sum over collectives of times * price on the mesh       -> seconds, _one_s
+    times   = product of the trip counts of the loops around it       -> _times, _trip_count
 
-A loop whose trip count is not known counts as one trip; every branch of a conditional counts, once.
+A loop whose trip count is not known counts as one trip; every branch of a conditional counts once.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ _CALLS = ("to_apply", "calls", "branch_computations", "true_computation", "false
 _MOVES = ("bitcast", "copy", "reshape", "transpose")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HloCollective:
     """One collective of a program.
 
-    n_bytes: as in `cost.Collective`; for a collective-permute, the buffer that each device sends. times: how often the
-    program runs it. groups: devices that exchange data; for a collective-permute, the (source, target) pairs.
-    n_elements: of the largest array that it moves; 1 for one of scalars only.
+    Attributes:
+        kind: name of the operation.
+        n_bytes: as in `cost.Collective`; for a collective-permute, bytes of the buffer that each device sends.
+        groups: devices that exchange data with each other; for a collective-permute, the (source, target) pairs.
+        times: how often the program runs it.
+        n_elements: elements of the largest array that it moves; 1 if it moves scalars only.
     """
 
     kind: HloKind
@@ -60,22 +63,24 @@ class HloCollective:
 def collectives(text: str, *, scatter: bool = False) -> tuple[HloCollective, ...]:
     """The collectives of the program that XLA printed as `text`. Asynchronous ones count where they start.
 
-    scatter: count an all-reduce of which every device only reads its own slice as the reduce-scatter that it is on
-    accelerators; XLA's CPU compiler does not join the two.
+    scatter: count an all-reduce as a reduce-scatter if every device reads only a slice of the result. Accelerators
+    run it as one, but XLA's CPU compiler does not fuse the all-reduce with the slices.
     """
     module = parse_module(text)
     found: list[HloCollective] = []
     for name, times in _times(module).items():
         computation = module.computations[name]
         for instruction in computation.instructions:
-            if (kind := _KINDS.get(instruction.opcode.removesuffix("-start"))) is not None:
-                one = _collective(instruction, kind, times, module.n_devices)
-                found.extend(_scattered(one, instruction, computation, module) if scatter else (one,))
+            kind = _KINDS.get(instruction.opcode.removesuffix("-start"))
+            if kind is None:
+                continue
+            one = _collective(instruction, kind, times, module.n_devices)
+            found.extend(_scattered(one, instruction, computation, module) if scatter else (one,))
     return tuple(found)
 
 
 def bytes_by_kind(found: Iterable[HloCollective]) -> dict[HloKind, float]:
-    """Bytes of all collectives of each kind, each as often as it runs."""
+    """Total bytes of the collectives of each kind, each counted as often as it runs."""
     total: defaultdict[HloKind, float] = defaultdict(float)
     for one in found:
         total[one.kind] += one.times * one.n_bytes
@@ -83,10 +88,13 @@ def bytes_by_kind(found: Iterable[HloCollective]) -> dict[HloKind, float]:
 
 
 def mesh_axes(groups: Groups, mesh_shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The fewest axes of a row-major mesh that these groups run over, () for groups of one; None if there are none."""
+    """The axes of a row-major mesh that these groups run over, as few as possible: () for groups of one device.
+
+    None if the groups are not those of any set of axes.
+    """
     wanted = {frozenset(group) for group in groups}
-    for n in range(len(mesh_shape) + 1):
-        for axes in itertools.combinations(range(len(mesh_shape)), n):
+    for n_axes in range(len(mesh_shape) + 1):
+        for axes in itertools.combinations(range(len(mesh_shape)), n_axes):
             if wanted == _axis_groups(axes, mesh_shape):
                 return axes
     return None
@@ -95,12 +103,16 @@ def mesh_axes(groups: Groups, mesh_shape: Sequence[int]) -> tuple[int, ...] | No
 def _axis_groups(axes: tuple[int, ...], mesh_shape: Sequence[int]) -> set[frozenset[int]]:
     groups: dict[tuple[int, ...], set[int]] = {}
     for device, place in enumerate(itertools.product(*map(range, mesh_shape))):
-        groups.setdefault(tuple(c for axis, c in enumerate(place) if axis not in axes), set()).add(device)
+        place_of_group = tuple(coordinate for axis, coordinate in enumerate(place) if axis not in axes)
+        groups.setdefault(place_of_group, set()).add(device)
     return {frozenset(group) for group in groups.values()}
 
 
 def seconds(found: Iterable[HloCollective], mesh: LogicalMesh) -> float:
-    """Seconds of all collectives on `mesh`, whose device numbers are row-major. A mesh too small raises."""
+    """Seconds of all collectives on `mesh`, whose devices are numbered in row-major order.
+
+    Raises ShardingError if the mesh has fewer devices than the program.
+    """
     found = tuple(found)
     last = max((device for one in found for group in one.groups for device in group), default=0)
     if last >= mesh.n_devices:
@@ -112,15 +124,16 @@ def seconds(found: Iterable[HloCollective], mesh: LogicalMesh) -> float:
 
 
 def _one_s(one: HloCollective, mesh: LogicalMesh) -> float:
-    """The slowest group's time.
+    """The time of the slowest group.
 
-    A group that is a sub-grid (n_0 x n_1 devices of the mesh, so also any set of whole axes) has the mesh's price for
-    a mesh of that shape. Any other group is a ring over the slowest link that it crosses, and so is every pair of a
-    collective-permute, which sends its whole buffer over that link: alpha + beta * n_bytes.
+    A group that is a sub-grid (n_0 x n_1 devices of the mesh, hence also any set of whole axes) costs what a mesh of
+    that shape costs. Any other group is priced as a ring over the slowest link that it crosses. Each pair of a
+    collective-permute sends its whole buffer over the slowest link that it crosses: alpha + beta * n_bytes.
     """
     if one.kind == "collective-permute":
         pairs = [_crossed(group, mesh) for group in one.groups if len(set(group)) > 1]
         return max((max(mesh.alpha[a] + mesh.beta[a] * one.n_bytes for a in axes) for axes in pairs), default=0.0)
+
     times = []
     for group in one.groups:
         grid = _sub_grid(group, mesh)
@@ -130,6 +143,7 @@ def _one_s(one: HloCollective, mesh: LogicalMesh) -> float:
 
 
 def _places(group: Sequence[int], mesh: LogicalMesh) -> list[tuple[int, ...]]:
+    """Mesh coordinates of each device of the group."""
     places = list(itertools.product(*map(range, mesh.shape)))
     return [places[device] for device in group]
 
@@ -140,7 +154,7 @@ def _crossed(group: Sequence[int], mesh: LogicalMesh) -> list[int]:
 
 
 def _sub_grid(group: Sequence[int], mesh: LogicalMesh) -> LogicalMesh:
-    """The group as a mesh of its own: a grid with the links of `mesh`, or a ring with the slowest one it crosses."""
+    """The group as a mesh of its own: a grid with the links of `mesh`, or a ring over the slowest link it crosses."""
     places = _places(group, mesh)
     columns = [sorted(set(column)) for column in zip(*places, strict=True)]
     if set(places) == set(itertools.product(*columns)):
@@ -153,8 +167,7 @@ def _sub_grid(group: Sequence[int], mesh: LogicalMesh) -> LogicalMesh:
 def flops(text: str) -> float:
     """Floating point operations of each device in the matrix products and convolutions of the program `text`.
 
-    2 * elements of the result * terms of each sum. A term is an element of the contracted dimensions of a product, or
-    of the kernel of a convolution for one output feature.
+    flops = 2 * times * elements of the result * terms of each sum
     """
     module = parse_module(text)
     total = 0.0
@@ -162,12 +175,17 @@ def flops(text: str) -> float:
         shapes = {i.name: i.shape for i in module.computations[name].instructions}
         for instruction in module.computations[name].instructions:
             if instruction.opcode in ("dot", "convolution"):
-                result = math.prod(array_dims(instruction.shape))
-                total += 2 * times * result * _n_terms(instruction, shapes)
+                n_results = math.prod(array_dims(instruction.shape))
+                total += 2 * times * n_results * _n_terms(instruction, shapes)
     return total
 
 
 def _n_terms(instruction: Instruction, shapes: dict[str, str]) -> float:
+    """Products that are summed for one element of the result.
+
+    For a matrix product, elements of the contracted dimensions; for a convolution, elements of the kernel for one
+    output feature.
+    """
     left, right = (array_dims(shapes[operand]) for operand in instruction.operands)
     if instruction.opcode == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
@@ -181,24 +199,25 @@ def _n_terms(instruction: Instruction, shapes: dict[str, str]) -> float:
 
 
 def _times(module: Module) -> dict[str, int]:
-    """How often each computation that runs does so."""
+    """How often each computation runs; those that never run are left out."""
     times: Counter[str] = Counter()
 
-    def visit(name: str, n: int) -> None:
-        times[name] += n
+    def visit(name: str, n_runs: int) -> None:
+        times[name] += n_runs
         for instruction in module.computations[name].instructions:
-            for callee, trips in _callees(instruction, module):
-                visit(callee, n * trips)
+            for callee, n_trips in _callees(instruction, module):
+                visit(callee, n_runs * n_trips)
 
     visit(module.entry, 1)
     return dict(times)
 
 
 def _callees(instruction: Instruction, module: Module) -> Iterator[tuple[str, int]]:
+    """The computations that an instruction runs, and how often."""
     if instruction.opcode == "while":
-        trips = _trip_count(instruction, module)
+        n_trips = _trip_count(instruction, module)
         for name in instruction.called("body", "condition"):
-            yield name, trips
+            yield name, n_trips
     # The computation of an asynchronous call is named again where it ends.
     elif instruction.opcode not in ("async-update", "async-done"):
         for name in instruction.called(*_CALLS):
@@ -207,22 +226,33 @@ def _callees(instruction: Instruction, module: Module) -> Iterator[tuple[str, in
 
 
 def _trip_count(loop: Instruction, module: Module) -> int:
-    """What XLA found out, or the bound of a condition `i < n`, where i starts at 0 and grows by 1; else 1."""
+    """The trip count that XLA found, or the bound n of a condition `i < n` or `i <= n`; otherwise 1.
+
+    A bound is taken to mean that i starts at 0 and grows by 1.
+    """
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(known[1])
+
     (condition,) = loop.called("condition")
-    reached, pending = set[str](), [condition]
-    while pending:
-        name = pending.pop()
-        reached.add(name)
-        called = (c for i in module.computations[name].instructions for c, _ in _callees(i, module))
-        pending.extend(c for c in called if c not in reached)
-    inside = [i for name in reached for i in module.computations[name].instructions]
+    inside = [i for name in _reached(condition, module) for i in module.computations[name].instructions]
     bounds = [int(i.operands[0]) for i in inside if i.opcode == "constant" and re.fullmatch(r"\d+", i.operands[0])]
     compares = [direction[1] for i in inside if (direction := re.search(r"direction=(\w\w)", i.attributes))]
+
+    # Anything but a single comparison with a single constant may be another kind of condition.
     if len(bounds) == 1 and compares in (["LT"], ["GT"], ["LE"], ["GE"]):
         return bounds[0] + (compares[0] in ("LE", "GE"))
     return 1
+
+
+def _reached(computation: str, module: Module) -> set[str]:
+    """The names of a computation and of all those that it calls, directly or not."""
+    reached, pending = set[str](), [computation]
+    while pending:
+        name = pending.pop()
+        reached.add(name)
+        called = (callee for i in module.computations[name].instructions for callee, _ in _callees(i, module))
+        pending.extend(callee for callee in called if callee not in reached)
+    return reached
 
 
 # ---- one collective --------------------------------------------------------------------------------------------------
@@ -234,53 +264,71 @@ def _collective(instruction: Instruction, kind: HloKind, times: int, n_devices: 
     if instruction.opcode.endswith("-start") and kind != "all-reduce":
         shape = split_tuple(shape)[1]  # (operands, results, contexts...)
     sizes = list(array_sizes(shape))
-    # Of a reduce-scatter the text shows the shards.
+
+    # The result of a reduce-scatter is a shard of what it reduces.
     factor = len(groups[0]) if kind == "reduce-scatter" else 1
-    n_bytes = factor * sum(n_bytes for _, n_bytes in sizes)
-    return HloCollective(kind, n_bytes, groups, times, factor * max((n for n, _ in sizes), default=0))
+    return HloCollective(
+        kind=kind,
+        n_bytes=factor * sum(n_bytes for _, n_bytes in sizes),
+        groups=groups,
+        times=times,
+        n_elements=factor * max((n for n, _ in sizes), default=0),
+    )
 
 
 def _scattered(
     one: HloCollective, instruction: Instruction, computation: Computation, module: Module
 ) -> Iterator[HloCollective]:
-    """An all-reduce as what its parts are: a reduce-scatter where each device reads a slice only, else an all-reduce.
+    """An all-reduce with the arrays of which each device reads only a slice taken out, as a reduce-scatter.
 
-    The slices have to be as small as the group is large; which device reads which one is not looked at.
+    A slice is an n-th of the array for groups of n devices; which device reads which slice is not checked.
     """
-    if one.kind != "all-reduce" or (size := len(one.groups[0])) == 1:
+    if one.kind != "all-reduce" or (group_size := len(one.groups[0])) == 1:
         yield one
         return
+
+    parts: dict[HloKind, list[tuple[int, float]]] = {"all-reduce": [], "reduce-scatter": []}
+    for names, (n, n_bytes) in zip(_results(instruction, computation), array_sizes(instruction.shape), strict=True):
+        is_sliced = bool(names) and all(_is_only_sliced(name, n // group_size, computation, module) for name in names)
+        parts["reduce-scatter" if is_sliced else "all-reduce"].append((n, n_bytes))
+
+    for kind, sizes in parts.items():
+        if sizes:
+            n_bytes = sum(part_bytes for _, part_bytes in sizes)
+            yield dataclasses.replace(one, kind=kind, n_bytes=n_bytes, n_elements=max(sizes)[0])
+
+
+def _results(instruction: Instruction, computation: Computation) -> Iterator[list[str]]:
+    """For each array of a collective's result, the names by which other instructions read it."""
     name = instruction.name
     if instruction.opcode.endswith("-start"):
         name = next(i.name for i in computation.instructions if i.operands == (name,))
-    parts: dict[HloKind, list[tuple[int, float]]] = {"all-reduce": [], "reduce-scatter": []}
-    for k, (n, n_bytes) in enumerate(array_sizes(instruction.shape)):
-        is_tuple = instruction.shape.startswith("(")
-        names = [name]
-        if is_tuple:
-            users = [i for i in computation.instructions if name in i.operands]
-            names = [i.name for i in users if i.opcode == "get-tuple-element" and f" index={k}" in f" {i.attributes},"]
-        sliced = bool(names) and all(_only_sliced(part, n // size, computation, module) for part in names)
-        parts["reduce-scatter" if sliced else "all-reduce"].append((n, n_bytes))
-    for kind, sizes in parts.items():
-        if sizes:
-            yield dataclasses.replace(one, kind=kind, n_bytes=sum(b for _, b in sizes), n_elements=max(sizes)[0])
+    if not instruction.shape.startswith("("):
+        yield [name]
+        return
 
-
-def _only_sliced(name: str, n_elements: int, computation: Computation, module: Module) -> bool:
-    """Whether `name` is read, and only by dynamic slices of `n_elements`, in fusions too."""
     users = [i for i in computation.instructions if name in i.operands]
-    return bool(users) and all(_slices(user, name, n_elements, computation, module) for user in users)
+    elements = [(i.name, f" {i.attributes},") for i in users if i.opcode == "get-tuple-element"]
+    for k, _ in enumerate(array_sizes(instruction.shape)):
+        yield [element for element, attributes in elements if f" index={k}" in attributes]
 
 
-def _slices(user: Instruction, name: str, n_elements: int, computation: Computation, module: Module) -> bool:
+def _is_only_sliced(name: str, n_elements: int, computation: Computation, module: Module) -> bool:
+    """Whether something reads `name`, and only by dynamic slices of `n_elements`, also inside fusions."""
+    users = [i for i in computation.instructions if name in i.operands]
+    return bool(users) and all(_takes_slice(user, name, n_elements, computation, module) for user in users)
+
+
+def _takes_slice(user: Instruction, name: str, n_elements: int, computation: Computation, module: Module) -> bool:
+    """Whether `user` reads only a slice of `name`, or passes it on to instructions that do."""
     if user.opcode == "dynamic-slice":
         return user.operands[0] == name and next(array_sizes(user.shape))[0] == n_elements
     if user.opcode in _MOVES:
-        return _only_sliced(user.name, n_elements, computation, module)
+        return _is_only_sliced(user.name, n_elements, computation, module)
     if user.opcode not in ("fusion", "call"):
         return False
+
     inner = module.computations[user.called("calls", "to_apply")[0]]
     numbers = [str(k) for k, operand in enumerate(user.operands) if operand == name]
     parameters = [i.name for i in inner.instructions if i.opcode == "parameter" and i.operands[0] in numbers]
-    return all(_only_sliced(parameter, n_elements, inner, module) for parameter in parameters)
+    return all(_is_only_sliced(parameter, n_elements, inner, module) for parameter in parameters)

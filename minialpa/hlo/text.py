@@ -1,4 +1,4 @@
-"""HLO text as data: what `compiled.as_text()` prints in, computations of instructions out. Nothing is interpreted here.
+"""A parser for HLO text: turns what `compiled.as_text()` prints into computations of instructions.
 
 %sum = f32[8,4]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
  name  shape         opcode     operands  attributes
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +19,17 @@ from minialpa.errors import VerifyError
 Groups = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """A line of a computation. `shape` and `attributes` are text; `operands` are names, or the value of a constant."""
+    """A line of a computation.
+
+    Attributes:
+        name: without `%`.
+        shape: of the result, as text.
+        opcode: such as `all-reduce`.
+        operands: names of the operands; of a constant, the text of its value; of a parameter, its number.
+        attributes: the rest of the line, as text.
+    """
 
     name: str
     shape: str
@@ -30,7 +38,7 @@ class Instruction:
     attributes: str
 
     def called(self, *keys: str) -> tuple[str, ...]:
-        """Computations named by the attributes `keys`, such as `body` or `branch_computations`."""
+        """Computations that the attributes `keys` name, such as `body` or `branch_computations`."""
         pattern = rf"[ ,](?:{'|'.join(keys)})=(?:\{{([^}}]*)\}}|%?([\w.\-]+))"
         return tuple(
             name.strip().lstrip("%")
@@ -50,7 +58,13 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Computations by name. n_devices: partitions times replicas."""
+    """A program.
+
+    Attributes:
+        computations: by name.
+        entry: name of the computation that runs first.
+        n_devices: partitions times replicas.
+    """
 
     computations: dict[str, Computation]
     entry: str
@@ -59,20 +73,23 @@ class Module:
 
 def parse_module(text: str) -> Module:
     """The module that XLA printed as `text`. Raises VerifyError if there is no entry computation."""
-    text = re.sub(r"/\*.*?\*/", "", text)
+    text = re.sub(r"/\*.*?\*/", "", text)  # comments, such as /*index=5*/
     header = text.split("\n", 1)[0]
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
+
+    # `name` is empty outside of computations.
     computations: dict[str, Computation] = {}
-    entry, name, lines = "", "", list[Instruction]()
+    entry, name, instructions = "", "", list[Instruction]()
     for line in text.splitlines():
         if opening := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
-            name, lines = opening[2], []
+            name, instructions = opening[2], []
             entry = name if opening[1] else entry
         elif line.startswith("}") and name:
-            computations[name] = Computation(name, tuple(lines))
+            computations[name] = Computation(name, tuple(instructions))
             name = ""
         elif name and " = " in line:
-            lines.append(_instruction(line))
+            instructions.append(_instruction(line))
+
     if not entry:
         raise VerifyError(
             "Not the text of a compiled program: it has no `ENTRY`. Pass what `compiled.as_text()` gives."
@@ -82,16 +99,20 @@ def parse_module(text: str) -> Module:
 
 def _instruction(line: str) -> Instruction:
     left, right = line.split(" = ", 1)
-    end = _closing(right, 0) + 1 if right.startswith("(") else right.index(" ")
-    opening = right.index("(", end)
+    end_of_shape = _closing(right, 0) + 1 if right.startswith("(") else right.index(" ")
+    opening = right.index("(", end_of_shape)
     closing = _closing(right, opening)
-    operands = tuple(part.split(" ")[-1].lstrip("%") for part in split_tuple(right[opening : closing + 1]))
-    name = left.split()[-1].lstrip("%")
-    return Instruction(name, right[:end], right[end:opening].strip(), operands, right[closing + 1 :])
+    return Instruction(
+        name=left.split()[-1].lstrip("%"),
+        shape=right[:end_of_shape],
+        opcode=right[end_of_shape:opening].strip(),
+        operands=tuple(part.split(" ")[-1].lstrip("%") for part in split_tuple(right[opening : closing + 1])),
+        attributes=right[closing + 1 :],
+    )
 
 
 def _closing(text: str, opening: int) -> int:
-    """Place of the parenthesis that closes the one at `opening`."""
+    """Position of the parenthesis that closes the one at `opening`."""
     depth = 0
     for mark in re.compile(r"[()]").finditer(text, opening):
         depth += 1 if mark[0] == "(" else -1
@@ -101,15 +122,17 @@ def _closing(text: str, opening: int) -> int:
 
 
 def split_tuple(text: str) -> list[str]:
-    """Parts of `(a, (b, c), d{1,0})` at its top level; of a text without parentheses, the text itself."""
+    """The top-level parts of a tuple such as `(a, (b, c), d{1,0})`; a text that is no tuple is its only part."""
     if not text.startswith("("):
         return [text]
+
     parts, depth, start = [], 0, 1
     for mark in re.finditer(r"[(){}\[\],]", text):
         if mark[0] in "({[":
             depth += 1
         elif mark[0] in ")}]":
             depth -= 1
+        # A comma ends a part at depth 1, and the last parenthesis ends the last part at depth 0.
         if depth == (1 if mark[0] == "," else 0):
             parts.append(text[start : mark.start()].strip())
             start = mark.end()
@@ -119,8 +142,8 @@ def split_tuple(text: str) -> list[str]:
 def array_sizes(shape: str) -> Iterator[tuple[int, float]]:
     """(elements, bytes) of each array of a shape such as `f32[8,4]{1,0}` or a tuple of them."""
     for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", shape):
-        n = math.prod(int(size.lstrip("<=")) for size in dims.split(",") if size)
-        yield n, n * _dtype_bytes(dtype)
+        n_elements = math.prod(int(size.lstrip("<=")) for size in dims.split(",") if size)
+        yield n_elements, n_elements * _dtype_bytes(dtype)
 
 
 def array_dims(shape: str) -> tuple[int, ...]:
@@ -129,19 +152,23 @@ def array_dims(shape: str) -> tuple[int, ...]:
 
 
 def _dtype_bytes(dtype: str) -> float:
-    """Bytes of one element: the first number of the name is its bits (`bf16`, `f8e4m3fn`, `c64`); `pred` has eight."""
+    """Bytes of one element: the first number in a name is its bits (`bf16`, `f8e4m3fn`, `c64`); a `pred` is a byte."""
     bits = re.search(r"\d+", dtype)
     return int(bits[0]) / 8 if bits else float(dtype == "pred")
 
 
 def parse_groups(attributes: str, n_devices: int) -> Groups:
-    """Devices of each `replica_groups`, in any of its forms; the pairs of `source_target_pairs`.
+    """The device groups of the attribute `replica_groups`, or the pairs of `source_target_pairs`.
 
-    `{{0,1},{2,3}}`, `{}` for all devices, `[2,4]<=[4,2]T(1,0)` for an iota, reshaped, transposed and reshaped, and
-    `mesh['a'=2,'b'=4] {'a'}` for axes of a mesh or `'a':(1)2` for a part of one. Raises VerifyError on another form.
+    XLA writes groups in three forms. Any other raises VerifyError.
+
+    * `{{0,1},{2,3}}`: a list; `{}` stands for one group of all devices;
+    * `[2,4]<=[4,2]T(1,0)`: the rows of an iota that is reshaped, transposed and reshaped (`_iota`);
+    * `mesh['a'=2,'b'=4] {'a'}`: axes of a mesh, or parts of axes as in `'a':(1)2` (`_mesh_groups`).
     """
     found = re.search(r"(?:replica_groups|source_target_pairs)=(.*)", attributes)
     text = found[1] if found else "{}"
+
     if listed := re.match(r"\{((?:\{[\d,]*\},?)*)\}", text):
         groups = tuple(tuple(map(int, part.split(","))) for part in re.findall(r"\{([\d,]+)\}", listed[1]))
         return groups or (tuple(range(n_devices)),)
@@ -157,11 +184,12 @@ def _numbers(text: str) -> list[int]:
 
 
 def _rows(array: np.ndarray) -> Groups:
+    """The groups of an array of device numbers whose last dimension runs over the devices of a group."""
     return tuple(tuple(row) for row in array.reshape(-1, array.shape[-1]).tolist())
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[2,4]<=[4,2]T(1,0)`: iota(8) as [4,2], transposed by (1,0), as [2,4]. Without `[2,4]<=`, as one row."""
+    """`[2,4]<=[4,2]T(1,0)` is iota(8) as [4,2], transposed by (1,0), as [2,4]. Without `[2,4]<=`, it is one row."""
     target, _, rest = text.rpartition("<=")
     dims, _, order = rest.partition("T")
     source = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
@@ -169,23 +197,49 @@ def _iota(text: str) -> np.ndarray:
     return source.reshape(_numbers(target) if target else -1)
 
 
+@dataclass(frozen=True, slots=True)
+class _SubAxis:
+    """`'a':(2)3` in HLO: with mesh axis `a` reshaped to [2, 3, rest], the dimension of length 3.
+
+    Attributes:
+        axis: name of the mesh axis.
+        before: product of the lengths before this dimension.
+        length: of this dimension.
+    """
+
+    axis: str
+    before: int
+    length: int
+
+    def includes(self, other: _SubAxis) -> bool:
+        """Whether `other`, one of the shortest sub-axes that HLO names, is part of this one."""
+        return self.axis == other.axis and self.before <= other.before < max(self.before * self.length, 2)
+
+
 def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Groups:
-    """Groups over `axes` of the mesh, in its device order. `'a':(2)3` is the middle one of `a` as [2, 3, rest]."""
-    sizes = {name: int(n) for name, n in re.findall(r"'([^']*)'=(\d+)", mesh)}
+    """Groups over `axes`, which are axes and sub-axes of the mesh, in the order of its devices."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh)}
     devices = np.arange(math.prod(sizes.values()))
     if device_ids:
         devices = _iota(device_ids) if "[" in device_ids else np.array(_numbers(device_ids))
     chosen = [
-        (name, int(before or 1), int(length or sizes[name]))
+        _SubAxis(name, int(before or 1), int(length or sizes[name]))
         for name, before, length in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
     ]
-    parts: list[tuple[str, int, int]] = []  # (axis, place inside the axis, length)
-    for name, size in sizes.items():
-        cuts = sorted({1, size, *(c for n, before, length in chosen if n == name for c in (before, before * length))})
-        parts.extend((name, low, high // low) for low, high in itertools.pairwise(cuts))
-        if size == 1:
-            parts.append((name, 1, 1))
-    inside = [i for n, b, k in chosen for i, (name, at, _) in enumerate(parts) if n == name and b <= at < max(b * k, 2)]
+
+    # With one dimension for each part of an axis, those inside groups can be moved behind all others.
+    parts = [part for name, size in sizes.items() for part in _parts_of_axis(name, size, chosen)]
+    inside = [i for sub_axis in chosen for i, part in enumerate(parts) if sub_axis.includes(part)]
     outside = [i for i in range(len(parts)) if i not in inside]
-    grid = devices.reshape([length for _, _, length in parts]).transpose(outside + inside)
-    return _rows(grid.reshape(-1, math.prod(parts[i][2] for i in inside)))
+    grid = devices.reshape([part.length for part in parts]).transpose(outside + inside)
+    return _rows(grid.reshape(-1, math.prod(parts[i].length for i in inside)))
+
+
+def _parts_of_axis(axis: str, size: int, chosen: Sequence[_SubAxis]) -> list[_SubAxis]:
+    """An axis cut where a chosen sub-axis of it begins or ends; one part of length 1 for an axis of size 1."""
+    cuts = {1, size}
+    for sub_axis in chosen:
+        if sub_axis.axis == axis:
+            cuts |= {sub_axis.before, sub_axis.before * sub_axis.length}
+    parts = [_SubAxis(axis, low, high // low) for low, high in itertools.pairwise(sorted(cuts))]
+    return [*parts, _SubAxis(axis, 1, 1)] if size == 1 else parts

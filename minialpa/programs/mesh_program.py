@@ -1,7 +1,7 @@
-"""Programs of single meshes: what the workers of a mesh do, as a value that crosses process borders.
+"""Programs of single meshes: what the workers of a mesh do, as a value that can be sent to other processes.
 
-All workers of a mesh, one for each of its hosts, walk the same instructions. A transfer between meshes is a `Send` on
-one and a `Receive` on the other; both look at the same `Resharding` for the parts that are theirs.
+All workers of a mesh, one for each of its hosts, execute the same instructions. A transfer between meshes is a `Send`
+on one mesh and a `Receive` on the other; each worker picks the moves of the shared `Resharding` that it takes part in.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from minialpa.programs.resharding import Move, Resharding
 
 @dataclass(frozen=True, slots=True)
 class ArrayType:
-    """Shape and dtype of a stored array. key: the implementation of typed random keys, whose integers `dtype` is of.
+    """Shape and dtype of a stored array.
 
-    weak_type: as jax means it: whether the array yields to the dtypes of others, as Python's numbers do.
+    Attributes:
+        shape: as users see it.
+        dtype: name of the dtype; for typed random keys, that of their integers.
+        key: implementation of typed random keys, a key of `KEY_SHAPES`; None for other arrays.
+        weak_type: as in jax: whether the array takes on the dtype of what it is combined with, as Python numbers do.
     """
 
     shape: tuple[int, ...]
@@ -34,25 +38,26 @@ class ArrayType:
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """Shape of the integers of keys; `shape` of everything else."""
+        """Shape of the array that is stored: for random keys, that of their integers."""
         return self.shape if self.key is None else (*self.shape, *KEY_SHAPES[self.key])
 
     @property
     def jax_dtype(self) -> Any:
-        """The dtype that users see: that of keys, where `dtype` is that of their integers."""
+        """The dtype that users see; for random keys, the key dtype."""
         return np.dtype(self.dtype) if self.key is None else _key_dtype(self.key)
 
     def typed(self, data: Any) -> Any:
-        """`data`, an array of `data_shape`, as an array of this type: typed keys of their integers."""
+        """`data`, an array of `data_shape`, as an array of this type; integers of random keys become keys."""
         return data if self.key is None else jax.random.wrap_key_data(data, impl=KEY_NAMES[self.key])
 
     def data(self, array: Any) -> Any:
-        """The inverse of `typed`."""
+        """The inverse of `typed`: the array that is stored."""
         return array if self.key is None else jax.random.key_data(array)
 
 
-#: Integers that make up one typed key, by implementation, and the names that the API of jax has for these.
+#: Shape of the integers that make up one typed key, by implementation.
 KEY_SHAPES: Mapping[str, tuple[int, ...]] = {"fry": (2,), "rbg": (4,), "urbg": (4,)}
+#: What the API of jax calls each implementation.
 KEY_NAMES: Mapping[str, str] = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
 
 
@@ -61,14 +66,24 @@ def _key_dtype(key: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=KEY_NAMES[key])).dtype
 
 
-#: Types that the format of `jax.export` has no name for. Where an exported function takes or returns them, wider
-#: integers stand for them.
+#: Dtypes that the format of `jax.export` has no name for, and the wider integers that exported functions take and
+#: return in their place.
 STAND_INS: Mapping[str, str] = {"int2": "int8", "uint2": "uint8"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshFunction:
-    """A function of one mesh. code: what `jax.export` has made of it, with `STAND_INS`. donated: as in `Function`."""
+    """A function of one mesh, exported.
+
+    Attributes:
+        name: for messages and timelines.
+        code: the function as serialised by `jax.export`, with `STAND_INS`.
+        in_types: type of each input.
+        in_specs: sharding of each input.
+        out_types: type of each output.
+        out_specs: sharding of each output.
+        donated: positions of the inputs whose buffers the outputs may reuse.
+    """
 
     name: str
     code: bytes
@@ -81,7 +96,7 @@ class MeshFunction:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start to send what `source` holds, by the resharding of transfer number `transfer`."""
+    """Start sending buffer `source`, by the resharding of transfer number `transfer`."""
 
     source: int
     transfer: int
@@ -89,7 +104,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """target = the array of transfer number `transfer`, in the spec in which its resharding lands. Waits for it."""
+    """target = the array of transfer number `transfer`, in the spec `landing` of its resharding. Waits for it."""
 
     target: int
     transfer: int
@@ -117,12 +132,23 @@ class MeshTransfer:
     resharding: Resharding
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MeshProgram:
-    """What the workers of mesh number `mesh` do in a step. Function numbers are those of `inter.lower.task_functions`.
+    """What the workers of one mesh do in a step.
 
-    transfers: by their number, those that this mesh takes part in. types, specs: of buffers. outputs: (number of the
-    result, buffer) of each result, or copy of it, on this mesh. Blocks of rows of a result count as results.
+    Attributes:
+        mesh: number of the mesh.
+        shape: its devices.
+        functions: by the number that instructions call them by.
+        instructions: in order; all workers execute the same ones.
+        inputs: buffers that hold argument leaves when the step begins.
+        constants: buffers that hold constants when the step begins.
+        outputs: (number of the result, buffer) for each result, or copy of one, on this mesh. Each block of rows of a
+            result counts as a result.
+        transfers: the transfers that this mesh takes part in, by number.
+        types: type of each buffer.
+        specs: sharding of each buffer.
+        donated_leaves: numbers of the argument leaves that a step invalidates.
     """
 
     mesh: int
@@ -140,7 +166,7 @@ class MeshProgram:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker is: its mesh, and the devices of that mesh that it has, on one host."""
+    """The mesh and host of a worker, and its devices: consecutive ones, from `first_device` on."""
 
     mesh: int
     host: int
@@ -173,23 +199,23 @@ class Message:
 
 
 def messages(transfer: MeshTransfer, places: Sequence[Place]) -> tuple[Message, ...]:
-    """What workers send each other for a transfer: the moves between each two of them travel together.
+    """What workers send each other for a transfer: one message for each pair of workers with moves between them.
 
-    The moves from one device come in the order of the resharding; so do messages, by their first move.
+    The moves of a message are in the order of the resharding, and messages in the order of their first moves.
     """
-    workers = {(p.mesh, device): i for i, p in enumerate(places) for device in p.devices}
-    held: dict[tuple[int, int], list[Move]] = {}
+    workers = {(place.mesh, device): i for i, place in enumerate(places) for device in place.devices}
+    by_pair: dict[tuple[int, int], list[Move]] = {}
     for move in transfer.resharding.moves:
         mesh = transfer.target if move.relayed else transfer.source
         pair = workers[mesh, move.source], workers[transfer.target, move.targets[0]]
-        held.setdefault(pair, []).append(move)
-    return tuple(Message(source, target, tuple(moves)) for (source, target), moves in held.items())
+        by_pair.setdefault(pair, []).append(move)
+    return tuple(Message(source, target, tuple(moves)) for (source, target), moves in by_pair.items())
 
 
 def links(programs: Sequence[MeshProgram], places: Sequence[Place]) -> tuple[tuple[int, int, int, int], ...]:
-    """Ways between devices that transfers take: (sending worker, its device, receiving worker, its device), in order.
+    """Connections that transfers use: sorted (sending worker, its device, receiving worker, its device).
 
-    Workers count by their place, devices from the first one of their worker.
+    Workers are numbered as in `places`, and devices from the first one of their worker.
     """
     transfers = {number: transfer for program in programs for number, transfer in program.transfers.items()}
     found = set()

@@ -1,8 +1,8 @@
 """Programs: what a plan does, as a static list of instructions over numbered buffers.
 
-A program knows meshes by number and nothing of why. Its functions are pure jax functions with specs for their inputs
-and outputs; a runtime compiles them for real devices. Instructions of all meshes stand in one order that respects every
-dependency, so a single reader can issue them one after the other.
+A program refers to meshes by number and does not record why the planner chose it. Its functions are pure jax functions
+with specs for their inputs and outputs; a runtime compiles them for real devices. The instructions of all meshes are in
+one order that respects every dependency, so one thread can issue them one after the other.
 """
 
 from __future__ import annotations
@@ -20,15 +20,26 @@ from minialpa.errors import VerifyError
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Devices `first_device`, ... of the cluster, in row-major order of the logical shape."""
+    """Consecutive devices of the cluster, from `first_device` on, in row-major order of the logical shape."""
 
     first_device: int
     logical_shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Function:
-    """A function that runs on one mesh. `donated` lists inputs whose buffers its outputs may take over."""
+    """A function that runs on one mesh.
+
+    Attributes:
+        name: for messages and timelines.
+        mesh: number of the mesh.
+        fun: the function of all inputs; returns a sequence of outputs.
+        in_avals: shape and dtype of each input, as stored on the whole mesh.
+        in_specs: sharding of each input.
+        out_avals: shape and dtype of each output.
+        out_specs: sharding of each output.
+        donated: positions of the inputs whose buffers the outputs may reuse.
+    """
 
     name: str
     mesh: int
@@ -70,7 +81,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """These buffers are not read again."""
+    """No later instruction reads these buffers."""
 
     buffers: tuple[int, ...]
 
@@ -78,12 +89,18 @@ class Free:
 Instruction = Run | Accumulate | Transfer | Free
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InputSlot:
-    """A buffer that a call fills: argument `leaf`, or `rows` (start, stop, dimension) of it, laid out on a mesh.
+    """A buffer that each call fills with an argument leaf, or with some of its rows.
 
-    is_block: the leaf lives in blocks of rows, of which this is one, between calls too. Other rows are those of a
-    micro-batch.
+    Attributes:
+        buffer: number of the buffer.
+        leaf: number of the argument leaf.
+        rows: (start, stop, dimension) of the rows in the buffer; None for the whole leaf.
+        mesh: number of the mesh that holds the buffer.
+        spec: sharding of the buffer.
+        is_block: whether the leaf is kept between calls as several blocks of rows, and the buffer is one of them.
+            Otherwise `rows` are those of a micro-batch.
     """
 
     buffer: int
@@ -96,7 +113,7 @@ class InputSlot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConstantSlot:
-    """A buffer that holds `value` from the start, for every call."""
+    """A buffer that holds the same `value` in every call."""
 
     buffer: int
     value: Any
@@ -106,10 +123,13 @@ class ConstantSlot:
 
 @dataclass(frozen=True, slots=True)
 class OutputSlot:
-    """A result: the buffers that hold it, one for each mesh, each laid out as the plan says.
+    """The buffers that hold one result at the end of a call, in the shardings that the plan says.
 
-    rows: empty where each buffer holds all of it; else the rows (start, stop) of dimension 0 in each buffer. Together
-    they are the whole result.
+    Attributes:
+        buffers: numbers of the buffers.
+        meshes: the mesh of each buffer.
+        rows: the rows (start, stop) of dimension 0 in each buffer, which together are the whole result; empty if each
+            buffer holds the whole result.
     """
 
     buffers: tuple[int, ...]
@@ -118,18 +138,29 @@ class OutputSlot:
 
     @property
     def blocks(self) -> tuple[tuple[int, int] | None, ...]:
-        """The rows of each block, in order; only None for a result that is in no blocks."""
+        """The rows of each block, in order; `(None,)` for a result that is not divided into blocks."""
         return tuple(sorted(set(self.rows))) or (None,)
 
     @property
     def block_of_buffer(self) -> tuple[int, ...]:
-        """Which of the blocks each buffer holds."""
+        """For each buffer, the position in `blocks` of the block that it holds."""
         return tuple(self.blocks.index(rows) for rows in self.rows or (None,) * len(self.buffers))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Program:
-    """Instructions with their functions, inputs and outputs. A call uses up the argument leaves `donated_leaves`."""
+    """One call of a planned step: instructions with their functions, inputs and outputs.
+
+    Attributes:
+        meshes: by mesh number.
+        functions: by function number.
+        inputs: buffers that hold argument leaves when the call begins.
+        constants: buffers that hold constants when the call begins.
+        instructions: in an order that respects every dependency.
+        outputs: one slot for each result leaf, in order.
+        donated_leaves: numbers of the argument leaves that a call invalidates.
+        n_buffers: buffers have the numbers 0 to n_buffers - 1.
+    """
 
     meshes: tuple[MeshShape, ...]
     functions: tuple[Function, ...]
@@ -142,6 +173,7 @@ class Program:
 
 
 def reads(instruction: Instruction) -> tuple[int, ...]:
+    """Buffers that an instruction reads; a `Free` reads none."""
     match instruction:
         case Run():
             return instruction.inputs
@@ -154,6 +186,7 @@ def reads(instruction: Instruction) -> tuple[int, ...]:
 
 
 def writes(instruction: Instruction) -> tuple[int, ...]:
+    """Buffers that an instruction fills or updates."""
     match instruction:
         case Run():
             return instruction.outputs
@@ -170,44 +203,60 @@ def verify_program(program: Program) -> None:
 
     * every buffer is written before it is read, and not read after it was freed or donated;
     * every buffer is freed at most once, and only after it was written;
-    * every result is in a live buffer at the end, and the blocks of one that is in blocks are all of its rows;
+    * every result is in a live buffer at the end, and the blocks of a result in blocks cover all of its rows;
     * the number of inputs and outputs of every run is that of its function.
     """
     live = {slot.buffer for slot in program.inputs} | {slot.buffer for slot in program.constants}
     for i, instruction in enumerate(program.instructions):
         if isinstance(instruction, Free):
-            gone = [b for b in instruction.buffers if b not in live]
-            if gone:
-                raise VerifyError(f"Instruction {i} frees buffers {gone}, which hold nothing.")
+            _check_freed(i, instruction, live)
             live.difference_update(instruction.buffers)
             continue
-        missing = [b for b in reads(instruction) if b not in live]
-        if missing:
-            raise VerifyError(f"Instruction {i} ({instruction}) reads buffers {missing}, which hold nothing.")
-        if isinstance(instruction, Run):
-            function = program.functions[instruction.function]
-            if len(instruction.inputs) != len(function.in_avals) or len(instruction.outputs) != len(function.out_specs):
-                raise VerifyError(f"Instruction {i} calls `{function.name}` with a wrong number of buffers.")
+
+        _check_read(i, instruction, live)
         live.update(writes(instruction))
-        _check_donated(program, i, instruction)
+        if isinstance(instruction, Run):
+            _check_call(program, i, instruction)
+            _check_donated(program, i, instruction)
+
     for slot in program.outputs:
-        ends = sorted(set(slot.rows))
-        if slot.rows and (len(slot.rows) != len(slot.buffers) or not _in_a_row(ends)):
-            raise VerifyError(f"Result buffers {slot.buffers} hold the rows {slot.rows}, which make no whole result.")
-    lost = [b for slot in program.outputs for b in slot.buffers if b not in live]
+        _check_rows(slot)
+    lost = [buffer for slot in program.outputs for buffer in slot.buffers if buffer not in live]
     if lost:
         raise VerifyError(f"Result buffers {lost} hold nothing at the end.")
 
 
-def _in_a_row(ends: list[tuple[int, int]]) -> bool:
-    return ends[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(ends))
+def _check_freed(i: int, instruction: Free, live: set[int]) -> None:
+    gone = [buffer for buffer in instruction.buffers if buffer not in live]
+    if gone:
+        raise VerifyError(f"Instruction {i} frees buffers {gone}, which hold nothing.")
 
 
-def _check_donated(program: Program, i: int, instruction: Instruction) -> None:
+def _check_read(i: int, instruction: Instruction, live: set[int]) -> None:
+    missing = [buffer for buffer in reads(instruction) if buffer not in live]
+    if missing:
+        raise VerifyError(f"Instruction {i} ({instruction}) reads buffers {missing}, which hold nothing.")
+
+
+def _check_call(program: Program, i: int, run: Run) -> None:
+    function = program.functions[run.function]
+    if len(run.inputs) != len(function.in_avals) or len(run.outputs) != len(function.out_specs):
+        raise VerifyError(f"Instruction {i} calls `{function.name}` with a wrong number of buffers.")
+
+
+def _check_donated(program: Program, i: int, run: Run) -> None:
     """A donated buffer must be freed right after its run."""
-    if not isinstance(instruction, Run):
-        return
-    donated = {instruction.inputs[k] for k in program.functions[instruction.function].donated}
-    behind = program.instructions[i + 1] if i + 1 < len(program.instructions) else None
-    if donated and not (isinstance(behind, Free) and donated <= set(behind.buffers)):
+    donated = {run.inputs[k] for k in program.functions[run.function].donated}
+    following = program.instructions[i + 1] if i + 1 < len(program.instructions) else None
+    if donated and not (isinstance(following, Free) and donated <= set(following.buffers)):
         raise VerifyError(f"Instruction {i} donates buffers {sorted(donated)}, which are not freed behind it.")
+
+
+def _check_rows(slot: OutputSlot) -> None:
+    """Blocks of rows must cover dimension 0 without gaps or overlaps."""
+    if not slot.rows:
+        return
+    blocks = sorted(set(slot.rows))
+    are_adjacent = blocks[0][0] == 0 and all(stop == start for (_, stop), (start, _) in itertools.pairwise(blocks))
+    if len(slot.rows) != len(slot.buffers) or not are_adjacent:
+        raise VerifyError(f"Result buffers {slot.buffers} hold the rows {slot.rows}, which make no whole result.")

@@ -1,8 +1,8 @@
 """Resharding between meshes: which parts of an array go from which device to which, as a value.
 
-A `Resharding` lists what crosses, part by part; `inter/lower/cross_mesh.py` makes it and the runtime moves by it.
-Devices are numbered as in the cluster; a host has `devices_per_host` neighbouring ones. A worker is a host of one of
-the meshes: where the meshes share a host, it counts as two.
+A `Resharding` lists the moves of an array between two meshes, part by part; `inter/lower/cross_mesh.py` makes it and
+the runtime carries it out. Devices are numbered as in the cluster; each host has `devices_per_host` consecutive
+numbers. A worker has the devices of one mesh on one host: a host that two meshes share has two workers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A part of an array that one device sends and devices of one host get.
+    """A part of an array that one device sends and devices of one host receive. It crosses to that host once.
 
-    box: the part, in elements of the whole array. source: the device that sends it. targets: the devices, all of one
-    host, whose shards hold it: it crosses to that host once.
-    relayed: the source is a device of the target mesh, which got the same part in an earlier move.
+    Attributes:
+        box: the part, in elements of the global array.
+        source: the device that sends it.
+        targets: the devices, all of one host, whose shards include the part.
+        relayed: whether the source is a device of the target mesh that received the same part in an earlier move.
     """
 
     box: Box
@@ -39,15 +41,18 @@ class Move:
     relayed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resharding:
     """How an array gets from one mesh to another.
 
-    shape: of the whole array, as it is stored (`Spec.stored_shape`). item_bytes: of an element.
-    source_boxes, landing_boxes: the shard of each device of the source and target mesh, by device number.
-    landing: spec in which the array lands on the target mesh. Where it is finer than the spec that is wanted, the
-    target mesh gathers the rest itself, over its own links.
-    moves: in an order in which each worker can send. Those from one worker to another stand together.
+    Attributes:
+        shape: global shape, as stored (`Spec.stored_shape`).
+        item_bytes: bytes of one element.
+        source_boxes: (device, its shard) for each device of the source mesh.
+        landing_boxes: (device, its shard) for each device of the target mesh.
+        landing: spec in which the array arrives on the target mesh. If it is finer than the spec that readers want,
+            the target mesh gathers the rest over its own links.
+        moves: in an order in which each worker can send. Moves from one worker to another are adjacent.
     """
 
     shape: tuple[int, ...]
@@ -59,11 +64,12 @@ class Resharding:
 
 
 def n_elements(box: Box) -> int:
+    """Number of elements of a part."""
     return math.prod(stop - start for start, stop in box)
 
 
 def bytes_per_link(resharding: Resharding, devices_per_host: int) -> Mapping[tuple[int, int], int]:
-    """(sending host, receiving host) -> bytes. Both are the same where the meshes share a host."""
+    """(sending host, receiving host) -> bytes. Both are the same host where the meshes share it."""
     n_bytes: dict[tuple[int, int], int] = defaultdict(int)
     for move in resharding.moves:
         link = move.source // devices_per_host, move.targets[0] // devices_per_host
@@ -74,52 +80,74 @@ def bytes_per_link(resharding: Resharding, devices_per_host: int) -> Mapping[tup
 def verify_resharding(resharding: Resharding, devices_per_host: int) -> None:
     """Raise VerifyError unless
 
-    * every move takes a part of the array that is not empty;
-    * the targets of a move are different devices of the target mesh, on one host;
-    * a device of the source mesh sends what its shard holds, and one that relays, the same part as it got before;
-    * a host that has begun to relay gets nothing more, so that no two hosts wait for each other;
-    * no element crosses to a host twice;
-    * what a device of the target mesh gets is its shard, no more and no less.
+    * every move takes a part of the array that is not empty (`_check_part`);
+    * the targets of a move are different devices of the target mesh, on one host (`_target_host`);
+    * a device of the source mesh sends elements of its shard, and a device that relays sends a part that it received
+      in an earlier move (`_check_source`);
+    * a host that has begun to relay receives nothing more, so that no two hosts wait for each other;
+    * no element crosses to a host twice (`_check_crossings`);
+    * each device of the target mesh receives its shard, no more and no less (`_check_shards`).
     """
     held, landing = dict(resharding.source_boxes), dict(resharding.landing_boxes)
-    whole = tuple((0, size) for size in resharding.shape)
-    got: dict[int, set[Box]] = {device: set() for device in landing}
-    boxes: dict[int, list[Box]] = defaultdict(list)
+    received: dict[int, set[Box]] = {device: set() for device in landing}
+    crossed: dict[int, list[Box]] = defaultdict(list)
     relaying: set[int] = set()
+
+    # In order: what a device may relay and what a host may still receive depends on the moves before.
     for i, move in enumerate(resharding.moves):
-        if not n_elements(move.box) or not _inside(move.box, whole):
-            raise VerifyError(f"Move {i} takes {move.box}, which is no part of an array of shape {resharding.shape}.")
-        hosts = {device // devices_per_host for device in move.targets}
-        if len(hosts) != 1 or len(set(move.targets)) != len(move.targets) or not landing.keys() >= {*move.targets}:
-            raise VerifyError(f"Move {i} goes to {move.targets}, which are not different devices of one target host.")
-        if not (_got(move, got) if move.relayed else _holds(move, held)):
-            raise VerifyError(f"Move {i} sends {move.box} from device {move.source}, which does not hold it.")
-        (host,) = hosts
+        _check_part(i, move, resharding.shape)
+        host = _target_host(i, move, landing, devices_per_host)
+        _check_source(i, move, held, received)
         if host in relaying:
             raise VerifyError(f"Move {i} goes to host {host}, which relays already. Put it before.")
+
         if move.relayed:
             relaying.add(move.source // devices_per_host)
-        boxes[host].append(move.box)
+        crossed[host].append(move.box)
         for device in move.targets:
-            got[device].add(move.box)
-    for host, parts in boxes.items():
-        for a, b in _overlaps(parts):
-            raise VerifyError(f"Elements cross to host {host} twice, in {a} and {b}.")
-    for device, parts_of_device in got.items():
+            received[device].add(move.box)
+
+    _check_crossings(crossed)
+    _check_shards(received, landing)
+
+
+def _check_part(i: int, move: Move, shape: tuple[int, ...]) -> None:
+    if not n_elements(move.box) or not _inside(move.box, tuple((0, size) for size in shape)):
+        raise VerifyError(f"Move {i} takes {move.box}, which is no part of an array of shape {shape}.")
+
+
+def _target_host(i: int, move: Move, landing: Mapping[int, Box], devices_per_host: int) -> int:
+    """The host that receives move `i`."""
+    hosts = {device // devices_per_host for device in move.targets}
+    if len(hosts) != 1 or len(set(move.targets)) != len(move.targets) or not landing.keys() >= {*move.targets}:
+        raise VerifyError(f"Move {i} goes to {move.targets}, which are not different devices of one target host.")
+    return hosts.pop()
+
+
+def _check_source(i: int, move: Move, held: Mapping[int, Box], received: Mapping[int, set[Box]]) -> None:
+    if move.relayed:
+        has_part = move.box in received.get(move.source, ())
+    else:
+        has_part = move.source in held and _inside(move.box, held[move.source])
+    if not has_part:
+        raise VerifyError(f"Move {i} sends {move.box} from device {move.source}, which does not hold it.")
+
+
+def _check_crossings(crossed: Mapping[int, Sequence[Box]]) -> None:
+    """crossed[host]: the parts that a host receives."""
+    for host, boxes in crossed.items():
+        for first, second in _overlaps(boxes):
+            raise VerifyError(f"Elements cross to host {host} twice, in {first} and {second}.")
+
+
+def _check_shards(received: Mapping[int, set[Box]], landing: Mapping[int, Box]) -> None:
+    for device, boxes in received.items():
         shard = landing[device]
-        stray = sorted(box for box in parts_of_device if not _inside(box, shard))
+        stray = sorted(box for box in boxes if not _inside(box, shard))
         if stray:
             raise VerifyError(f"Device {device} gets {stray[0]}, which is outside of its shard {shard}.")
-        if sum(map(n_elements, parts_of_device)) != n_elements(shard):
+        if sum(map(n_elements, boxes)) != n_elements(shard):
             raise VerifyError(f"Device {device} does not get all of its shard {shard}.")
-
-
-def _holds(move: Move, held: Mapping[int, Box]) -> bool:
-    return move.source in held and _inside(move.box, held[move.source])
-
-
-def _got(move: Move, got: Mapping[int, set[Box]]) -> bool:
-    return move.box in got.get(move.source, ())
 
 
 def _inside(box: Box, outer: Box) -> bool:
@@ -139,21 +167,21 @@ def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
 
 
 def shard_boxes(shape: tuple[int, ...], spec: Spec, mesh: MeshShape) -> dict[int, Box]:
-    """The shard of each device of `mesh`, by device number, of an array of `shape` that `spec` lays out.
+    """The shard that each device of `mesh` holds of an array of `shape` with sharding `spec`, by device number.
 
-    Raises ShardingError where a dimension does not divide.
+    Raises ShardingError if the mesh axes of a dimension do not divide its length.
     """
     lengths = mesh.logical_shape
     sizes = spec.shard_shape(shape, lengths)
     boxes = {}
     for device, place in enumerate(itertools.product(*map(range, lengths)), mesh.first_device):
         tile = tile_at(place, spec, lengths)
-        boxes[device] = tuple((k * n, (k + 1) * n) for k, n in zip(tile, sizes, strict=True))
+        boxes[device] = tuple((k * size, (k + 1) * size) for k, size in zip(tile, sizes, strict=True))
     return boxes
 
 
 def tile_at(place: tuple[int, ...], spec: Spec, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Number, along each dimension of the array, of the shard at a place of a mesh with axes of these lengths."""
+    """The shard at coordinates `place` of a mesh with axes of these lengths: its number along each array dimension."""
     tile = []
     for axes in spec.dims:
         number = 0

@@ -1,4 +1,4 @@
-"""Rules of named factors: an equation in, which dimensions of its operands and results go together out.
+"""Rules of named factors: which dimensions of an equation's operands and results are split together.
 
-Sharding (`intra`) and micro-batches (`inter.microbatch`) both read them. Imports: `tracing`.
+Sharding (`intra`) and micro-batches (`inter.microbatch`) both use them. Imports: `tracing`.
 """

@@ -1,12 +1,12 @@
 """Factors of a region: equations that run together, such as the body of a loop, seen from its inputs and results.
 
-`link` joins the dimensions of all arrays of a region that are split together, by the rules of its equations, into
-*groups*: in `h' = tanh(h @ w + x)` the examples of `h`, `x` and `h'` are one group, and the features of `h`, both
-dimensions of `w` and the features of `h'` another one. `follow` then lets one group be split and says what each result
-becomes: split as well, a partial sum, or the same in every shard. A group is blocked where an equation would see
-something else than in the whole region.
+`link` partitions the dimensions of all arrays of a region into *groups* that are split together, by the rules of its
+equations: in `h' = tanh(h @ w + x)` the examples of `h`, `x` and `h'` are one group, and the features of `h`, both
+dimensions of `w` and the features of `h'` are another one. `follow` splits one group and says what each result becomes:
+split as well, a partial sum, or the same in every shard. A group is blocked if an equation on shards would compute
+anything else than the shards of what it computes on whole arrays.
 
-In: a `Region`. Out: `Groups`, from which a rule makes `Factors`; and `local_jaxpr` for shards.
+Rules of control flow make `Factors` from the groups, and programs on shards with `local_jaxpr`.
 """
 
 from __future__ import annotations
@@ -27,27 +27,29 @@ from minialpa.tracing.jaxprs import Atom, FlatJaxpr, eval_on_shards, is_literal,
 
 #: One dimension of an array of a region.
 Node = tuple[Any, int]
-#: What an array is in a shard: split, the same as whole, known zeros, or a partial result of a reduction.
+#: What an array is in each shard: a part of the array, the same in all shards, zeros in all shards, or a partial
+#: result of a reduction.
 State = Literal["split", "same", "zero"] | Reduction
-_WHOLE = ("same", "zero")
+_REPLICATED = ("same", "zero")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Region:
     """Equations with the inputs and results that the surrounding equation sees.
 
-    parts: the programs of the region, over shared variables: a body, a condition, branches.
-    inputs: a variable for each operand.
-    results: for each result the atoms that it may come from, one for each branch.
-    carried: (result, input) pairs: the result of one iteration is the input of the next.
-    whole: atoms that decide what runs, and so have to be the same in every shard.
+    Attributes:
+        parts: the programs of the region, over shared variables: a body, a condition, branches.
+        inputs: a variable for each operand.
+        results: for each result, the atoms that it may come from, one for each branch.
+        carried: (result, input) pairs: the result of one iteration is the input of the next.
+        tests: atoms that decide what runs, and so must be the same in every shard.
     """
 
     parts: tuple[FlatJaxpr, ...]
     inputs: tuple[Atom, ...]
     results: tuple[tuple[Atom, ...], ...]
     carried: tuple[tuple[int, int], ...] = ()
-    whole: tuple[Atom, ...] = ()
+    tests: tuple[Atom, ...] = ()
 
     @functools.cached_property
     def eqns(self) -> tuple[JaxprEqn, ...]:
@@ -61,9 +63,13 @@ class Region:
 
 @dataclass(slots=True)
 class Links:
-    """A partition of the dimensions of a region. `sizes`: into how many blocks a group can be cut at most.
+    """A partition of the dimensions of a region into groups, as a union-find forest. A group is named by its root.
 
-    members: for each equation, by its number, the factors that belong to a group, by group.
+    Attributes:
+        parents: for each dimension, another one of its group, or itself at the root.
+        sizes: for each group, the largest number of blocks that it can be cut into.
+        blocked: groups that cannot be split; dimensions that are no longer roots may remain here.
+        members: for each group, by the number of an equation, the factors of the equation that belong to the group.
     """
 
     parents: dict[Node, Node] = field(default_factory=dict)
@@ -72,24 +78,28 @@ class Links:
     members: dict[Node, dict[int, set[int]]] = field(default_factory=dict)
 
     def find(self, node: Node) -> Node:
+        """The group of a dimension."""
         parent = self.parents.setdefault(node, node)
         while parent != self.parents[parent]:
             self.parents[node] = parent = self.parents[parent]
         return parent
 
-    def join(self, a: Node, b: Node) -> None:
-        a, b = self.find(a), self.find(b)
-        if a != b:
-            self.parents[b] = a
-            self.sizes[a] = math.gcd(self.sizes.pop(a, 0), self.sizes.pop(b, 0))
-            if b in self.blocked:
-                self.blocked.add(a)
+    def join(self, first: Node, second: Node) -> None:
+        """Put two dimensions into one group, whose root is that of the first one."""
+        first, second = self.find(first), self.find(second)
+        if first != second:
+            self.parents[second] = first
+            self.sizes[first] = math.gcd(self.sizes.pop(first, 0), self.sizes.pop(second, 0))
+            if second in self.blocked:
+                self.blocked.add(first)
 
     def limit(self, node: Node, size: int) -> None:
+        """Let the number of blocks of a group divide `size`."""
         root = self.find(node)
         self.sizes[root] = math.gcd(self.sizes.get(root, 0), size)
 
     def block(self, node: Node) -> None:
+        """Forbid to split the group of a dimension."""
         self.blocked.add(self.find(node))
 
     def groups(self, atom: Atom) -> list[Node]:
@@ -98,6 +108,7 @@ class Links:
 
 
 def node_of(atom: Atom, dim: int) -> Node:
+    """A dimension of an array; equal literals are different arrays."""
     return (id(atom) if is_literal(atom) else atom, dim)
 
 
@@ -105,22 +116,16 @@ def link(region: Region) -> Links:
     """The groups of a region."""
     links = Links()
     for eqn in region.eqns:
-        if eqn.outvars:  # a callback takes what it gets
+        if eqn.outvars:  # equations without results, such as callbacks, accept any shard
             _link_equation(links, eqn, region.factors[id(eqn)])
-    for atoms in region.results:
-        _link_arrays(links, atoms)
-    for result, source in region.carried:
-        _link_arrays(links, (*region.results[result], region.inputs[source]))
-        for test in region.whole:  # under vmap, each example goes on or stays as it is
-            _link_arrays(links, (region.inputs[source], test))
-    arrays = [*region.inputs, *(v for e in region.eqns for v in e.outvars), *(v for vs in region.results for v in vs)]
-    for atom in arrays:
-        for d, size in enumerate(shape_of(atom)):
-            links.limit(node_of(atom, d), size)
-        groups = links.groups(atom)
-        # Two dimensions of one array that are split together would leave blocks of its diagonal.
-        links.blocked.update(g for g in groups if groups.count(g) > 1)
+    _link_boundary(links, region)
+
+    # All arrays are linked by now, so the groups of each array are final.
+    intermediate = (var for eqn in region.eqns for var in eqn.outvars)
+    for atom in (*region.inputs, *intermediate, *_result_atoms(region)):
+        _limit_array(links, atom)
     _block_constants(links, region)
+
     for i, eqn in enumerate(region.eqns):
         for f, nodes in _leading(eqn, region.factors[id(eqn)]).items():
             links.members.setdefault(links.find(nodes[0]), {}).setdefault(i, set()).add(f)
@@ -128,21 +133,23 @@ def link(region: Region) -> Links:
 
 
 def _arrays(eqn: JaxprEqn, factors: Factors) -> list[tuple[Atom, Any]]:
+    """Operands and results of an equation with the factors of their dimensions."""
     return list(zip((*eqn.invars, *eqn.outvars), (*factors.operands, *factors.results), strict=True))
 
 
 def _leading(eqn: JaxprEqn, factors: Factors) -> dict[int, list[Node]]:
-    """The dimensions that are cut when a factor is split, for each factor that is the outermost one somewhere."""
+    """The dimensions that are cut when a factor is split, for each factor that is the outermost one of a dimension."""
     nodes: dict[int, list[Node]] = defaultdict(list)
     for atom, dims in _arrays(eqn, factors):
         for d, dim in enumerate(dims):
-            first = next((f for f in dim if factors.sizes[f] > 1), None)
-            if first is not None:
-                nodes[first].append(node_of(atom, d))
+            outermost = next((f for f in dim if factors.sizes[f] > 1), None)
+            if outermost is not None:
+                nodes[outermost].append(node_of(atom, d))
     return nodes
 
 
 def _link_equation(links: Links, eqn: JaxprEqn, factors: Factors) -> None:
+    """Join the dimensions that one factor of an equation cuts."""
     inner = {f for _, dims in _arrays(eqn, factors) for dim in dims for f in _inner(dim, factors)}
     for f, nodes in _leading(eqn, factors).items():
         for node in nodes:
@@ -153,99 +160,157 @@ def _link_equation(links: Links, eqn: JaxprEqn, factors: Factors) -> None:
 
 
 def _inner(dim: Sequence[int], factors: Factors) -> list[int]:
+    """All factors of a dimension but the outermost one. Splitting one of them would leave strided blocks."""
     return [f for f in dim if factors.sizes[f] > 1][1:]
 
 
+def _link_boundary(links: Links, region: Region) -> None:
+    """Join what the branches of a result have in common, and a carry with its next value."""
+    for atoms in region.results:
+        _link_arrays(links, atoms)
+    for result, source in region.carried:
+        _link_arrays(links, (*region.results[result], region.inputs[source]))
+        for test in region.tests:  # under vmap, a loop has a test for each example
+            _link_arrays(links, (region.inputs[source], test))
+
+
 def _link_arrays(links: Links, atoms: Sequence[Atom]) -> None:
+    """Join equal dimensions of several arrays."""
     for atom in atoms[1:]:
         for d in range(len(shape_of(atom))):
             links.join(node_of(atoms[0], d), node_of(atom, d))
 
 
+def _limit_array(links: Links, atom: Atom) -> None:
+    """The blocks of an array's groups divide its dimensions, and no two of its dimensions are split together."""
+    for d, size in enumerate(shape_of(atom)):
+        links.limit(node_of(atom, d), size)
+    groups = links.groups(atom)
+    # Two dimensions in one group would leave the blocks on the array's diagonal.
+    links.blocked.update(group for group in groups if groups.count(group) > 1)
+
+
 def _block_constants(links: Links, region: Region) -> None:
-    """Arrays that the region brings along cannot be given in shards."""
-    read = [v for eqn in region.eqns for v in eqn.invars] + [v for atoms in region.results for v in atoms]
-    captured = [v for part in region.parts for v in part.constvars] + [v for v in read if is_literal(v)]
-    for atom in captured:
+    """Arrays that are part of the region itself have no shards."""
+    read = (*(atom for eqn in region.eqns for atom in eqn.invars), *_result_atoms(region))
+    captured = (var for part in region.parts for var in part.constvars)
+    for atom in (*captured, *(atom for atom in read if is_literal(atom))):
         for d in range(len(shape_of(atom))):
             links.block(node_of(atom, d))
 
 
+def _result_atoms(region: Region) -> list[Atom]:
+    return [atom for atoms in region.results for atom in atoms]
+
+
+def _is_partial(state: State) -> bool:
+    return state not in ("split", "same", "zero")
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What splitting one group makes of a region.
+    """What a region computes on shards when one group is split.
 
-    results: the state of each result. sums: inputs that carry partial sums, and count once over all shards.
+    Attributes:
+        results: the state of each result.
+        sums: numbers of the inputs that carry partial sums, and count once over all shards.
     """
 
     results: tuple[State, ...]
     sums: frozenset[int]
 
     @property
-    def whole(self) -> tuple[int, ...]:
+    def replicated(self) -> tuple[int, ...]:
         """Results that are the same in every shard."""
-        return tuple(r for r, state in enumerate(self.results) if state in _WHOLE)
+        return tuple(r for r, state in enumerate(self.results) if state in _REPLICATED)
 
     @property
     def reduction(self) -> Reduction | None:
         """How the partial results are combined, if there are any."""
-        found = {state for state in self.results if state not in ("split", *_WHOLE)}
+        found = {state for state in self.results if _is_partial(state)}
         return found.pop() if found else None  # type: ignore[return-value]
 
 
 def follow(region: Region, links: Links, group: Node, zeros: frozenset[Atom]) -> Outcome | None:
-    """Split one group, and nothing else. None if some equation would then see something else than in the whole.
+    """Split one group, and nothing else. None if an equation on shards would compute anything else.
 
-    Carried sums are found by iteration: an input whose next value turns out to be partial is partial itself.
+    Carried sums are found by iteration: an input whose next value is partial is partial itself.
     """
     sums: frozenset[int] = frozenset()
     while True:
         outcome, is_sound = _follow_once(region, links, group, zeros, sums)
-        grown = {i for r, i in region.carried if outcome.results[r] not in ("split", *_WHOLE)}
+        grown = {i for r, i in region.carried if _is_partial(outcome.results[r])}
         if grown <= sums:
             return outcome if is_sound and _are_carries_sums(outcome, region) else None
         sums |= grown
 
 
 def _are_carries_sums(outcome: Outcome, region: Region) -> bool:
+    """Whether all partial results have one reduction, and carries no other than a sum."""
     carried = {r for r, _ in region.carried}
-    partial = {state for state in outcome.results if state not in ("split", *_WHOLE)}
-    return len(partial) <= 1 and all(outcome.results[r] in ("split", "sum", *_WHOLE) for r in carried)
+    partial = {state for state in outcome.results if _is_partial(state)}
+    return len(partial) <= 1 and all(outcome.results[r] in ("split", "sum", *_REPLICATED) for r in carried)
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """The states of all arrays of a region when one group is split.
+
+    Attributes:
+        links: the groups of the region.
+        group: the one that is split.
+        zeros: arrays that are zero by construction.
+        partial: arrays that are partial results of a reduction.
+    """
+
+    links: Links
+    group: Node
+    zeros: frozenset[Atom]
+    partial: dict[Atom, State]
+
+    def __getitem__(self, atom: Atom) -> State:
+        if self.group in self.links.groups(atom):
+            return "split"
+        if is_literal(atom):
+            return "zero" if not shape_of(atom) and np.all(np.asarray(atom.val) == 0) else "same"
+        return self.partial.get(atom, "zero" if atom in self.zeros else "same")
 
 
 def _follow_once(
     region: Region, links: Links, group: Node, zeros: frozenset[Atom], sums: frozenset[int]
 ) -> tuple[Outcome, bool]:
-    """States of all arrays when the inputs in `sums` are partial; and whether all equations agree with that."""
-    changed: dict[Atom, State] = {v: "sum" for i, v in enumerate(region.inputs) if i in sums}
-
-    def state(atom: Atom) -> State:
-        if group in links.groups(atom):
-            return "split"
-        if is_literal(atom):
-            return "zero" if not shape_of(atom) and np.all(np.asarray(atom.val) == 0) else "same"
-        return changed.get(atom, "zero" if atom in zeros else "same")
-
+    """The outcome when the inputs in `sums` are partial; and whether the rules of all equations allow it."""
+    states = _States(links, group, zeros, {atom: "sum" for i, atom in enumerate(region.inputs) if i in sums})
     is_sound = True
     members = links.members.get(group, {})
     for i, eqn in enumerate(region.eqns):
-        split = members.get(i, set())
-        reads_changed = any(v in changed for v in operand_vars(eqn))
-        if not eqn.outvars or not (split or reads_changed):
-            continue
-        states = [state(v) for v in eqn.invars]
-        for r, var in enumerate(eqn.outvars):
-            new, fits = _result_state(eqn, region.factors[id(eqn)], split, states, r)
-            is_sound = is_sound and fits
-            if new not in ("split", *_WHOLE):
-                changed[var] = new
-    joined = [_joined([state(v) for v in atoms]) for atoms in region.results]
-    is_sound = is_sound and all(s is not None for s in joined) and all(state(v) in _WHOLE for v in region.whole)
-    return Outcome(tuple(s or "sum" for s in joined), sums), is_sound
+        fits = _follow_equation(eqn, region.factors[id(eqn)], members.get(i, set()), states)
+        is_sound = is_sound and fits
+
+    joined = [_joined([states[atom] for atom in atoms]) for atoms in region.results]
+    do_branches_agree = all(state is not None for state in joined)
+    is_sound = is_sound and do_branches_agree and all(states[test] in _REPLICATED for test in region.tests)
+    return Outcome(tuple(state or "sum" for state in joined), sums), is_sound
+
+
+def _follow_equation(eqn: JaxprEqn, factors: Factors, split: set[int], states: _States) -> bool:
+    """Note the results that are partial when the factors `split` are cut. Returns whether the rule allows that."""
+    is_affected = bool(split) or any(var in states.partial for var in operand_vars(eqn))
+    if not eqn.outvars or not is_affected:
+        return True
+
+    is_sound = True
+    operands = [states[atom] for atom in eqn.invars]
+    for r, var in enumerate(eqn.outvars):
+        state, fits = _result_state(eqn, factors, split, operands, r)
+        is_sound = is_sound and fits
+        if _is_partial(state):
+            states.partial[var] = state
+    return is_sound
 
 
 def _joined(states: Sequence[State]) -> State | None:
-    """The state of a result that comes from one of several branches: zeros are a partial sum too."""
+    """The state of a result that comes from one of several branches, or None if they differ. Zeros fit any state."""
     found = set(states)
     if len(found) > 1:
         found.discard("zero")
@@ -255,16 +320,23 @@ def _joined(states: Sequence[State]) -> State | None:
 def _result_state(
     eqn: JaxprEqn, factors: Factors, split: set[int], states: Sequence[State], result: int
 ) -> tuple[State, bool]:
-    """The state of one result of an equation whose factors `split` are cut; and whether the rule allows it."""
+    """The state of one result of an equation whose factors `split` are cut; and whether the rule allows it.
+
+    states: of the operands.
+    """
+    # These pass each array unchanged, and so in any state.
     if eqn.primitive.name in ("optimization_barrier", "minialpa_gradient"):
         return states[result], True
-    partial = {k for k, s in enumerate(states) if s not in ("split", *_WHOLE)}
+
+    partial = {k for k, state in enumerate(states) if _is_partial(state)}
     affecting = [f for f in split if factors.affects(f, result)]
     if not affecting:
         return _passed(factors, states, partial) if partial else ("same", True)
     factor = affecting[0]
     if not factors.is_partial(factor, result):
         return "split", len(affecting) == 1 and not partial
+
+    # Operands that count in one shard only may be zero, or partial by the same reduction; others may not be partial.
     reduction = factors.reductions[factor]
     once = {k for k in range(len(states)) if factors.takes_part_once(factor, k)}
     counts_once = all(states[k] in ("zero", reduction) for k in once) and partial <= once
@@ -272,7 +344,11 @@ def _result_state(
 
 
 def _passed(factors: Factors, states: Sequence[State], partial: set[int]) -> tuple[State, bool]:
-    """Partial sums pass through linear equations; f(0) = 0 lets known zeros be added to them."""
+    """The state of a result that only partial operands affect, and whether the equation is linear in them.
+
+    A jointly linear equation, such as an addition, needs its other linear operands to be zero: they would be added
+    once in every shard.
+    """
     kinds = {states[k] for k in partial}
     state, *_ = kinds
     linear = set(factors.linear_operands)
@@ -288,16 +364,16 @@ def zero_arrays(region: Region) -> frozenset[Atom]:
     for eqn in region.eqns:
         factors = region.factors[id(eqn)]
         linear = [eqn.invars[k] for k in factors.linear_operands]
-        is_zero = [np.all(np.asarray(v.val) == 0) if is_literal(v) else v in zeros for v in linear]
+        is_zero = [np.all(np.asarray(atom.val) == 0) if is_literal(atom) else atom in zeros for atom in linear]
         if factors.linear == "joint" and all(is_zero):
             zeros.update(eqn.outvars)
     return frozenset(zeros)
 
 
 def local_jaxpr(part: FlatJaxpr, region: Region, links: Links, n_splits: Mapping[Node, int]) -> Any:
-    """One program of a region for shards of its arrays, as a closed jaxpr. `n_splits[group]` as in `localize`."""
+    """One program of a region on shards of its arrays, as a closed jaxpr. `n_splits[group]` as in `localize`."""
 
-    def local(atom: Any) -> jax.ShapeDtypeStruct:
+    def struct(atom: Any) -> jax.ShapeDtypeStruct:
         parts = (n_splits.get(links.find(node_of(atom, d)), 1) for d in range(len(shape_of(atom))))
         shape = tuple(size // n for size, n in zip(shape_of(atom), parts, strict=True))
         return jax.ShapeDtypeStruct(shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
@@ -312,9 +388,9 @@ def local_jaxpr(part: FlatJaxpr, region: Region, links: Links, n_splits: Mapping
         for eqn in part.eqns:
             factors = region.factors[id(eqn)]
             splits = {f: n_splits.get(links.find(nodes[0]), 1) for f, nodes in _leading(eqn, factors).items()}
-            operands = [v.val if is_literal(v) else env[v] for v in eqn.invars]
-            out = eval_on_shards(eqn, operands, localize(eqn, factors, splits))
-            env.update(zip(eqn.outvars, out, strict=True))
-        return [result(v) for v in part.outvars]
+            operands = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
+            shards = eval_on_shards(eqn, operands, localize(eqn, factors, splits))
+            env.update(zip(eqn.outvars, shards, strict=True))
+        return [result(atom) for atom in part.outvars]
 
-    return jax.make_jaxpr(run)(*(local(v) for v in part.invars))
+    return jax.make_jaxpr(run)(*(struct(var) for var in part.invars))

@@ -1,7 +1,7 @@
-"""What the rules share: a table that numbers factors while a rule lays out its arrays.
+"""What the rules share: a table that numbers factors while a rule describes the dimensions of its arrays.
 
-Rules call `FactorTable.dim` or `dims` for factors, put the same `Dim` into every array that follows the factor, and end
-with `FactorTable.build`, which says `linear` only where values can be summed at all.
+A rule gets factors from `FactorTable.dim` or `dims`, puts the same `Dim` into every array that follows the factor, and
+ends with `FactorTable.build`, which drops `linear` if the values cannot be summed at all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Dim = tuple[int, ...]
 
 @dataclass(slots=True)
 class FactorTable:
-    """The factors that a rule has handed out so far."""
+    """The factors of an equation that a rule has made so far; the fields are as in `Factors`."""
 
     sizes: list[int] = field(default_factory=list)
     blocked: set[int] = field(default_factory=set)
@@ -36,7 +36,7 @@ class FactorTable:
     def dim(
         self, size: int, *, blocked: bool = False, positional: bool = False, reduction: Reduction | None = None
     ) -> Dim:
-        """A dimension that is one new factor. What is positional is blocked."""
+        """A dimension that is one new factor. Positional factors are blocked."""
         factor = len(self.sizes)
         self.sizes.append(size)
         if blocked or positional:
@@ -61,14 +61,16 @@ class FactorTable:
         linear_operands: Sequence[int] = (),
         flops: float = 0.0,
     ) -> Factors:
-        """The finished factors of `eqn`. Booleans and keys cannot be summed: with them nothing is linear."""
+        """The finished factors of `eqn`."""
+        # Booleans and keys cannot be summed, so nothing is linear in them.
         summed = [*(eqn.invars[i] for i in linear_operands), *eqn.outvars]
         if not linear_operands or not all(is_summable(atom) for atom in summed):
             linear, linear_operands = "none", ()
+
         return Factors(
-            tuple(self.sizes),
-            tuple(operands),
-            tuple(results),
+            sizes=tuple(self.sizes),
+            operands=tuple(operands),
+            results=tuple(results),
             reductions=self.reductions,
             blocked=frozenset(self.blocked),
             positional=frozenset(self.positional),

@@ -1,6 +1,6 @@
 """Contractions: `dot_general`, `ragged_dot_general` and `conv_general_dilated`.
 
-All are linear in each of their first two operands, and a split contracted factor leaves partial sums.
+All are linear in each of their first two operands, and splitting a contracted factor leaves partial sums.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from minialpa.rules.factors import Dims, Factors, replicated_factors, rule
 from minialpa.tracing.jaxprs import shape_of
 
 
-def _laid_out(named: dict[int, Dim]) -> Dims:
-    """Dims of an array from a dict that has one entry for each of its dimensions."""
-    return tuple(named[i] for i in range(len(named)))
+def _in_order(dims: dict[int, Dim]) -> Dims:
+    """Factors of an array, from a dict that has an entry for each of its dimensions."""
+    return tuple(dims[i] for i in range(len(dims)))
 
 
 @rule("dot_general")
@@ -27,15 +27,18 @@ def _dot_general(eqn: JaxprEqn) -> Factors:
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     lhs_shape, rhs_shape = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     table = FactorTable()
+
     batch = table.dims(lhs_shape[i] for i in lhs_batch)
     contract = tuple(table.dim(lhs_shape[i], reduction="sum") for i in lhs_contract)
     lhs = dict(zip((*lhs_batch, *lhs_contract), batch + contract, strict=True))
     rhs = dict(zip((*rhs_batch, *rhs_contract), batch + contract, strict=True))
+
     lhs_rest = {i: table.dim(size) for i, size in enumerate(lhs_shape) if i not in lhs}
     rhs_rest = {i: table.dim(size) for i, size in enumerate(rhs_shape) if i not in rhs}
+
     return table.build(
         eqn,
-        [_laid_out(lhs | lhs_rest), _laid_out(rhs | rhs_rest)],
+        [_in_order(lhs | lhs_rest), _in_order(rhs | rhs_rest)],
         [(*batch, *lhs_rest.values(), *rhs_rest.values())],
         linear="each",
         linear_operands=(0, 1),
@@ -45,16 +48,17 @@ def _dot_general(eqn: JaxprEqn) -> Factors:
 
 @rule("ragged_dot_general")
 def _ragged_dot_general(eqn: JaxprEqn) -> Factors:
-    """Mixture of experts: rows of the left side in groups, `group_sizes` long. Rows and groups are blocked.
+    """Mixture of experts: the rows of the left side are in groups of lengths `group_sizes`. Both are blocked.
 
     Ragged rows that are kept: `[m k], [g k n] -> [m n]`; ragged rows that are contracted: `[m k], [m n] -> [g k n]`.
     """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
-    lhs_shape, rhs_shape, groups_shape = (shape_of(v) for v in eqn.invars)
+    lhs_shape, rhs_shape, groups_shape = (shape_of(atom) for atom in eqn.invars)
     if ragged in lhs_batch or len(groups_shape) != 1:
         return replicated_factors(eqn)
+
     table = FactorTable()
     group = table.dim(groups_shape[0], blocked=True)
     batch = table.dims(lhs_shape[i] for i in lhs_batch)
@@ -65,22 +69,33 @@ def _ragged_dot_general(eqn: JaxprEqn) -> Factors:
     lhs = dict(zip((*lhs_batch, *lhs_contract), batch + contract, strict=True))
     rhs = dict(zip((*rhs_batch, *rhs_contract), batch + contract, strict=True))
     rhs |= dict.fromkeys(numbers.rhs_group_dimensions, group)
+
     lhs_rest = {i: table.dim(size, blocked=i == ragged) for i, size in enumerate(lhs_shape) if i not in lhs}
     rhs_rest = {i: table.dim(size) for i, size in enumerate(rhs_shape) if i not in rhs}
-    head = (group,) if ragged in lhs_contract else ()
-    k = lhs_shape[ragged] / max(groups_shape[0], 1) if head else math.prod(lhs_shape[i] for i in lhs_contract)
+
+    # Contracted ragged rows give a result for each group, whose sum has an equal share of the rows on average.
+    is_contracted = ragged in lhs_contract
+    group_of_result = (group,) if is_contracted else ()
+    if is_contracted:
+        n_terms = lhs_shape[ragged] / max(groups_shape[0], 1)
+    else:
+        n_terms = math.prod(lhs_shape[i] for i in lhs_contract)
+
     return table.build(
         eqn,
-        [_laid_out(lhs | lhs_rest), _laid_out(rhs | rhs_rest), (group,)],
-        [(*head, *batch, *lhs_rest.values(), *rhs_rest.values())],
+        [_in_order(lhs | lhs_rest), _in_order(rhs | rhs_rest), (group,)],
+        [(*group_of_result, *batch, *lhs_rest.values(), *rhs_rest.values())],
         linear="each",
         linear_operands=(0, 1),
-        flops=2.0 * n_elements(eqn.outvars[0]) * k,
+        flops=2.0 * n_elements(eqn.outvars[0]) * n_terms,
     )
 
 
 def _local_conv(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """Fewer groups where the group factor is split: groups = channels of lhs / channels of one kernel."""
+    """Numbers of groups on a shard, which has fewer if their factor is split.
+
+    feature groups = channels of lhs / channels of one kernel; batch groups = batch of lhs / batch of the result.
+    """
     (lhs, rhs), (out,) = operands, results
     numbers = eqn.params["dimension_numbers"]
     return dict(
@@ -101,17 +116,19 @@ def _spatial(table: FactorTable, eqn: JaxprEqn, axis: int, sizes: tuple[int, int
         tuple(eqn.params["padding"][axis]) == (0, 0)
         and eqn.params["lhs_dilation"][axis] == eqn.params["rhs_dilation"][axis] == 1
     )
+
     if is_plain and rhs == 1 and eqn.params["window_strides"][axis] == 1:
         position = table.dim(lhs)
         return position, table.dim(1), position
     if is_plain and rhs == lhs and out == 1:
         position = table.dim(lhs, reduction="sum")
         return position, position, table.dim(1)
+
     return table.dim(lhs, blocked=True), table.dim(rhs, blocked=True), table.dim(out, blocked=True)
 
 
 def _n_products(eqn: JaxprEqn, axis: int, sizes: tuple[int, int, int]) -> int:
-    """Pairs of result and window positions that meet an element of lhs, not padding and not a hole of its dilation."""
+    """Pairs of result and window positions that meet an element of lhs, and neither padding nor a hole of dilation."""
     lhs, rhs, out = sizes
     stride, dilation = eqn.params["window_strides"][axis], eqn.params["lhs_dilation"][axis]
     in_result, in_window = np.arange(out)[:, None] * stride, np.arange(rhs) * eqn.params["rhs_dilation"][axis]
@@ -129,8 +146,10 @@ def _conv_general_dilated(eqn: JaxprEqn) -> Factors:
     numbers = eqn.params["dimension_numbers"]
     specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
     lhs_shape, rhs_shape, out_shape = (
-        tuple(shape_of(v)[i] for i in spec) for v, spec in zip((*eqn.invars, *eqn.outvars), specs, strict=True)
+        tuple(shape_of(atom)[i] for i in spec) for atom, spec in zip((*eqn.invars, *eqn.outvars), specs, strict=True)
     )
+
+    # The first two dimensions of each array: batch and features.
     table = FactorTable()
     batch_groups = table.dim(eqn.params["batch_group_count"])
     groups = table.dim(eqn.params["feature_group_count"])
@@ -139,12 +158,15 @@ def _conv_general_dilated(eqn: JaxprEqn) -> Factors:
     features = batch_groups + groups + table.dim(rhs_shape[0] // n_groups)
     lhs, rhs, out = [batch_groups + batch, groups + channels], [features, channels], [batch, features]
     flops = 2.0 * math.prod(out_shape[:2]) * rhs_shape[1]
+
     for axis, sizes in enumerate(zip(lhs_shape[2:], rhs_shape[2:], out_shape[2:], strict=True)):
         flops *= _n_products(eqn, axis, sizes)
         for array, dim in zip((lhs, rhs, out), _spatial(table, eqn, axis, sizes), strict=True):
             array.append(dim)
+
+    # From the order of `specs` back to that of the arrays.
     *operands, result = (
-        _laid_out(dict(zip(s, dims, strict=True))) for s, dims in zip(specs, (lhs, rhs, out), strict=True)
+        _in_order(dict(zip(spec, dims, strict=True))) for spec, dims in zip(specs, (lhs, rhs, out), strict=True)
     )
     return table.build(
         eqn,

@@ -37,7 +37,7 @@ def elementwise(
     result = table.dims(shape)
     return table.build(
         eqn,
-        [_follow(v, shape, result) for v in eqn.invars],
+        [_follow(atom, shape, result) for atom in eqn.invars],
         [result for _ in eqn.outvars],
         linear=linear,
         linear_operands=linear_operands,
@@ -85,7 +85,10 @@ def _select_n(eqn: JaxprEqn) -> Factors:
 
 
 def _conversion_is_linear(source: Any, target: Any) -> bool:
-    """Numbers to floats, or to complex; between integers values may wrap, and complex to real drops a part."""
+    """Whether a conversion is linear: numbers to floats, or to complex numbers.
+
+    Integers may overflow, and from complex to real numbers the imaginary part is lost.
+    """
     if not is_inexact(target) or not is_summable(source):
         return False
     is_complex = jnp.issubdtype(source.aval.dtype, np.complexfloating)
@@ -99,20 +102,22 @@ def _convert_element_type(eqn: JaxprEqn) -> Factors:
 
 @rule("bitcast_convert_type")
 def _bitcast_convert_type(eqn: JaxprEqn) -> Factors:
-    """Between widths, the narrower array has one dimension more, which holds the parts of one element."""
+    """If the widths differ, the array of narrower elements has one more dimension, for the parts of one element."""
     (operand,), (result,) = eqn.invars, eqn.outvars
     table = FactorTable()
     n_common = min(len(shape_of(operand)), len(shape_of(result)))
     common = table.dims(shape_of(operand)[:n_common])
-    operand_dims, result_dims = (common + table.dims(shape_of(v)[n_common:], blocked=True) for v in (operand, result))
+    operand_dims, result_dims = (
+        common + table.dims(shape_of(atom)[n_common:], blocked=True) for atom in (operand, result)
+    )
     return table.build(eqn, [operand_dims], [result_dims])
 
 
 @rule("device_put", "optimization_barrier", "minialpa_gradient")
 def _barrier(eqn: JaxprEqn) -> Factors:
-    """n arrays pass unchanged, side by side, so a sum may wait in each array of numbers."""
+    """n arrays pass unchanged. All are linear if all are numbers, so partial sums may pass, too."""
     table = FactorTable()
-    arrays = [table.dims(shape_of(v)) for v in eqn.invars]
-    numbers = [i for i, v in enumerate(eqn.invars) if is_summable(v)]
+    arrays = [table.dims(shape_of(atom)) for atom in eqn.invars]
+    numbers = [i for i, atom in enumerate(eqn.invars) if is_summable(atom)]
     linear: Literal["none", "joint"] = "joint" if len(numbers) == len(eqn.invars) else "none"
     return table.build(eqn, arrays, arrays, linear=linear, linear_operands=numbers)

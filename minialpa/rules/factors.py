@@ -5,8 +5,8 @@ operand and dimension 1 of the result; splitting `k`, absent from the result, le
 the sharding strategies (a mesh axis is given to a factor) and micro-batches (the batch factor is split in time).
 The form is that of Shardy's sharding rules (openxla/shardy, RFC "sharding rules").
 
-In: an equation. Out: `Factors`; with `localize` the same equation for shards of its arrays; and with `run_shard` its
-results, also where they depend on the position of the shard.
+`factors_of` gives the `Factors` of an equation, `localize` its parameters for shards of its arrays, and `run_shard` its
+results on a shard, also if they depend on the position of the shard. f stands for the number of a factor.
 """
 
 from __future__ import annotations
@@ -26,26 +26,29 @@ Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
 Dims = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
     """Factors of one equation, numbered from 0.
 
-    sizes: the length of each factor.
-    operands, results: for each array and each of its dimensions the factors that make it up, outermost first; the
-        product of their sizes is the dimension's length. Dimensions of length 1 may have none.
-    reductions: factors that some result lacks, and how the partial results of a split are combined. Where the
-        equation is jointly linear, an operand of `linear_operands` that lacks the reduced factor takes part once:
-        scatter_add(operand, indices, updates) split over its indices keeps `operand` in one shard, zeros elsewhere.
-    blocked: factors that must stay whole, because the operation mixes positions along them (sort, cumsum) or because a
-        shard's result would depend on its position.
-    positional: those of the second kind that can be split where shards know their positions, as devices do: see
-        `on_mesh` and `OnShards`. Where examples are split in time, and in loops, they are as blocked as the others.
-    linear: `joint`: the results are linear in all operands listed in `linear_operands` taken together (add);
-        `each`: linear in each of them alone (mul, dot), so not in a variable that is listed twice; `none` otherwise.
-    flops: floating point operations of the whole equation.
-    unaffected: pairs (factor, result) where the result lacks a reduced factor and does not depend on arrays that have
-        it: every shard computes the same. The counter of a loop is one.
-    once: pairs (factor, operand) of further operands that take part once: initial values of sums over a loop.
+    Attributes:
+        sizes: the length of each factor.
+        operands: for each operand and each of its dimensions, the factors that make it up, outermost first; the product
+            of their sizes is the dimension's length. Dimensions of length 1 may have none.
+        results: the same for each result.
+        reductions: factors that some result lacks, and how the partial results of a split are combined. If the equation
+            is jointly linear, an operand of `linear_operands` that lacks the reduced factor takes part once:
+            scatter_add(operand, indices, updates) split over its indices keeps `operand` in one shard, zeros elsewhere.
+        blocked: factors that may not be split, because the operation mixes positions along them (sort, cumsum) or
+            because a shard's result would depend on its position.
+        linear: `joint`: the results are linear in all operands listed in `linear_operands` taken together (add);
+            `each`: linear in each of them alone (mul, dot), so not in a variable that is listed twice; else `none`.
+        linear_operands: numbers of the operands that `linear` is about.
+        flops: floating point operations of the whole equation.
+        unaffected: pairs (factor, result) of a result that lacks a reduced factor and does not depend on arrays that
+            have it, so that every shard computes the same, such as the counter of a loop.
+        once: pairs (factor, operand) of additional operands that take part once: initial values of sums over a loop.
+        positional: blocked factors of the second kind that can be split if shards know their positions, as devices do:
+            see `on_mesh` and `OnShards`. Micro-batches and loops treat them like all blocked factors.
     """
 
     sizes: tuple[int, ...]
@@ -69,7 +72,7 @@ class Factors:
         return tuple(f for f, size in enumerate(self.sizes) if size > 1 and f not in self.blocked)
 
     def on_mesh(self) -> Factors:
-        """What mesh axes may split: positional factors too."""
+        """The factors as mesh axes may split them: with positional factors not blocked."""
         return replace(self, blocked=self.blocked - self.positional)
 
     def leading_factor(self, operand: int, dim: int) -> int | None:
@@ -101,14 +104,15 @@ class Factors:
             return False
         for dims in (*self.operands, *self.results):
             for dim in dims:
+                # With an outer factor in the same dimension, the blocks would be strided.
                 if factor in dim and any(self.sizes[f] > 1 for f in dim[: dim.index(factor)]):
-                    return False  # an outer factor of the same dimension is whole: blocks would be strided
+                    return False
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class Starts:
-    """Where shards begin in their arrays: an int32 for each dimension, 0 where it is not split by position."""
+    """Where shards begin in the whole arrays: an int32 for each dimension, 0 if no positional factor of it is split."""
 
     operands: tuple[tuple[Any, ...], ...]
     results: tuple[tuple[Any, ...], ...]
@@ -130,8 +134,8 @@ def rule(
 ) -> Callable[[Rule], Rule]:
     """Register the rule of one or more primitives, by name. Registering a primitive twice raises VerifyError.
 
-    `localize` gives the parameters for local shapes, where the primitive carries shapes in its parameters; `on_shards`
-    computes shards where positional factors are split.
+    localize: gives the parameters for local shapes, if the primitive has shapes among its parameters.
+    on_shards: computes the results on a shard if positional factors are split.
     """
 
     def register(fun: Rule) -> Rule:
@@ -149,10 +153,12 @@ def rule(
 
 
 def has_rule(primitive: str) -> bool:
+    """Whether a primitive has a rule."""
     return primitive in _RULES
 
 
 def known_primitives() -> tuple[str, ...]:
+    """Sorted names of all primitives with a rule."""
     return tuple(sorted(_RULES))
 
 
@@ -163,13 +169,13 @@ def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
         if has_rule(eqn.primitive.name) or is_call(eqn):
             for inner in sub_jaxprs(eqn):
                 names.update(primitives_without_rule(inner.eqns))
-        elif any(shape_of(v) for v in eqn.outvars):
+        elif any(shape_of(var) for var in eqn.outvars):
             names.add(eqn.primitive.name)
     return sorted(names)
 
 
 def replicated_factors(eqn: JaxprEqn) -> Factors:
-    """The rule of last resort: every dimension is a blocked factor of its own, so everything is replicated."""
+    """Factors for primitives without a rule: every dimension is a blocked factor of its own, so nothing is split."""
     sizes: list[int] = []
 
     def fresh(atom: Any) -> Dims:
@@ -179,14 +185,14 @@ def replicated_factors(eqn: JaxprEqn) -> Factors:
             dims.append((len(sizes) - 1,))
         return tuple(dims)
 
-    operands = tuple(fresh(v) for v in eqn.invars)
-    results = tuple(fresh(v) for v in eqn.outvars)
-    return Factors(tuple(sizes), operands, results, blocked=frozenset(range(len(sizes))))
+    operands = tuple(fresh(atom) for atom in eqn.invars)
+    results = tuple(fresh(var) for var in eqn.outvars)
+    return Factors(sizes=tuple(sizes), operands=operands, results=results, blocked=frozenset(range(len(sizes))))
 
 
 def factors_of(eqn: JaxprEqn) -> Factors:
-    """Factors of an equation by its primitive's rule; `replicated_factors` where there is no rule."""
-    arrays = tuple((shape_of(v), getattr(v.aval, "dtype", None)) for v in (*eqn.invars, *eqn.outvars))
+    """Factors of an equation by its primitive's rule; `replicated_factors` if there is no rule."""
+    arrays = tuple((shape_of(atom), getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars))
     key = (eqn.primitive.name, tuple(eqn.params.items()), arrays, eqn.ctx)
     try:
         return _factors(_Kind(key, eqn))
@@ -196,7 +202,12 @@ def factors_of(eqn: JaxprEqn) -> Factors:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Equations of one kind, traced in one context, differ in names and literals only, which rules do not look at."""
+    """Equations with equal keys differ only in names and literals, which rules do not look at.
+
+    Attributes:
+        key: primitive, parameters, shapes, dtypes and jax context.
+        eqn: the first equation of the kind.
+    """
 
     key: Hashable
     eqn: JaxprEqn = field(compare=False)
@@ -227,8 +238,8 @@ def run_shard(
 ) -> list[Any]:
     """The shard of each result, from shards of the operands.
 
-    n_splits[f]: into how many parts a factor is split; parts[f]: the number of this part, for each positional factor
-    that is split: an int32, which may be traced.
+    n_splits[f]: number of parts that a factor is split into.
+    parts[f]: number of this shard's part, for each positional factor that is split: an int32, which may be traced.
     """
     params = localize(eqn, factors, n_splits)
     if not parts:

@@ -1,10 +1,12 @@
 """Gather and scatter: dimensions that are taken whole, batch dimensions of indices, and dimensions that are indexed.
 
 With `b` for index dimensions, `w` for window dimensions taken whole, and positional and blocked ones in capitals:
+
     gather       [V w], [b I] -> [b w]            embedding; take_along_axis has some `b` in the operand too
     scatter-add  [V w], [b I], [b w] -> [V w]     its gradient; `b` is a reduction, of the updates only
-`V` is positional where one row is taken at a time. A shard of the table looks up the indices of its own rows and gives
-zeros for others, so gathered values are partial sums; it takes the updates of its own rows and drops the others.
+
+`V` is positional if one row is taken at a time. A shard of the table looks up the indices of its own rows and gives
+zeros for others, so gathered values are partial sums; it applies the updates of its own rows and drops the others.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from minialpa.tracing.jaxprs import eval_on_shards, shape_of
 
 
 def _interleave(n: int, placed: Sequence[int], window: Sequence[Dim], batch: Sequence[Dim]) -> tuple[Dim, ...]:
-    """`n` dimensions of which those at `placed` are the window, in order, and the others the batch."""
+    """`n` dimensions: those of the window at the positions `placed`, and those of the batch at the others, in order."""
     at_window = dict(zip(placed, window, strict=True))
     rest = iter(batch)
     return tuple(at_window[i] if i in at_window else next(rest) for i in range(n))
@@ -37,14 +39,13 @@ def _shared(operand_dims: Sequence[int], index_dims: Sequence[int], batch: Seque
 
 
 def _local_gather(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    """Only dimensions that are taken whole are split as windows, so their slices are the shards."""
-    whole, local = shape_of(eqn.invars[0]), operands[0]
-    sizes = zip(whole, local, eqn.params["slice_sizes"], strict=True)
-    return dict(eqn.params, slice_sizes=tuple(m if size == n else size for n, m, size in sizes))
+    """Window dimensions are split only if they are taken whole, so their slices are the shards."""
+    sizes = zip(shape_of(eqn.invars[0]), operands[0], eqn.params["slice_sizes"], strict=True)
+    return dict(eqn.params, slice_sizes=tuple(local if taken == size else taken for size, local, taken in sizes))
 
 
 def _fills_linearly(eqn: JaxprEqn) -> bool:
-    """Whether positions out of bounds add up: nothing, zero or NaN is filled in."""
+    """Whether values for positions out of bounds are linear in the operand: zero, NaN, or an element of it."""
     if GatherScatterMode.from_any(eqn.params["mode"]) != GatherScatterMode.FILL_OR_DROP:
         return True
     fill = eqn.params["fill_value"]
@@ -53,10 +54,12 @@ def _fills_linearly(eqn: JaxprEqn) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where index vectors [b n] point to in a shard, first moved into the whole array as CLIP does.
+    """Where index vectors [b n] point to in a shard, after they were clamped to the whole array as mode CLIP does.
 
-    local: [b n], int32, relative to the shard. is_mine: [b], whether the window is in this shard. is_valid: [b],
-    whether nothing had to be moved.
+    Attributes:
+        local: [b n] int32, the clamped indices relative to the beginning of the shard.
+        is_mine: [b] bool, whether the window is in this shard.
+        is_valid: [b] bool, whether clamping left the indices as they were.
     """
 
     local: Any
@@ -65,15 +68,21 @@ class _Found:
 
 
 def _find(indices: Any, last: Sequence[int], last_here: Sequence[int], starts: Sequence[Any]) -> _Found:
-    """For each of the n components: the last start of a window, in the whole array and in a shard; and `starts`."""
+    """Find the windows of a shard. The arguments have one value for each of the n components of an index vector.
+
+    last: largest start of a window in the whole array.
+    last_here: largest start of a window in the shard, relative to its beginning.
+    starts: where the shard begins.
+    """
 
     def for_all(values: Sequence[Any], dtype: Any) -> Any:
-        row = jnp.stack([jnp.asarray(x, dtype) for x in values])
+        row = jnp.stack([jnp.asarray(value, dtype) for value in values])
         return lax.broadcast_in_dim(row, indices.shape, (indices.ndim - 1,))
 
-    # A narrow type of indices cannot point beyond a long dimension.
+    # Indices of a narrow type cannot reach the end of a long dimension.
     largest = int(jnp.iinfo(indices.dtype).max)
-    clipped = lax.clamp(jnp.zeros_like(indices), indices, for_all([min(n, largest) for n in last], indices.dtype))
+    bounds = for_all([min(start, largest) for start in last], indices.dtype)
+    clipped = lax.clamp(jnp.zeros_like(indices), indices, bounds)
     local = clipped.astype(np.int32) - for_all(starts, np.int32)
     is_mine = (local >= 0) & (local <= for_all(last_here, np.int32))
     return _Found(local, is_mine.all(-1), (clipped == indices).all(-1))
@@ -84,28 +93,31 @@ def _mode(params: Mapping[str, Any]) -> GatherScatterMode:
 
 
 def _gather_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    """The windows in this shard, zeros for the others; what is filled in comes from the first shard alone."""
+    """The windows in this shard and zeros for the others; only the first shard fills in values for invalid indices."""
     table, indices = operands
     numbers, shape = params["dimension_numbers"], shape_of(eqn.invars[0])
     dims = numbers.start_index_map
     last = [shape[d] - eqn.params["slice_sizes"][d] for d in dims]
     last_here = [table.shape[d] - params["slice_sizes"][d] for d in dims]
     found = _find(indices, last, last_here, [starts.operands[0][d] for d in dims])
+
     local = dict(params, mode=GatherScatterMode.CLIP, indices_are_sorted=False)
     (rows,) = eval_on_shards(eqn, [table, found.local], local)
     batch = [d for d in range(rows.ndim) if d not in numbers.offset_dims]
 
-    def chosen(mask: Any, x: Any, y: Any) -> Any:
-        return jnp.where(lax.broadcast_in_dim(mask, rows.shape, batch), x, y)
+    def where(mask: Any, chosen: Any, otherwise: Any) -> Any:
+        return jnp.where(lax.broadcast_in_dim(mask, rows.shape, batch), chosen, otherwise)
 
-    mine = chosen(found.is_mine, rows, jnp.zeros_like(rows))
+    mine = where(found.is_mine, rows, jnp.zeros_like(rows))
     if _mode(params) != GatherScatterMode.FILL_OR_DROP:
         return [mine]
+
+    # Shards are summed, so a value that is filled in may come from one of them only.
     is_first = np.bool_(True)
     for start in starts.operands[0]:
         is_first = is_first & (start == 0)
     fill = jnp.where(is_first, jnp.full_like(rows, params["fill_value"]), jnp.zeros_like(rows))
-    return [chosen(found.is_valid, mine, fill)]
+    return [where(found.is_valid, mine, fill)]
 
 
 @rule("gather", localize=_local_gather, on_shards=_gather_on_shards)
@@ -115,6 +127,7 @@ def _gather(eqn: JaxprEqn) -> Factors:
     batch = table.dims(index_shape[:-1])
     shared = _shared(numbers.operand_batching_dims, numbers.start_indices_batching_dims, batch)
     indexed = set(numbers.start_index_map) if is_summable(eqn.outvars[0]) else set()
+
     operand, window = [], []
     for i, (size, taken) in enumerate(zip(shape, eqn.params["slice_sizes"], strict=True)):
         if i in shared:
@@ -126,14 +139,15 @@ def _gather(eqn: JaxprEqn) -> Factors:
         operand.append(dim)
         if i not in shared and i not in numbers.collapsed_slice_dims:
             window.append(dim if taken == size else table.dim(taken, blocked=True))
+
     result = _interleave(len(shape_of(eqn.outvars[0])), numbers.offset_dims, window, batch)
     indices = (*batch, table.dim(index_shape[-1], blocked=True))
     linear = (0,) if _fills_linearly(eqn) else ()
     return table.build(eqn, [tuple(operand), indices], [result], linear="joint", linear_operands=linear)
 
 
-#: How partial results of updates are combined. Overwriting depends on the order, and a product of products would count
-#: the operand more than once without being linear in it: there index dimensions are blocked.
+#: How partial results of updates are combined. For all others, index dimensions are blocked: overwriting depends on
+#: the order of updates, and products of shards would count the operand once for each shard.
 _COMBINED: dict[str, Reduction] = {
     "scatter-add": "sum",
     "scatter-max": "max",
@@ -143,20 +157,23 @@ _COMBINED: dict[str, Reduction] = {
 
 
 def _scatter_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    """The updates of windows in this shard; the indices of others are moved out of bounds, where they are dropped."""
+    """Apply the updates of windows in this shard. Others get indices out of bounds, so that they are dropped."""
     operand, indices, updates = operands
     numbers = params["dimension_numbers"]
+
+    # For each dimension of the operand, the dimension of the updates along which its window lies, if it has one.
     single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    sizes = iter(numbers.update_window_dims)
-    windows = [None if d in single else next(sizes) for d in range(operand.ndim)]
+    update_dims = iter(numbers.update_window_dims)
+    window_dims = [None if d in single else next(update_dims) for d in range(operand.ndim)]
 
     def last_starts(shape: Sequence[int], update_shape: Sequence[int]) -> list[int]:
-        taken = [1 if w is None else update_shape[w] for w in windows]
+        taken = [1 if dim is None else update_shape[dim] for dim in window_dims]
         return [shape[d] - taken[d] for d in numbers.scatter_dims_to_operand_dims]
 
     last = last_starts(shape_of(eqn.invars[0]), shape_of(eqn.invars[2]))
     begin = [starts.operands[0][d] for d in numbers.scatter_dims_to_operand_dims]
     found = _find(indices, last, last_starts(operand.shape, updates.shape), begin)
+
     is_kept = found.is_mine if _mode(params) == GatherScatterMode.CLIP else found.is_mine & found.is_valid
     kept = lax.broadcast_in_dim(is_kept, indices.shape, tuple(range(indices.ndim - 1)))
     where = jnp.where(kept, found.local, jnp.full_like(found.local, -1))
@@ -167,14 +184,17 @@ def _scatter_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[s
 @rule("scatter", "scatter-mul", *_COMBINED, on_shards=_scatter_on_shards)
 def _scatter(eqn: JaxprEqn) -> Factors:
     numbers, table = eqn.params["dimension_numbers"], FactorTable()
-    shape, index_shape, update_shape = (shape_of(v) for v in eqn.invars)
+    shape, index_shape, update_shape = (shape_of(atom) for atom in eqn.invars)
     combine = _COMBINED.get(eqn.primitive.name)
+
+    # Index dimensions are reduced, except for those that the operand has as well.
     shared_indices = set(numbers.scatter_indices_batching_dims)
     batch = tuple(
         table.dim(size) if i in shared_indices else table.dim(size, blocked=combine is None, reduction=combine)
         for i, size in enumerate(index_shape[:-1])
     )
     shared = _shared(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, batch)
+
     updated = iter(update_shape[i] for i in numbers.update_window_dims)
     operand, window = [], []
     for i, size in enumerate(shape):
@@ -185,6 +205,7 @@ def _scatter(eqn: JaxprEqn) -> Factors:
         operand.append(dim)
         if is_window:
             window.append(dim if taken == size else table.dim(taken, blocked=True))
+
     updates = _interleave(len(update_shape), numbers.update_window_dims, window, batch)
     indices = (*batch, table.dim(index_shape[-1], blocked=True))
     return table.build(

@@ -1,7 +1,7 @@
-"""Rearrangements of whole dimensions: broadcast, transpose, concatenate, split and the like, and arrays from nothing.
+"""Rearrangements of dimensions: broadcast, transpose, concatenate, split and the like, and arrays without operands.
 
-A dimension that passes whole is one factor of operand and result; a dimension that is joined, cut or reversed is
-blocked, one that is counted is positional. All are linear in the arrays they move, and cost no flops.
+A dimension that is kept is one factor of operand and result; a dimension that is joined, cut or reversed is blocked,
+and one that `iota` counts along is positional. All are linear in the arrays they move, and cost no flops.
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ def _rev(eqn: JaxprEqn) -> Factors:
 
 
 def _local_tile(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    (operand,), (result,) = operands, results
-    reps = eqn.params["reps"]
-    return dict(eqn.params, reps=tuple(n // m if m else k for m, n, k in zip(operand, result, reps, strict=True)))
+    sizes = zip(operands[0], results[0], eqn.params["reps"], strict=True)
+    return dict(eqn.params, reps=tuple(tiled // size if size else n_reps for size, tiled, n_reps in sizes))
 
 
 @rule("tile", localize=_local_tile)
@@ -75,7 +74,7 @@ def _tile(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     operand = table.dims(shape_of(eqn.invars[0]))
     repetitions = table.dims(eqn.params["reps"])
-    return _moved(eqn, table, operand, tuple(r + dim for r, dim in zip(repetitions, operand, strict=True)))
+    return _moved(eqn, table, operand, tuple(rep + dim for rep, dim in zip(repetitions, operand, strict=True)))
 
 
 def _joined_along(table: FactorTable, shapes: Sequence[tuple[int, ...]], axis: int) -> list[Dims]:
@@ -88,7 +87,7 @@ def _joined_along(table: FactorTable, shapes: Sequence[tuple[int, ...]], axis: i
 def _concatenate(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     *operands, result = _joined_along(
-        table, [shape_of(v) for v in (*eqn.invars, *eqn.outvars)], eqn.params["dimension"]
+        table, [shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)], eqn.params["dimension"]
     )
     return table.build(eqn, operands, [result], linear="joint", linear_operands=range(len(operands)))
 
@@ -96,7 +95,9 @@ def _concatenate(eqn: JaxprEqn) -> Factors:
 @rule("split")
 def _split(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
-    operand, *results = _joined_along(table, [shape_of(v) for v in (*eqn.invars, *eqn.outvars)], eqn.params["axis"])
+    operand, *results = _joined_along(
+        table, [shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)], eqn.params["axis"]
+    )
     return table.build(eqn, [operand], results, linear="joint", linear_operands=(0,))
 
 
@@ -123,7 +124,7 @@ def _local_shape(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, 
 
 def _iota_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
     counted = params["dimension"]
-    # Counted as integers: in 16 bits a rounded start would not be the rounded count.
+    # Counted as integers: added in 16-bit floats, a rounded start and a count need not be the rounded sum.
     counts = lax.broadcasted_iota(np.int32, params["shape"], counted) + starts.results[0][counted]
     return [lax.convert_element_type(counts, params["dtype"])]
 
@@ -134,7 +135,7 @@ def _iota(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     counted = eqn.params["dimension"]
     result = tuple(table.dim(size, positional=i == counted) for i, size in enumerate(shape_of(eqn.outvars[0])))
-    return table.build(eqn, [table.dims(shape_of(v), blocked=True) for v in eqn.invars], [result])
+    return table.build(eqn, [table.dims(shape_of(atom), blocked=True) for atom in eqn.invars], [result])
 
 
 @rule("empty", localize=_local_shape)

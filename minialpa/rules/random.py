@@ -1,8 +1,8 @@
-"""Random numbers: dimensions that arrays of keys bring along are factors, dimensions that are drawn are blocked.
+"""Random numbers: the dimensions of arrays of keys are factors, dimensions that are drawn are blocked.
 
-A drawn bit depends on its position in the array. Threefry's are bits[i] = threefry(key, i), i = 0, 1, ... in row-major
-order, so a shard that knows where it begins can draw its part: there, drawn dimensions are positional. Otherwise a
-shard draws the whole array and takes its part.
+A drawn bit depends on its position in the array. For threefry, bits[i] = threefry(key, i) with i = 0, 1, ... in
+row-major order, so a shard that knows where it begins can draw its own part, and drawn dimensions are positional. For
+other generators, each shard draws the whole array and takes its part.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def _random_fold_in(eqn: JaxprEqn) -> Factors:
 
 
 def _led_by_keys(eqn: JaxprEqn, *, positional: bool = False) -> Factors:
-    """The leading dimensions that all arrays have are those of the keys; what follows is blocked or positional."""
+    """All arrays begin with the dimensions of the keys; the dimensions after them are blocked or positional."""
     table = FactorTable()
-    shapes = [shape_of(v) for v in (*eqn.invars, *eqn.outvars)]
+    shapes = [shape_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
     keys = min(shapes, key=len)
     lead = table.dims(keys)
     arrays = [lead + table.dims(shape[len(keys) :], blocked=True, positional=positional) for shape in shapes]
@@ -51,7 +51,7 @@ def _led_by_keys(eqn: JaxprEqn, *, positional: bool = False) -> Factors:
 
 @rule("random_unwrap", "random_wrap")
 def _wrap(eqn: JaxprEqn) -> Factors:
-    """Keys, and the same as integers, a row for each."""
+    """Between keys and their integers, a row for each key."""
     return _led_by_keys(eqn)
 
 
@@ -60,12 +60,16 @@ def _local_bits(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
 
 
 def _bits_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
+    """Draw the bits of a shard, as jax's threefry does for the whole array."""
     (keys,) = operands
     lead, shape = tuple(range(keys.ndim)), (*keys.shape, *params["shape"])
+
+    # counts[i] is the row-major number of element i among those that its key draws in the whole array.
     counts = jnp.zeros(shape, np.uint32)
     for d in range(len(lead), len(shape)):
         positions = lax.broadcasted_iota(np.uint32, shape, d) + jnp.asarray(starts.results[0][d], np.uint32)
         counts = counts * np.uint32(shape_of(eqn.outvars[0])[d]) + positions
+
     data = jax.random.key_data(keys)
     first, second = (lax.broadcast_in_dim(data[..., i], shape, lead) for i in range(2))
     high, low = threefry2x32_p.bind(first, second, jnp.zeros_like(counts), counts)
@@ -78,7 +82,7 @@ def _bits_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str,
 def _bits(eqn: JaxprEqn) -> Factors:
     if not _are_keys_independent(eqn):
         return replicated_factors(eqn)
-    # jax's other way to count does not start at 0 for each key, and longer arrays need 64 bits to be counted.
+    # Without partitionable threefry, counts do not start at 0 for each key; longer arrays need counts of 64 bits.
     n_drawn = n_elements(eqn.outvars[0]) // max(1, n_elements(eqn.invars[0]))
     config: Any = jax.config  # which does not declare its flags
     with context_of(eqn):

@@ -1,6 +1,6 @@
 """Reductions, scans along an axis, orderings, and transforms of whole axes (fft, linear algebra).
 
-What works along an axis needs that axis whole: it is blocked, unless partial results can be combined.
+The axis that an operation works along is blocked, unless partial results can be combined.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from minialpa.rules.common import FactorTable, n_elements
 from minialpa.rules.factors import Dims, Factors, Reduction, rule
 from minialpa.tracing.jaxprs import shape_of
 
-#: What combines the partial results of a reduction; reduce_xor is left out, as no collective computes it.
+#: How partial results of a reduction are combined. reduce_xor is left out, as no collective computes it.
 _COMBINED: dict[str, Reduction] = {
     "reduce_and": "and",
     "reduce_max": "max",
@@ -38,6 +38,7 @@ def _reduce(eqn: JaxprEqn) -> Factors:
 
 
 def _blocked_axes(table: FactorTable, shape: tuple[int, ...], axes: Iterable[int]) -> Dims:
+    """One new factor for each dimension; those of `axes` are blocked."""
     blocked = {axis % len(shape) for axis in axes}
     return tuple(table.dim(size, blocked=i in blocked) for i, size in enumerate(shape))
 
@@ -53,7 +54,7 @@ def _reduce_whole(eqn: JaxprEqn) -> Factors:
 
 @rule("reduce")
 def _reduce_generic(eqn: JaxprEqn) -> Factors:
-    """n arrays and n scalar initial values, with a computation of the caller's."""
+    """n arrays and n scalar initial values, combined by a function of the user."""
     table = FactorTable()
     n_arrays, axes = len(eqn.invars) // 2, set(eqn.params["dimensions"])
     array = _blocked_axes(table, shape_of(eqn.invars[0]), axes)
@@ -89,12 +90,12 @@ def _top_k(eqn: JaxprEqn) -> Factors:
 
 
 def _batched(table: FactorTable, eqn: JaxprEqn, batch: Dims) -> tuple[list[Dims], list[Dims]]:
-    """Dims of all arrays, each `batch` and then blocked dimensions."""
+    """Factors of all operands and of all results: `batch`, then blocked dimensions."""
 
     def dims(shape: tuple[int, ...]) -> Dims:
         return batch + table.dims(shape[len(batch) :], blocked=True)
 
-    return [dims(shape_of(v)) for v in eqn.invars], [dims(shape_of(v)) for v in eqn.outvars]
+    return [dims(shape_of(atom)) for atom in eqn.invars], [dims(shape_of(var)) for var in eqn.outvars]
 
 
 @rule("fft")
@@ -122,7 +123,7 @@ _CUBIC: dict[str, float] = {
 
 @rule("lu_pivots_to_permutation", *_CUBIC)
 def _decomposition(eqn: JaxprEqn) -> Factors:
-    """The core is the last two dimensions of the first operand (the last one, for pivots); all before is batch."""
+    """The last two dimensions of the first operand are matrices (for pivots, the last one); all others are batch."""
     table = FactorTable()
     name, shape = eqn.primitive.name, shape_of(eqn.invars[0])
     n_core = 1 if name == "lu_pivots_to_permutation" else 2

@@ -14,16 +14,17 @@ from minialpa.tracing.jaxprs import shape_of
 
 
 def common_factors(table: FactorTable, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:
-    """Factors of two shapes of one row-major array, the longest common ones first from the outside.
+    """Factors of two shapes of one row-major array: from the outside, always the largest common divisor.
 
-    `[8 6] -> [4 12]` is `[(4 2) 6] -> [4 (2 6)]`. Where the rest of two dimensions has no common divisor, both
-    shapes get blocked factors until their strides meet again.
+    `[8 6] -> [4 12]` is `[(4 2) 6] -> [4 (2 6)]`. If what is left of two dimensions has no common divisor, both shapes
+    get blocked factors until their strides agree again.
     """
     source_dims: list[Dim] = [() for _ in source]
     target_dims: list[Dim] = [() for _ in target]
     if math.prod(source) == 0:
         return table.dims(source, blocked=True), table.dims(target, blocked=True)
-    # What is still to be explained, outermost first: (length, dimension). Lengths of 1 need no factor.
+
+    # (length without factors so far, dimension), outermost first. Lengths of 1 need no factor.
     left = [[size, i] for i, size in enumerate(source) if size > 1]
     right = [[size, i] for i, size in enumerate(target) if size > 1]
     while left and right:
@@ -31,12 +32,14 @@ def common_factors(table: FactorTable, source: Sequence[int], target: Sequence[i
         if divisor == 1:
             _block_until_aligned(table, left, source_dims, right, target_dims)
             continue
+
         factor = table.dim(divisor)
         for pending, dims in ((left, source_dims), (right, target_dims)):
             dims[pending[0][1]] += factor
             pending[0][0] //= divisor
             if pending[0][0] == 1:
                 pending.pop(0)
+
     assert not left and not right, (source, target)
     return tuple(source_dims), tuple(target_dims)
 
@@ -44,7 +47,7 @@ def common_factors(table: FactorTable, source: Sequence[int], target: Sequence[i
 def _block_until_aligned(
     table: FactorTable, left: list[list[int]], left_dims: list[Dim], right: list[list[int]], right_dims: list[Dim]
 ) -> None:
-    """Move dimensions from both pending lists to blocked factors until the same number of elements is explained."""
+    """Give pending dimensions of both shapes blocked factors until these have the same number of elements."""
     n_left = n_right = 1
     while n_left != n_right or n_left == 1:
         pending, dims = (left, left_dims) if n_left <= n_right else (right, right_dims)

@@ -26,10 +26,10 @@ def _is_trivial(eqn: JaxprEqn, i: int) -> bool:
 def _windowed(table: FactorTable, eqn: JaxprEqn, large: Sequence[int], small: Sequence[int]) -> tuple[Dims, Dims]:
     """Dims of the array that windows slide over, and of the array with one element for each window."""
     pairs = []
-    for i, (n, m) in enumerate(zip(large, small, strict=True)):
+    for i, (size, n_windows) in enumerate(zip(large, small, strict=True)):
         is_trivial = _is_trivial(eqn, i)
-        dim = table.dim(n, blocked=not is_trivial)
-        pairs.append((dim, dim if is_trivial else table.dim(m, blocked=True)))
+        dim = table.dim(size, blocked=not is_trivial)
+        pairs.append((dim, dim if is_trivial else table.dim(n_windows, blocked=True)))
     return tuple(dim for dim, _ in pairs), tuple(dim for _, dim in pairs)
 
 

@@ -400,12 +400,15 @@ def _moving_program(moves: Sequence[tuple[ArrayType, MeshShape, PartitionSpec, M
     number = {shape: i for i, shape in enumerate(meshes)}
     n = len(moves)
     return Program(
-        meshes,
-        (),
-        tuple(InputSlot(i, i, None, number[source], spec) for i, (_, source, spec, _, _) in enumerate(moves)),
-        (),
-        tuple(Transfer(i, n + i, number[target], spec) for i, (_, _, _, target, spec) in enumerate(moves)),
-        tuple(OutputSlot((n + i,), (number[target],)) for i, (_, _, _, target, _) in enumerate(moves)),
-        frozenset(),
-        2 * n,
+        meshes=meshes,
+        functions=(),
+        inputs=tuple(
+            InputSlot(buffer=i, leaf=i, rows=None, mesh=number[source], spec=spec)
+            for i, (_, source, spec, _, _) in enumerate(moves)
+        ),
+        constants=(),
+        instructions=tuple(Transfer(i, n + i, number[target], spec) for i, (_, _, _, target, spec) in enumerate(moves)),
+        outputs=tuple(OutputSlot((n + i,), (number[target],)) for i, (_, _, _, target, _) in enumerate(moves)),
+        donated_leaves=frozenset(),
+        n_buffers=2 * n,
     )

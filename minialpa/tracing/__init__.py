@@ -1,4 +1,4 @@
-"""Tracing: a Python function and the shapes of its arguments in, a flat program with marks out (`TracedStep`).
+"""Tracing: turns a Python function and the shapes of its arguments into a flat program with marks (`TracedStep`).
 
-Also what is known of one equation, and the fingerprint of a program. Imports: `support` and `errors`.
+Also helpers for single equations, and fingerprints of programs. Imports: `support` and `errors`.
 """

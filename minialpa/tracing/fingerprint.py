@@ -1,8 +1,8 @@
-"""What tells one traced step from another: a flat program in, a `Fingerprint` out, and where two programs differ.
+"""Fingerprints of traced programs: whether two programs are equal, and where they begin to differ.
 
-A program is written as lines of text without names: first what it reads, then its equations. Equal programs have equal
-lines in every process. The fingerprint holds a digest of all lines, and digests of the first n/32, 2n/32, ... of them,
-by which the place of a change is found without the lines of the other program.
+A program is written as lines of text without names: its inputs, its equations, its outputs. Equal programs have equal
+lines in every process. A `Fingerprint` holds a digest of all lines, and digests of the first n/32, 2n/32, ... of the n
+equations. `first_change` compares the latter, so it finds a change without the lines of the other program.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from minialpa.tracing.jaxprs import dtype_name, is_literal, shape_of
 
+#: Number of prefixes with a digest of their own; a change is found within 1/32 of the equations.
 _N_PREFIXES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """digest: of primitives, parameters, shapes and dataflow, and of what the step says about its arguments.
+    """What a plan remembers of the program that it was made for.
 
-    primitives: how often each primitive occurs, by name. prefixes: digests of what the program reads, and of that with
-    its first equations, see `_ends`.
+    Attributes:
+        digest: of primitives, parameters, shapes and dataflow, and of what the step says about its arguments.
+        primitives: (name, how often it occurs) for each primitive, sorted.
+        prefixes: digests of the inputs with the first equations, for each number of equations in `_ends`.
     """
 
     digest: str
@@ -36,29 +39,32 @@ class Fingerprint:
 
     @property
     def n_equations(self) -> int:
-        return sum(n for _, n in self.primitives)
+        """Number of equations of the program."""
+        return sum(count for _, count in self.primitives)
 
     @property
     def n_prefixes(self) -> int:
-        """How many prefixes a program with so many equations has."""
+        """Number of prefixes that a program with this number of equations has."""
         return len(_ends(self.n_equations))
 
 
 def fingerprint_of(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any], about: str) -> Fingerprint:
-    """The fingerprint of a program. `about`: what else makes a step another one."""
+    """The fingerprint of a program. `about`: text of anything else in which equal steps agree."""
     lines = _program_lines(inputs, eqns, outputs)
-    ends = _ends(len(eqns))
     counts = Counter(eqn.primitive.name for eqn in eqns)
-    whole = hashlib.sha256("\n".join((*lines, about)).encode()).hexdigest()[:16]
-    return Fingerprint(whole, tuple(sorted(counts.items())), _prefixes(lines, ends))
+    return Fingerprint(
+        digest=hashlib.sha256("\n".join((*lines, about)).encode()).hexdigest()[:16],
+        primitives=tuple(sorted(counts.items())),
+        prefixes=_prefixes(lines, _ends(len(eqns))),
+    )
 
 
 def first_change(
     old: Fingerprint, inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any]
 ) -> range | None:
-    """Numbers of the equations among which the first one is that `old` does not have; None where it has them all.
+    """Numbers of the equations of which one is the first that `old` lacks; None if it has all of them.
 
-    The range is empty where the programs read other values.
+    The range is empty if the programs have different inputs.
     """
     ends = _ends(old.n_equations)
     found = _prefixes(_program_lines(inputs, eqns, outputs), ends)
@@ -68,24 +74,27 @@ def first_change(
     return None if len(eqns) <= ends[-1] else range(ends[-1], len(eqns))
 
 
-def _ends(n: int) -> tuple[int, ...]:
-    """How many equations each prefix of a program of `n` has."""
-    return tuple(sorted({n * k // _N_PREFIXES for k in range(_N_PREFIXES + 1)}))
+def _ends(n_equations: int) -> tuple[int, ...]:
+    """Number of equations in each prefix of a program."""
+    return tuple(sorted({n_equations * k // _N_PREFIXES for k in range(_N_PREFIXES + 1)}))
 
 
 def _prefixes(lines: Sequence[str], ends: Sequence[int]) -> tuple[str, ...]:
-    """Digests of the first line and the first equations. Shorter programs repeat their last one with a mark."""
-    digest, out, start = hashlib.sha256(), [], 0
-    n = len(lines) - 2
+    """Digests of the inputs and the first equations, for each number of equations in `ends`.
+
+    The lines of a program that ends before a prefix does are followed by a mark instead.
+    """
+    digest, prefixes, start = hashlib.sha256(), [], 0
+    n_equations = len(lines) - 2
     for end in ends:
-        digest.update("\n".join(lines[start : end + 1] if end <= n else [*lines[start:-1], "end"]).encode())
-        out.append(digest.copy().hexdigest()[:8])
+        digest.update("\n".join(lines[start : end + 1] if end <= n_equations else [*lines[start:-1], "end"]).encode())
+        prefixes.append(digest.copy().hexdigest()[:8])
         start = end + 1
-    return tuple(out)
+    return tuple(prefixes)
 
 
 def _program_lines(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> list[str]:
-    """What is read, a line for each equation, and what is returned, with values by number."""
+    """A line of the inputs, a line for each equation, and a line of the outputs; values are numbered."""
     numbers: dict[Any, int] = {}
 
     def name(atom: Any) -> str:
@@ -101,21 +110,24 @@ def _program_lines(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Seq
 
 
 def _param_text(value: Any) -> str:
-    """Text of an equation's parameter; functions, shardings and the like by type, as their texts may hold addresses."""
+    """Text of an equation's parameter, the same in every process."""
     jaxpr = getattr(value, "jaxpr", value)
     if isinstance(jaxpr, Jaxpr):
         lines = _program_lines((*jaxpr.constvars, *jaxpr.invars), jaxpr.eqns, jaxpr.outvars)
         return "{" + "\n".join(lines) + "}"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}={_param_text(v)}" for key, v in sorted(value.items(), key=str)) + "}"
+        return "{" + ",".join(f"{key}={_param_text(part)}" for key, part in sorted(value.items(), key=str)) + "}"
     if isinstance(value, tuple | list):
         return "(" + ",".join(map(_param_text, value)) + ")"
+
     if isinstance(value, np.ndarray):
         return f"{value.dtype}{value.tolist()}"
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):
-        return _param_text({f.name: getattr(value, f.name) for f in fields(value)})
+        return _param_text({field.name: getattr(value, field.name) for field in fields(value)})
     if value is None or isinstance(value, bool | int | float | complex | str | np.generic | np.dtype):
         return str(value)
+
+    # Texts of functions, shardings and the like may hold addresses.
     return type(value).__name__

@@ -1,9 +1,13 @@
-"""Marks that a training step leaves in its own trace: gradients, and pipeline boundaries.
+"""Marks that a training step leaves in its own trace: gradients, pipeline boundaries, and values per micro-batch.
 
-`value_and_grad` runs jax's, and while a step is being traced for planning it also (a) evaluates the differentiated
-function equation by equation, each under a name scope with its number, which autodiff carries over to the backward
-equations that come from it, and (b) binds `gradient_p`, an identity, on the gradients. `mark_pipeline_boundary` binds
-`boundary_p`, which has no operands. Outside planning all of them do what jax's functions do.
+`value_and_grad` calls jax's. While a step is traced for planning, it also
+
+* evaluates the differentiated function equation by equation, each under a name scope with its number, which autodiff
+  carries over to the backward equations that come from it;
+* binds `gradient_p`, an identity, on the gradients.
+
+`mark_pipeline_boundary` binds `boundary_p`, which has no operands, and `per_micro_batch` binds `per_micro_batch_p`, an
+identity. Outside of planning, no marks are left.
 """
 
 from __future__ import annotations
@@ -55,13 +59,13 @@ mlir.register_lowering(per_micro_batch_p, lambda ctx, x, **_: [x])
 
 
 def _per_micro_batch_transpose(cotangent: Any, x: Any, *, number: int, cotangent_of: bool) -> list[Any]:
-    # What comes back is the micro-batch's own as well, and has to be weighted as the value was: see `partial_sums`.
+    # The cotangent belongs to one micro-batch as well, and is weighted as the value was: see `partial_sums`.
     return [per_micro_batch_p.bind(cotangent, number=number, cotangent_of=not cotangent_of)]
 
 
 ad.deflinear2(per_micro_batch_p, _per_micro_batch_transpose)
 
-# Numbers the gradient calls of the step that is being traced; None while nothing is traced for planning.
+# These number the calls of the step that is being traced; None while nothing is traced for planning.
 _tracing: ContextVar[Iterator[int] | None] = ContextVar("minialpa_tracing", default=None)
 _per_micro_batch_calls: ContextVar[Iterator[int] | None] = ContextVar("minialpa_per_micro_batch", default=None)
 
@@ -69,30 +73,32 @@ _per_micro_batch_calls: ContextVar[Iterator[int] | None] = ContextVar("minialpa_
 @contextmanager
 def tracing_step() -> Iterator[None]:
     """While open, `grad` and `value_and_grad` leave their marks."""
-    tokens = _tracing.set(itertools.count()), _per_micro_batch_calls.set(itertools.count())
+    gradient_token = _tracing.set(itertools.count())
+    micro_batch_token = _per_micro_batch_calls.set(itertools.count())
     try:
         yield
     finally:
-        _tracing.reset(tokens[0])
-        _per_micro_batch_calls.reset(tokens[1])
+        _tracing.reset(gradient_token)
+        _per_micro_batch_calls.reset(micro_batch_token)
 
 
 def mark_pipeline_boundary() -> None:
-    """End a layer here. Read by `layer_option="manual"`; no effect on the values of a program."""
+    """End a layer here, for `layer_option="manual"`. Has no effect on the values of a program."""
     if _tracing.get() is not None:
         boundary_p.bind()
 
 
 def per_micro_batch(x: Any) -> Any:
-    """`x`, a total over the examples such as a mean, as each micro-batch has it. Outside `parallelize`, `x` itself.
+    """`x`, a total over the examples such as a mean, computed for each micro-batch by itself.
 
-    A step over micro-batches computes what the full batch computes. Where a total of the micro-batch is wanted in place
-    of the full batch's, as in a router's balance loss or in batch statistics, the model says so:
+    A step over micro-batches computes what the full batch computes. If a model wants a total of the micro-batch instead
+    of the full batch, as for a router's balance loss or for batch statistics, it says so:
 
         load = minialpa.per_micro_batch(jnp.mean(routed, axis=0))
 
-    What is computed from it and leaves the step is averaged over the micro-batches, and gradients are those of that
+    Results of the step that are computed from it are averaged over the micro-batches, and gradients are those of that
     average. A mean becomes the micro-batch's mean; a sum stays a sum, of fewer examples. x: a pytree of float arrays.
+    Outside `parallelize`, returns `x` itself.
     """
     calls = _per_micro_batch_calls.get()
     if calls is None:
@@ -113,17 +119,23 @@ def value_and_grad(
         counter = _tracing.get()
         if counter is None:
             return jax.value_and_grad(fun, argnums, has_aux, **options)(*args, **kwargs)
+
         call = next(counter)
         tagged = _tag_equations(fun, call)
         value, grads = jax.value_and_grad(tagged, argnums, has_aux, **options)(*args, **kwargs)
-        leaves, tree = jax.tree.flatten(grads)
-        is_array = [getattr(x, "dtype", None) != jax.dtypes.float0 for x in leaves]
-        marked = iter(gradient_p.bind(*[x for x, ok in zip(leaves, is_array, strict=True) if ok], call=call))
-        return value, jax.tree.unflatten(
-            tree, [next(marked) if ok else x for x, ok in zip(leaves, is_array, strict=True)]
-        )
+        return value, _marked(grads, call)
 
     return wrapped
+
+
+def _marked(grads: Any, call: int) -> Any:
+    """A pytree of gradients, with marks on all but those of integers: their dtype, float0, holds no values."""
+    leaves, tree = jax.tree.flatten(grads)
+    has_values = [getattr(leaf, "dtype", None) != jax.dtypes.float0 for leaf in leaves]
+    marked = iter(gradient_p.bind(*itertools.compress(leaves, has_values), call=call))
+    return jax.tree.unflatten(
+        tree, [next(marked) if has_value else leaf for leaf, has_value in zip(leaves, has_values, strict=True)]
+    )
 
 
 def grad(
@@ -143,6 +155,7 @@ def grad(
 
 
 def _is_dynamic(leaf: Any) -> bool:
+    """Whether an argument leaf is an array or a number. Booleans are not: Python code may branch on them."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex)) or (
         isinstance(leaf, int) and not isinstance(leaf, bool)
     )
@@ -155,10 +168,10 @@ def _tag_equations(fun: Callable[..., Any], call: int) -> Callable[..., Any]:
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [i for i, leaf in enumerate(leaves) if _is_dynamic(leaf)]
 
-        def flat_fun(*xs: Any) -> Any:
+        def flat_fun(*arrays: Any) -> Any:
             filled = list(leaves)
-            for i, x in zip(dynamic, xs, strict=True):
-                filled[i] = x
+            for i, array in zip(dynamic, arrays, strict=True):
+                filled[i] = array
             new_args, new_kwargs = jax.tree.unflatten(tree, filled)
             return fun(*new_args, **new_kwargs)
 
@@ -171,14 +184,17 @@ def _tag_equations(fun: Callable[..., Any], call: int) -> Callable[..., Any]:
 
 
 def _eval_tagged(flat: FlatJaxpr, args: Sequence[Any], call: int) -> list[Any]:
+    """Run a program with every equation under the name scope of its tag; boundaries are counted and left out."""
     env: dict[Any, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
     env.update(zip(flat.invars, args, strict=True))
+
     layer = 0
     for i, eqn in enumerate(flat.eqns):
         if eqn.primitive is boundary_p:
             layer += 1
             continue
         with jax.named_scope(tag_scope(call, layer, i)):
-            out = eval_equation(eqn, [v.val if is_literal(v) else env[v] for v in eqn.invars])
+            out = eval_equation(eqn, [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars])
         env.update(zip(eqn.outvars, out, strict=True))
-    return [jnp.asarray(v.val) if is_literal(v) else env[v] for v in flat.outvars]
+
+    return [jnp.asarray(atom.val) if is_literal(atom) else env[atom] for atom in flat.outvars]

@@ -1,8 +1,8 @@
-"""The only module that touches how jax represents programs: flat equations in, flat equations out.
+"""How jax represents programs, as flat lists of equations. The only module that uses what jax keeps private.
 
 `flatten_calls` turns a closed jaxpr into a list of equations without jit, custom_jvp, custom_vjp, remat or closed_call
-around them. `eval_equation` runs one equation again. Everything is on `jax.extend.core`, but for the name stack, source
-line and context of an equation, which have no public accessor.
+around them. `eval_equation` runs one equation again. Everything builds on `jax.extend.core` except for the name stack,
+source line and context of an equation, which have no public accessor.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ _CALLS = {
 _JITS = ("jit", "pjit", "closed_call", "core_call")
 _REMATS = ("remat2", "checkpoint")
 
-
-#: Collectives, and what they are over an axis that `vmap` has made a dimension.
+#: Collectives, and the reductions that they become once `vmap` has turned their axis into a dimension.
 _OVER_AXES: dict[str, Callable[[Any, tuple[int, ...]], Any]] = {
     "pmax": lambda x, axes: jnp.max(x, axes),
     "pmin": lambda x, axes: jnp.min(x, axes),
@@ -55,11 +54,17 @@ _OVER_AXES: dict[str, Callable[[Any, tuple[int, ...]], Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FlatJaxpr:
-    """A program as a flat list of equations. `consts` are the values of `constvars`, arrays captured by closure.
+    """A program as a flat list of equations, in which every variable is defined once.
 
-    Every variable is defined once; `scopes[i]` is the name scope that equation `i` was traced in, as text.
+    Attributes:
+        constvars: variables for the arrays that the program captured by closure.
+        consts: their values.
+        invars: operands.
+        eqns: in an order in which they can run.
+        scopes: for each equation, the name scope that it was traced in, as text.
+        outvars: results.
     """
 
     constvars: tuple[Var, ...]
@@ -80,8 +85,8 @@ def is_literal(atom: Atom) -> TypeIs[Literal]:
 
 
 def operand_vars(eqn: JaxprEqn) -> list[Var]:
-    """The operands of an equation that are no literals."""
-    return [v for v in eqn.invars if not is_literal(v)]
+    """The operands of an equation that are not literals."""
+    return [atom for atom in eqn.invars if not is_literal(atom)]
 
 
 def fresh_var(aval: Any) -> Var:
@@ -100,7 +105,7 @@ _name_of = functools.lru_cache(str)
 
 
 def aval_bytes(aval: Any) -> int:
-    """Bytes of an array of this aval; typed PRNG keys count as 16 bytes each."""
+    """Bytes of an array of this aval; a typed PRNG key counts as 16 bytes."""
     dtype = getattr(aval, "dtype", None)
     return 0 if dtype is None else math.prod(aval.shape) * _itemsize(dtype)
 
@@ -111,12 +116,12 @@ def _itemsize(dtype: Any) -> int:
 
 
 def is_extended(dtype: Any) -> bool:
-    """Whether this is a dtype of jax's own, as that of typed PRNG keys."""
+    """Whether this is one of jax's own dtypes, such as that of typed PRNG keys."""
     return bool(jnp.issubdtype(dtype, jax.dtypes.extended))
 
 
 def is_weak(aval: Any) -> bool:
-    """Whether a value yields to the dtypes of others, as Python's numbers do."""
+    """Whether a value takes on the dtype of what it is combined with, as Python numbers do."""
     return bool(getattr(aval, "weak_type", False))
 
 
@@ -139,35 +144,41 @@ def is_call(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _CALLS
 
 
-#: Its functions call those of the user, and are called by them.
+#: Appears in tracebacks between the frames of the user, whose functions it wraps.
 _MARKS_FILE = str(Path(__file__).with_name("gradients.py"))
 _LIBRARIES = ("site-packages", "dist-packages")
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """`file:line` of the user's code that made this equation, as good as jax knows it: behind libraries of layers."""
-    frames = [f for f in source_info_util.user_frames(eqn.source_info.traceback) if f.file_name != _MARKS_FILE]
-    frame = next((f for f in frames if not any(name in f.file_name for name in _LIBRARIES)), next(iter(frames), None))
-    if frame is None:
+    """`file:line` of the user's code that made this equation; frames of installed libraries only if there are no other.
+
+    Libraries of layers are called by the user's code, which is the place that a message should name.
+    """
+    frames = [
+        frame for frame in source_info_util.user_frames(eqn.source_info.traceback) if frame.file_name != _MARKS_FILE
+    ]
+    own = (frame for frame in frames if not any(name in frame.file_name for name in _LIBRARIES))
+    found = next(own, next(iter(frames), None))
+    if found is None:
         return str(source_info_util.summarize(eqn.source_info))
-    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+    return f"{found.file_name}:{found.start_line} ({found.function_name})"
 
 
 def innermost_line(eqn: JaxprEqn) -> str:
-    """`file:line` outside of jax that made this equation: derivatives have that of what they are derivatives of."""
+    """`file:line` of the innermost frame outside of jax; a derivative has the line of what was differentiated."""
     return str(source_info_util.summarize(eqn.source_info))
 
 
 @functools.lru_cache(maxsize=4096)
 def _has_user_line(traceback: Any) -> bool:
-    """Whether a frame outside of jax made this. Equations of functions that jax compiles and keeps have none."""
+    """Whether a frame outside of jax is in the traceback. Functions that jax traces once and caches have none."""
     return next(source_info_util.user_frames(traceback), None) is not None
 
 
 def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[FlatJaxpr, Any]:
     """Trace `fun` on abstract or concrete arguments. Returns the flat program and the pytree of output shapes.
 
-    NumPy arrays that `fun` captures are copied, so that the program keeps the values that they have now.
+    Copies the NumPy arrays that `fun` captures, so that the program keeps their current values.
     """
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
@@ -175,7 +186,7 @@ def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[FlatJaxpr, Any]:
 
 
 def _own_constants(consts: Sequence[Any]) -> tuple[Any, ...]:
-    """The constants with copies in place of NumPy arrays, one for all views of the same memory."""
+    """The constants, with NumPy arrays replaced by copies; equal views of the same memory share one copy."""
     copies: dict[Hashable, Any] = {}
     out = []
     for value in consts:
@@ -191,28 +202,29 @@ def _own_constants(consts: Sequence[Any]) -> tuple[Any, ...]:
 def flatten_calls(
     jaxpr: Jaxpr, consts: Sequence[Any], *, only_jit: bool = False, always_barriers: bool = False
 ) -> FlatJaxpr:
-    """Inline call-like equations, with fresh variables for each. `only_jit` keeps custom derivatives and remat whole.
+    """Inline call-like equations, with fresh variables for each of them.
 
-    Rematerialisation stays meaningful after inlining: the inputs of a recomputed block pass through an
-    `optimization_barrier`, so that XLA does not merge it with the forward computation. Where a block says that it needs
-    none, because it is in a scan, it has one with `always_barriers` only.
+    only_jit: inline jit and the like, but not custom derivatives and remat.
+    always_barriers: also put a barrier before recomputed blocks that ask for none, because they are in a scan.
+
+    Inlining keeps rematerialisation: the inputs of a recomputed block pass through an `optimization_barrier`, so that
+    XLA does not merge the block with the forward computation.
     """
     flattener = _Flattener(_JITS if only_jit else tuple(_CALLS), always_barriers)
-    env: dict[Var, Atom] = {v: v for v in (*jaxpr.constvars, *jaxpr.invars)}
+    env: dict[Var, Atom] = {var: var for var in (*jaxpr.constvars, *jaxpr.invars)}
     flattener.run(jaxpr.eqns, env, "")
-    outvars = tuple(flattener.read(env, v) for v in jaxpr.outvars)
     return FlatJaxpr(
-        (*jaxpr.constvars, *flattener.constvars),
-        (*consts, *flattener.consts),
-        tuple(jaxpr.invars),
-        tuple(flattener.eqns),
-        tuple(flattener.scopes),
-        outvars,
+        constvars=(*jaxpr.constvars, *flattener.constvars),
+        consts=(*consts, *flattener.consts),
+        invars=tuple(jaxpr.invars),
+        eqns=tuple(flattener.eqns),
+        scopes=tuple(flattener.scopes),
+        outvars=tuple(flattener.read(env, atom) for atom in jaxpr.outvars),
     )
 
 
 class _Flattener:
-    """Collects equations; consts of inner closed jaxprs become further constvars."""
+    """Collects the equations of a program; the consts of inner closed jaxprs become additional constvars."""
 
     def __init__(self, calls: Sequence[str], always_barriers: bool = False) -> None:
         self.calls, self.always_barriers = calls, always_barriers
@@ -226,7 +238,10 @@ class _Flattener:
         return atom if is_literal(atom) else env[atom]
 
     def run(self, eqns: Iterable[JaxprEqn], env: dict[Var, Atom], scope: str, caller: Any = None) -> None:
-        """`caller`: source of the equation that wraps these. What a library computes has no line of the user's."""
+        """Add equations, whose variables `env` renames.
+
+        caller: source of the equation that wraps these. It stands in for a missing line of the user's code.
+        """
         for eqn in eqns:
             own = f"{scope}/{eqn.source_info.name_stack}"
             if caller is not None and not _has_user_line(eqn.source_info.traceback):
@@ -235,40 +250,50 @@ class _Flattener:
                 self._inline(eqn, env, own)
             elif eqn.primitive.name in _OVER_AXES and all(isinstance(axis, int) for axis in eqn.params["axes"]):
                 self._reduce(eqn, env, own)
-            elif eqn.primitive.name == "reshard":  # to a mesh of the user, or, where a gradient begins, to nowhere
+            elif eqn.primitive.name == "reshard":  # to a mesh of the user; the plan decides on shardings
                 env[eqn.outvars[0]] = self.read(env, eqn.invars[0])
             else:
                 self.emit(eqn, env, own)
 
     def _reduce(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
-        """A collective over an axis of `vmap` is a reduction over a dimension."""
+        """Add a collective over an axis of `vmap` as a reduction over a dimension."""
         axes, reduce = eqn.params["axes"], _OVER_AXES[eqn.primitive.name]
-        shapes = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in eqn.invars]
-        traced = jax.make_jaxpr(lambda *xs: [reduce(x, axes) for x in xs])(*shapes)
-        inner = dict(zip(traced.jaxpr.invars, [self.read(env, v) for v in eqn.invars], strict=True))
-        for one in traced.jaxpr.eqns:
-            self.run([one.replace(source_info=eqn.source_info)], inner, scope)
-        env.update((v, self.read(inner, o)) for v, o in zip(eqn.outvars, traced.jaxpr.outvars, strict=True))
+        structs = [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in eqn.invars]
+        traced = jax.make_jaxpr(lambda *arrays: [reduce(array, axes) for array in arrays])(*structs)
+        inner_env = dict(zip(traced.jaxpr.invars, [self.read(env, atom) for atom in eqn.invars], strict=True))
+        for inner_eqn in traced.jaxpr.eqns:
+            self.run([inner_eqn.replace(source_info=eqn.source_info)], inner_env, scope)
+        self._name_results(eqn, env, traced.jaxpr.outvars, inner_env)
 
     def emit(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
-        outvars = [fresh_var(v.aval) for v in eqn.outvars]
-        self.eqns.append(eqn.replace(invars=[self.read(env, v) for v in eqn.invars], outvars=outvars))
+        """Add one equation as it is, with fresh variables for its results."""
+        outvars = [fresh_var(var.aval) for var in eqn.outvars]
+        self.eqns.append(eqn.replace(invars=[self.read(env, atom) for atom in eqn.invars], outvars=outvars))
         self.scopes.append(scope)
         env.update(zip(eqn.outvars, outvars, strict=True))
 
     def _inline(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
+        """Add the equations inside a call."""
         inner = eqn.params[_CALLS[eqn.primitive.name]]
         consts = tuple(getattr(inner, "consts", ()))
         body = getattr(inner, "jaxpr", inner)
-        args = [self.read(env, v) for v in eqn.invars]
-        is_again = eqn.primitive.name in _REMATS and eqn.params.get("differentiated")
-        if is_again and (self.always_barriers or eqn.params.get("prevent_cse")):
-            args = self._barrier(args, scope)
-        inner_env: dict[Var, Atom] = dict(zip(body.invars, args, strict=True))
+
+        operands = [self.read(env, atom) for atom in eqn.invars]
+        is_recomputed = eqn.primitive.name in _REMATS and eqn.params.get("differentiated")
+        if is_recomputed and (self.always_barriers or eqn.params.get("prevent_cse")):
+            operands = self._barrier(operands, scope)
+
+        inner_env: dict[Var, Atom] = dict(zip(body.invars, operands, strict=True))
         for var, value in zip(body.constvars, consts, strict=True):
             inner_env[var] = self._const(var, value)
         self.run(body.eqns, inner_env, scope, eqn.source_info)
-        env.update((v, self.read(inner_env, o)) for v, o in zip(eqn.outvars, body.outvars, strict=True))
+        self._name_results(eqn, env, body.outvars, inner_env)
+
+    def _name_results(
+        self, eqn: JaxprEqn, env: dict[Var, Atom], inner_results: Sequence[Atom], inner_env: Mapping[Var, Atom]
+    ) -> None:
+        """Let the results of a replaced equation stand for those of the equations that replace it."""
+        env.update((var, self.read(inner_env, inner)) for var, inner in zip(eqn.outvars, inner_results, strict=True))
 
     def _const(self, var: Var, value: Any) -> Var:
         new = fresh_var(var.aval)
@@ -276,21 +301,22 @@ class _Flattener:
         self.consts.append(value)
         return new
 
-    def _barrier(self, args: list[Atom], scope: str) -> list[Atom]:
-        variables = [v for v in args if not is_literal(v)]
+    def _barrier(self, operands: list[Atom], scope: str) -> list[Atom]:
+        """Add an `optimization_barrier` on all operands that are not literals; returns what is behind it."""
+        variables = [atom for atom in operands if not is_literal(atom)]
         if not variables:
-            return args
-        barrier = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(
-            *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+            return operands
+        barrier = jax.make_jaxpr(lambda *arrays: jax.lax.optimization_barrier(arrays))(
+            *[jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables]
         )
         env: dict[Var, Atom] = dict(zip(barrier.jaxpr.invars, variables, strict=True))
         self.run(barrier.jaxpr.eqns, env, scope)
-        held = iter([self.read(env, v) for v in barrier.jaxpr.outvars])
-        return [v if is_literal(v) else next(held) for v in args]
+        behind = iter([self.read(env, atom) for atom in barrier.jaxpr.outvars])
+        return [atom if is_literal(atom) else next(behind) for atom in operands]
 
 
 def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
-    """Bind the equation's primitive again on new arguments; what comes of it keeps the equation's source line."""
+    """Bind the equation's primitive again on new arguments; new equations keep the source line of the old one."""
     bind_params = eqn.primitive.get_bind_params(dict(eqn.params) if params is None else dict(params))
     with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
         out = eqn.primitive.bind(*args, **bind_params)
@@ -298,7 +324,7 @@ def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] 
 
 
 def context_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
-    """The settings of jax that the equation was traced under, such as how threefry counts."""
+    """The jax settings that the equation was traced under, such as `jax_threefry_partitionable`."""
     manager: AbstractContextManager[Any] = eqn.ctx.manager
     return manager
 
@@ -307,12 +333,12 @@ def eval_on_shards(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]
     """`eval_equation` in the program of one device, where shardings on a mesh of the user have no meaning."""
     if is_constraint(eqn):
         return list(args)
-    local = {k: None if isinstance(v, jax.sharding.Sharding) else v for k, v in params.items()}
+    local = {name: None if isinstance(value, jax.sharding.Sharding) else value for name, value in params.items()}
     return eval_equation(eqn, args, local)
 
 
 def is_gradient_marker(eqn: JaxprEqn) -> bool:
-    """Whether this is where a gradient is summed over devices, once for all micro-batches."""
+    """Whether this marks where a gradient is summed over devices, once for all micro-batches."""
     return eqn.primitive.name == "minialpa_gradient"
 
 
@@ -325,16 +351,20 @@ def eval_flat(flat: FlatJaxpr, args: Sequence[Any]) -> list[Any]:
     """Run a flat program on values or tracers."""
     env: dict[Var, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
     env.update(zip(flat.invars, args, strict=True))
+
+    def read(atom: Atom) -> Any:
+        return atom.val if is_literal(atom) else env[atom]
+
     for eqn in flat.eqns:
-        out = eval_equation(eqn, [v.val if is_literal(v) else env[v] for v in eqn.invars])
+        out = eval_equation(eqn, [read(atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, out, strict=True))
-    return [v.val if is_literal(v) else env[v] for v in flat.outvars]
+    return [read(atom) for atom in flat.outvars]
 
 
 class EquationMaker:
-    """Makes equations, and asks jax about each kind of them once: `rebuild` and `equations_for`, by what they are.
+    """Makes equations and caches what jax says about each kind of them.
 
-    To be used under one configuration of jax.
+    The cache holds for one configuration of jax.
     """
 
     def __init__(self) -> None:
@@ -344,7 +374,7 @@ class EquationMaker:
     def rebuild(self, eqn: JaxprEqn, invars: Sequence[Atom], params: Mapping[str, Any] | None = None) -> JaxprEqn:
         """The same primitive on other operands, with fresh result variables of the shapes that follow."""
         new_params = dict(eqn.params) if params is None else dict(params)
-        operands = tuple(v.aval for v in invars)
+        operands = tuple(atom.aval for atom in invars)
         try:
             key = (eqn.primitive, tuple(new_params.items()), operands, eqn.ctx)
             if key not in self._avals:
@@ -352,12 +382,13 @@ class EquationMaker:
             avals = self._avals[key]
         except TypeError:  # a parameter that cannot be hashed
             avals = _result_avals(eqn, operands, new_params)
-        new: JaxprEqn = eqn.replace(invars=list(invars), outvars=[fresh_var(a) for a in avals], params=new_params)
+        outvars = [fresh_var(aval) for aval in avals]
+        new: JaxprEqn = eqn.replace(invars=list(invars), outvars=outvars, params=new_params)
         return new
 
     def compute(self, key: Hashable, fun: Callable[..., Any], *operands: Atom) -> tuple[list[JaxprEqn], list[Atom]]:
-        """`equations_for`; functions of one `key` do the same."""
-        kind = key, tuple(v.aval for v in operands)
+        """`equations_for`, cached by `key` and operand types: functions with equal keys must do the same."""
+        kind = key, tuple(atom.aval for atom in operands)
         if kind not in self._flat:
             self._flat[kind] = _flat_of(fun, operands)
         return _on_atoms(self._flat[kind], operands)
@@ -376,7 +407,7 @@ def equations_for(fun: Callable[..., Any], *operands: Atom) -> tuple[list[JaxprE
 
 
 def _flat_of(fun: Callable[..., Any], operands: Sequence[Atom]) -> FlatJaxpr:
-    flat, _ = trace_flat(fun, *[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands])
+    flat, _ = trace_flat(fun, *[jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in operands])
     assert not flat.constvars, flat.constvars
     return flat
 
@@ -384,49 +415,56 @@ def _flat_of(fun: Callable[..., Any], operands: Sequence[Atom]) -> FlatJaxpr:
 def _on_atoms(flat: FlatJaxpr, operands: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
     """The equations of a program on these operands, with fresh variables."""
     env: dict[Var, Atom] = dict(zip(flat.invars, operands, strict=True))
+
+    def read(atom: Atom) -> Atom:
+        return atom if is_literal(atom) else env[atom]
+
     eqns = []
     for eqn in flat.eqns:
-        new = [fresh_var(v.aval) for v in eqn.outvars]
-        eqns.append(eqn.replace(invars=[v if is_literal(v) else env[v] for v in eqn.invars], outvars=new))
-        env.update(zip(eqn.outvars, new, strict=True))
-    return eqns, [v if is_literal(v) else env[v] for v in flat.outvars]
+        outvars = [fresh_var(var.aval) for var in eqn.outvars]
+        eqns.append(eqn.replace(invars=[read(atom) for atom in eqn.invars], outvars=outvars))
+        env.update(zip(eqn.outvars, outvars, strict=True))
+    return eqns, [read(atom) for atom in flat.outvars]
 
 
 def unary_equation(fun: Callable[[Any], Any]) -> Callable[[Var], tuple[JaxprEqn, Var]]:
-    """For `fun`, one equation of one array: what makes it for a variable. Traced once for each shape and dtype."""
+    """A function that makes the equation `fun(operand)` and its result variable.
+
+    `fun` must be one equation of one array. It is traced once for each shape and dtype.
+    """
     known: dict[tuple[tuple[int, ...], str], JaxprEqn] = {}
 
-    def make(v: Var) -> tuple[JaxprEqn, Var]:
-        key = shape_of(v), dtype_name(v)
+    def make(operand: Var) -> tuple[JaxprEqn, Var]:
+        key = shape_of(operand), dtype_name(operand)
         if key not in known:
-            ((known[key],), _) = equations_for(fun, v)
-        out = fresh_var(known[key].outvars[0].aval)
-        return known[key].replace(invars=[v], outvars=[out]), out
+            ((known[key],), _) = equations_for(fun, operand)
+        result = fresh_var(known[key].outvars[0].aval)
+        return known[key].replace(invars=[operand], outvars=[result]), result
 
     return make
 
 
 def live_equations(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[bool]:
     """Which equations are needed for `outputs`; equations with side effects always are."""
-    needed = {v for v in outputs if not is_literal(v)}
-    keep = [False] * len(eqns)
+    needed = {atom for atom in outputs if not is_literal(atom)}
+    is_live = [False] * len(eqns)
     for i in range(len(eqns) - 1, -1, -1):
-        if eqns[i].effects or any(v in needed for v in eqns[i].outvars):
-            keep[i] = True
+        if eqns[i].effects or any(var in needed for var in eqns[i].outvars):
+            is_live[i] = True
             needed.update(operand_vars(eqns[i]))
-    return keep
+    return is_live
 
 
 _TAG = re.compile(r"minialpa\.(\d+)\.(\d+)\.(\d+)")
 
 
 def tag_scope(call: int, layer: int, index: int) -> str:
-    """Name scope for forward equation `index`, in `layer`, of the `call`-th gradient of a step."""
+    """Name scope for forward equation `index`, in `layer`, of gradient call number `call` of a step."""
     return f"minialpa.{call}.{layer}.{index}"
 
 
 def read_tag(scope: str) -> tuple[int, int, int] | None:
-    """(call, layer, index) of the innermost tag of a scope. Autodiff keeps the scope, so backward equations have it."""
+    """(call, layer, index) of the innermost tag of a scope. Autodiff keeps scopes, also in backward equations."""
     found = _TAG.findall(scope)
     return (int(found[-1][0]), int(found[-1][1]), int(found[-1][2])) if found else None
 

@@ -1,7 +1,7 @@
-"""Tracing: a Python step and the shapes of its arguments in, a flat program with its marks read out.
+"""Tracing: `trace_step` turns a Python step and the shapes of its arguments into a `TracedStep`.
 
-Nothing here needs a device. The result, `TracedStep`, is the one description of the step that planning works on: the
-full-batch program, where each equation came from, which inputs are split over micro-batches, which are donated.
+A `TracedStep` is the one description of the step that planning works on: the full-batch program, where each equation
+came from, which inputs are split over micro-batches, which are donated. Tracing needs no device.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ from minialpa.tracing.jaxprs import (
 Direction = Literal["forward", "backward", "other"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """Where an equation came from.
 
-    group: number of the forward equation that it is, or whose derivative it is; None where autodiff left no trace.
-    layer: number of pipeline boundaries passed before that forward equation.
-    call: of the gradients of the step, counted from 0, the one that it belongs to.
-    is_second: whether it is a derivative of a backward pass, as plain `jax.grad` of `jax.grad` leaves it.
+    Attributes:
+        direction: the part of the step that the equation belongs to; "other" includes the update.
+        group: number of the forward equation that it is, or whose derivative it is; None if that is not known.
+        layer: number of pipeline boundaries before that forward equation.
+        call: number of the gradient call of the step that it belongs to, from 0.
+        is_second: whether it is a derivative of a backward pass, as in a plain `jax.grad` of `jax.grad`.
     """
 
     direction: Direction
@@ -55,26 +57,30 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows (start, stop) of dimension 0 of an argument or result leaf; None for all of it."""
+    """An argument or result leaf, by number: its rows (start, stop) of dimension 0, or None for all of it."""
 
     leaf: int
     rows: tuple[int, int] | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
     """A training step as a flat program on full-batch shapes.
 
-    flat: the program; its invars are the dynamic argument leaves in order.
-    origins: for each equation, where it came from.
-    in_paths, out_paths: names of the argument and result leaves for messages, such as `state.params['w']`.
-    batch_dims: for each invar, the dimension that holds the examples, or None.
-    batch_size: number of examples, or None when no argument is a batch.
-    aliases: for each outvar the invar that it replaces when that argument is donated, or None.
-    layouts: for each outvar the invar whose sharding it takes, donated or not: that of an argument like it.
-    gradients: the marked gradients, as variables of the program.
-    out_tree: pytree of the results.
-    in_parts, out_parts: what of which leaf each invar and outvar is; empty where they are the leaves.
+    Attributes:
+        flat: the program; its invars are the dynamic argument leaves in order.
+        origins: for each equation, where it came from.
+        in_paths: names of the argument leaves for messages, such as `state.params['w']`.
+        out_paths: names of the result leaves.
+        batch_dims: for each invar, the dimension that holds the examples, or None.
+        batch_size: number of examples, or None if no argument is a batch.
+        aliases: for each outvar, the number of the invar that it replaces if that argument is donated, or None.
+        layouts: for each outvar, the number of the invar whose sharding it takes, donated or not, or None.
+        gradients: the marked gradients, as variables of the program.
+        n_boundaries: number of pipeline boundaries, by marks and by origins.
+        out_tree: pytree of the results.
+        in_parts: for each invar, the argument leaf or rows of it that it stands for; empty if invars are the leaves.
+        out_parts: the same for outvars and result leaves.
     """
 
     flat: FlatJaxpr
@@ -92,17 +98,17 @@ class TracedStep:
     out_parts: tuple[Part, ...] = ()
 
     def argument(self, i: int) -> Part:
-        """What invar `i` is of an argument leaf."""
+        """The argument leaf, or rows of it, that invar `i` stands for."""
         return self.in_parts[i] if self.in_parts else Part(i, None)
 
     def result(self, i: int) -> Part:
-        """What outvar `i` is of a result leaf."""
+        """The result leaf, or rows of it, that outvar `i` stands for."""
         return self.out_parts[i] if self.out_parts else Part(i, None)
 
     @property
     def n_groups(self) -> int:
         """Number of forward groups."""
-        return max((o.group for o in self.origins if o.group is not None), default=-1) + 1
+        return max((origin.group for origin in self.origins if origin.group is not None), default=-1) + 1
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -123,13 +129,17 @@ def trace_step(
 ) -> TracedStep:
     """Trace `fun(*leaves)`, a function of flat leaves that returns a pytree.
 
-    is_batch, arg_of_leaf: for each leaf, whether its argument is a batch, and the number of its argument.
-    donate: numbers of donated arguments, or "auto": those that the step updates; state_like: arguments that "auto"
-        donates whenever the step returns a replacement of the same shapes.
-    Raises TraceError where a value is not an array or the step's Python code needs a traced value.
+    in_paths: name of each leaf, for messages.
+    is_batch: for each leaf, whether its argument is a batch.
+    arg_of_leaf: for each leaf, the number of its argument.
+    donate: numbers of donated arguments, or "auto": those that the step updates.
+    state_like: arguments that "auto" donates whenever the step returns a replacement of the same shapes.
+
+    Raises TraceError if an argument leaf is not an array, or if the step's Python code needs the value of one.
     """
     structs = [_abstract(leaf, path) for leaf, path in zip(leaves, in_paths, strict=True)]
     batch_dims, batch_size = _batch_dims(structs, in_paths, is_batch)
+
     try:
         with tracing_step():
             flat, out_shape = trace_flat(fun, *structs)
@@ -138,21 +148,32 @@ def trace_step(
             f"The step's Python code uses the value of a traced argument: {error}\n"
             "Make that argument static with `static_argnums`, or use `jax.lax.cond`."
         ) from error
-    flat, origins, gradients, n_boundaries = _read_marks(flat)
-    out_paths = tuple(
-        "result" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out_shape)
-    )
-    none = (None,) * len(flat.outvars)
+
+    program = _without_dead_equations(_without_marks(flat))
+    origins = _origins(program.flat.eqns, program.flat.scopes, program.boundaries_before)
+    named_results = jax.tree_util.tree_leaves_with_path(out_shape)
+    none = (None,) * len(program.flat.outvars)
     step = TracedStep(
-        flat, origins, tuple(in_paths), out_paths, batch_dims, batch_size,
-        none, none, gradients, n_boundaries, jax.tree.structure(out_shape),
-    )  # fmt: skip
+        flat=program.flat,
+        origins=origins,
+        in_paths=tuple(in_paths),
+        out_paths=tuple("result" + jax.tree_util.keystr(path) for path, _ in named_results),
+        batch_dims=batch_dims,
+        batch_size=batch_size,
+        aliases=none,
+        layouts=none,
+        gradients=program.gradients,
+        n_boundaries=max([program.n_boundaries, *(origin.layer for origin in origins)]),
+        out_tree=jax.tree.structure(out_shape),
+    )
+
+    # What results replace is read off the program itself.
     aliases = _aliases(step, arg_of_leaf, donate, state_like)
     return replace(step, aliases=aliases, layouts=_layouts(step, arg_of_leaf, aliases))
 
 
 def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and whether it is weak, without a sharding: how arguments lie is for the plan to say."""
+    """Shape, dtype and weak type of a leaf, without a sharding: the plan decides how arguments are sharded."""
     found = leaf
     if not isinstance(leaf, jax.ShapeDtypeStruct | jax.core.ShapedArray | RemoteArray):
         try:
@@ -161,6 +182,7 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
             raise TraceError(_why_no_array(leaf, path)) from error
         if not isinstance(found, jax.core.ShapedArray):  # a Ref has a shape, too
             raise TraceError(_why_no_array(leaf, path))
+
     if not is_extended(found.dtype) and np.dtype(found.dtype).kind in "OSTUMm":
         # jax has arrays of strings, and no functions that take them.
         raise TraceError(_why_no_array(np.empty((), found.dtype), path))
@@ -169,15 +191,17 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
             f"Argument leaf `{path}` has shape {found.shape} and dtype {found.dtype}. Steps are planned for arrays of "
             "numbers whose dimensions are known."
         )
+
     return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=bool(getattr(found, "weak_type", False)))
 
 
 def _why_no_array(leaf: Any, path: str) -> str:
-    """What is wrong with an argument leaf that jax takes for no array, and what to do."""
+    """The message for an argument leaf that jax does not accept as an array: what is wrong, and what to pass."""
     otherwise = "other values as whole arguments listed in `static_argnums`"
     if not isinstance(leaf, np.ndarray | np.generic):
         kind = type(leaf).__name__
         return f"Argument leaf `{path}` is a {kind}, not an array. Pass arrays and numbers in pytrees, and {otherwise}."
+
     dtype = leaf.dtype
     given = f"Argument leaf `{path}` is a NumPy array of {dtype}"
     if dtype.names is not None:
@@ -198,7 +222,10 @@ def _why_no_array(leaf: Any, path: str) -> str:
 def _batch_dims(
     structs: Sequence[jax.ShapeDtypeStruct], paths: Sequence[str], is_batch: Sequence[bool]
 ) -> tuple[tuple[int | None, ...], int | None]:
-    """Dimension 0 of every array in a batch argument, except scalars and PRNG keys."""
+    """The batch dimension of each leaf, and the number of examples.
+
+    It is dimension 0 of every array in a batch argument; scalars and raw PRNG keys have none.
+    """
     dims: list[int | None] = []
     sizes: dict[str, int] = {}
     for struct, path, batch in zip(structs, paths, is_batch, strict=True):
@@ -208,40 +235,73 @@ def _batch_dims(
         else:
             dims.append(0)
             sizes[path] = struct.shape[0]
+
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"`{path}` {size}" for path, size in list(sizes.items())[:4])
-        raise TraceError(f"The leading dimensions of the batch differ: {listed}. Pass per-batch values of other shapes in an argument that is not in `batch_argnums`.")  # fmt: skip  # noqa: E501
+        raise TraceError(
+            f"The leading dimensions of the batch differ: {listed}. Pass per-batch values of other shapes in an "
+            "argument that is not in `batch_argnums`."
+        )
     if 0 in sizes.values():
         raise TraceError(f"The batch has no examples: `{next(iter(sizes))}` has shape {structs[dims.index(0)].shape}.")
     return tuple(dims), next(iter(sizes.values()), None)
 
 
-def _read_marks(flat: FlatJaxpr) -> tuple[FlatJaxpr, tuple[Origin, ...], tuple[Var, ...], int]:
-    """Take the marks out of a program: returns it without them, origins, gradients, number of boundaries."""
-    env: dict[Var, Any] = {}
+@dataclass(frozen=True, slots=True)
+class _Unmarked:
+    """A program without its marks, and what the marks said.
+
+    Attributes:
+        flat: the program.
+        boundaries_before: for each equation, the number of pipeline boundaries that were marked before it.
+        gradients: values that were marked as gradients.
+        n_boundaries: number of pipeline boundaries that were marked.
+    """
+
+    flat: FlatJaxpr
+    boundaries_before: tuple[int, ...]
+    gradients: tuple[Var, ...]
+    n_boundaries: int
+
+
+def _without_marks(flat: FlatJaxpr) -> _Unmarked:
+    """Take the marks out of a program; readers of a marked gradient read the gradient itself."""
+    unmarked: dict[Var, Any] = {}
     eqns: list[JaxprEqn] = []
     scopes: list[str] = []
     gradients: list[Var] = []
     boundaries_before: list[int] = []
     n_boundaries = 0
+
+    def read(atom: Any) -> Any:
+        return atom if is_literal(atom) else unmarked.get(atom, atom)
+
     for eqn, scope in zip(flat.eqns, flat.scopes, strict=True):
-        args = [v if is_literal(v) else env.get(v, v) for v in eqn.invars]
+        operands = [read(atom) for atom in eqn.invars]
         if eqn.primitive is boundary_p:
             n_boundaries += 1
         elif eqn.primitive is gradient_p:
-            env.update(zip(eqn.outvars, args, strict=True))
-            gradients.extend(v for v in args if not is_literal(v))
+            unmarked.update(zip(eqn.outvars, operands, strict=True))
+            gradients.extend(atom for atom in operands if not is_literal(atom))
         else:
-            eqns.append(eqn.replace(invars=args))
+            eqns.append(eqn.replace(invars=operands))
             scopes.append(scope)
             boundaries_before.append(n_boundaries)
-    outvars = tuple(v if is_literal(v) else env.get(v, v) for v in flat.outvars)
-    keep = live_equations(eqns, outvars)
-    kept = [i for i, k in enumerate(keep) if k]
-    origins = _origins([eqns[i] for i in kept], [scopes[i] for i in kept], [boundaries_before[i] for i in kept])
-    stripped = replace(flat, eqns=tuple(eqns[i] for i in kept), scopes=tuple(scopes[i] for i in kept), outvars=outvars)
-    n_layers = max([n_boundaries, *(o.layer for o in origins)])
-    return stripped, origins, tuple(gradients), n_layers
+
+    outvars = tuple(read(atom) for atom in flat.outvars)
+    stripped = replace(flat, eqns=tuple(eqns), scopes=tuple(scopes), outvars=outvars)
+    return _Unmarked(stripped, tuple(boundaries_before), tuple(gradients), n_boundaries)
+
+
+def _without_dead_equations(program: _Unmarked) -> _Unmarked:
+    """Drop the equations that no result depends on."""
+    flat = program.flat
+    live = [i for i, is_live in enumerate(live_equations(flat.eqns, flat.outvars)) if is_live]
+    return replace(
+        program,
+        flat=replace(flat, eqns=tuple(flat.eqns[i] for i in live), scopes=tuple(flat.scopes[i] for i in live)),
+        boundaries_before=tuple(program.boundaries_before[i] for i in live),
+    )
 
 
 def _origins(eqns: Sequence[JaxprEqn], scopes: Sequence[str], boundaries_before: Sequence[int]) -> tuple[Origin, ...]:
@@ -255,52 +315,61 @@ def _origins(eqns: Sequence[JaxprEqn], scopes: Sequence[str], boundaries_before:
     has_tags = any(tag is not None for tag in tags)
     is_backward = [is_transposed(scope) for scope in scopes]
     in_update = _in_update(eqns, is_backward)
-    out = []
-    for i, tag in enumerate(tags):
+
+    def origin(i: int) -> Origin:
+        tag, boundaries = tags[i], boundaries_before[i]
         if tag is not None:
-            group = groups.setdefault(tag, len(groups))
-            out.append(Origin("backward" if is_backward[i] else "forward", group, tag[1], tag[0]))
-        elif is_backward[i]:
+            call, layer, _ = tag
+            direction: Direction = "backward" if is_backward[i] else "forward"
+            return Origin(direction=direction, group=groups.setdefault(tag, len(groups)), layer=layer, call=call)
+        if is_backward[i]:
             is_second = is_second_derivative(scopes[i])
-            out.append(Origin("backward", None, boundaries_before[i], is_second=is_second))
-        elif has_tags or in_update[i]:
-            out.append(Origin("other", None, boundaries_before[i]))
-        else:
-            out.append(Origin("forward", groups.setdefault(i, len(groups)), boundaries_before[i]))
-    return tuple(out)
+            return Origin(direction="backward", group=None, layer=boundaries, is_second=is_second)
+        if has_tags or in_update[i]:
+            return Origin(direction="other", group=None, layer=boundaries)
+        return Origin(direction="forward", group=groups.setdefault(i, len(groups)), layer=boundaries)
+
+    return tuple(origin(i) for i in range(len(eqns)))
 
 
 def _in_update(eqns: Sequence[JaxprEqn], is_backward: Sequence[bool]) -> list[bool]:
     """Which equations depend on the backward pass, or are read by such equations only."""
-    behind: set[Var] = set()
-    out = []
-    for eqn, backward in zip(eqns, is_backward, strict=True):
-        depends = any(v in behind for v in operand_vars(eqn))
-        out.append(depends and not backward)
-        if backward or depends:
-            behind.update(eqn.outvars)
+    in_update = _after_backward(eqns, is_backward)
     readers: dict[Var, list[int]] = defaultdict(list)
+
+    # Backwards: the readers of an equation are decided before it.
     for i in range(len(eqns) - 1, -1, -1):
-        numbers = [r for v in eqns[i].outvars for r in readers[v]]
-        if numbers and not is_backward[i]:
-            out[i] = out[i] or all(out[r] for r in numbers)
-        for v in eqns[i].invars:
-            if not is_literal(v):
-                readers[v].append(i)
-    return out
+        reading = [reader for var in eqns[i].outvars for reader in readers[var]]
+        if reading and not is_backward[i]:
+            in_update[i] = in_update[i] or all(in_update[reader] for reader in reading)
+        for var in operand_vars(eqns[i]):
+            readers[var].append(i)
+    return in_update
+
+
+def _after_backward(eqns: Sequence[JaxprEqn], is_backward: Sequence[bool]) -> list[bool]:
+    """Which equations depend on the backward pass without being part of it."""
+    dependent: set[Var] = set()
+    is_after = []
+    for eqn, backward in zip(eqns, is_backward, strict=True):
+        depends = any(var in dependent for var in operand_vars(eqn))
+        is_after.append(depends and not backward)
+        if backward or depends:
+            dependent.update(eqn.outvars)
+    return is_after
 
 
 def _layouts(step: TracedStep, arg_of_leaf: Sequence[int], aliases: Sequence[int | None]) -> tuple[int | None, ...]:
-    """`aliases`, and then results that have the structure of some argument: gradients, or a state that is kept."""
-    invars, outvars = step.flat.invars, step.flat.outvars
-    layouts, given = list(aliases), {arg_of_leaf[i] for i in aliases if i is not None}
-    for arg in sorted(set(arg_of_leaf) - given):
-        mine = [i for i, a in enumerate(arg_of_leaf) if a == arg]
-        if any(step.batch_dims[i] is not None for i in mine) or not any(shape_of(invars[i]) for i in mine):
+    """`aliases`, completed by results with the structure of some other argument, such as gradients or a kept state."""
+    layouts = list(aliases)
+    aliased = {arg_of_leaf[i] for i in aliases if i is not None}
+    for arg in sorted(set(arg_of_leaf) - aliased):
+        leaves = _leaves_of(arg, arg_of_leaf)
+        if _has_batch(step, leaves) or not any(shape_of(step.flat.invars[i]) for i in leaves):
             continue
-        start = _find_run([_signature(invars[i]) for i in mine], [_signature(v) for v in outvars], layouts)
+        start = _find_replacement(step, leaves, layouts)
         if start is not None:
-            layouts[start : start + len(mine)] = mine
+            layouts[start : start + len(leaves)] = leaves
     return tuple(layouts)
 
 
@@ -311,47 +380,61 @@ def _aliases(
     state_like: Sequence[int],
 ) -> tuple[int | None, ...]:
     """For each result leaf, the donated argument leaf that it replaces."""
-    invars, outvars = step.flat.invars, step.flat.outvars
     args = sorted(set(arg_of_leaf)) if donate == "auto" else sorted(donate)
-    aliases: list[int | None] = [None] * len(outvars)
+    aliases: list[int | None] = [None] * len(step.flat.outvars)
     for arg in args:
-        mine = [i for i, a in enumerate(arg_of_leaf) if a == arg]
-        if not mine or any(step.batch_dims[i] is not None for i in mine):
+        leaves = _leaves_of(arg, arg_of_leaf)
+        if not leaves or _has_batch(step, leaves):
             continue
-        start = _find_run([_signature(invars[i]) for i in mine], [_signature(v) for v in outvars], aliases)
+        start = _find_replacement(step, leaves, aliases)
         if start is None:
             continue
-        matched = [outvars[start + k] for k in range(len(mine))]
-        if donate == "auto" and arg not in state_like and not _is_updated(step, [invars[i] for i in mine], matched):
+
+        # Results of the right shapes need not be new values of an argument that the user did not name.
+        new_values = step.flat.outvars[start : start + len(leaves)]
+        must_update = donate == "auto" and arg not in state_like
+        if must_update and not _is_updated(step, [step.flat.invars[i] for i in leaves], new_values):
             continue
-        for k, i in enumerate(mine):
-            aliases[start + k] = i
+        aliases[start : start + len(leaves)] = leaves
     return tuple(aliases)
 
 
-def _signature(var: Any) -> tuple[Any, ...]:
-    return (shape_of(var), str(getattr(var.aval, "dtype", "")))
+def _leaves_of(arg: int, arg_of_leaf: Sequence[int]) -> list[int]:
+    """Numbers of the leaves of an argument."""
+    return [i for i, owner in enumerate(arg_of_leaf) if owner == arg]
 
 
-def _find_run(wanted: list[Any], outputs: list[Any], taken: Sequence[int | None]) -> int | None:
-    """First position where `wanted` occurs as a run of outputs that replace nothing yet."""
-    n = len(wanted)
-    for start in range(len(outputs) - n + 1):
-        if outputs[start : start + n] == wanted and all(t is None for t in taken[start : start + n]):
+def _has_batch(step: TracedStep, leaves: Sequence[int]) -> bool:
+    return any(step.batch_dims[i] is not None for i in leaves)
+
+
+def _find_replacement(step: TracedStep, leaves: Sequence[int], taken: Sequence[int | None]) -> int | None:
+    """First position of consecutive results that have the shapes and dtypes of `leaves` and are not `taken`."""
+    wanted = [_signature(step.flat.invars[i]) for i in leaves]
+    results = [_signature(atom) for atom in step.flat.outvars]
+    n_leaves = len(leaves)
+    for start in range(len(results) - n_leaves + 1):
+        stop = start + n_leaves
+        if results[start:stop] == wanted and all(replaced is None for replaced in taken[start:stop]):
             return start
     return None
 
 
-def _is_updated(step: TracedStep, inputs: Sequence[Var], outputs: Sequence[Any]) -> bool:
-    """Whether `outputs` are new values of `inputs`, and not, say, gradients with respect to them.
+def _signature(atom: Any) -> tuple[Any, ...]:
+    return (shape_of(atom), str(getattr(atom.aval, "dtype", "")))
 
-    True when gradients are marked, no output is a marked gradient, and each float input takes part in its own
-    replacement by operations behind the gradients.
+
+def _is_updated(step: TracedStep, inputs: Sequence[Var], outputs: Sequence[Any]) -> bool:
+    """Whether `outputs` are new values of `inputs`, and not, for example, gradients with respect to them.
+
+    True if gradients are marked, no output is a marked gradient, and each float input contributes to its own
+    replacement by operations after the gradients.
     """
     marked = set(step.gradients)
-    if not marked or any(not is_literal(v) and v in marked for v in outputs):
+    if not marked or any(not is_literal(atom) and atom in marked for atom in outputs):
         return False
-    producers = {v: eqn for eqn in step.flat.eqns for v in eqn.outvars}
+
+    producers = {var: eqn for eqn in step.flat.eqns for var in eqn.outvars}
     for source, target in zip(inputs, outputs, strict=True):
         if not is_inexact(source):
             continue
@@ -361,6 +444,7 @@ def _is_updated(step: TracedStep, inputs: Sequence[Var], outputs: Sequence[Any])
 
 
 def _reaches(target: Var, source: Var, producers: dict[Var, JaxprEqn], stop: set[Var]) -> bool:
+    """Whether `target` is computed from `source` without the values in `stop`."""
     seen: set[Var] = set()
     stack = [target]
     while stack:

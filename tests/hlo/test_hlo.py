@@ -234,14 +234,15 @@ def test_whole_axes_have_the_price_of_the_mesh(shape: tuple[int, ...]) -> None:
             groups = tuple(map(tuple, rows.tolist()))
             assert mesh_axes(groups, shape) == tuple(a for a in axes if shape[a] > 1)
             for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
-                one = HloCollective(kind, 96.0, groups, 2, 24)
+                one = HloCollective(kind=kind, n_bytes=96.0, groups=groups, times=2, n_elements=24)
                 assert seconds([one], mesh) == pytest.approx(2 * Collective(kind, 96.0, axes).seconds(mesh))
 
 
 def test_groups_of_one_cost_nothing() -> None:
     groups = tuple((i,) for i in range(8))
     assert mesh_axes(groups, (2, 4)) == ()
-    assert seconds([HloCollective("all-gather", 96.0, groups, 1, 24)], LogicalMesh((2, 4))) == 0
+    one = HloCollective(kind="all-gather", n_bytes=96.0, groups=groups, times=1, n_elements=24)
+    assert seconds([one], LogicalMesh((2, 4))) == 0
 
 
 def test_other_groups_are_grids_or_rings_over_the_slowest_link() -> None:
@@ -253,15 +254,18 @@ def test_other_groups_are_grids_or_rings_over_the_slowest_link() -> None:
     }
     for groups, price in cases.items():
         assert mesh_axes(groups, (2, 4)) is None
-        assert seconds([HloCollective("all-gather", 8.0, groups, 1, 2)], mesh) == pytest.approx(price)
+        one = HloCollective(kind="all-gather", n_bytes=8.0, groups=groups, times=1, n_elements=2)
+        assert seconds([one], mesh) == pytest.approx(price)
 
 
 def test_a_mesh_that_is_too_small_is_refused() -> None:
+    one = HloCollective(kind="all-gather", n_bytes=8.0, groups=ROWS, times=1, n_elements=2)
     with pytest.raises(ShardingError, match=r"with device 7 and the mesh \(2, 2\) has 4 devices"):
-        seconds([HloCollective("all-gather", 8.0, ROWS, 1, 2)], LogicalMesh((2, 2)))
+        seconds([one], LogicalMesh((2, 2)))
 
 
 def test_a_permutation_costs_its_slowest_pair() -> None:
     mesh = LogicalMesh((2, 4), alpha=(1.0, 0.125), beta=(1.0, 0.25))
     for pairs, price in ((((0, 1), (1, 0)), 0.125 + 0.25 * 8), (((0, 1), (3, 4)), 1 + 8), (((2, 2),), 0.0)):
-        assert seconds([HloCollective("collective-permute", 8.0, pairs, 1, 2)], mesh) == pytest.approx(price)
+        one = HloCollective(kind="collective-permute", n_bytes=8.0, groups=pairs, times=1, n_elements=2)
+        assert seconds([one], mesh) == pytest.approx(price)

@@ -19,7 +19,14 @@ RIGHT: Box = ((3, 6),)
 def resharding(*moves: Move) -> Resharding:
     """A vector from devices 0 and 1, which have a half each, whole to devices 2 and 3, 4 and 5: hosts of two."""
     landing = tuple((device, WHOLE) for device in (2, 3, 4, 5))
-    return Resharding((6,), 4, ((0, LEFT), (1, RIGHT)), landing, P(), moves)
+    return Resharding(
+        shape=(6,),
+        item_bytes=4,
+        source_boxes=((0, LEFT), (1, RIGHT)),
+        landing_boxes=landing,
+        landing=P(),
+        moves=moves,
+    )
 
 
 #: Host 1 gets both halves and relays the left one.

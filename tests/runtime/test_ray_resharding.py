@@ -56,14 +56,14 @@ def test_all_pairs_of_specs_both_ways(meshes: tuple[MeshShape, MeshShape]) -> No
     ways = [(a, b, s, t) for a, b in ((0, 1), (1, 0)) for s, t in itertools.product(specs[a], specs[b])]
     n = len(ways)
     program = Program(
-        meshes,
-        (),
-        tuple(InputSlot(i, i, None, a, s) for i, (a, _, s, _) in enumerate(ways)),
-        (),
-        tuple(Transfer(i, n + i, b, t) for i, (_, b, _, t) in enumerate(ways)),
-        tuple(OutputSlot((n + i,), (b,)) for i, (_, b, _, _) in enumerate(ways)),
-        frozenset(),
-        2 * n,
+        meshes=meshes,
+        functions=(),
+        inputs=tuple(InputSlot(buffer=i, leaf=i, rows=None, mesh=a, spec=s) for i, (a, _, s, _) in enumerate(ways)),
+        constants=(),
+        instructions=tuple(Transfer(i, n + i, b, t) for i, (_, b, _, t) in enumerate(ways)),
+        outputs=tuple(OutputSlot((n + i,), (b,)) for i, (_, b, _, _) in enumerate(ways)),
+        donated_leaves=frozenset(),
+        n_buffers=2 * n,
     )
     arrays = [array_of(i) for i in range(n)]
     runtime = minialpa.session.current_session().runtime

@@ -97,7 +97,7 @@ class _Unstacker:
         self.constvars: list[Var] = list(traced.flat.constvars)
         self.consts: list[Any] = list(traced.flat.consts)
         self.near: dict[tuple[Var, int, int], Var] = {}  # a fixed value's copy for a block of a stack
-        self.origin = Origin("other", None, 0)
+        self.origin = Origin(direction="other", group=None, layer=0)
         self.key: GroupKey | None = None
         self.maker = EquationMaker()
         self.squeeze = unary_equation(lambda x: lax.squeeze(x, (0,)))
@@ -314,7 +314,7 @@ class _Unstacker:
 
     def _result(self, inputs: _Leaves) -> Unstacked:
         traced, outputs = self.traced, _Leaves()
-        self.origin = Origin("other", None, 0)
+        self.origin = Origin(direction="other", group=None, layer=0)
         self._place(None, 0)
         for i, (v, path) in enumerate(zip(traced.flat.outvars, traced.out_paths, strict=True)):
             if not self._is_cut(v):
@@ -333,9 +333,13 @@ class _Unstacker:
         keys = sorted({key for i in live if (key := self.keys[i]) is not None})
         group = {key: g for g, key in enumerate(keys)}
         flat = FlatJaxpr(
-            tuple(self.constvars), tuple(self.consts), tuple(inputs.atoms), tuple(self.eqns[i] for i in live),
-            ("",) * len(live), tuple(outputs.atoms),
-        )  # fmt: skip
+            constvars=tuple(self.constvars),
+            consts=tuple(self.consts),
+            invars=tuple(inputs.atoms),
+            eqns=tuple(self.eqns[i] for i in live),
+            scopes=("",) * len(live),
+            outvars=tuple(outputs.atoms),
+        )
         step = replace(
             traced,
             flat=flat,

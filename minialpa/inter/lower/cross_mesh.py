@@ -95,7 +95,14 @@ def resharding_candidates(
     ) -> ReshardingCandidate:
         cells = _cells(shape, tiles.parts, landing_tiles.parts)
         moves = _moves(cells, tiles, landing_tiles, turns)
-        resharding = Resharding(shape, item_bytes, tiles.boxes, landing_tiles.boxes, landing, moves)
+        resharding = Resharding(
+            shape=shape,
+            item_bytes=item_bytes,
+            source_boxes=tiles.boxes,
+            landing_boxes=landing_tiles.boxes,
+            landing=landing,
+            moves=moves,
+        )
         return ReshardingCandidate(way, resharding, resharding_s(resharding, target, target_spec, cluster))
 
     yield candidate("direct", target_spec, target_tiles, {})

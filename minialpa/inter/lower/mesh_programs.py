@@ -205,17 +205,17 @@ class _Splitter:
         )
         mine = tuple(slot for slot in self.program.inputs if slot.mesh == mesh)
         return MeshProgram(
-            mesh,
-            self.program.meshes[mesh],
-            tuple(self.functions[mesh]),
-            tuple(self.instructions[mesh]),
-            mine,
-            tuple(_plain(slot) for slot in self.program.constants if slot.mesh == mesh),
-            outputs,
-            self.transfers[mesh],
-            {b: t for b, t in self.types.items() if self.home.get(b) == mesh},
-            {b: spec for b, spec in self.specs.items() if self.home[b] == mesh},
-            self.program.donated_leaves,
+            mesh=mesh,
+            shape=self.program.meshes[mesh],
+            functions=tuple(self.functions[mesh]),
+            instructions=tuple(self.instructions[mesh]),
+            inputs=mine,
+            constants=tuple(_plain(slot) for slot in self.program.constants if slot.mesh == mesh),
+            outputs=outputs,
+            transfers=self.transfers[mesh],
+            types={b: t for b, t in self.types.items() if self.home.get(b) == mesh},
+            specs={b: spec for b, spec in self.specs.items() if self.home[b] == mesh},
+            donated_leaves=self.program.donated_leaves,
         )
 
 
@@ -256,13 +256,13 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
             "`jax.debug.print`, run only in one process; take them out of the step."
         ) from error
     return MeshFunction(
-        function.name,
-        code,
-        tuple(map(array_type, function.in_avals)),
-        function.in_specs,
-        tuple(map(array_type, function.out_avals)),
-        function.out_specs,
-        function.donated,
+        name=function.name,
+        code=code,
+        in_types=tuple(map(array_type, function.in_avals)),
+        in_specs=function.in_specs,
+        out_types=tuple(map(array_type, function.out_avals)),
+        out_specs=function.out_specs,
+        donated=function.donated,
     )
 
 

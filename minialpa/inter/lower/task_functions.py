@@ -30,13 +30,15 @@ def task_function(name: str, mesh: int, program: ShardedEquations) -> Function:
     """The equations of a task as a function."""
     in_specs = [program.specs[v] for v in program.invars]
     return Function(
-        name,
-        mesh,
-        shard_program(program),
-        tuple(stored(v, s, program.mesh.shape) for v, s in zip(program.invars, in_specs, strict=True)),
-        tuple(spec.partition_spec() for spec in in_specs),
-        tuple(stored(v, s, program.mesh.shape) for v, s in zip(program.outvars, program.out_specs, strict=True)),
-        tuple(spec.partition_spec() for spec in program.out_specs),
+        name=name,
+        mesh=mesh,
+        fun=shard_program(program),
+        in_avals=tuple(stored(v, s, program.mesh.shape) for v, s in zip(program.invars, in_specs, strict=True)),
+        in_specs=tuple(spec.partition_spec() for spec in in_specs),
+        out_avals=tuple(
+            stored(v, s, program.mesh.shape) for v, s in zip(program.outvars, program.out_specs, strict=True)
+        ),
+        out_specs=tuple(spec.partition_spec() for spec in program.out_specs),
     )
 
 
@@ -67,7 +69,16 @@ def accumulate_function(
     total_specs = tuple(specs[v].partition_spec() for v in loops)
     out = tuple(stored(v, specs[loop], mesh_shape) for v, loop in zip(totals, loops, strict=True))
     structs = (*out, *(stored(v, specs[v], mesh_shape) for v in loops))
-    return Function(f"accumulate{mesh}", mesh, fun, structs, total_specs * 2, out, total_specs, tuple(range(n)))
+    return Function(
+        name=f"accumulate{mesh}",
+        mesh=mesh,
+        fun=fun,
+        in_avals=structs,
+        in_specs=total_specs * 2,
+        out_avals=out,
+        out_specs=total_specs,
+        donated=tuple(range(n)),
+    )
 
 
 def widen_function(
@@ -82,7 +93,15 @@ def widen_function(
 
     structs = tuple(stored(v, specs[v], mesh_shape) for v in loops)
     out = tuple(stored(v, specs[loop], mesh_shape) for v, loop in zip(totals, loops, strict=True))
-    return Function(f"widen{mesh}", mesh, fun, structs, in_specs, out, in_specs)
+    return Function(
+        name=f"widen{mesh}",
+        mesh=mesh,
+        fun=fun,
+        in_avals=structs,
+        in_specs=in_specs,
+        out_avals=out,
+        out_specs=in_specs,
+    )
 
 
 def concatenate_function(mesh: int, loop: Var, total: Var, dim: int, n: int, spec: Spec) -> Function:
@@ -98,13 +117,13 @@ def concatenate_function(mesh: int, loop: Var, total: Var, dim: int, n: int, spe
         return (jnp.concatenate([x.astype(wide) for x in parts], axis=dim).astype(dtype),)
 
     return Function(
-        f"concatenate{mesh}",
-        mesh,
-        fun,
-        (stored(loop, spec, ()),) * n,
-        (named,) * n,
-        (stored(total, spec, ()),),
-        (named,),
+        name=f"concatenate{mesh}",
+        mesh=mesh,
+        fun=fun,
+        in_avals=(stored(loop, spec, ()),) * n,
+        in_specs=(named,) * n,
+        out_avals=(stored(total, spec, ()),),
+        out_specs=(named,),
     )
 
 
@@ -112,4 +131,12 @@ def copy_function(mesh: int, values: Sequence[tuple[Any, Spec]]) -> Function:
     """New arrays with the values of the given ones; an aval and a spec for each."""
     structs = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=is_weak(aval)) for aval, _ in values)
     specs = tuple(spec.partition_spec() for _, spec in values)
-    return Function(f"copy{mesh}", mesh, lambda *xs: tuple(map(jnp.copy, xs)), structs, specs, structs, specs)
+    return Function(
+        name=f"copy{mesh}",
+        mesh=mesh,
+        fun=lambda *xs: tuple(map(jnp.copy, xs)),
+        in_avals=structs,
+        in_specs=specs,
+        out_avals=structs,
+        out_specs=specs,
+    )
