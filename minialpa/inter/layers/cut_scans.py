@@ -64,7 +64,7 @@ def _cut(whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer: Mapping[G
     cut = unstack(whole.step, stacks, blocks)
 
     def layer_of(key: GroupKey) -> int:
-        return layer[key] if key in layer else layer[stacks.groups[stacks.early[key[0]]], 0]
+        return layer[key] if key in layer else layer[stacks.first_groups[stacks.weight_groups[key[0]]], 0]
 
     return CutStep(whole, cut.step, tuple(map(layer_of, cut.groups)), blocks, cut.groups)
 
@@ -72,6 +72,6 @@ def _cut(whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer: Mapping[G
 def _joined(stacks: Stacks, stack: int, sizes: Sequence[int], layer: Mapping[GroupKey, int]) -> tuple[int, ...]:
     """Blocks of these sizes; neighbours whose groups are all in the same layers become one."""
     starts = itertools.accumulate(sizes, initial=0)
-    groups = [g for g, s in stacks.scanned.items() if s == stack]
+    groups = [g for g, s in stacks.scan_groups.items() if s == stack]
     layers = ((tuple(layer.get((g, start)) for g in groups), n) for start, n in zip(starts, sizes, strict=False))
     return tuple(sum(n for _, n in run) for _, run in itertools.groupby(layers, key=lambda pair: pair[0]))

@@ -126,9 +126,9 @@ class _Unstacker:
         group = self.origin.group
         if group is None:
             self.key = None
-        elif stack is not None and group in self.stacks.early:
-            self.key = (self.stacks.groups[stack], self.starts[stack][block])
-        elif stack is not None and group in self.stacks.scanned:
+        elif stack is not None and group in self.stacks.weight_groups:
+            self.key = (self.stacks.first_groups[stack], self.starts[stack][block])
+        elif stack is not None and group in self.stacks.scan_groups:
             self.key = (group, self.starts[stack][block])
         else:
             self.key = (group, 0)
@@ -149,10 +149,10 @@ class _Unstacker:
     # ---- values ---------------------------------------------------------------------------------------------------
 
     def _is_cut(self, v: Atom) -> TypeIs[Var]:
-        return not is_literal(v) and v in self.stacks.of and len(self.blocks[self.stacks.of[v]]) > 1
+        return not is_literal(v) and v in self.stacks.stack_of and len(self.blocks[self.stacks.stack_of[v]]) > 1
 
     def _rows(self, v: Var) -> list[tuple[int, int]]:
-        s = self.stacks.of[v]
+        s = self.stacks.stack_of[v]
         return [(a, a + n) for a, n in zip(self.starts[s], self.blocks[s], strict=True)]
 
     def _whole(self, v: Atom) -> Atom:
@@ -164,7 +164,7 @@ class _Unstacker:
 
     def _blocks(self, v: Var) -> tuple[Atom, ...]:
         if v not in self.pieces:
-            here, key, whole = self.stacks.of[v], self.key, self._whole(v)
+            here, key, whole = self.stacks.stack_of[v], self.key, self._whole(v)
             cut = []
             for b, (start, stop) in enumerate(self._rows(v)):
                 self._place(here, b)
@@ -178,10 +178,10 @@ class _Unstacker:
 
         What all layers share would be kept in memory from the first of them to the last.
         """
-        if is_literal(v) or v not in self.stacks.fixed or self.key is None:
+        if is_literal(v) or v not in self.stacks.constants or self.key is None:
             return self._whole(v)
         if (v, stack, block) not in self.near:
-            eqn = self.stacks.fixed[v]
+            eqn = self.stacks.constants[v]
             invars = [self._nearby(operand, stack, block) for operand in eqn.invars]
             outvars = [fresh_var(aval_of(out)) for out in eqn.outvars]
             self._add(eqn.replace(invars=invars, outvars=outvars))
@@ -230,7 +230,7 @@ class _Unstacker:
             self.pieces[v] = tuple(block[k] for block in ys)
 
     def _blocks_of_operand(self, v: Atom, stack: int) -> tuple[Atom, ...]:
-        assert not is_literal(v) and self.stacks.of[v] == stack, v
+        assert not is_literal(v) and self.stacks.stack_of[v] == stack, v
         return self._blocks(v)
 
     def _body(self, eqn: JaxprEqn) -> FlatJaxpr:
@@ -261,7 +261,7 @@ class _Unstacker:
         of_stack: dict[int, list[tuple[tuple[Atom, ...], Var]]] = {}
         for v, out in pairs:
             if self._is_cut(v):
-                of_stack.setdefault(self.stacks.of[v], []).append((self._blocks(v), out))
+                of_stack.setdefault(self.stacks.stack_of[v], []).append((self._blocks(v), out))
             else:
                 rest.append((self._whole(v), out))
         for s, mine in of_stack.items():
