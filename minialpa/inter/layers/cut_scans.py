@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from minialpa.inter.layers.forward import assign_layers
 from minialpa.inter.layers.layered_step import CutStep, LayeredStep
+from minialpa.inter.layers.row_blocks import GroupKey, RowBlocks
 from minialpa.inter.layers.stacks import Stacks, find_stacks
-from minialpa.inter.layers.unstack import GroupKey, RowBlocks, unstack, with_row_blocks
+from minialpa.inter.layers.unstack import unstack, with_row_blocks
 from minialpa.options import AutoLayerOption, FixedLayerOption, LayerOption, remats
 
 #: Scans of more rows are not taken apart into single ones.

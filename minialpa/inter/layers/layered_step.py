@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minialpa.inter.layers.remat import rematerialise
-from minialpa.inter.layers.unstack import GroupKey, RowBlocks
+from minialpa.inter.layers.row_blocks import GroupKey, RowBlocks
 from minialpa.options import Remat
 from minialpa.tracing.fingerprint import Fingerprint
 from minialpa.tracing.trace import TracedStep
