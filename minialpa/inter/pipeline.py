@@ -81,7 +81,7 @@ def _planned(
     report: Progress,
 ) -> Plan:
     """The best plan of what the options leave open."""
-    whole = LayeredStep(traced, traced.fingerprint)
+    whole = LayeredStep(step=traced, fingerprint=traced.fingerprint)
     if options.layers is None:
         _check_view(options, logical_mesh)
         submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
