@@ -52,8 +52,8 @@ class _Rewritten:
 
     def compute_again(self, layer: _Layer, again: Sequence[int]) -> None:
         """Before the first backward equation of the layer that reads them, the results of equations `again`."""
-        results = {v for i in again for v in self.eqns[i].outvars}
-        readers = [i for i in layer.backward if any(v in results for v in operand_vars(self.eqns[i]))]
+        results = {result for i in again for result in self.eqns[i].outvars}
+        readers = [i for i in layer.backward if not results.isdisjoint(operand_vars(self.eqns[i]))]
         if not readers:
             return
 
@@ -154,9 +154,13 @@ def _computed_again(traced: TracedStep, layer: _Layer, what: Remat, values: _Val
     """Forward equations that are not kept and whose results the backward pass reads, directly or through others."""
     eqns = traced.flat.eqns
     own = {*layer.forward, *layer.backward}
-    outputs = {v for v in traced.flat.outvars if not is_literal(v)}
-    results = [v for i in layer.forward for v in eqns[i].outvars]
-    read_elsewhere = {v for v in results if v in outputs or any(i not in own for i in values.readers.get(v, ()))}
+    outputs = {output for output in traced.flat.outvars if not is_literal(output)}
+    results = [result for i in layer.forward for result in eqns[i].outvars]
+    read_elsewhere = {
+        result
+        for result in results
+        if result in outputs or any(reader not in own for reader in values.readers.get(result, ()))
+    }
 
     # What is compared with a copy has to be a copy, too, and then further values may be needed again.
     kept = read_elsewhere - values.always_kept

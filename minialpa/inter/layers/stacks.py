@@ -101,13 +101,14 @@ def find_stacks(traced: TracedStep) -> Stacks:
 def _dependent_on_batch(traced: TracedStep) -> set[Var]:
     varying = _batch_arguments(traced)
     for eqn in traced.flat.eqns:
-        if any(v in varying for v in operand_vars(eqn)):
+        if any(operand in varying for operand in operand_vars(eqn)):
             varying.update(eqn.outvars)
     return varying
 
 
 def _batch_arguments(traced: TracedStep) -> set[Var]:
-    return {v for v, dim in zip(traced.flat.invars, traced.batch_dims, strict=True) if dim is not None}
+    arguments = zip(traced.flat.invars, traced.batch_dims, strict=True)
+    return {argument for argument, dim in arguments if dim is not None}
 
 
 def _scans_over_layers(traced: TracedStep, varying: Container[Var]) -> list[int]:
@@ -139,15 +140,15 @@ def _multiplies(eqns: Sequence[JaxprEqn], weights: set[Var], shared: set[Var]) -
     """
     for eqn in eqns:
         operands = operand_vars(eqn)
-        reads_weights = any(v in weights for v in operands)
+        reads_weights = any(operand in weights for operand in operands)
         if reads_weights and has_contraction(eqn):
             return True
 
         if is_contraction(eqn):
             continue
-        if reads_weights and all(v in weights or v in shared for v in operands):
+        if reads_weights and all(operand in weights or operand in shared for operand in operands):
             weights.update(eqn.outvars)
-        elif all(v in shared for v in operands):
+        elif all(operand in shared for operand in operands):
             shared.update(eqn.outvars)
     return False
 
@@ -174,7 +175,7 @@ def _stacked(eqn: JaxprEqn) -> tuple[Var, ...]:
     """The operands and results of a scan that have a row for each iteration."""
     n_consts, n_carry = scan_counts(eqn)
     atoms: list[Atom] = [*eqn.invars[n_consts + n_carry :], *eqn.outvars[n_carry:]]
-    return tuple(v for v in atoms if not is_literal(v))
+    return tuple(atom for atom in atoms if not is_literal(atom))
 
 
 def _has_rows(atom: Atom, lengths: Container[int]) -> bool:
@@ -246,8 +247,8 @@ def _joined(traced: TracedStep, links: Mapping[int, Sequence[_Link]], lengths: C
 def _first_scans(traced: TracedStep, scans: Sequence[int], row_sets: _RowSets) -> dict[Var, int]:
     """The first scan of each stack, by the root of its row set. A stack has arguments, and none of them is a batch."""
     batch = _batch_arguments(traced)
-    of_batch = {row_sets.root(v) for v in batch}
-    of_state = {row_sets.root(v) for v in traced.flat.invars if v not in batch}
+    of_batch = {row_sets.root(argument) for argument in batch}
+    of_state = {row_sets.root(argument) for argument in traced.flat.invars if argument not in batch}
 
     first: dict[Var, int] = {}
     for i in scans:
@@ -285,7 +286,7 @@ def _stacks_of_groups(
             continue
         if eqn.primitive.name == "scan":
             scan_groups[origin.group] = cut.stack
-        if not any(v in varying for v in eqn.outvars):
+        if not any(result in varying for result in eqn.outvars):
             from_weights[origin.group] = cut.stack
     return scan_groups, {group: stack for group, stack in from_weights.items() if group not in scan_groups}
 
@@ -295,6 +296,6 @@ def _constants(traced: TracedStep) -> dict[Var, JaxprEqn]:
     equation_of: dict[Var, JaxprEqn] = {}
     for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
         is_plain = origin.direction == "other" and not eqn.effects and not sub_jaxprs(eqn)
-        if is_plain and all(is_literal(v) or v in equation_of for v in eqn.invars):
-            equation_of.update((v, eqn) for v in eqn.outvars)
+        if is_plain and all(is_literal(operand) or operand in equation_of for operand in eqn.invars):
+            equation_of.update((result, eqn) for result in eqn.outvars)
     return equation_of

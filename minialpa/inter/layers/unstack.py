@@ -53,6 +53,8 @@ _COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
     "prod": operator.mul,
     "sum": operator.add,
 }
+#: The place of equations that join or cut the results of the step: they belong to no forward group.
+_OF_RESULTS = Place(Origin("other", None, 0), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +251,6 @@ def _inputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
         program.set_blocks(v, blocks)
         inputs += [_Leaf(block, path, Part(i, rows)) for block, rows in zip(blocks, ranges, strict=True)]
     return inputs
-
-
-#: What joins or cuts results belongs to no forward group.
-_OF_RESULTS = Place(Origin("other", None, 0), None)
 
 
 def _outputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
