@@ -271,7 +271,7 @@ def _layers_of_stages(traced: TracedStep, method: Method | Plan, plan: Plan) -> 
     option = None if isinstance(method, Plan) else method.options().layers
     if option is None:
         return ((0,),)
-    return (tuple(range(max(1, whole_scans(LayeredStep(traced, plan.fingerprint), option).n_layers))),)
+    return (tuple(range(max(1, whole_scans(LayeredStep(step=traced, fingerprint=plan.fingerprint), option).n_layers))),)
 
 
 def _check_devices(plan: Plan, target: Target, session: Session) -> None:

@@ -60,7 +60,7 @@ def plan_step(
 def _planned(context: PlanningContext) -> Plan:
     """The best plan of what the options leave open."""
     options = context.options
-    whole = LayeredStep(context.traced, context.traced.fingerprint)
+    whole = LayeredStep(step=context.traced, fingerprint=context.traced.fingerprint)
     if options.layers is None:
         return plan_on_submesh(context, whole)
     if not isinstance(options.stages, AutoStageOption):

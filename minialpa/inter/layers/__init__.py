@@ -1,4 +1,4 @@
-"""Layers: a traced step in, the layer of each forward equation and what layers compute again out (`LayeredStep`).
+"""Layers: the layer of each forward equation of a traced step, and what each layer computes again (`LayeredStep`).
 
 Scans over layers are cut here. Imports: `inter.microbatch`, `rules` and `tracing`.
 """

@@ -1,8 +1,8 @@
-"""Where the scans of a step are cut: a traced step and a layer option in, blocks of rows and the layer of each out.
+"""Where the scans of a step are cut: between the layers that a layer option asks for.
 
-Every row by itself is one group of the forward pass at first, and layers are assigned to these. Rows that share their
-layers then stay one scan, unless layers compute something again: a layer that keeps the inputs of one row needs the
-rows one by one.
+At first every row is a forward group of its own, and layers are assigned to these groups. Neighbouring rows of the same
+layers then become one scan, unless layers compute values again: a layer that keeps only the inputs of each row needs
+the rows one by one.
 """
 
 from __future__ import annotations
@@ -12,66 +12,89 @@ from collections.abc import Mapping, Sequence
 
 from minialpa.inter.layers.forward import assign_layers
 from minialpa.inter.layers.layered_step import CutStep, LayeredStep
+from minialpa.inter.layers.row_blocks import GroupKey, RowBlocks
 from minialpa.inter.layers.stacks import Stacks, find_stacks
-from minialpa.inter.layers.unstack import GroupKey, RowBlocks, unstack, with_row_blocks
+from minialpa.inter.layers.unstack import unstack, with_row_blocks
 from minialpa.options import AutoLayerOption, FixedLayerOption, LayerOption, remats
 
-#: Scans of more rows are not taken apart into single ones.
-_MOST_ROWS = 64
+#: Rows of the longest scan that is cut into single rows for rematerialisation. Programs grow with the rows; by choice.
+_MOST_SINGLE_ROWS = 64
 
 
 def whole_scans(whole: LayeredStep, option: LayerOption) -> CutStep:
-    """The step as it is. Raises TraceError and VerifyError like `assign_layers`."""
-    return CutStep(whole, whole.step, assign_layers(whole.step, option))
+    """The step with its scans as they are. Raises TraceError and VerifyError like `assign_layers`."""
+    return CutStep(whole=whole, step=whole.step, of_group=assign_layers(whole.step, option))
 
 
 def cut_scans(whole: LayeredStep, option: LayerOption) -> CutStep | None:
     """The step with its scans over layers cut between layers; None where there is nothing to cut."""
-    if isinstance(option, FixedLayerOption):
-        if not option.row_blocks:
+    match option:
+        case FixedLayerOption():
+            return _cut_as_planned(whole, option) if option.row_blocks else None
+        case AutoLayerOption():
+            return _cut_between_layers(whole, option)
+        case _:
             return None
-        cut = with_row_blocks(whole.step, option.row_blocks)
-        return CutStep(whole, cut.step, assign_layers(cut.step, option), option.row_blocks, cut.groups)
-    if not isinstance(option, AutoLayerOption):
-        return None
-    stacks = find_stacks(whole.step)
-    if not stacks.lengths:
-        return None
-    single = tuple((1,) * n for n in stacks.lengths)
-    fine = unstack(whole.step, stacks, single, inline=False)
-    layer = dict(zip(fine.groups, assign_layers(fine.step, option), strict=True))
-    again = any(choice != ("none",) for choice in remats(option, 1))
-    blocks = tuple(
-        rows if again and len(rows) <= _MOST_ROWS else _joined(stacks, s, rows, layer) for s, rows in enumerate(single)
-    )
-    return None if all(len(sizes) == 1 for sizes in blocks) else _cut(whole, stacks, blocks, layer)
 
 
 def with_longer_scans(cut: CutStep, chunk_of_layer: Sequence[int]) -> CutStep:
-    """The same with one layer for each chunk, and rows of a chunk in one block."""
+    """The same step with one layer for each chunk, and the rows of a chunk in one block."""
     stacks = find_stacks(cut.whole.step)
-    layer = {key: chunk_of_layer[i] for key, i in zip(cut.groups, cut.of_group, strict=True)}
-    blocks = tuple(_joined(stacks, s, sizes, layer) for s, sizes in enumerate(cut.row_blocks))
-    return _cut(cut.whole, stacks, blocks, layer)
+    chunk_of = {key: chunk_of_layer[layer] for key, layer in zip(cut.groups, cut.of_group, strict=True)}
+    blocks = tuple(_joined(stacks, stack, sizes, chunk_of) for stack, sizes in enumerate(cut.row_blocks))
+    return _cut(cut.whole, stacks, blocks, chunk_of)
 
 
-def _cut(whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer: Mapping[GroupKey, int]) -> CutStep:
-    """`layer`: that of each group of a step in the same blocks or in parts of them, which begin where they do.
+def _cut_as_planned(whole: LayeredStep, option: FixedLayerOption) -> CutStep:
+    cut = with_row_blocks(whole.step, option.row_blocks)
+    return CutStep(
+        whole=whole,
+        step=cut.step,
+        of_group=assign_layers(cut.step, option),
+        row_blocks=option.row_blocks,
+        groups=cut.groups,
+    )
 
-    In a stack that is cut, equations on its weights belong to its layers; in one that is not, they are a group of their
-    own, without an entry in `layer`, and go to the layer of the stack.
+
+def _cut_between_layers(whole: LayeredStep, option: AutoLayerOption) -> CutStep | None:
+    stacks = find_stacks(whole.step)
+    if not stacks.lengths:
+        return None
+
+    single = tuple((1,) * n_rows for n_rows in stacks.lengths)
+    by_rows = unstack(whole.step, stacks, single, inline=False)
+    layer_of = dict(zip(by_rows.groups, assign_layers(by_rows.step, option), strict=True))
+
+    may_compute_again = any(choice != ("none",) for choice in remats(option, 1))
+    blocks = tuple(
+        rows if may_compute_again and len(rows) <= _MOST_SINGLE_ROWS else _joined(stacks, stack, rows, layer_of)
+        for stack, rows in enumerate(single)
+    )
+    return None if all(len(sizes) == 1 for sizes in blocks) else _cut(whole, stacks, blocks, layer_of)
+
+
+def _cut(whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer_of: Mapping[GroupKey, int]) -> CutStep:
+    """The step in these blocks.
+
+    `layer_of` has the layer of each group of the step in the same blocks, or in smaller ones that begin where these do.
+    Equations that prepare the weights of a stack belong to its layers where the stack is cut. Where it is not, they are
+    a group of their own, without an entry in `layer_of`, and go to the layer of the stack.
     """
     cut = unstack(whole.step, stacks, blocks)
 
-    def layer_of(key: GroupKey) -> int:
-        return layer[key] if key in layer else layer[stacks.groups[stacks.early[key[0]]], 0]
+    def layer(key: GroupKey) -> int:
+        return layer_of[key] if key in layer_of else layer_of[stacks.first_groups[stacks.weight_groups[key[0]]], 0]
 
-    return CutStep(whole, cut.step, tuple(map(layer_of, cut.groups)), blocks, cut.groups)
+    return CutStep(
+        whole=whole, step=cut.step, of_group=tuple(map(layer, cut.groups)), row_blocks=blocks, groups=cut.groups
+    )
 
 
-def _joined(stacks: Stacks, stack: int, sizes: Sequence[int], layer: Mapping[GroupKey, int]) -> tuple[int, ...]:
-    """Blocks of these sizes; neighbours whose groups are all in the same layers become one."""
+def _joined(stacks: Stacks, stack: int, sizes: Sequence[int], layer_of: Mapping[GroupKey, int]) -> tuple[int, ...]:
+    """Sizes of the blocks after neighbours are joined whose scans are all in the same layers."""
+    groups = [group for group, its_stack in stacks.scan_groups.items() if its_stack == stack]
     starts = itertools.accumulate(sizes, initial=0)
-    groups = [g for g, s in stacks.scanned.items() if s == stack]
-    layers = ((tuple(layer.get((g, start)) for g in groups), n) for start, n in zip(starts, sizes, strict=False))
-    return tuple(sum(n for _, n in run) for _, run in itertools.groupby(layers, key=lambda pair: pair[0]))
+    layers = [tuple(layer_of.get((group, start)) for group in groups) for start, _ in zip(starts, sizes, strict=False)]
+
+    runs = itertools.groupby(zip(layers, sizes, strict=True), key=lambda block: block[0])
+    return tuple(sum(n_rows for _, n_rows in run) for _, run in runs)

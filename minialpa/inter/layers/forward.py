@@ -2,47 +2,58 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError, VerifyError
 from minialpa.inter.layers.clustering import cluster_layers
 from minialpa.intra.strategies.strategies import has_contraction
 from minialpa.options import AutoLayerOption, FixedLayerOption, LayerOption, ManualLayerOption
 from minialpa.rules.factors import factors_of
-from minialpa.tracing.jaxprs import bytes_of, is_literal, operand_vars, shape_of
+from minialpa.tracing.jaxprs import bytes_of, operand_vars, shape_of
 from minialpa.tracing.trace import TracedStep
 
-#: Layers of a model whose blocks repeat less than `_FEW` times, and most layers of any.
-_USUAL, _FEW, _MOST = 16, 8, 64
-#: Part of the flops in kinds of equations that occur more than once, which blocks have to cover.
-_INSIDE = 0.8
-#: Of the flops of an equal share, by how much blocks may have more or less.
+#: Layers that a model has at most if its blocks repeat less than `_FEW_BLOCKS` times, and at least if more; by choice.
+_USUAL_LAYERS = 16
+#: Repetitions below which a model is not cut by its blocks alone; by choice.
+_FEW_BLOCKS = 8
+#: Layers that a model has at most before those of its head are added; by choice, for the time that the search takes.
+_MOST_LAYERS = 64
+#: Share of the flops of repeated kinds of equations that lie inside blocks; by choice.
+_SHARE_INSIDE = 0.8
+#: By what share of an equal part of the flops pieces may have more or less; by choice, as `cluster_layers` has it.
 _TOLERANCE = 0.5
 
 
 def forward_graph(traced: TracedStep) -> nx.MultiDiGraph:
     """Forward groups as nodes with `flops`; edges carry `bytes` and `value`, the number of the variable."""
     graph = nx.MultiDiGraph()
-    graph.add_nodes_from((g, {"flops": 0.0}) for g in range(traced.n_groups))
-    producer: dict[object, int] = {}
-    number: dict[object, int] = {}
-    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
-        if origin.group is None or origin.direction != "forward":
-            continue
-        graph.nodes[origin.group]["flops"] += factors_of(eqn).flops
-        for v in eqn.invars:
-            source = None if is_literal(v) else producer.get(v)
-            if source is not None and source != origin.group:
-                low, high = min(source, origin.group), max(source, origin.group)
-                graph.add_edge(low, high, bytes=float(bytes_of(v)), value=number.setdefault(v, len(number)))
-        producer.update((v, origin.group) for v in eqn.outvars)
+    graph.add_nodes_from((group, {"flops": 0.0}) for group in range(traced.n_groups))
+    producer: dict[Var, int] = {}
+    number: dict[Var, int] = {}
+    for eqn, group in _forward_equations(traced):
+        graph.nodes[group]["flops"] += factors_of(eqn).flops
+        for operand in operand_vars(eqn):
+            source = producer.get(operand)
+            if source is not None and source != group:
+                value = number.setdefault(operand, len(number))
+                graph.add_edge(min(source, group), max(source, group), bytes=float(bytes_of(operand)), value=value)
+
+        producer.update((result, group) for result in eqn.outvars)
     return graph
+
+
+def _forward_equations(traced: TracedStep) -> Iterator[tuple[JaxprEqn, int]]:
+    """The equations of the forward pass with their groups, in program order."""
+    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
+        if origin.group is not None and origin.direction == "forward":
+            yield eqn, origin.group
 
 
 def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
@@ -51,52 +62,75 @@ def assign_layers(traced: TracedStep, option: LayerOption) -> tuple[int, ...]:
     Raises TraceError when there are fewer equations than layers, VerifyError when the layers of a plan are for another
     number of equations.
     """
-    groups = traced.n_groups
-    if isinstance(option, FixedLayerOption):
-        if len(option.layer_of_group) != groups:
-            raise VerifyError(
-                f"The plan has layers for {len(option.layer_of_group)} forward equations and the model has {groups}: "
-                "it is another model. Plan it anew, with the method that made the plan."
-            )
-        return option.layer_of_group
-    if isinstance(option, ManualLayerOption):
-        layers = [0] * groups
-        for origin in traced.origins:
-            if origin.group is not None and origin.direction == "forward":
-                layers[origin.group] = origin.layer
-        used = sorted(set(layers))
-        return tuple(used.index(layer) for layer in layers)
-    assert isinstance(option, AutoLayerOption)
+    match option:
+        case FixedLayerOption():
+            return _planned_layers(traced, option)
+        case ManualLayerOption():
+            return _marked_layers(traced)
+        case AutoLayerOption():
+            return _clustered_layers(traced, option)
+
+
+def _planned_layers(traced: TracedStep, option: FixedLayerOption) -> tuple[int, ...]:
+    if len(option.layer_of_group) != traced.n_groups:
+        raise VerifyError(
+            f"The plan has layers for {len(option.layer_of_group)} forward equations and the model has "
+            f"{traced.n_groups}: it is another model. Plan it anew, with the method that made the plan."
+        )
+    return option.layer_of_group
+
+
+def _marked_layers(traced: TracedStep) -> tuple[int, ...]:
+    """Layers between the boundaries that the model marks, numbered without those that have no forward equation."""
+    layers = [0] * traced.n_groups
+    for origin in traced.origins:
+        if origin.group is not None and origin.direction == "forward":
+            layers[origin.group] = origin.layer
+    used = sorted(set(layers))
+    return tuple(used.index(layer) for layer in layers)
+
+
+def _clustered_layers(traced: TracedStep, option: AutoLayerOption) -> tuple[int, ...]:
+    n_groups = traced.n_groups
     n_layers = natural_layers(traced) if option.layer_num == "auto" else option.layer_num
-    if not 1 <= n_layers <= groups:
-        raise TraceError(f"`layer_num={n_layers}` layers cannot be made of {groups} forward equations.")
+    if not 1 <= n_layers <= n_groups:
+        raise TraceError(f"`layer_num={n_layers}` layers cannot be made of {n_groups} forward equations.")
     return _clustered(traced, n_layers, option.eps)
 
 
+# ---- layers of each gradient of a step -------------------------------------------------------------------------------
+
+
 def _clustered(traced: TracedStep, n_layers: int, tolerance: float) -> tuple[int, ...]:
-    """Layers of each gradient of a step: those of the one with the most work, and for the others the same where they
-    do the same, or else layers that have the same parameters."""
+    """Layers by the work and the borders of the forward graph.
+
+    Each gradient of a step has layers of its own. Those of the gradient with the most work are found first. The others
+    have the same layers where they do the same, and else layers with the same parameters.
+    """
     graph = forward_graph(traced)
     calls = _calls(traced)
     if len(calls) == 1:
         return cluster_layers(graph, n_layers, tolerance=tolerance)
+
     main = max(calls, key=lambda groups: (len(groups) >= n_layers, sum(graph.nodes[g]["flops"] for g in groups)))
     layers: dict[int, int] = _clustered_call(graph, main, n_layers, tolerance)
     kinds = _kinds(traced)
+    kinds_of_main = [kinds[group] for group in main]
     of_parameter = _layers_of_parameters(traced, layers)
+
     for groups in calls:
         if groups is main:
             continue
-        if [kinds[g] for g in groups] == [kinds[g] for g in main]:
-            layers.update((g, layers[m]) for g, m in zip(groups, main, strict=True))
+        if [kinds[group] for group in groups] == kinds_of_main:
+            layers.update((group, layers[like]) for group, like in zip(groups, main, strict=True))
         else:
             layers.update(_like_parameters(traced, groups, of_parameter))
-    return tuple(layers[g] for g in range(len(graph)))
+    return tuple(layers[group] for group in range(len(graph)))
 
 
 def _calls(traced: TracedStep) -> list[list[int]]:
     """The forward groups of each gradient of a step, in order."""
-    call_of = {o.group: o.call for o in traced.origins if o.group is not None}
+    call_of = {origin.group: origin.call for origin in traced.origins if origin.group is not None}
     calls: dict[int, list[int]] = {}
     for group in sorted(call_of):
         calls.setdefault(call_of[group], []).append(group)
@@ -104,118 +138,148 @@ def _calls(traced: TracedStep) -> list[list[int]]:
 
 
 def _clustered_call(graph: nx.MultiDiGraph, groups: list[int], n_layers: int, tolerance: float) -> dict[int, int]:
-    part = nx.convert_node_labels_to_integers(graph.subgraph(sorted(groups)), ordering="sorted")
-    found = cluster_layers(part, min(n_layers, len(groups)), tolerance=tolerance)
-    return dict(zip(sorted(groups), found, strict=True))
+    subgraph = nx.convert_node_labels_to_integers(graph.subgraph(sorted(groups)), ordering="sorted")
+    layers = cluster_layers(subgraph, min(n_layers, len(groups)), tolerance=tolerance)
+    return dict(zip(sorted(groups), layers, strict=True))
 
 
 def _kinds(traced: TracedStep) -> dict[int, tuple[object, ...]]:
-    """What the forward equations of each group are, up to names."""
+    """The kinds of the forward equations of each group."""
     kinds: dict[int, tuple[object, ...]] = {}
-    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
-        if origin.group is not None and origin.direction == "forward":
-            kind = (eqn.primitive.name, *(shape_of(v) for v in (*eqn.invars, *eqn.outvars)))
-            kinds[origin.group] = (*kinds.get(origin.group, ()), kind)
-    return {g: kinds.get(g, ()) for groups in _calls(traced) for g in groups}
+    for eqn, group in _forward_equations(traced):
+        kinds[group] = (*kinds.get(group, ()), _kind(eqn))
+    return {group: kinds.get(group, ()) for groups in _calls(traced) for group in groups}
+
+
+def _kind(eqn: JaxprEqn) -> tuple[object, ...]:
+    """The primitive and the shapes of an equation."""
+    return (eqn.primitive.name, *map(shape_of, (*eqn.invars, *eqn.outvars)))
 
 
 def _layers_of_parameters(traced: TracedStep, layers: Mapping[int, int]) -> dict[Var, int]:
-    """The first layer that reads each argument of the step that has no examples."""
-    source = _parameters(traced)
-    out: dict[Var, int] = {}
-    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
-        if origin.group is not None and origin.group in layers and origin.direction == "forward":
-            for v in eqn.invars:
-                if not is_literal(v) and v in source:
-                    out.setdefault(source[v], layers[origin.group])
-    return out
+    """The first layer that reads each argument of the step that has no dimension of examples."""
+    parameter_of = _parameters(traced)
+    first_layer: dict[Var, int] = {}
+    for eqn, group in _forward_equations(traced):
+        if group in layers:
+            for operand in operand_vars(eqn):
+                if operand in parameter_of:
+                    first_layer.setdefault(parameter_of[operand], layers[group])
+    return first_layer
 
 
 def _parameters(traced: TracedStep) -> dict[Var, Var]:
-    """The argument that each variable is, or is a cast, a transpose or an update of: that of its own shape, or size."""
-    dims = zip(traced.flat.invars, traced.batch_dims, strict=True)
-    source = {v: v for v, dim in dims if dim is None and shape_of(v)}
+    """The argument that each variable is, or is a cast, a transpose or an update of: one of the same size."""
+    arguments = zip(traced.flat.invars, traced.batch_dims, strict=True)
+    parameter_of = {argument: argument for argument, dim in arguments if dim is None and shape_of(argument)}
     for eqn in traced.flat.eqns:
-        found = [source[v] for v in operand_vars(eqn) if v in source]
-        for out in eqn.outvars:
-            same = [p for p in found if math.prod(shape_of(p)) == math.prod(shape_of(out))]
+        found = [parameter_of[operand] for operand in operand_vars(eqn) if operand in parameter_of]
+        for result in eqn.outvars:
+            size = math.prod(shape_of(result))
+            same = [parameter for parameter in found if math.prod(shape_of(parameter)) == size]
             if same:
-                source[out] = same[0]
-    return source
+                parameter_of[result] = same[0]
+    return parameter_of
 
 
 def _like_parameters(traced: TracedStep, groups: Sequence[int], of_parameter: Mapping[Var, int]) -> dict[int, int]:
-    """Layers of groups that never fall in program order, by the parameters that they read."""
-    source = _parameters(traced)
-    wanted: dict[int, int] = {}
-    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
-        if origin.group is not None and origin.direction == "forward":
-            for v in eqn.invars:
-                if not is_literal(v) and source.get(v) in of_parameter:
-                    wanted[origin.group] = max(wanted.get(origin.group, 0), of_parameter[source[v]])
-    out, layer = dict[int, int](), 0
+    """Layers of these groups by the parameters that they read; in program order, they never fall."""
+    parameter_of = _parameters(traced)
+    lowest: dict[int, int] = {}
+    for eqn, group in _forward_equations(traced):
+        for operand in operand_vars(eqn):
+            if parameter_of.get(operand) in of_parameter:
+                lowest[group] = max(lowest.get(group, 0), of_parameter[parameter_of[operand]])
+
+    layer = 0
+    layers: dict[int, int] = {}
     for group in groups:
-        layer = max(layer, wanted.get(group, 0))
-        out[group] = layer
-    return out
+        layer = max(layer, lowest.get(group, 0))
+        layers[group] = layer
+    return layers
+
+
+# ---- blocks that repeat ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Blocks that repeat `n` times; flops of one of them, of each heavy equation outside, and how many are heavy."""
+    """The blocks of a model that repeats.
 
-    n: int
-    flops: float
+    Attributes:
+        n_blocks: how often they repeat; 1 without blocks.
+        block_flops: floating point operations of one block.
+        outside: floating point operations of each heavy equation outside of blocks.
+        n_heavy: how many equations are heavy, inside and outside.
+    """
+
+    n_blocks: int
+    block_flops: float
     outside: tuple[float, ...]
     n_heavy: int
 
 
 def _blocks(traced: TracedStep) -> _Blocks:
-    """The largest number that divides the counts of most kinds of heavy equations: matrix products and convolutions."""
-    kinds: dict[object, list[float]] = {}
-    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
-        if origin.group is not None and origin.direction == "forward" and has_contraction(eqn):
-            kind = (eqn.primitive.name, *(shape_of(v) for v in (*eqn.invars, *eqn.outvars)))
-            kinds.setdefault(kind, []).append(factors_of(eqn).flops)
-    n_heavy = sum(map(len, kinds.values()))
-    repeated = sum(sum(flops) for flops in kinds.values() if len(flops) > 1)
+    """The blocks, by heavy equations: matrix products and convolutions.
 
-    def inside(n: int) -> float:
-        return sum(sum(flops) for flops in kinds.values() if len(flops) % n == 0)
+    n_blocks is the largest count of a kind of heavy equation for which the kinds whose counts it divides have
+    `_SHARE_INSIDE` of the flops of all kinds that occur more than once.
+    """
+    flops_of_kind: dict[object, list[float]] = {}
+    for eqn, _ in _forward_equations(traced):
+        if has_contraction(eqn):
+            flops_of_kind.setdefault(_kind(eqn), []).append(factors_of(eqn).flops)
+    kinds = list(flops_of_kind.values())
 
-    n = max((n for n in {len(flops) for flops in kinds.values()} if inside(n) >= _INSIDE * repeated), default=1)
-    outside = tuple(f for flops in kinds.values() if len(flops) % n for f in flops)
-    return _Blocks(n, inside(n) / n, outside, n_heavy)
+    def inside(n_blocks: int) -> float:
+        return sum(sum(flops) for flops in kinds if len(flops) % n_blocks == 0)
+
+    repeated = sum(sum(flops) for flops in kinds if len(flops) > 1)
+    counts = {len(flops) for flops in kinds}
+    n_blocks = max((count for count in counts if inside(count) >= _SHARE_INSIDE * repeated), default=1)
+    return _Blocks(
+        n_blocks=n_blocks,
+        block_flops=inside(n_blocks) / n_blocks,
+        outside=tuple(itertools.chain.from_iterable(flops for flops in kinds if len(flops) % n_blocks)),
+        n_heavy=sum(map(len, kinds)),
+    )
 
 
 def natural_layers(traced: TracedStep) -> int:
     """A number of layers that cuts a model between its blocks, where they repeat, and leaves room for its head.
 
-    Where they hardly do, layers of three to six heavy equations: what is smaller costs mostly what happens at borders.
+    Where they hardly repeat, layers have three to six heavy equations: smaller ones mostly cost transfers at borders.
     """
     blocks = _blocks(traced)
-    if blocks.n >= _FEW:
-        n = max(d for d in range(1, blocks.n + 1) if blocks.n % d == 0 and d <= _MOST)
-        n *= math.ceil(_USUAL / n)
-        n += round(sum(min(1.0, flops * n / (blocks.n * blocks.flops)) for flops in blocks.outside))
-    elif blocks.n > 1:
-        n = blocks.n * max(math.ceil(4 / blocks.n), blocks.n_heavy // (6 * blocks.n))
+    n_blocks = blocks.n_blocks
+    if n_blocks >= _FEW_BLOCKS:
+        n_layers = _layers_of_blocks(blocks)
+    elif n_blocks > 1:
+        n_layers = min(_USUAL_LAYERS, n_blocks * max(math.ceil(4 / n_blocks), blocks.n_heavy // (6 * n_blocks)))
     else:
-        n = math.ceil(blocks.n_heavy / 3)
-    if blocks.n < _FEW:
-        n = min(_USUAL, n)
-    return max(1, min(traced.n_groups, n))
+        n_layers = min(_USUAL_LAYERS, math.ceil(blocks.n_heavy / 3))
+    return max(1, min(traced.n_groups, n_layers))
+
+
+def _layers_of_blocks(blocks: _Blocks) -> int:
+    """Layers of equal numbers of blocks, or equal parts of blocks, and further ones for what lies outside of blocks."""
+    n_blocks = blocks.n_blocks
+    n_layers = max(n for n in range(1, n_blocks + 1) if n_blocks % n == 0 and n <= _MOST_LAYERS)
+    n_layers *= math.ceil(_USUAL_LAYERS / n_layers)
+    shares = (flops * n_layers / (n_blocks * blocks.block_flops) for flops in blocks.outside)
+    return n_layers + round(sum(min(1.0, share) for share in shares))
 
 
 def pieces_of(traced: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Layers cut between the blocks of a model that repeat: the piece of each group, and the layer of each piece.
+    """Layers cut between the blocks of a model: the piece of each group, and the layer of each piece.
 
     A layer costs the sum of its pieces, of which few are distinct where a model repeats.
     """
-    if _blocks(traced).n < _FEW:
+    if _blocks(traced).n_blocks < _FEW_BLOCKS:
         return tuple(layer_of_group), tuple(range(max(layer_of_group, default=-1) + 1))
-    blocks = _clustered(traced, natural_layers(traced), _TOLERANCE)
-    pairs = list(zip(layer_of_group, blocks, strict=True))
+
+    natural = _clustered(traced, natural_layers(traced), _TOLERANCE)
+    pairs = list(zip(layer_of_group, natural, strict=True))
     pieces = {pair: i for i, pair in enumerate(dict.fromkeys(sorted(pairs)))}
     return tuple(pieces[pair] for pair in pairs), tuple(layer for layer, _ in pieces)
 
@@ -223,26 +287,32 @@ def pieces_of(traced: TracedStep, layer_of_group: Sequence[int]) -> tuple[tuple[
 def layer_flops(traced: TracedStep, layer_of_group: Sequence[int]) -> list[float]:
     """Forward floating point operations of each layer."""
     flops = [0.0] * (max(layer_of_group, default=-1) + 1)
-    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
-        if origin.group is not None and origin.direction == "forward":
-            flops[layer_of_group[origin.group]] += factors_of(eqn).flops
+    for eqn, group in _forward_equations(traced):
+        flops[layer_of_group[group]] += factors_of(eqn).flops
     return flops
 
 
 def balanced_runs(weights: Sequence[float], n_runs: int) -> list[tuple[int, ...]]:
-    """Neighbouring numbers in `n_runs` runs, the heaviest of which is as light as can be; each has one at least."""
-    n = len(weights)
+    """The numbers of `weights` in `n_runs` runs of neighbours, none empty, the heaviest as light as possible.
+
+    heaviest[r, end], of the first `end` numbers in r runs, is the minimum over start < end of
+        max(heaviest[r - 1, start], sum of weights[start:end])
+    """
+    n_weights = len(weights)
     total = np.concatenate(([0.0], np.cumsum(weights)))
-    best = np.full((n_runs + 1, n + 1), np.inf)
-    start = np.zeros(best.shape, np.int64)
-    best[0, 0] = 0.0
+    heaviest = np.full((n_runs + 1, n_weights + 1), np.inf)
+    best_start = np.zeros(heaviest.shape, np.int64)
+    heaviest[0, 0] = 0.0
     for r in range(1, n_runs + 1):
-        for end in range(r, n + 1):
-            worst = np.maximum(best[r - 1, :end], total[end] - total[:end])
-            start[r, end] = worst.argmin()
-            best[r, end] = worst[start[r, end]]
-    runs, end = list[tuple[int, ...]](), n
+        for end in range(r, n_weights + 1):
+            candidates = np.maximum(heaviest[r - 1, :end], total[end] - total[:end])
+            best_start[r, end] = candidates.argmin()
+            heaviest[r, end] = candidates[best_start[r, end]]
+
+    runs: list[tuple[int, ...]] = []
+    end = n_weights
     for r in range(n_runs, 0, -1):
-        runs.append(tuple(range(int(start[r, end]), end)))
-        end = int(start[r, end])
+        start = int(best_start[r, end])
+        runs.append(tuple(range(start, end)))
+        end = start
     return runs[::-1]

@@ -5,16 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minialpa.inter.layers.remat import rematerialise
-from minialpa.inter.layers.unstack import GroupKey, RowBlocks
+from minialpa.inter.layers.row_blocks import GroupKey, RowBlocks
 from minialpa.options import Remat
 from minialpa.tracing.fingerprint import Fingerprint
 from minialpa.tracing.trace import TracedStep
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayeredStep:
-    """A step as its layers compute it; the fingerprint of the step that was traced; the layer of each forward group,
-    what each layer computes again, and the rows of each block of each scan over layers that is cut."""
+    """A step as its layers compute it.
+
+    Attributes:
+        step: the step, after scans are cut and layers compute values again.
+        fingerprint: of the step as it was traced.
+        of_group: the layer of each forward group; empty before layers are assigned.
+        remat: what each layer computes again.
+        row_blocks: for each stack, the rows of each block; empty where no scan is cut.
+    """
 
     step: TracedStep
     fingerprint: Fingerprint
@@ -23,12 +30,16 @@ class LayeredStep:
     row_blocks: RowBlocks = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CutStep:
-    """A step with its scans cut, or whole, and the layer of each of its forward groups.
+    """A step whose scans may be cut, and the layer of each of its forward groups.
 
-    whole: the step as it was traced, without layers. row_blocks: rows of each block of each stack, none where scans
-    are whole; groups: then, what each forward group was, see `Unstacked`.
+    Attributes:
+        whole: the step as it was traced, without layers.
+        step: the step after its scans are cut.
+        of_group: the layer of each forward group of `step`.
+        row_blocks: for each stack, the rows of each block; empty where no scan is cut.
+        groups: if scans are cut, the group and the first row of `whole` that each forward group of `step` is.
     """
 
     whole: LayeredStep
@@ -43,6 +54,11 @@ class CutStep:
 
 
 def layered_step(cut: CutStep, remat: tuple[Remat, ...]) -> LayeredStep:
-    """A step whose layers compute this again."""
-    step = rematerialise(cut.step, cut.of_group, remat)
-    return LayeredStep(step, cut.whole.fingerprint, cut.of_group, remat, cut.row_blocks)
+    """The step in which each layer computes again what `remat` says of it."""
+    return LayeredStep(
+        step=rematerialise(cut.step, cut.of_group, remat),
+        fingerprint=cut.whole.fingerprint,
+        of_group=cut.of_group,
+        remat=remat,
+        row_blocks=cut.row_blocks,
+    )

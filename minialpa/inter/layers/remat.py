@@ -1,12 +1,13 @@
-"""Rematerialisation: a traced step and what each layer keeps in, the same step with the rest computed again out.
+"""Rematerialisation: the backward pass of each layer computes again what the layer does not keep.
 
-The backward pass of a layer reads values of its forward pass. What the layer does not keep is computed again, from what
-it keeps and from what it was given, right before its backward pass first needs it (Chen et al., 2016). Layers are known
-after tracing only, so this rewrites the program; `jax.checkpoint` in the model has its own say and goes first.
+The backward pass of a layer reads values of its forward pass. Those that the layer does not keep are computed again,
+from those that it keeps and from its inputs, right before its backward pass first needs them (Chen et al., 2016).
+Layers are known after tracing only, so this rewrites programs. `jax.checkpoint` in the model acts earlier.
 
-What other layers, the update or the results read is kept anyway, and so is what has no examples of its own, such as the
-sum of the weights of the batch: it is small, and its copy would be the total of a micro-batch. What is computed again
-reads copies behind an `optimization_barrier`, or a compiler would see that the forward pass has it already.
+Values that other layers, the update or the results read are kept in any case, and so are values that have no dimension
+of examples, such as the sum of the weights of the batch: they are small, and their copies would be those of a single
+micro-batch. Equations that compute again read copies behind an `optimization_barrier`; else a compiler would merge them
+with those of the forward pass.
 """
 
 from __future__ import annotations
@@ -31,62 +32,100 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
     """`remat[layer]`: `none` keeps all values, `dots` results of matrix products and convolutions, `full` no value."""
     if all(what == "none" for what in remat):
         return traced
-    eqns, origins, values = list(traced.flat.eqns), traced.origins, _values(traced)
-    inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}
+
+    rewritten = _Rewritten(traced)
+    values = _values(traced)
     for number, layer in _layers(traced, layer_of_group):
-        what = remat[number]
-        for part in _gradients_apart(layer) if what != "none" else []:
-            again = _computed_again(traced, part, what, values)
-            made = {v for i in again for v in eqns[i].outvars}
-            readers = [i for i in part.backward if any(v in made for v in operand_vars(eqns[i]))]
-            if readers:
-                copies, names = _copies([eqns[i] for i in again], _cotangents(traced, part, readers[0]))
-                again_origins = [(copy, replace(origins[again[k]], direction="backward")) for copy, k in copies]
-                inserted.setdefault(readers[0], []).extend(again_origins)
-                for i in readers:
-                    eqns[i] = eqns[i].replace(invars=_renamed(eqns[i].invars, names))
-    pairs = [pair for i, eqn in enumerate(eqns) for pair in (*inserted.get(i, ()), (eqn, origins[i]))]
-    flat = replace(traced.flat, eqns=tuple(eqn for eqn, _ in pairs), scopes=("",) * len(pairs))
-    return replace(traced, flat=flat, origins=tuple(origin for _, origin in pairs))
+        if remat[number] != "none":
+            for part in _gradients_apart(layer):
+                rewritten.compute_again(part, _computed_again(traced, part, remat[number], values))
+    return rewritten.step()
+
+
+class _Rewritten:
+    """A step whose layers compute values again, one after the other."""
+
+    def __init__(self, traced: TracedStep) -> None:
+        self.traced = traced
+        self.eqns = list(traced.flat.eqns)
+        self.inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}  # by the equation that they go before
+
+    def compute_again(self, layer: _Layer, again: Sequence[int]) -> None:
+        """Before the first backward equation of the layer that reads them, the results of equations `again`."""
+        results = {result for i in again for result in self.eqns[i].outvars}
+        readers = [i for i in layer.backward if not results.isdisjoint(operand_vars(self.eqns[i]))]
+        if not readers:
+            return
+
+        cotangents = _cotangents(self.traced, layer, readers[0])
+        copies, names = _copies([self.eqns[i] for i in again], cotangents)
+        origins = [replace(self.traced.origins[again[k]], direction="backward") for _, k in copies]
+        self.inserted.setdefault(readers[0], []).extend(
+            (copy, origin) for (copy, _), origin in zip(copies, origins, strict=True)
+        )
+        for i in readers:
+            self.eqns[i] = self.eqns[i].replace(invars=_renamed(self.eqns[i].invars, names))
+
+    def step(self) -> TracedStep:
+        pairs: list[tuple[JaxprEqn, Origin]] = []
+        for i, pair in enumerate(zip(self.eqns, self.traced.origins, strict=True)):
+            pairs += [*self.inserted.get(i, ()), pair]
+        flat = replace(self.traced.flat, eqns=tuple(eqn for eqn, _ in pairs), scopes=("",) * len(pairs))
+        return replace(self.traced, flat=flat, origins=tuple(origin for _, origin in pairs))
+
+
+# ---- what is computed again ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """readers: the equations that read each value. stay: totals over the examples, and the operands of a maximum or
-    minimum over them."""
+    """What is known about the values of a step.
+
+    Attributes:
+        readers: the equations that read each value.
+        always_kept: totals over the examples, and the operands of a maximum or minimum over them.
+    """
 
     readers: dict[Var, list[int]]
-    stay: frozenset[Var]
+    always_kept: frozenset[Var]
 
 
 def _values(traced: TracedStep) -> _Values:
     readers: dict[Var, list[int]] = {}
     for i, eqn in enumerate(traced.flat.eqns):
-        for v in dict.fromkeys(operand_vars(eqn)):
-            readers.setdefault(v, []).append(i)
+        for operand in dict.fromkeys(operand_vars(eqn)):
+            readers.setdefault(operand, []).append(i)
+
     kinds = batch_kinds(traced, 1)
-    totals = {v for v, kind in kinds.items() if kind == AGGREGATE}
-    return _Values(readers, frozenset(totals | _compared(traced.flat.eqns, kinds)))
+    totals = {value for value, kind in kinds.items() if kind == AGGREGATE}
+    return _Values(readers, frozenset(totals | _compared_with_extremes(traced.flat.eqns, kinds)))
 
 
-def _compared(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
-    """Rows of which there is a largest or smallest one among the examples. Its derivative compares them with it, and
-    what is computed again may differ in the last bit."""
+def _compared_with_extremes(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
+    """The operands of a maximum or minimum over the examples.
+
+    Its derivative compares them with the result, and values that are computed again may differ in the last bit.
+    """
     extremes = (eqn for eqn in eqns if eqn.primitive.name in ("reduce_max", "reduce_min"))
-    found = (eqn for eqn in extremes if any(kinds.get(v) == AGGREGATE for v in eqn.outvars))
-    return {v for eqn in found for v in operand_vars(eqn)}
+    over_examples = (eqn for eqn in extremes if any(kinds.get(v) == AGGREGATE for v in eqn.outvars))
+    return {operand for eqn in over_examples for operand in operand_vars(eqn)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Numbers of the equations of a layer, in order."""
+    """Numbers of the equations of a layer, in order.
+
+    Attributes:
+        forward: those of its forward pass.
+        backward: those of its backward pass.
+    """
 
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
 
 
 def _layers(traced: TracedStep, layer_of_group: Sequence[int]) -> list[tuple[int, _Layer]]:
-    """The equations of each layer, with its number: those of each marked gradient of the step apart."""
+    """The equations of each layer, with its number. Each marked gradient of the step has layers of its own."""
     layers: dict[tuple[int, int], _Layer] = {}
     for i, origin in enumerate(traced.origins):
         if origin.group is not None and origin.direction != "other":
@@ -96,9 +135,9 @@ def _layers(traced: TracedStep, layer_of_group: Sequence[int]) -> list[tuple[int
 
 
 def _gradients_apart(layer: _Layer) -> list[_Layer]:
-    """The forward passes of a layer, one for each gradient in a row, each with the backward passes that read it.
+    """The forward passes of a layer, which backward passes lie between, each with all equations of the backward passes.
 
-    Nothing of a second forward pass is there yet when the first backward pass computes its values again.
+    When the first backward pass computes its values again, those of the second forward pass do not exist yet.
     """
     passes: list[list[int]] = []
     n_before = -1
@@ -112,76 +151,96 @@ def _gradients_apart(layer: _Layer) -> list[_Layer]:
 
 
 def _computed_again(traced: TracedStep, layer: _Layer, what: Remat, values: _Values) -> list[int]:
-    """Forward equations whose results the backward pass needs, or needs for others, and that are not kept."""
+    """Forward equations that are not kept and whose results the backward pass reads, directly or through others."""
     eqns = traced.flat.eqns
     own = {*layer.forward, *layer.backward}
-    results = {v for v in traced.flat.outvars if not is_literal(v)}
-    made = [v for i in layer.forward for v in eqns[i].outvars]
-    kept = {v for v in made if v in results or any(i not in own for i in values.readers.get(v, ()))} - values.stay
+    outputs = {output for output in traced.flat.outvars if not is_literal(output)}
+    results = [result for i in layer.forward for result in eqns[i].outvars]
+    read_elsewhere = {
+        result
+        for result in results
+        if result in outputs or any(reader not in own for reader in values.readers.get(result, ()))
+    }
+
+    # What is compared with a copy has to be a copy, too, and then further values may be needed again.
+    kept = read_elsewhere - values.always_kept
     while True:
-        again = _needed_again(eqns, layer, what, kept | values.stay)
-        apart = _compared_with_copies(eqns, layer, again) & kept
-        if not apart:
+        again = _needed_again(eqns, layer, what, kept | values.always_kept)
+        compared = _compared_with_copies(eqns, layer, again) & kept
+        if not compared:
             return again
-        kept -= apart
+        kept -= compared
 
 
 def _needed_again(eqns: Sequence[JaxprEqn], layer: _Layer, what: Remat, kept: set[Var]) -> list[int]:
-    needed = {v for i in layer.backward for v in operand_vars(eqns[i])}
+    needed = {operand for i in layer.backward for operand in operand_vars(eqns[i])}
     again: list[int] = []
     for i in reversed(layer.forward):
         eqn = eqns[i]
-        stays = bool(eqn.effects) or (what == "dots" and has_contraction(eqn)) or any(v in kept for v in eqn.outvars)
-        if not stays and any(v in needed for v in eqn.outvars):
+        is_kept = bool(eqn.effects) or (what == "dots" and has_contraction(eqn)) or any(v in kept for v in eqn.outvars)
+        if not is_kept and any(v in needed for v in eqn.outvars):
             again.append(i)
             needed.update(operand_vars(eqn))
     return again[::-1]
 
 
 def _compared_with_copies(eqns: Sequence[JaxprEqn], layer: _Layer, again: Sequence[int]) -> set[Var]:
-    """Values that are compared with what is computed again: both have to be, since copies may differ in the last bit.
+    """Values that are compared with values that are computed again.
 
-    The derivative of a maximum looks for the operand that is equal to it.
+    The derivative of a maximum looks for the operand that is equal to it, and copies may differ in the last bit. So
+    either both are copies or neither is.
     """
-    copied = {v for i in again for v in eqns[i].outvars}
-    out: set[Var] = set()
+    copied = {result for i in again for result in eqns[i].outvars}
+    compared: set[Var] = set()
     for i in (*again, *layer.backward):
         operands = set(operand_vars(eqns[i]))
         if eqns[i].primitive.name in _COMPARISONS and operands & copied:
-            out |= operands - copied
-    return out
+            compared |= operands - copied
+    return compared
+
+
+# ---- copies of equations ---------------------------------------------------------------------------------------------
 
 
 def _cotangents(traced: TracedStep, layer: _Layer, first: int) -> list[Var]:
-    """What the backward pass of a layer is given, as far as it is made before equation `first`."""
+    """What the backward pass of a layer reads from other backward passes, if computed before equation `first`."""
     own = set(layer.backward)
-    made = {
-        v
+    computed = {
+        result
         for i, (eqn, origin) in enumerate(zip(traced.flat.eqns[:first], traced.origins, strict=False))
         if origin.direction == "backward" and i not in own
-        for v in eqn.outvars
+        for result in eqn.outvars
     }
-    read = (v for i in layer.backward for v in operand_vars(traced.flat.eqns[i]))
-    return [v for v in dict.fromkeys(read) if v in made]
+    operands = (operand for i in layer.backward for operand in operand_vars(traced.flat.eqns[i]))
+    return [operand for operand in dict.fromkeys(operands) if operand in computed]
 
 
 def _copies(eqns: Sequence[JaxprEqn], cotangents: Sequence[Var]) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
-    """A barrier and, behind it, copies of equations, each with the number of its equation; the new names.
+    """A barrier and, behind it, copies of equations, each with the number of its equation; the names of the copies.
 
-    The barrier waits for `cotangents`: nothing is computed again before the backward pass has come that far.
+    The barrier waits for `cotangents`, so that nothing is computed again before the backward pass has come that far. It
+    counts as part of the first equation.
     """
-    made = {v for eqn in eqns for v in eqn.outvars}
-    read = dict.fromkeys(v for eqn in eqns for v in operand_vars(eqn) if v not in made)
-    arrays = [v for v in (*read, *cotangents) if not is_extended(aval_of(v).dtype)]
-    barrier, results = equations_for(lambda *xs: lax.optimization_barrier(xs), *arrays) if arrays else ([], [])
-    behind = dict(zip(arrays, results, strict=True))
-    out = [(eqn, 0) for eqn in barrier]
+    results = {result for eqn in eqns for result in eqn.outvars}
+    inputs = dict.fromkeys(operand for eqn in eqns for operand in operand_vars(eqn) if operand not in results)
+    barrier, behind = _barrier([*inputs, *cotangents])
+
+    copies = [(eqn, 0) for eqn in barrier]
     names: dict[Var, Var] = {}
     for k, eqn in enumerate(eqns):
-        outvars = [fresh_var(aval_of(v)) for v in eqn.outvars]
-        out.append((eqn.replace(invars=_renamed(_renamed(eqn.invars, behind), names), outvars=outvars), k))
+        outvars = [fresh_var(aval_of(result)) for result in eqn.outvars]
+        copies.append((eqn.replace(invars=_renamed(_renamed(eqn.invars, behind), names), outvars=outvars), k))
         names.update(zip(eqn.outvars, outvars, strict=True))
-    return out, names
+    return copies, names
+
+
+def _barrier(values: Sequence[Var]) -> tuple[list[JaxprEqn], dict[Var, Var]]:
+    """An `optimization_barrier` and the names of the values behind it. Barriers take no arrays of extended dtypes."""
+    arrays = [value for value in values if not is_extended(aval_of(value).dtype)]
+    if not arrays:
+        return [], {}
+    barrier, behind = equations_for(lambda *xs: lax.optimization_barrier(xs), *arrays)
+    return barrier, dict(zip(arrays, behind, strict=True))
 
 
 def _renamed(atoms: Sequence[Atom], names: Mapping[Var, Var]) -> list[Atom]:

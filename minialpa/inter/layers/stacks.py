@@ -2,13 +2,13 @@
 
 A scan over layers has stacked weights as inputs, and leaves stacked residuals; its backward scan takes these and leaves
 stacked gradients; the update computes new weights from these, row by row. All of them are one *stack*: dimension 0 of
-each is the number of the layer. Rules of named factors say through which equations it goes: those where it is a factor
-of its own, that may be cut into blocks of any lengths.
+each is the number of the layer. The rules of named factors tell which equations keep the rows apart: those where
+dimension 0 is a factor of its own, which may be cut into blocks of any lengths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn, Var
@@ -23,89 +23,193 @@ from minialpa.tracing.trace import TracedStep
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """An equation that can be done in blocks of the rows of `stack`: along `factor`; a scan or a barrier has none."""
+    """An equation that can be computed in blocks of the rows of a stack.
+
+    Attributes:
+        stack: the stack.
+        factor: the factor that counts the rows; None for a scan and for a barrier, which are cut without factors.
+    """
 
     stack: int
     factor: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stacks:
-    """lengths: rows of each stack, which are numbered by their first scan. of: the stacked variables.
-    cuts: equations by number. groups: forward group of the first scan of each stack.
-    scanned: the stack of each forward group that has a scan. early: that of each forward group of what is made row by
-        row of weights alone, such as casts.
-    fixed: what is made of literals alone, such as masks and angles, and belongs to no layer, with its equation. Jax
-        takes it out of the bodies of scans.
+    """The stacks of a step, numbered by their first scans.
+
+    Attributes:
+        lengths: the number of rows of each stack.
+        stack_of: the stack of each stacked variable.
+        cuts: how each equation that can be computed in blocks of rows is cut, by the number of the equation.
+        first_groups: the forward group of the first scan of each stack.
+        scan_groups: the stack of each forward group that has a scan.
+        weight_groups: the stack of each forward group that computes rows from weights alone, such as a cast.
+        constants: the equation of each variable that is computed from literals alone and belongs to no layer, such as
+            masks and angles. Jax takes these out of the bodies of scans.
     """
 
-    lengths: tuple[int, ...]
-    of: Mapping[Var, int]
-    cuts: Mapping[int, Cut]
-    groups: tuple[int, ...]
-    scanned: Mapping[int, int] = field(default_factory=dict)
-    early: Mapping[int, int] = field(default_factory=dict)
-    fixed: Mapping[Var, JaxprEqn] = field(default_factory=dict)
+    lengths: tuple[int, ...] = ()
+    stack_of: Mapping[Var, int] = field(default_factory=dict)
+    cuts: Mapping[int, Cut] = field(default_factory=dict)
+    first_groups: tuple[int, ...] = ()
+    scan_groups: Mapping[int, int] = field(default_factory=dict)
+    weight_groups: Mapping[int, int] = field(default_factory=dict)
+    constants: Mapping[Var, JaxprEqn] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """Operands and results of one equation whose first dimensions count the same rows, along `factor` if it has one."""
+
+    factor: int | None
+    arrays: tuple[Var, ...]
 
 
 def find_stacks(traced: TracedStep) -> Stacks:
     """The stacks of a step. Scans of recurrent models have none: their weights are the same in every iteration."""
     eqns = traced.flat.eqns
-    varies = _dependent_on_batch(traced)
-    scans = [
-        i
-        for i, origin in enumerate(traced.origins)
-        if origin.direction == "forward" and origin.group is not None and _applies_layers(eqns[i], varies)
-    ]
+    varying = _dependent_on_batch(traced)
+    scans = _scans_over_layers(traced, varying)
     if not scans:
-        return Stacks((), {}, {}, ())
+        return Stacks()
+
     lengths = {eqns[i].params["length"] for i in scans}
-    rows = _Rows()
-    found = {i: links for i, eqn in enumerate(eqns) if (links := _links(eqn, lengths))}
-    for links in found.values():
-        for link in links:
-            rows.join(link.arrays)
-    for v, alias in zip(traced.flat.outvars, traced.layouts, strict=True):
-        if alias is not None and not is_literal(v) and shape_of(v) and shape_of(v)[0] in lengths:
-            rows.join((v, traced.flat.invars[alias]))
-    batch = {v for v, dim in zip(traced.flat.invars, traced.batch_dims, strict=True) if dim is not None}
-    of_examples = {rows.root(v) for v in batch}
-    given = {rows.root(v) for v in traced.flat.invars if v not in batch}
-    number: dict[Var, int] = {}
-    groups: list[int] = []
-    for i in scans:
-        root = rows.root(_stacked(eqns[i])[0])
-        if root in given - of_examples and root not in number:
-            number[root] = len(number)
-            group = traced.origins[i].group
-            assert group is not None
-            groups.append(group)
-    cuts = {}
-    for i, links in found.items():
-        known = [(number[rows.root(link.arrays[0])], link) for link in links if rows.root(link.arrays[0]) in number]
-        if known:
-            cuts[i] = Cut(known[0][0], known[0][1].factor)
-    of = {v: number[root] for v in rows.parent if (root := rows.root(v)) in number}
-    size = {of[v]: shape_of(v)[0] for v in of}
-    forward = [(i, cut) for i, cut in cuts.items() if traced.origins[i].direction == "forward"]
-    grouped = [(eqns[i], g, cut.stack) for i, cut in forward if (g := traced.origins[i].group) is not None]
-    scanned = {g: s for eqn, g, s in grouped if eqn.primitive.name == "scan"}
-    early = {g: s for eqn, g, s in grouped if g not in scanned and not any(v in varies for v in eqn.outvars)}
-    lengths_of = tuple(size[s] for s in range(len(number)))
-    return Stacks(lengths_of, of, cuts, tuple(groups), scanned, early, _fixed(traced))
+    links = {i: found for i, eqn in enumerate(eqns) if (found := _links(eqn, lengths))}
+    row_sets = _joined(traced, links, lengths)
+    first_scans = _first_scans(traced, scans, row_sets)
+    number = {root: stack for stack, root in enumerate(first_scans)}
+
+    stack_of = {v: number[root] for v in row_sets.parent if (root := row_sets.root(v)) in number}
+    n_rows = {stack: shape_of(v)[0] for v, stack in stack_of.items()}
+    cuts = _cuts(links, stack_of)
+    scan_groups, weight_groups = _stacks_of_groups(traced, cuts, varying)
+    return Stacks(
+        lengths=tuple(n_rows[stack] for stack in range(len(number))),
+        stack_of=stack_of,
+        cuts=cuts,
+        first_groups=tuple(_forward_group(traced, i) for i in first_scans.values()),
+        scan_groups=scan_groups,
+        weight_groups=weight_groups,
+        constants=_constants(traced),
+    )
 
 
-def _fixed(traced: TracedStep) -> dict[Var, JaxprEqn]:
-    made: dict[Var, JaxprEqn] = {}
-    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
-        is_plain = origin.direction == "other" and not eqn.effects and not sub_jaxprs(eqn)
-        if is_plain and all(is_literal(v) or v in made for v in eqn.invars):
-            made.update((v, eqn) for v in eqn.outvars)
-    return made
+# ---- scans over layers -----------------------------------------------------------------------------------------------
 
 
-class _Rows:
-    """Arrays whose first dimensions count the same rows, as sets: a union-find."""
+def _dependent_on_batch(traced: TracedStep) -> set[Var]:
+    varying = _batch_arguments(traced)
+    for eqn in traced.flat.eqns:
+        if any(operand in varying for operand in operand_vars(eqn)):
+            varying.update(eqn.outvars)
+    return varying
+
+
+def _batch_arguments(traced: TracedStep) -> set[Var]:
+    arguments = zip(traced.flat.invars, traced.batch_dims, strict=True)
+    return {argument for argument, dim in arguments if dim is not None}
+
+
+def _scans_over_layers(traced: TracedStep, varying: Container[Var]) -> list[int]:
+    return [
+        i
+        for i, (eqn, origin) in enumerate(zip(traced.flat.eqns, traced.origins, strict=True))
+        if origin.direction == "forward" and origin.group is not None and _applies_layers(eqn, varying)
+    ]
+
+
+def _applies_layers(eqn: JaxprEqn, varying: Container[Var]) -> bool:
+    """Whether the equation is a scan that multiplies a matrix by stacked weights, or by values of weights alone."""
+    if eqn.primitive.name != "scan" or eqn.params["length"] < 2 or eqn.effects or not has_contraction(eqn):
+        return False
+
+    n_consts, n_carry = scan_counts(eqn)
+    body = flatten_calls(eqn.params["jaxpr"].jaxpr, tuple(eqn.params["jaxpr"].consts))
+    shared = {*body.constvars, *body.invars[:n_consts]}
+    rows = zip(body.invars[n_consts + n_carry :], eqn.invars[n_consts + n_carry :], strict=True)
+    weights = {row for row, stacked in rows if not is_literal(stacked) and stacked not in varying}
+    return _multiplies(body.eqns, weights, shared)
+
+
+def _multiplies(eqns: Sequence[JaxprEqn], weights: set[Var], shared: set[Var]) -> bool:
+    """Whether the equations of a scan's body multiply a matrix by weights of a row.
+
+    Both sets grow by what is computed from them: `weights` by values of a row's weights and of what all rows share,
+    `shared` by values of what all rows share alone.
+    """
+    for eqn in eqns:
+        operands = operand_vars(eqn)
+        reads_weights = any(operand in weights for operand in operands)
+        if reads_weights and has_contraction(eqn):
+            return True
+
+        if is_contraction(eqn):
+            continue
+        if reads_weights and all(operand in weights or operand in shared for operand in operands):
+            weights.update(eqn.outvars)
+        elif all(operand in shared for operand in operands):
+            shared.update(eqn.outvars)
+    return False
+
+
+# ---- arrays with the same rows ---------------------------------------------------------------------------------------
+
+
+def _links(eqn: JaxprEqn, lengths: Container[int]) -> list[_Link]:
+    """Operands and results of an equation whose first dimensions are the same rows, of one of the `lengths`."""
+    if eqn.primitive.name == "scan":
+        stacked = _stacked(eqn)
+        return [_Link(None, stacked)] if eqn.params["length"] in lengths and stacked else []
+
+    atoms = (*eqn.invars, *eqn.outvars)
+    if eqn.effects or sub_jaxprs(eqn) or not any(_has_rows(atom, lengths) for atom in atoms):
+        return []
+    if is_barrier(eqn):
+        pairs = zip(eqn.invars, eqn.outvars, strict=True)
+        return [_Link(None, (v, out)) for v, out in pairs if not is_literal(v) and _has_rows(v, lengths)]
+    return _factor_links(factors_of(eqn), atoms, lengths)
+
+
+def _stacked(eqn: JaxprEqn) -> tuple[Var, ...]:
+    """The operands and results of a scan that have a row for each iteration."""
+    n_consts, n_carry = scan_counts(eqn)
+    atoms: list[Atom] = [*eqn.invars[n_consts + n_carry :], *eqn.outvars[n_carry:]]
+    return tuple(atom for atom in atoms if not is_literal(atom))
+
+
+def _has_rows(atom: Atom, lengths: Container[int]) -> bool:
+    shape = shape_of(atom)
+    return bool(shape) and shape[0] in lengths
+
+
+def _factor_links(factors: Factors, atoms: Sequence[Atom], lengths: Container[int]) -> list[_Link]:
+    """Arrays with the same rows: those whose dimension 0 is the same factor, if the equation can be cut along it."""
+    arrays = (*factors.operands, *factors.results)
+    firsts = dict.fromkeys(dims[0][0] for dims in arrays if dims and len(dims[0]) == 1)
+    return [
+        _Link(f, tuple(v for v, dims in zip(atoms, arrays, strict=True) if dims[:1] == ((f,),) and not is_literal(v)))
+        for f in firsts
+        if factors.sizes[f] in lengths and _can_be_cut(factors, f)
+    ]
+
+
+def _can_be_cut(factors: Factors, f: int) -> bool:
+    """Whether blocks of any lengths along `f` give blocks or partial reductions of every result.
+
+    `f` has to be all of dimension 0 wherever it occurs.
+    """
+    arrays = (*factors.operands, *factors.results)
+    return (
+        f not in factors.blocked
+        and not any(f in dim and (d > 0 or dim != (f,)) for dims in arrays for d, dim in enumerate(dims))
+        and all(dims[:1] == ((f,),) or factors.is_partial(f, r) for r, dims in enumerate(factors.results))
+        and not any(factors.takes_part_once(f, k) for k in range(len(factors.operands)))
+    )
+
+
+class _RowSets:
+    """Arrays whose first dimensions count the same rows, as disjoint sets: a union-find."""
 
     def __init__(self) -> None:
         self.parent: dict[Var, Var] = {}
@@ -124,79 +228,74 @@ class _Rows:
         self.parent[first] = first
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
-    factor: int | None
-    arrays: tuple[Var, ...]
+def _joined(traced: TracedStep, links: Mapping[int, Sequence[_Link]], lengths: Container[int]) -> _RowSets:
+    row_sets = _RowSets()
+    for found in links.values():
+        for link in found:
+            row_sets.join(link.arrays)
+
+    # A result that replaces an argument has its rows, whatever lies between the two.
+    for result, replaced in zip(traced.flat.outvars, traced.layouts, strict=True):
+        if replaced is not None and not is_literal(result) and _has_rows(result, lengths):
+            row_sets.join((result, traced.flat.invars[replaced]))
+    return row_sets
 
 
-def _links(eqn: JaxprEqn, lengths: set[int]) -> list[_Link]:
-    """Sets of operands and results of an equation whose first dimensions are the same rows, of one of the `lengths`."""
-    if eqn.primitive.name == "scan":
-        return [_Link(None, stacked)] if eqn.params["length"] in lengths and (stacked := _stacked(eqn)) else []
-    atoms = (*eqn.invars, *eqn.outvars)
-    if eqn.effects or sub_jaxprs(eqn) or not any(shape_of(v) and shape_of(v)[0] in lengths for v in atoms):
-        return []
-    if is_barrier(eqn):
-        pairs = zip(eqn.invars, eqn.outvars, strict=True)
-        return [
-            _Link(None, (v, out))
-            for v, out in pairs
-            if not is_literal(v) and shape_of(v)[:1] and shape_of(v)[0] in lengths
-        ]
-    factors = factors_of(eqn)
-    dims = (*factors.operands, *factors.results)
-    firsts = dict.fromkeys(d[0][0] for d in dims if d and len(d[0]) == 1)
-    return [
-        _Link(f, tuple(v for v, d in zip(atoms, dims, strict=True) if d and d[0] == (f,) and not is_literal(v)))
-        for f in firsts
-        if factors.sizes[f] in lengths and _is_cut(eqn, factors, f)
-    ]
+# ---- stacks and what belongs to them ---------------------------------------------------------------------------------
 
 
-def _is_cut(eqn: JaxprEqn, factors: Factors, f: int) -> bool:
-    """Whether blocks of any lengths along `f`, the first dimension of what has it, make blocks or parts of results."""
-    arrays = (*factors.operands, *factors.results)
-    return (
-        f not in factors.blocked
-        and not any(f in dim and (d > 0 or dim != (f,)) for dims in arrays for d, dim in enumerate(dims))
-        and all(dims[:1] == ((f,),) or factors.is_partial(f, r) for r, dims in enumerate(factors.results))
-        and not any(factors.takes_part_once(f, k) for k in range(len(eqn.invars)))
-    )
+def _first_scans(traced: TracedStep, scans: Sequence[int], row_sets: _RowSets) -> dict[Var, int]:
+    """The first scan of each stack, by the root of its row set. A stack has arguments, and none of them is a batch."""
+    batch = _batch_arguments(traced)
+    of_batch = {row_sets.root(argument) for argument in batch}
+    of_state = {row_sets.root(argument) for argument in traced.flat.invars if argument not in batch}
+
+    first: dict[Var, int] = {}
+    for i in scans:
+        root = row_sets.root(_stacked(traced.flat.eqns[i])[0])
+        if root in of_state and root not in of_batch:
+            first.setdefault(root, i)
+    return first
 
 
-def _stacked(eqn: JaxprEqn) -> tuple[Var, ...]:
-    n_consts, n_carry = scan_counts(eqn)
-    atoms: list[Atom] = [*eqn.invars[n_consts + n_carry :], *eqn.outvars[n_carry:]]
-    return tuple(v for v in atoms if not is_literal(v))
+def _forward_group(traced: TracedStep, i: int) -> int:
+    group = traced.origins[i].group
+    assert group is not None, i
+    return group
 
 
-def _dependent_on_batch(traced: TracedStep) -> set[Var]:
-    varies = {v for v, dim in zip(traced.flat.invars, traced.batch_dims, strict=True) if dim is not None}
-    for eqn in traced.flat.eqns:
-        if any(v in varies for v in operand_vars(eqn)):
-            varies.update(eqn.outvars)
-    return varies
+def _cuts(links: Mapping[int, Sequence[_Link]], stack_of: Mapping[Var, int]) -> dict[int, Cut]:
+    """How equations are cut. One that links rows of several stacks is cut along the first of them."""
+    cuts: dict[int, Cut] = {}
+    for i, found in links.items():
+        stacked = [link for link in found if link.arrays[0] in stack_of]
+        if stacked:
+            cuts[i] = Cut(stack_of[stacked[0].arrays[0]], stacked[0].factor)
+    return cuts
 
 
-def _applies_layers(eqn: JaxprEqn, varies: set[Var]) -> bool:
-    """Whether this is a scan with a matrix product of what comes from stacked inputs alone, that is, of weights."""
-    if eqn.primitive.name != "scan" or eqn.params["length"] < 2 or eqn.effects or not has_contraction(eqn):
-        return False
-    n_consts, n_carry = scan_counts(eqn)
-    body = flatten_calls(eqn.params["jaxpr"].jaxpr, tuple(eqn.params["jaxpr"].consts))
-    same = {*body.constvars, *body.invars[:n_consts]}
-    xs = zip(body.invars[n_consts + n_carry :], eqn.invars[n_consts + n_carry :], strict=True)
-    weights = {inner for inner, v in xs if not is_literal(v) and v not in varies}
-    for inner in body.eqns:
-        read = operand_vars(inner)
-        if is_contraction(inner):
-            if any(v in weights for v in read):
-                return True
-        elif sub_jaxprs(inner) and has_contraction(inner) and any(v in weights for v in read):
-            return True
-        elif any(v in weights for v in read) and all(v in weights or v in same for v in read):
-            weights.update(inner.outvars)
-        elif all(v in same for v in read):
-            same.update(inner.outvars)
-    return False
+def _stacks_of_groups(
+    traced: TracedStep, cuts: Mapping[int, Cut], varying: Container[Var]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """The stacks of the forward groups with a scan, and of those that compute rows from weights alone."""
+    scan_groups: dict[int, int] = {}
+    from_weights: dict[int, int] = {}
+    for i, cut in cuts.items():
+        eqn, origin = traced.flat.eqns[i], traced.origins[i]
+        if origin.direction != "forward" or origin.group is None:
+            continue
+        if eqn.primitive.name == "scan":
+            scan_groups[origin.group] = cut.stack
+        if not any(result in varying for result in eqn.outvars):
+            from_weights[origin.group] = cut.stack
+    return scan_groups, {group: stack for group, stack in from_weights.items() if group not in scan_groups}
+
+
+def _constants(traced: TracedStep) -> dict[Var, JaxprEqn]:
+    """The equation of each variable that is computed from literals alone, outside of all gradients."""
+    equation_of: dict[Var, JaxprEqn] = {}
+    for eqn, origin in zip(traced.flat.eqns, traced.origins, strict=True):
+        is_plain = origin.direction == "other" and not eqn.effects and not sub_jaxprs(eqn)
+        if is_plain and all(is_literal(operand) or operand in equation_of for operand in eqn.invars):
+            equation_of.update((result, eqn) for result in eqn.outvars)
+    return equation_of

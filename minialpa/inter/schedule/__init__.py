@@ -1,4 +1,5 @@
-"""Schedules: a number of stages and micro-batches in, the order of the passes of each stage out.
+"""Schedules: the order in which the stages of a pipeline run their passes.
 
-`simulate` prices such an order, as the plan says. Imports: `plan`, `cluster`.
+`simulate` finds how long a step takes in such an order, with the seconds and bytes of a plan.
+Imports: `plan`, `cluster`.
 """

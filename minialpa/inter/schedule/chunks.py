@@ -1,7 +1,7 @@
-"""Chunks: the layers of each stage in, the runs of neighbouring layers out, in pipeline order, with their stages.
+"""Chunks: the runs of neighbouring layers that stages hold, in pipeline order.
 
-A stage usually holds one run of layers. Where its layer numbers jump, it holds several, and a micro-batch comes by
-several times; see `schedules` for the orders in which that works.
+A stage usually holds one run of layers. If its layer numbers jump, it holds several, and every micro-batch passes
+through the stage once for each of them; see `schedules` for the orders in which that works.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from minialpa.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """layers, stage_of: layers and stage of each chunk. Without a pipeline there is one chunk, without layers."""
+    """The chunks of a pipeline. Without a pipeline there is one chunk, without layers.
+
+    Attributes:
+        layers: the layers of each chunk.
+        stage_of: the stage of each chunk.
+    """
 
     layers: tuple[tuple[int, ...], ...]
     stage_of: tuple[int, ...]
@@ -34,20 +39,21 @@ class Chunks:
 
     def of_group(self, layer_of_group: Sequence[int]) -> tuple[int, ...]:
         """Chunk of each forward equation group."""
-        chunk_of_layer = {layer: c for c, layers in enumerate(self.layers) for layer in layers}
+        chunk_of_layer = {layer: chunk for chunk, layers in enumerate(self.layers) for layer in layers}
         return tuple(chunk_of_layer[layer] for layer in layer_of_group)
 
 
 def chunks_of(stages: Sequence[Sequence[int]]) -> Chunks:
     """The chunks of stages with these layers."""
     runs: list[tuple[list[int], int]] = []
-    for k, layers in enumerate(stages):
+    for stage, layers in enumerate(stages):
         for i, layer in enumerate(layers):
             if i == 0 or layer != layers[i - 1] + 1:
-                runs.append(([], k))
+                runs.append(([], stage))
             runs[-1][0].append(layer)
+
     runs.sort()
-    return Chunks(tuple(tuple(run) for run, _ in runs) or ((),), tuple(k for _, k in runs) or (0,))
+    return Chunks(tuple(tuple(run) for run, _ in runs) or ((),), tuple(stage for _, stage in runs) or (0,))
 
 
 def plan_chunks(plan: Plan) -> Chunks:
@@ -55,8 +61,10 @@ def plan_chunks(plan: Plan) -> Chunks:
 
 
 def plan_schedule(plan: Plan, loop: int | None = None) -> Schedule:
-    """The order in which the stages of a plan run the passes of a loop, or the first that trains; where none goes
-    backward, that of inference."""
+    """The order in which the stages of a plan run the passes of a loop; without `loop`, of the loops that train.
+
+    Loops without backward passes have the schedule of inference.
+    """
     passes = (one for stage in plan.stages for one in stage.passes)
     trains = any(one.kind == "backward" and loop in (None, one.loop) for one in passes)
     return make_schedule(plan.schedule if trains else "inference", plan_chunks(plan).size(plan.n_micro_batches))
@@ -64,17 +72,19 @@ def plan_schedule(plan: Plan, loop: int | None = None) -> Schedule:
 
 def check_chunks(chunks: Chunks, schedule: str) -> None:
     """Raises ShardingError unless `schedule` can run the chunks: chunk c is on stage c mod p, once or several times."""
-    n, p = len(chunks.stage_of), chunks.n_stages
-    if n > p and not interleaves(schedule):
+    n_chunks, n_stages = len(chunks.stage_of), chunks.n_stages
+    if n_chunks > n_stages and not interleaves(schedule):
         raise ShardingError(
             f"Stages of layers that are not neighbours need the schedule `1f1b-interleaved`; `{schedule}` runs a stage "
             f"in one piece. The runs of layers are {_listed(chunks)}."
         )
-    if n % p or any(k != c % p for c, k in enumerate(chunks.stage_of)):
+
+    if n_chunks % n_stages or any(stage != chunk % n_stages for chunk, stage in enumerate(chunks.stage_of)):
         raise ShardingError(
-            f"Runs of layers go round the stages 0 to {p - 1} in order, equally often; got {_listed(chunks)}."
+            f"Runs of layers go round the stages 0 to {n_stages - 1} in order, equally often; got {_listed(chunks)}."
         )
-    if n == p > 1 and schedule == "1f1b-interleaved":
+
+    if n_chunks == n_stages > 1 and schedule == "1f1b-interleaved":
         raise ShardingError(
             "The schedule `1f1b-interleaved` needs stages of several runs of layers: `num_chunks` of "
             "`UniformStageOption`, or layers of `ManualStageOption` such as [[0, 2], [1, 3]]. Else use `1f1b`."
@@ -82,4 +92,5 @@ def check_chunks(chunks: Chunks, schedule: str) -> None:
 
 
 def _listed(chunks: Chunks) -> str:
-    return ", ".join(f"{list(run)} on stage {k}" for run, k in zip(chunks.layers, chunks.stage_of, strict=True))
+    pairs = zip(chunks.layers, chunks.stage_of, strict=True)
+    return ", ".join(f"{list(layers)} on stage {stage}" for layers, stage in pairs)

@@ -1,9 +1,10 @@
 """Pipeline schedules: the order in which each stage runs its passes. Pure data, no times and no devices.
 
-In: a name and a `PipelineSize`. Out: `Schedule`, one ordered tuple of passes per stage. A pass is one micro-batch
-through one *chunk*, a run of neighbouring layers. Chunks are counted over the pipeline; of p stages with v chunks each,
-stage k has the chunks k, p + k, ..., (v - 1) p + k. Only schedules that interleave take more than one. A pass waits for
-    forward(c, b)   <- forward(c-1, b)
+`make_schedule` makes a `Schedule` of a name and a `PipelineSize`. A pass is one micro-batch through one *chunk*, a run
+of neighbouring layers. Chunks are counted over the pipeline: of p stages with v chunks each, stage k has the chunks k,
+p + k, ..., (v - 1) p + k. Only schedules that interleave allow more than one chunk per stage. Passes of micro-batch b
+through chunk c wait for others:
+    forward(c, b)   <- forward(c-1, b)                          -> _waits_for
     backward(c, b)  <- forward(c, b) and backward(c+1, b)
 To add a schedule, write a function from (stage, size) to the passes of that stage and decorate it with
 `@_register(name, max_live=...)`.
@@ -23,7 +24,7 @@ Kind = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One micro-batch through one chunk; chunks of the pipeline and micro-batches count from 0."""
+    """One micro-batch through one chunk. Chunks of the pipeline and micro-batches count from 0."""
 
     kind: Kind
     chunk: int
@@ -35,7 +36,13 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSize:
-    """Counts of a pipeline; `n_chunks` of each stage."""
+    """Counts of a pipeline.
+
+    Attributes:
+        n_stages: the number of stages.
+        n_micro_batches: the number of micro-batches.
+        n_chunks: the number of chunks of each stage.
+    """
 
     n_stages: int
     n_micro_batches: int
@@ -51,7 +58,13 @@ class PipelineSize:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`passes[k]` is what stage `k` runs, in order. `make_schedule` builds it, `verify_schedule` checks it."""
+    """An order of passes. `make_schedule` builds it, `verify_schedule` checks it.
+
+    Attributes:
+        name: the name that `make_schedule` knows.
+        size: the counts of the pipeline.
+        passes: for each stage, its passes in order.
+    """
 
     name: str
     size: PipelineSize
@@ -64,7 +77,14 @@ LiveLimit = Callable[[int, PipelineSize], int]
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """`max_live(stage, size)` bounds the live pairs of a micro-batch and a chunk; see `n_live`."""
+    """What a schedule is.
+
+    Attributes:
+        order: the passes of a stage.
+        max_live: a bound on the live pairs of a micro-batch and a chunk of a stage; see `n_live`.
+        trains: whether there are backward passes.
+        interleaves: whether stages may have several chunks.
+    """
 
     order: StageOrder
     max_live: LiveLimit
@@ -132,10 +152,10 @@ def _n_warm_up(stage: int, size: PipelineSize) -> int:
 
 
 def _groups(size: PipelineSize) -> list[range]:
-    """Micro-batches that go through a chunk of every stage one behind the other, before the next chunks have a turn.
+    """Micro-batches that pass through the same chunks one after the other before their stages go on to the next chunks.
 
-    Groups have p micro-batches where these divide by p, as in the paper. Else they are a little larger, as equal as can
-    be: a smaller group would leave the first stage waiting for what comes round from the last one.
+    Groups have p micro-batches where p divides their number, as in the paper. Else they are a little larger and as
+    equal as can be: with a smaller group, the first stage would wait for the last one.
     """
     n = size.n_micro_batches
     if size.n_chunks == 1:
@@ -145,10 +165,11 @@ def _groups(size: PipelineSize) -> list[range]:
 
 
 def _in_order(kind: Kind, stage: int, size: PipelineSize) -> tuple[Pass, ...]:
-    """All passes of a kind on a stage: group by group, in each chunk by chunk, backwards from the last chunk."""
+    """All passes of a kind on a stage: group by group, and in each group chunk by chunk, for backward passes from the
+    last chunk to the first."""
     chunks = range(stage, size.n_stages * size.n_chunks, size.n_stages)
     turns = chunks if kind == "forward" else chunks[::-1]
-    return tuple(Pass(kind, c, b) for group in _groups(size) for c in turns for b in group)
+    return tuple(Pass(kind, chunk, micro_batch) for group in _groups(size) for chunk in turns for micro_batch in group)
 
 
 def _alternate(forward: tuple[Pass, ...], backward: tuple[Pass, ...], n_warm_up: int) -> tuple[Pass, ...]:
@@ -195,36 +216,43 @@ def n_live(schedule: Schedule, stage: int) -> int:
 def live_counts(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
     """What `stage` holds at its fullest moments: for each moment the live micro-batches of each of its chunks.
 
-    Of two moments of which one holds no less of every chunk, only that one is there.
+    A moment is left out if another one holds at least as much of every chunk.
     """
     size, trains = schedule.size, _rule(schedule.name).trains
-    now = [0] * size.n_chunks
+    live = [0] * size.n_chunks
     moments: dict[tuple[int, ...], None] = {}
     for one in schedule.passes[stage]:
-        j = one.chunk // size.n_stages
+        own_chunk = one.chunk // size.n_stages
         if one.kind == "backward":
-            now[j] -= 1
+            live[own_chunk] -= 1
             continue
-        now[j] += 1
-        moments[tuple(now)] = None
-        if not trains and j == size.n_chunks - 1:
-            now = [n - 1 for n in now]
-    return tuple(a for a in moments if not any(a != b and all(map(int.__le__, a, b)) for b in moments))
+
+        live[own_chunk] += 1
+        moments[tuple(live)] = None
+        # Without backward passes, nothing of a micro-batch is kept behind the last chunk.
+        if not trains and own_chunk == size.n_chunks - 1:
+            live = [count - 1 for count in live]
+
+    return tuple(
+        one for one in moments if not any(one != other and all(map(int.__le__, one, other)) for other in moments)
+    )
 
 
 def ticks(schedule: Schedule) -> tuple[tuple[Pass, ...], ...]:
-    """Passes that run side by side when every pass takes one tick and starts as soon as it can.
+    """Passes that run at the same time if every pass takes one tick and starts as soon as it can.
 
-    Raises VerifyError when the stages' orders wait for each other in a circle, or for a pass that nobody runs.
+    Raises VerifyError if stages wait for each other in a circle, or for a pass that no stage runs.
     """
     waiting = [list(reversed(passes)) for passes in schedule.passes]
     done: set[Pass] = set()
     result: list[tuple[Pass, ...]] = []
+
     while any(waiting):
         heads = [passes[-1] for passes in waiting if passes]
         ready = tuple(head for head in heads if done.issuperset(_waits_for(head, schedule)))
         if not ready:
             raise VerifyError(_deadlock_message(schedule, heads, done))
+
         for passes in waiting:
             if passes and passes[-1] in ready:
                 passes.pop()
@@ -261,16 +289,18 @@ def _rule(name: str) -> _Rule:
 
 
 def _waits_for(one: Pass, schedule: Schedule) -> list[Pass]:
-    c, b = one.chunk, one.micro_batch
+    chunk, micro_batch = one.chunk, one.micro_batch
     if one.kind == "forward":
-        return [Pass("forward", c - 1, b)] if c > 0 else []
-    later = [Pass("backward", c + 1, b)] if c + 1 < schedule.size.n_stages * schedule.size.n_chunks else []
-    return [Pass("forward", c, b), *later]
+        return [Pass("forward", chunk - 1, micro_batch)] if chunk > 0 else []
+    is_last = chunk + 1 >= schedule.size.n_stages * schedule.size.n_chunks
+    later = [] if is_last else [Pass("backward", chunk + 1, micro_batch)]
+    return [Pass("forward", chunk, micro_batch), *later]
 
 
 def _deadlock_message(schedule: Schedule, heads: list[Pass], done: set[Pass]) -> str:
     waits = [
-        f"{head} waits for {', '.join(str(t) for t in _waits_for(head, schedule) if t not in done)}" for head in heads
+        f"{head} waits for {', '.join(str(one) for one in _waits_for(head, schedule) if one not in done)}"
+        for head in heads
     ]
     n_passes = sum(map(len, schedule.passes))
     return f"Schedule `{schedule.name}` deadlocks after {len(done)} of {n_passes} passes: {'; '.join(waits)}."
@@ -294,7 +324,8 @@ def _verify_each_once(schedule: Schedule) -> None:
     for stage, passes in enumerate(schedule.passes):
         seen = Counter(passes)
         chunks = range(stage, size.n_stages * size.n_chunks, size.n_stages)
-        wanted = [Pass(kind, c, b) for kind in kinds for c in chunks for b in range(size.n_micro_batches)]
+        micro_batches = range(size.n_micro_batches)
+        wanted = [Pass(kind, chunk, micro_batch) for kind in kinds for chunk in chunks for micro_batch in micro_batches]
         for one in wanted:
             if seen[one] != 1:
                 raise VerifyError(f"Schedule `{schedule.name}` runs {one} {seen[one]} times; expected once.")

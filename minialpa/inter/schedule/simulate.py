@@ -1,15 +1,15 @@
-"""Simulation: a plan in, the timeline of one step out. Neither the step nor a device is needed.
+"""Simulation: the timeline of one step, by its plan alone. Neither the step nor a device is needed.
 
 Each stage runs its passes in the order of the schedule, each as soon as what it reads has arrived:
     start(pass)     = max(end of the stage's pass before it, arrivals of its transfers)
     start(transfer) = max(end of the pass that makes it, end of the transfer before it between the same two stages)
     end(transfer)   = start + alpha + beta * bytes
-with the link inside a host where all devices of both stages share one, else the link between hosts. A transfer takes no
-time of its stages. The update of a stage starts when its passes are done and what other stages' passes accumulated has
-arrived; what one update waits for in another is not modelled. A step of several loops is one after the other, with
-what runs between two of them as the update of the first.
+with the link inside a host if all devices of both stages are in one host, else the link between hosts. Stages compute
+while transfers run. The update of a stage starts when its passes are done and the sums that other stages' passes sent
+have arrived; waiting of one update for another is not modelled. Several loops of a step run one after the other, and
+what runs between two of them counts as the update of the first.
 
-Memory of a stage holds its fixed bytes and, for each live micro-batch of each chunk, what the chunk keeps.
+The memory of a stage is its fixed bytes and, for each live micro-batch of each chunk, the bytes that the chunk keeps.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ def simulate(plan: Plan, schedule: Schedule | None = None) -> Timeline:
 def _loop_schedules(plan: Plan, schedule: Schedule) -> list[Schedule]:
     """The order of each loop: that of `schedule`, or of inference where nothing goes backward."""
     loops = range(1, plan.n_loops + 1)
-    trains = [any(p.kind == "backward" and p.loop == loop for s in plan.stages for p in s.passes) for loop in loops]
+    passes = [one for stage in plan.stages for one in stage.passes]
+    trains = [any(one.kind == "backward" and one.loop == loop for one in passes) for loop in loops]
     if plan.n_loops == 1:
         return [schedule]
-    return [schedule if trains[i] else make_schedule("inference", schedule.size) for i in range(len(trains))]
+    return [schedule if loop_trains else make_schedule("inference", schedule.size) for loop_trains in trains]
 
 
 class _Run:
+    """A simulated step. `loop` and `schedule` are those of the loop that runs now."""
+
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self.plan, self.schedule, self.loop = plan, schedule, 1
         self.schedules = _loop_schedules(plan, schedule)
@@ -61,10 +64,13 @@ class _Run:
         for transfer in plan.transfers:
             self.sent[transfer.source].append(transfer)
             self.awaited[transfer.target].append(transfer)
+
+        # Seconds at which each stage and each link is free, and at which each transfer of a micro-batch has arrived.
         self.clock = [0.0] * len(plan.stages)
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
         self.arrival: dict[tuple[PlannedTransfer, int], float] = {}
-        # When each pass of the loop ran, and what each stage has done and held before.
+
+        # Start and end of each pass of this loop, and for each stage what the timeline has of all loops so far.
         self.times: list[dict[Pass, tuple[float, float]]] = [{} for _ in plan.stages]
         self.passes: list[list[TimedPass]] = [[] for _ in plan.stages]
         self.memory: list[list[tuple[float, float]]] = [[] for _ in plan.stages]
@@ -76,34 +82,48 @@ class _Run:
             self.loop, self.schedule = loop, schedule
             self.times = [{} for _ in self.plan.stages]
             self._run_passes()
-            for k, update in enumerate(self._updates()):
-                mine = [self._timed(one, *when) for one, when in self.times[k].items() if self._name(one) in self.cost]
-                self.passes[k] += [*mine, update]
-                memory, peak_live = self._memory(k)
-                self.memory[k] += memory
-                self.peak_live[k] = max(self.peak_live[k], peak_live)
-                self.clock[k] = update.end_s
-        stages = tuple(
-            StageTimeline(stage.first_device, stage.n_devices, tuple(passes), tuple(memory), peak_live)
-            for stage, passes, memory, peak_live in zip(
-                self.plan.stages, self.passes, self.memory, self.peak_live, strict=True
-            )
-        )
-        name = next((s.name for s in self.schedules if s.name != "inference"), self.schedule.name)
+            for stage, update in enumerate(self._updates()):
+                self._end_loop(stage, update)
+
+        # A step that trains has the name of its training schedule, even if other loops only infer.
+        name = next((one.name for one in self.schedules if one.name != "inference"), self.schedule.name)
+        stages = tuple(map(self._stage_timeline, range(len(self.plan.stages))))
         return Timeline(name, self.plan.n_micro_batches, stages, tuple(self.transfers))
+
+    def _end_loop(self, stage: int, update: TimedPass) -> None:
+        """Adds the passes and the memory of this loop, which ends with `update`, to those of a stage."""
+        times = self.times[stage].items()
+        self.passes[stage] += [self._timed(one, *when) for one, when in times if self._name(one) in self.cost]
+        self.passes[stage].append(update)
+        memory, peak_live = self._memory(stage)
+        self.memory[stage] += memory
+        self.peak_live[stage] = max(self.peak_live[stage], peak_live)
+        self.clock[stage] = update.end_s
+
+    def _stage_timeline(self, stage: int) -> StageTimeline:
+        return StageTimeline(
+            first_device=self.plan.stages[stage].first_device,
+            n_devices=self.plan.stages[stage].n_devices,
+            passes=tuple(self.passes[stage]),
+            memory=tuple(self.memory[stage]),
+            peak_live=self.peak_live[stage],
+        )
 
     def _name(self, one: Pass) -> PassName:
         return PassName(one.kind, one.chunk, self.loop)
 
     def _arrived(self, transfer: PlannedTransfer, micro_batch: int) -> float | None:
-        """When what a pass awaits has come, if it has been sent; what an update sends, or a loop before, comes once."""
+        """Seconds at which a transfer of a micro-batch arrives; None if it has not been sent.
+
+        Updates and earlier loops send once, for all micro-batches.
+        """
         is_early = transfer.source.kind == "update" or transfer.source.loop < self.loop
         return self.arrival.get((transfer, 0 if is_early else micro_batch))
 
     # ---- passes ---------------------------------------------------------------------------------------------------
 
     def _run_passes(self) -> None:
-        """Every stage goes on until something has not been sent; then the next one has its turn."""
+        """Runs each stage until it waits for a transfer that has not been sent, then the next one, and round again."""
         done = [0] * len(self.plan.stages)
         moved = True
         while moved:
@@ -113,13 +133,16 @@ class _Run:
                     self._run(k, passes[done[k]])
                     done[k] += 1
                     moved = True
-        stuck = [passes[n] for n, passes in zip(done, self.schedule.passes, strict=True) if n < len(passes)]
+
+        orders = zip(done, self.schedule.passes, strict=True)
+        stuck = [passes[n_done] for n_done, passes in orders if n_done < len(passes)]
         if stuck:
             raise VerifyError(self._deadlock_message(stuck, sum(done)))
 
     def _missing(self, one: Pass) -> list[PassName]:
         """Passes of the same micro-batch that `one` reads from and that have not run."""
-        sources = [t.source for t in self.awaited[self._name(one)] if self._arrived(t, one.micro_batch) is None]
+        awaited = self.awaited[self._name(one)]
+        sources = [transfer.source for transfer in awaited if self._arrived(transfer, one.micro_batch) is None]
         own = Pass("forward", one.chunk, one.micro_batch)
         if one.kind == "backward" and own not in self.times[self.stage_of[one.chunk]]:
             sources.append(self._name(own))
@@ -127,7 +150,7 @@ class _Run:
 
     def _run(self, stage: int, one: Pass) -> None:
         name = self._name(one)
-        arrivals = (self._arrived(t, one.micro_batch) or 0.0 for t in self.awaited[name])
+        arrivals = (self._arrived(transfer, one.micro_batch) or 0.0 for transfer in self.awaited[name])
         start = max([self.clock[stage], *arrivals])
         # A chunk may have nothing to do in a direction, such as a backward pass to inputs alone.
         seconds = self.cost[name].seconds if name in self.cost else 0.0
@@ -142,20 +165,32 @@ class _Run:
         end = start + self._link(source, target).transfer_s(transfer.n_bytes)
         self.link_free[source, target] = end
         self.arrival[transfer, micro_batch or 0] = end
-        kind = transfer.source.kind
-        self.transfers.append(TimedTransfer(source, target, kind, micro_batch, transfer.n_bytes, start, end))
+        self.transfers.append(
+            TimedTransfer(
+                source_stage=source,
+                target_stage=target,
+                kind=transfer.source.kind,
+                micro_batch=micro_batch,
+                n_bytes=transfer.n_bytes,
+                start_s=start,
+                end_s=end,
+            )
+        )
 
     def _stage(self, name: PassName) -> int:
         return name.number if name.kind == "update" else self.stage_of[name.number]
 
     def _link(self, source: int, target: int) -> LinkSpec:
         per_host = self.plan.cluster.devices_per_host
-        ends = [self.plan.stages[k] for k in (source, target)]
-        hosts = {d // per_host for s in ends for d in (s.first_device, s.first_device + s.n_devices - 1)}
+        hosts: set[int] = set()
+        for stage in (self.plan.stages[source], self.plan.stages[target]):
+            last_device = stage.first_device + stage.n_devices - 1
+            hosts |= {stage.first_device // per_host, last_device // per_host}
         return self.plan.cluster.link(same_host=len(hosts) == 1)
 
     def _timed(self, one: Pass, start_s: float, end_s: float) -> TimedPass:
-        return TimedPass(self.cost[self._name(one)].kind, one.chunk, one.micro_batch, start_s, end_s)
+        kind = self.cost[self._name(one)].kind
+        return TimedPass(kind=kind, number=one.chunk, micro_batch=one.micro_batch, start_s=start_s, end_s=end_s)
 
     def _deadlock_message(self, stuck: Sequence[Pass], n_done: int) -> str:
         waits = [
@@ -169,33 +204,41 @@ class _Run:
     # ---- update and memory ----------------------------------------------------------------------------------------
 
     def _updates(self) -> list[TimedPass]:
+        """The updates of all stages, or what runs between this loop and the next."""
         for k in range(len(self.plan.stages)):
             for transfer in self.sent[PassName("update", k, self.loop)]:
                 self._send(transfer, None, self.clock[k])
-        out = []
+
+        updates = []
         for k, stage in enumerate(self.plan.stages):
             awaited = self.awaited[PassName("update", k, self.loop)]
-            start = max([self.clock[k], *(self.arrival.get((t, 0), 0.0) for t in awaited)])
+            start = max([self.clock[k], *(self.arrival.get((transfer, 0), 0.0) for transfer in awaited)])
             seconds = stage.between_s[self.loop - 1] if self.loop < self.plan.n_loops else stage.update_s
-            out.append(TimedPass("update", k, None, start, start + seconds))
-        return out
+            update = TimedPass(kind="update", number=k, micro_batch=None, start_s=start, end_s=start + seconds)
+            updates.append(update)
+        return updates
 
     def _memory(self, stage: int) -> tuple[list[tuple[float, float]], int]:
-        """(seconds, bytes per device from then on) in order, and the most live chunks."""
-        plan, trains = self.plan.stages[stage], any(n.kind == "backward" and n.loop == self.loop for n in self.cost)
+        """Pairs of seconds and of the bytes per device from then on, in order; the most live chunks."""
+        trains = any(name.kind == "backward" and name.loop == self.loop for name in self.cost)
         n_chunks, n_stages = self.schedule.size.n_chunks, self.schedule.size.n_stages
-        now, live, most = plan.fixed_bytes, 0, 0
-        memory = [(min((start for start, _ in self.times[stage].values()), default=0.0) if self.loop > 1 else 0.0, now)]
+        kept_bytes, n_bytes = self.plan.stages[stage].kept_bytes, self.plan.stages[stage].fixed_bytes
+        first_s = min((start_s for start_s, _ in self.times[stage].values()), default=0.0) if self.loop > 1 else 0.0
+
+        live, peak_live = 0, 0
+        memory = [(first_s, n_bytes)]
         for one, (start_s, end_s) in self.times[stage].items():
-            j = one.chunk // n_stages
+            own_chunk = one.chunk // n_stages
             if one.kind == "forward":
-                now, live = now + plan.kept_bytes[j], live + 1
-                memory.append((start_s, now))
-                most = max(most, live)
+                n_bytes, live = n_bytes + kept_bytes[own_chunk], live + 1
+                memory.append((start_s, n_bytes))
+                peak_live = max(peak_live, live)
+
+            # Backward passes free what their chunk kept; without any, the last chunk of a stage frees all of them.
             if one.kind == "backward":
-                now, live = now - plan.kept_bytes[j], live - 1
-                memory.append((end_s, now))
-            elif not trains and j == n_chunks - 1:
-                now, live = now - sum(plan.kept_bytes), live - n_chunks
-                memory.append((end_s, now))
-        return memory, most
+                n_bytes, live = n_bytes - kept_bytes[own_chunk], live - 1
+                memory.append((end_s, n_bytes))
+            elif not trains and own_chunk == n_chunks - 1:
+                n_bytes, live = n_bytes - sum(kept_bytes), live - n_chunks
+                memory.append((end_s, n_bytes))
+        return memory, peak_live

@@ -1,4 +1,4 @@
-"""Timelines: when each stage runs which pass, what travels, and what memory holds; as text and as a Perfetto trace."""
+"""Timelines: when stages run passes and send transfers, and the memory that they use; as text or a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from minialpa.plan import bytes_text, seconds_text
 from minialpa.support.perfetto import Event, counter, interval, process_name, thread_name, write_trace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPass:
-    """`number`: chunk of the pipeline, or stage of an update. micro_batch: None for an update."""
+    """A pass or an update, and when it runs.
+
+    Attributes:
+        kind: what it is.
+        number: the chunk of the pipeline; of an update, the stage.
+        micro_batch: the micro-batch; None for an update.
+        start_s: seconds from the start of the step to its start.
+        end_s: seconds from the start of the step to its end.
+    """
 
     kind: Literal["forward", "backward", "step", "update"]
     number: int
@@ -26,9 +34,19 @@ class TimedPass:
         return f"{self.kind}{chunk}" + ("" if self.micro_batch is None else f", micro-batch {self.micro_batch}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimedTransfer:
-    """Bytes on their way from stage to stage. micro_batch: None for what updates send each other."""
+    """A transfer from stage to stage, and when it happens.
+
+    Attributes:
+        source_stage: the stage that sends.
+        target_stage: the stage that receives.
+        kind: what the source computed the bytes in.
+        micro_batch: the micro-batch; None for a transfer between updates.
+        n_bytes: how many bytes are sent.
+        start_s: seconds from the start of the step to its start.
+        end_s: seconds from the start of the step to its end.
+    """
 
     source_stage: int
     target_stage: int
@@ -39,13 +57,16 @@ class TimedTransfer:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimeline:
     """One stage.
 
-    first_device, n_devices: its devices in the cluster. passes: in order, the update last.
-    memory: (seconds, bytes per device from then on), in order. peak_live: most pairs of a micro-batch and a chunk that
-    are live at once, see `schedule.n_live`.
+    Attributes:
+        first_device: the first of its devices in the cluster.
+        n_devices: the number of its devices.
+        passes: its passes in order, with the update of each loop behind them.
+        memory: pairs of seconds and of the bytes per device from then on, in order.
+        peak_live: the most pairs of a micro-batch and a chunk that are live at once; see `schedules.n_live`.
     """
 
     first_device: int
@@ -65,7 +86,14 @@ class StageTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step of a plan, as `simulate` foresees it. Seconds count from the start of the step."""
+    """One step of a plan, as `simulate` predicts it. Seconds count from the start of the step.
+
+    Attributes:
+        schedule: the name of the schedule.
+        n_micro_batches: the number of micro-batches.
+        stages: the stages in order.
+        transfers: the transfers, in the order in which the simulation starts them.
+    """
 
     schedule: str
     n_micro_batches: int
@@ -102,18 +130,29 @@ class Timeline:
         return "\n".join(lines)
 
     def to_trace(self, path: str | Path) -> None:
-        """Write a trace that ui.perfetto.dev and chrome://tracing open: a process for each stage, with its passes, what
-        it sends to each other stage, and its memory."""
+        """Writes a trace that ui.perfetto.dev and chrome://tracing open.
+
+        Each stage is a process, with threads for its passes and for what it sends to each other stage, and a counter of
+        its memory.
+        """
+        write_trace(path, [*self._stage_events(), *self._transfer_events()])
+
+    def _stage_events(self) -> list[Event]:
         events: list[Event] = []
         for k, stage in enumerate(self.stages):
             last = stage.first_device + stage.n_devices - 1
             events += [process_name(k, f"stage {k}, devices {stage.first_device}-{last}"), thread_name(k, 0, "passes")]
             events += [interval(k, 0, one.name, one.start_s, one.end_s, one.kind) for one in stage.passes]
             events += [counter(k, "bytes per device", at_s, {"bytes": n_bytes}) for at_s, n_bytes in stage.memory]
-        for source, target in sorted({(t.source_stage, t.target_stage) for t in self.transfers}):
+        return events
+
+    def _transfer_events(self) -> list[Event]:
+        """Transfers. In the process of the source, thread 0 has the passes and each target has a thread of its own."""
+        events: list[Event] = []
+        for source, target in sorted({(one.source_stage, one.target_stage) for one in self.transfers}):
             events.append(thread_name(source, target + 1, f"to stage {target}"))
-        for t in self.transfers:
-            name = t.kind if t.micro_batch is None else f"{t.kind}, micro-batch {t.micro_batch}"
-            place, args = (t.source_stage, t.target_stage + 1), {"bytes": t.n_bytes}
-            events.append(interval(*place, name, t.start_s, t.end_s, "transfer", args))
-        write_trace(path, events)
+        for one in self.transfers:
+            name = one.kind if one.micro_batch is None else f"{one.kind}, micro-batch {one.micro_batch}"
+            place, args = (one.source_stage, one.target_stage + 1), {"bytes": one.n_bytes}
+            events.append(interval(*place, name, one.start_s, one.end_s, "transfer", args))
+        return events

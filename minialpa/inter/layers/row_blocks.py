@@ -1,0 +1,206 @@
+"""Row blocks: the program of a step in which each stacked array is several variables, one for each block of its rows.
+
+`BlockLayout` says which rows and which forward group each block has. `BlockedProgram` collects the equations of the new
+program and knows, for each variable of the old one, the variables that stand for its blocks or for all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.inter.layers.stacks import Stacks
+from minialpa.tracing.jaxprs import Atom, EquationMaker, FlatJaxpr, aval_of, fresh_var, is_literal, unary_equation
+from minialpa.tracing.trace import Origin
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+#: A forward group of the step with scans, and the first of its rows that a group of the new step has.
+GroupKey = tuple[int, int]
+#: For each stack, the rows of each of its blocks.
+RowBlocks = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a new equation belongs to: the origin of the old equation, and the forward group of the new step, if any."""
+
+    origin: Origin
+    group: GroupKey | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """How the stacks of a step are cut.
+
+    Attributes:
+        stacks: the stacks.
+        sizes: for each stack, the number of rows of each block.
+        ranges: for each stack, the first row of each block and the one behind its last.
+    """
+
+    stacks: Stacks
+    sizes: RowBlocks
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+
+    def is_cut(self, v: Atom) -> TypeIs[Var]:
+        """Whether `v` is stacked, and its stack has several blocks."""
+        return not is_literal(v) and v in self.stacks.stack_of and len(self.sizes[self.stacks.stack_of[v]]) > 1
+
+    def ranges_of(self, v: Var) -> tuple[tuple[int, int], ...]:
+        return self.ranges[self.stacks.stack_of[v]]
+
+    def place(self, origin: Origin) -> Place:
+        """Where equations for all rows belong."""
+        return Place(origin, None if origin.group is None else (origin.group, 0))
+
+    def place_of_block(self, origin: Origin, stack: int, block: int) -> Place:
+        """Where equations for one block of a stack belong. What prepares weights belongs to their scan."""
+        group, (first_row, _) = origin.group, self.ranges[stack][block]
+        if group is not None and group in self.stacks.weight_groups:
+            return Place(origin, (self.stacks.first_groups[stack], first_row))
+        if group is not None and group in self.stacks.scan_groups:
+            return Place(origin, (group, first_row))
+        return self.place(origin)
+
+
+def block_layout(stacks: Stacks, sizes: Sequence[Sequence[int]]) -> BlockLayout:
+    """The layout of blocks with these numbers of rows."""
+    for stack, (of_stack, length) in enumerate(zip(sizes, stacks.lengths, strict=True)):
+        assert sum(of_stack) == length and min(of_stack) > 0, (stack, of_stack, length)
+    ranges = tuple(tuple(itertools.pairwise(itertools.accumulate(of_stack, initial=0))) for of_stack in sizes)
+    return BlockLayout(stacks, tuple(map(tuple, sizes)), ranges)
+
+
+class BlockedProgram:
+    """The equations of the new program, and its variables for those of the old one.
+
+    Attributes:
+        layout: how the stacks are cut.
+        eqns: the equations so far.
+        places: what each of them belongs to.
+        constvars: constants of the program.
+        consts: their values.
+    """
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self.layout = layout
+        self.eqns: list[JaxprEqn] = []
+        self.places: list[Place] = []
+        self.constvars: list[Var] = []
+        self.consts: list[Any] = []
+
+        # Of variables of the old program: the blocks of stacked ones, and the new names of others or of joined blocks.
+        self._blocks: dict[Var, tuple[Atom, ...]] = {}
+        self._joined: dict[Var, Atom] = {}
+        self._near: dict[tuple[Var, int, int], Var] = {}
+        # Of variables of the new program: the row of a block of one row.
+        self._row: dict[Var, Atom] = {}
+
+        self._maker = EquationMaker()
+        self._squeeze = unary_equation(lambda x: lax.squeeze(x, (0,)))
+        self._expand = unary_equation(_as_one_row)
+
+    def add_constants(self, flat: FlatJaxpr) -> None:
+        self.constvars += flat.constvars
+        self.consts += flat.consts
+
+    # ---- equations ------------------------------------------------------------------------------------------------
+
+    def add(self, eqn: JaxprEqn, place: Place) -> list[Var]:
+        """Appends an equation; returns its results."""
+        self.eqns.append(eqn)
+        self.places.append(place)
+        return list(eqn.outvars)
+
+    def add_like(
+        self, eqn: JaxprEqn, operands: Sequence[Atom], place: Place, params: dict[str, Any] | None = None
+    ) -> list[Var]:
+        """Appends the same primitive on operands of other shapes; returns its results."""
+        return self.add(self._maker.rebuild(eqn, operands, params), place)
+
+    def add_copy(self, eqn: JaxprEqn, operands: Sequence[Atom], place: Place) -> list[Var]:
+        """Appends the same equation on other operands of the same shapes; returns its results."""
+        outvars = [fresh_var(aval_of(v)) for v in eqn.outvars]
+        return self.add(eqn.replace(invars=list(operands), outvars=outvars), place)
+
+    def compute(self, key: Hashable, fun: Callable[..., Any], *operands: Atom, place: Place) -> Atom:
+        """Appends the equations of `fun`; returns its result. Functions with the same `key` have to do the same."""
+        eqns, (result,) = self._maker.compute(key, fun, *operands)
+        for eqn in eqns:
+            self.add(eqn, place)
+        return result
+
+    # ---- variables ------------------------------------------------------------------------------------------------
+
+    def set_blocks(self, v: Var, blocks: Sequence[Atom]) -> None:
+        self._blocks[v] = tuple(blocks)
+
+    def rename(self, v: Var, new: Atom) -> None:
+        self._joined[v] = new
+
+    def joined(self, v: Atom, place: Place) -> Atom:
+        """All rows of `v` in one variable."""
+        if is_literal(v):
+            return v
+        if v in self._blocks and v not in self._joined:
+            blocks = self._blocks[v]
+            self._joined[v] = self.compute("joined", lambda *xs: lax.concatenate(xs, 0), *blocks, place=place)
+        return self._joined.get(v, v)
+
+    def blocks(self, v: Var, place: Place) -> tuple[Atom, ...]:
+        """The blocks of a stacked variable. Where it is one variable so far, slices of that are added."""
+        if v in self._blocks:
+            return self._blocks[v]
+
+        stack, joined = self.layout.stacks.stack_of[v], self.joined(v, place)
+        blocks = []
+        for block, (start, stop) in enumerate(self.layout.ranges[stack]):
+            rows = functools.partial(lax.slice_in_dim, start_index=start, limit_index=stop)
+            here = self.layout.place_of_block(place.origin, stack, block)
+            blocks.append(self.compute((start, stop), rows, joined, place=here))
+        self._blocks[v] = tuple(blocks)
+        return self._blocks[v]
+
+    def near(self, v: Atom, stack: int, block: int, place: Place) -> Atom:
+        """All rows of `v`; of a constant, a copy that is computed for this block.
+
+        A constant that all layers share would be kept in memory from the first of them to the last.
+        """
+        if is_literal(v) or v not in self.layout.stacks.constants or place.group is None:
+            return self.joined(v, place)
+
+        if (v, stack, block) not in self._near:
+            eqn = self.layout.stacks.constants[v]
+            operands = [self.near(operand, stack, block, place) for operand in eqn.invars]
+            copies = self.add_copy(eqn, operands, place)
+            self._near.update(((result, stack, block), copy) for result, copy in zip(eqn.outvars, copies, strict=True))
+        return self._near[v, stack, block]
+
+    def only_row(self, block: Atom, place: Place) -> Atom:
+        """The row of a block of one row, without dimension 0."""
+        assert not is_literal(block)
+        if block not in self._row:
+            eqn, self._row[block] = self._squeeze(block)
+            self.add(eqn, place)
+        return self._row[block]
+
+    def as_block(self, row: Atom, place: Place) -> Atom:
+        """The block that has this row only."""
+        if is_literal(row):
+            return self.compute("expand", _as_one_row, row, place=place)
+        eqn, block = self._expand(row)
+        self.add(eqn, place)
+        self._row[block] = row
+        return block
+
+
+def _as_one_row(x: Any) -> Any:
+    return lax.reshape(x, (1, *x.shape))
