@@ -54,7 +54,7 @@ _COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
     "sum": operator.add,
 }
 #: The place of equations that join or cut the results of the step: they belong to no forward group.
-_OF_RESULTS = Place(Origin("other", None, 0), None)
+_OF_RESULTS = Place(Origin(direction="other", group=None, layer=0), None)
 
 
 @dataclass(frozen=True, slots=True)
