@@ -134,7 +134,14 @@ def task_program(
     final = {v: spec for v, spec in results.items() if last and v not in read}
     out_specs = tuple(final.get(v, specs[v]) for v in task.outvars)
     return ShardedEquations(
-        task.eqns, task.invars, task.outvars, specs, equations, out_specs, view.mesh, view.forbidden
+        eqns=task.eqns,
+        invars=task.invars,
+        outvars=task.outvars,
+        specs=specs,
+        equations=equations,
+        out_specs=out_specs,
+        mesh=view.mesh,
+        forbidden=view.forbidden,
     )
 
 

@@ -2,9 +2,12 @@
 
     peak = argument + output - alias + temp
 
-Arguments, results and aliases are sizes of shards. `temp` holds all else. Which values are stored, and in which order
-they are made, comes from compiler.py; when their buffers are in use, from timeline.py; where the buffers are placed,
-from packing.py.
+Arguments, results and aliases are sizes of shards. `temp` holds all else, and comes from these steps:
+
+    recording.py   a program     ->  operations over values, by lowering.py
+    compiler.py    operations    ->  kernels in the order in which they run, by scatters.py, merging.py and fusion.py
+    timeline.py    kernels       ->  when buffers are in use, where results may take over arguments
+    packing.py     the timeline  ->  bytes that hold all buffers
 
 `lifetimes` says the same of equations without their shardings, which is what a memory limit of the planner needs.
 """
