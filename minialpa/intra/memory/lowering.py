@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -24,8 +24,7 @@ from minialpa.intra.strategies.reshard import Step
 from minialpa.tracing.jaxprs import Atom, is_literal, shape_of
 
 
-@dataclass(frozen=True, slots=True)
-class _Equation:
+class _Equation(NamedTuple):
     """An equation as one device runs it.
 
     Attributes:
