@@ -62,11 +62,9 @@ def kernels_of(operations: Sequence[Operation], results: Sequence[int], sizes: S
     # Readers first, since whether an operation joins them depends on what they are joined to.
     for producer in range(len(operations) - 1, -1, -1):
         readers = graph.readers[producer]
-        joins = {reader for reader in readers if graph.may_join(producer, reader)}
-        spread[producer] = (
-            graph.n_users(producer) < 2 or graph.is_cheap_to_repeat(producer) or _on_all_paths(graph, producer, spread)
-        )
-        joined[producer] = joins if spread[producer] else set()
+        if graph.n_users(producer) < 2 or graph.is_cheap_to_repeat(producer) or _on_all_paths(graph, producer, spread):
+            spread[producer] = True
+            joined[producer] = {reader for reader in readers if graph.may_join(producer, reader)}
 
         if any(graph.in_sum[reader] for reader in joined[producer]):
             graph.in_sum[producer] = True

@@ -174,8 +174,10 @@ def _add_transpose(recorder: Recorder, equation: _Equation) -> None:
 
 def _broadcast(recorder: Recorder, v: int, atom: Atom, like: int) -> int:
     """`v` in the shape of `like`. To XLA a broadcast is an operation of its own, which its readers share."""
+    if is_literal(atom):
+        return v
     value, shape = recorder.values[v], recorder.values[like].shape
-    if is_literal(atom) or value.shape == shape or math.prod(shape) == 1:
+    if value.shape == shape or math.prod(shape) == 1:
         return v
 
     if (v, shape) not in recorder.broadcasts:
