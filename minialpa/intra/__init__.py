@@ -1,4 +1,4 @@
-"""Inside one mesh: the equations of its tasks in, a spec for every value and the program of one device out.
+"""Inside one mesh: chooses a spec for every value of its tasks, and makes the program of one device from the specs.
 
 Imports: `rules`, `tracing`, and the values at the top level; nothing of stages or micro-batches.
 """

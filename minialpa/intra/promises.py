@@ -1,7 +1,7 @@
-"""Whether a solution keeps what ZeRO promises: a sharded problem in, the optimizer state that is gathered out.
+"""Whether a solution keeps what ZeRO promises: optimizer state that is stored in parts is read in parts.
 
 A mesh axis splits one factor of an equation. An update inside `lax.cond`, as that of `optax.apply_if_finite`, is one
-equation that reads the state of all parameters, of which it leaves most whole.
+equation that reads the state of all parameters, and gathers most of it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,24 @@ from minialpa.cluster import LogicalMesh
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.tracing.jaxprs import is_literal, source_line
 
+#: How many paths an error lists, so that it stays one readable paragraph.
+_N_LISTED = 3
+
 
 class GatheredState(NamedTuple):
-    """An equation of the update, and the paths of the optimizer state that it gathers."""
+    """Optimizer state that an equation gathers.
+
+    Attributes:
+        eqn: an equation of the update.
+        paths: where the gathered arrays are in the arguments of the step.
+    """
 
     eqn: JaxprEqn
     paths: tuple[str, ...]
 
     def __str__(self) -> str:
-        most = 3
-        listed = ", ".join(f"`{path}`" for path in self.paths[:most]) + (", ..." if len(self.paths) > most else "")
+        others = ", ..." if len(self.paths) > _N_LISTED else ""
+        listed = ", ".join(f"`{path}`" for path in self.paths[:_N_LISTED]) + others
         return (
             f"`{self.eqn.primitive.name}` at {source_line(self.eqn)} gathers optimizer state that is stored in parts "
             f"({listed}), since a mesh axis splits one dimension of the arrays of an operation. The numbers are right; "
@@ -32,12 +40,13 @@ class GatheredState(NamedTuple):
 
 
 def gathered_state(problem: MeshEquations, sharding: MeshSharding, mesh: LogicalMesh) -> list[GatheredState]:
-    """The equations that read state in fewer parts than it is stored in."""
+    """The equations that read optimizer state in fewer parts than it is stored in."""
     state = {v for v, role in problem.inputs if role == "state"}
     out = []
     for eqn, specs in zip(problem.eqns, sharding.equations, strict=True):
-        read = [(v, s) for v, s in zip(eqn.invars, specs.operands, strict=True) if not is_literal(v) and v in state]
-        gathered = [v for v, s in read if s.n_shards(mesh.shape) < sharding.specs[v].n_shards(mesh.shape)]
+        operands = zip(eqn.invars, specs.operands, strict=True)
+        read = [(atom, spec) for atom, spec in operands if not is_literal(atom) and atom in state]
+        gathered = [v for v, spec in read if spec.n_shards(mesh.shape) < sharding.specs[v].n_shards(mesh.shape)]
         if gathered:
             out.append(GatheredState(eqn, tuple(problem.paths.get(v, "") for v in gathered)))
     return out

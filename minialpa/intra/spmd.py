@@ -1,8 +1,9 @@
-"""Equations over shards: equations and their specs in, the program of one device with explicit collectives out.
+"""Programs of one device: equations over shards, with explicit collectives.
 
-`walk` goes through equations as a device does: it reshards operands, runs each equation on shards, finishes what is
-reduced at once, and reshards results. What a shard is, the caller says: `shard_program` computes with arrays under
-`jax.shard_map`, `collectives_of` only counts. So what a plan predicts and what runs are one and the same.
+`walk` goes through equations as a device does: it reshards operands, runs each equation on shards, applies all-reduces
+that cannot wait (those of a maximum, for example), and reshards results. The caller says what a shard is:
+`shard_program` computes with arrays under `jax.shard_map`, `collectives_of` only counts. So the collectives that a plan
+predicts are those that run.
 
 Nothing is left to XLA's partitioner, which does not know partial sums and chooses collectives of its own.
 """
@@ -45,7 +46,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Interpreter(Generic[T]):
-    """What `walk` does with a shard: `literal` makes one, `move` takes a step, `run` an equation, `loop` a scan."""
+    """What `walk` does with shards of type T.
+
+    Attributes:
+        literal: makes the shard of a literal.
+        move: takes one step of a resharding; gets the shard, the step and the variable or literal.
+        run: runs an equation on the shards of its operands.
+        loop: runs a scan whose iterations are a program of shards.
+    """
 
     literal: Callable[[Atom], T]
     move: Callable[[T, Step, Atom], T]
@@ -53,11 +61,19 @@ class Interpreter(Generic[T]):
     loop: Callable[[JaxprEqn, ScanBody, ShardedEquations, list[T]], list[T]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ShardedEquations:
-    """Equations of one program on `mesh`, with the specs of all variables and (by id) of all equations.
+    """Equations of one program on `mesh`, with their specs.
 
-    forbidden: kinds of collectives that may not be used for resharding.
+    Attributes:
+        eqns: in the order in which they run.
+        invars: arguments; each comes in its spec of `specs`.
+        outvars: results.
+        specs: the spec in which each variable is left where it is made.
+        equations: specs of operands and results, by the `id` of the equation.
+        out_specs: the specs of the results, in order.
+        mesh: the devices.
+        forbidden: kinds of collectives that resharding may not use.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -71,67 +87,102 @@ class ShardedEquations:
 
 
 def walk(program: ShardedEquations, inputs: Sequence[T], interpreter: Interpreter[T]) -> list[T]:
-    """Run `program`; a value that is resharded the same way for several readers is resharded once."""
-    held: dict[tuple[Var, Spec], T] = {}
-    specs, mesh = program.specs, program.mesh
-
-    def moved(value: T, v: Atom, src: Spec, dst: Spec) -> T:
-        way = () if src == dst else reshard_table(shape_of(v), bytes_of(v), mesh, program.forbidden).way(src, dst)
-        for step in way:
-            known = (v, step.dst)
-            if not is_literal(v) and known in held:
-                value = held[known]
-            else:
-                value = interpreter.move(value, step, v)
-                if not is_literal(v):
-                    held[known] = value
-        return value
-
-    def operand(v: Atom, spec: Spec) -> T:
-        if is_literal(v):
-            return moved(interpreter.literal(v), v, Spec.replicated(len(shape_of(v))), spec)
-        if (v, spec) not in held:
-            moved(held[v, specs[v]], v, specs[v], spec)
-        return held[v, spec]
-
-    held.update(((v, specs[v]), x) for v, x in zip(program.invars, inputs, strict=True))
+    """Run `program`; the shards of its results."""
+    shards = _Shards(program, interpreter)
+    shards.held.update(((v, program.specs[v]), shard) for v, shard in zip(program.invars, inputs, strict=True))
     for eqn in program.eqns:
-        chosen = program.equations[id(eqn)]
-        operands = [operand(v, s) for v, s in zip(eqn.invars, chosen.operands, strict=True)]
+        shards.run(eqn)
+    return [shards.operand(atom, spec) for atom, spec in zip(program.outvars, program.out_specs, strict=True)]
+
+
+class _Shards(Generic[T]):
+    """The shards that one run of a program has made, by variable and spec.
+
+    A variable that several readers want in one spec is resharded once, and chains of steps share their beginnings.
+    """
+
+    def __init__(self, program: ShardedEquations, interpreter: Interpreter[T]) -> None:
+        self.program, self.interpreter = program, interpreter
+        self.held: dict[tuple[Var, Spec], T] = {}
+
+    def operand(self, atom: Atom, spec: Spec) -> T:
+        """The shard of a variable or literal in `spec`."""
+        if is_literal(atom):
+            return self.moved(self.interpreter.literal(atom), atom, Spec.replicated(len(shape_of(atom))), spec)
+        if (atom, spec) not in self.held:
+            src = self.program.specs[atom]
+            self.moved(self.held[atom, src], atom, src, spec)
+        return self.held[atom, spec]
+
+    def moved(self, shard: T, atom: Atom, src: Spec, dst: Spec) -> T:
+        """`shard` resharded, by the steps that are not done yet."""
+        if src == dst:
+            return shard
+
+        program = self.program
+        table = reshard_table(shape_of(atom), bytes_of(atom), program.mesh, program.forbidden)
+        for step in table.way(src, dst):
+            if is_literal(atom):
+                shard = self.interpreter.move(shard, step, atom)
+            elif (atom, step.dst) in self.held:
+                shard = self.held[atom, step.dst]
+            else:
+                shard = self.held[atom, step.dst] = self.interpreter.move(shard, step, atom)
+        return shard
+
+    def run(self, eqn: JaxprEqn) -> None:
+        """Run an equation, and hold its results in the specs in which they are made and left."""
+        chosen = self.program.equations[id(eqn)]
+        operands = [self.operand(atom, spec) for atom, spec in zip(eqn.invars, chosen.operands, strict=True)]
         if chosen.body:
-            body, inside = _iteration(eqn, chosen, program)
-            results = interpreter.loop(eqn, body, inside, operands)
-            held.update(((v, s), x) for v, s, x in zip(eqn.outvars, chosen.results, results, strict=True))
-            continue
+            self._run_loop(eqn, chosen, operands)
+            return
+
         factors = factors_of(eqn)
-        values = interpreter.run(eqn, factors, chosen, operands)
-        finish = eager_reductions(factors, chosen.operands, chosen.made, mesh.shape)
-        for v, x, step, made, left in zip(eqn.outvars, values, finish, chosen.made, chosen.results, strict=True):
-            whole = x if step is None else interpreter.move(x, step, v)
-            held[v, made] = whole
-            held[v, left] = moved(whole, v, made, left)
-    return [operand(v, spec) for v, spec in zip(program.outvars, program.out_specs, strict=True)]
+        made = self.interpreter.run(eqn, factors, chosen, operands)
+        # Only sums can stay pending. A maximum, for example, is reduced at once.
+        finish = eager_reductions(factors, chosen.operands, chosen.made, self.program.mesh.shape)
+        for v, shard, step, src, dst in zip(eqn.outvars, made, finish, chosen.made, chosen.results, strict=True):
+            finished = shard if step is None else self.interpreter.move(shard, step, v)
+            self.held[v, src] = finished
+            self.held[v, dst] = self.moved(finished, v, src, dst)
+
+    def _run_loop(self, eqn: JaxprEqn, chosen: EquationSpecs, operands: list[T]) -> None:
+        body, inside = _iteration(eqn, chosen, self.program)
+        results = self.interpreter.loop(eqn, body, inside, operands)
+        specs = zip(eqn.outvars, chosen.results, strict=True)
+        self.held.update(zip(specs, results, strict=True))
 
 
 def _iteration(eqn: JaxprEqn, chosen: EquationSpecs, program: ShardedEquations) -> tuple[ScanBody, ShardedEquations]:
-    """The body of a scan, and its program."""
+    """The body of a scan, and the program of one iteration."""
     body = scan_body(eqn)
     assert body is not None, eqn.primitive
     specs, out_specs = body_specs(body, chosen)
     flat = body.flat
-    equations = {id(e): s for e, s in zip(flat.eqns, chosen.body, strict=True)}
-    invars = (*flat.constvars, *flat.invars)
-    return body, replace(
-        program, eqns=flat.eqns, invars=invars, outvars=flat.outvars, specs=specs, equations=equations,
+    inside = replace(
+        program,
+        eqns=flat.eqns,
+        invars=(*flat.constvars, *flat.invars),
+        outvars=flat.outvars,
+        specs=specs,
+        equations={id(inner): inner_specs for inner, inner_specs in zip(flat.eqns, chosen.body, strict=True)},
         out_specs=out_specs,
-    )  # fmt: skip
+    )
+    return body, inside
 
 
 # ---- counting -------------------------------------------------------------------------------------------------------
 
 
 class Communication(NamedTuple):
-    """A collective, and how often it happens. of_gradient: nothing waits for it but what a step does in the end."""
+    """A collective that a program uses.
+
+    Attributes:
+        collective: kind, bytes and mesh axes.
+        times: how often it happens when the program runs once.
+        of_gradient: whether it sums a gradient, for which only the update waits.
+    """
 
     collective: Collective
     times: int
@@ -143,10 +194,10 @@ def collectives_of(program: ShardedEquations) -> list[Communication]:
     found: list[Communication] = []
     gradients = {v for eqn in program.eqns if is_gradient_marker(eqn) for v in operand_vars(eqn)}
 
-    def move(_: None, step: Step, v: Atom) -> None:
-        collective = step.collective(bytes_of(v), program.mesh.shape)
+    def move(_: None, step: Step, atom: Atom) -> None:
+        collective = step.collective(bytes_of(atom), program.mesh.shape)
         if collective is not None:
-            found.append(Communication(collective, 1, not is_literal(v) and v in gradients))
+            found.append(Communication(collective, 1, not is_literal(atom) and atom in gradients))
 
     def run(eqn: JaxprEqn, *_: Any) -> list[None]:
         return [None] * len(eqn.outvars)
@@ -168,25 +219,34 @@ def shard_program(program: ShardedEquations) -> Callable[..., tuple[Any, ...]]:
     in_specs = [program.specs[v] for v in program.invars]
 
     def on_shards(*stored: Any) -> tuple[Any, ...]:
-        shards = [
-            x.reshape(x.shape[len(s.partial) :]) if s.partial else x for x, s in zip(stored, in_specs, strict=True)
-        ]
-        interpreter = Interpreter(_literal, _move(mesh_shape), _run(mesh_shape), _loop(mesh_shape))
-        results = walk(program, shards, interpreter)
-        return tuple(
-            jnp.expand_dims(x, range(len(s.partial))) if s.partial else x
-            for x, s in zip(results, program.out_specs, strict=True)
-        )
+        shards = [_shard_of(array, spec) for array, spec in zip(stored, in_specs, strict=True)]
+        results = walk(program, shards, _array_interpreter(mesh_shape))
+        return tuple(_stored(shard, spec) for shard, spec in zip(results, program.out_specs, strict=True))
 
     if max(mesh_shape) == 1:
         return on_shards
+
     return jax.shard_map(
         on_shards,
         mesh=abstract_mesh(mesh_shape),
-        in_specs=tuple(s.partition_spec() for s in in_specs),
-        out_specs=tuple(s.partition_spec() for s in program.out_specs),
+        in_specs=tuple(spec.partition_spec() for spec in in_specs),
+        out_specs=tuple(spec.partition_spec() for spec in program.out_specs),
         check_vma=False,
     )
+
+
+def _shard_of(stored: Any, spec: Spec) -> Any:
+    """The shard of an array as it is stored: without the leading dimensions that count the parts of a partial sum."""
+    return stored.reshape(stored.shape[len(spec.partial) :]) if spec.partial else stored
+
+
+def _stored(shard: Any, spec: Spec) -> Any:
+    """The reverse of `_shard_of`."""
+    return jnp.expand_dims(shard, range(len(spec.partial))) if spec.partial else shard
+
+
+def _array_interpreter(mesh_shape: tuple[int, ...]) -> Interpreter[Any]:
+    return Interpreter(_literal, _move(mesh_shape), _run(mesh_shape), _loop(mesh_shape))
 
 
 def _literal(atom: Atom) -> Any:
@@ -194,11 +254,12 @@ def _literal(atom: Atom) -> Any:
 
 
 def _move(mesh_shape: tuple[int, ...]) -> Callable[[Any, Step, Atom], Any]:
-    def move(x: Any, step: Step, v: Atom) -> Any:
-        if is_extended(aval_of(v).dtype):  # typed keys move as the integers that they are made of
-            data = take_step(jax.random.key_data(x), step, mesh_shape)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return take_step(jnp.asarray(x, aval_of(v).dtype), step, mesh_shape)
+    def move(shard: Any, step: Step, atom: Atom) -> Any:
+        if is_extended(aval_of(atom).dtype):
+            # Typed keys are resharded as the integers that they are made of.
+            data = take_step(jax.random.key_data(shard), step, mesh_shape)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(shard))
+        return take_step(jnp.asarray(shard, aval_of(atom).dtype), step, mesh_shape)
 
     return move
 
@@ -207,33 +268,41 @@ def _run(mesh_shape: tuple[int, ...]) -> Callable[[JaxprEqn, Factors, EquationSp
     def run(eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[Any]) -> list[Any]:
         if eqn.effects and max(mesh_shape) > 1:
             return _run_once(eqn, operands, len(mesh_shape))
+
         axes = split_axes(factors, chosen)
-        n_splits = {f: math.prod(mesh_shape[axis] for axis in own) for f, own in axes.items()}
-        parts = {f: lax.axis_index(_names(own)) for f, own in axes.items() if f in factors.positional}
+        n_splits = {factor: math.prod(mesh_shape[axis] for axis in own) for factor, own in axes.items()}
+        parts = {factor: lax.axis_index(_names(own)) for factor, own in axes.items() if factor in factors.positional}
         results = run_shard(eqn, factors, operands, n_splits, parts)
-        for v, x, spec in zip(eqn.outvars, results, chosen.made, strict=True):
-            expected = spec.shard_shape(shape_of(v), mesh_shape)
-            if tuple(np.shape(x)) != expected:
-                raise VerifyError(
-                    f"The rule of `{eqn.primitive.name}` makes a shard of shape {np.shape(x)} where {spec} of "
-                    f"{shape_of(v)} is {expected}. The rule is wrong; please report it."
-                )
+        _check_shapes(eqn, chosen, results, mesh_shape)
         return results
 
     return run
 
 
+def _check_shapes(eqn: JaxprEqn, chosen: EquationSpecs, results: Sequence[Any], mesh_shape: tuple[int, ...]) -> None:
+    """Raise VerifyError unless each result has the shape that its spec says."""
+    for v, shard, spec in zip(eqn.outvars, results, chosen.made, strict=True):
+        expected = spec.shard_shape(shape_of(v), mesh_shape)
+        if tuple(np.shape(shard)) != expected:
+            raise VerifyError(
+                f"The rule of `{eqn.primitive.name}` makes a shard of shape {np.shape(shard)} where {spec} of "
+                f"{shape_of(v)} is {expected}. The rule is wrong; please report it."
+            )
+
+
 def _loop(mesh_shape: tuple[int, ...]) -> Callable[[JaxprEqn, ScanBody, ShardedEquations, list[Any]], list[Any]]:
     def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: list[Any]) -> list[Any]:
-        interpreter = Interpreter(_literal, _move(mesh_shape), _run(mesh_shape), loop)
+        interpreter = _array_interpreter(mesh_shape)
 
         def iteration(carry: Any, slices: Any) -> Any:
-            out = walk(inside, [*body.flat.consts, *operands[: body.n_consts], *carry, *slices], interpreter)
-            out = [
-                jnp.asarray(x, aval_of(v).dtype) if is_literal(v) else x
-                for x, v in zip(out, inside.outvars, strict=True)
+            inputs = [*body.flat.consts, *operands[: body.n_consts], *carry, *slices]
+            shards = walk(inside, inputs, interpreter)
+            # Literals may be Python numbers, and a scan wants arrays of the dtypes that its carry has.
+            results = [
+                jnp.asarray(shard, aval_of(atom).dtype) if is_literal(atom) else shard
+                for shard, atom in zip(shards, inside.outvars, strict=True)
             ]
-            return out[: body.n_carry], out[body.n_carry :]
+            return results[: body.n_carry], results[body.n_carry :]
 
         carry, stacked = lax.scan(
             iteration,
@@ -255,7 +324,7 @@ def split_axes(factors: Factors, chosen: EquationSpecs) -> dict[int, tuple[int, 
         for dims, spec in zip(arrays, specs, strict=True):
             for dim, axes in zip(dims, spec.dims, strict=True):
                 if axes:
-                    leading = next(f for f in dim if factors.sizes[f] > 1)
+                    leading = next(factor for factor in dim if factors.sizes[factor] > 1)
                     splits[leading] = axes
     return splits
 
@@ -270,25 +339,13 @@ def _run_once(eqn: JaxprEqn, operands: list[Any], n_axes: int) -> list[Any]:
     is_first = lax.axis_index(names) == 0
     zeros = [jnp.zeros(shape_of(v), aval_of(v).dtype) for v in eqn.outvars]
     results = lax.cond(is_first, lambda *xs: eval_equation(eqn, xs), lambda *_: zeros, *operands)
-    return [_all_reduce(x, names, "or" if x.dtype == np.bool_ else "sum") for x in results]
+    return [_all_reduce(result, names, "or" if result.dtype == np.bool_ else "sum") for result in results]
+
+
+# ---- collectives ----------------------------------------------------------------------------------------------------
 
 
 _REDUCE: dict[Reduction, Callable[..., Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
-
-
-def _all_reduce(x: Any, names: tuple[str, ...], reduction: Reduction) -> Any:
-    if reduction in ("and", "or"):
-        over = lax.pmin if reduction == "and" else lax.pmax
-        return (
-            over(x.astype(np.int8), names).astype(np.bool_) if x.dtype == np.bool_ else _gathered(x, names, reduction)
-        )
-    return _REDUCE[reduction](x, names) if reduction in _REDUCE else _gathered(x, names, reduction)
-
-
-def _gathered(x: Any, names: tuple[str, ...], reduction: Reduction) -> Any:
-    """Reductions that no collective has."""
-    parts = lax.all_gather(x, names)
-    return {"prod": jnp.prod, "and": jnp.bitwise_and.reduce, "or": jnp.bitwise_or.reduce}[reduction](parts, axis=0)
 
 
 def take_step(x: Any, step: Step, mesh_shape: tuple[int, ...]) -> Any:
@@ -308,3 +365,18 @@ def take_step(x: Any, step: Step, mesh_shape: tuple[int, ...]) -> Any:
             return lax.psum_scatter(x, names, scatter_dimension=step.dim, tiled=True)
         case "all-to-all":
             return lax.all_to_all(x, names, step.dim, step.source, tiled=True)
+
+
+def _all_reduce(x: Any, names: tuple[str, ...], reduction: Reduction) -> Any:
+    if reduction in _REDUCE:
+        return _REDUCE[reduction](x, names)
+    if reduction in ("and", "or") and x.dtype == np.bool_:
+        over = lax.pmin if reduction == "and" else lax.pmax
+        return over(x.astype(np.int8), names).astype(np.bool_)
+    return _gathered(x, names, reduction)
+
+
+def _gathered(x: Any, names: tuple[str, ...], reduction: Reduction) -> Any:
+    """Reductions that no collective does: every device gathers all parts and reduces them."""
+    parts = lax.all_gather(x, names)
+    return {"prod": jnp.prod, "and": jnp.bitwise_and.reduce, "or": jnp.bitwise_or.reduce}[reduction](parts, axis=0)

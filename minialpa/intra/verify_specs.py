@@ -1,9 +1,10 @@
-"""The verifier of shardings: the equations of a mesh and a spec for every value in, the name of a wrong spec out.
+"""The verifier of shardings: whether the specs of a plan are those that the equations of a mesh can have.
 
-A spec is a claim about what devices hold, and the program of a mesh believes it. `verify_specs` checks each claim by
-the rule of its equation: operands and results together are those of one of its ways (`strategies/candidates.py`), so
-that a partial sum is claimed only where the equation leaves or passes one; and what is made can be resharded to what is
-read. A program of such specs may be slow but computes what the step says. Linear in the number of specs.
+A spec is a claim about what devices hold, and the program of a mesh trusts it. `verify_specs` checks each claim by the
+rule of its equation: operands and results together are one of its sharding candidates (`strategies/candidates.py`), so
+that a partial sum is claimed only where the equation makes or passes on one; and each value can be resharded to what
+its readers want. A program of such specs may be slow but computes what the step says. The time is linear in the number
+of specs.
 """
 
 from __future__ import annotations
@@ -26,15 +27,20 @@ from minialpa.rules.factors import factors_of
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import Atom, bytes_of, is_literal, shape_of
 
-#: Places of what a plan says of an equation.
+#: Positions of the fields of `EquationSpecs` in a plan, which errors name.
 _OPERANDS, _MADE, _RESULTS, _BODY = range(4)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpecsOfMesh:
-    """What a plan says of the values of a mesh; `forbidden` kinds of collectives reshard nothing.
+    """What a plan says of the values of one mesh.
 
-    inputs: specs of the inputs, in order. equations: specs of the equations, in order. where: the stage in the plan.
+    Attributes:
+        where: the stage in the plan, for errors.
+        mesh: the devices.
+        forbidden: kinds of collectives that may not reshard.
+        inputs: specs of the inputs, in order.
+        equations: specs of the equations, in order.
     """
 
     where: str
@@ -49,20 +55,26 @@ def verify_specs(problem: MeshEquations, found: SpecsOfMesh) -> dict[Var, Spec]:
 
     - each input and each equation has its specs, and these fit their arrays;
     - inputs are no partial sums, nor are results that leave the mesh or are combined other than by a sum;
-    - operands and results of each equation are those of one of its ways;
-    - a loop carries its values in one spec, and cuts no stacked array between iterations;
+    - operands and results of each equation are one of its sharding candidates;
+    - a loop carries its values in one spec, and splits no stacked array between iterations;
     - each value can be resharded to what its readers want.
     """
+    known = _verify_inputs(problem, found)
+    verifier = _Verifier(found.mesh, found.forbidden, problem.whole, problem.equal)
+    verifier.equations(problem.eqns, found.equations, known, f"{found.where}.equation_specs")
+    return known
+
+
+def _verify_inputs(problem: MeshEquations, found: SpecsOfMesh) -> dict[Var, Spec]:
     where = f"{found.where}.input_specs"
     given, wanted = len(found.inputs), len(problem.inputs)
     require(given == wanted, where, f"a list of {given}", f"{wanted}, one for each array that the stage is given")
+
     known: dict[Var, Spec] = {}
     for i, ((v, _), spec) in enumerate(zip(problem.inputs, found.inputs, strict=True)):
         check_spec(v, spec, found.mesh, f"{where}[{i}]")
         require(not spec.partial, f"{where}[{i}]", spec, "no partial sum, as devices are given arrays")
         known[v] = spec
-    verifier = _Verifier(found.mesh, found.forbidden, problem.whole, problem.equal)
-    verifier.equations(problem.eqns, found.equations, known, f"{found.where}.equation_specs")
     return known
 
 
@@ -75,7 +87,7 @@ def check_spec(v: Atom, spec: Spec, mesh: LogicalMesh, where: str) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _expected(spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str | None:
-    """What a spec of an array should be; None if it is that."""
+    """What a spec of an array of `shape` should be; None if `spec` is that."""
     if not all(axis < len(mesh_shape) and mesh_shape[axis] > 1 for axis in (*spec.axes, *spec.partial)):
         return f"axes of a mesh of shape {mesh_shape} that have several devices"
     if not all(list(axes) == sorted(axes) for axes in (*spec.dims, spec.partial)):
@@ -96,7 +108,14 @@ def check_resharding(v: Atom, src: Spec, dst: Spec, mesh: LogicalMesh, forbidden
 
 @dataclass(frozen=True, slots=True)
 class _Verifier:
-    """`whole`, `equal`: as in `MeshEquations`."""
+    """Verifies the equations of a mesh, and those of its loops.
+
+    Attributes:
+        mesh: the devices.
+        forbidden: kinds of collectives that may not reshard.
+        whole: variables that may not be left as partial sums, as in `MeshEquations`.
+        equal: pairs of variables with one spec, as in `MeshEquations`.
+    """
 
     mesh: LogicalMesh
     forbidden: tuple[str, ...]
@@ -106,38 +125,48 @@ class _Verifier:
     def equations(
         self, eqns: Sequence[JaxprEqn], specs: Sequence[EquationSpecs], known: dict[Var, Spec], where: str
     ) -> None:
-        """Verify equations in order. `known`: specs of what they read; what they leave is added."""
+        """Verify equations in order. `known`: specs of the variables so far; those of the results are added."""
         require(len(specs) == len(eqns), where, f"a list of {len(specs)}", f"{len(eqns)}, one for each equation")
         for i, (eqn, chosen) in enumerate(zip(eqns, specs, strict=True)):
             at = f"{where}[{i}]"
             self._check_arrays(eqn, chosen, at)
-            for k, (v, spec) in enumerate(zip(eqn.invars, chosen.operands, strict=True)):
-                if not is_literal(v):
-                    self._check_resharding(v, known[v], spec, f"{at}[{_OPERANDS}][{k}]")
+            self._check_operands(eqn, chosen, known, at)
             self._check_kind(eqn, chosen, at)
-            for r, (v, made, left) in enumerate(zip(eqn.outvars, chosen.made, chosen.results, strict=True)):
-                here = f"{at}[{_RESULTS}][{r}]"
-                self._check_resharding(v, made, left, here)
-                expected = f"no partial sum: result {r} of `{eqn.primitive.name}` is read elsewhere, or in other ways"
-                require(not left.partial or v not in self.whole, here, left, expected)
-                known[v] = known[self.equal.get(v, v)] = left
+            self._check_results(eqn, chosen, known, at)
+
+    def _check_operands(self, eqn: JaxprEqn, chosen: EquationSpecs, known: Mapping[Var, Spec], where: str) -> None:
+        """Each operand can be resharded to the spec in which the equation reads it."""
+        for k, (atom, spec) in enumerate(zip(eqn.invars, chosen.operands, strict=True)):
+            if not is_literal(atom):
+                self._check_resharding(atom, known[atom], spec, f"{where}[{_OPERANDS}][{k}]")
+
+    def _check_results(self, eqn: JaxprEqn, chosen: EquationSpecs, known: dict[Var, Spec], where: str) -> None:
+        """Each result can be left in its spec, which is added to `known`."""
+        for r, (v, made, left) in enumerate(zip(eqn.outvars, chosen.made, chosen.results, strict=True)):
+            here = f"{where}[{_RESULTS}][{r}]"
+            self._check_resharding(v, made, left, here)
+            expected = f"no partial sum: result {r} of `{eqn.primitive.name}` is read elsewhere, or in other ways"
+            require(not left.partial or v not in self.whole, here, left, expected)
+            known[v] = known[self.equal.get(v, v)] = left
 
     def _check_resharding(self, v: Atom, src: Spec, dst: Spec, where: str) -> None:
         check_resharding(v, src, dst, self.mesh, self.forbidden, where)
 
     def _check_arrays(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
-        """There is a spec for each array of the equation, which fits it."""
-        name = eqn.primitive.name
-        groups = ((_OPERANDS, eqn.invars, chosen.operands, "operand"), (_MADE, eqn.outvars, chosen.made, "result"),
-                  (_RESULTS, eqn.outvars, chosen.results, "result"))  # fmt: skip
-        for place, arrays, specs, what in groups:
-            expected = f"{len(arrays)}, one for each {what} of `{name}`"
+        """There is a spec for each array of the equation, and it fits the array."""
+        groups = (
+            (_OPERANDS, eqn.invars, chosen.operands, "operand"),
+            (_MADE, eqn.outvars, chosen.made, "result"),
+            (_RESULTS, eqn.outvars, chosen.results, "result"),
+        )
+        for place, arrays, specs, noun in groups:
+            expected = f"{len(arrays)}, one for each {noun} of `{eqn.primitive.name}`"
             require(len(specs) == len(arrays), f"{where}[{place}]", f"a list of {len(specs)}", expected)
-            for k, (v, spec) in enumerate(zip(arrays, specs, strict=True)):
-                check_spec(v, spec, self.mesh, f"{where}[{place}][{k}]")
+            for k, (atom, spec) in enumerate(zip(arrays, specs, strict=True)):
+                check_spec(atom, spec, self.mesh, f"{where}[{place}][{k}]")
 
     def _check_kind(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
-        """What is made is made of the operands."""
+        """The equation makes its results of its operands in these specs."""
         if chosen.body:
             body = scan_body(eqn)
             expected = f"an empty list, as `{eqn.primitive.name}` is no loop that is planned inside"
@@ -145,30 +174,30 @@ class _Verifier:
             assert body is not None
             self._check_loop(body, chosen, where)
         elif eqn.primitive.name == "optimization_barrier":
-            for k, (came, made) in enumerate(zip(chosen.operands, chosen.made, strict=True)):
-                require(made == came, f"{where}[{_MADE}][{k}]", made, f"{came}, as the array comes that is passed on")
+            _check_barrier(chosen, where)
         elif eqn.effects and self.mesh.n_devices > 1:
-            for place, specs in ((_OPERANDS, chosen.operands), (_MADE, chosen.made)):
-                for k, spec in enumerate(specs):
-                    is_whole = not spec.axes and not spec.partial
-                    expected = f"a whole array, as `{eqn.primitive.name}` has side effects and runs once"
-                    require(is_whole, f"{where}[{place}][{k}]", spec, expected)
+            _check_replicated(eqn, chosen, where)
         else:
-            self._check_way(eqn, chosen, where)
+            self._check_candidate(eqn, chosen, where)
 
-    def _check_way(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
+    def _check_candidate(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
+        """The specs are a sharding candidate of the equation. If not, the error names the nearest one."""
         operands, made = nearest_way(eqn, factors_of(eqn).on_mesh(), self.mesh.shape, chosen.operands, chosen.made)
         if (operands, made) == (chosen.operands, chosen.made):
             return
-        ends = ((_OPERANDS, chosen.operands, operands), (_MADE, chosen.made, made))
-        for place, specs, of_way in ends:
-            for k, (spec, expected) in enumerate(zip(specs, of_way, strict=True)):
+
+        for place, specs, nearest in ((_OPERANDS, chosen.operands, operands), (_MADE, chosen.made, made)):
+            for k, (spec, expected) in enumerate(zip(specs, nearest, strict=True)):
                 text = f"{expected} by the rule of `{eqn.primitive.name}`, next to {_listed(chosen)}"
                 require(spec == expected, f"{where}[{place}][{k}]", spec, text)
 
+    # ---- loops ------------------------------------------------------------------------------------------------------
+
     def _check_loop(self, body: ScanBody, chosen: EquationSpecs, where: str) -> None:
+        """The loop carries its values in one spec, and each device has all slices of stacked arrays."""
         for k, spec in enumerate(chosen.operands[body.n_lead :], body.n_lead):
             require(not spec.dims[0], f"{where}[{_OPERANDS}][{k}]", spec, "iterations that all devices have")
+
         for r, (made, left) in enumerate(zip(chosen.made, chosen.results, strict=True)):
             here = f"{where}[{_MADE}][{r}]"
             require(made == left, here, made, f"{left}, in which the loop leaves result {r}")
@@ -177,16 +206,33 @@ class _Verifier:
                 require(made == came, here, made, f"{came}, in which the loop carries the value")
             else:
                 require(not made.dims[0], here, made, "iterations that all devices have")
+
         self._check_iteration(body, chosen, where)
 
     def _check_iteration(self, body: ScanBody, chosen: EquationSpecs, where: str) -> None:
+        """The specs of the equations of the body are right, and its results can be left as those of the loop."""
         flat = body.flat
         known = {v: Spec.replicated(len(shape_of(v))) for v in flat.constvars}
         known.update((v, body.inner_operand(k, chosen.operands[k])) for k, v in enumerate(flat.invars))
         self.equations(flat.eqns, chosen.body, known, f"{where}[{_BODY}]")
-        for r, v in enumerate(flat.outvars):
-            made = Spec.replicated(len(shape_of(v))) if is_literal(v) else known[v]
-            self._check_resharding(v, made, body.inner_result(r, chosen.results[r]), f"{where}[{_RESULTS}][{r}]")
+
+        for r, atom in enumerate(flat.outvars):
+            made = Spec.replicated(len(shape_of(atom))) if is_literal(atom) else known[atom]
+            self._check_resharding(atom, made, body.inner_result(r, chosen.results[r]), f"{where}[{_RESULTS}][{r}]")
+
+
+def _check_barrier(chosen: EquationSpecs, where: str) -> None:
+    """An optimization barrier passes on each operand in the spec in which it comes."""
+    for k, (came, made) in enumerate(zip(chosen.operands, chosen.made, strict=True)):
+        require(made == came, f"{where}[{_MADE}][{k}]", made, f"{came}, as the array comes that is passed on")
+
+
+def _check_replicated(eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
+    """An equation with side effects, which one device runs, reads and makes replicated arrays."""
+    expected = f"a whole array, as `{eqn.primitive.name}` has side effects and runs once"
+    for place, specs in ((_OPERANDS, chosen.operands), (_MADE, chosen.made)):
+        for k, spec in enumerate(specs):
+            require(not spec.axes and not spec.partial, f"{where}[{place}][{k}]", spec, expected)
 
 
 def _listed(chosen: EquationSpecs) -> str:

@@ -68,7 +68,13 @@ def test_what_has_side_effects_runs_on_whole_arrays() -> None:
     whole["reduce_sum"] = EquationSpecs((Spec(((),)),), (Spec(()),), (Spec(()),))
     for partial in ((), (0,)):
         whole["debug_callback"] = EquationSpecs((Spec((), partial),), (), ())
-        specs = SpecsOfMesh("stages[0]", MESH, (), (Spec(((),)), Spec(((),))), tuple(whole[name] for name in kinds))
+        specs = SpecsOfMesh(
+            where="stages[0]",
+            mesh=MESH,
+            forbidden=(),
+            inputs=(Spec(((),)), Spec(((),))),
+            equations=tuple(whole[name] for name in kinds),
+        )
         if partial:
             with pytest.raises(VerifyError, match=r"\[0\]\[0\]` is \+P0; expected a whole array, as `debug_callback`"):
                 verify_specs(problem, specs)

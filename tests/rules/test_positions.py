@@ -214,7 +214,15 @@ def _program_of(eqn: Any, chosen: EquationSpecs, mesh: LogicalMesh) -> ShardedEq
     operands, (result,) = [v for v in eqn.invars if not is_literal(v)], eqn.outvars
     specs = {v: Spec.replicated(len(shape_of(v))) for v in operands} | {result: chosen.results[0]}
     whole = Spec.replicated(len(shape_of(result)))
-    return ShardedEquations((eqn,), tuple(operands), (result,), specs, {id(eqn): chosen}, (whole,), mesh)
+    return ShardedEquations(
+        eqns=(eqn,),
+        invars=tuple(operands),
+        outvars=(result,),
+        specs=specs,
+        equations={id(eqn): chosen},
+        out_specs=(whole,),
+        mesh=mesh,
+    )
 
 
 def test_a_large_vocabulary_is_split_and_never_gathered(key: jax.Array) -> None:

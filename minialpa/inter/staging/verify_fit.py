@@ -69,7 +69,13 @@ def verify_staged(staged: StagedStep, problems: Sequence[MeshEquations], plan: P
     known: list[dict[Var, Spec]] = []
     for k, (problem, stage) in enumerate(zip(problems, plan.stages, strict=True)):
         _verify_passes(staged, plan, k)
-        specs = SpecsOfMesh(f"stages[{k}]", stage.mesh, stage.forbidden, stage.input_specs, stage.equation_specs)
+        specs = SpecsOfMesh(
+            where=f"stages[{k}]",
+            mesh=stage.mesh,
+            forbidden=stage.forbidden,
+            inputs=stage.input_specs,
+            equations=stage.equation_specs,
+        )
         known.append(verify_specs(problem, specs))
     _verify_inputs(plan.inputs, placed_inputs(staged, known))
     _verify_outputs(staged, plan, known)

@@ -1,4 +1,5 @@
-"""The memory model: the program of one device in, the bytes that it takes while it runs out.
+"""The memory model: the bytes that the program of one device takes while it runs. `liveness` lists its modules.
 
+What depends on the compiler (XLA) is in `compiler` and `lowering` and what these two import.
 Imports: `intra.strategies`, `intra.spmd` and `rules`.
 """

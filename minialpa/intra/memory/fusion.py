@@ -1,67 +1,42 @@
-"""Which values of a program ever lie in memory: operations in, kernels out, in the order in which they run.
+"""Which values of a program are ever in memory, and in which order its kernels run.
 
 A compiler joins chains of elementwise operations into one kernel, and only what leaves a kernel has a buffer. The rules
 are those of XLA's instruction fusion, on the graph of operations before it:
 
-    1. An operation joins a reader that is elementwise itself. Dots, convolutions, collectives, sorts and loops are
-       kernels of their own; a sum takes in what only it reads.
+    1. An operation joins a reader that is elementwise itself. Products, convolutions, collectives, sorts and loops are
+       kernels of their own. A sum takes in an operation only if nothing else reads it.           -> _Graph.may_join
     2. Cheap operations are computed again for each reader; expensive ones (exp, division) only if there is one reader,
-       and never inside a broadcast, which would compute them once for each copy.
-    3. What reads more than it writes is not computed twice unless it is joined on every path.        -> _spread
-    4. A kernel runs as soon as its operands are there, first come, first served.                      -> run_order
-
-In: `Operation`s over values numbered from 0. Out: `Kernel`s.
+       and never inside a broadcast, which would compute them once for each copy.                 -> _Graph.may_join
+    3. An operation that reads more than it writes is not computed twice unless it joins its readers on every path.
+                                                                                                  -> _on_all_paths
+    4. A kernel runs as soon as its operands are there, first come, first served.                 -> run_order
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-#: loop: elementwise, layouts and slices. view: the same bytes in another shape. fill: made from nothing, as an iota.
-#: sum: a reduction by a library kernel. own: always a kernel of its own.
-Kind = Literal["loop", "view", "fill", "sum", "own"]
+from minialpa.intra.memory.operations import Operation, makers_of
 
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One operation.
-
-    reads, writes: values. expensive: too dear to compute twice. repeats: each element of an operand is read many times.
-    elementwise: reads its operands element by element. late: comes behind all other readers of its operands, as what a
-    compiler has rewritten does.
-    joins_sum: may be joined to a sum. scratch_bytes: what it needs while it runs. in_place: the operand whose buffer
-    the result takes over. waits: a view that is there only when all that it reads is.
-    sums: whether it adds its two operands, or adds the others into the first as a scatter.
-    """
-
-    kind: Kind
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    expensive: bool = False
-    repeats: bool = False
-    elementwise: bool = False
-    late: bool = False
-    joins_sum: bool = False
-    scratch_bytes: float = 0.0
-    in_place: int | None = None
-    waits: bool = False
-    sums: Literal["add", "scatter"] | None = None
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether it is always a kernel of its own."""
-        return self.kind == "own" or self.waits
+#: Operands of at most so many bytes, such as scalars, do not count as arrays that an operation reads.
+_SMALL_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """An operation that is run, with everything that is joined to it: `reads` and `writes` are in memory.
+    """An operation that is run, with everything that is joined to it.
 
-    alias: the value whose buffer the result is, for a view of one that is in memory anyway, or one changed `in_place`.
-    shares: those of `reads` that are read element by element, whose buffer the result may take over.
+    Attributes:
+        operation: its number.
+        reads: values in memory, those that it reads through joined operations included.
+        writes: values in memory.
+        alias: the value whose buffer the result is in: that of a view, or the operand changed `in_place`; else None.
+        in_place: whether it changes the buffer of `alias`.
+        scratch_bytes: what it needs only while it runs.
+        shares: those of `reads` that it reads element by element, so that the result may take over their buffer.
+        late: whether it runs after all other readers of its operands.
     """
 
     operation: int
@@ -74,68 +49,83 @@ class Kernel:
     late: bool = False
 
 
+# ---- fusion ---------------------------------------------------------------------------------------------------------
+
+
 def kernels_of(operations: Sequence[Operation], results: Sequence[int], sizes: Sequence[float]) -> list[Kernel]:
     """The kernels of a program that ends with `results`; `sizes` are bytes of values. What nobody reads is not run."""
     graph = _Graph(operations, results, sizes)
     stored = [op.is_apart for op in operations]
     joined: list[set[int]] = [set() for _ in operations]  # readers that an operation is joined to
-    spread = [False] * len(operations)
-    for p in range(len(operations) - 1, -1, -1):
-        readers = graph.readers[p]
-        joins = {c for c in readers if graph.may_join(p, c)}
-        spread[p] = graph.n_users(p) < 2 or graph.cheap_to_repeat(p) or _on_all_paths(graph, p, spread)
-        joined[p] = joins if spread[p] else set()
-        graph.in_sum[p] = operations[p].kind == "sum" or any(graph.in_sum[c] for c in joined[p])
-        stored[p] = stored[p] or graph.is_result[p] or len(joined[p]) < len(readers)
+    spread = [False] * len(operations)  # whether an operation may be computed once for each reader
+
+    # Readers first, since whether an operation joins them depends on what they are joined to.
+    for producer in range(len(operations) - 1, -1, -1):
+        readers = graph.readers[producer]
+        if graph.n_users(producer) < 2 or graph.is_cheap_to_repeat(producer) or _on_all_paths(graph, producer, spread):
+            spread[producer] = True
+            joined[producer] = {reader for reader in readers if graph.may_join(producer, reader)}
+
+        if any(graph.in_sum[reader] for reader in joined[producer]):
+            graph.in_sum[producer] = True
+        if graph.is_result[producer] or len(joined[producer]) < len(readers):
+            stored[producer] = True
+
     return _collect(graph, stored, joined)
 
 
 class _Graph:
-    """Operations with their readers; a class for what is computed once."""
+    """The operations of a program with their readers.
+
+    Attributes:
+        maker: for each value that an operation writes, that operation.
+        live: whether a result depends on the operation.
+        is_result: whether the operation writes a result.
+        readers: live operations that read what the operation writes.
+        in_sum: whether the operation is a sum or joined to one; set from the last operation to the first.
+        below: operations that the operation depends on, as bits.
+    """
 
     def __init__(self, operations: Sequence[Operation], results: Sequence[int], sizes: Sequence[float]) -> None:
         self.operations, self.sizes = operations, sizes
-        self.maker = {v: p for p, op in enumerate(operations) for v in op.writes}
-        wanted = set(results)
-        self.live = [False] * len(operations)
-        self.is_result = [any(v in wanted for v in op.writes) for op in operations]
-        self.readers: list[list[int]] = [[] for _ in operations]
+        self.maker = makers_of(operations)
         self.in_sum = [op.kind == "sum" for op in operations]
-        self.below = [0] * len(operations)  # operations that a value comes from, as bits
-        needed = set(results)
-        for p in range(len(operations) - 1, -1, -1):
-            self.live[p] = any(v in needed for v in operations[p].writes)
-            if self.live[p]:
-                needed.update(operations[p].reads)
-        for c, op in enumerate(operations):
-            makers = dict.fromkeys(self.maker[v] for v in op.reads if v in self.maker)
-            for p in makers:
-                self.below[c] |= self.below[p] | 1 << p
-                if self.live[c]:
-                    self.readers[p].append(c)
+        wanted = set(results)
+        self.is_result = [any(v in wanted for v in op.writes) for op in operations]
+        self.live = _live(operations, results)
+        self.readers: list[list[int]] = [[] for _ in operations]
+        self.below = [0] * len(operations)
+        self._connect()
 
-    def operands(self, c: int) -> list[int]:
-        """Operations whose results `c` reads."""
-        return list(dict.fromkeys(self.maker[v] for v in self.operations[c].reads if v in self.maker))
+    def _connect(self) -> None:
+        for reader in range(len(self.operations)):
+            for producer in self.operands(reader):
+                self.below[reader] |= self.below[producer] | 1 << producer
+                if self.live[reader]:
+                    self.readers[producer].append(reader)
 
-    def may_join(self, p: int, c: int) -> bool:
+    def operands(self, reader: int) -> list[int]:
+        """Operations whose results `reader` reads, each once."""
+        return list(dict.fromkeys(self.maker[v] for v in self.operations[reader].reads if v in self.maker))
+
+    def may_join(self, producer: int, reader: int) -> bool:
         """Rules 1 and 2."""
-        producer, consumer = self.operations[p], self.operations[c]
-        if producer.is_apart or producer.kind == "sum" or consumer.is_apart:
+        source, target = self.operations[producer], self.operations[reader]
+        if source.is_apart or source.kind == "sum" or target.is_apart:
             return False
-        if self.in_sum[c]:
-            return producer.joins_sum and self.n_users(p) == 1
-        return not (producer.expensive and (consumer.repeats or self.n_users(p) > 1))
+        if self.in_sum[reader]:
+            return source.joins_sum and self.n_users(producer) == 1
+        return not (source.expensive and (target.repeats or self.n_users(producer) > 1))
 
-    def n_users(self, p: int) -> int:
-        """Readers, and one more for a result."""
-        return len(self.readers[p]) + self.is_result[p]
+    def n_users(self, producer: int) -> int:
+        """The number of readers, and one more for a result."""
+        return len(self.readers[producer]) + self.is_result[producer]
 
-    def cheap_to_repeat(self, p: int) -> bool:
+    def is_cheap_to_repeat(self, producer: int) -> bool:
         """Whether it reads one array only, not counting repeated ones, or no more bytes than it writes."""
-        reads = set(self.operations[p].reads)
-        arrays = [v for v in reads if self.sizes[v] > 16 and not self._is_repeated(v)]
-        written = sum(self.sizes[v] for v in self.operations[p].writes)
+        reads = set(self.operations[producer].reads)
+        arrays = [v for v in reads if self.sizes[v] > _SMALL_BYTES and not self._is_repeated(v)]
+        written = sum(self.sizes[v] for v in self.operations[producer].writes)
         return len(arrays) < 2 or sum(self.sizes[v] for v in reads) <= written
 
     def _is_repeated(self, v: int) -> bool:
@@ -143,81 +133,118 @@ class _Graph:
         return maker is not None and (maker.kind == "fill" or maker.repeats)
 
 
-def _on_all_paths(graph: _Graph, p: int, spread: Sequence[bool]) -> bool:
-    """Rule 3: whether `p` is joined to each reader, and what lies between `p` and a reader is joined to it as well."""
-    if graph.is_result[p]:
+def _live(operations: Sequence[Operation], results: Sequence[int]) -> list[bool]:
+    """Whether `results` depend on each operation."""
+    live = [False] * len(operations)
+    needed = set(results)
+    for number in range(len(operations) - 1, -1, -1):
+        live[number] = any(v in needed for v in operations[number].writes)
+        if live[number]:
+            needed.update(operations[number].reads)
+    return live
+
+
+def _on_all_paths(graph: _Graph, producer: int, spread: Sequence[bool]) -> bool:
+    """Rule 3: whether `producer` joins each reader, and what lies between the two joins that reader as well."""
+    if graph.is_result[producer]:
         return False
+
     seen: set[int] = set()
-    waiting = list(graph.readers[p])
+    waiting = list(graph.readers[producer])
     while waiting:
-        c = waiting.pop()
-        if c == p or c in seen:
+        reader = waiting.pop()
+        if reader == producer or reader in seen:
             continue
-        seen.add(c)
-        between = [o for o in graph.operands(c) if o == p or graph.below[o] >> p & 1]
-        if any(not graph.may_join(o, c) or (o != p and not spread[o]) for o in between):
+        seen.add(reader)
+
+        between = [o for o in graph.operands(reader) if o == producer or graph.below[o] >> producer & 1]
+        if not all(graph.may_join(o, reader) and (o == producer or spread[o]) for o in between):
             return False
         waiting += between
     return True
 
 
 def _collect(graph: _Graph, stored: Sequence[bool], joined: Sequence[set[int]]) -> list[Kernel]:
-    """Kernels of the operations whose results are stored, with what they read through those joined to them."""
-    operations = graph.operations
+    """The kernels of live operations whose results are `stored`."""
     # For each operation, the stored values that computing it reads, and whether element by element.
     reads: list[dict[int, bool]] = []
     kernels: list[Kernel] = []
-    for c, op in enumerate(operations):
-        own: dict[int, bool] = {}
-        for v in op.reads:
-            p = graph.maker.get(v)
-            if p is None or c not in joined[p]:
-                own[v] = own.get(v, True) and op.elementwise
-            else:
-                own.update((u, own.get(u, True) and once and op.elementwise) for u, once in reads[p].items())
-        reads.append(own)
-        if stored[c] and graph.live[c]:
-            source = next(iter(op.reads), None)
-            alias = source if op.kind == "view" and source in own else op.in_place
-            kernels.append(
-                Kernel(
-                    c,
-                    tuple(own),
-                    op.writes,
-                    alias,
-                    op.in_place is not None,
-                    op.scratch_bytes,
-                    tuple(v for v in own if own[v]),
-                    op.late,
-                )
-            )
+    for number, op in enumerate(graph.operations):
+        reads.append(_stored_reads(graph, number, joined, reads))
+        if stored[number] and graph.live[number]:
+            kernels.append(_kernel(number, op, reads[number]))
     return kernels
 
 
+def _stored_reads(
+    graph: _Graph, reader: int, joined: Sequence[set[int]], reads: Sequence[Mapping[int, bool]]
+) -> dict[int, bool]:
+    """What `reader` reads from memory, and whether element by element; `reads` is the same for those before it."""
+    op = graph.operations[reader]
+    own: dict[int, bool] = {}
+    for value in op.reads:
+        producer = graph.maker.get(value)
+        if producer is None or reader not in joined[producer]:
+            own[value] = own.get(value, True) and op.elementwise
+        else:
+            own.update((v, own.get(v, True) and once and op.elementwise) for v, once in reads[producer].items())
+    return own
+
+
+def _kernel(number: int, op: Operation, reads: Mapping[int, bool]) -> Kernel:
+    # A view of a stored value is in its buffer; one of a joined value is computed into a buffer of its own.
+    is_view = op.kind == "view" and op.reads[0] in reads
+    return Kernel(
+        operation=number,
+        reads=tuple(reads),
+        writes=op.writes,
+        alias=op.reads[0] if is_view else op.in_place,
+        in_place=op.in_place is not None,
+        scratch_bytes=op.scratch_bytes,
+        shares=tuple(v for v, once in reads.items() if once),
+        late=op.late,
+    )
+
+
+# ---- order ----------------------------------------------------------------------------------------------------------
+
+
 def run_order(kernels: Sequence[Kernel], inputs: Sequence[int]) -> list[int]:
-    """Numbers of `kernels` in the order in which they run: a queue of those that are ready, which `inputs` start."""
-    maker = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
-    readers: dict[int, list[int]] = {}
-    missing = []
-    for k, kernel in enumerate(kernels):
-        for v in kernel.reads:
-            readers.setdefault(v, []).append(k)
-        missing.append(len(kernel.reads))
-    waiting: deque[tuple[int | None, tuple[int, ...]]] = deque((None, (v,)) for v in inputs)
-    for behind in readers.values():
-        behind.sort(key=lambda k: kernels[k].late)
-    known = set(inputs)
-    waiting.extend((None, (v,)) for v in readers if v not in maker and v not in known)
-    waiting.extend((k, kernel.writes) for k, kernel in enumerate(kernels) if not kernel.reads)
+    """Rule 4: numbers of `kernels` in the order in which they run: a queue of those that are ready."""
+    readers = _readers_in_turn(kernels)
+    missing = [len(kernel.reads) for kernel in kernels]
+
+    # Inputs start the queue, then constants, then kernels that read nothing.
+    available = [*inputs, *_constants(kernels, readers, inputs)]
+    queue: deque[tuple[int | None, tuple[int, ...]]] = deque((None, (value,)) for value in available)
+    queue.extend((number, kernel.writes) for number, kernel in enumerate(kernels) if not kernel.reads)
+
     order = []
-    while waiting:
-        done, values = waiting.popleft()
+    while queue:
+        done, values = queue.popleft()
         if done is not None:
             order.append(done)
-        for v in values:
-            for k in readers.get(v, ()):
-                missing[k] -= 1
-                if not missing[k]:
-                    waiting.append((k, kernels[k].writes))
+        for reader in (number for value in values for number in readers.get(value, ())):
+            missing[reader] -= 1
+            if not missing[reader]:
+                queue.append((reader, kernels[reader].writes))
+
     assert len(order) == len(kernels), (len(order), len(kernels))
     return order
+
+
+def _readers_in_turn(kernels: Sequence[Kernel]) -> dict[int, list[int]]:
+    """For each value, the kernels that read it, late ones last."""
+    readers: dict[int, list[int]] = {}
+    for number, kernel in enumerate(kernels):
+        for value in kernel.reads:
+            readers.setdefault(value, []).append(number)
+    for behind in readers.values():
+        behind.sort(key=lambda number: kernels[number].late)
+    return readers
+
+
+def _constants(kernels: Sequence[Kernel], read: Mapping[int, object], inputs: Sequence[int]) -> list[int]:
+    """Those of the `read` values that are neither inputs nor made by a kernel."""
+    known = set(inputs).union(*(kernel.writes for kernel in kernels))
+    return [value for value in read if value not in known]

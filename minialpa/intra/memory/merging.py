@@ -1,14 +1,14 @@
-"""All-reduces that do not wait for each other become one: operations in, operations out.
+"""All-reduces that XLA combines into one, since they do not depend on each other.
 
-So does the compiler, for sums of one type over the same devices, and the sums of all gradients happen at once when the
-last of them is there: every gradient is in memory at that time.
+It combines sums of one type over the same devices. The gradients are then all summed at once, when the last of them is
+there, so that every gradient is in memory at that time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from minialpa.intra.memory.fusion import Operation
+from minialpa.intra.memory.operations import Operation, makers_of
 
 
 def combine(
@@ -17,7 +17,7 @@ def combine(
     """`operations` with those that write a value of `kinds` joined where the kinds are equal; in a valid order."""
     out = tuple(operations)
     for kind in dict.fromkeys(kinds.values()):
-        groups = _groups(out, results, [v for v, k in kinds.items() if k == kind])
+        groups = _groups(out, results, [value for value, other in kinds.items() if other == kind])
         if any(len(group) > 1 for group in groups):
             out = _sorted(_merged(out, groups))
     return out
@@ -25,23 +25,31 @@ def combine(
 
 def _groups(operations: Sequence[Operation], results: Sequence[int], values: Sequence[int]) -> list[list[int]]:
     """Runs, in the order of `_postorder`, of operations that write `values` and do not depend on each other."""
-    maker = {v: p for p, op in enumerate(operations) for v in op.writes}
-    below: list[int] = []  # operations that an operation depends on, as bits
+    maker = makers_of(operations)
+    below = _dependencies(operations, maker)
+    wanted = {maker[value] for value in values if value in maker}
+
+    groups: list[list[int]] = []
+    for number in _postorder(operations, maker, results):
+        if number not in wanted:
+            continue
+        if groups and not any(below[number] >> member & 1 for member in groups[-1]):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+def _dependencies(operations: Sequence[Operation], maker: Mapping[int, int]) -> list[int]:
+    """For each operation, those that it depends on, as bits."""
+    below: list[int] = []
     for op in operations:
         bits = 0
-        for v in op.reads:
-            if v in maker:
-                bits |= below[maker[v]] | 1 << maker[v]
+        for value in op.reads:
+            if value in maker:
+                bits |= below[maker[value]] | 1 << maker[value]
         below.append(bits)
-    wanted = {maker[v] for v in values if v in maker}
-    groups: list[list[int]] = []
-    for p in _postorder(operations, maker, results):
-        if p in wanted:
-            if groups and not any(below[p] >> q & 1 for q in groups[-1]):
-                groups[-1].append(p)
-            else:
-                groups.append([p])
-    return groups
+    return below
 
 
 def _postorder(operations: Sequence[Operation], maker: Mapping[int, int], results: Sequence[int]) -> list[int]:
@@ -49,44 +57,51 @@ def _postorder(operations: Sequence[Operation], maker: Mapping[int, int], result
     order: list[int] = []
     seen: set[int] = set()
     for result in results:
+        # (operation, how many of its operands are done)
         stack = [(maker[result], 0)] if result in maker and maker[result] not in seen else []
         while stack:
-            p, i = stack.pop()
-            seen.add(p)
-            operands = [maker[v] for v in operations[p].reads if v in maker]
-            while i < len(operands) and operands[i] in seen:
-                i += 1
-            if i == len(operands):
-                order.append(p)
+            number, n_done = stack.pop()
+            seen.add(number)
+
+            operands = [maker[value] for value in operations[number].reads if value in maker]
+            while n_done < len(operands) and operands[n_done] in seen:
+                n_done += 1
+
+            if n_done == len(operands):
+                order.append(number)
             else:
-                stack += [(p, i + 1), (operands[i], 0)]
+                stack += [(number, n_done + 1), (operands[n_done], 0)]
     return order
 
 
 def _merged(operations: Sequence[Operation], groups: Sequence[Sequence[int]]) -> list[Operation]:
+    """`operations` with the members of each group replaced by one operation, in the place of the last member."""
     joined: dict[int, Operation | None] = {}
     for group in groups:
         members = sorted(group)
-        reads = tuple(v for p in members for v in operations[p].reads)
+        reads = tuple(value for member in members for value in operations[member].reads)
+        writes = tuple(value for member in members for value in operations[member].writes)
         joined.update(dict.fromkeys(members))
-        joined[members[-1]] = Operation("own", reads, tuple(v for p in members for v in operations[p].writes))
-    return [op for p, old in enumerate(operations) if (op := joined.get(p, old)) is not None]
+        joined[members[-1]] = Operation(kind="own", reads=reads, writes=writes)
+    return [op for number, old in enumerate(operations) if (op := joined.get(number, old)) is not None]
 
 
 def _sorted(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     """The same operations, each behind those that it reads from, otherwise in the given order."""
-    made = {v for op in operations for v in op.writes}
+    made = {value for op in operations for value in op.writes}
     out: list[Operation] = []
     ready: set[int] = set()
     pending = list(operations)
     while pending:
         late = []
         for op in pending:
-            if all(v in ready or v not in made for v in op.reads):
+            if all(value in ready or value not in made for value in op.reads):
                 out.append(op)
                 ready.update(op.writes)
             else:
                 late.append(op)
+
+        # Each round places at least one operation, as they form no cycle.
         assert len(late) < len(pending), late[0]
         pending = late
     return tuple(out)

@@ -1,113 +1,102 @@
-"""Buffers of a program in memory: when values are there in, the bytes that hold them out.
+"""Places of buffers in memory, and the bytes that hold them all.
 
 As XLA does: the largest are placed first, into the buffer of a result, or of an argument that was copied, that is free
-for their time. What is left goes into one block, each at the smallest gap that it fits beside those that are there at
-the same time; by size and by duration, and the better of the two counts. Gaps remain, so a block may be larger than
-what is in memory at any time.
+for their time. The others share one block. Each is placed at the smallest gap that it fits, beside those that are in
+use at the same time; once from large to small and once from long to short, and the smaller block counts. Gaps remain,
+so a block may be larger than what is in use at any time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-#: Buffers start at multiples of this.
+from minialpa.intra.memory.timeline import Buffer, Timeline
+
+#: Bytes. Buffers start at multiples of this in XLA:CPU.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
-    """`value` (of a Recorder) is in memory at the times start, ..., end - 1."""
-
-    value: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """When the values of a program are in memory, besides its arguments.
-
-    results: values in buffers of their own until the end. idle: buffers of arguments that were copied, until a result
-    takes them over. scratch: (time, bytes) of kernels that need more. shared: values that start in the buffer of an
-    operand that ends then, and that operand.
-    """
-
-    n_times: int
-    temporaries: tuple[Buffer, ...]
-    results: tuple[Buffer, ...]
-    idle: tuple[Buffer, ...]
-    scratch: tuple[tuple[int, float], ...]
-    shared: Mapping[int, int]
-
-
-@dataclass(frozen=True, slots=True)
 class _Block:
+    """Aligned bytes that are in use at the times start, ..., end - 1."""
+
     start: int
     end: int
     n_bytes: float
 
 
 def pack(timeline: Timeline, sizes: Sequence[float]) -> tuple[float, list[int]]:
-    """Bytes of the block of temporaries, and those that are there when most are; `sizes` are bytes of values."""
+    """Bytes of the block of temporaries, and the values in it when most are in use; `sizes` are bytes of values."""
     left = _without_room(timeline, sizes)
     blocks = _blocks(timeline, left, sizes)
-    by_size = sorted(blocks, key=lambda b: (-b.n_bytes, b.start - b.end))
-    by_duration = sorted(blocks, key=lambda b: (b.start - b.end, -b.n_bytes))
+    by_size = sorted(blocks, key=lambda block: (-block.n_bytes, block.start - block.end))
+    by_duration = sorted(blocks, key=lambda block: (block.start - block.end, -block.n_bytes))
     at = _fullest(blocks, timeline.n_times)
-    return min(_height(by_size), _height(by_duration)), [b.value for b in left if b.start <= at < b.end]
+    n_bytes = min(_height(by_size), _height(by_duration))
+    return n_bytes, [buffer.value for buffer in left if buffer.start <= at < buffer.end]
 
 
 def _without_room(timeline: Timeline, sizes: Sequence[float]) -> list[Buffer]:
     """Temporaries that find no place in the buffer of a result or argument."""
-    rooms = [(_aligned(sizes[b.value]), [(b.start, b.end)]) for b in timeline.results]
-    rooms += [(_aligned(sizes[b.value]), [(0, b.start), (b.end, timeline.n_times)]) for b in timeline.idle]
+    # (bytes, when they are in use)
+    rooms = [(_aligned(sizes[own.value]), [(own.start, own.end)]) for own in timeline.results]
+    for idle in timeline.idle:
+        rooms.append((_aligned(sizes[idle.value]), [(0, idle.start), (idle.end, timeline.n_times)]))
+
     left: list[Buffer] = []
-    for b in sorted(timeline.temporaries, key=lambda b: (-sizes[b.value], b.start)):
-        size = _aligned(sizes[b.value])
+    for buffer in sorted(timeline.temporaries, key=lambda buffer: (-sizes[buffer.value], buffer.start)):
+        size = _aligned(sizes[buffer.value])
         for room, spans in rooms:
-            if room >= size and all(b.end <= start or end <= b.start for start, end in spans):
-                spans.append((b.start, b.end))
+            if room >= size and all(buffer.end <= start or end <= buffer.start for start, end in spans):
+                spans.append((buffer.start, buffer.end))
                 break
         else:
-            left.append(b)
+            left.append(buffer)
     return left
 
 
 def _blocks(timeline: Timeline, left: Sequence[Buffer], sizes: Sequence[float]) -> list[_Block]:
-    """What to place: values that share a buffer as one, and scratch."""
-    end: dict[int, int] = {}  # of those that begin with a value of their own
-    first: dict[int, Buffer] = {}
-    for b in sorted(left, key=lambda b: b.start):
-        first[b.value] = first.get(timeline.shared.get(b.value, -1), b)
-        end[first[b.value].value] = b.end
-    own = [_Block(b.start, end[b.value], _aligned(sizes[b.value])) for b in left if first[b.value] is b]
-    return own + [_Block(t, t + 1, n_bytes) for t, n_bytes in timeline.scratch]
+    """What to place: scratch memory, and the buffers `left`, of which values that share a buffer are one block."""
+    first: dict[int, Buffer] = {}  # for each value, the one that its buffer began with
+    end: dict[int, int] = {}  # of the buffers that begin with a value
+    for buffer in sorted(left, key=lambda buffer: buffer.start):
+        first[buffer.value] = first.get(timeline.shared.get(buffer.value, -1), buffer)
+        end[first[buffer.value].value] = buffer.end
+
+    own = [
+        _Block(buffer.start, end[buffer.value], _aligned(sizes[buffer.value]))
+        for buffer in left
+        if first[buffer.value] is buffer
+    ]
+    return own + [_Block(time, time + 1, n_bytes) for time, n_bytes in timeline.scratch]
 
 
 def _fullest(blocks: Sequence[_Block], n_times: int) -> int:
     """The first time at which most bytes are in use."""
     change = np.zeros(n_times + 1)
-    for b in blocks:
-        change[b.start] += b.n_bytes
-        change[b.end] -= b.n_bytes
+    for block in blocks:
+        change[block.start] += block.n_bytes
+        change[block.end] -= block.n_bytes
     return int(np.argmax(np.cumsum(change)))
 
 
 def _height(blocks: Sequence[_Block]) -> float:
     """Bytes up to the highest end when blocks are placed in this order."""
     starts, ends, lows, highs = (np.zeros(len(blocks)) for _ in range(4))
-    for i, b in enumerate(blocks):
-        beside = np.flatnonzero((starts[:i] < b.end) & (b.start < ends[:i]))
+    for i, block in enumerate(blocks):
+        # The blocks in use at the same time, from low to high, and the gap below each of them and above the last.
+        beside = np.flatnonzero((starts[:i] < block.end) & (block.start < ends[:i]))
         beside = beside[np.argsort(lows[beside])]
         tops = np.maximum.accumulate(np.concatenate([[0.0], highs[beside]]))
         gaps = np.append(lows[beside], np.inf) - tops
-        smallest = int(np.argmin(np.where(gaps >= b.n_bytes, gaps, np.inf)))
-        low = tops[smallest if gaps[smallest] >= b.n_bytes else -1]
-        starts[i], ends[i], lows[i], highs[i] = b.start, b.end, low, low + b.n_bytes
+
+        smallest = int(np.argmin(np.where(gaps >= block.n_bytes, gaps, np.inf)))
+        low = tops[smallest if gaps[smallest] >= block.n_bytes else -1]
+        starts[i], ends[i], lows[i], highs[i] = block.start, block.end, low, low + block.n_bytes
     return float(highs.max(initial=0.0))
 
 

@@ -29,9 +29,11 @@ from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_memory import donations
 from minialpa.inter.staging.mesh_problem import ShardedView, mesh_equations, task_program
 from minialpa.inter.staging.staged_step import bind_specs, final_specs, realise
-from minialpa.intra.memory.fusion import Operation, kernels_of, run_order
+from minialpa.intra.memory.fusion import kernels_of, run_order
 from minialpa.intra.memory.liveness import ProgramMemory, lifetimes, peak_bytes
-from minialpa.intra.memory.packing import Buffer, Timeline, pack
+from minialpa.intra.memory.operations import Operation
+from minialpa.intra.memory.packing import pack
+from minialpa.intra.memory.timeline import Buffer, Timeline
 from minialpa.plan import Plan
 from minialpa.tracing.jaxprs import trace_flat
 
@@ -226,7 +228,8 @@ def test_temporaries_are_those_of_the_compiled_program(name: str) -> None:
 def test_a_block_holds_what_is_alive_and_never_more_than_all(buffers: list[tuple[int, int, int]]) -> None:
     sizes = [64.0 * size for size, _, _ in buffers]
     spans = tuple(Buffer(v, start, start + length) for v, (_, start, length) in enumerate(buffers))
-    most, alive = pack(Timeline(20, spans, (), (), (), {}), sizes)
+    timeline = Timeline(n_times=20, temporaries=spans, results=(), idle=(), scratch=(), shared={})
+    most, alive = pack(timeline, sizes)
     at_once = [sum(sizes[b.value] for b in spans if b.start <= t < b.end) for t in range(20)]
     assert sum(sizes[v] for v in alive) == max(at_once) <= most <= sum(sizes)
 
@@ -241,8 +244,9 @@ def test_lifetimes_of_a_chain_leave_out_what_is_joined() -> None:
 
 def test_cheap_operations_are_repeated_and_expensive_ones_stored() -> None:
     def stored(expensive: bool) -> list[int]:
-        shared = Operation("loop", (0,), (1,), expensive=expensive)
-        operations = [shared, Operation("loop", (1,), (2,)), Operation("loop", (1,), (3,))]
+        shared = Operation(kind="loop", reads=(0,), writes=(1,), expensive=expensive)
+        readers = [Operation(kind="loop", reads=(1,), writes=(result,)) for result in (2, 3)]
+        operations = [shared, *readers]
         return [v for kernel in kernels_of(operations, [2, 3], [64.0] * 4) for v in kernel.writes]
 
     assert stored(expensive=False) == [2, 3]
@@ -250,6 +254,7 @@ def test_cheap_operations_are_repeated_and_expensive_ones_stored() -> None:
 
 
 def test_kernels_run_first_come_first_served() -> None:
-    operations = [Operation("own", (0,), (1,)), Operation("own", (1,), (2,)), Operation("own", (0,), (3,))]
+    ends = ((0, 1), (1, 2), (0, 3))
+    operations = [Operation(kind="own", reads=(read,), writes=(written,)) for read, written in ends]
     kernels = kernels_of(operations, [2, 3], [64.0] * 4)
     assert run_order(kernels, [0]) == [0, 2, 1]

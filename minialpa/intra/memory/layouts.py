@@ -1,0 +1,106 @@
+"""The layouts in which XLA's matrix products and convolutions read and write, and the copies that these cost.
+
+A product reads batch dimensions first, then free and contracted dimensions, each next to each other in memory. It reads
+a transposed matrix in place, and what has more dimensions through a view. All else is copied before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.extend.core import JaxprEqn
+
+from minialpa.intra.memory.operations import Recorder
+
+
+def add_product(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
+    """Add a matrix product, or one for each element of a batch. A result with more dimensions is a view of it."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    n_free = [
+        len(recorder.values[v].shape) - len(summed) - len(batched)
+        for v, summed, batched in zip(reads, contracted, batch, strict=True)
+    ]
+    operands = product_operands(recorder, eqn, reads)
+
+    if max(n_free) < 2:
+        recorder.add("own", operands, writes)
+    else:
+        recorder.add("view", (_stored(recorder, eqn, operands, writes[0]),), writes)
+
+
+def product_operands(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], exchanged: bool = False) -> list[int]:
+    """The operands of a product in the layouts that it reads. exchanged: whether it computes its own transpose."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    return [
+        _product_operand(recorder, eqn, read, batch[side], contracted[side], contracted_last=exchanged == side)
+        for side, read in enumerate(reads)
+    ]
+
+
+def _product_operand(
+    recorder: Recorder,
+    eqn: JaxprEqn,
+    read: int,
+    batch: Sequence[int],
+    contracted: Sequence[int],
+    *,
+    contracted_last: bool,
+) -> int:
+    """The value that a product reads for `read`. contracted_last: whether contracted dimensions follow the free ones.
+
+    batch, contracted: dimensions of `read`.
+    """
+    v, dims = recorder.untransposed(read)
+    batched, summed = tuple(dims[dim] for dim in batch), tuple(dims[dim] for dim in contracted)
+    free = tuple(dim for dim in dims if dim not in batched + summed)
+    order = batched + (free + summed if contracted_last else summed + free)
+
+    # The kernel itself reads a single matrix in either order.
+    is_matrix = not batched and len(free) < 2 and len(summed) < 2
+    if not is_matrix and not _in_order(order, recorder.values[v].shape):
+        return recorder.copied(v, eqn, order)
+    if max(len(free), len(summed)) > 1:
+        return _merged(recorder, v, eqn, (len(batched), len(free), len(summed)))
+    return v
+
+
+def _merged(recorder: Recorder, v: int, maker: JaxprEqn, groups: tuple[int, ...]) -> int:
+    """A view of `v` in which each group of neighbouring dimensions is one; `groups`: dimensions in each."""
+    if (v, groups) not in recorder.merged:
+        out = recorder.like(v, maker)
+        recorder.origin[out] = recorder.origin.get(v, v)
+        recorder.add("view", (v,), (out,))
+        recorder.merged[v, groups] = out
+    return recorder.merged[v, groups]
+
+
+def add_convolution(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
+    """Add a convolution. It reads and writes images with the batch first and features last, and reads kernels with
+    output features last; what is in another order is copied."""
+    numbers = eqn.params["dimension_numbers"]
+    (batch, features, *space), (out_features, in_features, *window) = numbers.lhs_spec, numbers.rhs_spec
+    orders = (batch, *space, features), (*window, in_features, out_features)
+    operands = [
+        v if _in_order(order, recorder.values[v].shape) else recorder.copied(v, eqn, order)
+        for v, order in zip(reads, orders, strict=True)
+    ]
+
+    batch, features, *space = numbers.out_spec
+    if _in_order((batch, *space, features), recorder.values[writes[0]].shape):
+        recorder.add("own", operands, writes)
+    else:
+        recorder.add("loop", (_stored(recorder, eqn, operands, writes[0]),), writes)
+
+
+def _stored(recorder: Recorder, eqn: JaxprEqn, operands: Sequence[int], result: int) -> int:
+    """Add the kernel of `eqn`; the value that it writes, from which `result` is still to be made."""
+    made = recorder.like(result, eqn)
+    recorder.origin[made] = result
+    recorder.add("own", operands, (made,))
+    return made
+
+
+def _in_order(dims: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether `dims` ascend, not counting dimensions of one element."""
+    kept = [dim for dim in dims if shape[dim] > 1]
+    return kept == sorted(kept)

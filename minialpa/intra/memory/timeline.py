@@ -1,0 +1,163 @@
+"""When each buffer of a program is in use, by the kernels that it runs and the arguments that it may overwrite.
+
+A buffer is in use from the kernel that writes it to the last one that reads it, both included, or until that last one
+takes the buffer over. Times are numbers of kernels, behind one time for each copy of an argument.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from minialpa.intra.memory.fusion import Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """`value` (of a Recorder) is in memory at the times start, ..., end - 1."""
+
+    value: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """When the values of a program are in memory, besides its arguments.
+
+    Attributes:
+        n_times: times are 0, ..., n_times - 1.
+        temporaries: values that are free before the end, copies of arguments included.
+        results: values in buffers of their own until the end.
+        idle: buffers of arguments that were copied, until a result takes them over.
+        scratch: (time, bytes) of kernels that need memory only while they run.
+        shared: for each value that takes over the buffer of an operand, that operand. Its own time starts where that
+            of the operand ends.
+    """
+
+    n_times: int
+    temporaries: tuple[Buffer, ...]
+    results: tuple[Buffer, ...]
+    idle: tuple[Buffer, ...]
+    scratch: tuple[tuple[int, float], ...]
+    shared: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """When values are first and last used.
+
+    Attributes:
+        start: for each value with a buffer, the time at which it is written. Arguments have none.
+        end: for each such value and each argument that is read, the time after its last use.
+    """
+
+    start: dict[int, int]
+    end: dict[int, int]
+
+
+def timeline_of(
+    kernels: Sequence[Kernel],
+    sizes: Sequence[float],
+    inputs: Sequence[int],
+    results: Sequence[int],
+    pairs: Sequence[tuple[int, int]] = (),
+) -> Timeline:
+    """The timeline of a program of `kernels`, in this order. `sizes` are bytes of values.
+
+    pairs: (i, o) where result o takes over the buffer of input i.
+    """
+    home = _homes(kernels, inputs)
+    kept = {home.get(v, v) for v in results}
+    replaced = {home.get(results[o], results[o]): inputs[i] for i, o in pairs}
+
+    copied = _copied(kernels, home, replaced)
+    n_times = len(copied) + len(kernels)
+    times = range(len(copied), n_times)
+
+    spans = _spans(kernels, times, home)
+    shared = _shared(kernels, times, spans, kept | set(home.values()), sizes)
+    start, end = spans.start, spans.end
+    # Until then the buffer is that of the operand.
+    start.update((value, end[operand]) for value, operand in shared.items())
+
+    temporaries = [Buffer(v, begin, end[v]) for v, begin in start.items() if v not in kept]
+    copies = [Buffer(argument, time, end[argument]) for time, argument in enumerate(copied.values())]
+    return Timeline(
+        n_times=n_times,
+        temporaries=(*temporaries, *copies),
+        results=tuple(Buffer(v, begin, n_times) for v, begin in start.items() if v in kept and v not in replaced),
+        idle=tuple(Buffer(v, time + 1, start[result]) for time, (result, v) in enumerate(copied.items())),
+        scratch=tuple((time, k.scratch_bytes) for time, k in zip(times, kernels, strict=True) if k.scratch_bytes),
+        shared=shared,
+    )
+
+
+def _homes(kernels: Sequence[Kernel], inputs: Sequence[int]) -> dict[int, int]:
+    """For values in the buffer of another value, that other value. Arguments are not written in place."""
+    home: dict[int, int] = {}
+    arguments = set(inputs)
+    for kernel in kernels:
+        if kernel.alias is not None and not (kernel.in_place and kernel.alias in arguments):
+            home[kernel.writes[0]] = home.get(kernel.alias, kernel.alias)
+    return home
+
+
+def _copied(kernels: Sequence[Kernel], home: Mapping[int, int], replaced: Mapping[int, int]) -> dict[int, int]:
+    """Those of `replaced` (arguments by the results that replace them) whose argument is copied before all else.
+
+    The compiler decides that before it knows the order: any reader that the result does not wait for may come later.
+    """
+    maker = {value: number for number, kernel in enumerate(kernels) for value in kernel.writes}
+    below: list[int] = []  # kernels that a kernel waits for, as bits, and itself
+    readers: dict[int, int] = defaultdict(int)  # kernels that read a buffer, as bits
+    for number, kernel in enumerate(kernels):
+        own = bits = 1 << number
+        for value in kernel.reads:
+            bits |= below[maker[value]] if value in maker else 0
+            readers[home.get(value, value)] |= own
+        below.append(bits)
+
+    return {
+        result: argument
+        for result, argument in replaced.items()
+        if result in maker and readers[argument] & ~below[maker[result]]
+    }
+
+
+def _spans(kernels: Sequence[Kernel], times: Sequence[int], home: Mapping[int, int]) -> _Spans:
+    """When values are in use if each kernel runs at its time."""
+    start: dict[int, int] = {}
+    end: dict[int, int] = {}
+    for time, kernel in zip(times, kernels, strict=True):
+        end.update((home.get(value, value), time + 1) for value in kernel.reads)
+        for value in kernel.writes:
+            if value not in home:
+                start[value] = time
+                end.setdefault(value, time + 1)
+    return _Spans(start, end)
+
+
+def _shared(
+    kernels: Sequence[Kernel], times: Sequence[int], spans: _Spans, fixed: AbstractSet[int], sizes: Sequence[float]
+) -> dict[int, int]:
+    """For each value that takes over the buffer of an operand, that operand.
+
+    The kernel reads the operand for the last time, element by element, and writes as many bytes. The operand is none of
+    `fixed`, whose buffers hold results, have views or are changed in place.
+    """
+    shared: dict[int, int] = {}
+    changed = {kernel.alias for kernel in kernels if kernel.in_place}
+
+    for time, kernel in zip(times, kernels, strict=True):
+        result = kernel.writes[0]
+        if len(kernel.writes) > 1 or result not in spans.start or result in changed:
+            continue
+        for operand in kernel.shares:
+            is_free = operand in spans.start and operand not in fixed and spans.end[operand] == time + 1
+            if is_free and sizes[operand] == sizes[result]:
+                shared[result] = operand
+                break
+    return shared
