@@ -13,9 +13,10 @@ from dataclasses import replace
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial
+from minialpa.inter.microbatch.batching import Kinds
+from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial, Rows
 from minialpa.rules.factors import Factors
-from minialpa.tracing.jaxprs import Atom, is_literal, shape_of
+from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars, shape_of
 
 #: What may compute the number of terms of a mean.
 _ARITHMETIC: dict[str, Callable[..., float]] = {
@@ -40,6 +41,11 @@ class Forms:
 
     def form(self, atom: Atom) -> Form:
         return KNOWN if is_literal(atom) else self.of.get(atom, KNOWN)
+
+    def row_dims(self, eqn: JaxprEqn) -> Kinds:
+        """For those operands of `eqn` that are rows, the dimension that holds the examples."""
+        forms = {v: self.form(v) for v in operand_vars(eqn)}
+        return {v: form.dim for v, form in forms.items() if isinstance(form, Rows)}
 
     def stays_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> Partial | None:
         """The form of the results if `eqn` is linear in partial sums of one loop and nothing else stands in the way.

@@ -29,7 +29,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
-from minialpa.inter.microbatch.batching import Kinds, batch_factors, batch_kinds, dim_of, is_barrier
+from minialpa.inter.microbatch.batching import batch_factors, batch_kinds, dim_of, is_barrier
 from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial, Rows, Same, Scale
 from minialpa.inter.microbatch.normalisations import find_moments
 from minialpa.inter.microbatch.partial_sums import Forms
@@ -62,6 +62,7 @@ class Segments:
     shares: what an unbiased variance is multiplied by, so that n parts of it add up to the mean of the micro-batches'.
     asked_for: for each call of `per_micro_batch` what makes a mean of fewer examples of its argument, 1 if it is a sum;
         absent if it has nothing of the batch, or is of examples.
+    producer: the number of the equation that computes each variable; early_values: those that `early` computes.
     """
 
     step: TracedStep
@@ -75,10 +76,28 @@ class Segments:
     shares: dict[Var, float]
     asked_for: dict[int, float]
     found: tuple[str, ...]
+    producer: dict[Var, int]
+    early_values: frozenset[Var]
 
     @property
     def n_loops(self) -> int:
         return max([1, *((place + 1) // 2 for place in self.places if place is not None)])
+
+    def line(self, var: Var) -> str:
+        """The source line that computes `var`."""
+        return source_line(self.eqns[self.producer[var]])
+
+    def reads_of_micro_batch(self, i: int, var: Var) -> bool:
+        """Whether equation `i` reads operand `var` as the micro-batch has it."""
+        form = self.forms.form(var)
+        if isinstance(form, Partial):
+            return var not in self.early_values and (i in self.own or self.reads_part_of_loop(i, var))
+        return isinstance(form, Rows | Own)
+
+    def reads_part_of_loop(self, i: int, atom: Atom) -> bool:
+        """Whether operand `atom` of equation `i` is a partial sum of the loop that is the place of the equation."""
+        form = self.forms.form(atom)
+        return isinstance(form, Partial) and self.places[i] == 2 * form.loop - 1
 
 
 def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | None = None) -> Segments:
@@ -128,9 +147,12 @@ class _Finder:
                 place = self._place(i, eqn)
                 self._note(i, eqn, place)
         own = frozenset(k for k, i in enumerate(self.sources) if i in self.statistics.own)
+        early = self._early()
         return Segments(
             self.step, self.n, tuple(self.eqns), tuple(self.sources), tuple(self.places), self.forms, own,
-            self._early(), self.shares, self.asked_for, self.statistics.found,
+            early, self.shares, self.asked_for, self.statistics.found,
+            producer={v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars},
+            early_values=frozenset(v for i in early for v in self.eqns[i].outvars),
         )  # fmt: skip
 
     def _note(self, i: int, eqn: JaxprEqn, place: int | None) -> None:
@@ -334,12 +356,8 @@ class _Finder:
         self._refuse_averages(eqn, forms)
         self._refuse_own(i, eqn, forms)
         factors = factors_of(eqn)
-        kinds: Kinds = {}
-        for v, form in zip(eqn.invars, forms, strict=True):
-            if isinstance(form, Rows) and not is_literal(v):
-                kinds[v] = form.dim
         try:
-            split = batch_factors(eqn, factors, kinds, self.n)
+            split = batch_factors(eqn, factors, self.forms.row_dims(eqn), self.n)
         except TraceError:
             return self._on_all_rows(i, eqn, forms)
         own = i in self.statistics.own
