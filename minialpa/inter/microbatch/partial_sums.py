@@ -42,6 +42,9 @@ class Forms:
     def form(self, atom: Atom) -> Form:
         return KNOWN if is_literal(atom) else self.of.get(atom, KNOWN)
 
+    def set_results(self, eqn: JaxprEqn, form: Form) -> None:
+        self.of.update((var, form) for var in eqn.outvars)
+
     def row_dims(self, eqn: JaxprEqn) -> Kinds:
         """For those operands of `eqn` that are rows, the dimension that holds the examples."""
         forms = {v: self.form(v) for v in operand_vars(eqn)}
