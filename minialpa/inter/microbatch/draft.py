@@ -64,18 +64,20 @@ class Draft:
         """The step, without the equations, accumulators and stacks that no result needs."""
         step = self.segments.step
         operations = [op for segment in sorted(self._operations) for op in self._operations[segment]]
-        parts = {a.total: a.loop for a in self.accumulators.values()}
-        parts.update((s.total, s.loop) for s in self.stacks.values())
+        parts = {accumulator.total: accumulator.loop for accumulator in self.accumulators.values()}
+        parts.update((stack.total, stack.loop) for stack in self.stacks.values())
         operations, needed = _live(operations, step.flat.outvars, parts)
 
         return SplitStep(
             traced=step,
             n_micro_batches=self.segments.n_micro_batches,
             ops=tuple(operations),
-            micro_inputs=tuple((v, rows) for v, rows in self.micro_inputs.items() if rows in needed),
+            micro_inputs=tuple((var, rows) for var, rows in self.micro_inputs.items() if rows in needed),
             micro_index=self._micro_index,
-            accumulators=tuple(a for a in self.accumulators.values() if a.total in needed),
-            stacks=tuple(s for s in self.stacks.values() if s.total in needed),
+            accumulators=tuple(
+                accumulator for accumulator in self.accumulators.values() if accumulator.total in needed
+            ),
+            stacks=tuple(stack for stack in self.stacks.values() if stack.total in needed),
             outvars=step.flat.outvars,
             batch_dims=self.batch_dims,
             own=self.segments.found,
@@ -87,14 +89,14 @@ def _live(operations: Sequence[Op], results: Sequence[Atom], parts: Mapping[Var,
 
     parts: for each total the variable of its loop that it is combined from; who reads the total needs that one, too.
     """
-    needed = {v for v in results if not is_literal(v)}
-    needed |= {parts[v] for v in needed if v in parts}
+    needed = {var for var in results if not is_literal(var)}
+    needed |= {parts[var] for var in needed if var in parts}
 
     live: list[Op] = []
     for op in reversed(operations):
-        if op.eqn.effects or any(v in needed for v in op.eqn.outvars):
+        if op.eqn.effects or any(var in needed for var in op.eqn.outvars):
             live.append(op)
             reads = operand_vars(op.eqn)
             needed.update(reads)
-            needed.update(parts[v] for v in reads if v in parts)
+            needed.update(parts[var] for var in reads if var in parts)
     return live[::-1], needed

@@ -32,12 +32,12 @@ class LoopEquations:
         eqn = self.segments.eqns[i]
         self.loop.source = self.segments.sources[i]
         if not eqn.outvars:  # a callback sees each micro-batch
-            self.loop.add(eqn.replace(invars=[self._seen(v) for v in eqn.invars]))
+            self.loop.add(eqn.replace(invars=[self._seen(atom) for atom in eqn.invars]))
         elif is_barrier(eqn):
             self._emit_barrier(eqn)
         elif eqn.primitive.name == "minialpa_per_micro_batch" and isinstance(self.forms.form(eqn.outvars[0]), Own):
             self._emit_own(eqn)
-        elif any(isinstance(self.forms.form(v), Rows) for v in eqn.invars):
+        elif any(isinstance(self.forms.form(atom), Rows) for atom in eqn.invars):
             self._emit_on_examples(i, eqn)
         else:
             self._emit_on_totals(i, eqn)
@@ -46,7 +46,7 @@ class LoopEquations:
         return self.loop.scaled_rows(atom) if isinstance(self.forms.form(atom), Rows) else self.loop.value(atom)
 
     def _emit_barrier(self, eqn: JaxprEqn) -> None:
-        operands = [self.loop.of_micro_batch(v) for v in eqn.invars]
+        operands = [self.loop.of_micro_batch(atom) for atom in eqn.invars]
         results = self.loop.add(self.draft.maker.rebuild(eqn, operands))
         for operand, var, result in zip(operands, eqn.outvars, results, strict=True):
             self.loop.values[var] = result
@@ -95,7 +95,7 @@ class LoopEquations:
         dim = dim_of(reader.factors.operands[k], reader.split)
         if self.loop.may_wait(atom, reader.scale):
             return self.loop.unscaled(atom, dim)
-        if dim is None and any(reader.factors.takes_part_once(f, k) for f in reader.split):
+        if dim is None and any(reader.factors.takes_part_once(factor, k) for factor in reader.split):
             return self._only_once(reader.number, atom)
         return self.loop.value_or_rows(atom, dim, own=reader.number in self.segments.own)
 
@@ -125,7 +125,7 @@ class LoopEquations:
         if isinstance(self.forms.form(eqn.outvars[0]), Partial):
             operands = self._partial_operands(eqn, is_own)
         else:
-            operands = [self.loop.value(v, own=is_own) for v in eqn.invars]
+            operands = [self.loop.value(atom, own=is_own) for atom in eqn.invars]
 
         results = self.loop.add(self.draft.maker.rebuild(eqn, operands))
         for var, result in zip(eqn.outvars, results, strict=True):
@@ -136,8 +136,8 @@ class LoopEquations:
         factors = factors_of(eqn)
         partial = self.forms.kept_partial(eqn, factors, is_own)
         return [
-            self.loop.of_micro_batch(v) if k in partial else self._beside_partial(v, factors, k)
-            for k, v in enumerate(eqn.invars)
+            self.loop.of_micro_batch(atom) if k in partial else self._beside_partial(atom, factors, k)
+            for k, atom in enumerate(eqn.invars)
         ]
 
     def _beside_partial(self, atom: Atom, factors: Factors, k: int) -> Atom:

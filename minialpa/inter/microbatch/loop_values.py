@@ -140,7 +140,7 @@ class LoopValues:
                 stack.extend(operand_vars(eqns[i]))
 
         for i in sorted(wanted):
-            copy = self.draft.maker.rebuild(eqns[i], [self._value_or_copy(v) for v in eqns[i].invars])
+            copy = self.draft.maker.rebuild(eqns[i], [self._value_or_copy(atom) for atom in eqns[i].invars])
             self.values.update(zip(eqns[i].outvars, self.add(copy), strict=True))
 
     def _value_or_copy(self, atom: Atom) -> Atom:
@@ -183,11 +183,11 @@ class LoopValues:
         form = self.forms.form(var)
         own = own or isinstance(form, Own)
         dims = [dim_of(array, (factor,)) for array in factors.operands]
-        operands = [self.value_or_rows(v, d, own=own) for v, d in zip(eqn.invars, dims, strict=True)]
+        operands = [self.value_or_rows(atom, along, own=own) for atom, along in zip(eqn.invars, dims, strict=True)]
         out = self.rebuild(eqn, operands, factors, (factor,))[result]
 
         # A sum becomes the micro-batch's mean here, unless its operands already were such means.
-        operand_forms = [self.forms.form(v) for v in eqn.invars]
+        operand_forms = [self.forms.form(atom) for atom in eqn.invars]
         were_rescaled = any(isinstance(f, Partial) and f.rescale is not None for f in operand_forms)
         if isinstance(form, Partial) and form.rescale is not None and not were_rescaled:
             return self.times(out, form.rescale * self.segments.shares.get(var, 1.0))
@@ -196,7 +196,7 @@ class LoopValues:
     def _may_recompute(self, i: int, var: Var, own: bool) -> bool:
         """Whether a micro-batch may compute `var` for itself: it is cheap or its own, and is not of examples."""
         form, operands = self.forms.form(var), self.segments.eqns[i].invars
-        if var in self.segments.early_values or any(isinstance(self.forms.form(v), Rows) for v in operands):
+        if var in self.segments.early_values or any(isinstance(self.forms.form(atom), Rows) for atom in operands):
             return False
         is_free = isinstance(form, Once) and self.segments.places[i] is None
         return is_free or isinstance(form, Own | Same) or (own and isinstance(form, Partial))
@@ -229,8 +229,10 @@ class LoopValues:
         split = () if factor is None else (factor,)
         dims = [dim_of(array, split) for array in factors.operands]
         operands = [
-            self.unscaled(v, d) if self.may_wait(v, form.scale) else self.value_or_rows(v, d, own=False)
-            for v, d in zip(eqn.invars, dims, strict=True)
+            self.unscaled(operand, along)
+            if self.may_wait(operand, form.scale)
+            else self.value_or_rows(operand, along, own=False)
+            for operand, along in zip(eqn.invars, dims, strict=True)
         ]
         return self.rebuild(eqn, operands, factors, split)[result]
 
@@ -244,4 +246,4 @@ class LoopValues:
 
 def _leading_factor(factors: Factors, result: int, dim: int) -> int | None:
     """The factor that is split when dimension `dim` of a result is cut into contiguous blocks, if any."""
-    return next((f for f in factors.results[result][dim] if factors.sizes[f] > 1), None)
+    return next((factor for factor in factors.results[result][dim] if factors.sizes[factor] > 1), None)

@@ -112,7 +112,7 @@ class OnExamples:
             count = 0 if is_control else int(np.prod([factors.sizes[factor] for factor in factors.reductions]))
             reduction = factors.reductions[partial]
             assert reader.scale is None or reduction == "sum", reduction
-            return Partial(loop, reduction, count, scale=reader.scale)
+            return Partial(loop=loop, reduction=reduction, count=count, scale=reader.scale)
 
         return Own(loop) if any(isinstance(form, Own) for form in reader.forms) else Same(loop)
 
@@ -143,7 +143,7 @@ class OnExamples:
 
         self._concatenated.update(var for var in operand_vars(eqn) if var not in self.levels.independent)
         after = max(self.levels.of(atom) for atom in eqn.invars)
-        self.forms.set_results(eqn, Once(after, is_parameter=False))
+        self.forms.set_results(eqn, Once(after=after, is_parameter=False))
         return 2 * after
 
 

@@ -69,7 +69,7 @@ class OnTotals:
     def _place_behind_loops(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
         after = max(self.levels.of(atom) for atom in eqn.invars)
         is_average = any(isinstance(form, Own) or (isinstance(form, Once) and form.is_average) for form in forms)
-        self.forms.set_results(eqn, Once(after, is_parameter=False, is_average=is_average))
+        self.forms.set_results(eqn, Once(after=after, is_parameter=False, is_average=is_average))
         return 2 * after
 
     def _partial(self, eqn: JaxprEqn, is_own: bool) -> Partial | None:

@@ -42,7 +42,7 @@ class OnceValues:
     def emit(self, i: int, segment: int) -> None:
         """Run equation `i` on whole arrays, and before it what its operands need."""
         eqn = self.segments.eqns[i]
-        if eqn.outvars and all(v in self.known for v in eqn.outvars):
+        if eqn.outvars and all(var in self.known for var in eqn.outvars):
             return
         for atom in eqn.invars:
             self.require(atom, segment)
@@ -94,7 +94,7 @@ class OnceValues:
         """Add equations that compute `out`, under the name `var`, from what a loop has left."""
         source = self.segments.sources[self.segments.producer[var]]
         for eqn in eqns:
-            renamed = eqn.replace(outvars=[var if v is out else v for v in eqn.outvars])
+            renamed = eqn.replace(outvars=[var if atom is out else atom for atom in eqn.outvars])
             self.draft.add(renamed, segment, source)
 
     def _concatenate(self, var: Var, form: Rows, part: Var, segment: int) -> None:

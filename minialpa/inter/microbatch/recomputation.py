@@ -25,7 +25,7 @@ def recomputed_equations(segments: Segments, segment: int, kept: Set[Var]) -> se
             recomputed.add(i)
             runs = True
         if runs:
-            wanted.update(v for v in operand_vars(eqn) if segments.reads_of_micro_batch(i, v))
+            wanted.update(var for var in operand_vars(eqn) if segments.reads_of_micro_batch(i, var))
     return recomputed
 
 
@@ -42,7 +42,7 @@ def compared_rows(segments: Segments) -> set[Var]:
     """
     compared: set[Var] = set()
     for eqn, place in zip(segments.eqns, segments.places, strict=True):
-        forms = [segments.forms.form(v) for v in eqn.outvars] if place is not None else []
+        forms = [segments.forms.form(var) for var in eqn.outvars] if place is not None else []
         if any(isinstance(form, Partial) and form.reduction in ("max", "min") for form in forms):
-            compared.update(v for v in operand_vars(eqn) if isinstance(segments.forms.form(v), Rows))
+            compared.update(var for var in operand_vars(eqn) if isinstance(segments.forms.form(var), Rows))
     return compared

@@ -47,7 +47,7 @@ def split_micro_batches(
 
 
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    return [divisor for divisor in range(1, n + 1) if n % divisor == 0]
 
 
 def _written(segments: Segments, keep_rows: bool) -> SplitStep:

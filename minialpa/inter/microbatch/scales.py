@@ -37,10 +37,10 @@ class Scales:
         """The form of an array that a scalar total fills, or multiplies; None if it is another array."""
         scalar = self._filled_with(eqn)
         if scalar is not None:
-            return Once(self.levels.of(scalar), is_parameter=False, uniform=scalar)
+            return Once(after=self.levels.of(scalar), is_parameter=False, uniform=scalar)
         scale = self._known_but_for_a_scale(eqn, forms)
         if scale is not None:
-            return Once(self.levels.of(scale.scalar), is_parameter=False, scale=scale)
+            return Once(after=self.levels.of(scale.scalar), is_parameter=False, scale=scale)
         return None
 
     def common(self, eqn: JaxprEqn, factors: Factors) -> Scale | None:

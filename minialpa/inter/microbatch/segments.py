@@ -231,24 +231,28 @@ class _Finder:
             self.forms.set_results(eqn, Same(same))
             return 2 * same - 1
 
-        reads_parameters = len(known) == len(forms) and all(form.is_parameter for form in known)
-        if after == 0 and reads_parameters:
-            self.forms.set_results(eqn, KNOWN)
+        form = self._computed_by_readers(i, eqn, forms, after)
+        if form is not None:
+            self.forms.set_results(eqn, form)
             return None
 
-        # A loop may cast and transpose a new parameter for itself, as it does with an argument.
         in_update = self.step.origins[i].direction == "other"
         is_average = any(form.is_average for form in known)
-        if reads_parameters and not in_update and not is_heavy(eqn) and not eqn.effects:
-            self.forms.set_results(eqn, Once(after, is_average=is_average))
-            return None
-
-        waiting = None if in_update else self.scales.waiting_form(eqn, forms)
-        if waiting is not None:
-            self.forms.set_results(eqn, waiting)
-            return None
-        self.forms.set_results(eqn, Once(after, is_parameter=in_update, is_average=is_average))
+        self.forms.set_results(eqn, Once(after=after, is_parameter=in_update, is_average=is_average))
         return 2 * after
+
+    def _computed_by_readers(self, i: int, eqn: JaxprEqn, forms: Sequence[Form], after: int) -> Once | None:
+        """The form of what is known behind loop `after`, if whoever reads it computes it; else None."""
+        in_update = self.step.origins[i].direction == "other"
+        if all(isinstance(form, Once) and form.is_parameter for form in forms):
+            if after == 0:
+                return KNOWN
+            # A loop may cast and transpose a new parameter for itself, as it does with an argument.
+            if not in_update and not is_heavy(eqn) and not eqn.effects:
+                is_average = any(isinstance(form, Once) and form.is_average for form in forms)
+                return Once(after=after, is_average=is_average)
+
+        return None if in_update else self.scales.waiting_form(eqn, forms)
 
 
 def _place_of(form: Form) -> int | None:
