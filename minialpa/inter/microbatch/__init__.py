@@ -1,4 +1,4 @@
-"""Micro-batches: a traced step in, the same step as loops over micro-batches out (`SplitStep`).
+"""Micro-batches: rewrites a traced step as loops over micro-batches (`SplitStep`).
 
 Imports: `rules` and `tracing`.
 """

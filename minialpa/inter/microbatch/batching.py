@@ -1,9 +1,11 @@
 """Which values of a step depend on the examples, and how: the analysis behind micro-batches and data parallelism.
 
-In: a flat full-batch program and the batch dimension of each input. Out: for each variable one of
-  * absent: the same for every micro-batch (parameters, keys, constants, and what is computed from them);
+`batch_kinds` gives each variable of a flat full-batch program a kind:
+
   * an int d: dimension d holds the examples;
-  * AGGREGATE: computed from examples by a reduction over them (losses, gradients, batch statistics).
+  * AGGREGATE: computed from examples by a reduction over them (losses, gradients, batch statistics);
+  * none: the same for every micro-batch (parameters, keys, constants, and what is computed from them).
+
 The batch dimension is followed through each equation by its rule of named factors.
 """
 
@@ -17,7 +19,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.errors import TraceError
 from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
 from minialpa.rules.factors import Factors, factors_of
-from minialpa.tracing.jaxprs import is_literal, operand_vars, source_line
+from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars, source_line
 from minialpa.tracing.trace import TracedStep
 
 AGGREGATE: Final = "aggregate"
@@ -31,26 +33,33 @@ def batch_factors(eqn: JaxprEqn, factors: Factors, kinds: Kinds, n: int) -> tupl
     There is one, or several that no array has two of, such as those of two independent arrays carried by one loop.
     n: number of micro-batches, which must divide each factor into contiguous blocks.
     """
-    found: dict[int, None] = {}
-    for k, atom in enumerate(eqn.invars):
-        kind = None if is_literal(atom) else kinds.get(atom)
-        if not isinstance(kind, int):
-            continue
-        leading = factors.leading_factor(k, kind)
-        if leading is None:
-            leading = next(iter(factors.operands[k][kind]), None)
-        if leading is None or leading in factors.blocked or not factors.may_split(leading, n):
-            raise TraceError(
-                f"`{eqn.primitive.name}` at {source_line(eqn)} mixes the examples of a batch (operand {k}, dimension "
-                f"{kind}), so it cannot run on one micro-batch at a time. Use `num_micro_batches=1`, or move it out of "
-                "the gradient computation."
-            )
-        found[leading] = None
+    rows = [(k, kind) for k, atom in enumerate(eqn.invars) if isinstance(kind := _kind(atom, kinds), int)]
+    found = list(dict.fromkeys(_batch_factor(eqn, factors, k, dim, n) for k, dim in rows))
+
+    # Two of them in one array, or in what one result depends on, would pair examples with each other.
     for array in (*factors.operands, *factors.results):
-        _check_apart(eqn, [f for f in found if any(f in dim for dim in array)])
+        _check_apart(eqn, [factor for factor in found if any(factor in dim for dim in array)])
     for r in range(len(factors.results)):
-        _check_apart(eqn, [f for f in found if factors.affects(f, r)])
+        _check_apart(eqn, [factor for factor in found if factors.affects(factor, r)])
     return tuple(found)
+
+
+def _kind(atom: Atom, kinds: Kinds) -> Kind | None:
+    return None if is_literal(atom) else kinds.get(atom)
+
+
+def _batch_factor(eqn: JaxprEqn, factors: Factors, k: int, dim: int, n: int) -> int:
+    """The factor of dimension `dim` of operand `k`, which holds the examples."""
+    leading = factors.leading_factor(k, dim)
+    if leading is None:
+        leading = next(iter(factors.operands[k][dim]), None)
+    if leading is None or leading in factors.blocked or not factors.may_split(leading, n):
+        raise TraceError(
+            f"`{eqn.primitive.name}` at {source_line(eqn)} mixes the examples of a batch (operand {k}, dimension "
+            f"{dim}), so it cannot run on one micro-batch at a time. Use `num_micro_batches=1`, or move it out of "
+            "the gradient computation."
+        )
+    return leading
 
 
 def _check_apart(eqn: JaxprEqn, meeting: Sequence[int]) -> None:
@@ -64,14 +73,14 @@ def _check_apart(eqn: JaxprEqn, meeting: Sequence[int]) -> None:
 def result_kind(factors: Factors, split: Sequence[int], result: int) -> Kind | None:
     """Kind of a result of an equation whose batch factors are `split`; None if it does not depend on examples."""
     for d, dim in enumerate(factors.results[result]):
-        if any(f in dim for f in split):
+        if any(factor in dim for factor in split):
             return d
-    return AGGREGATE if any(factors.affects(f, result) for f in split) else None
+    return AGGREGATE if any(factors.affects(factor, result) for factor in split) else None
 
 
 def dim_of(dims: Sequence[tuple[int, ...]], factors: Sequence[int]) -> int | None:
     """The dimension that has one of `factors`."""
-    return next((d for d, dim in enumerate(dims) if any(f in dim for f in factors)), None)
+    return next((d for d, dim in enumerate(dims) if any(factor in dim for factor in factors)), None)
 
 
 def is_barrier(eqn: JaxprEqn) -> bool:
@@ -80,20 +89,20 @@ def is_barrier(eqn: JaxprEqn) -> bool:
 
 def batch_kinds(step: TracedStep, n: int) -> Kinds:
     """Kinds of all variables that depend on the batch, for `n` micro-batches; what mixes examples is AGGREGATE."""
-    kinds: Kinds = {v: dim for v, dim in zip(step.flat.invars, step.batch_dims, strict=True) if dim is not None}
+    kinds: Kinds = {var: dim for var, dim in zip(step.flat.invars, step.batch_dims, strict=True) if dim is not None}
     for eqn in step.flat.eqns:
         if is_barrier(eqn):
             pairs = zip(eqn.invars, eqn.outvars, strict=True)
-            kinds.update((out, kinds[v]) for v, out in pairs if not is_literal(v) and v in kinds)
-        elif eqn.outvars and any(not is_literal(v) and v in kinds for v in eqn.invars):
+            kinds.update((out, kinds[var]) for var, out in pairs if not is_literal(var) and var in kinds)
+        elif eqn.outvars and any(not is_literal(var) and var in kinds for var in eqn.invars):
             found = zip(eqn.outvars, _result_kinds(eqn, kinds, n), strict=True)
-            kinds.update((v, kind) for v, kind in found if kind is not None)
+            kinds.update((var, kind) for var, kind in found if kind is not None)
     return kinds
 
 
 def _result_kinds(eqn: JaxprEqn, kinds: Kinds, n: int) -> list[Kind | None]:
     """Kinds of the results of an equation that reads examples, or totals of them."""
-    mine = [kinds[v] for v in operand_vars(eqn) if v in kinds]
+    mine = [kinds[var] for var in operand_vars(eqn) if var in kinds]
     everything: list[Kind | None] = [AGGREGATE] * len(eqn.outvars)
     if all(kind == AGGREGATE for kind in mine):
         return everything

@@ -18,7 +18,7 @@ from jax.extend.core import Var
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A scalar that is known only behind a loop, as a factor or, `divides`, as a divisor; see `segments`."""
+    """A scalar that is known only behind a loop, as a factor or, if `divides`, as a divisor; see `scales`."""
 
     scalar: Var
     divides: bool = False
@@ -26,9 +26,12 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows along dimension `dim`, computed in `loop`; 0 for the arguments of the step.
+    """Rows of the examples.
 
-    scale: what the value has yet to be multiplied by.
+    Attributes:
+        loop: the loop that computes them; 0 for the arguments of the step.
+        dim: the dimension that holds the examples.
+        scale: what the value has yet to be multiplied by, or None.
     """
 
     loop: int
@@ -36,14 +39,17 @@ class Rows:
     scale: Scale | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
     """A value whose total is the reduction of its micro-batch values.
 
-    count: number of elements that were added into each entry, over the full batch.
-    rescale: what makes the micro-batch's own mean of a part of the full mean: the number of micro-batches, once the
-        sum was divided by its count, else None.
-    scale: what the total has yet to be multiplied by.
+    Attributes:
+        loop: the loop that computes the parts.
+        reduction: how they combine, such as "sum" or "max".
+        count: number of elements that were added into each entry, over the full batch; 0 if it is not known.
+        rescale: what a part of the full mean is multiplied by to be the micro-batch's own mean: the number of
+            micro-batches, once the sum was divided by its count; until then None.
+        scale: what the total has yet to be multiplied by, or None.
     """
 
     loop: int
@@ -67,14 +73,17 @@ class Same:
     loop: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Once:
-    """A value that is known after loop `after`.
+    """A value that is known once.
 
-    is_parameter: computed from arguments, or from what an update makes of them, and not from totals otherwise.
-    is_average: an average over micro-batches of what each has of its own; no example may depend on it.
-    uniform: the scalar that fills it, if it is a broadcast of one.
-    scale: what it may be multiplied by afterwards; all else that it is computed from is known before the first loop.
+    Attributes:
+        after: the loop behind which it is known; 0: before the first.
+        is_parameter: computed from arguments, or from what an update makes of them, and not from totals otherwise.
+        is_average: an average over micro-batches of what each has of its own; no example may depend on it.
+        uniform: the scalar that fills it, if it is a broadcast of one, else None.
+        scale: what it may be multiplied by afterwards, or None; all else that it is computed from is known before
+            the first loop.
     """
 
     after: int
@@ -87,4 +96,4 @@ class Once:
 Form = Rows | Partial | Own | Same | Once
 
 #: Arguments that are not batches, constants and literals.
-KNOWN = Once(0)
+KNOWN = Once(after=0)

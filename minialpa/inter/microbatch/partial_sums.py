@@ -13,9 +13,10 @@ from dataclasses import replace
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial
+from minialpa.inter.microbatch.batching import Kinds
+from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial, Rows
 from minialpa.rules.factors import Factors
-from minialpa.tracing.jaxprs import Atom, is_literal, shape_of
+from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars, shape_of
 
 #: What may compute the number of terms of a mean.
 _ARITHMETIC: dict[str, Callable[..., float]] = {
@@ -26,20 +27,35 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
     "sub": operator.sub,
 }
 
+#: Relative; a divisor this close to an integer is one: 1 / n as a float32 literal is off by up to 6e-8.
+_INTEGER_TOLERANCE = 1e-6
+
 
 class Forms:
     """The forms of the values of a program, as they become known, and what an equation makes of partial sums.
 
-    n, batch_size: numbers of micro-batches and examples.
+    Attributes:
+        n: number of micro-batches.
+        batch_size: number of examples in the full batch.
+        producer: the equation that computes each variable.
+        of: the forms that are known. A variable without one is `KNOWN`.
     """
 
     def __init__(self, eqns: Sequence[JaxprEqn], n: int, batch_size: int) -> None:
         self.n, self.batch_size = n, batch_size
-        self.producer = {v: eqn for eqn in eqns for v in eqn.outvars}
+        self.producer = {var: eqn for eqn in eqns for var in eqn.outvars}
         self.of: dict[Var, Form] = {}
 
     def form(self, atom: Atom) -> Form:
         return KNOWN if is_literal(atom) else self.of.get(atom, KNOWN)
+
+    def set_results(self, eqn: JaxprEqn, form: Form) -> None:
+        self.of.update((var, form) for var in eqn.outvars)
+
+    def row_dims(self, eqn: JaxprEqn) -> Kinds:
+        """For those operands of `eqn` that are rows, the dimension that holds the examples."""
+        forms = {var: self.form(var) for var in operand_vars(eqn)}
+        return {var: form.dim for var, form in forms.items() if isinstance(form, Rows)}
 
     def stays_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> Partial | None:
         """The form of the results if `eqn` is linear in partial sums of one loop and nothing else stands in the way.
@@ -53,8 +69,10 @@ class Forms:
             return self._joined(eqn, factors, partials, is_own)
         if factors.linear != "each" or len(partials) != 1:
             return None
+
+        # A product of the one partial sum and coefficients.
         (form,) = partials.values()
-        if any(isinstance(self.form(v), Own) for v in eqn.invars):
+        if any(isinstance(self.form(atom), Own) for atom in eqn.invars):
             return form  # only in the loop can it meet the micro-batch's own coefficient
         others = [k for k in factors.linear_operands if k not in partials and not self.is_zero(eqn.invars[k])]
         if not is_own and any(shape_of(eqn.invars[k]) for k in others):
@@ -66,13 +84,13 @@ class Forms:
         forms = list(partials.values())
         if not forms or any(k not in factors.linear_operands for k in partials):
             return False
-        if any(f.reduction != "sum" for f in forms) or len({(f.loop, f.scale) for f in forms}) > 1:
+        if any(form.reduction != "sum" for form in forms) or len({(form.loop, form.scale) for form in forms}) > 1:
             return False
-        return all(self._known_in(v, forms[0].loop) for v in eqn.invars)
+        return all(self._known_in(atom, forms[0].loop) for atom in eqn.invars)
 
     def kept_partial(self, eqn: JaxprEqn, factors: Factors, is_own: bool) -> dict[int, Partial]:
         """Partial operands by position. Of an own product of two, a mean is taken as the micro-batch's own value."""
-        found = ((k, self.form(v)) for k, v in enumerate(eqn.invars))
+        found = ((k, self.form(var)) for k, var in enumerate(eqn.invars))
         partials = {k: form for k, form in found if isinstance(form, Partial)}
         if is_own and factors.linear == "each" and len(partials) > 1:
             sums = {k: form for k, form in partials.items() if form.rescale is None}
@@ -86,9 +104,11 @@ class Forms:
         all_own = all(isinstance(self.form(eqn.invars[k]), Own) for k in others)
         if not all_own or (others and first.scale is not None):
             return None
-        if is_own and (others or any(f.rescale != first.rescale for f in more)):
+
+        # The means of a micro-batch are joined if they are means of the same kind.
+        if is_own and (others or any(form.rescale != first.rescale for form in more)):
             return None
-        summed = [factors.sizes[f] for f in factors.reductions if f not in factors.positional]
+        summed = [factors.sizes[factor] for factor in factors.reductions if factor not in factors.positional]
         return replace(first, count=first.count * int(np.prod(summed or [1])))
 
     def _known_in(self, atom: Atom, loop: int) -> bool:
@@ -98,16 +118,19 @@ class Forms:
 
     def _scaled(self, eqn: JaxprEqn, form: Partial) -> Partial:
         """Recognise the division of a sum by its number of examples or terms, or by one less (unbiased variance)."""
-        known = next((c for c in map(self._constant, eqn.invars) if c is not None), None)
+        known = next((constant for constant in map(self._constant, eqn.invars) if constant is not None), None)
         if form.rescale is not None or form.count == 0 or not known:
             return form
         divisor = {"div": known, "mul": 1 / known}.get(eqn.primitive.name, 0.0)
-        whole = round(divisor)
-        if whole == 0 or abs(divisor - whole) > 1e-6 * whole:
+        n_terms = round(divisor)
+        if n_terms == 0 or abs(divisor - n_terms) > _INTEGER_TOLERANCE * n_terms:
             return form
-        if form.count % whole == 0 and whole % self.batch_size == 0:
+
+        if form.count % n_terms == 0 and n_terms % self.batch_size == 0:
             return replace(form, rescale=float(self.n))
-        return replace(form, rescale=whole / max(form.count / self.n - 1, 1)) if whole == form.count - 1 else form
+        if n_terms == form.count - 1:
+            return replace(form, rescale=n_terms / max(form.count / self.n - 1, 1))
+        return form
 
     def _constant(self, atom: Atom) -> float | None:
         """The value of a real scalar that is known now: `jnp.var` computes its divisor in the program."""
@@ -116,7 +139,7 @@ class Forms:
         eqn = self.producer.get(atom)
         if eqn is None or shape_of(atom) or eqn.primitive.name not in _ARITHMETIC:
             return None
-        values = [self._constant(v) for v in eqn.invars]
+        values = [self._constant(atom) for atom in eqn.invars]
         return None if None in values else _ARITHMETIC[eqn.primitive.name](*values)
 
     def is_zero(self, atom: Atom) -> bool:

@@ -1,4 +1,4 @@
-"""What a step over micro-batches is: operations with their segments, and how values combine over micro-batches."""
+"""A step over micro-batches: operations with their segments, and how values combine over micro-batches."""
 
 from __future__ import annotations
 
@@ -46,17 +46,21 @@ class Stack:
     dim: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SplitStep:
     """A step as a chain of segments, see `segments`: loops over micro-batches, and what happens before and after each.
 
-    ops: in order, segment after segment.
-    micro_inputs: batch inputs and the variables that hold the rows of one micro-batch.
-    micro_index: int32 scalar, the number of the micro-batch; None when nothing needs it.
-    accumulators, stacks: of all loops. What a loop leaves is complete behind it.
-    outvars: results of the step, over the variables of the update, inputs and literals.
-    batch_dims: for variables of the loops, and inputs, the dimension that holds examples.
-    own: what each micro-batch computes for itself, as the user would say it: batch statistics.
+    Attributes:
+        traced: the step of the full batch.
+        n_micro_batches: how often each loop runs.
+        ops: in order, segment after segment.
+        micro_inputs: batch inputs and the variables that hold the rows of one micro-batch.
+        micro_index: int32 scalar, the number of the micro-batch; None if nothing needs it.
+        accumulators: reductions of all loops; a total is complete behind its loop.
+        stacks: concatenations of all loops, likewise.
+        outvars: results of the step, over the variables of the update, inputs and literals.
+        batch_dims: for variables of the loops, and inputs, the dimension that holds examples.
+        own: the batch statistics that each micro-batch computes for itself, in words for the user.
     """
 
     traced: TracedStep

@@ -6,8 +6,6 @@ variance of the micro-batch, see `normalisations`. Everything else is computed f
 
 Backward passes read totals too: the derivatives of what a micro-batch took as its own are its own. They are told by
 the forward equation, or else the line of the program, that they come from.
-
-In: a traced step and how its values depend on examples. Out: `Statistics`.
 """
 
 from __future__ import annotations
@@ -32,7 +30,12 @@ _Key = tuple[int | None, str]
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """own: numbers of the equations that read totals as the micro-batch's own. found: the statistics, for people."""
+    """What a micro-batch takes as its own.
+
+    Attributes:
+        own: numbers of the equations that read totals as the micro-batch's own.
+        found: the statistics, in words for the user.
+    """
 
     own: frozenset[int] = frozenset()
     found: tuple[str, ...] = ()
@@ -102,7 +105,13 @@ def find_statistics(
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What is a micro-batch's own in the forward pass: equations that read it, that compute it, and their keys."""
+    """What is a micro-batch's own in the forward pass.
+
+    Attributes:
+        entries: numbers of the equations that read it.
+        totals: numbers of the equations that compute it.
+        keys: what tells the derivatives of these equations.
+    """
 
     entries: set[int]
     totals: set[int]
@@ -123,10 +132,10 @@ def _own_in_forward(
 
 def _needed_by(eqns: Sequence[JaxprEqn], totals: Sequence[int], entries: Sequence[int]) -> list[int]:
     """`entries` and those equations of `totals` that they need: not those of running averages."""
-    needed = {v for i in entries for v in operand_vars(eqns[i])}
+    needed = {var for i in entries for var in operand_vars(eqns[i])}
     out = list(entries)
     for i in reversed(totals):
-        if any(v in needed for v in eqns[i].outvars):
+        if any(var in needed for var in eqns[i].outvars):
             out.append(i)
             needed.update(operand_vars(eqns[i]))
     return out
@@ -134,7 +143,7 @@ def _needed_by(eqns: Sequence[JaxprEqn], totals: Sequence[int], entries: Sequenc
 
 def _described(step: TracedStep, kinds: Kinds, moments: Moments) -> str:
     x, eqn = moments.x, step.flat.eqns[moments.first]
-    shape = ", ".join("batch" if d == kinds.get(x) else str(n) for d, n in enumerate(shape_of(x)))
+    shape = ", ".join("batch" if dim == kinds.get(x) else str(n) for dim, n in enumerate(shape_of(x)))
     return f"mean and variance of {dtype_name(x)} ({shape}) at {source_line(eqn)}"
 
 
@@ -168,7 +177,7 @@ class _Derivatives:
         eqns = step.flat.eqns
         self.exact_keys = _exact_keys(step, kinds, own, lines)
         forward = own.entries | own.totals
-        self.is_own = {v for i in forward for v in eqns[i].outvars if kinds.get(v) == AGGREGATE}
+        self.is_own = {var for i in forward for var in eqns[i].outvars if kinds.get(var) == AGGREGATE}
         self.asked_for: set[Var] = set()
 
     def find(self) -> set[int]:
@@ -185,12 +194,12 @@ class _Derivatives:
 
     def _pass_on(self, eqn: JaxprEqn) -> None:
         for group in (self.is_own, self.asked_for):
-            group.update(out for v, out in zip(eqn.invars, eqn.outvars, strict=True) if v in group)
+            group.update(out for var, out in zip(eqn.invars, eqn.outvars, strict=True) if var in group)
 
     def _may_be_derivative(self, i: int, eqn: JaxprEqn) -> bool:
         if i in self.own.entries or i in self.own.totals:
             return False
-        return self.step.origins[i].direction == "backward" or any(v in self.asked_for for v in self._totals(eqn))
+        return self.step.origins[i].direction == "backward" or any(var in self.asked_for for var in self._totals(eqn))
 
     def _totals(self, eqn: JaxprEqn) -> list[Var]:
         return _totals(eqn, self.kinds)
@@ -198,17 +207,17 @@ class _Derivatives:
     def _visit(self, i: int, eqn: JaxprEqn) -> bool:
         """Note which results are the micro-batch's own. Returns whether the equation reads own totals alone."""
         totals = self._totals(eqn)
-        reads_own = bool(totals) and all(v in self.is_own for v in totals)
+        reads_own = bool(totals) and all(var in self.is_own for var in totals)
         if _is_on_examples(eqn, self.kinds):
             self._refuse_both(eqn, totals)
             self._reduce(i, eqn)
         elif reads_own:
             self.is_own.update(eqn.outvars)
-            self.asked_for.update(eqn.outvars if any(v in self.asked_for for v in totals) else ())
+            self.asked_for.update(eqn.outvars if any(var in self.asked_for for var in totals) else ())
         return reads_own
 
     def _refuse_both(self, eqn: JaxprEqn, totals: Sequence[Var]) -> None:
-        if len({v in self.is_own for v in totals}) == 2:
+        if len({var in self.is_own for var in totals}) == 2:
             raise NotOwnError(
                 eqn,
                 "joins a statistic of the micro-batch with a total of the whole batch. Use `num_micro_batches=1`, or "
@@ -217,7 +226,7 @@ class _Derivatives:
 
     def _reduce(self, i: int, eqn: JaxprEqn) -> None:
         """A sum over examples is own if it is the derivative of what is own."""
-        sums = [v for v in eqn.outvars if self.kinds.get(v) == AGGREGATE]
+        sums = [var for var in eqn.outvars if self.kinds.get(var) == AGGREGATE]
         if not sums or not self._derives_from(i, self.own.keys):
             return
         if self._derives_from(i, self.exact_keys):
@@ -243,7 +252,7 @@ def _exact_keys(step: TracedStep, kinds: Kinds, own: _Own, lines: _Lines) -> set
         if i in own.entries or i in own.totals or step.origins[i].direction == "backward" or is_barrier(eqn):
             continue
         totals = _totals(eqn, kinds)
-        passes_on = eqn.primitive.name == "broadcast_in_dim" and any(v in brought for v in eqn.outvars)
+        passes_on = eqn.primitive.name == "broadcast_in_dim" and any(var in brought for var in eqn.outvars)
         if totals and (passes_on or _is_on_examples(eqn, kinds)):
             out.add(lines.key(i))
             brought.update(totals)
@@ -252,8 +261,8 @@ def _exact_keys(step: TracedStep, kinds: Kinds, own: _Own, lines: _Lines) -> set
 
 def _totals(eqn: JaxprEqn, kinds: Kinds) -> list[Var]:
     """Operands that are reduced over examples, or computed from such."""
-    return [v for v in operand_vars(eqn) if kinds.get(v) == AGGREGATE]
+    return [var for var in operand_vars(eqn) if kinds.get(var) == AGGREGATE]
 
 
 def _is_on_examples(eqn: JaxprEqn, kinds: Kinds) -> bool:
-    return any(not is_literal(v) and isinstance(kinds.get(v), int) for v in eqn.invars)
+    return any(not is_literal(atom) and isinstance(kinds.get(atom), int) for atom in eqn.invars)

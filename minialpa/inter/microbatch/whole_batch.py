@@ -1,4 +1,4 @@
-"""One micro-batch: a traced step in, the same equations as a split step whose loops run once.
+"""One micro-batch: the equations of a traced step as a split step whose loops run once.
 
 A loop is what forward and backward equations need, the update what runs behind it. In a pipeline, a gradient that waits
 for another one, as the second of a sharpness-aware step does, has a loop of its own: it passes all stages once more.
@@ -19,7 +19,7 @@ from minialpa.tracing.gradients import gradient_p
 from minialpa.tracing.jaxprs import Atom, aval_of, equations_for, is_inexact, is_literal, operand_vars, unary_equation
 from minialpa.tracing.trace import TracedStep
 
-#: Floats of fewer bytes are summed over devices as wider ones.
+#: Floats of fewer bytes (those of 8 bits) are summed over devices in float32.
 _SUM_BYTES = 2
 
 
@@ -30,21 +30,37 @@ def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
     """
     segments = _segments(step, _loops_of_calls(step) if several_loops else {})
     kinds = batch_kinds(step, 1)
-    dims = {v: kind for v, kind in kinds.items() if isinstance(kind, int)}
-    results = [v for v in step.flat.outvars if not is_literal(v)]
+    aggregates = [var for var in step.flat.outvars if not is_literal(var) and kinds.get(var) == AGGREGATE]
 
     ops: list[Op] = []
     copies: dict[Var, Atom] = {}
     for segment in range(LOOP, max(segments, default=0) + 2, 2):
-        loop, behind = (_operations(step, segments, number, copies) for number in (segment, segment + 1))
-        backward = {v for op in loop if step.origins[op.source].direction == "backward" for v in op.eqn.outvars}
-        gradients = [v for v in results if v in backward and kinds.get(v) == AGGREGATE]
-        read = [*(v for op in behind for v in operand_vars(op.eqn)), *gradients]
+        loop = _operations(step, segments, segment, copies)
+        behind = _operations(step, segments, segment + 1, copies)
+        backward = _backward_results(step, loop)
+
+        # What the loop leaves is read through copies: by the segment behind it and, of gradients, by the caller.
+        read = [var for op in behind for var in operand_vars(op.eqn)]
+        read += [var for var in aggregates if var in backward]
         marks, marked = _marks(loop, segment + 1, read)
         ops += [*loop, *marks, *(replace(op, eqn=_reading(op.eqn, marked)) for op in behind)]
-        copies.update((v, copy) for v, copy in marked.items() if v in backward)
-    outvars = tuple(v if is_literal(v) else copies.get(v, v) for v in step.flat.outvars)
-    return SplitStep(step, 1, tuple(ops), (), None, (), (), outvars, dims)
+        copies.update((var, copy) for var, copy in marked.items() if var in backward)
+
+    return SplitStep(
+        traced=step,
+        n_micro_batches=1,
+        ops=tuple(ops),
+        micro_inputs=(),
+        micro_index=None,
+        accumulators=(),
+        stacks=(),
+        outvars=tuple(atom if is_literal(atom) else copies.get(atom, atom) for atom in step.flat.outvars),
+        batch_dims={var: kind for var, kind in kinds.items() if isinstance(kind, int)},
+    )
+
+
+def _backward_results(step: TracedStep, ops: Sequence[Op]) -> set[Var]:
+    return {var for op in ops if step.origins[op.source].direction == "backward" for var in op.eqn.outvars}
 
 
 def _operations(step: TracedStep, segments: Sequence[int], segment: int, copies: Mapping[Var, Atom]) -> list[Op]:
@@ -58,12 +74,12 @@ def _loops_of_calls(step: TracedStep) -> dict[int, int]:
     behind: dict[Var, frozenset[int]] = {}  # the gradients whose backward passes a variable depends on
     waits: dict[int, set[int]] = {}
     for eqn, origin in zip(step.flat.eqns, step.origins, strict=True):
-        calls = frozenset[int]().union(*(behind.get(v, frozenset()) for v in operand_vars(eqn)))
+        calls = frozenset[int]().union(*(behind.get(var, frozenset()) for var in operand_vars(eqn)))
         if origin.direction != "other":
             waits.setdefault(origin.call, set()).update(calls - {origin.call})
         if origin.direction == "backward":
             calls |= {origin.call}
-        behind.update((v, calls) for v in eqn.outvars)
+        behind.update((var, calls) for var in eqn.outvars)
 
     loops: dict[int, int] = {}
     for call in sorted(waits):
@@ -78,51 +94,64 @@ def _segments(step: TracedStep, loop_of_call: Mapping[int, int]) -> list[int]:
 
     Others run in a loop where one of its passes needs them, or else behind the last loop that they depend on.
     """
-    eqns, origins = step.flat.eqns, step.origins
-    in_loop = {i: 2 * loop_of_call.get(o.call, 1) - 1 for i, o in enumerate(origins) if o.direction != "other"}
+    origins = step.origins
+    in_loop = {
+        i: 2 * loop_of_call.get(origin.call, 1) - 1 for i, origin in enumerate(origins) if origin.direction != "other"
+    }
+    earliest = _earliest_segments(step, in_loop)
+    return _latest_segments(step, in_loop, earliest)
 
-    # The first segment that may read each variable, and that may run each equation.
-    known: dict[Var, int] = {}
+
+def _earliest_segments(step: TracedStep, in_loop: Mapping[int, int]) -> list[int]:
+    """The first segment that may run each equation; those `in_loop` have theirs."""
+    known: dict[Var, int] = {}  # the first segment that may read each variable
     earliest: list[int] = []
-    for i, (eqn, origin) in enumerate(zip(eqns, origins, strict=True)):
-        earliest.append(in_loop.get(i, max((known.get(v, 0) for v in operand_vars(eqn)), default=0)))
-        known.update((v, earliest[i] + (origin.direction == "backward")) for v in eqn.outvars)
+    for i, (eqn, origin) in enumerate(zip(step.flat.eqns, step.origins, strict=True)):
+        segment = in_loop.get(i, max((known.get(var, 0) for var in operand_vars(eqn)), default=0))
+        earliest.append(segment)
+        # A backward result may be a gradient, which is complete behind its loop.
+        known.update((var, segment + (origin.direction == "backward")) for var in eqn.outvars)
+    return earliest
 
-    # The first segment that reads each variable.
+
+def _latest_segments(step: TracedStep, in_loop: Mapping[int, int], earliest: Sequence[int]) -> list[int]:
+    """The segment of each equation: its loop, that of its first reader, or the one behind the loops it depends on."""
+    eqns = step.flat.eqns
     last = 1 + max(in_loop.values(), default=LOOP)
     segments = [last] * len(eqns)
-    reader: dict[Var, int] = {}
+    reader: dict[Var, int] = {}  # the first segment that reads each variable
     for i in range(len(eqns) - 1, -1, -1):
-        first_reader = min((reader.get(v, last) for v in eqns[i].outvars), default=last)
+        first_reader = min((reader.get(var, last) for var in eqns[i].outvars), default=last)
         if i in in_loop:
             segments[i] = in_loop[i]
         elif earliest[i] == 0 or first_reader <= earliest[i]:
             segments[i] = first_reader
         else:
             segments[i] = earliest[i] + is_loop(earliest[i])
-        for v in operand_vars(eqns[i]):
-            reader[v] = min(reader.get(v, last), segments[i])
+
+        for var in operand_vars(eqns[i]):
+            reader[var] = min(reader.get(var, last), segments[i])
     return segments
 
 
 def _marks(loop: Sequence[Op], segment: int, read: Sequence[Var]) -> tuple[list[Op], dict[Var, Atom]]:
     """Copies in `segment`, by variable, of the floats that the loop leaves for it: where to sum them over devices."""
-    made = {v: op.source for op in loop for v in op.eqn.outvars if is_inexact(v)}
+    made = {var: op.source for op in loop for var in op.eqn.outvars if is_inexact(var)}
     marked = unary_equation(lambda x: gradient_p.bind(x, call=0)[0])
     marks: list[Op] = []
     copies: dict[Var, Atom] = {}
-    for v in dict.fromkeys(v for v in read if v in made):
-        if aval_of(v).dtype.itemsize < _SUM_BYTES:
-            eqns, (copies[v],) = equations_for(_marked_wide, v)
+    for var in dict.fromkeys(var for var in read if var in made):
+        if aval_of(var).dtype.itemsize < _SUM_BYTES:
+            eqns, (copies[var],) = equations_for(_marked_wide, var)
         else:
-            eqn, copies[v] = marked(v)
+            eqn, copies[var] = marked(var)
             eqns = [eqn]
-        marks += [Op(eqn, segment, made[v]) for eqn in eqns]
+        marks += [Op(eqn, segment, made[var]) for eqn in eqns]
     return marks, copies
 
 
 def _reading(eqn: JaxprEqn, copies: Mapping[Var, Atom]) -> JaxprEqn:
-    invars: list[Atom] = [v if is_literal(v) else copies.get(v, v) for v in eqn.invars]
+    invars: list[Atom] = [atom if is_literal(atom) else copies.get(atom, atom) for atom in eqn.invars]
     copy: JaxprEqn = eqn.replace(invars=invars)
     return copy
 

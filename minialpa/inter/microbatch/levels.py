@@ -1,0 +1,65 @@
+"""Levels: behind which loop each value is known, on all examples.
+
+A value that depends on the batch alone and is cheap (a sum of loss weights) need not wait for a loop: it is computed
+before the first one, for all examples at once, if an equation asks for its total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.inter.microbatch.forms import Once, Own, Same
+from minialpa.inter.microbatch.partial_sums import Forms
+from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars, sub_jaxprs
+from minialpa.tracing.trace import TracedStep
+
+_HEAVY = ("dot_general", "conv_general_dilated", "sort", "cholesky", "qr", "svd", "eigh", "lu")
+
+
+def is_heavy(eqn: JaxprEqn) -> bool:
+    """Whether an equation is too expensive to be run again by whoever reads its results."""
+    return eqn.primitive.name in _HEAVY or bool(sub_jaxprs(eqn))
+
+
+class Levels:
+    """The levels of the values of a program, as their forms become known.
+
+    Attributes:
+        independent: values that depend on the batch alone and are cheap.
+    """
+
+    def __init__(self, step: TracedStep, forms: Forms) -> None:
+        self.forms = forms
+        batch = zip(step.flat.invars, step.batch_dims, strict=True)
+        self.independent = {var for var, dim in batch if dim is not None}
+        self.independent.update(step.flat.constvars)
+        self._wanted_early: set[Var] = set()
+
+    def note(self, eqn: JaxprEqn) -> None:
+        """Note whether the results of an equation depend on the batch alone and are cheap."""
+        if not is_heavy(eqn) and all(is_literal(atom) or atom in self.independent for atom in eqn.invars):
+            self.independent.update(eqn.outvars)
+
+    def of(self, atom: Atom) -> int:
+        """The number of the loop behind which all of a value is known; 0 before the first, where it may be wanted."""
+        form = self.forms.form(atom)
+        if isinstance(form, Once):
+            return form.after
+        if not is_literal(atom) and atom in self.independent:
+            self._wanted_early.add(atom)
+            return 0
+        scale = None if isinstance(form, Own | Same) else form.scale
+        return form.loop if scale is None else max(form.loop, self.of(scale.scalar))
+
+    def early(self, eqns: Sequence[JaxprEqn], places: Sequence[int | None]) -> frozenset[int]:
+        """Equations of loops that compute, on the whole batch, what is wanted before the first loop."""
+        wanted, early = set(self._wanted_early), set[int]()
+        for i in range(len(eqns) - 1, -1, -1):
+            if places[i] == 0:
+                wanted.update(operand_vars(eqns[i]))
+            elif places[i] is not None and not wanted.isdisjoint(eqns[i].outvars):
+                early.add(i)
+                wanted.update(operand_vars(eqns[i]))
+        return frozenset(early)

@@ -1,0 +1,165 @@
+"""Equations in a loop: each equation of the full batch, written for one micro-batch.
+
+The constants in it keep their full-batch values, so a mean over 64 examples still divides by 64, and the parts that the
+micro-batches compute add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from minialpa.inter.microbatch.batching import batch_factors, dim_of, is_barrier
+from minialpa.inter.microbatch.forms import Own, Partial, Rows, Scale
+from minialpa.inter.microbatch.loop_values import LoopValues
+from minialpa.rules.factors import Factors, factors_of
+from minialpa.tracing.jaxprs import Atom
+
+
+class LoopEquations:
+    """Writes the equations of one loop."""
+
+    def __init__(self, loop: LoopValues) -> None:
+        self.loop = loop
+        self.draft, self.segments, self.forms = loop.draft, loop.segments, loop.forms
+
+    def emit(self, i: int) -> None:
+        """Write equation `i`."""
+        eqn = self.segments.eqns[i]
+        self.loop.source = self.segments.sources[i]
+        if not eqn.outvars:  # a callback sees each micro-batch
+            self.loop.add(eqn.replace(invars=[self._seen(atom) for atom in eqn.invars]))
+        elif is_barrier(eqn):
+            self._emit_barrier(eqn)
+        elif eqn.primitive.name == "minialpa_per_micro_batch" and isinstance(self.forms.form(eqn.outvars[0]), Own):
+            self._emit_own(eqn)
+        elif any(isinstance(self.forms.form(atom), Rows) for atom in eqn.invars):
+            self._emit_on_examples(i, eqn)
+        else:
+            self._emit_on_totals(i, eqn)
+
+    def _seen(self, atom: Atom) -> Atom:
+        return self.loop.scaled_rows(atom) if isinstance(self.forms.form(atom), Rows) else self.loop.value(atom)
+
+    def _emit_barrier(self, eqn: JaxprEqn) -> None:
+        operands = [self.loop.of_micro_batch(atom) for atom in eqn.invars]
+        results = self.loop.add(self.draft.maker.rebuild(eqn, operands))
+        for operand, var, result in zip(operands, eqn.outvars, results, strict=True):
+            self.loop.values[var] = result
+            if operand in self.draft.batch_dims:
+                self.draft.batch_dims[result] = self.draft.batch_dims[operand]
+
+    def _emit_own(self, eqn: JaxprEqn) -> None:
+        """`per_micro_batch`: a mean is of fewer examples, and what comes back to it is weighted as it was.
+
+        The result leaves the step as an average, so a cotangent that is each micro-batch's own counts one n-th; one
+        that is a sum over examples counts in full.
+        """
+        (operand,) = eqn.invars
+        rescale = self.segments.asked_for[eqn.params["number"]]
+        if not eqn.params["cotangent_of"]:
+            result = self.loop.value(operand, own=True)
+        elif isinstance(self.forms.form(operand), Partial):
+            result = self.loop.times(self.loop.of_micro_batch(operand), rescale)
+        else:
+            result = self.loop.times(self.loop.value(operand), rescale / self.segments.n_micro_batches)
+        self.loop.values[eqn.outvars[0]] = result
+
+    # ---- equations on examples ------------------------------------------------------------------------------------
+
+    def _emit_on_examples(self, i: int, eqn: JaxprEqn) -> None:
+        factors = factors_of(eqn)
+        split = batch_factors(eqn, factors, self.forms.row_dims(eqn), self.segments.n_micro_batches)
+        form = self.forms.form(eqn.outvars[0])
+        reader = _Reader(i, factors, split, form.scale if isinstance(form, Rows | Partial) else None)
+
+        operands = [self._operand(reader, k, atom) for k, atom in enumerate(eqn.invars)]
+        results = self.loop.rebuild(eqn, operands, factors, split)
+        for var, result, array in zip(eqn.outvars, results, factors.results, strict=True):
+            self.loop.values[var] = result
+            dim = dim_of(array, split)
+            if dim is not None:
+                self.draft.batch_dims[result] = dim
+
+    def _operand(self, reader: _Reader, k: int, atom: Atom) -> Atom:
+        """What operand `k` of an equation on examples is in this loop."""
+        form = self.forms.form(atom)
+        if isinstance(form, Rows):
+            waits = reader.scale is not None and form.scale == reader.scale
+            return self.loop.of_micro_batch(atom) if waits else self.loop.scaled_rows(atom)
+
+        dim = dim_of(reader.factors.operands[k], reader.split)
+        if self.loop.may_wait(atom, reader.scale):
+            return self.loop.unscaled(atom, dim)
+        if dim is None and any(reader.factors.takes_part_once(factor, k) for factor in reader.split):
+            return self._only_once(reader.number, atom)
+        return self.loop.value_or_rows(atom, dim, own=reader.number in self.segments.own)
+
+    def _only_once(self, i: int, atom: Atom) -> Atom:
+        """An operand that must count once over all micro-batches: itself in the first one, zero in the others.
+
+        An own value counts as its average, a part in each micro-batch.
+        """
+        form = self.forms.form(atom)
+        is_sum = isinstance(form, Partial) and form.reduction == "sum" and form.scale is None
+        if is_sum and self.segments.reads_part_of_loop(i, atom):
+            return self.loop.of_micro_batch(atom)
+        if isinstance(form, Own):
+            return self.loop.share(self.loop.value(atom))
+        if self.forms.is_zero(atom):
+            return self.loop.value(atom)
+
+        def first(x: Any, m: Any) -> Any:
+            return jnp.where(m == 0, x, jnp.zeros_like(x))
+
+        return self.loop.compute("first", first, self.loop.value(atom), self.draft.micro_index())
+
+    # ---- equations on totals --------------------------------------------------------------------------------------
+
+    def _emit_on_totals(self, i: int, eqn: JaxprEqn) -> None:
+        is_own = i in self.segments.own
+        if isinstance(self.forms.form(eqn.outvars[0]), Partial):
+            operands = self._partial_operands(eqn, is_own)
+        else:
+            operands = [self.loop.value(atom, own=is_own) for atom in eqn.invars]
+
+        results = self.loop.add(self.draft.maker.rebuild(eqn, operands))
+        for var, result in zip(eqn.outvars, results, strict=True):
+            share = self.segments.shares.get(var)
+            self.loop.values[var] = result if share is None else self.loop.times(result, share)
+
+    def _partial_operands(self, eqn: JaxprEqn, is_own: bool) -> list[Atom]:
+        factors = factors_of(eqn)
+        partial = self.forms.kept_partial(eqn, factors, is_own)
+        return [
+            self.loop.of_micro_batch(atom) if k in partial else self._beside_partial(atom, factors, k)
+            for k, atom in enumerate(eqn.invars)
+        ]
+
+    def _beside_partial(self, atom: Atom, factors: Factors, k: int) -> Atom:
+        """An operand beside partial ones: added, an own value counts one n-th; as a factor, it counts in full."""
+        value = self.loop.value(atom, own=True)
+        if isinstance(self.forms.form(atom), Own) and factors.linear == "joint" and k in factors.linear_operands:
+            return self.loop.share(value)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """An equation on examples.
+
+    Attributes:
+        number: its position among the equations.
+        factors: all of them.
+        split: those that hold the examples.
+        scale: what its results wait for, or None.
+    """
+
+    number: int
+    factors: Factors
+    split: Sequence[int]
+    scale: Scale | None

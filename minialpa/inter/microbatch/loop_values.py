@@ -1,0 +1,249 @@
+"""Values in a loop over micro-batches: what an equation of the loop reads for each variable of the full batch.
+
+* a value with a batch dimension: the micro-batch's rows, of this loop or of an earlier one;
+* a part of a reduction: the micro-batch's part, or its own mean;
+* a value that does not depend on the examples but has their shape (a dropout mask, position numbers): the rows of the
+  micro-batch, recomputed if only they are needed, or else cut out of the full-batch value, so that each example meets
+  the values of the full-batch run;
+* anything else: the value that is known once, see `once_values`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.inter.microbatch.batching import dim_of
+from minialpa.inter.microbatch.draft import Draft
+from minialpa.inter.microbatch.forms import Once, Own, Partial, Rows, Same, Scale
+from minialpa.inter.microbatch.once_values import OnceValues
+from minialpa.rules.factors import Factors, factors_of, localize
+from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, operand_vars, shape_of
+
+
+class LoopValues:
+    """The values of one loop; those that the loop lacks are computed in it when an equation first reads them.
+
+    Attributes:
+        segment: that of the loop.
+        source: the number of the traced equation that is being written.
+        values: what the micro-batch has for each variable of the full batch, as far as the loop has computed it.
+    """
+
+    def __init__(self, draft: Draft, once: OnceValues, segment: int) -> None:
+        self.draft, self.once, self.segment = draft, once, segment
+        self.segments, self.forms, self.n = draft.segments, draft.segments.forms, draft.segments.n_micro_batches
+        self.source = -1
+        self.values = draft.values[(segment + 1) // 2]
+        self._scaled: dict[Var, Atom] = {}
+        self._means: dict[Var, Atom] = {}
+        self._slices: dict[tuple[Var, int, bool], Atom] = {}
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def add(self, eqn: JaxprEqn) -> list[Var]:
+        """Write an equation; its results."""
+        self.draft.add(eqn, self.segment, self.source)
+        return list(eqn.outvars)
+
+    def rebuild(self, eqn: JaxprEqn, operands: Sequence[Atom], factors: Factors, split: Sequence[int]) -> list[Var]:
+        """Write `eqn` on the micro-batch's part of the factors `split`; its results."""
+        params = localize(eqn, factors, dict.fromkeys(split, self.n))
+        return self.add(self.draft.maker.rebuild(eqn, operands, params))
+
+    def compute(self, key: Hashable, fun: Callable[..., Any], *operands: Atom) -> Atom:
+        """Write the equations of `fun`; its result. Functions of one `key` do the same."""
+        eqns, (out,) = self.draft.maker.compute(key, fun, *operands)
+        for eqn in eqns:
+            self.add(eqn)
+        return out
+
+    def times(self, x: Atom, factor: float) -> Atom:
+        return self.compute(("times", factor), lambda x: x * jnp.asarray(factor, x.dtype), x)
+
+    def share(self, x: Atom) -> Atom:
+        """One n-th of a value: all micro-batches together count it once."""
+        return self.compute("share", lambda x: x / jnp.asarray(self.n, x.dtype), x)
+
+    # ---- values of the micro-batch -----------------------------------------------------------------------------------
+
+    def of_micro_batch(self, atom: Atom) -> Atom:
+        """The rows of a value that has examples, or what else each micro-batch has of it, in this loop."""
+        if atom in self.draft.micro_inputs:
+            return self.draft.micro_inputs[atom]
+        form = self.forms.form(atom)
+        assert not isinstance(form, Once)
+        return self.values[atom] if atom in self.values else self.draft.values[form.loop][atom]
+
+    def scaled_rows(self, var: Var) -> Atom:
+        """The rows of a value, multiplied by the scalar that they waited for."""
+        form, rows = self.forms.form(var), self.of_micro_batch(var)
+        assert isinstance(form, Rows)
+        if form.scale is None:
+            return rows
+        if var not in self._scaled:
+            eqns, out = self.once.scaled(rows, form.scale, self.segment - 1)
+            for eqn in eqns:
+                self.add(eqn)
+            self._scaled[var] = out
+            self.draft.batch_dims[out] = form.dim
+        return self._scaled[var]
+
+    def value(self, atom: Atom, *, own: bool = False) -> Atom:
+        """The value of an atom that has no rows. own: of a partial sum, the micro-batch's own mean, not the total."""
+        if is_literal(atom):
+            return atom
+        form = self.forms.form(atom)
+        if isinstance(form, Own) or (isinstance(form, Same) and 2 * form.loop - 1 == self.segment):
+            return self.of_micro_batch(atom)
+        if isinstance(form, Partial) and own and atom not in self.segments.early_values:
+            return self._own_mean(atom, form)
+        if not isinstance(form, Once):
+            self.once.require(atom, self.segment - 1)
+            return atom
+        if not self._has_to_be_copied(atom):
+            return atom
+        self._copy_known(atom)
+        return self.values[atom]
+
+    def _own_mean(self, var: Var, form: Partial) -> Atom:
+        """The micro-batch's own value of a partial sum: its mean, where the sum was divided by its terms."""
+        assert form.scale is None, f"{self.segments.line(var)}: a micro-batch takes its own value of a scaled sum"
+        if form.rescale is None:
+            return self.of_micro_batch(var)
+        if var not in self._means:
+            self._means[var] = self.times(self.of_micro_batch(var), form.rescale)
+        return self._means[var]
+
+    # ---- values that do not depend on the examples -------------------------------------------------------------------
+
+    def _has_to_be_copied(self, var: Var) -> bool:
+        """Whether a value that is known once is computed by whoever reads it."""
+        i = self.segments.producer.get(var)
+        return i is not None and self.segments.places[i] is None and var not in self.segments.early_values
+
+    def _copy_known(self, var: Var) -> None:
+        """Write copies of the equations that compute a value which does not depend on the examples of this loop."""
+        eqns = self.segments.eqns
+        wanted, stack = set[int](), [var]
+        while stack:
+            needed = stack.pop()
+            if not self._has_to_be_copied(needed):
+                continue
+            i = self.segments.producer[needed]
+            if i not in wanted and eqns[i].outvars[0] not in self.values:
+                wanted.add(i)
+                stack.extend(operand_vars(eqns[i]))
+
+        for i in sorted(wanted):
+            copy = self.draft.maker.rebuild(eqns[i], [self._value_or_copy(atom) for atom in eqns[i].invars])
+            self.values.update(zip(eqns[i].outvars, self.add(copy), strict=True))
+
+    def _value_or_copy(self, atom: Atom) -> Atom:
+        return self.values[atom] if not is_literal(atom) and atom in self.values else self.value(atom)
+
+    # ---- rows of values that have no examples ------------------------------------------------------------------------
+
+    def rows(self, var: Var, dim: int, *, own: bool) -> Atom:
+        """The micro-batch's part, along `dim`, of a full-shape value that does not have examples of its own."""
+        key = var, dim, own
+        if key not in self._slices:
+            recomputed = self._recomputed_rows(var, dim, own)
+            self._slices[key] = self._cut(self.value(var, own=own), var, dim) if recomputed is None else recomputed
+        return self._slices[key]
+
+    def value_or_rows(self, atom: Atom, dim: int | None, *, own: bool) -> Atom:
+        """The value of an atom or, along `dim`, the micro-batch's part of it."""
+        return self.value(atom, own=own) if dim is None else self.rows(atom, dim, own=own)
+
+    def _cut(self, x: Atom, var: Var, dim: int) -> Atom:
+        """The micro-batch's part, along `dim`, of `x`, which stands for the full-batch variable `var`."""
+        size = shape_of(var)[dim] // self.n
+
+        def cut(x: Any, m: Any) -> Any:
+            return jax.lax.dynamic_slice_in_dim(x, m * size, size, dim)
+
+        return self.compute(("cut", dim), cut, x, self.draft.micro_index())
+
+    def _recomputed_rows(self, var: Var, dim: int, own: bool) -> Atom | None:
+        """Compute `var` on the micro-batch's part alone; None if its equation does not allow that."""
+        i = self.segments.producer.get(var)
+        if i is None or not self._may_recompute(i, var, own):
+            return None
+        eqn = self.segments.eqns[i]
+        factors, result = factors_of(eqn), eqn.outvars.index(var)
+        factor = _leading_factor(factors, result, dim)
+        if factor is None or not self._may_split(factors, factor):
+            return None
+
+        form = self.forms.form(var)
+        own = own or isinstance(form, Own)
+        dims = [dim_of(array, (factor,)) for array in factors.operands]
+        operands = [self.value_or_rows(atom, along, own=own) for atom, along in zip(eqn.invars, dims, strict=True)]
+        out = self.rebuild(eqn, operands, factors, (factor,))[result]
+
+        # A sum becomes the micro-batch's mean here, unless its operands already were such means.
+        operand_forms = [self.forms.form(atom) for atom in eqn.invars]
+        were_rescaled = any(isinstance(f, Partial) and f.rescale is not None for f in operand_forms)
+        if isinstance(form, Partial) and form.rescale is not None and not were_rescaled:
+            return self.times(out, form.rescale * self.segments.shares.get(var, 1.0))
+        return out
+
+    def _may_recompute(self, i: int, var: Var, own: bool) -> bool:
+        """Whether a micro-batch may compute `var` for itself: it is cheap or its own, and is not of examples."""
+        form, operands = self.forms.form(var), self.segments.eqns[i].invars
+        if var in self.segments.early_values or any(isinstance(self.forms.form(atom), Rows) for atom in operands):
+            return False
+        is_free = isinstance(form, Once) and self.segments.places[i] is None
+        return is_free or isinstance(form, Own | Same) or (own and isinstance(form, Partial))
+
+    def _may_split(self, factors: Factors, factor: int) -> bool:
+        return factor not in factors.reductions and factors.may_split(factor, self.n)
+
+    # ---- values that wait for a scalar -------------------------------------------------------------------------------
+
+    def may_wait(self, atom: Atom, scale: Scale | None) -> bool:
+        """Whether a value that is known once is read without the scalar, as the results of its reader wait for it."""
+        if scale is None or is_literal(atom):
+            return False
+        form = self.forms.form(atom)
+        is_scaled = isinstance(form, Once) and (form.scale == scale or form.uniform is scale.scalar)
+        return is_scaled or atom is scale.scalar
+
+    def unscaled(self, atom: Atom, dim: int | None) -> Atom:
+        """A value that is known once but for a scalar, without it; if `dim` is given, the micro-batch's part."""
+        form = self.forms.form(atom)
+        if not isinstance(form, Once) or form.scale is None:
+            return self._ones(atom, dim)  # the scalar itself, or an array that is filled with it
+
+        eqn = self.segments.eqns[self.segments.producer[atom]]
+        factors, result = factors_of(eqn), eqn.outvars.index(atom)
+        factor = None if dim is None else _leading_factor(factors, result, dim)
+        if dim is not None and factor is not None and not self._may_split(factors, factor):
+            return self._cut(self.unscaled(atom, None), atom, dim)
+
+        split = () if factor is None else (factor,)
+        dims = [dim_of(array, split) for array in factors.operands]
+        operands = [
+            self.unscaled(operand, along)
+            if self.may_wait(operand, form.scale)
+            else self.value_or_rows(operand, along, own=False)
+            for operand, along in zip(eqn.invars, dims, strict=True)
+        ]
+        return self.rebuild(eqn, operands, factors, split)[result]
+
+    def _ones(self, atom: Atom, dim: int | None) -> Atom:
+        shape = list(shape_of(atom))
+        if dim is not None:
+            shape[dim] //= self.n
+        dtype = aval_of(atom).dtype
+        return self.compute(("ones", tuple(shape), dtype), lambda: jnp.ones(shape, dtype))
+
+
+def _leading_factor(factors: Factors, result: int, dim: int) -> int | None:
+    """The factor that is split when dimension `dim` of a result is cut into contiguous blocks, if any."""
+    return next((factor for factor in factors.results[result][dim] if factors.sizes[factor] > 1), None)
