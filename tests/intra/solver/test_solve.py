@@ -135,18 +135,18 @@ def test_relabelling_a_large_graph_keeps_the_quality() -> None:
 
 _LOADED = """
 from benchmarks.iopddl import random_instance
-from minialpa.intra import dominance, ilp
+from minialpa.intra.solver import dominance, solve
 
 def loaded():
-    from minialpa.intra import messages, search
+    from minialpa.intra.solver import local_search, trws
     from numba.core.dispatcher import Dispatcher
-    found = [f for module in (dominance, messages, search) for f in vars(module).values() if isinstance(f, Dispatcher)]
+    found = [f for module in (dominance, local_search, trws) for f in vars(module).values() if isinstance(f, Dispatcher)]
     return [(f.py_func.__name__, tuple(f.signatures)) for f in found]
 
 dominance.load()
-ilp._loading_s()
+solve._loading_s()
 before = loaded()
-ilp.solve_graph(random_instance(0, n_nodes=300), time_limit_s=2.0)
+solve.solve_graph(random_instance(0, n_nodes=300), time_limit_s=2.0)
 assert loaded() == before, [name for name, _ in set(loaded()) - set(before)]
 """
 
