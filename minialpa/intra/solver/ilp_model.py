@@ -30,7 +30,7 @@ import pulp
 from minialpa.errors import InfeasibleError
 from minialpa.intra.solver.bucket import components
 from minialpa.intra.solver.cost_graph import Floats
-from minialpa.intra.solver.exact import Whole
+from minialpa.intra.solver.exact import Integers
 from minialpa.intra.solver.residual import Residual, check_base
 
 Solver = Literal["highs", "cbc"]
@@ -112,7 +112,7 @@ def _solve_part(residual: Residual, nodes: list[int], solver: Solver, deadline: 
 
 def _exceeded_rows(residual: Residual, choices: dict[int, int]) -> list[int]:
     """The worst row of each stretch of rows in which the choices exceed the limit."""
-    change: Whole = np.zeros(len(residual.base) + 1, residual.base.dtype)
+    change: Integers = np.zeros(len(residual.base) + 1, residual.base.dtype)
     for v, i in choices.items():
         for (first, end), usage in residual.terms[v].items():
             change[first] += usage[i]

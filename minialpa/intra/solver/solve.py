@@ -39,7 +39,13 @@ _REDUCTIONS_S = 10.0
 #: A gap up to this part of the cost counts as none: what sums of floats can tell apart.
 _EQUAL = 1e-9
 #: Any graph will do for loading compiled loops.
-_TINY = CostGraph((np.zeros(2),) * 2, (Edge(0, 1, np.eye(2)),), (np.ones(2),) * 2, ((0, 1),) * 2, 2.0)
+_TINY = CostGraph(
+    node_costs=(np.zeros(2),) * 2,
+    edges=(Edge(0, 1, np.eye(2)),),
+    usages=(np.ones(2),) * 2,
+    intervals=((0, 1),) * 2,
+    usage_limit=2.0,
+)
 
 
 def solve_graph(
