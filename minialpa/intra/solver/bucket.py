@@ -41,7 +41,7 @@ class _Factor:
 def eliminate_narrow_components(residual: Residual) -> None:
     """Decide every component that has no usage terms and an elimination order with small tables."""
     for component in components(residual):
-        if not any(residual.terms[v] for v in component):
+        if not any(residual.terms[node] for node in component):
             order = _narrow_order(residual, component)
             if order is not None:
                 _eliminate_in_order(residual, order)
@@ -51,7 +51,7 @@ def components(residual: Residual) -> list[list[int]]:
     """Connected components of the nodes that are left, each in node order."""
     graph = nx.Graph()
     graph.add_nodes_from(residual.alive)
-    graph.add_edges_from((v, w) for v in residual.alive for w in residual.adjacent[v])
+    graph.add_edges_from((node, neighbour) for node in residual.alive for neighbour in residual.adjacent[node])
     return sorted(sorted(component) for component in nx.connected_components(graph))
 
 
@@ -89,10 +89,14 @@ def _joint_size(residual: Residual, v: int, near: set[int]) -> int:
 
 def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
     """Take the nodes out in this order. Each table is kept in the bucket of the first of its nodes to go."""
-    place = {v: at for at, v in enumerate(order)}
-    buckets = {v: [_Factor((v,), residual.costs[v])] for v in order}
-    for v in order:
-        buckets[v] += [_Factor((v, w), cost) for w, cost in residual.adjacent[v].items() if place[v] < place[w]]
+    place = {node: at for at, node in enumerate(order)}
+    buckets = {node: [_Factor((node,), residual.costs[node])] for node in order}
+    for node in order:
+        buckets[node] += [
+            _Factor((node, other), cost)
+            for other, cost in residual.adjacent[node].items()
+            if place[node] < place[other]
+        ]
 
     for node in order:
         factors = buckets.pop(node)

@@ -249,8 +249,8 @@ def _renumber_terms(residual: Residual, node: int, n_before: Ints, most_base: in
 def _term_changes(residual: Residual) -> tuple[Integers, Integers]:
     """For each row, the most that the terms starting there use, and the most that the terms ending before it used."""
     starting, ending = np.zeros((2, len(residual.base) + 1), residual.base.dtype)
-    for v in residual.alive:
-        for (first, end), usage in residual.terms[v].items():
+    for node in residual.alive:
+        for (first, end), usage in residual.terms[node].items():
             most = usage.max()
             starting[first] += most
             ending[end] += most
