@@ -47,7 +47,7 @@ def random_instance(seed: int, n_nodes: int) -> CostGraph:
     live = np.zeros(n_nodes)
     for usage, (start, end) in zip(usages, intervals, strict=True):
         live[start:end] += (usage.min() + usage.max()) / 2
-    return CostGraph(costs, edges, usages, intervals, float(live.max()))
+    return CostGraph(node_costs=costs, edges=edges, usages=usages, intervals=intervals, usage_limit=float(live.max()))
 
 
 def load_instance(path: Path) -> CostGraph:
@@ -57,14 +57,14 @@ def load_instance(path: Path) -> CostGraph:
     nodes, edges = problem["nodes"], problem["edges"]
     costs = tuple(np.array(cost, np.float64) for cost in nodes["costs"])
     return CostGraph(
-        costs,
-        tuple(
+        node_costs=costs,
+        edges=tuple(
             Edge(a, b, np.array(cost, np.float64).reshape(len(costs[a]), len(costs[b])))
             for (a, b), cost in zip(edges["nodes"], edges["costs"], strict=True)
         ),
-        tuple(np.array(usage, np.float64) for usage in nodes["usages"]),
-        tuple((start, end) for start, end in nodes["intervals"]),
-        problem.get("usage_limit"),
+        usages=tuple(np.array(usage, np.float64) for usage in nodes["usages"]),
+        intervals=tuple((start, end) for start, end in nodes["intervals"]),
+        usage_limit=problem.get("usage_limit"),
     )
 
 

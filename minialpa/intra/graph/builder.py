@@ -119,13 +119,20 @@ class GraphBuilder:
         costs = tuple(nodes)
         edges = tuple(Edge(a, b, cost) for (a, b), cost in self.edges.items())
         if limit is None:
-            return CostGraph(costs, edges)
+            return CostGraph(node_costs=costs, edges=edges)
         n_times = limit.n_times
         stays = [Usage(v, 1, 0, n_times) for v, role in self.problem.inputs if role in ("parameter", "state")]
         demands = self._demands([*stays, *limit.usages])
         check_least(demands, limit, self._allowed)
         terms = terms_of(demands, limit.limit_bytes, n_times)
-        return CostGraph(costs, edges, (), (), limit.limit_bytes if terms else None, terms)
+        return CostGraph(
+            node_costs=costs,
+            edges=edges,
+            usages=(),
+            intervals=(),
+            usage_limit=limit.limit_bytes if terms else None,
+            extra_usages=terms,
+        )
 
     def _demands(self, usages: Sequence[Usage]) -> list[Demand]:
         counted: dict[int, NDArray[np.int64]] = {}  # shards by strategy, for the specs of a choice

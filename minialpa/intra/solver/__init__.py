@@ -1,4 +1,5 @@
-"""The solver: a graph of costs with limits on what its choices use in, one choice for each node out.
+"""The solver: chooses one strategy for each node of a graph of costs, within limits on what the choices use.
 
-Knows nothing of shardings. Imports: `support`, `errors`.
+It knows nothing of shardings. Start with cost_graph.py, which states the problem, and solve.py, which lists the phases.
+Imports: `support`, `errors`.
 """

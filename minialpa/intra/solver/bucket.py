@@ -1,9 +1,15 @@
-"""Bucket elimination: exact min-plus elimination with tables over any number of nodes, where the tables stay small.
+"""Bucket elimination (Dechter, 1999): exact min-plus elimination with tables over more than two nodes.
 
-In: a `Residual` whose nodes of degree 0 to 2 are gone. Out: the same without those connected components that have no
-usage rows and a narrow elimination order (Dechter, 1999). Eliminating v replaces all tables over v by
-    T[neighbours] = min_s sum of the tables at v = s.
-A component is taken whole or left whole, so that what goes to the ILP still has edges between two nodes only.
+Elimination by pairs (elimination.py) stops at nodes with three neighbours and more. Here, eliminating node v replaces
+all tables over v by one over its neighbours:
+    T[neighbours] = min_s (sum of the tables over v, at v = s)                              -> _eliminate_in_order
+This is done to the connected components that have no usage rows, and for which a greedy order keeps all these joint
+tables small.                                                                                    -> _narrow_order
+A component is either decided completely or left alone, so that what goes to the integer program has edges between
+two nodes only.
+
+Example: four nodes, each joined to the three others. The first of them leaves a table over three nodes, to which the
+edges among these are added; the second leaves one over two.
 """
 
 from __future__ import annotations
@@ -18,8 +24,9 @@ import numpy as np
 from minialpa.intra.solver.cost_graph import Floats
 from minialpa.intra.solver.residual import Residual
 
-#: Largest joint table, and entries of all joint tables of one component together (about a second of numpy).
+#: Most entries of one joint table: 8 MB of float64.
 _MAX_TABLE = 1_000_000
+#: Most entries of all joint tables of one component together: about a second of NumPy.
 _MAX_WORK = 100_000_000
 
 
@@ -32,9 +39,9 @@ class _Factor:
 
 
 def eliminate_narrow_components(residual: Residual) -> None:
-    """Decide every component without usage terms for which an elimination order with small tables is found."""
+    """Decide every component that has no usage terms and an elimination order with small tables."""
     for component in components(residual):
-        if not any(residual.terms[v] for v in component):
+        if not any(residual.terms[node] for node in component):
             order = _narrow_order(residual, component)
             if order is not None:
                 _eliminate_in_order(residual, order)
@@ -44,7 +51,7 @@ def components(residual: Residual) -> list[list[int]]:
     """Connected components of the nodes that are left, each in node order."""
     graph = nx.Graph()
     graph.add_nodes_from(residual.alive)
-    graph.add_edges_from((v, w) for v in residual.alive for w in residual.adjacent[v])
+    graph.add_edges_from((node, neighbour) for node in residual.alive for neighbour in residual.adjacent[node])
     return sorted(sorted(component) for component in nx.connected_components(graph))
 
 
@@ -53,39 +60,52 @@ def _narrow_order(residual: Residual, component: list[int]) -> list[int] | None:
     near = {v: set(residual.adjacent[v]) for v in component}
     heap = [(_joint_size(residual, v, near[v]), v) for v in component]
     heapq.heapify(heap)
+
     order: list[int] = []
     work = 0
     while heap:
-        size, v = heapq.heappop(heap)
-        if v not in near or size != _joint_size(residual, v, near[v]):
-            continue  # an entry from before v or its neighbourhood changed
+        size, node = heapq.heappop(heap)
+        # Entries are not taken off the heap when the neighbours of a node change; it has a newer one then.
+        if node not in near or size != _joint_size(residual, node, near[node]):
+            continue
+
         work += size
         if size > _MAX_TABLE or work > _MAX_WORK:
             return None
-        order.append(v)
-        clique = near.pop(v)
+        order.append(node)
+
+        # The joint table joins all neighbours of the node to each other.
+        clique = near.pop(node)
         for w in clique:
-            near[w] = (near[w] | clique) - {v, w}
+            near[w] = (near[w] | clique) - {node, w}
             heapq.heappush(heap, (_joint_size(residual, w, near[w]), w))
     return order
 
 
 def _joint_size(residual: Residual, v: int, near: set[int]) -> int:
+    """Entries of a table over v and its neighbours `near`."""
     return math.prod(len(residual.costs[w]) for w in (v, *near))
 
 
 def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
-    """Each factor waits in the bucket of the first of its nodes to be eliminated."""
-    place = {v: at for at, v in enumerate(order)}
-    buckets = {v: [_Factor((v,), residual.costs[v])] for v in order}
-    for v in order:
-        buckets[v] += [_Factor((v, w), cost) for w, cost in residual.adjacent[v].items() if place[v] < place[w]]
-    for v in order:
-        scope = tuple(sorted({w for factor in buckets[v] for w in factor.scope}, key=place.__getitem__))
-        joint = _join(buckets.pop(v), scope)
+    """Take the nodes out in this order. Each table is kept in the bucket of the first of its nodes to go."""
+    place = {node: at for at, node in enumerate(order)}
+    buckets = {node: [_Factor((node,), residual.costs[node])] for node in order}
+    for node in order:
+        buckets[node] += [
+            _Factor((node, other), cost)
+            for other, cost in residual.adjacent[node].items()
+            if place[node] < place[other]
+        ]
+
+    for node in order:
+        factors = buckets.pop(node)
+        scope = tuple(sorted({w for factor in factors for w in factor.scope}, key=place.__getitem__))
+        joint = _join(factors, scope)
         best = joint.argmin(axis=0)
         least = np.take_along_axis(joint, best[None], axis=0)[0]
-        residual.decide(v, scope[1:], best)
+
+        residual.decide(node, scope[1:], best)
         if scope[1:]:
             buckets[scope[1]].append(_Factor(scope[1:], least))
         else:
@@ -93,7 +113,7 @@ def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
 
 
 def _join(factors: list[_Factor], scope: tuple[int, ...]) -> Floats:
-    """Sum of `factors` as one table over `scope`, whose first node all of them share."""
+    """The sum of `factors` as one table over `scope`."""
     joint: Floats = np.zeros((1,) * len(scope))
     for factor in factors:
         sizes = dict(zip(factor.scope, factor.table.shape, strict=True))

@@ -1,13 +1,17 @@
-"""Exact reductions of a cost graph: what is left afterwards has the same optimum and is smaller, often empty.
+"""Exact reductions of a cost graph: what they leave has the same optimum and is smaller, often empty.
 
-In: `Residual`, which they change.
-    1. Arc consistency: a strategy without a finite partner over some edge is dropped.             -> _usable
-    2. Dominance: strategy A is dropped when some B uses no more and, whatever the neighbours choose, costs no more:
-       c[B] - c[A] + sum_w max_j (E_w[B, j] - E_w[A, j]) <= 0   (dead-end elimination, Goldstein 1994)  -> _undominated
-    3. A node whose strategy follows from a neighbour's is merged into it.                         -> _merge_follower
-    4. A node of degree 0, 1 or 2 outside every usage row is minimised out (min-plus):
-       T[i, j] = min_s (c[s] + E_a[s, i] + E_b[s, j])                                              -> _eliminate
-Each removed node leaves a `Step`, and `Residual.choices` walks the steps backwards.
+    1. Arc consistency: drop a strategy that has no finite partner over some edge, or no room.       -> _usable
+    2. Dominance: drop strategy A if some B uses no more and never costs more (dominance.py).        -> _undominated
+    3. Merge a node whose strategy follows from that of a neighbour into this neighbour.             -> _merge_follower
+    4. Minimise out a node of degree 0, 1 or 2 that is in no usage row (min-plus elimination):
+       T[i, j] = min_s (c[s] + E_a[s, i] + E_b[s, j])                                                -> _eliminate
+    5. Replace an edge with E[i, j] = f[i] + g[j] by node costs, which lowers degrees.     -> _fold_separable_edges
+Each node that is taken out leaves a `Step`, and `Residual.choices` walks the steps backwards.
+
+These are the reductions of weighted constraint satisfaction and of PBQP (Scholz and Eckstein, 2002).
+
+Example: in a chain a - v - b, v goes by 4 and leaves an edge a - b that has, for each pair of choices of a and b, the
+cost of the best strategy of v. A tree or a ring of any size so vanishes altogether.
 """
 
 from __future__ import annotations
@@ -20,59 +24,68 @@ import numpy as np
 from minialpa.errors import InfeasibleError
 from minialpa.intra.solver.cost_graph import Bools, Floats, Ints
 from minialpa.intra.solver.dominance import undominated
-from minialpa.intra.solver.exact import Whole
+from minialpa.intra.solver.exact import Integers
 from minialpa.intra.solver.residual import Residual, add_term, keep, loosen_rows, room_for
 
-#: Largest min-plus table that eliminating one node of degree 2 may build.
+#: Most entries of the table that eliminating one node of degree 2 may build: 32 MB of float64.
 _MAX_TABLE = 4_000_000
 
 
 def reduce_graph(residual: Residual, deadline: float = np.inf) -> None:
-    """Apply all reductions until none helps, or until `deadline`, a time of `time.monotonic`; exact either way.
+    """Apply all reductions to `residual` until none helps, or until `deadline`, a time of `time.monotonic`.
 
-    Raises InfeasibleError when a node or a row has no way out.
+    The optimum stays the same either way. Raises InfeasibleError when a node has no strategy left, or when the least
+    usage of all nodes exceeds the limit.
     """
-    dirty = list(residual.alive)
+    dirty = list(residual.alive)  # nodes to visit
     while dirty and time.monotonic() < deadline:
         _reduce_from(residual, dirty, deadline)
         dirty = loosen_rows(residual)
 
 
 def _reduce_from(residual: Residual, dirty: list[int], deadline: float) -> None:
-    """Visit `dirty` nodes, and those whose surroundings change, smallest degree first."""
+    """Visit the `dirty` nodes, and those whose tables or neighbours change, smallest degree first."""
     waiting = set(dirty)
     heap = [(len(residual.adjacent[v]), v) for v in dirty]
     heapq.heapify(heap)
+
     while heap and time.monotonic() < deadline:
-        _, v = heapq.heappop(heap)
-        if v in waiting and v in residual.alive:
-            waiting.discard(v)
-            for w in _visit(residual, v):
-                if w not in waiting:
-                    waiting.add(w)
-                heapq.heappush(heap, (len(residual.adjacent[w]), w))
+        _, node = heapq.heappop(heap)
+        if node in waiting and node in residual.alive:
+            waiting.discard(node)
+            for changed in _visit(residual, node):
+                waiting.add(changed)
+                # Again, even if it waits already: its degree may be smaller now.
+                heapq.heappush(heap, (len(residual.adjacent[changed]), changed))
 
 
 def _visit(residual: Residual, v: int) -> list[int]:
-    """Reduce around v; returns the nodes whose surroundings have changed."""
+    """Reduce around v; returns the nodes whose tables or neighbours changed, other than v."""
     neighbours = list(residual.adjacent[v])
+
     usable = _usable(residual, v)
     if not usable.any():
         raise InfeasibleError(f"No strategy of node {v} is left: its cost, an edge or the usage limit forbids each.")
     changed = not usable.all()
     if changed:
         keep(residual, v, usable)
+
+    # Before dominance, which takes longer.
     if _can_eliminate(residual, v):
         _eliminate(residual, v)
         return neighbours
+
     undominated = _undominated(residual, v)
     if not undominated.all():
         changed = True
         keep(residual, v, undominated)
     changed |= _fold_separable_edges(residual, v)
+
+    # Fewer strategies make smaller tables, and fewer edges a lower degree: again.
     if _can_eliminate(residual, v):
         _eliminate(residual, v)
         return neighbours
+
     if _merge_follower(residual, v):
         return neighbours
     return neighbours if changed else []
@@ -87,9 +100,9 @@ def _usable(residual: Residual, v: int) -> Bools:
 
 
 def _undominated(residual: Residual, v: int) -> Bools:
-    """Formula 2. Of strategies that dominate each other, the first stays."""
+    """Formula 2: a mask of the strategies to keep."""
     cost, edges = residual.costs[v], list(residual.adjacent[v].values())
-    # One layout, as it is compiled for each anew.
+    # Always in the same memory layout: numba compiles a function anew for each layout.
     return undominated(
         cost,
         np.array([_ranks(usage) for usage in residual.terms[v].values()], np.int64).reshape(-1, len(cost)),
@@ -98,13 +111,13 @@ def _undominated(residual: Residual, v: int) -> Bools:
     )
 
 
-def _ranks(usage: Whole) -> Ints:
-    """What compares as `usage` does: itself, where int64 holds it."""
+def _ranks(usage: Integers) -> Ints:
+    """int64 numbers that compare as `usage` does: `usage` itself where it is int64, else its ranks."""
     return usage if usage.dtype == np.int64 else np.unique(usage, return_inverse=True)[1].astype(np.int64)
 
 
 def _fold_separable_edges(residual: Residual, v: int) -> bool:
-    """Replace edges with E[i, j] = f[i] + g[j] by node costs; always so where one side has a single strategy."""
+    """Formula 5; an edge is always separable if one of its nodes has a single strategy. Whether there was one."""
     folded = False
     for w, cost in list(residual.adjacent[v].items()):
         if not np.isfinite(cost).all():
@@ -119,32 +132,40 @@ def _fold_separable_edges(residual: Residual, v: int) -> bool:
 
 
 def _merge_follower(residual: Residual, v: int) -> bool:
-    """Merge v into a neighbour b when each strategy of b leaves v only one: then v's costs, edges and usage are b's.
-
-    Only where the tables do not grow: b has as many strategies, or v has at most one other edge.
-    """
-    b = next((w for w, cost in residual.adjacent[v].items() if _follows(cost, len(residual.adjacent[v]))), None)
-    if b is None:
+    """Merge v into a neighbour that it follows, if there is one: v's costs, edges and usages become the neighbour's."""
+    degree = len(residual.adjacent[v])
+    leader = next((w for w, cost in residual.adjacent[v].items() if _follows(cost, degree)), None)
+    if leader is None:
         return False
-    cost = residual.adjacent[v][b]
+
+    # follows[j]: the strategy of v when the leader takes strategy j.
+    cost = residual.adjacent[v][leader]
     follows = np.isfinite(cost).argmax(axis=0)
-    residual.costs[b] = residual.costs[b] + residual.costs[v][follows] + cost[follows, np.arange(cost.shape[1])]
+    residual.costs[leader] = (
+        residual.costs[leader] + residual.costs[v][follows] + cost[follows, np.arange(cost.shape[1])]
+    )
     for w, other in residual.adjacent[v].items():
-        if w != b:
-            residual.add_edge(b, w, other[follows])
+        if w != leader:
+            residual.add_edge(leader, w, other[follows])
     for rows, usage in residual.terms[v].items():
-        add_term(residual, b, rows, usage[follows])
+        add_term(residual, leader, rows, usage[follows])
+
     residual.terms[v] = {}
-    residual.decide(v, (b,), follows)
+    residual.decide(v, (leader,), follows)
     return True
 
 
 def _follows(cost: Floats, degree: int) -> bool:
+    """Whether each strategy of a neighbour leaves v only one, by the edge `cost`, and merging makes no table larger.
+
+    Tables stay as small if the neighbour has as many strategies as v, or v has at most one other edge.
+    """
     single = bool((np.isfinite(cost).sum(axis=0) == 1).all())
     return single and (cost.shape[0] == cost.shape[1] or degree <= 2)
 
 
 def _can_eliminate(residual: Residual, v: int) -> bool:
+    """Whether v is in no usage row and has at most two neighbours, with a table over both that is not too large."""
     neighbours = residual.adjacent[v]
     if residual.terms[v] or len(neighbours) > 2:
         return False
@@ -157,12 +178,16 @@ def _can_eliminate(residual: Residual, v: int) -> bool:
 def _eliminate(residual: Residual, v: int) -> None:
     """Formula 4, for degree 0, 1 and 2."""
     scope = tuple(residual.adjacent[v])
+    # Axis 0 is the strategy of v; each neighbour adds an axis of its own at the end.
     table = residual.costs[v]
     for w in scope:
-        table = table[..., None] + residual.adjacent[v][w].reshape(-1, *(1,) * (table.ndim - 1), len(residual.costs[w]))
+        edge = residual.adjacent[v][w]
+        table = table[..., None] + edge.reshape(-1, *(1,) * (table.ndim - 1), len(residual.costs[w]))
+
     best = table.argmin(axis=0)
     least = np.take_along_axis(table, best[None], axis=0)[0]
     residual.decide(v, scope, best)
+
     match scope:
         case ():
             residual.offset += float(least)

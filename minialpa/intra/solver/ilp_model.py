@@ -1,17 +1,20 @@
 """The integer program for the core that elimination leaves, through PuLP to HiGHS or CBC.
 
     minimise   sum_v c_v . x_v + sum_(v,w) E_vw . y_vw
-    subject to sum_i x_v[i] = 1                                             one strategy per node
-               sum_j y_vw[i, j] = x_v[i],  sum_i y_vw[i, j] = x_w[j]        equal marginals on both sides of an edge
-               base[r] + sum_v u_v[r] . x_v <= limit                        usage rows r, once a solution exceeds them
-               sum_(v in C) sum_(i: u_v[r, i] >= U_v) x_v[i] <= |C| - 1     where U, what C chose, exceeds row r
+    subject to sum_i x_v[i] = 1                                             one strategy per node        -> _choose_one
+               sum_j y_vw[i, j] = x_v[i],  sum_i y_vw[i, j] = x_w[j]        equal marginals of an edge   -> _join
+               base[r] + sum_v u_v[r] . x_v <= limit                        usage row r                  -> limit_row
+               sum_(v in C) sum_(i: u_v[r, i] >= U_v) x_v[i] <= |C| - 1     cover C of row r             -> _Row.cover
     x binary; y >= 0, which is integral where x is. Forbidden entries of E have no y.
 
-Solvers let a row be exceeded by a small fraction of it. Limits are exact, so solutions are checked in whole numbers,
-and the covers C of the last formula cut off what only keeps to a row nearly.
+A usage row is added once a solution exceeds it; few of them ever are. Solvers let a row be exceeded by a small fraction
+of it, but limits are exact, so solutions are checked in integers. If one still exceeds a row that the program has, some
+nodes C of it use more than the row has room for by themselves, each U_v: at most |C| - 1 of them may use that much.
 
-In: `Residual`. Out: a strategy for each node that is left, if any was found, and a bound on the cost. The parts that
-neither an edge nor a usage row joins are solved one by one.
+The components that neither an edge nor a usage row joins are solved one by one.
+
+Example: a row has room for 10, and a solution uses 5 + 5.000001 at two nodes. The cover says that not both of them may
+take a strategy that uses at least as much.
 """
 
 from __future__ import annotations
@@ -30,18 +33,23 @@ import pulp
 from minialpa.errors import InfeasibleError
 from minialpa.intra.solver.bucket import components
 from minialpa.intra.solver.cost_graph import Floats
-from minialpa.intra.solver.exact import Whole
+from minialpa.intra.solver.exact import Integers
 from minialpa.intra.solver.residual import Residual, check_base
 
 Solver = Literal["highs", "cbc"]
 
-#: Objectives are scaled so that the largest entry is this: solvers compare reduced costs with an absolute 1e-7.
+#: The largest coefficient of the scaled objective: solvers compare reduced costs with an absolute 1e-7.
 _LARGEST_COST = 1e4
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramSolution:
-    """Strategies by current place, or None where time ran out first, and a lower bound on the cost; -inf if none."""
+    """What the program found.
+
+    Attributes:
+        choices: for each node that is left, its strategy by current place; None if time ran out first.
+        bound: no solution costs less; -inf if nothing is known.
+    """
 
     choices: dict[int, int] | None
     bound: float
@@ -49,33 +57,44 @@ class ProgramSolution:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A usage row: `places` are the (node, strategy) that use something, `room` is limit - base."""
+    """A usage row.
+
+    Attributes:
+        places: each (node, strategy) that uses something.
+        usage: what each of `places` uses.
+        room: limit - base, which all together may use.
+    """
 
     places: tuple[tuple[int, int], ...]
     usage: tuple[int, ...]
     room: int
 
     def cover(self, choices: dict[int, int]) -> list[tuple[int, int]]:
-        """Of `choices` that exceed the row, those that use most and exceed it together; with all strategies of their
-        nodes that use as much."""
-        used = {v: u for (v, i), u in zip(self.places, self.usage, strict=True) if choices[v] == i}
+        """A cover of `choices`, which exceed the row: each (node, strategy) of the sum in the last formula.
+
+        Its nodes are those that use most, as few as exceed the row together.
+        """
+        used = {node: usage for (node, i), usage in zip(self.places, self.usage, strict=True) if choices[node] == i}
         total, least = 0, dict[int, int]()
-        for v in sorted(used, key=lambda v: -used[v]):
-            least[v], total = used[v], total + used[v]
+        for node in sorted(used, key=lambda node: -used[node]):
+            least[node], total = used[node], total + used[node]
             if total > self.room:
                 break
         assert total > self.room, (total, self.room)
-        return [(v, i) for (v, i), u in zip(self.places, self.usage, strict=True) if u >= least.get(v, u + 1)]
+
+        pairs = zip(self.places, self.usage, strict=True)
+        return [(node, i) for (node, i), usage in pairs if usage >= least.get(node, usage + 1)]
 
 
 def solve_program(residual: Residual, *, solver: Solver, deadline: float) -> ProgramSolution:
-    """Solve what is left, until `deadline`, a time of `time.monotonic`. The bound is on the cost of the whole graph.
+    """Solve what is left of `residual`, until `deadline`, a time of `time.monotonic`.
 
-    Raises InfeasibleError.
+    The bound is on the cost of the original graph. Raises InfeasibleError.
     """
     check_base(residual)
     parts = [_solve_part(residual, nodes, solver, deadline) for nodes in _independent(residual)]
     bound = residual.offset + sum(part.bound for part in parts)
+
     choices: dict[int, int] = {}
     for part in parts:
         if part.choices is None:
@@ -85,7 +104,7 @@ def solve_program(residual: Residual, *, solver: Solver, deadline: float) -> Pro
 
 
 def _independent(residual: Residual) -> list[list[int]]:
-    """Components by edges; those with usage terms together count as one."""
+    """Connected components; all those with usage terms count as one, as rows may join them."""
     apart, joined = [], []
     for component in components(residual):
         if any(residual.terms[v] for v in component):
@@ -96,7 +115,7 @@ def _independent(residual: Residual) -> list[list[int]]:
 
 
 def _solve_part(residual: Residual, nodes: list[int], solver: Solver, deadline: float) -> ProgramSolution:
-    """The program, again with more usage rows until its solution exceeds none; few of them ever matter."""
+    """Solve the program for `nodes`, each time with more usage rows, until its solution exceeds none."""
     model = _Model(residual, nodes)
     while (remaining_s := deadline - time.monotonic()) > 0:
         choices = model.solve(solver, remaining_s)
@@ -105,18 +124,19 @@ def _solve_part(residual: Residual, nodes: list[int], solver: Solver, deadline: 
         exceeded = _exceeded_rows(residual, choices)
         if not exceeded:
             return ProgramSolution(choices, model.bound)
-        for r in exceeded:
-            model.limit_row(r, choices)
+        for row in exceeded:
+            model.limit_row(row, choices)
     return ProgramSolution(None, model.bound)
 
 
 def _exceeded_rows(residual: Residual, choices: dict[int, int]) -> list[int]:
     """The worst row of each stretch of rows in which the choices exceed the limit."""
-    change: Whole = np.zeros(len(residual.base) + 1, residual.base.dtype)
+    change: Integers = np.zeros(len(residual.base) + 1, residual.base.dtype)
     for v, i in choices.items():
         for (first, end), usage in residual.terms[v].items():
             change[first] += usage[i]
             change[end] -= usage[i]
+
     used = residual.base + np.cumsum(change[:-1])
     rows = np.flatnonzero(used > residual.limit)
     stretches = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
@@ -124,64 +144,78 @@ def _exceeded_rows(residual: Residual, choices: dict[int, int]) -> list[int]:
 
 
 def _row(residual: Residual, nodes: Iterable[int], r: int) -> _Row:
+    """Usage row `r`, restricted to `nodes`."""
     total: dict[tuple[int, int], int] = {}
-    for v in nodes:
-        for (first, end), usage in residual.terms[v].items():
+    for node in nodes:
+        for (first, end), usage in residual.terms[node].items():
             if first <= r < end:
                 for i in np.flatnonzero(usage).tolist():
-                    total[v, i] = total.get((v, i), 0) + int(usage[i])
+                    total[node, i] = total.get((node, i), 0) + int(usage[i])
     return _Row(tuple(total), tuple(total.values()), residual.limit - int(residual.base[r]))
 
 
 class _Model:
-    """The program in PuLP; a class because cuts are added between solves."""
+    """The program in PuLP; a class because rows and covers are added between solves.
+
+    `bound` is the best bound so far on the cost of its nodes, in the units of the residual.
+    """
 
     def __init__(self, residual: Residual, nodes: list[int]) -> None:
         self.residual = residual
         self.problem = pulp.LpProblem("core", pulp.LpMinimize)
         self.bound = -np.inf
         self._objective: list[tuple[Any, float]] = []
+        self._rows: dict[int, _Row] = {}
+
         self.x = {v: self._choose_one(v) for v in nodes}
         for v in nodes:
             for w, cost in residual.adjacent[v].items():
                 if v < w:
                     self._join(v, w, cost)
-        self.scale = _LARGEST_COST / max(1e-300, max((abs(c) for _, c in self._objective), default=1.0))
-        self.problem.setObjective(pulp.LpAffineExpression([(x, c * self.scale) for x, c in self._objective]))
-        self._rows: dict[int, _Row] = {}
+
+        largest = max((abs(cost) for _, cost in self._objective), default=1.0)
+        self.scale = _LARGEST_COST / max(1e-300, largest)
+        scaled = [(variable, cost * self.scale) for variable, cost in self._objective]
+        self.problem.setObjective(pulp.LpAffineExpression(scaled))
 
     def _choose_one(self, v: int) -> list[Any]:
+        """Add x_v, and that one of its entries is 1."""
         x = [self.problem.add_variable(f"x_{v}_{i}", cat=pulp.LpBinary) for i in range(len(self.residual.costs[v]))]
         self._constrain([(one, 1) for one in x], pulp.LpConstraintEQ, 1)
         self._objective += zip(x, self.residual.costs[v].tolist(), strict=True)
         return x
 
     def _join(self, v: int, w: int, cost: Floats) -> None:
+        """Add y_vw, and that its marginals are x_v and x_w."""
         rows: list[list[Any]] = [[] for _ in self.x[v]]
         columns: list[list[Any]] = [[] for _ in self.x[w]]
         for i, j in np.argwhere(np.isfinite(cost)).tolist():
-            y = self.problem.add_variable(f"y_{v}_{w}_{i}_{j}", lowBound=0)
-            rows[i].append(y)
-            columns[j].append(y)
-            self._objective.append((y, float(cost[i, j])))
-        for x, ys in zip(self.x[v] + self.x[w], rows + columns, strict=True):
-            self._constrain([(x, -1), *((y, 1) for y in ys)], pulp.LpConstraintEQ, 0)
+            pair = self.problem.add_variable(f"y_{v}_{w}_{i}_{j}", lowBound=0)
+            rows[i].append(pair)
+            columns[j].append(pair)
+            self._objective.append((pair, float(cost[i, j])))
+
+        for one, pairs in zip(self.x[v] + self.x[w], rows + columns, strict=True):
+            self._constrain([(one, -1), *((pair, 1) for pair in pairs)], pulp.LpConstraintEQ, 0)
 
     def _constrain(self, terms: Iterable[tuple[Any, float]], sense: int, bound: float) -> None:
         self.problem.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(list(terms)), sense=sense, rhs=bound))
 
     def limit_row(self, r: int, choices: dict[int, int]) -> None:
-        """Add usage row `r`, which `choices` exceed; if the program has it, a cover of what they use there."""
+        """Add usage row `r`, which `choices` exceed, or if the program already has it, a cover of `choices`."""
         if r in self._rows:
             cover = self._rows[r].cover(choices)
-            n_nodes = len({v for v, _ in cover})
-            self._constrain([(self.x[v][i], 1) for v, i in cover], pulp.LpConstraintLE, n_nodes - 1)
+            n_nodes = len({node for node, _ in cover})
+            self._constrain([(self.x[node][i], 1) for node, i in cover], pulp.LpConstraintLE, n_nodes - 1)
             return
+
         row = self._rows[r] = _row(self.residual, self.x, r)
         if row.room < 0 or not row.places:
             raise self._infeasible()
+        # Scaled to 1, as solvers compare rows with an absolute tolerance, too.
         largest = max(row.usage)
-        terms = [(self.x[v][i], u / largest) for (v, i), u in zip(row.places, row.usage, strict=True)]
+        pairs = zip(row.places, row.usage, strict=True)
+        terms = [(self.x[node][i], usage / largest) for (node, i), usage in pairs]
         self._constrain(terms, pulp.LpConstraintLE, row.room / largest)
 
     def _infeasible(self) -> InfeasibleError:
@@ -198,8 +232,10 @@ class _Model:
         if self.problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             self.bound = max(self.bound, bound)
             return None
-        choices = {v: int(np.argmax([one.varValue or 0.0 for one in x])) for v, x in self.x.items()}
+
+        choices = {node: int(np.argmax([one.varValue or 0.0 for one in x])) for node, x in self.x.items()}
         cost = _cost_of(self.residual, choices)
+        # The cost in our own numbers: the solver's bound has its tolerances.
         if self.problem.sol_status == pulp.LpSolutionOptimal and np.isfinite(cost):
             bound = cost
         self.bound = max(self.bound, bound)
@@ -208,9 +244,10 @@ class _Model:
 
 def _cost_of(residual: Residual, choices: dict[int, int]) -> float:
     """Cost of the nodes of `choices` and of the edges among them."""
-    cost = sum(float(residual.costs[v][i]) for v, i in choices.items())
-    for v, i in choices.items():
-        cost += sum(float(edge[i, choices[w]]) for w, edge in residual.adjacent[v].items() if v < w)
+    cost = sum(float(residual.costs[node][i]) for node, i in choices.items())
+    for node, i in choices.items():
+        edges = residual.adjacent[node].items()
+        cost += sum(float(edge[i, choices[other]]) for other, edge in edges if node < other)
     return cost
 
 
@@ -222,7 +259,7 @@ def _run_highs(problem: Any, time_limit_s: float) -> float:
 
 
 def _run_cbc(problem: Any, time_limit_s: float) -> float:
-    """As `_run_highs`. PuLP does not pass CBC's bound on; it stands in the log of a run that did not finish."""
+    """As `_run_highs`. PuLP does not report CBC's bound, so read it from the log, where an unfinished run prints it."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "cbc.log"
         path = pulp.PULP_CBC_CMD.pulp_cbc_path

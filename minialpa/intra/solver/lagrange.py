@@ -1,14 +1,18 @@
-"""Prices on usage make the core a graph without rows: bounds from below, and good choices from above.
+"""A lower bound and good choices for a core with usage rows: the core under prices is a graph without rows.
 
-With prices p >= 0 on the usage rows (Lagrange multipliers), every p gives a bound, by trws.py:
+With prices p >= 0 on the usage rows (Lagrange multipliers), the messages of trws.py give a bound for every p:
     L(p) = min_s (c(s) + p . usage(s)) - p . room
 Prices rise where the choices of a pass exceed the room of a row and fall where they leave some (the volume algorithm of
-Barahona and Anbil, 2000, without its centre):                                                     -> _raise_bound
-    p <- max(0, p + step * |L(p)| / u * g / |g|_1),   g = running average of usage(s) - room, u a unit of usage
-Rounding and local search (local_search.py) turn priced graphs into choices that keep to the limit.      -> _improve
-Where one price separates two very different optima, what is between is found by forcing a few
-nodes to strategies that they would not take, and seeing what the messages make of it.             -> _probe
-All is counted in passes and rounds, so that the outcome does not depend on the clock unless time runs out.
+Barahona and Anbil, 2000, without its centre):                                       -> _raise_bound, _PriceSteps
+    p <- max(0, p + step * |L(p)| / u * g / |g|_1),   g = running average of usage(s) - room,   u = a unit of usage
+Rounding and local search (local_search.py) turn priced costs into choices that keep to the limit.        -> _improve
+At the best price, two optima may be very different: one exceeds the limit, the other leaves much of it unused. To find
+choices between them, a few nodes are forced to random strategies and the messages respond.               -> _probe
+
+Example: 10 equal nodes have a cheap strategy (cost 0, usage 2) and a thrifty one (cost 1, usage 1), with room for 15.
+At price 1 both cost the same with the price, L = 10 * 2 - 15 = 5, and 5 cheap and 5 thrifty nodes reach that bound.
+
+Everything is counted in passes and rounds, so that the outcome does not depend on the clock unless time runs out.
 """
 
 from __future__ import annotations
@@ -24,38 +28,77 @@ from minialpa.intra.solver.csr_graph import Core
 from minialpa.intra.solver.exact import MOST_BITS
 from minialpa.intra.solver.local_search import cost_of, improve_on_trees, round_choices, usage_of
 from minialpa.intra.solver.mixed_solutions import mixtures
-from minialpa.intra.solver.trws import pass_messages, price_usage
+from minialpa.intra.solver.trws import exchange_messages, pass_messages, price_usage
 
-#: Pairs of passes at most; those before prices move; those between two roundings, and between two looks at progress.
-_MAX_PAIRS, _UNPRICED_PAIRS, _ROUNDING_PAIRS, _PROGRESS_PAIRS = 1200, 30, 20, 100
-#: First step; what it shrinks by when so many pairs did not raise the bound; the least one worth taking.
-_STEP, _SHRINK, _PATIENCE, _LEAST_STEP = 0.1, 0.8, 15, 1e-4
-#: Noise, in parts of the mean cost of a node, and pairs of passes under it.
-_NOISE, _NOISY_PAIRS = 1e-3, 20
-#: Weight of the newest choices in the average.
-_NEWEST = 0.1
-#: Progress is too slow when the gap shrinks by less than this part between two looks.
+# The ascent of the bound. A pair of passes is one forward and one back.
+#: Pairs of passes at most.
+_MAX_PAIRS = 1200
+#: Pairs of passes before prices move, so that messages settle first.
+_UNPRICED_PAIRS = 30
+#: Pairs of passes between two roundings.
+_ROUNDING_PAIRS = 20
+#: Pairs of passes between two looks at progress.
+_PROGRESS_PAIRS = 100
+#: The ascent ends when the gap shrinks by less than this part between two looks.
 _LEAST_PROGRESS = 0.03
-#: Pairs of passes at the best prices, each with two roundings; price levels for thrifty rounding.
-_LAST_PAIRS, _THRIFTY = 20, 6
-#: Local search: weights that the prices have in turn, rounds at most, trees of one round by node, rounds without gain.
-_WEIGHTS, _MAX_ROUNDS, _IDLE_ROUNDS = (1.0, 0.5, 0.0), 60, 9
-#: Probes at most, table entries that all of them together may pass over, probes without gain; nodes forced, pairs of
-#: passes.
-_MAX_PROBES, _PROBE_ENTRIES, _IDLE_PROBES, _FORCED, _PROBE_PAIRS = 200, 10_000_000, 40, 3, 2
+#: First step of the prices, as a part of |L(p)|.
+_STEP = 0.1
+#: Factor on the step when it has not raised the bound for `_PATIENCE` pairs.
+_SHRINK = 0.8
+#: Pairs of passes without a better bound before the step shrinks.
+_PATIENCE = 15
+#: The ascent ends with steps below this.
+_LEAST_STEP = 1e-4
+#: Weight of the newest choices in the running average g.
+_NEWEST = 0.1
+
+# Choices during and after the ascent.
+#: Noise on costs, as a part of the mean cost of a node.
+_NOISE = 1e-3
+#: Pairs of passes under noise.
+_NOISY_PAIRS = 20
+#: Pairs of passes at the best prices, each with two roundings.
+_LAST_PAIRS = 20
+#: Price levels for rounding where nothing keeps to the limit yet; each is ten times the one before.
+_PRICE_LEVELS = 6
+
+# Local search.
+#: Factors on the prices, in turn.
+_WEIGHTS = (1.0, 0.5, 0.0)
+#: Rounds at most; a round tries as many trees as there are nodes.
+_MAX_ROUNDS = 60
+#: Rounds without gain after which local search ends.
+_IDLE_ROUNDS = 9
 #: Trees between two looks at the clock.
 _TREES = 2000
-#: Sums of floats are trusted to this part of the largest possible one.
+
+# Probes.
+#: Probes at most.
+_MAX_PROBES = 200
+#: Table entries of the core times probes, at most.
+_PROBE_ENTRIES = 10_000_000
+#: Probes without gain after which probing ends.
+_IDLE_PROBES = 40
+#: Nodes forced in a probe.
+_FORCED = 3
+#: Pairs of passes in a probe.
+_PROBE_PAIRS = 2
+
+#: Rounding error of sums of float64, as a part of the largest possible sum.
 _ROUNDING = 1e-12
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Bracket:
-    """The optimum is between `bound` and the cost of `choices`, which is infinite where they are not allowed.
+    """What is known of the optimum of a core: it is between `bound` and `cost`.
 
-    Of choices that are not, these have no forbidden pair if some had none, and then exceed a row least.
-
-    reduced[at[v] + i]: a solution with strategy i at v costs at least bound + this. prices: those of the bound.
+    Attributes:
+        choices: the best choices found. If none of them are allowed: without a forbidden pair if there were such, and
+            among these with the least excess over any row.
+        cost: their cost; infinite if they are not allowed.
+        bound: no allowed choices cost less.
+        reduced: a solution with strategy i at node v costs at least bound + reduced[at[v] + i].
+        prices: for each row, the price that gave the bound.
     """
 
     choices: Ints
@@ -80,12 +123,17 @@ class _Incumbent:
             self.choices, self.cost, self.excess = choices.copy(), cost, excess
 
     @property
+    def value(self) -> tuple[float, float]:
+        """Changes whenever better choices are found."""
+        return self.cost, self.excess
+
+    @property
     def allowed_cost(self) -> float:
         return self.cost if self.excess == 0 else np.inf
 
 
 class _Passes:
-    """Messages with their prices and the bound that they prove; a class because messages live from pass to pass."""
+    """Messages under prices, and the bound that they prove; a class because messages live from pass to pass."""
 
     def __init__(self, core: Core, prices: Floats) -> None:
         self.core, self.prices = core, prices
@@ -94,6 +142,7 @@ class _Passes:
         self.choices: Ints = np.zeros(core.n_nodes, np.int64)
 
     def run(self, forward: bool) -> float:
+        """One pass; returns L(prices)."""
         price_usage(self.core, self.prices, self.priced)
         bound = pass_messages(self.core, self.priced, self.messages, forward, self.reduced, self.choices)
         return float(bound - self.prices @ self.core.room)
@@ -106,19 +155,46 @@ class _Passes:
     def improve(self, incumbent: _Incumbent, bound: float, seed: int) -> None:
         """Rounding and local search after passes over slightly changed costs.
 
-        Where several optima cost the same, rounding takes a bit of each. Noise leaves one of them the cheapest.
+        Where several optima cost the same, rounding takes a part of each. Noise leaves one of them the cheapest.
         """
         core, choices = self.core, np.zeros_like(self.choices)
         noise = np.random.default_rng(seed).random(len(core.cost))
         noisy, messages = self.priced + _NOISE * abs(bound) / core.n_nodes * noise, self.messages.copy()
-        unused = np.empty_like(self.reduced)
-        for _ in range(_NOISY_PAIRS):
-            for forward in (True, False):
-                pass_messages(core, noisy, messages, forward, unused, choices)
+        exchange_messages(core, noisy, messages, choices, _NOISY_PAIRS)
+
         for forward in (True, False):
             round_choices(core, noisy, messages, forward, choices)
             improve_on_trees(core, self.priced, choices, core.n_nodes, seed)
             incumbent.offer(choices)
+
+
+class _PriceSteps:
+    """Moves prices by the formula of the ascent; a class because g and the step live from move to move."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.unit = max(float(core.room.max(initial=0)), float(core.usage.max(initial=0)))
+        self.average_excess: Floats = np.zeros(len(core.room))
+        self.step, self.n_since_best = _STEP, 0
+
+    def move(self, passes: _Passes, bound: float, k: int) -> None:
+        """Set the prices of `passes` after pair `k`, which gave `bound`."""
+        excess = (usage_of(self.core, passes.choices) - self.core.room).astype(np.float64)
+        average = self.average_excess
+        self.average_excess = excess if k == 0 else average + _NEWEST * (excess - average)
+        if k < _UNPRICED_PAIRS or self.unit == 0:
+            return
+
+        if self.n_since_best >= _PATIENCE:
+            self.step, self.n_since_best = self.step * _SHRINK, 0
+        passes.prices = _moved(passes.prices, self.average_excess, self.step * abs(bound) / self.unit)
+
+
+def _moved(prices: Floats, slope: Floats, length: float) -> Floats:
+    """`prices` moved along `slope` by `length`, which is the sum of all their changes."""
+    matters = (slope > 0) | (prices > 0)
+    total = float(np.abs(slope[matters]).sum())
+    return np.maximum(0.0, prices + length / total * slope) if total else prices
 
 
 def load(core: Core) -> None:
@@ -129,74 +205,84 @@ def load(core: Core) -> None:
 
 
 def bracket(core: Core, prices: Floats, deadline: float) -> Bracket:
-    """Bounds and choices for `core`, starting from `prices`. However late it is, a few passes are made."""
+    """Bounds and choices for `core`, starting from `prices`. Makes a few passes even after `deadline`."""
     incumbent = _Incumbent(core)
     now = time.monotonic()
     passes = _raise_bound(core, prices, incumbent, now + (deadline - now) / 2)
+    equal = _ROUNDING * core.forbidden
+
+    # Near the best prices, each pass rounds to other choices.
     for _ in range(_LAST_PAIRS if time.monotonic() < deadline else 1):
         for forward in (True, False):
             bound = passes.run(forward)
             passes.round(not forward, incumbent)
-        if incumbent.allowed_cost - bound <= _ROUNDING * core.forbidden:
+        if incumbent.allowed_cost - bound <= equal:
             break
     if incumbent.excess > 0:
-        _round_thriftily(core, incumbent)
-    bound = passes.run(True) - _ROUNDING * core.forbidden
+        _round_under_high_prices(core, incumbent)
+
+    # The pass back leaves the reduced costs that belong to the bound of the pass before it.
+    bound = passes.run(True) - equal
     passes.run(False)
-    if incumbent.allowed_cost - bound > 2 * _ROUNDING * core.forbidden:
+
+    if incumbent.allowed_cost - bound > 2 * equal:
         if len(core.room) and incumbent.excess == 0:
             for choices in mixtures(core, _cheapest(core), incumbent.choices):
                 incumbent.offer(choices)
         _improve(core, passes.prices, incumbent, deadline)
         _probe(passes, incumbent, deadline)
-    return Bracket(incumbent.choices, incumbent.allowed_cost, bound, passes.reduced, passes.prices)
+    return Bracket(
+        choices=incumbent.choices,
+        cost=incumbent.allowed_cost,
+        bound=bound,
+        reduced=passes.reduced,
+        prices=passes.prices,
+    )
 
 
 def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float) -> _Passes:
-    """Passes under moving prices; returns those that proved the best bound."""
+    """Passes under moving prices; returns the prices and messages that proved the best bound."""
     passes, best = _Passes(core, prices), _Passes(core, prices)
+    steps = _PriceSteps(core)
     equal = _ROUNDING * core.forbidden
-    scale = max(float(core.room.max(initial=0)), float(core.usage.max(initial=0)))
-    best_bound, bound_before, last_gap = -np.inf, -np.inf, np.inf
-    step, since_best = _STEP, 0
-    slope = np.zeros(len(core.room))
+    best_bound, bound_before, gap_before = -np.inf, -np.inf, np.inf
+
     for k in range(_MAX_PAIRS):
         bound = max(passes.run(True), passes.run(False))
-        since_best += 1
+        steps.n_since_best += 1
         if bound > best_bound:
-            best_bound, since_best = bound, 0
+            best_bound, steps.n_since_best = bound, 0
             best.prices, best.messages[:] = passes.prices, passes.messages
+
         if k % _ROUNDING_PAIRS == _ROUNDING_PAIRS - 1:
             passes.round(True, incumbent)
             if incumbent.allowed_cost - best_bound <= equal:
                 break
-            if not len(core.room) and best_bound - bound_before <= equal:  # without prices nothing moves it any more
+            # Without rows there are no prices, and messages that have settled do not move again.
+            if not len(core.room) and best_bound - bound_before <= equal:
                 passes.improve(incumbent, bound, seed=k)
                 break
             bound_before = best_bound
+
         if k % _PROGRESS_PAIRS == _PROGRESS_PAIRS - 1:
             passes.improve(incumbent, bound, seed=k)
             gap = incumbent.allowed_cost - best_bound
-            if gap > (1 - _LEAST_PROGRESS) * last_gap or gap <= equal:
+            if gap > (1 - _LEAST_PROGRESS) * gap_before or gap <= equal:
                 break
-            last_gap = gap
-        if time.monotonic() > deadline or step < _LEAST_STEP:
+            gap_before = gap
+
+        if time.monotonic() > deadline or steps.step < _LEAST_STEP:
             break
-        excess = (usage_of(core, passes.choices) - core.room).astype(np.float64)
-        slope = excess if k == 0 else slope + _NEWEST * (excess - slope)
-        if k >= _UNPRICED_PAIRS and scale > 0:
-            if since_best >= _PATIENCE:
-                step, since_best = step * _SHRINK, 0
-            passes.prices = _moved(passes.prices, slope, step * abs(bound) / scale)
+        steps.move(passes, bound, k)
     return best
 
 
-def _round_thriftily(core: Core, incumbent: _Incumbent) -> None:
-    """Where nothing keeps to the limit yet: rounding under the same price on all rows, higher and higher."""
+def _round_under_high_prices(core: Core, incumbent: _Incumbent) -> None:
+    """Where nothing keeps to the limit yet: round under the same price on all rows, ten times higher each time."""
     passes = _Passes(core, np.zeros(len(core.room)))
-    for k in range(_THRIFTY):
+    for k in range(_PRICE_LEVELS):
         unit = float(core.usage.max(initial=0)) * len(core.room) or 1.0
-        passes.prices = np.full(len(core.room), core.forbidden / unit * 10.0 ** (k - _THRIFTY // 2))
+        passes.prices = np.full(len(core.room), core.forbidden / unit * 10.0 ** (k - _PRICE_LEVELS // 2))
         for forward in (True, False):
             passes.run(forward)
             passes.round(not forward, incumbent)
@@ -215,30 +301,26 @@ def _cheapest(core: Core) -> Ints:
     return incumbent.choices
 
 
-def _moved(prices: Floats, slope: Floats, length: float) -> Floats:
-    """Prices that went by `length`, all together, along `slope`."""
-    matters = (slope > 0) | (prices > 0)
-    total = float(np.abs(slope[matters]).sum())
-    return np.maximum(0.0, prices + length / total * slope) if total else prices
-
-
 def _improve(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float) -> None:
-    """Rounds of local search under full, half and no prices in turn; exceeded rows have a price that grows."""
+    """Rounds of local search under full, half and no prices in turn; rows that are exceeded cost more each round."""
     choices = incumbent.choices.copy()
     priced = np.empty_like(core.cost)
-    idle = 0
+    n_idle = 0
     for k in range(_MAX_ROUNDS):
-        before = incumbent.cost, incumbent.excess
+        before = incumbent.value
         used = usage_of(core, choices)
         penalty = core.forbidden / (float(core.usage.max(initial=0)) or 1.0) * 4.0 ** (k - 5)
         price_usage(core, _WEIGHTS[k % len(_WEIGHTS)] * prices + penalty * (used > core.room), priced)
+
+        # In portions, as compiled loops do not look at the clock.
         for first in range(0, core.n_nodes, _TREES):
             if time.monotonic() > deadline:
                 return
             improve_on_trees(core, priced, choices, min(_TREES, core.n_nodes - first), k * core.n_nodes + first)
+
         incumbent.offer(choices)
-        idle = 0 if (incumbent.cost, incumbent.excess) != before else idle + 1
-        if idle >= _IDLE_ROUNDS:
+        n_idle = 0 if incumbent.value != before else n_idle + 1
+        if n_idle >= _IDLE_ROUNDS:
             return
 
 
@@ -246,25 +328,32 @@ def _probe(passes: _Passes, incumbent: _Incumbent, deadline: float) -> None:
     """Rounding and local search after a few passes in which random nodes are held at random strategies."""
     core, priced = passes.core, np.empty_like(passes.core.cost)
     messages, choices = np.empty_like(passes.messages), np.zeros_like(passes.choices)
-    unused = np.empty_like(passes.reduced)
     rng = np.random.default_rng(0)
-    idle = 0
+    n_idle = 0
     for k in range(min(_MAX_PROBES, _PROBE_ENTRIES // max(1, len(core.table)))):
-        if time.monotonic() > deadline or idle >= _IDLE_PROBES:
+        if time.monotonic() > deadline or n_idle >= _IDLE_PROBES:
             return
-        before = incumbent.cost, incumbent.excess
+        before = incumbent.value
+
+        # Each probe starts from the messages of the bound.
         price_usage(core, passes.prices, priced)
-        forced = priced.copy()
-        for v in rng.integers(0, core.n_nodes, _FORCED):
-            i = rng.integers(core.at[v], core.at[v + 1])
-            forced[core.at[v] : core.at[v + 1]] += core.forbidden
-            forced[i] -= core.forbidden
+        forced = _with_forced_nodes(core, priced, rng)
         messages[:] = passes.messages
-        for _ in range(_PROBE_PAIRS):
-            for forward in (True, False):
-                pass_messages(core, forced, messages, forward, unused, choices)
+        exchange_messages(core, forced, messages, choices, _PROBE_PAIRS)
         round_choices(core, forced, messages, True, choices)
+
+        # Without the force, first under prices, so that the forced nodes may go back.
         for costs in (priced, core.cost):
             improve_on_trees(core, costs, choices, core.n_nodes // 2 + 1, k)
             incumbent.offer(choices)
-        idle = 0 if (incumbent.cost, incumbent.excess) != before else idle + 1
+        n_idle = 0 if incumbent.value != before else n_idle + 1
+
+
+def _with_forced_nodes(core: Core, priced: Floats, rng: np.random.Generator) -> Floats:
+    """`priced` with all strategies but one forbidden, for a few random nodes."""
+    forced = priced.copy()
+    for node in rng.integers(0, core.n_nodes, _FORCED):
+        chosen = rng.integers(core.at[node], core.at[node + 1])
+        forced[core.at[node] : core.at[node + 1]] += core.forbidden
+        forced[chosen] -= core.forbidden
+    return forced

@@ -1,11 +1,12 @@
-"""Between a solution that is cheap but uses too much and one that is thrifty but dear: one on each side of a cut.
+"""Mixes two solutions of a core: a cheap one that exceeds the limit, and an expensive one that keeps to it.
 
-A model is a chain of layers, and a usage limit often asks for thrift in some of them. Prices on usage cannot say in
-which: all layers cost the same. So the graph is cut where the distance from one of its ends passes a bound. Nodes on
-one side do as in the cheap solution, the others as in the thrifty one, and what lies next to the cut is decided anew.
-The cut is as far from the end as the limit allows.
+A model is a chain of equal layers, and often only some of them need to use less. Prices on usage cannot say which:
+they make all layers choose alike. So the graph is cut at a distance from one of its ends. The nodes on one side choose
+as in the cheap solution, those on the other side as in the thrifty one, and the nodes near the cut are decided anew.
+The cut is as far from the end as the limit allows, by bisection.                               -> mixtures, _farthest
 
-In: `Core`, both solutions. Out: solutions that keep to the limit, if rounding and local search find any at the cuts.
+Example: of 40 layers in a chain, each uses 2 cheaply or 1 for a cost of 1, and the limit is 60. The mixture has 20
+cheap layers, then 20 thrifty ones, and pays once for the change between them.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import numpy as np
 from minialpa.intra.solver.cost_graph import Bools, Ints
 from minialpa.intra.solver.csr_graph import Core
 from minialpa.intra.solver.local_search import improve_on_trees, round_choices, usage_of
-from minialpa.intra.solver.trws import pass_messages
+from minialpa.intra.solver.trws import exchange_messages
 
-#: Nodes up to this distance from the cut are decided anew, after so many pairs of passes.
-_BAND, _PAIRS = 6, 10
-#: Cuts that are tried on each side, from the farthest that fits.
+#: Nodes up to this distance from the cut, in edges, are decided anew.
+_BAND = 6
+#: Pairs of passes that decide them.
+_PAIRS = 10
+#: Cuts to try from each end, from the farthest that fits.
 _N_CUTS = 3
 
 
 def mixtures(core: Core, cheap: Ints, thrifty: Ints) -> Iterator[Ints]:
-    """Solutions for the best cuts, from either end; `thrifty` keeps to the limit."""
+    """Choices for the best cuts from either end. `thrifty` keeps to the limit; the mixtures may not, after repair."""
     distance = _distances(core, int(_distances(core, 0).argmax()))
     for side in (distance, distance.max() - distance):
         for bound in _farthest(core, side, cheap, thrifty):
@@ -36,22 +39,23 @@ def mixtures(core: Core, cheap: Ints, thrifty: Ints) -> Iterator[Ints]:
 
 
 def _distances(core: Core, source: int) -> Ints:
-    """Edges between each node and `source`; as many as to the farthest where there is no way."""
+    """Edges between each node and `source`; for nodes that cannot be reached, as many as to the farthest."""
     distance = np.full(core.n_nodes, -1)
     distance[source] = 0
     waiting = deque([source])
     while waiting:
-        v = waiting.popleft()
-        for w in core.other[core.links[v] : core.links[v + 1]].tolist():
-            if distance[w] < 0:
-                distance[w] = distance[v] + 1
-                waiting.append(w)
+        node = waiting.popleft()
+        for neighbour in core.other[core.links[node] : core.links[node + 1]].tolist():
+            if distance[neighbour] < 0:
+                distance[neighbour] = distance[node] + 1
+                waiting.append(neighbour)
     return np.where(distance < 0, distance.max(), distance)
 
 
 def _farthest(core: Core, side: Ints, cheap: Ints, thrifty: Ints) -> list[int]:
-    """The largest bounds on `side` for which a cut keeps to the limit."""
-    low, high = 0, int(side.max()) + 1  # fits; does not, or is the whole
+    """The largest bounds on `side` for which a cut keeps to the limit, by bisection; the largest first."""
+    # At `low` the cut keeps to the limit. At `high` it does not, or all nodes are on the cheap side.
+    low, high = 0, int(side.max()) + 1
     while high - low > 1:
         middle = (low + high) // 2
         used = usage_of(core, np.where(side < middle, cheap, thrifty))
@@ -61,17 +65,17 @@ def _farthest(core: Core, side: Ints, cheap: Ints, thrifty: Ints) -> list[int]:
 
 def _repaired(core: Core, choices: Ints, held: Bools) -> Ints:
     """`choices` with all nodes decided anew that are not `held`; then local search on all."""
+    # A held node has all strategies but one forbidden.
     costs = core.cost.copy()
-    for v in np.flatnonzero(held).tolist():
-        chosen = core.at[v] + choices[v]
+    for node in np.flatnonzero(held).tolist():
+        chosen = core.at[node] + choices[node]
         cost = costs[chosen]
-        costs[core.at[v] : core.at[v + 1]] += core.forbidden
+        costs[core.at[node] : core.at[node + 1]] += core.forbidden
         costs[chosen] = cost
-    out, unused = np.zeros_like(choices), np.empty_like(core.cost)
+
+    repaired = np.zeros_like(choices)
     messages = np.zeros(int(core.message_at[-1]))
-    for _ in range(_PAIRS):
-        for forward in (True, False):
-            pass_messages(core, costs, messages, forward, unused, out)
-    round_choices(core, costs, messages, True, out)
-    improve_on_trees(core, core.cost, out, core.n_nodes, 0)
-    return out
+    exchange_messages(core, costs, messages, repaired, _PAIRS)
+    round_choices(core, costs, messages, True, repaired)
+    improve_on_trees(core, core.cost, repaired, core.n_nodes, 0)
+    return repaired

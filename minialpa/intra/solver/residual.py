@@ -1,10 +1,14 @@
-"""A cost graph while it shrinks: tables, usage rows, and the steps that lead back to the original nodes.
+"""A cost graph while the solver reduces it: tables, usage rows, and the steps that lead back to the original nodes.
 
-In: `CostGraph`. `Residual` lives inside one solve and is the one mutable thing of the solver.
-Usage over time becomes rows, one for each maximal set of live nodes:
-    base[r] + sum_v terms_v,r[s_v] <= limit
-in whole numbers (exact.py), so that none of what follows rounds.
-A row that cannot exceed the limit, or that another row implies, is dropped.           -> loosen_rows
+Usage over time becomes rows. A row stands for a maximal set of nodes that are live at the same time:
+    base[r] + sum_v terms_v,r[s_v] <= limit                                              -> _add_usage_rows
+`base` has what every solution uses in row r, the terms what a strategy uses beyond that. All are integers (exact.py),
+so nothing here rounds. A row that cannot exceed the limit, or that another row implies, is dropped.  -> loosen_rows
+
+Example: two nodes are live over [0, 2) and [1, 3) and use (4, 3) and (2, 5). Only the live set at time 1 is maximal, so
+there is one row, with base 3 + 2 and the terms (1, 0) and (0, 3).
+
+A `Residual` belongs to one solve. It is the one mutable value of the solver.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import numpy as np
 
 from minialpa.errors import InfeasibleError
 from minialpa.intra.solver.cost_graph import FORBIDDEN, Bools, CostGraph, Floats, Ints
-from minialpa.intra.solver.exact import Whole, WholeUsages
+from minialpa.intra.solver.exact import Integers, IntegerUsages
 
 #: Usage rows `first` to `end - 1`.
 Rows = tuple[int, int]
@@ -25,8 +29,17 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """How `node` was decided: strategy `best[p_1, ..., p_n]`, where p_i is the place in `domains[i]` of what
-    `scope[i]` chose. Strategies in `best` and `domains` are those of the original graph."""
+    """How the strategy of a node that was taken out follows from the choices of others.
+
+    Strategies in `domains` and `best` have their numbers of the original graph. Where node `scope[i]` chose the
+    strategy at place p_i of `domains[i]`, `node` takes `best[p_1, ..., p_n]`.
+
+    Attributes:
+        node: the node that was taken out.
+        scope: the nodes that its strategy depends on.
+        domains: for each node of the scope, the strategies that it had left.
+        best: strategies of `node`, with one axis for each node of the scope.
+    """
 
     node: int
     scope: tuple[int, ...]
@@ -34,26 +47,33 @@ class Step:
     best: Ints
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Residual:
     """A cost graph under reduction.
 
-    costs[v], kept[v]: costs and original numbers of the strategies that are left at node v.
-    adjacent[v][w][i, j]: cost of the edge; `adjacent[w][v]` is its transposed view.
-    terms[v][rows][i]: what strategy i of v uses in each of these rows, above the least, which `base` holds: a term is 0
-        somewhere and positive elsewhere. In row r, base[r] and the terms of all nodes may not exceed `limit`.
-    whole: what the rows are of; None without a limit. rows[r]: the number that row r had at first.
-    offset: cost of what is decided already. alive: nodes that are not decided, in order.
+    Attributes:
+        costs: costs[v] has the costs of the strategies that are left at node v.
+        kept: kept[v] has the original numbers of these strategies.
+        adjacent: adjacent[v][w][i, j] is the cost of the edge; adjacent[w][v] is its transposed view.
+        terms: terms[v][rows][i] is what strategy i of v uses in each of these rows beyond what `base` already counts:
+            0 for some strategy and positive for another.
+        base: for each row, what every solution uses.
+        rows: for each row, the number that it had at first.
+        limit: what base and terms of all nodes together may not exceed in any row.
+        integer_usages: the usages that the rows are made of; None without a limit.
+        offset: cost of what is already decided.
+        steps: how to decide the nodes that were taken out, in the order in which they were.
+        alive: nodes that are not decided, in order.
     """
 
     costs: list[Floats]
     kept: list[Ints]
     adjacent: list[dict[int, Floats]]
-    terms: list[dict[Rows, Whole]]
-    base: Whole
+    terms: list[dict[Rows, Integers]]
+    base: Integers
     rows: Ints
     limit: int
-    whole: WholeUsages | None = None
+    integer_usages: IntegerUsages | None = None
     offset: float = 0.0
     steps: list[Step] = field(default_factory=list)
     alive: dict[int, None] = field(default_factory=dict)
@@ -65,6 +85,8 @@ class Residual:
         chosen = [0] * len(self.costs)
         for v, i in places.items():
             chosen[v] = int(self.kept[v][i])
+
+        # The last node to go depends only on nodes that are left, the one before it on these two kinds, and so on.
         for step in reversed(self.steps):
             at = (int(np.searchsorted(domain, chosen[w])) for w, domain in zip(step.scope, step.domains, strict=True))
             chosen[step.node] = int(step.best[tuple(at)])
@@ -72,12 +94,13 @@ class Residual:
 
     def decide(self, node: int, scope: tuple[int, ...], best: Ints) -> None:
         """Take `node` out; `best` holds its strategy, by current place, for each choice of `scope`."""
-        domains = tuple(self.kept[w] for w in scope)
+        domains = tuple(self.kept[other] for other in scope)
         # A solve keeps all of these tables until its end: in as few bytes as their entries need.
-        names = self.kept[node].astype(np.min_scalar_type(int(self.kept[node].max())))
-        self.steps.append(Step(node, scope, domains, names[best]))
-        for w in self.adjacent[node]:
-            del self.adjacent[w][node]
+        original = self.kept[node].astype(np.min_scalar_type(int(self.kept[node].max())))
+        self.steps.append(Step(node, scope, domains, original[best]))
+
+        for neighbour in self.adjacent[node]:
+            del self.adjacent[neighbour][node]
         self.adjacent[node] = {}
         del self.alive[node]
 
@@ -118,27 +141,31 @@ def residual_of(graph: CostGraph) -> Residual:
         limit=0,
         alive=dict.fromkeys(range(n_nodes)),
     )
+
     for edge in graph.edges:
         cost = np.where(edge.cost >= FORBIDDEN, np.inf, edge.cost)
         if edge.a == edge.b:
             costs[edge.a] = costs[edge.a] + np.diagonal(cost)
         else:
             residual.add_edge(edge.a, edge.b, cost)
-    if graph.whole is not None:
-        _add_usage_rows(residual, graph.whole)
+
+    if graph.integer_usages is not None:
+        _add_usage_rows(residual, graph.integer_usages)
     return residual
 
 
-def _add_usage_rows(residual: Residual, whole: WholeUsages) -> None:
-    """One row for each time after a start and before the next end: its live set contains that of its neighbours."""
-    residual.whole, residual.limit, live = whole, whole.limit, whole.terms
+def _add_usage_rows(residual: Residual, usages: IntegerUsages) -> None:
+    """One row for each time after a start and before the next end: the live set is maximal there."""
+    residual.integer_usages, residual.limit, live = usages, usages.limit, usages.terms
+    # At equal times ends (0) sort before starts (1), as intervals are half open.
     events = sorted({(start, 1) for _, (start, _), _ in live} | {(end, 0) for _, (_, end), _ in live})
-    starts = np.array([time for (time, kind), after in itertools.pairwise(events) if kind == 1 and after[1] == 0])
-    residual.base = np.zeros(len(starts), live[0][2].dtype if live else np.int64)
-    residual.rows = np.arange(len(starts))
-    for v, interval, usage in live:
-        first, end = np.searchsorted(starts, interval)
-        add_term(residual, v, (int(first), int(end)), usage)
+    row_starts = np.array([time for (time, kind), after in itertools.pairwise(events) if kind == 1 and after[1] == 0])
+
+    residual.base = np.zeros(len(row_starts), live[0][2].dtype if live else np.int64)
+    residual.rows = np.arange(len(row_starts))
+    for node, interval, usage in live:
+        first, end = np.searchsorted(row_starts, interval)
+        add_term(residual, node, (int(first), int(end)), usage)
     check_base(residual)
 
 
@@ -149,12 +176,14 @@ def keep(residual: Residual, v: int, mask: Bools) -> None:
     for w, cost in residual.adjacent[v].items():
         residual.adjacent[v][w] = cost[mask]
         residual.adjacent[w][v] = residual.adjacent[v][w].T
+
+    # Added anew, because the least usage of the strategies that stay may be larger.
     terms, residual.terms[v] = residual.terms[v], {}
     for rows, usage in terms.items():
         add_term(residual, v, rows, usage[mask])
 
 
-def add_term(residual: Residual, v: int, rows: Rows, usage: Whole) -> None:
+def add_term(residual: Residual, v: int, rows: Rows, usage: Integers) -> None:
     """Let v use `usage` more in `rows`: the least of it goes to `base`, the rest, if any, stays a term."""
     if rows in residual.terms[v]:
         usage = usage + residual.terms[v].pop(rows)
@@ -167,12 +196,14 @@ def add_term(residual: Residual, v: int, rows: Rows, usage: Whole) -> None:
 
 
 def check_base(residual: Residual) -> None:
+    """Raise InfeasibleError if the least usage of all nodes already exceeds the limit in some row."""
     least = residual.base.max(initial=0)
     if least > residual.limit:
-        assert residual.whole is not None
+        assert residual.integer_usages is not None
         raise InfeasibleError(
-            f"Even the thriftiest strategies need a usage of {residual.whole.text(int(least))} at some time and the "
-            f"limit is {residual.whole.given_limit:,}. Raise `usage_limit`, or offer strategies that use less."
+            "Even the thriftiest strategies need a usage of "
+            f"{residual.integer_usages.text(int(least))} at some time and the limit is "
+            f"{residual.integer_usages.given_limit:,}. Raise `usage_limit`, or offer strategies that use less."
         )
 
 
@@ -185,61 +216,72 @@ def room_for(residual: Residual, v: int) -> Bools:
 
 
 def loosen_rows(residual: Residual) -> list[int]:
-    """Drop rows that can no longer exceed the limit or that another implies, and terms that lie in none of the others.
+    """Drop the rows that can no longer exceed the limit or that another row implies, and terms without a row.
 
-    Returns the nodes that deserve a new visit: they lost a term, or have a strategy without room left.
+    Returns the nodes to visit again: those that lost a term, or have a strategy without room left.
     """
     check_base(residual)
     starting, ending = _term_changes(residual)
     peak = residual.base + np.cumsum(starting - ending)[:-1]
     binds = (peak > residual.limit) & _essential(residual.base, starting, ending)
-    rows_before = np.concatenate(([0], np.cumsum(binds)))
+
+    # Row r becomes row n_before[r], the number of rows before it that stay.
+    n_before = np.concatenate(([0], np.cumsum(binds)))
     residual.base, residual.rows = residual.base[binds], residual.rows[binds]
     most_base = residual.base.max(initial=0)
-    dirty = []
-    for v in residual.alive:
-        terms, residual.terms[v] = residual.terms[v], {}
-        for (first, end), usage in terms.items():
-            if rows_before[first] < rows_before[end]:
-                add_term(residual, v, (int(rows_before[first]), int(rows_before[end])), usage)
-        left = residual.terms[v]
-        may_lack_room = any(usage.max() > residual.limit - most_base for usage in left.values())
-        if len(left) < len(terms) or (may_lack_room and not room_for(residual, v).all()):
-            dirty.append(v)
-    return dirty
+
+    return [node for node in residual.alive if _renumber_terms(residual, node, n_before, most_base)]
 
 
-def _term_changes(residual: Residual) -> tuple[Whole, Whole]:
-    """The most that terms which start at each row use, and that terms which end before it used."""
+def _renumber_terms(residual: Residual, node: int, n_before: Ints, most_base: int) -> bool:
+    """Move the terms of `node` to the new row numbers; whether it is to be visited again."""
+    terms, residual.terms[node] = residual.terms[node], {}
+    for (first, end), usage in terms.items():
+        if n_before[first] < n_before[end]:
+            add_term(residual, node, (int(n_before[first]), int(n_before[end])), usage)
+
+    left = residual.terms[node]
+    # Cheaper than `room_for`, and rules most nodes out.
+    may_lack_room = any(usage.max() > residual.limit - most_base for usage in left.values())
+    return len(left) < len(terms) or (may_lack_room and not room_for(residual, node).all())
+
+
+def _term_changes(residual: Residual) -> tuple[Integers, Integers]:
+    """For each row, the most that the terms starting there use, and the most that the terms ending before it used."""
     starting, ending = np.zeros((2, len(residual.base) + 1), residual.base.dtype)
-    for v in residual.alive:
-        for (first, end), usage in residual.terms[v].items():
+    for node in residual.alive:
+        for (first, end), usage in residual.terms[node].items():
             most = usage.max()
             starting[first] += most
             ending[end] += most
     return starting, ending
 
 
-def _essential(base: Whole, starting: Whole, ending: Whole) -> Bools:
+def _essential(base: Integers, starting: Integers, ending: Integers) -> Bools:
     """Rows that no earlier and no later row implies.
 
-    Row r implies s where base[s] and the most that terms of s, not of r, use is at most base[r].
+    Row r implies row s if base[s] + U <= base[r], where U is the most that terms in row s but not in row r use.
     """
-    stack: list[tuple[int, int, int]] = []  # rows that stay; what starts and what ends since the one before
+    # (row, what starts, what ends) of the rows that stay so far, counted since the row before it on the stack.
+    stack: list[tuple[int, int, int]] = []
     more = less = 0
-    for r, (b, start, end) in enumerate(zip(base.tolist(), starting.tolist(), ending.tolist(), strict=False)):
+    for row, (row_base, start, end) in enumerate(zip(base.tolist(), starting.tolist(), ending.tolist(), strict=False)):
         more, less = more + start, less + end
+
         implied = False
         while stack:
             last, more_before, less_before = stack[-1]
-            implied = b + more <= base[last]
-            if implied or base[last] + less > b:
+            implied = row_base + more <= base[last]
+            if implied or base[last] + less > row_base:
                 break
+            # This row implies the last one of the stack, so it is compared with the one before.
             stack.pop()
             more, less = more + more_before, less + less_before
+
         if not implied:
-            stack.append((r, more, less))
+            stack.append((row, more, less))
             more = less = 0
+
     essential = np.zeros(len(base), bool)
-    essential[[r for r, _, _ in stack]] = True
+    essential[[row for row, _, _ in stack]] = True
     return essential

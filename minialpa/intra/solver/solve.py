@@ -1,11 +1,14 @@
-"""Choose one strategy per node of a cost graph, with a proof where there is time for one.
+"""Choose one strategy per node of a cost graph, with a proof of optimality where there is time for one.
 
-In: `CostGraph` (problem and formula in cost_graph.py). Out: `GraphSolution`. One after the other, until one suffices:
-    1. Reductions that keep the optimum (elimination.py, bucket.py).
-    2. The same without usage rows; where the result fits, it is optimal.                      -> _try_without_rows
-    3. Bounds from messages and prices, choices from rounding and local search (lagrange.py).  -> _bracket
-       A strategy that every solution with it pays more for than the best choices goes, and 1 again.
-    4. The core that is left, if it is small enough, as an integer program (ilp_model.py).       -> _solve_rest
+`solve_graph` turns a `CostGraph` (problem and formula in cost_graph.py) into a `GraphSolution`. It goes through these
+phases until one of them proves the best choices:
+    1. Reduce the graph; the optimum stays the same (elimination.py, bucket.py).
+    2. Reduce it without usage rows; if the result keeps to the limit, it is optimal.          -> _try_without_rows
+    3. Find bounds by messages and prices, and choices by rounding and local search (lagrange.py).     -> _bracket
+       Drop the strategies whose reduced cost shows that no better solution has them, and reduce again.
+    4. Solve what is left, if it is small enough, as an integer program (ilp_model.py).             -> _solve_rest
+
+Example: a model of equal layers without a memory limit is solved by 1. With a limit that does not bind, 2 shows it.
 """
 
 from __future__ import annotations
@@ -26,20 +29,30 @@ from minialpa.intra.solver.residual import Residual, keep, residual_of, without_
 
 __all__ = ["CostGraph", "Edge", "GraphSolution", "solve_graph"]
 
-#: Edge entries up to which the integer program is as quick as messages, and up to which the relaxation of 2 is tried.
-_SMALL_PROGRAM, _SMALL_RELAXATION = 2_000, 500_000
+#: Edge entries up to which the integer program is as quick as messages.
+_SMALL_PROGRAM = 2_000
+#: Edge entries up to which phase 2 is tried.
+_SMALL_RELAXATION = 500_000
 #: Edge entries for each second left up to which the integer program is written: a few seconds of a minute go to PuLP.
 _ENTRIES_PER_S = 2_000
-#: Rounds of 3 and 1, and the part of the edge entries that a round has to remove for another one.
-_MAX_ROUNDS, _WORTHWHILE = 4, 0.7
+#: Rounds of phases 1 and 3 at most.
+_MAX_ROUNDS = 4
+#: A round has to remove this part of the edge entries to be followed by another one.
+_WORTHWHILE = 0.7
 #: Part of the time that the program leaves to local search where nothing was found yet.
 _RESERVED = 0.25
-#: Reductions have this long whatever the time limit: without them, hardly an attempt avoids all forbidden pairs.
+#: Seconds that reductions have whatever the time limit: without them, hardly an attempt avoids all forbidden pairs.
 _REDUCTIONS_S = 10.0
-#: A gap up to this part of the cost counts as none: what sums of floats can tell apart.
+#: A gap up to this part of the cost counts as none: what sums of float64 can tell apart.
 _EQUAL = 1e-9
-#: Any graph will do for loading compiled loops.
-_TINY = CostGraph((np.zeros(2),) * 2, (Edge(0, 1, np.eye(2)),), (np.ones(2),) * 2, ((0, 1),) * 2, 2.0)
+#: A graph to load compiled loops with; any one will do.
+_TINY = CostGraph(
+    node_costs=(np.zeros(2),) * 2,
+    edges=(Edge(0, 1, np.eye(2)),),
+    usages=(np.ones(2),) * 2,
+    intervals=((0, 1),) * 2,
+    usage_limit=2.0,
+)
 
 
 def solve_graph(
@@ -47,10 +60,11 @@ def solve_graph(
 ) -> GraphSolution:
     """The cheapest strategies; after `time_limit_s` the best ones found, with the bound that was proven by then.
 
-    The limit holds for everything but three things: a first attempt and the reductions before it, which take seconds
-    where there are 30,000 nodes and next to nothing where there are 1,000, and loading compiled loops, which takes half
-    a second, and the first time after an installation some seconds to compile.
-    The answer depends on the graph and the solver only, unless time runs out. Raises InfeasibleError when no choice
+    Three things do not count towards the time limit: the first reductions and a first attempt, which take seconds for
+    30,000 nodes and next to nothing for 1,000, and loading compiled loops, which takes half a second, and some seconds
+    to compile when it is the first time after an installation.
+
+    Unless time runs out, the answer depends on the graph and the solver only. Raises InfeasibleError when no choice
     satisfies edges and usage limit, or when time ran out before one was found; the message says which.
     """
     dominance.load()
@@ -60,33 +74,46 @@ def solve_graph(
     except InfeasibleError:
         if best.choices is None:
             raise
-        best.raise_bound(best.cost)  # what was left held every solution that is cheaper
+        best.raise_bound(best.cost)  # every cheaper solution was still in what proved infeasible
     return best.solution()
 
 
 def _solve(residual: Residual, best: _Best, time_limit_s: float, solver: Literal["highs", "cbc"]) -> None:
+    """Phases 1 to 4; the results go to `best`."""
     start = time.monotonic()
     deadline = start + time_limit_s
     prices = np.zeros(len(residual.base))
     n_entries = np.inf
+
     for k in range(_MAX_ROUNDS):
         reduce_graph(residual, max(deadline, start + _REDUCTIONS_S))
         eliminate_narrow_components(residual)
         if k == 0:
             _try_without_rows(residual, best, deadline)
-        n_entries, before = _n_entries(residual), n_entries
-        if best.proven or n_entries <= _SMALL_PROGRAM or n_entries > (1 - _WORTHWHILE) * before:
+
+        n_entries, n_before = _n_entries(residual), n_entries
+        if best.proven or n_entries <= _SMALL_PROGRAM or n_entries > (1 - _WORTHWHILE) * n_before:
             break
         deadline += _loading_s() if k == 0 else 0.0
         _bracket(residual, best, prices, deadline)
+
     if not best.proven:
         _solve_rest(residual, best, solver, deadline)
-    if best.choices is None and residual.alive:  # no attempt so far, or none that fits
+    # There was no attempt so far, or none that keeps to the limit.
+    if best.choices is None and residual.alive:
         _bracket(residual, best, prices, deadline)
 
 
 class _Best:
-    """The best choices so far and the best bound. least_usage: the least peak of choices that exceed the limit."""
+    """The best choices so far, and the best bound.
+
+    Attributes:
+        graph: the graph that they are choices for.
+        choices: the cheapest allowed choices so far; None if there are none.
+        cost: their cost; infinite if there are none.
+        bound: no solution costs less.
+        least_usage: the least peak usage among choices that exceed the limit, for the message.
+    """
 
     def __init__(self, graph: CostGraph) -> None:
         self.graph = graph
@@ -104,7 +131,7 @@ class _Best:
             self.least_usage = min(self.least_usage, self.graph.peak_usage(choices))
 
     def raise_bound(self, bound: float) -> None:
-        """`bound` holds for the solutions that are cheaper than `cost`."""
+        """Take note that no solution cheaper than `cost` costs less than `bound`."""
         self.bound = max(self.bound, min(bound, self.cost))
 
     @property
@@ -129,7 +156,7 @@ def _n_entries(residual: Residual) -> int:
 
 
 def _try_without_rows(residual: Residual, best: _Best, deadline: float) -> None:
-    """Where the optimum without usage limit is found by reductions alone, it is a bound, and perhaps the answer."""
+    """Phase 2: if reductions alone find the optimum without usage limit, it is a bound, and perhaps the answer."""
     if not residual.alive:
         best.offer(residual.choices())
         best.raise_bound(best.cost)
@@ -144,9 +171,9 @@ def _try_without_rows(residual: Residual, best: _Best, deadline: float) -> None:
 
 
 def _loading_s() -> float:
-    """Seconds to load what is compiled, or to compile it: not the graph's fault, and not to depend on."""
+    """Load the compiled loops; the seconds that this took, which answers must not depend on."""
     start = time.monotonic()
-    # Here, because most graphs of the planner are solved without.
+    # Imported here, because most graphs of the planner are solved without these loops.
     from minialpa.intra.solver import lagrange
 
     lagrange.load(flatten(residual_of(_TINY), [0, 1]))
@@ -154,9 +181,9 @@ def _loading_s() -> float:
 
 
 def _bracket(residual: Residual, best: _Best, prices: Floats, deadline: float) -> None:
-    """Offer choices, raise the bound, and drop the strategies that are not in any better solution.
+    """Phase 3: offer choices, raise the bound, and drop the strategies that are not in any better solution.
 
-    `prices`, one for each row that there was at first, are where the passes start, and are moved on.
+    The passes start from `prices`, one for each row that there was at first, and move them on.
     """
     from minialpa.intra.solver.lagrange import bracket  # see _loading_s
 
@@ -165,22 +192,26 @@ def _bracket(residual: Residual, best: _Best, prices: Floats, deadline: float) -
     found = bracket(core, prices[residual.rows], deadline)
     prices[residual.rows] = found.prices
     best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
+
+    # Usages that were rounded up give choices that fit; for a bound that holds, they have to be rounded down.
     if excess_bits(residual):
         found = bracket(flatten(residual, nodes, loose=True), prices[residual.rows], deadline)
         best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
+
     best.raise_bound(residual.offset + found.bound)
     stays = residual.offset + found.bound + found.reduced <= best.cost
-    for v, low, high in zip(nodes, core.at[:-1], core.at[1:], strict=True):
+    for node, low, high in zip(nodes, core.at[:-1], core.at[1:], strict=True):
         if not stays[low:high].all() and stays[low:high].any():
-            keep(residual, v, stays[low:high])
+            keep(residual, node, stays[low:high])
 
 
 def _solve_rest(residual: Residual, best: _Best, solver: Literal["highs", "cbc"], deadline: float) -> None:
-    """The integer program, if it is small for the time that is left."""
+    """Phase 4: the integer program, if it is small for the time that is left."""
     left_s = deadline - time.monotonic()
     if residual.alive and _n_entries(residual) > _ENTRIES_PER_S * left_s:
         return
-    # Rows that solvers keep to nearly may take all the time; then local search is to have some.
+
+    # Covers may take all the time, so some is reserved for local search where nothing was found yet.
     deadline -= 0.0 if best.choices else _RESERVED * left_s
     found = solve_program(residual, solver=solver, deadline=deadline)
     if found.choices is not None:

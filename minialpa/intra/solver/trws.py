@@ -1,13 +1,17 @@
-"""A lower bound by message passing: tree-reweighted, sequential (TRW-S, Kolmogorov 2006), compiled by numba.
+"""A lower bound by message passing: tree-reweighted, sequential (TRW-S; Kolmogorov, 2006). Compiled by numba.
 
 The graph is covered by chains along which the node order rises. Node v lies on n_v = max(earlier links, later links)
-of them and lends each 1/n_v of what it costs, messages included:
-    theta_v[i]  = c_v[i] + sum_w m_{w->v}[i]
-    m_{v->w}[j] = min_i (theta_v[i] / n_v - m_{w->v}[i] + E_vw[i, j]) - delta      delta makes the least entry 0
-A pass visits the nodes in order and sends over the links ahead; the next pass goes back. The bound of a pass is the
-sum over all chains of their least costs: its deltas, and min theta_v / n_v for each chain that ends at v. It holds
-for any messages to start from. After a pass that started with bound b, a solution with strategy i at v costs at least
+of them and gives each chain 1/n_v of its costs, messages included:
+    theta_v[i]  = c_v[i] + sum_w m_{w->v}[i]                                                             -> _collect
+    m_{v->w}[j] = min_i (theta_v[i] / n_v - m_{w->v}[i] + E_vw[i, j]) - delta                            -> _send
+where delta makes the least entry 0. A pass visits the nodes in order and sends over the links ahead; the next pass goes
+back. The bound of a pass is the sum over all chains of their least costs: all deltas, and min theta_v / n_v for each
+chain that ends at v. It holds for any messages to start from.                                   -> pass_messages
+After a pass that started with bound b, a solution with strategy i at v costs at least
     b + reduced_v[i],  reduced_v[i] = theta_v[i] - min theta_v    taken when the pass is at v
+
+Example: nodes 0 and 1 with costs (0, 2) and (1, 0), and an edge that costs 3 where they differ. Forward, node 0 sends
+(0, 2) with delta 0; then theta_1 = (1, 2), and the bound is its least entry, 1, which the choices (0, 0) cost.
 """
 
 from __future__ import annotations
@@ -19,31 +23,43 @@ from minialpa.intra.solver.csr_graph import Core
 from minialpa.support.machine_code import compiled
 
 
+def exchange_messages(core: Core, priced: Floats, messages: Floats, x: Ints, n_pairs: int) -> None:
+    """`n_pairs` passes forward and as many back; `messages` and `x` change as in `pass_messages`."""
+    reduced = np.empty_like(core.cost)
+    for _ in range(n_pairs):
+        for forward in (True, False):
+            pass_messages(core, priced, messages, forward, reduced, x)
+
+
 @compiled
 def price_usage(core: Core, prices: Floats, priced: Floats) -> None:
-    """Write cost + sum_r prices[r] * usage in row r to `priced`, for every strategy."""
+    """Write to `priced`, for every strategy, its cost plus prices[r] times its usage in each row r."""
+    # total[r]: price of the rows before r, so that the price of a segment is one difference.
     total = np.zeros(len(prices) + 1)
     for r in range(len(prices)):
         total[r + 1] = total[r] + prices[r]
-    for v in range(len(core.at) - 1):
-        for i in range(core.at[v], core.at[v + 1]):
+
+    for node in range(len(core.at) - 1):
+        for i in range(core.at[node], core.at[node + 1]):
             priced[i] = core.cost[i]
-        for s in range(core.segments[v], core.segments[v + 1]):
-            price = total[core.end[s]] - total[core.start[s]]
+        for segment in range(core.segments[node], core.segments[node + 1]):
+            price = total[core.end[segment]] - total[core.start[segment]]
             if price > 0:
-                for i in range(core.at[v + 1] - core.at[v]):
-                    priced[core.at[v] + i] += price * core.usage[core.usage_at[s] + i]
+                for i in range(core.at[node + 1] - core.at[node]):
+                    priced[core.at[node] + i] += price * core.usage[core.usage_at[segment] + i]
 
 
 @compiled
 def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, reduced: Floats, x: Ints) -> float:
-    """One pass; returns its bound. `messages` change; `reduced` and `x`, a choice for each node, are written."""
+    """One pass; returns its bound. Updates `messages`; writes `reduced` and a choice for each node to `x`."""
     n_nodes = len(core.at) - 1
     theta, ahead = np.empty(core.widest), np.empty(core.widest)
     bound = 0.0
     for step in range(n_nodes):
         v = step if forward else n_nodes - 1 - step
         _collect(core, priced, messages, forward, v, x, theta, ahead)
+
+        # The choice follows `ahead`, with visited neighbours as they chose; the reduced costs follow theta.
         size = core.at[v + 1] - core.at[v]
         x[v], least = 0, np.inf
         for i in range(size):
@@ -52,15 +68,19 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
                 x[v] = i
         for i in range(size):
             reduced[core.at[v] + i] = theta[i] - least
+
+        # From here on, `first` to `end` are the links ahead.
         first, middle, end = core.links[v], core.middle[v], core.links[v + 1]
         n_chains = max(middle - first, end - middle, 1)
         if forward:
             first = middle
         else:
             end = middle
+
+        # Chains that go on take their share of `least` along, in the messages; the others end here.
         bound += least * (n_chains - (end - first)) / n_chains
-        for h in range(first, end):
-            bound += _send(core, messages, h, theta, size, 1.0 / n_chains, ahead)
+        for link in range(first, end):
+            bound += _send(core, messages, link, theta, size, 1.0 / n_chains, ahead)
     return bound
 
 
@@ -68,41 +88,48 @@ def pass_messages(core: Core, priced: Floats, messages: Floats, forward: bool, r
 def _collect(
     core: Core, priced: Floats, messages: Floats, forward: bool, v: int, x: Ints, theta: Floats, ahead: Floats
 ) -> None:
-    """Write theta_v, and the same with the edges to visited neighbours, as chosen, in the place of their messages."""
-    a, size = core.at[v], core.at[v + 1] - core.at[v]
+    """Write theta_v to `theta`. To `ahead`, the same with edge costs instead of messages from visited neighbours.
+
+    The edge costs are those for the choices of the neighbours, in `x`.
+    """
+    offset, size = core.at[v], core.at[v + 1] - core.at[v]
     for i in range(size):
-        theta[i] = ahead[i] = priced[a + i]
-    for h in range(core.links[v], core.links[v + 1]):
-        m = core.message_at[h]
-        if (h < core.middle[v]) == forward:
-            t = core.table_at[core.back[h]] + x[core.other[h]] * size
+        theta[i] = ahead[i] = priced[offset + i]
+
+    for link in range(core.links[v], core.links[v + 1]):
+        message = core.message_at[link]
+        if (link < core.middle[v]) == forward:
+            line = core.table_at[core.back[link]] + x[core.other[link]] * size
             for i in range(size):
-                theta[i] += messages[m + i]
-                ahead[i] += core.table[t + i]
+                theta[i] += messages[message + i]
+                ahead[i] += core.table[line + i]
         else:
             for i in range(size):
-                theta[i] += messages[m + i]
-                ahead[i] += messages[m + i]
+                theta[i] += messages[message + i]
+                ahead[i] += messages[message + i]
 
 
 @compiled
-def _send(core: Core, messages: Floats, h: int, theta: Floats, size: int, share: float, out: Floats) -> float:
-    """Send the message over link h; returns delta."""
-    w = core.other[h]
+def _send(core: Core, messages: Floats, link: int, theta: Floats, size: int, share: float, out: Floats) -> float:
+    """Send the message over `link`, with 1 / n_v as `share`; returns delta. `out` is room for the message."""
+    w = core.other[link]
     width = core.at[w + 1] - core.at[w]
-    t, m = core.table_at[h], core.message_at[h]
+    line, message = core.table_at[link], core.message_at[link]
     for j in range(width):
         out[j] = np.inf
+
+    # Line by line, which is the order of the table in memory.
     for i in range(size):
-        own = share * theta[i] - messages[m + i]
+        own = share * theta[i] - messages[message + i]
         for j in range(width):
-            cost = own + core.table[t + j]
+            cost = own + core.table[line + j]
             out[j] = cost if cost < out[j] else out[j]
-        t += width
+        line += width
+
     delta = np.inf
     for j in range(width):
         delta = min(delta, out[j])
-    m = core.message_at[core.back[h]]
+    message = core.message_at[core.back[link]]
     for j in range(width):
-        messages[m + j] = out[j] - delta
+        messages[message + j] = out[j] - delta
     return delta

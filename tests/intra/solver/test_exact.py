@@ -78,12 +78,12 @@ def tight_graphs(draw: st.DrawFn) -> CostGraph:
     intervals = tuple(
         (int(a), int(a) + int(n)) for a, n in zip(rng.integers(0, 3, n_nodes), rng.integers(0, 4, n_nodes), strict=True)
     )
-    graph = CostGraph(costs, tuple(edges), usages, intervals, 10**40)
+    graph = CostGraph(node_costs=costs, edges=tuple(edges), usages=usages, intervals=intervals, usage_limit=10**40)
     some = exact_usage(graph, tuple(int(rng.integers(n)) for n in sizes))
     limit: Any = int(some) if some.denominator == 1 else float(some)
     if draw(st.booleans()) and limit:
         limit = limit - 1 if isinstance(limit, int) else float(np.nextafter(limit, 0.0))
-    return CostGraph(costs, tuple(edges), usages, intervals, limit)
+    return CostGraph(node_costs=costs, edges=tuple(edges), usages=usages, intervals=intervals, usage_limit=limit)
 
 
 def check(graph: CostGraph) -> None:
@@ -126,14 +126,20 @@ def test_bounds_hold_where_no_int64_holds_the_usages(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(solve, "_SMALL_PROGRAM", -1)
     usages = (np.array([2**62, 2**62 - 1, 2**62 + 2]), np.array([2**62 - 1, 2**62 + 1]))
     costs = (np.array([8.0, 5.0, 2.0]), np.array([5.0, 3.0]))
-    check(CostGraph(costs, (), usages, ((1, 3), (1, 2)), 2**63 + 1))
+    check(CostGraph(node_costs=costs, edges=(), usages=usages, intervals=((1, 3), (1, 2)), usage_limit=2**63 + 1))
 
 
 def test_one_unit_in_a_hundred_billion_is_too_much() -> None:
     """A relative tolerance of 1e-9, which rounding of floats may seem to need, would let 146 units pass."""
     limit = 147_379_961_856
     usages = (np.array([limit - 1000, 0]), np.array([1000, 1001, 1146]))
-    graph = CostGraph((np.array([0.0, 9.0]), np.array([2.0, 1.0, 0.0])), (), usages, ((0, 2), (1, 3)), limit)
+    graph = CostGraph(
+        node_costs=(np.array([0.0, 9.0]), np.array([2.0, 1.0, 0.0])),
+        edges=(),
+        usages=usages,
+        intervals=((0, 2), (1, 3)),
+        usage_limit=limit,
+    )
     assert solve_graph(graph).choices == (0, 0)
     assert not graph.fits((0, 1)) and not graph.fits((0, 2))
 
@@ -142,32 +148,51 @@ def test_integers_that_no_float_holds_are_told_apart() -> None:
     usages = (np.array([2**53 + 1, 2**53]), np.array([2**53 + 1, 2**53]))
     costs = (np.array([0.0, 1.0]),) * 2
     for limit, cost in ((2**54 + 2, 0.0), (2**54 + 1, 1.0), (2**54, 2.0)):
-        assert solve_graph(CostGraph(costs, (), usages, ((0, 1), (0, 1)), limit)).cost == cost
+        assert (
+            solve_graph(
+                CostGraph(node_costs=costs, edges=(), usages=usages, intervals=((0, 1), (0, 1)), usage_limit=limit)
+            ).cost
+            == cost
+        )
     with pytest.raises(InfeasibleError, match=r"18,014,398,509,481,984 at .* limit is 18,014,398,509,481,983"):
-        solve_graph(CostGraph(costs, (), usages, ((0, 1), (0, 1)), 2**54 - 1))
+        solve_graph(
+            CostGraph(node_costs=costs, edges=(), usages=usages, intervals=((0, 1), (0, 1)), usage_limit=2**54 - 1)
+        )
 
 
 def test_sums_of_floats_are_those_of_the_numbers_they_are() -> None:
     """Of 0.1, 0.2 and 0.3 as floats, the first two add up to a little more than the third."""
-    graph = CostGraph((np.zeros(1),) * 2, (), (np.array([0.1]), np.array([0.2])), ((0, 1), (0, 1)), 0.3)
+    graph = CostGraph(
+        node_costs=(np.zeros(1),) * 2,
+        edges=(),
+        usages=(np.array([0.1]), np.array([0.2])),
+        intervals=((0, 1), (0, 1)),
+        usage_limit=0.3,
+    )
     with pytest.raises(InfeasibleError, match=r"limit is 0\.3"):
         solve_graph(graph)
 
 
 def test_forbidden_is_each_cost_and_not_their_sum() -> None:
     """Allowed costs may add up to what would be forbidden by itself; no gain makes up for what is forbidden."""
-    dear = CostGraph((np.full(1, 9e17),) * 2, ())
+    dear = CostGraph(node_costs=(np.full(1, 9e17),) * 2, edges=())
     assert solve_graph(dear).cost == 1.8e18
     with pytest.raises(InfeasibleError):
-        solve_graph(CostGraph((np.full(1, 1e18), np.full(1, -9e17)), ()))
+        solve_graph(CostGraph(node_costs=(np.full(1, 1e18), np.full(1, -9e17)), edges=()))
 
 
 def test_a_limit_of_infinity_is_none() -> None:
-    graph = CostGraph((np.array([0.0, 1.0]),), (), (np.array([10**30, 0], object),), ((0, 1),), np.inf)
+    graph = CostGraph(
+        node_costs=(np.array([0.0, 1.0]),),
+        edges=(),
+        usages=(np.array([10**30, 0], object),),
+        intervals=((0, 1),),
+        usage_limit=np.inf,
+    )
     assert solve_graph(graph).choices == (0,)
 
 
 @pytest.mark.parametrize("usage", [[-1], [-1.0], [np.nan], [np.inf], [[1]], [1, 2]])
 def test_usages_that_are_none_are_refused(usage: Any) -> None:
     with pytest.raises(ShardingError, match="finite values of zero or more"):
-        CostGraph((np.zeros(1),), (), (usage,), ((0, 1),), 1)
+        CostGraph(node_costs=(np.zeros(1),), edges=(), usages=(usage,), intervals=((0, 1),), usage_limit=1)

@@ -18,7 +18,13 @@ CHANGE = 3.0
 def chain(n: int, limit: float) -> CostGraph:
     """Each node is cheap (cost 0, usage 2) or thrifty (cost 1, usage 1), all of the time."""
     edges = tuple(Edge(v, v + 1, CHANGE * (1 - np.eye(2))) for v in range(n - 1))
-    return CostGraph((np.array([0.0, 1.0]),) * n, edges, (np.array([2.0, 1.0]),) * n, ((0, 1),) * n, limit)
+    return CostGraph(
+        node_costs=(np.array([0.0, 1.0]),) * n,
+        edges=edges,
+        usages=(np.array([2.0, 1.0]),) * n,
+        intervals=((0, 1),) * n,
+        usage_limit=limit,
+    )
 
 
 @pytest.mark.parametrize("n_thrifty", [5, 20, 30])

@@ -51,11 +51,17 @@ def cost_graphs(draw: st.DrawFn, *, max_nodes: int = 6, max_strategies: int = 4)
     edges = tuple(Edge(a, b, cost(sizes[a], sizes[b])) for a, b in pairs)
     node_costs = tuple(cost(n) for n in sizes)
     if not draw(st.booleans()):
-        return CostGraph(node_costs, edges)
+        return CostGraph(node_costs=node_costs, edges=edges)
     usages = tuple(rng.integers(0, 8, n).astype(np.float64) for n in sizes)
     starts = rng.integers(0, 6, n_nodes)
     intervals = tuple((int(a), int(a + n)) for a, n in zip(starts, rng.integers(0, 5, n_nodes), strict=True))
-    return CostGraph(node_costs, edges, usages, intervals, float(draw(st.integers(0, 20))))
+    return CostGraph(
+        node_costs=node_costs,
+        edges=edges,
+        usages=usages,
+        intervals=intervals,
+        usage_limit=float(draw(st.integers(0, 20))),
+    )
 
 
 def check_against_search(graph: CostGraph, solver: Literal["highs", "cbc"]) -> None:
@@ -118,11 +124,11 @@ def relabelled(graph: CostGraph, seed: int) -> CostGraph:
     strategies = [rng.permutation(len(costs)) for costs in graph.node_costs]
     edges = [graph.edges[e] for e in rng.permutation(len(graph.edges))]
     return CostGraph(
-        tuple(graph.node_costs[v][strategies[v]] for v in order),
-        tuple(Edge(place[e.b], place[e.a], e.cost[np.ix_(strategies[e.a], strategies[e.b])].T) for e in edges),
-        tuple(graph.usages[v][strategies[v]] for v in order) if graph.usages else (),
-        tuple(graph.intervals[v] for v in order) if graph.intervals else (),
-        graph.usage_limit,
+        node_costs=tuple(graph.node_costs[v][strategies[v]] for v in order),
+        edges=tuple(Edge(place[e.b], place[e.a], e.cost[np.ix_(strategies[e.a], strategies[e.b])].T) for e in edges),
+        usages=tuple(graph.usages[v][strategies[v]] for v in order) if graph.usages else (),
+        intervals=tuple(graph.intervals[v] for v in order) if graph.intervals else (),
+        usage_limit=graph.usage_limit,
     )
 
 
@@ -135,18 +141,19 @@ def test_relabelling_a_large_graph_keeps_the_quality() -> None:
 
 _LOADED = """
 from benchmarks.iopddl import random_instance
-from minialpa.intra import dominance, ilp
+from minialpa.intra.solver import dominance, solve
 
 def loaded():
-    from minialpa.intra import messages, search
+    from minialpa.intra.solver import local_search, trws
     from numba.core.dispatcher import Dispatcher
-    found = [f for module in (dominance, messages, search) for f in vars(module).values() if isinstance(f, Dispatcher)]
+    modules = (dominance, local_search, trws)
+    found = [f for module in modules for f in vars(module).values() if isinstance(f, Dispatcher)]
     return [(f.py_func.__name__, tuple(f.signatures)) for f in found]
 
 dominance.load()
-ilp._loading_s()
+solve._loading_s()
 before = loaded()
-ilp.solve_graph(random_instance(0, n_nodes=300), time_limit_s=2.0)
+solve.solve_graph(random_instance(0, n_nodes=300), time_limit_s=2.0)
 assert loaded() == before, [name for name, _ in set(loaded()) - set(before)]
 """
 
@@ -212,7 +219,13 @@ def grid(side: int, n_strategies: int, *, limit: float | None = None, seed: int 
     edges = tuple(Edge(a, b, rng.random((n_strategies, n_strategies))) for a, b in pairs)
     costs = tuple(rng.random(n_strategies) for _ in range(n))
     usages = tuple(rng.random(n_strategies) for _ in range(n))
-    return CostGraph(costs, edges, usages, tuple((v, v + n // 2) for v in range(n)), limit)
+    return CostGraph(
+        node_costs=costs,
+        edges=edges,
+        usages=usages,
+        intervals=tuple((v, v + n // 2) for v in range(n)),
+        usage_limit=limit,
+    )
 
 
 def transformer(n_blocks: int, *, limit: float | None) -> CostGraph:
@@ -242,7 +255,9 @@ def transformer(n_blocks: int, *, limit: float | None) -> CostGraph:
             join(skip, node)
             skip = node
         previous = node
-    return CostGraph(tuple(costs), tuple(edges), tuple(usages), tuple(intervals), limit)
+    return CostGraph(
+        node_costs=tuple(costs), edges=tuple(edges), usages=tuple(usages), intervals=tuple(intervals), usage_limit=limit
+    )
 
 
 def test_elimination_alone_solves_a_deep_transformer() -> None:
@@ -257,9 +272,15 @@ def test_elimination_alone_solves_a_deep_transformer() -> None:
 def test_binding_usage_limit_on_a_transformer_is_solved() -> None:
     graph = transformer(6, limit=None)
     free = solve_graph(graph)
-    unlimited = CostGraph(graph.node_costs, graph.edges, graph.usages, graph.intervals, 1e9)
+    unlimited = CostGraph(
+        node_costs=graph.node_costs, edges=graph.edges, usages=graph.usages, intervals=graph.intervals, usage_limit=1e9
+    )
     limited = CostGraph(
-        graph.node_costs, graph.edges, graph.usages, graph.intervals, 0.7 * unlimited.peak_usage(free.choices)
+        node_costs=graph.node_costs,
+        edges=graph.edges,
+        usages=graph.usages,
+        intervals=graph.intervals,
+        usage_limit=0.7 * unlimited.peak_usage(free.choices),
     )
     solution = solve_graph(limited)
     assert solution.optimal and limited.fits(solution.choices)
@@ -297,15 +318,15 @@ def test_same_answer_every_time() -> None:
 
 
 def test_equal_strategies_give_the_first() -> None:
-    graph = CostGraph((np.ones(3), np.ones(2)), (Edge(0, 1, np.zeros((3, 2))),))
+    graph = CostGraph(node_costs=(np.ones(3), np.ones(2)), edges=(Edge(0, 1, np.zeros((3, 2))),))
     assert solve_graph(graph).choices == (0, 0)
 
 
 def test_usage_limit_moves_a_node_to_the_thrifty_strategy() -> None:
     costs = (np.array([1.0, 5.0]), np.array([1.0, 4.0]))
     usages = (np.array([10.0, 2.0]), np.array([10.0, 2.0]))
-    together = CostGraph(costs, (), usages, ((0, 2), (1, 3)), 12.0)
-    apart = CostGraph(costs, (), usages, ((0, 2), (2, 4)), 12.0)
+    together = CostGraph(node_costs=costs, edges=(), usages=usages, intervals=((0, 2), (1, 3)), usage_limit=12.0)
+    apart = CostGraph(node_costs=costs, edges=(), usages=usages, intervals=((0, 2), (2, 4)), usage_limit=12.0)
     assert solve_graph(together).choices == (0, 1)
     assert solve_graph(apart).choices == (0, 0)
 
@@ -330,7 +351,13 @@ def test_little_time_gives_a_bound_below_the_cost(solver: Literal["highs", "cbc"
 def test_choices_that_exceed_a_row_by_rounding_are_cut_off() -> None:
     """4e-7 of the limit is within the solvers' tolerance and still too much."""
     usages = (np.array([0.5 + 2e-7, 0.1]), np.array([0.5 + 2e-7, 0.1]))
-    graph = CostGraph((np.array([0.0, 1.0]), np.array([0.0, 1.5])), (), usages, ((0, 1), (0, 1)), 1.0)
+    graph = CostGraph(
+        node_costs=(np.array([0.0, 1.0]), np.array([0.0, 1.5])),
+        edges=(),
+        usages=usages,
+        intervals=((0, 1), (0, 1)),
+        usage_limit=1.0,
+    )
     with pytest.MonkeyPatch.context() as patch:
         without_elimination(patch)
         for solver in SOLVERS:
@@ -340,9 +367,21 @@ def test_choices_that_exceed_a_row_by_rounding_are_cut_off() -> None:
 @pytest.mark.parametrize(
     ("graph", "message"),
     [
-        (CostGraph((np.full(2, np.inf),), ()), "No strategy of node 0 is left"),
-        (CostGraph((np.zeros(1), np.zeros(1)), (Edge(0, 1, np.full((1, 1), 1e18)),)), "No strategy of node"),
-        (CostGraph((np.zeros(2),), (), (np.array([3.0, 4.0]),), ((0, 1),), 2.0), "need a usage of 3 .* limit is 2"),
+        (CostGraph(node_costs=(np.full(2, np.inf),), edges=()), "No strategy of node 0 is left"),
+        (
+            CostGraph(node_costs=(np.zeros(1), np.zeros(1)), edges=(Edge(0, 1, np.full((1, 1), 1e18)),)),
+            "No strategy of node",
+        ),
+        (
+            CostGraph(
+                node_costs=(np.zeros(2),),
+                edges=(),
+                usages=(np.array([3.0, 4.0]),),
+                intervals=((0, 1),),
+                usage_limit=2.0,
+            ),
+            "need a usage of 3 .* limit is 2",
+        ),
     ],
     ids=["node", "edge", "usage"],
 )
@@ -353,7 +392,9 @@ def test_infeasible_graph_says_why(graph: CostGraph, message: str) -> None:
 
 def test_infeasible_core_says_so() -> None:
     differ = np.where(np.eye(2, dtype=bool), np.inf, 0.0)
-    odd_cycle = CostGraph((np.zeros(2),) * 3, (Edge(0, 1, differ), Edge(1, 2, differ), Edge(0, 2, differ)))
+    odd_cycle = CostGraph(
+        node_costs=(np.zeros(2),) * 3, edges=(Edge(0, 1, differ), Edge(1, 2, differ), Edge(0, 2, differ))
+    )
     with pytest.raises(InfeasibleError):
         solve_graph(odd_cycle)
     residual = residual_of(odd_cycle)
@@ -367,20 +408,26 @@ ONE = (np.zeros(1),)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((ONE, (Edge(0, 1, np.zeros((1, 1))),)), "Edge 0 joins nodes 0 and 1; nodes are 0 to 0"),
-        ((ONE * 2, (Edge(0, 1, np.zeros((1, 2))),)), r"with 1 and 1 strategies; its cost has shape \(1, 2\)"),
-        (((np.zeros(0),), ()), "Node 0 has no strategies"),
-        (((np.array([np.nan]),), ()), "NaN or -inf"),
-        (((np.zeros((1, 1)),), ()), "needs 1 dimension"),
-        ((ONE, (), (), (), 1.0), "got 0 usages and 0 intervals for 1 nodes"),
-        ((ONE, (), (np.array([-1.0]),), ((0, 1),), 1.0), r"`usages\[0\]` needs 1 finite values of zero or more"),
-        ((ONE, (), ONE, ((0, 1),), -1.0), "cannot be negative"),
+        ({"node_costs": ONE, "edges": (Edge(0, 1, np.zeros((1, 1))),)}, "Edge 0 joins nodes 0 and 1; nodes are 0 to 0"),
+        (
+            {"node_costs": ONE * 2, "edges": (Edge(0, 1, np.zeros((1, 2))),)},
+            r"with 1 and 1 strategies; its cost has shape \(1, 2\)",
+        ),
+        ({"node_costs": (np.zeros(0),)}, "Node 0 has no strategies"),
+        ({"node_costs": (np.array([np.nan]),)}, "NaN or -inf"),
+        ({"node_costs": (np.zeros((1, 1)),)}, "needs 1 dimension"),
+        ({"node_costs": ONE, "usage_limit": 1.0}, "got 0 usages and 0 intervals for 1 nodes"),
+        (
+            {"node_costs": ONE, "usages": (np.array([-1.0]),), "intervals": ((0, 1),), "usage_limit": 1.0},
+            r"`usages\[0\]` needs 1 finite values of zero or more",
+        ),
+        ({"node_costs": ONE, "usages": ONE, "intervals": ((0, 1),), "usage_limit": -1.0}, "cannot be negative"),
     ],
     ids=["nodes", "edge shape", "empty", "nan", "ndim", "no usages", "negative usage", "negative limit"],
 )
-def test_wrong_input_is_refused(arguments: tuple[object, ...], message: str) -> None:
+def test_wrong_input_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ShardingError, match=message):
-        CostGraph(*arguments)  # type: ignore[arg-type]
+        CostGraph(**{"edges": (), **arguments})  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 2**32 - 1))
