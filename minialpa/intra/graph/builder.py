@@ -1,9 +1,10 @@
-"""Cost graph of one mesh: its equations and inputs in, nodes and edges out, and specs read back from a solution.
+"""The cost graph of one mesh: nodes and edges from its equations and inputs, and specs from a solution of the graph.
 
-Every input and most equations are nodes; their strategies are specs. An equation whose operands all come from one node
-*follows* it: it has the same strategies, and its cost is added to the node's. In the update, elementwise equations
-follow the first optimizer value that they meet, so each parameter has a handful of nodes. An edge holds the seconds of
-resharding a value from what its node makes to what a reader wants. Whatever happens per micro-batch is weighted so.
+Every input and most equations are nodes, whose strategies are specs. An equation whose operands all come from one node
+*follows* it: the equation has the strategies of that node, and its cost is added to the node's. In the update,
+elementwise equations follow the first optimizer value that they read, so each parameter has a handful of nodes. An edge
+holds the seconds of resharding a value from the spec in which its node makes it to the spec in which a reader wants it.
+Each cost is multiplied by how often per step it is paid.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -20,17 +21,19 @@ from numpy.typing import NDArray
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.constraints import constraint_of_equation
+from minialpa.intra.graph.cost_table import CostTable
 from minialpa.intra.graph.decisions import AnyRecord, Choice, LoopRecord, PassRecord, Record
+from minialpa.intra.graph.equation_traits import is_barrier, is_elementwise, is_identity, makes_array, widens
 from minialpa.intra.graph.folding import Varied
-from minialpa.intra.graph.memory_constraints import Demand, MemoryLimit, Usage, check_least, terms_of
-from minialpa.intra.graph.option_constraints import Required, Wishes, fold_problem, no_way
+from minialpa.intra.graph.memory_constraints import Demand, MemoryLimit, Usage, check_least, demands_of, terms_of
+from minialpa.intra.graph.option_constraints import OptionConstraints, Required, fold_problem, forbidden_message
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.solver.cost_graph import FORBIDDEN
 from minialpa.intra.solver.solve import CostGraph, Edge, GraphSolution
 from minialpa.intra.strategies.combining import n_together
 from minialpa.intra.strategies.loops import ScanBody, examples_inside, scan_body
 from minialpa.intra.strategies.reshard import partial_specs_of
-from minialpa.intra.strategies.strategies import is_contraction, is_shared_copy
+from minialpa.intra.strategies.strategies import StrategySet, is_contraction
 from minialpa.intra.strategies.strategy_cache import EquationKind, Menu, Menus
 from minialpa.options import AutoShardingOption
 from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
@@ -49,12 +52,43 @@ from minialpa.tracing.jaxprs import (
     shape_of,
 )
 
-#: About what strategies, choices and records of one equation take, as measured.
+#: Bytes of the strategies, choices and records of one equation, about, as measured.
 _EQUATION_BYTES = 3000
+#: Bytes per second at which a device without a description reads its inputs.
+_DEFAULT_BANDWIDTH = 1e12
+#: Weight of the bytes of an input that stays on the mesh between steps: it takes room and no time, so its size only
+#: breaks ties.
+_KEPT_INPUT_WEIGHT = 1e-3
 
 
-class _Reader(NamedTuple):
-    """Strategies of `node` want `var` in the specs `wanted`, `times` per step."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Occurrence:
+    """An equation, and what its costs stand for.
+
+    Attributes:
+        eqn: the equation.
+        times: how often per step it runs, those that are sharded like it included.
+        in_update: whether it belongs to the update.
+        varied: operands for which the equations that are sharded like it read different variables.
+    """
+
+    eqn: JaxprEqn
+    times: int
+    in_update: bool
+    varied: Varied = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reader:
+    """The strategies of a node that read a variable.
+
+    Attributes:
+        var: the variable.
+        node: the node that reads it; None for a reader that has one strategy.
+        wanted: the spec in which each strategy wants the variable.
+        times: how often per step the variable is resharded; a fraction for one of several that are read in turn.
+        synced: whether the sum of the variable starts together with those of all gradients.
+    """
 
     var: Var
     node: int | None
@@ -64,7 +98,7 @@ class _Reader(NamedTuple):
 
 
 class GraphBuilder:
-    """Collects nodes and edges for `problem` on `mesh`; then `graph()`, and `read(solution)`."""
+    """Collects nodes and edges for `problem` on `mesh`; then gives `graph()`, and `read(solution)`."""
 
     def __init__(
         self,
@@ -76,98 +110,81 @@ class GraphBuilder:
         menus: Menus | None = None,
         forbidden_s: float = math.inf,
     ) -> None:
-        """`folded`: repeated layers are sharded alike. `menus`: what other problems have worked out already.
+        """Raises InfeasibleError if an option cannot be kept on `mesh`.
 
-        forbidden_s: see `reshard_table`. Raises InfeasibleError where an option cannot be kept on `mesh`.
+        Args:
+            problem: equations, inputs and results of the mesh.
+            mesh: the logical mesh.
+            option: what the user asks of shardings.
+            folded: whether repeated layers are sharded alike.
+            menus: strategies and prices that other problems have already computed.
+            forbidden_s: see `reshard_table`.
         """
         self.problem, self.mesh, self.option, self.forbidden_s = problem, mesh, option, forbidden_s
-        self.nodes: list[NDArray[np.float64]] = []  # costs of the strategies of each
-        self.edges: dict[tuple[int, int], NDArray[np.float64]] = {}
-        self.choices: dict[Var, Choice] = {}
-        self.clusters: set[int] = set()
-        self.sums: set[Var] = set()  # reductions that follow their operand, and what follows them
-        self.menus, self.menu_of = menus or Menus(), dict[int, Menu]()
-        self.n_gradients = max(1, sum(map(is_gradient_marker, problem.eqns)))
-        self.n_together = n_together(problem.eqns)
-        self.n_readers = Counter(v for eqn in problem.eqns for v in operand_vars(eqn))
-        self.wishes = Wishes(problem, mesh, option)
-        self.folding = fold_problem(problem, self.wishes, self.n_together, self.menus) if folded else None
+        self.menus = menus or Menus()
+        self._menu_of: dict[int, Menu] = {}  # by the number of sums that start together
+
+        # Facts about variables. Those about the variables of a loop are added when the loop is.
+        self._n_gradients = max(1, sum(map(is_gradient_marker, problem.eqns)))
+        self._n_together = n_together(problem.eqns)
+        self._n_readers = Counter(var for eqn in problem.eqns for var in operand_vars(eqn))
+        self._constraints = OptionConstraints(problem, mesh, option)
+        self.folding = fold_problem(problem, self._constraints, self._n_together, self.menus) if folded else None
+
+        # What the graph consists of, and what each part of it decides.
+        self.costs = CostTable()
+        self._choices: dict[Var, Choice] = {}
+        self._final: dict[Var, Choice] = {}  # of results that are not left as they are made
+        self._records: list[AnyRecord] = []
+        self._optimizer_nodes: set[int] = set()
+        self._sums: set[Var] = set()  # reductions that follow their operand, and what follows them
+        self._deferred: list[_Reader] = []
+
         self._add_inputs()
-        self.records: list[AnyRecord] = []
-        self.late: list[_Reader] = []
         for i in range(len(problem.eqns)):
-            self.records.append(self._record(i))
-        for reader in self.late:
+            self._records.append(self._record(i))
+        for reader in self._deferred:
             self._add_edge(reader)
-        self.final: dict[Var, Choice] = {}
-        self._settle_results()
+        self._add_results()
 
     @property
     def n_bytes(self) -> float:
-        """About what this holds: its arrays, and the objects of each equation."""
-        return sum(a.nbytes for a in (*self.nodes, *self.edges.values())) + _EQUATION_BYTES * len(self.problem.eqns)
+        """Bytes of the arrays of costs and the objects of each equation, about."""
+        return self.costs.n_bytes + _EQUATION_BYTES * len(self.problem.eqns)
+
+    # ---- the graph ------------------------------------------------------------------------------------------------
 
     def graph(self, limit: MemoryLimit | None = None, kept: Sequence[Usage] = (), byte_s: float = 0.0) -> CostGraph:
-        """The graph, with a usage limit if there is one. Raises InfeasibleError where that is hopeless.
+        """The cost graph, in which each byte per device of `kept` costs `byte_s` seconds.
 
-        Each byte per device of `kept` costs `byte_s` seconds.
+        Raises InfeasibleError if no strategies can keep `limit`.
         """
-        nodes = list(self.nodes)
-        for demand in self._demands(kept) if byte_s else ():
-            if demand.node is not None:
-                nodes[demand.node] = nodes[demand.node] + byte_s * demand.n_bytes
-        costs = tuple(nodes)
-        edges = tuple(Edge(a, b, cost) for (a, b), cost in self.edges.items())
+        node_costs = list(self.costs.nodes)
+        if byte_s:
+            for demand in self._demands(kept):
+                if demand.node is not None:
+                    node_costs[demand.node] = node_costs[demand.node] + byte_s * demand.n_bytes
+        edges = tuple(Edge(a, b, cost) for (a, b), cost in self.costs.edges.items())
         if limit is None:
-            return CostGraph(costs, edges)
+            return CostGraph(tuple(node_costs), edges)
+
         n_times = limit.n_times
-        stays = [Usage(v, 1, 0, n_times) for v, role in self.problem.inputs if role in ("parameter", "state")]
+        stays = [Usage(var, 1, 0, n_times) for var, role in self.problem.inputs if role in ("parameter", "state")]
         demands = self._demands([*stays, *limit.usages])
         check_least(demands, limit, self._allowed)
         terms = terms_of(demands, limit.limit_bytes, n_times)
-        return CostGraph(costs, edges, (), (), limit.limit_bytes if terms else None, terms)
+        usage_limit = limit.limit_bytes if terms else None
+        return CostGraph(tuple(node_costs), edges, usage_limit=usage_limit, extra_usages=terms)
 
     def _demands(self, usages: Sequence[Usage]) -> list[Demand]:
-        counted: dict[int, NDArray[np.int64]] = {}  # shards by strategy, for the specs of a choice
-        out = []
-        for usage in usages:
-            if usage.var in self.choices:
-                choice, whole = self.choices[usage.var], usage.n_copies * bytes_of(usage.var)
-                n_shards = counted.get(id(choice.specs))
-                if n_shards is None:
-                    n_shards = np.array([spec.n_shards(self.mesh.shape) for spec in choice.specs])
-                    counted[id(choice.specs)] = n_shards
-                out.append(Demand(usage.var, choice.node, whole / n_shards, usage.start, usage.end))
-        return out
+        return demands_of(usages, self._choices, self.mesh.shape)
 
     def _allowed(self, demand: Demand) -> NDArray[np.bool_]:
         if demand.node is None:
             return np.ones(1, bool)
-        return self.nodes[demand.node] < FORBIDDEN
+        return self.costs.nodes[demand.node] < FORBIDDEN
 
-    def _settle_results(self) -> None:
-        """A result is left as its path says, or as the donated input that it replaces, or as it is made."""
-        replaced = {target: source for source, target in self.problem.aliases}
-        for var, path in self.problem.results:
-            fixed = self.wishes.fixed(var, path)
-            if fixed is not None:
-                self.final[var] = Choice(None, (fixed.spec,))
-            elif var in replaced:
-                self.final[var] = self.choices[replaced[var]]
-            else:
-                continue
-            self._add_edge(_Reader(var, self.final[var].node, self.final[var].specs, 1))
-
-    # ---- nodes ----------------------------------------------------------------------------------------------------
-
-    def _choice(self, atom: Atom) -> Choice:
-        """The choice of an operand that is not a literal."""
-        assert isinstance(atom, Var), atom
-        return self.choices[atom]
-
-    def _new_node(self, costs: Sequence[float] | NDArray[np.float64]) -> int:
-        self.nodes.append(np.array(costs, np.float64))
-        return len(self.nodes) - 1
+    # ---- inputs and results ---------------------------------------------------------------------------------------
 
     def _add_inputs(self) -> None:
         alike = self.folding.inputs if self.folding else {}
@@ -177,261 +194,329 @@ class GraphBuilder:
             if leader is var:
                 self._add_input(var, role, max(1, counts[var]))
             else:
-                self.choices[var] = self.choices[leader]
+                self._choices[var] = self._choices[leader]
 
     def _add_input(self, var: Var, role: Role, count: int) -> None:
-        specs = self.menus.same(self.wishes.input_specs(var, role))
-        if len(specs) == 1 and role in ("batch", "received"):
-            self.choices[var] = Choice(None, specs)
+        """Add the node of an input that stands for `count` inputs."""
+        specs = self.menus.same(self._constraints.input_specs(var, role))
+        is_passing = role in ("batch", "received")
+        if len(specs) == 1 and is_passing:
+            self._choices[var] = Choice(None, specs)
             return
-        local = [bytes_of(var) / spec.n_shards(self.mesh.shape) for spec in specs]
-        # Reading an input once costs its bytes; a kept input costs only room, so it just breaks ties.
-        bandwidth = self.mesh.device.memory_bandwidth if self.mesh.device else 1e12
-        weight = (1.0 if role in ("batch", "received") else 1e-3) / bandwidth
-        self.choices[var] = Choice(self._new_node([count * weight * b for b in local]), specs)
+
+        bandwidth = self.mesh.device.memory_bandwidth if self.mesh.device else _DEFAULT_BANDWIDTH
+        weight = (1.0 if is_passing else _KEPT_INPUT_WEIGHT) / bandwidth
+        shard_bytes = [bytes_of(var) / spec.n_shards(self.mesh.shape) for spec in specs]
+        node = self.costs.add_node([count * weight * n_bytes for n_bytes in shard_bytes])
+        self._choices[var] = Choice(node, specs)
+
+    def _add_results(self) -> None:
+        """Results are left in a spec that the user fixes, in that of the donated input they replace, or as made."""
+        replaced = {target: source for source, target in self.problem.aliases}
+        for var, path in self.problem.results:
+            fixed = self._constraints.fixed(var, path)
+            if fixed is not None:
+                final = Choice(None, (fixed.spec,))
+            elif var in replaced:
+                final = self._choices[replaced[var]]
+            else:
+                continue
+            self._final[var] = final
+            self._add_edge(_Reader(var=var, node=final.node, wanted=final.specs, times=1))
+
+    # ---- equations ------------------------------------------------------------------------------------------------
 
     def _record(self, i: int) -> AnyRecord:
-        """The record of equation `i`, which it shares with those that are alike."""
-        eqn, folding = self.problem.eqns[i], self.folding
-        times, in_update = self.problem.times[i], self.problem.in_update[i]
+        """The record of equation `i`; all equations that are sharded alike share that of the first of them."""
+        eqn, times, in_update = self.problem.eqns[i], self.problem.times[i], self.problem.in_update[i]
+        folding = self.folding
         if folding is None:
-            return self._add_equation(eqn, times, in_update, {})
+            return self._add_equation(_Occurrence(eqn=eqn, times=times, in_update=in_update))
+
         leader = folding.leaders[i]
         if leader == i:
-            return self._add_equation(eqn, times * folding.counts[i], in_update, folding.varied.get(i, {}))
+            times, varied = times * folding.counts[i], folding.varied.get(i, {})
+            return self._add_equation(_Occurrence(eqn=eqn, times=times, in_update=in_update, varied=varied))
+
         made = self.problem.eqns[leader].outvars
-        self._set_results(eqn, [self.choices[v] for v in made])
-        self.sums.update(v for v, w in zip(eqn.outvars, made, strict=True) if w in self.sums)
-        return self.records[leader]
+        self._set_results(eqn, [self._choices[var] for var in made])
+        self._sums.update(own for own, var in zip(eqn.outvars, made, strict=True) if var in self._sums)
+        return self._records[leader]
 
-    def _add_equation(self, eqn: JaxprEqn, times: int, in_update: bool, varied: Varied) -> AnyRecord:
-        scan = scan_body(eqn)
+    def _add_equation(self, occurrence: _Occurrence) -> AnyRecord:
+        scan = scan_body(occurrence.eqn)
         if scan is not None and self.option.enable_auto_sharding and not self.option.data_parallel:
-            loop = self._add_loop(eqn, scan, times, in_update, varied)
-            self._set_results(eqn, loop.results)
-            return loop
-        if _is_barrier(eqn):
-            passed = PassRecord(tuple(self._passed(eqn, k, times, varied) for k in range(len(eqn.invars))))
-            self._set_results(eqn, passed.arrays)
-            return passed
-        record = self._add_plain(eqn, times, in_update, varied)
-        self._set_results(eqn, [Choice(record.node, specs) for specs in record.strategies.results])
-        for k, wanted in enumerate(record.strategies.operands):
-            self._connect(eqn, k, record.node, wanted, times, varied)
-        return record
-
-    def _passed(self, eqn: JaxprEqn, k: int, times: int, varied: Varied) -> Choice:
-        """Array `k` of a barrier as it comes; with a node of its own where it may not always come so."""
-        v = eqn.invars[k]
-        if is_literal(v):
-            return Choice(None, (Spec.replicated(len(shape_of(v))),))
-        came = self._choice(v)
-        if k not in varied and eqn.outvars[k] not in self.problem.whole:
-            return came
-        choice = Choice(self._new_node([0.0] * len(came.specs)), came.specs)
-        self._connect(eqn, k, choice.node, choice.specs, times, varied)
-        return choice
-
-    def _add_loop(self, eqn: JaxprEqn, scan: ScanBody, times: int, in_update: bool, varied: Varied) -> LoopRecord:
-        """The body as equations that run in each iteration; a carry has one spec for all of them."""
-        flat, inner_times = scan.flat, times * scan.length
-        self.n_together.update(n_together(flat.eqns))
-        self.n_readers.update(v for e in flat.eqns for v in operand_vars(e))
-        self.choices.update((v, Choice(None, (Spec.replicated(len(shape_of(v))),))) for v in flat.constvars)
-        self.wishes.dims.update(examples_inside(eqn, scan, self.wishes.dims))
-        operands = []
-        for k, inner in enumerate(flat.invars):
-            carried = scan.n_consts <= k < scan.n_lead
-            find = partial_specs_of if carried and is_inexact(inner) else specs_of
-            specs = self.wishes.carry_specs(inner, find(shape_of(inner), self.mesh.shape))
-            specs = self.menus.same(specs[:1] if is_extended(aval_of(inner).dtype) else specs)
-            self.choices[inner] = Choice(self._new_node([0.0] * len(specs)), specs)
-            operands.append(Choice(self.choices[inner].node, tuple(scan.outer_operand(k, s) for s in specs)))
-            self._connect(eqn, k, operands[k].node, operands[k].specs, times, varied)
-        body = tuple(self._add_equation(e, inner_times, in_update, {}) for e in flat.eqns)
-        results = []
-        for r, inner_out in enumerate(flat.outvars):
-            carry = operands[scan.n_consts + r] if r < scan.n_carry else None
-            if carry is not None:
-                results.append(carry)
-                if not is_literal(inner_out):
-                    self._add_edge(_Reader(inner_out, carry.node, carry.specs, inner_times))
-            elif is_literal(inner_out):
-                results.append(Choice(None, (Spec.replicated(len(shape_of(eqn.outvars[r]))),)))
-            else:
-                left = self._choice(inner_out)
-                results.append(Choice(left.node, tuple(scan.outer_result(r, s) for s in left.specs)))
-        return LoopRecord(scan, tuple(operands), tuple(results), body)
+            return self._add_loop(occurrence, scan)
+        if is_barrier(occurrence.eqn):
+            return self._add_barrier(occurrence)
+        return self._add_plain(occurrence)
 
     def _set_results(self, eqn: JaxprEqn, choices: Sequence[Choice]) -> None:
         for var, choice in zip(eqn.outvars, choices, strict=True):
-            self.choices[var] = choice
-            if var in self.problem.whole:
-                self._forbid_partial(choice)
+            self._choices[var] = choice
+            if var in self.problem.whole and choice.node is not None:
+                self.costs.forbid(choice.node, [bool(spec.partial) for spec in choice.specs])
             total = self.problem.equal.get(var)
             if total is not None:
-                self.choices[total] = choice
+                self._choices[total] = choice
 
-    def _add_plain(self, eqn: JaxprEqn, times: int, in_update: bool, varied: Varied) -> Record:
+    def _choice(self, atom: Atom) -> Choice:
+        """The choice of an operand that is not a literal."""
+        assert isinstance(atom, Var), atom
+        return self._choices[atom]
+
+    # ---- barriers -------------------------------------------------------------------------------------------------
+
+    def _add_barrier(self, occurrence: _Occurrence) -> PassRecord:
+        record = PassRecord(tuple(self._passed(occurrence, k) for k in range(len(occurrence.eqn.invars))))
+        self._set_results(occurrence.eqn, record.arrays)
+        return record
+
+    def _passed(self, occurrence: _Occurrence, k: int) -> Choice:
+        """Array `k` of a barrier, in the specs of its operand."""
+        operand = occurrence.eqn.invars[k]
+        if is_literal(operand):
+            return _replicated(operand)
+        came = self._choice(operand)
+        if k not in occurrence.varied and occurrence.eqn.outvars[k] not in self.problem.whole:
+            return came
+
+        # The operand may have another spec than the result: with a node of its own, the result can be resharded.
+        choice = Choice(self.costs.add_node([0.0] * len(came.specs)), came.specs)
+        self._connect(occurrence, k, choice)
+        return choice
+
+    # ---- loops ----------------------------------------------------------------------------------------------------
+
+    def _add_loop(self, occurrence: _Occurrence, scan: ScanBody) -> LoopRecord:
+        """Add the body as equations that run in each iteration, all of which are sharded alike."""
+        self._add_facts_inside(occurrence.eqn, scan)
+
+        operands = tuple(self._add_loop_operand(occurrence, scan, k) for k in range(len(scan.flat.invars)))
+        inner_times = occurrence.times * scan.length
+        body = tuple(
+            self._add_equation(_Occurrence(eqn=eqn, times=inner_times, in_update=occurrence.in_update))
+            for eqn in scan.flat.eqns
+        )
+        results = tuple(self._loop_result(scan, r, operands, inner_times) for r in range(len(scan.flat.outvars)))
+
+        record = LoopRecord(scan, operands, results, body)
+        self._set_results(occurrence.eqn, results)
+        return record
+
+    def _add_facts_inside(self, eqn: JaxprEqn, scan: ScanBody) -> None:
+        """Add the facts about the variables of a loop to those about the variables around it."""
+        flat = scan.flat
+        self._n_together.update(n_together(flat.eqns))
+        self._n_readers.update(var for inner in flat.eqns for var in operand_vars(inner))
+        self._choices.update((var, _replicated(var)) for var in flat.constvars)
+        self._constraints.example_dims.update(examples_inside(eqn, scan, self._constraints.example_dims))
+
+    def _add_loop_operand(self, occurrence: _Occurrence, scan: ScanBody, k: int) -> Choice:
+        """Operand `k` of a scan, whose node decides the spec that it has inside in every iteration."""
+        inner = scan.flat.invars[k]
+        is_carry = scan.n_consts <= k < scan.n_lead
+        # A carry may add up over the iterations; left as partial sums, it is summed over devices once, after the loop.
+        candidates = partial_specs_of if is_carry and is_inexact(inner) else specs_of
+        specs = self._constraints.carry_specs(inner, candidates(shape_of(inner), self.mesh.shape))
+        specs = self.menus.same(specs[:1] if is_extended(aval_of(inner).dtype) else specs)
+
+        node = self.costs.add_node([0.0] * len(specs))
+        self._choices[inner] = Choice(node, specs)
+        operand = Choice(node, tuple(scan.outer_operand(k, spec) for spec in specs))
+        self._connect(occurrence, k, operand)
+        return operand
+
+    def _loop_result(self, scan: ScanBody, r: int, operands: Sequence[Choice], inner_times: int) -> Choice:
+        """Result `r` of a scan; a carry is resharded at the end of each iteration to the spec in which it entered."""
+        inner = scan.flat.outvars[r]
+        if r < scan.n_carry:
+            carry = operands[scan.n_consts + r]
+            if not is_literal(inner):
+                assert isinstance(inner, Var), inner
+                self._add_edge(_Reader(var=inner, node=carry.node, wanted=carry.specs, times=inner_times))
+            return carry
+
+        left = _replicated(inner) if is_literal(inner) else self._choice(inner)
+        return Choice(left.node, tuple(scan.outer_result(r, spec) for spec in left.specs))
+
+    # ---- plain equations ------------------------------------------------------------------------------------------
+
+    def _add_plain(self, occurrence: _Occurrence) -> Record:
+        record = self._plain_record(occurrence)
+        self._set_results(occurrence.eqn, [Choice(record.node, specs) for specs in record.strategies.results])
+        for k, wanted in enumerate(record.strategies.operands):
+            self._connect(occurrence, k, Choice(record.node, wanted))
+        return record
+
+    def _plain_record(self, occurrence: _Occurrence) -> Record:
+        eqn, varied = occurrence.eqn, occurrence.varied
         kind = self.menus.kind_of(eqn)
-        heavy = [k for k, v in enumerate(eqn.invars) if not is_literal(v) and self.choices[v].node is not None]
-        nodes = {None if k in varied else self._choice(eqn.invars[k]).node for k in heavy}
-        if not self.option.enable_auto_sharding or (not heavy and not _makes_array(eqn)):
-            known = {k: self.choices[v].specs for k, v in enumerate(eqn.invars) if not is_literal(v)}
-            fixed = {k: self.menus.same(specs[:1]) for k, specs in known.items()}
-            given = {} if heavy else fixed
-            return Record(None, self._menu(eqn.outvars).follow(eqn, kind, given, 1, whole=self._is_whole(eqn)))
-        if len(nodes) == 1 and None not in nodes and not self._has_own_strategies(eqn, kind.factors):
-            return self._follow(eqn, kind, heavy, times)
-        heavy = [k for k in heavy if k not in varied]
-        lead = self._cluster_operand(eqn, kind.factors, heavy) if in_update else None
-        return self._own(eqn, kind, times, in_update) if lead is None else self._follow(eqn, kind, lead, times)
+        chosen = self._chosen_operands(eqn)
+        if not self.option.enable_auto_sharding or (not chosen and not makes_array(eqn)):
+            return self._only_strategy(eqn, kind, is_given=not chosen)
 
-    def _is_whole(self, eqn: JaxprEqn) -> bool:
-        return any(v in self.problem.whole for v in eqn.outvars)
+        # Everything it reads comes from one node, in all equations that are sharded like it.
+        sources = {None if k in varied else self._choice(eqn.invars[k]).node for k in chosen}
+        if len(sources) == 1 and None not in sources and self._may_follow(eqn, kind.factors):
+            if self._is_sum(eqn, kind.factors):
+                self._sums.update(eqn.outvars)
+            return self._follow(occurrence, kind, chosen)
 
-    def _has_own_strategies(self, eqn: JaxprEqn, factors: Factors) -> bool:
-        """Whether an equation does not just follow the one node that it reads from."""
-        if is_contraction(eqn) or _widens(eqn, factors) or _is_identity(eqn) or is_constraint(eqn):
-            return True
-        # A sum that several readers want should not be priced once for each.
-        sums = "sum" in factors.reductions.values() or any(v in self.sums for v in operand_vars(eqn))
-        if sums and any(self.n_readers[v] > 1 for v in eqn.outvars):
-            return True
-        if sums:
-            self.sums.update(eqn.outvars)
-        return False
+        if occurrence.in_update:
+            lead = self._optimizer_operands(eqn, kind.factors, [k for k in chosen if k not in varied])
+            if lead:
+                return self._follow(occurrence, kind, lead)
+        return self._decide(occurrence, kind)
 
-    def _forbid_partial(self, choice: Choice) -> None:
-        if choice.node is not None:
-            self.nodes[choice.node][[bool(spec.partial) for spec in choice.specs]] = np.inf
+    def _chosen_operands(self, eqn: JaxprEqn) -> list[int]:
+        """Operands of which a node decides the spec."""
+        return [k for k, atom in enumerate(eqn.invars) if not is_literal(atom) and self._choice(atom).node is not None]
 
-    def _cluster_operand(self, eqn: JaxprEqn, factors: Factors, heavy: Sequence[int]) -> list[int] | None:
-        """Operands of the first optimizer cluster that an elementwise equation of the update can follow."""
-        if not _is_elementwise(eqn, factors):
-            return None
-        for k in heavy:
+    def _only_strategy(self, eqn: JaxprEqn, kind: EquationKind, *, is_given: bool) -> Record:
+        """An equation that has one strategy: that of its operands if `is_given`, else without any split."""
+        given: dict[int, tuple[Spec, ...]] = {}
+        if is_given:
+            known = {k: self._choice(atom).specs for k, atom in enumerate(eqn.invars) if not is_literal(atom)}
+            given = {k: self.menus.same(specs[:1]) for k, specs in known.items()}
+        return Record(None, self._menu(eqn.outvars).follow(eqn, kind, given, 1, whole=self._is_whole(eqn)))
+
+    def _may_follow(self, eqn: JaxprEqn, factors: Factors) -> bool:
+        """Whether an equation has no strategies of its own if all that it reads comes from one node."""
+        if is_contraction(eqn) or widens(factors) or is_identity(eqn) or is_constraint(eqn):
+            return False
+        # Edges price a sum once for each reader, unless it has a node that can finish it once for all of them.
+        return not (self._is_sum(eqn, factors) and any(self._n_readers[var] > 1 for var in eqn.outvars))
+
+    def _is_sum(self, eqn: JaxprEqn, factors: Factors) -> bool:
+        """Whether an equation sums over a dimension, or reads a sum that follows its operand."""
+        return "sum" in factors.reductions.values() or any(var in self._sums for var in operand_vars(eqn))
+
+    def _optimizer_operands(self, eqn: JaxprEqn, factors: Factors, chosen: Sequence[int]) -> list[int]:
+        """Operands from the first optimizer node that an elementwise equation can follow; empty if there is none."""
+        if not is_elementwise(factors):
+            return []
+        for k in chosen:
             node = self._choice(eqn.invars[k]).node
-            if node in self.clusters and shape_of(eqn.invars[k]) == shape_of(eqn.outvars[0]):
-                return [j for j in heavy if self._choice(eqn.invars[j]).node == node]
-        return None
+            if node in self._optimizer_nodes and shape_of(eqn.invars[k]) == shape_of(eqn.outvars[0]):
+                return [j for j in chosen if self._choice(eqn.invars[j]).node == node]
+        return []
 
-    def _follow(self, eqn: JaxprEqn, kind: EquationKind, lead: Sequence[int], times: int) -> Record:
+    def _follow(self, occurrence: _Occurrence, kind: EquationKind, lead: Sequence[int]) -> Record:
+        """Give an equation the strategies of the node that makes its operands `lead`."""
+        eqn = occurrence.eqn
         choices = {k: self._choice(eqn.invars[k]) for k in lead}
         node = choices[lead[0]].node
-        assert node is not None
+        assert node is not None, eqn
+
         given = {k: choice.specs for k, choice in choices.items()}
-        n = len(self.nodes[node])
-        strategies = self._menu(eqn.outvars).follow(eqn, kind, given, n, whole=self._is_whole(eqn))
-        self.nodes[node] += times * strategies.seconds
+        n_strategies = len(self.costs.nodes[node])
+        strategies = self._menu(eqn.outvars).follow(eqn, kind, given, n_strategies, whole=self._is_whole(eqn))
+        self.costs.add_to_node(node, occurrence.times * strategies.seconds)
         return Record(node, strategies)
 
-    def _own(self, eqn: JaxprEqn, kind: EquationKind, times: int, in_update: bool) -> Record:
-        reads_arrays = any(not is_literal(v) and self.choices[v].node is not None for v in eqn.invars)
-        required = (
-            Required() if is_constraint(eqn) else self.wishes.required(eqn, kind.factors, in_update, reads_arrays)
-        )
-        scatter = not self.option.data_parallel or self.option.sharded_update
-        pending = {} if _is_identity(eqn) else self._n_pending(eqn, kind.factors)
-        strategies = self._menu(eqn.outvars).enumerate(
-            eqn, kind, required.axes, pending, scatter=scatter, kept=required.kept
-        )
+    def _decide(self, occurrence: _Occurrence, kind: EquationKind) -> Record:
+        """Give an equation a node of its own."""
+        eqn, factors = occurrence.eqn, kind.factors
+        is_optimizer = occurrence.in_update and is_elementwise(factors)
+        strategies = self._own_strategies(occurrence, kind)
         if is_constraint(eqn):
             constraint = constraint_of_equation(eqn, self.mesh.shape)
             strategies = strategies.select(
                 [s for s, spec in enumerate(strategies.results[0]) if constraint.allows(spec)]
             )
-        elif in_update and self.option.sharded_update and _is_elementwise(eqn, kind.factors):
+        elif is_optimizer and self.option.sharded_update:
             # Gradients among them: an optimizer works on as many parts as there are devices.
-            parts = set(self.wishes.most_split([spec for spec in strategies.results[0] if not spec.partial]))
+            parts = set(self._constraints.most_split([spec for spec in strategies.results[0] if not spec.partial]))
             strategies = strategies.select([s for s, spec in enumerate(strategies.results[0]) if spec in parts])
-        node = self._new_node(times * strategies.seconds)
-        if in_update and _is_elementwise(eqn, kind.factors):
-            self.clusters.add(node)
+
+        node = self.costs.add_node(occurrence.times * strategies.seconds)
+        if is_optimizer:
+            self._optimizer_nodes.add(node)
         return Record(node, strategies)
 
-    def _menu(self, made: Sequence[Var], at_least: int = 1) -> Menu:
-        """Prices of collectives on the results of an equation, of which several share the time to start."""
-        n = max([at_least, *(self.n_together.get(v, 1) for v in made)])
-        if n not in self.menu_of:
-            self.menu_of[n] = self.menus.of(self.mesh, self.option.forbidden_collectives, n, self.forbidden_s)
-        return self.menu_of[n]
+    def _own_strategies(self, occurrence: _Occurrence, kind: EquationKind) -> StrategySet:
+        """All strategies of an equation that the options allow."""
+        eqn, factors = occurrence.eqn, kind.factors
+        required = Required()
+        if not is_constraint(eqn):
+            reads_arrays = bool(self._chosen_operands(eqn))
+            required = self._constraints.required(eqn, factors, occurrence.in_update, reads_arrays)
+        scatter = not self.option.data_parallel or self.option.sharded_update
+        pending = {} if is_identity(eqn) else self._n_pending(eqn, factors)
+        return self._menu(eqn.outvars).enumerate(eqn, kind, required.axes, pending, scatter=scatter, kept=required.kept)
 
     def _n_pending(self, eqn: JaxprEqn, factors: Factors) -> dict[int, int]:
-        """For each mesh axis how many operands may come as partial sums that can pass."""
+        """For each mesh axis, how many operands may come as partial sums that can pass."""
         counts: dict[int, int] = {}
-        for v in {eqn.invars[k] for k in factors.linear_operands if not is_literal(eqn.invars[k])}:
-            for axis in {axis for spec in set(self._choice(v).specs) for axis in spec.partial}:
+        for var in {eqn.invars[k] for k in factors.linear_operands if not is_literal(eqn.invars[k])}:
+            for axis in {axis for spec in set(self._choice(var).specs) for axis in spec.partial}:
                 counts[axis] = counts.get(axis, 0) + 1
         return counts
 
+    def _is_whole(self, eqn: JaxprEqn) -> bool:
+        """Whether no result may be left as partial sums."""
+        return any(var in self.problem.whole for var in eqn.outvars)
+
+    def _menu(self, made: Sequence[Var], at_least: int = 1) -> Menu:
+        """Strategies and prices for an equation that makes `made`, whose sums share the time to start with others."""
+        n_sums = max([at_least, *(self._n_together.get(var, 1) for var in made)])
+        if n_sums not in self._menu_of:
+            forbidden = self.option.forbidden_collectives
+            self._menu_of[n_sums] = self.menus.of(self.mesh, forbidden, n_sums, self.forbidden_s)
+        return self._menu_of[n_sums]
+
     # ---- edges ----------------------------------------------------------------------------------------------------
 
-    def _connect(
-        self, eqn: JaxprEqn, k: int, reader: int | None, wanted: tuple[Spec, ...], times: int, varied: Varied
-    ) -> None:
-        """An edge to operand `k` of an equation, or to all that stand in its place in equations like it."""
-        v, is_marker = eqn.invars[k], is_gradient_marker(eqn)
-        if k in varied:
-            # Some of these are made by equations that follow.
-            self.late += [_Reader(source, reader, wanted, times * part, is_marker) for source, part in varied[k]]
-        elif not is_literal(v):
-            self._add_edge(_Reader(v, reader, wanted, times, is_marker))
+    def _connect(self, occurrence: _Occurrence, k: int, wanted: Choice) -> None:
+        """Add an edge to operand `k`, or to all variables that equations sharded alike read in its place."""
+        operand, times = occurrence.eqn.invars[k], occurrence.times
+        synced = is_gradient_marker(occurrence.eqn)
+        if k in occurrence.varied:
+            # Later equations make some of these variables, so their edges wait until all nodes are there.
+            self._deferred += [
+                _Reader(var=var, node=wanted.node, wanted=wanted.specs, times=times * part, synced=synced)
+                for var, part in occurrence.varied[k]
+            ]
+        elif not is_literal(operand):
+            assert isinstance(operand, Var), operand
+            self._add_edge(_Reader(var=operand, node=wanted.node, wanted=wanted.specs, times=times, synced=synced))
 
-    def _add_edge(self, edge: _Reader) -> None:
-        """Pay for resharding a variable from what its node makes to what is wanted, by strategy of the reader."""
-        var, reader = edge.var, edge.node
-        made = self.choices[var]
-        menu = self._menu([var], self.n_gradients if edge.synced else 1)
-        cost = edge.times * menu.reshard_s(shape_of(var), bytes_of(var), made.specs, edge.wanted)
+    def _add_edge(self, reader: _Reader) -> None:
+        """Add what it costs to reshard a variable from the spec in which it is made to the one that is wanted."""
+        var, made = reader.var, self._choices[reader.var]
+        menu = self._menu([var], self._n_gradients if reader.synced else 1)
+        cost = reader.times * menu.reshard_s(shape_of(var), bytes_of(var), made.specs, reader.wanted)
         if not cost.any():
             return
-        if made.node is None or reader is None:
-            node = made.node if reader is None else reader
-            if node is not None:
-                self.nodes[node] += cost.reshape(-1)
-            elif not np.isfinite(cost).all():
-                raise InfeasibleError(no_way(self.option, var, made.specs[0], edge.wanted[0]))
+
+        if made.node is None and reader.node is None:
+            if not np.isfinite(cost).all():
+                raise InfeasibleError(forbidden_message(self.option, var, made.specs[0], reader.wanted[0]))
             return
-        if made.node == reader:
-            self.nodes[reader] += np.diagonal(cost)
-            return
-        key, matrix = ((made.node, reader), cost) if made.node < reader else ((reader, made.node), cost.T)
-        self.edges[key] = self.edges[key] + matrix if key in self.edges else matrix
+        self.costs.add_edge(made.node, reader.node, cost)
 
     # ---- reading a solution ---------------------------------------------------------------------------------------
 
     def read(self, solution: GraphSolution) -> MeshSharding:
+        """The specs that a solution of the graph picks."""
         picks = solution.choices
-        specs = {v: choice.read(picks) for v, choice in self.choices.items()}
-        results = {v: self.final[v].read(picks) if v in self.final else specs[v] for v, _ in self.problem.results}
-        compute = tuple(record.compute_s(picks) for record in self.records)
-        read = {id(record): record.read(picks) for record in {id(r): r for r in self.records}.values()}
-        equations = tuple(read[id(record)] for record in self.records)
-        return MeshSharding(specs, results, equations, compute, solution.optimal, solution.gap)
+        specs = {var: choice.read(picks) for var, choice in self._choices.items()}
+        results = {var: self._final[var].read(picks) if var in self._final else specs[var]
+                   for var, _ in self.problem.results}  # fmt: skip
+
+        # Equations that are sharded alike share a record, and then also what is read from it.
+        read = {id(record): record.read(picks) for record in {id(record): record for record in self._records}.values()}
+        return MeshSharding(
+            specs=specs,
+            results=results,
+            equations=tuple(read[id(record)] for record in self._records),
+            compute_s=tuple(record.compute_s(picks) for record in self._records),
+            optimal=solution.optimal,
+            gap=solution.gap,
+        )
 
 
-def _is_identity(eqn: JaxprEqn) -> bool:
-    """Whether an equation is there for its result to be sharded in another way than its operand."""
-    return is_gradient_marker(eqn) or is_shared_copy(eqn)
-
-
-def _is_barrier(eqn: JaxprEqn) -> bool:
-    """Whether an equation passes several arrays on and has no say in their shardings."""
-    return eqn.primitive.name == "optimization_barrier"
-
-
-def _makes_array(eqn: JaxprEqn) -> bool:
-    return any(math.prod(shape_of(v)) > 1 for v in eqn.outvars)
-
-
-def _widens(eqn: JaxprEqn, factors: Factors) -> bool:
-    """Whether the results have dimensions that no operand has, as a broadcast; these may be split freely."""
-    read = {f for dims in factors.operands for dim in dims for f in dim}
-    return any(f not in read and factors.sizes[f] > 1 and f not in factors.blocked
-               for dims in factors.results for dim in dims for f in dim)  # fmt: skip
-
-
-def _is_elementwise(eqn: JaxprEqn, factors: Factors) -> bool:
-    result = factors.results[0] if len(factors.results) == 1 else None
-    return result is not None and all(not dims or dims == result for dims in factors.operands)
+def _replicated(atom: Atom) -> Choice:
+    """The choice of what every device has in full."""
+    return Choice(None, (Spec.replicated(len(shape_of(atom))),))
