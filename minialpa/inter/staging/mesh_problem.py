@@ -41,16 +41,16 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
     inputs = tuple((v, role) for v, role in _inputs(staged, tasks, mesh) if v not in made)
     made_or_read = made | {v for v, _ in inputs}
     return MeshEquations(
-        tuple(e for e, _, _ in eqns.values()),
-        tuple(t for _, t, _ in eqns.values()),
-        tuple(u for _, _, u in eqns.values()),
-        inputs,
-        aliases,
-        equal,
-        staged.split.batch_dims,
-        _whole(staged, mesh),
-        _input_paths(staged),
-        tuple(
+        eqns=tuple(e for e, _, _ in eqns.values()),
+        times=tuple(t for _, t, _ in eqns.values()),
+        in_update=tuple(u for _, _, u in eqns.values()),
+        inputs=inputs,
+        aliases=aliases,
+        equal=equal,
+        batch_dims=staged.split.batch_dims,
+        whole=_whole(staged, mesh),
+        paths=_input_paths(staged),
+        results=tuple(
             (v, path)
             for v, path in zip(staged.split.outvars, traced.out_paths, strict=True)
             if not is_literal(v) and v in made_or_read
