@@ -145,9 +145,15 @@ class Menu:
     """The cache of strategies and prices of resharding on one mesh, if `n_together` sums share the time to start."""
 
     def __init__(
-        self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, shape: _Shape, tables: _Tables,
+        self,
+        mesh: LogicalMesh,
+        forbidden: tuple[str, ...],
+        n_together: int,
+        *,
         forbidden_s: float,
-    ) -> None:  # fmt: skip
+        shape: _Shape,
+        tables: _Tables,
+    ) -> None:
         """`shape` and `tables` are shared with other menus."""
         self._mesh, self._forbidden, self._n_together, self._forbidden_s = mesh, forbidden, n_together, forbidden_s
         self._gather_s = forbidden_s if "all-gather" in forbidden else None
@@ -214,7 +220,7 @@ class Menus:
         return self._memo.once(
             (mesh, forbidden, n_together, forbidden_s),
             None,
-            lambda: Menu(mesh, forbidden, n_together, shape, self._tables, forbidden_s),
+            lambda: Menu(mesh, forbidden, n_together, forbidden_s=forbidden_s, shape=shape, tables=self._tables),
         )
 
     def same(self, specs: Specs) -> Specs:
