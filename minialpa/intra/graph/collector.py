@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -99,8 +100,7 @@ def collect_costs(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Occurrence:
+class _Occurrence(NamedTuple):
     """An equation, and what its costs stand for.
 
     Attributes:
@@ -113,11 +113,10 @@ class _Occurrence:
     eqn: JaxprEqn
     times: int
     in_update: bool
-    varied: Varied = field(default_factory=dict)
+    varied: Varied
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reader:
+class _Reader(NamedTuple):
     """The strategies of a node that read a variable.
 
     Attributes:
@@ -224,7 +223,7 @@ class _Collector:
         eqn, times, in_update = self._problem.eqns[i], self._problem.times[i], self._problem.in_update[i]
         folding = self.folding
         if folding is None:
-            return self._add_equation(_Occurrence(eqn=eqn, times=times, in_update=in_update))
+            return self._add_equation(_Occurrence(eqn=eqn, times=times, in_update=in_update, varied={}))
 
         leader = folding.leaders[i]
         if leader == i:
@@ -276,7 +275,7 @@ class _Collector:
 
         # The operand may have another spec than the result: with a node of its own, the result can be resharded.
         choice = Choice(self.costs.add_node([0.0] * len(came.specs)), came.specs)
-        self._connect(occurrence, k, choice)
+        self._connect(occurrence, k, choice.node, choice.specs)
         return choice
 
     # ---- loops ----------------------------------------------------------------------------------------------------
@@ -288,7 +287,7 @@ class _Collector:
         operands = tuple(self._add_loop_operand(occurrence, scan, k) for k in range(len(scan.flat.invars)))
         inner_times = occurrence.times * scan.length
         body = tuple(
-            self._add_equation(_Occurrence(eqn=eqn, times=inner_times, in_update=occurrence.in_update))
+            self._add_equation(_Occurrence(eqn=eqn, times=inner_times, in_update=occurrence.in_update, varied={}))
             for eqn in scan.flat.eqns
         )
         results = tuple(self._loop_result(scan, r, operands, inner_times) for r in range(len(scan.flat.outvars)))
@@ -317,7 +316,7 @@ class _Collector:
         node = self.costs.add_node([0.0] * len(specs))
         self.choices[inner] = Choice(node, specs)
         operand = Choice(node, tuple(scan.outer_operand(k, spec) for spec in specs))
-        self._connect(occurrence, k, operand)
+        self._connect(occurrence, k, operand.node, operand.specs)
         return operand
 
     def _loop_result(self, scan: ScanBody, r: int, operands: Sequence[Choice], inner_times: int) -> Choice:
@@ -339,7 +338,7 @@ class _Collector:
         record = self._plain_record(occurrence)
         self._set_results(occurrence.eqn, [Choice(record.node, specs) for specs in record.strategies.results])
         for k, wanted in enumerate(record.strategies.operands):
-            self._connect(occurrence, k, Choice(record.node, wanted))
+            self._connect(occurrence, k, record.node, wanted)
         return record
 
     def _plain_record(self, occurrence: _Occurrence) -> Record:
@@ -364,7 +363,7 @@ class _Collector:
 
     def _chosen_operands(self, eqn: JaxprEqn) -> list[int]:
         """Operands of which a node decides the spec."""
-        return [k for k, atom in enumerate(eqn.invars) if not is_literal(atom) and self._choice(atom).node is not None]
+        return [k for k, atom in enumerate(eqn.invars) if not is_literal(atom) and self.choices[atom].node is not None]
 
     def _only_strategy(self, eqn: JaxprEqn, kind: EquationKind, *, is_given: bool) -> Record:
         """An equation that has one strategy: that of its operands if `is_given`, else without any split."""
@@ -461,19 +460,19 @@ class _Collector:
 
     # ---- edges ----------------------------------------------------------------------------------------------------
 
-    def _connect(self, occurrence: _Occurrence, k: int, wanted: Choice) -> None:
+    def _connect(self, occurrence: _Occurrence, k: int, node: int | None, wanted: tuple[Spec, ...]) -> None:
         """Add an edge to operand `k`, or to all variables that equations sharded alike read in its place."""
         operand, times = occurrence.eqn.invars[k], occurrence.times
         synced = is_gradient_marker(occurrence.eqn)
         if k in occurrence.varied:
             # Later equations make some of these variables, so their edges wait until all nodes are there.
             self._deferred += [
-                _Reader(var=var, node=wanted.node, wanted=wanted.specs, times=times * part, synced=synced)
+                _Reader(var=var, node=node, wanted=wanted, times=times * part, synced=synced)
                 for var, part in occurrence.varied[k]
             ]
         elif not is_literal(operand):
             assert isinstance(operand, Var), operand
-            self._add_edge(_Reader(var=operand, node=wanted.node, wanted=wanted.specs, times=times, synced=synced))
+            self._add_edge(_Reader(var=operand, node=node, wanted=wanted, times=times, synced=synced))
 
     def _add_edge(self, reader: _Reader) -> None:
         """Add what it costs to reshard a variable from the spec in which it is made to the one that is wanted."""
