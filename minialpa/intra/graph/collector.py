@@ -22,14 +22,20 @@ from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.constraints import constraint_of_equation
 from minialpa.intra.graph.cost_table import CostTable
 from minialpa.intra.graph.decisions import AnyRecord, Choice, LoopRecord, PassRecord, Record
-from minialpa.intra.graph.equation_traits import is_barrier, is_elementwise, is_identity, makes_array, widens
+from minialpa.intra.graph.equation_traits import (
+    has_own_strategies,
+    is_barrier,
+    is_elementwise,
+    is_identity,
+    makes_array,
+)
 from minialpa.intra.graph.folding import Folding, Varied
 from minialpa.intra.graph.option_constraints import OptionConstraints, Required, fold_problem, forbidden_message
 from minialpa.intra.graph.problem import MeshEquations, Role
 from minialpa.intra.strategies.combining import n_together
 from minialpa.intra.strategies.loops import ScanBody, examples_inside, scan_body
 from minialpa.intra.strategies.reshard import partial_specs_of
-from minialpa.intra.strategies.strategies import StrategySet, is_contraction
+from minialpa.intra.strategies.strategies import StrategySet
 from minialpa.intra.strategies.strategy_cache import EquationKind, Menu, Menus
 from minialpa.options import AutoShardingOption
 from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
@@ -348,12 +354,12 @@ class _Collector:
         if not self._option.enable_auto_sharding or (not chosen and not makes_array(eqn)):
             return self._only_strategy(eqn, kind, is_given=not chosen)
 
-        # Everything it reads comes from one node, in all equations that are sharded like it.
-        sources = {None if k in varied else self._choice(eqn.invars[k]).node for k in chosen}
-        if len(sources) == 1 and None not in sources and self._may_follow(eqn, kind.factors):
-            if self._is_sum(eqn, kind.factors):
-                self._sums.update(eqn.outvars)
-            return self._follow(occurrence, kind, chosen)
+        if self._reads_one_node(occurrence, chosen) and not has_own_strategies(eqn, kind.factors):
+            is_sum = self._is_sum(eqn, kind.factors)
+            # Edges price a sum once for each reader, unless it has a node that can finish it once for all of them.
+            if not is_sum or all(self._n_readers[var] <= 1 for var in eqn.outvars):
+                self._sums.update(eqn.outvars if is_sum else ())
+                return self._follow(occurrence, kind, chosen)
 
         if occurrence.in_update:
             lead = self._optimizer_operands(eqn, kind.factors, [k for k in chosen if k not in varied])
@@ -365,6 +371,12 @@ class _Collector:
         """Operands of which a node decides the spec."""
         return [k for k, atom in enumerate(eqn.invars) if not is_literal(atom) and self.choices[atom].node is not None]
 
+    def _reads_one_node(self, occurrence: _Occurrence, chosen: Sequence[int]) -> bool:
+        """Whether the operands `chosen` come from one node, in all equations that are sharded alike."""
+        eqn, varied = occurrence.eqn, occurrence.varied
+        sources = {None if k in varied else self._choice(eqn.invars[k]).node for k in chosen}
+        return len(sources) == 1 and None not in sources
+
     def _only_strategy(self, eqn: JaxprEqn, kind: EquationKind, *, is_given: bool) -> Record:
         """An equation that has one strategy: that of its operands if `is_given`, else without any split."""
         given: dict[int, tuple[Spec, ...]] = {}
@@ -372,13 +384,6 @@ class _Collector:
             known = {k: self._choice(atom).specs for k, atom in enumerate(eqn.invars) if not is_literal(atom)}
             given = {k: self._menus.same(specs[:1]) for k, specs in known.items()}
         return Record(None, self._menu(eqn.outvars).follow(eqn, kind, given, 1, whole=self._is_whole(eqn)))
-
-    def _may_follow(self, eqn: JaxprEqn, factors: Factors) -> bool:
-        """Whether an equation has no strategies of its own if all that it reads comes from one node."""
-        if is_contraction(eqn) or widens(factors) or is_identity(eqn) or is_constraint(eqn):
-            return False
-        # Edges price a sum once for each reader, unless it has a node that can finish it once for all of them.
-        return not (self._is_sum(eqn, factors) and any(self._n_readers[var] > 1 for var in eqn.outvars))
 
     def _is_sum(self, eqn: JaxprEqn, factors: Factors) -> bool:
         """Whether an equation sums over a dimension, or reads a sum that follows its operand."""

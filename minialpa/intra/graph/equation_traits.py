@@ -6,9 +6,9 @@ import math
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.strategies.strategies import is_shared_copy
+from minialpa.intra.strategies.strategies import is_contraction, is_shared_copy
 from minialpa.rules.factors import Factors
-from minialpa.tracing.jaxprs import is_gradient_marker, shape_of
+from minialpa.tracing.jaxprs import is_constraint, is_gradient_marker, shape_of
 
 
 def is_identity(eqn: JaxprEqn) -> bool:
@@ -26,7 +26,12 @@ def makes_array(eqn: JaxprEqn) -> bool:
     return any(math.prod(shape_of(var)) > 1 for var in eqn.outvars)
 
 
-def widens(factors: Factors) -> bool:
+def has_own_strategies(eqn: JaxprEqn, factors: Factors) -> bool:
+    """Whether an equation has strategies of its own even if all that it reads comes from one node."""
+    return is_contraction(eqn) or _widens(factors) or is_identity(eqn) or is_constraint(eqn)
+
+
+def _widens(factors: Factors) -> bool:
     """Whether the results have dimensions that no operand has, as a broadcast; these may be split freely."""
     read = {factor for dims in factors.operands for dim in dims for factor in dim}
     made = (factor for dims in factors.results for dim in dims for factor in dim)
