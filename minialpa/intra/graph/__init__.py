@@ -1,4 +1,4 @@
-"""The sharding problem of a mesh: its equations and the user's options in, the cost graph and what it decides out.
+"""The sharding problem of one mesh as a cost graph of its equations and options, and what a solution of it decides.
 
 Imports: `intra.strategies`, `intra.solver`, and `rules`.
 """

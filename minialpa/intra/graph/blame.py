@@ -1,7 +1,7 @@
-"""Why no sharding keeps to the options: an infeasible problem in, a sentence that names option and operation out.
+"""Says which option leaves a problem without a sharding, and at which operation.
 
-The problem is solved again with a price on what the options forbid, so that the solution has as little of it as can be.
-The first place where it does not do without is the one that is named.
+The problem is solved again with a high price on the collectives that the options forbid, so that the solution has as
+few of them as possible. The message names the first place that still needs one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.builder import GraphBuilder
-from minialpa.intra.graph.option_constraints import no_way
+from minialpa.intra.graph.option_constraints import forbidden_message
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.solver.solve import solve_graph
 from minialpa.intra.strategies.loops import body_specs, scan_body
@@ -24,12 +24,13 @@ from minialpa.options import AutoShardingOption
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import bytes_of, is_literal, shape_of, source_line
 
-#: Far more than any step costs, and little enough that sums of it keep the seconds of the rest.
+#: Seconds that a forbidden collective costs: far more than any step, and little enough that in float64 the seconds of
+#: a step are not lost beside a sum of these.
 _FORBIDDEN_S = 1e7
 
 
 class _Move(NamedTuple):
-    """An array that lies in one spec and is wanted in another by `reader`."""
+    """An array that is made in one spec, and which `reader`, an operation or result, wants in another."""
 
     var: Var
     made: Spec
@@ -40,7 +41,7 @@ class _Move(NamedTuple):
 def why_infeasible(
     problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, menus: Menus, time_limit_s: float
 ) -> str | None:
-    """What stands in the way of every sharding, or None where it is not the forbidden collectives."""
+    """Why forbidden collectives leave no sharding; None if they are not what leaves none."""
     if not option.forbidden_collectives:
         return None
     builder = GraphBuilder(problem, mesh, option, folded=True, menus=menus, forbidden_s=_FORBIDDEN_S)
@@ -48,29 +49,31 @@ def why_infeasible(
         sharding = builder.read(solve_graph(builder.graph(), time_limit_s=time_limit_s))
     except InfeasibleError:
         return None
-    makers = {v: eqn for eqn in _all_equations(problem.eqns) for v in eqn.outvars}
+
+    makers = {var: eqn for eqn in _all_equations(problem.eqns) for var in eqn.outvars}
     for move in _moves(problem, sharding):
         table = reshard_table(
             shape_of(move.var), bytes_of(move.var), mesh, option.forbidden_collectives, forbidden_s=_FORBIDDEN_S
         )
         if table.cost(move.made, move.wanted) >= _FORBIDDEN_S:
             made_by = _name_of(makers[move.var]) if move.var in makers else f"`{problem.paths.get(move.var, '')}`"
-            return no_way(option, move.var, move.made, move.wanted, f", from {made_by} to {move.reader},")
+            return forbidden_message(option, move.var, move.made, move.wanted, f", from {made_by} to {move.reader},")
     return None
 
 
 def _moves(problem: MeshEquations, sharding: MeshSharding) -> Iterator[_Move]:
-    """Every array of the problem as it lies and as it is read, in order."""
+    """Every array of the problem, as it is made and as each reader wants it, in order."""
     yield from _moves_of(problem.eqns, sharding.equations, sharding.specs)
-    for v, path in problem.results:
-        yield _Move(v, sharding.specs[v], sharding.results[v], f"the result `{path}`")
+    for var, path in problem.results:
+        yield _Move(var, sharding.specs[var], sharding.results[var], f"the result `{path}`")
 
 
 def _moves_of(eqns: Sequence[JaxprEqn], chosen: Sequence[EquationSpecs], specs: Mapping[Var, Spec]) -> Iterator[_Move]:
     for eqn, own in zip(eqns, chosen, strict=True):
-        for v, wanted in zip(eqn.invars, own.operands, strict=True):
-            if not is_literal(v):
-                yield _Move(v, specs[v], wanted, _name_of(eqn))
+        for operand, wanted in zip(eqn.invars, own.operands, strict=True):
+            if not is_literal(operand):
+                yield _Move(operand, specs[operand], wanted, _name_of(eqn))
+
         if own.body:
             body = scan_body(eqn)
             assert body is not None, eqn.primitive
@@ -82,7 +85,7 @@ def _moves_of(eqns: Sequence[JaxprEqn], chosen: Sequence[EquationSpecs], specs: 
 
 
 def _all_equations(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Equations, and those of the scans among them that are planned as loops."""
+    """Equations, and those inside the scans that are planned as loops."""
     for eqn in eqns:
         yield eqn
         body = scan_body(eqn)

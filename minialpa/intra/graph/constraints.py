@@ -1,6 +1,6 @@
 """Shardings that the user fixes: `jax.lax.with_sharding_constraint` in the model, and specs by path in the options.
 
-In: a PartitionSpec over named axes. Out: a `Constraint`, which says which specs of an array are allowed.
+Both give a PartitionSpec over named axes, which becomes a `Constraint`: the specs that an array may have.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from minialpa.tracing.jaxprs import shape_of, source_line
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """`spec` for all dimensions but those in `free`."""
+    """An array has `spec` in all dimensions but those in `free`, where it may have any."""
 
     spec: Spec
     free: frozenset[int] = frozenset()
 
     def allows(self, spec: Spec) -> bool:
-        """Whether an array may have `spec`. Partial sums are no sharding of an array."""
+        """Whether an array may have `spec`; it may not be left as partial sums."""
         pairs = enumerate(zip(spec.dims, self.spec.dims, strict=True))
-        return not spec.partial and all(d in self.free or own == wanted for d, (own, wanted) in pairs)
+        return not spec.partial and all(dim in self.free or own == wanted for dim, (own, wanted) in pairs)
 
 
 def constraint_of_path(
     path: str, shape: tuple[int, ...], fixed: Iterable[tuple[str, PartitionSpec]], mesh_shape: tuple[int, ...]
 ) -> Constraint | None:
-    """The first entry of `fixed` whose pattern matches `path`, over the axes `AXIS_NAMES` of the logical mesh.
+    """The constraint of the first entry (pattern, partition) of `fixed` whose pattern matches `path`.
 
-    In a pattern `*` stands for any text.
+    Partitions are over the axes `AXIS_NAMES` of the logical mesh; see `matches` for patterns.
     """
     for pattern, partition in fixed:
         if matches(pattern, path):
@@ -51,7 +51,7 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...]) -> Constraint:
-    """What a `with_sharding_constraint` asks for. The axes of its mesh are those of the logical mesh, in order."""
+    """The constraint of a `with_sharding_constraint`. The axes of its mesh are those of the logical mesh, in order."""
     sharding = eqn.params["sharding"]
     where = f"`with_sharding_constraint` at {source_line(eqn)}"
     if not isinstance(sharding, NamedSharding):
@@ -62,10 +62,10 @@ def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...]) -> Constr
 
 
 def _axis_numbers(sizes: Mapping[str, int], mesh_shape: Sequence[int], where: str) -> dict[str, int | None]:
-    """Axis of the logical mesh for each named axis; axes of length 1 split nothing."""
-    named = [(name, n) for name, n in sizes.items() if n > 1]
-    live = [(axis, n) for axis, n in enumerate(mesh_shape) if n > 1]
-    if [n for _, n in named] != [n for _, n in live]:
+    """For each named axis, the axis of the logical mesh; None for axes of length 1, which split nothing."""
+    named = [(name, length) for name, length in sizes.items() if length > 1]
+    live = [(axis, length) for axis, length in enumerate(mesh_shape) if length > 1]
+    if [length for _, length in named] != [length for _, length in live]:
         raise ShardingError(
             f"{where} is for a mesh of {dict(sizes)} and is planned for a logical mesh of {tuple(mesh_shape)}. Use a "
             "mesh of the same shape, or ask for that logical shape."
@@ -82,24 +82,36 @@ def _constraint(
     mesh_shape: tuple[int, ...],
     where: str,
 ) -> Constraint:
+    """The constraint of a partition; `axes` has the mesh axis of each name, and `where` is the place for messages."""
     if len(partition) > len(shape):
         raise ShardingError(f"{where} has {len(partition)} entries for an array of shape {shape}.")
+
     dims: list[tuple[int, ...]] = []
-    free = set()
-    for d, entry in enumerate((*partition, *(None,) * (len(shape) - len(partition)))):
+    free: set[int] = set()
+    # A partition may leave out trailing dimensions, which nothing splits.
+    for dim, entry in enumerate((*partition, *(None,) * (len(shape) - len(partition)))):
         if entry is PartitionSpec.UNCONSTRAINED:
-            free.add(d)
+            free.add(dim)
         names = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
-        unknown = [name for name in names if name not in axes]
-        if unknown:
-            raise ShardingError(f"{where} names the axes {unknown}; the mesh has {', '.join(axes)}.")
-        numbers = tuple(axis for name in names if (axis := axes[name]) is not None and mesh_shape[axis] > 1)
-        if list(numbers) != sorted(numbers):
-            raise ShardingError(f"{where} lists axes {names} of one dimension; list them in the order of the mesh.")
-        if shape[d] % math.prod(mesh_shape[axis] for axis in numbers):
+        numbers = _axes_of_entry(names, axes, mesh_shape, where)
+        if shape[dim] % math.prod(mesh_shape[axis] for axis in numbers):
             raise ShardingError(
-                f"{where} splits dimension {d} of shape {shape} over {names}, which does not divide it. Choose another "
-                "dimension, or pad the array."
+                f"{where} splits dimension {dim} of shape {shape} over {names}, which does not divide it. Choose "
+                "another dimension, or pad the array."
             )
         dims.append(numbers)
     return Constraint(Spec(tuple(dims)), frozenset(free))
+
+
+def _axes_of_entry(
+    names: tuple[str, ...], axes: Mapping[str, int | None], mesh_shape: tuple[int, ...], where: str
+) -> tuple[int, ...]:
+    """The mesh axes that split one dimension, which a partition gives by their names."""
+    unknown = [name for name in names if name not in axes]
+    if unknown:
+        raise ShardingError(f"{where} names the axes {unknown}; the mesh has {', '.join(axes)}.")
+
+    numbers = tuple(axis for name in names if (axis := axes[name]) is not None and mesh_shape[axis] > 1)
+    if list(numbers) != sorted(numbers):
+        raise ShardingError(f"{where} lists axes {names} of one dimension; list them in the order of the mesh.")
+    return numbers

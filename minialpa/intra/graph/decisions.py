@@ -1,6 +1,7 @@
-"""What a node of a cost graph decides: for each of its strategies, the specs of values and the ways to run equations.
+"""What the nodes of a cost graph decide: the specs of variables, and the strategies of equations.
 
-In: the numbers of the strategies that a solution picks, by node. Out: the specs that they stand for.
+A solution picks one strategy for each node. Every class here turns these picks, numbers of strategies by node, into the
+specs that they stand for.
 """
 
 from __future__ import annotations
@@ -13,62 +14,73 @@ from minialpa.intra.strategies.strategies import StrategySet
 from minialpa.sharding import EquationSpecs, Spec
 
 
+def _strategy(node: int | None, picks: Sequence[int]) -> int:
+    """The strategy that a solution picks for `node`; what has no node has one strategy."""
+    return 0 if node is None else picks[node]
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Specs of a variable for each strategy of `node`; node None has the one strategy."""
+    """The spec of a variable under each strategy of `node`; one spec if `node` is None."""
 
     node: int | None
     specs: tuple[Spec, ...]
 
-    def read(self, choices: Sequence[int]) -> Spec:
-        return self.specs[0 if self.node is None else choices[self.node]]
+    def read(self, picks: Sequence[int]) -> Spec:
+        return self.specs[_strategy(self.node, picks)]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Strategies of an equation for each strategy of `node`."""
+    """The strategy of an equation under each strategy of `node`; one strategy if `node` is None."""
 
     node: int | None
     strategies: StrategySet
 
-    def read(self, choices: Sequence[int]) -> EquationSpecs:
-        s = 0 if self.node is None else choices[self.node]
-        return self.strategies.read(s)
+    def read(self, picks: Sequence[int]) -> EquationSpecs:
+        return self.strategies.read(_strategy(self.node, picks))
 
-    def compute_s(self, choices: Sequence[int]) -> float:
-        return float(self.strategies.compute_s[0 if self.node is None else choices[self.node]])
+    def compute_s(self, picks: Sequence[int]) -> float:
+        return float(self.strategies.compute_s[_strategy(self.node, picks)])
 
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """An equation that passes arrays on, side by side, each as it comes."""
+    """An equation that passes several arrays on without changing their specs."""
 
     arrays: tuple[Choice, ...]
 
-    def read(self, choices: Sequence[int]) -> EquationSpecs:
-        specs = tuple(choice.read(choices) for choice in self.arrays)
+    def read(self, picks: Sequence[int]) -> EquationSpecs:
+        specs = tuple(choice.read(picks) for choice in self.arrays)
         return EquationSpecs(specs, specs, specs)
 
-    def compute_s(self, choices: Sequence[int]) -> float:
+    def compute_s(self, picks: Sequence[int]) -> float:
         return 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoopRecord:
-    """A scan: what its body reads and leaves, and the records of the body."""
+    """A scan that is planned as a loop.
+
+    Attributes:
+        scan: its body.
+        operands: for each operand of the scan, its spec.
+        results: for each result of the scan, its spec.
+        body: for each equation of the body, its record.
+    """
 
     scan: ScanBody
     operands: tuple[Choice, ...]
     results: tuple[Choice, ...]
     body: tuple[AnyRecord, ...]
 
-    def read(self, choices: Sequence[int]) -> EquationSpecs:
-        operands = tuple(choice.read(choices) for choice in self.operands)
-        results = tuple(choice.read(choices) for choice in self.results)
-        return EquationSpecs(operands, results, results, tuple(record.read(choices) for record in self.body))
+    def read(self, picks: Sequence[int]) -> EquationSpecs:
+        operands = tuple(choice.read(picks) for choice in self.operands)
+        results = tuple(choice.read(picks) for choice in self.results)
+        return EquationSpecs(operands, results, results, tuple(record.read(picks) for record in self.body))
 
-    def compute_s(self, choices: Sequence[int]) -> float:
-        return self.scan.length * sum(record.compute_s(choices) for record in self.body)
+    def compute_s(self, picks: Sequence[int]) -> float:
+        return self.scan.length * sum(record.compute_s(picks) for record in self.body)
 
 
 AnyRecord = Record | PassRecord | LoopRecord

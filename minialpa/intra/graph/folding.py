@@ -1,13 +1,13 @@
-"""Repeated layers: the equations of a mesh in, which of them are to be sharded alike out.
+"""Repeated layers: which equations and inputs of a mesh are sharded alike.
 
-A model of L layers has the same equations L times over. Its plan hardly gets better by deciding on each layer anew, and
-the solver takes L times as long, so what repeats is decided once:
+A model of L layers has the same equations L times over. Deciding on each layer anew hardly improves its plan, and the
+solver takes L times as long, so what repeats is decided once:
     1. A *run* is a stretch of equations that is n times the same `period`, but for names.                      -> _runs
-    2. Equations at one place of the period are alike where what they read is alike: made by equations that are alike,
-       or by an earlier repetition of the run. The first repetition, whose operands come from elsewhere, and what
-       depends on it in its own repetition, stay apart.                                                       -> _Labels
-Inputs are alike where the equations that read them first are. A run of a few repetitions is not worth it. A period is
-two layers where there are enough of them, since neighbours may want alternate shardings (column, then row).
+    2. Equations at one place of the period are alike if what they read is alike: made by equations that are alike, or
+       by an earlier repetition of the run. The first repetition, whose operands come from elsewhere, and what depends
+       on it in its own repetition, stay apart.                                                               -> _Labels
+Inputs are alike if the equations that read them first are. Runs of few repetitions are left alone. A period is two
+layers if there are enough of them, since neighbours may want alternate shardings (column, then row).
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ from numpy.typing import NDArray
 
 from minialpa.tracing.jaxprs import is_literal
 
-#: Pairs of layers from which on they are folded.
+#: Number of pairs of layers from which on they are folded.
 _LEAST_REPEATS = 4
-#: Lengths of the stretches of equations whose distance from their next occurrence may be a period, and how many
-#: distances are looked at.
+#: Lengths, in equations, of the stretches whose next occurrence is looked for; its distance may be a period.
 _STRETCHES = (1, 4, 16, 64)
+#: Number of distances that are tried as periods.
 _MOST_PERIODS = 256
+#: Odd 64-bit factors and a shift in bits, which mix the hashes of two stretches into that of both; the values are
+#: those of common hash functions (splitmix64, xxHash), and others would do.
+_FIRST_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_SECOND_FACTOR = np.uint64(0xC2B2AE3D27D4EB4F)
+_HASH_SHIFT = np.uint64(29)
 
 
 #: For some operands of an equation several variables, each with its part.
@@ -39,9 +44,12 @@ Varied = Mapping[int, tuple[tuple[Var, float], ...]]
 class Folding:
     """Which equations and inputs are alike.
 
-    leaders[i]: the first equation that equation i is like, often i itself. counts[i]: how many are like leader i.
-    inputs[v]: the first input that input v is like. varied[i][k]: for leader i, what its operand k is in the equations
-    like it, where these are not alike, and the part of the equations that each is read by.
+    Attributes:
+        leaders: for each equation, the first equation that it is like; often itself.
+        counts: for each leader, the number of equations that are like it.
+        inputs: for each input, the first input that it is like.
+        varied: for leaders some of whose operands differ among the equations like them: by operand, the variables in
+            its place, each with the fraction of the equations that read it.
     """
 
     leaders: tuple[int, ...]
@@ -56,34 +64,45 @@ def fold(
     kind: Callable[[int], Hashable],
     kind_of_input: Callable[[Var], Hashable],
 ) -> Folding | None:
-    """None where nothing repeats. Equal `kind`: equal strategies, if operands have equal ones; inputs likewise."""
+    """Which of `eqns` and `inputs` are alike; None if nothing repeats.
+
+    Equations of one `kind` have the same strategies if their operands have the same specs. Inputs of one
+    `kind_of_input` may have the same specs.
+    """
     numbers: dict[Hashable, int] = {}
     kinds = np.array([numbers.setdefault(kind(i), len(numbers)) for i in range(len(eqns))], np.int64)
     runs = _runs(kinds)
     if not runs:
         return None
+
     labels = _Labels(eqns, inputs, kind_of_input, runs)
     leaders = [labels.first_equation[label] for label in labels.of_equation]
     first_input: dict[Hashable, Var] = {}
-    alike = {v: first_input.setdefault(labels.of_variable.get(v, v), v) for v in inputs}
+    alike = {var: first_input.setdefault(labels.of_variable.get(var, var), var) for var in inputs}
     return Folding(tuple(leaders), Counter(leaders), alike, _varied(eqns, leaders, alike))
 
 
 def _varied(eqns: Sequence[JaxprEqn], leaders: Sequence[int], inputs: Mapping[Var, Var]) -> dict[int, Varied]:
+    """`Folding.varied`; a variable that is like another counts as that one."""
     leader_of: dict[Var, Var] = dict(inputs)
     read: dict[int, list[Counter[Var]]] = {}
     for eqn, leader in zip(eqns, leaders, strict=True):
         leader_of.update(zip(eqn.outvars, eqns[leader].outvars, strict=True))
-        found = read.setdefault(leader, [Counter() for _ in eqn.invars])
-        for counter, v in zip(found, eqn.invars, strict=True):
-            if not is_literal(v):
-                counter[leader_of.get(v, v)] += 1
-    out: dict[int, Varied] = {}
-    for i, found in read.items():
-        several = {k: counter for k, counter in enumerate(found) if len(counter) > 1}
+        counters = read.setdefault(leader, [Counter() for _ in eqn.invars])
+        for counter, operand in zip(counters, eqn.invars, strict=True):
+            if not is_literal(operand):
+                counter[leader_of.get(operand, operand)] += 1
+
+    varied: dict[int, Varied] = {}
+    for leader, counters in read.items():
+        several = {k: counter for k, counter in enumerate(counters) if len(counter) > 1}
         if several:
-            out[i] = {k: tuple((v, n / c.total()) for v, n in c.items()) for k, c in several.items()}
-    return out
+            varied[leader] = {k: _fractions(counter) for k, counter in several.items()}
+    return varied
+
+
+def _fractions(counter: Counter[Var]) -> tuple[tuple[Var, float], ...]:
+    return tuple((var, count / counter.total()) for var, count in counter.items())
 
 
 # ---- labels ---------------------------------------------------------------------------------------------------------
@@ -91,6 +110,8 @@ def _varied(eqns: Sequence[JaxprEqn], leaders: Sequence[int], inputs: Mapping[Va
 
 @dataclass(frozen=True, slots=True)
 class _Run:
+    """Equations start, ..., end - 1: `n_repeats` times the same `period` equations."""
+
     start: int
     period: int
     n_repeats: int
@@ -100,12 +121,19 @@ class _Run:
         return self.start + self.period * self.n_repeats
 
     def place(self, i: int) -> tuple[int, int]:
-        """Repetition and place in it."""
+        """The repetition of equation `i`, and its place in the repetition."""
         return divmod(i - self.start, self.period)
 
 
 class _Labels:
-    """Equal labels for what is alike, given in the order of the equations."""
+    """Labels of equations and variables, equal for those that are alike.
+
+    Attributes:
+        maker: the number of the equation that makes a variable, and that of the result.
+        of_variable: the label of each variable that an equation makes, and of each input that one reads.
+        of_equation: the label of each equation.
+        first_equation: the first equation of each label.
+    """
 
     def __init__(
         self,
@@ -114,67 +142,84 @@ class _Labels:
         kind_of_input: Callable[[Var], Hashable],
         runs: Sequence[_Run],
     ) -> None:
-        self.kind_of_input = {v: kind_of_input(v) for v in inputs}
         self.maker: dict[Var, tuple[int, int]] = {}
         self.of_variable: dict[Var, Hashable] = {}
         self.of_equation: list[int] = []
         self.first_equation: dict[int, int] = {}
+        self._kind_of_input = {var: kind_of_input(var) for var in inputs}
+        self._runs = runs
+        self._run_at = [-1] * len(eqns)  # number of the run that an equation belongs to
+        for number, run in enumerate(runs):
+            self._run_at[run.start : run.end] = [number] * (run.end - run.start)
+
+        # In order, as the label of an equation depends on those of its operands.
         numbers: dict[Hashable, int] = {}
-        run_at = [-1] * len(eqns)
-        for n, run in enumerate(runs):
-            run_at[run.start : run.end] = [n] * (run.end - run.start)
         for i, eqn in enumerate(eqns):
-            n = run_at[i]
-            key = self._key(eqn, i, n, runs[n], run_at) if n >= 0 else ("once", i)
-            label = numbers.setdefault(key, len(numbers))
+            label = numbers.setdefault(self._key(eqn, i), len(numbers))
             self.of_equation.append(label)
             self.first_equation.setdefault(label, i)
-            for k, v in enumerate(eqn.invars):
-                if not is_literal(v) and v in self.kind_of_input and v not in self.of_variable:
-                    self.of_variable[v] = ("input", self.kind_of_input[v], label, k)
-            for r, v in enumerate(eqn.outvars):
-                self.maker[v] = (i, r)
-                self.of_variable[v] = (label, r)
+            self._label_variables(eqn, i, label)
 
-    def _key(self, eqn: JaxprEqn, i: int, n: int, run: _Run, run_at: Sequence[int]) -> Hashable:
+    def _label_variables(self, eqn: JaxprEqn, i: int, label: int) -> None:
+        """Label the inputs that equation `i` is the first to read, and its results."""
+        for k, operand in enumerate(eqn.invars):
+            if not is_literal(operand) and operand in self._kind_of_input and operand not in self.of_variable:
+                self.of_variable[operand] = ("input", self._kind_of_input[operand], label, k)
+        for r, result in enumerate(eqn.outvars):
+            self.maker[result] = (i, r)
+            self.of_variable[result] = (label, r)
+
+    def _key(self, eqn: JaxprEqn, i: int) -> Hashable:
+        """Equal for equations at one place of a run that read what is alike."""
+        number = self._run_at[i]
+        if number < 0:
+            return "once", i
+
+        run = self._runs[number]
         repeat, place = run.place(i)
         read: list[Hashable] = []
-        for v in eqn.invars:
-            maker = None if is_literal(v) else self.maker.get(v)
-            if maker is not None and run_at[maker[0]] == n and run.place(maker[0])[0] < repeat:
+        for operand in eqn.invars:
+            maker = None if is_literal(operand) else self.maker.get(operand)
+            if maker is not None and self._run_at[maker[0]] == number and run.place(maker[0])[0] < repeat:
+                # By distance: every repetition reads its predecessor, whose label is another in the first repetition.
                 made_repeat, made_place = run.place(maker[0])
                 read.append(("before", repeat - made_repeat, made_place, maker[1]))
-            elif not is_literal(v):
-                read.append(self.of_variable.get(v, self.kind_of_input.get(v, v)))
-        return n, place, tuple(read)
+            elif not is_literal(operand):
+                read.append(self.of_variable.get(operand, self._kind_of_input.get(operand, operand)))
+        return number, place, tuple(read)
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
+#: A stretch of equations that repeats: equations saved, negative; period; start; end.
+_Stretch = tuple[int, int, int, int]
+
 
 def _runs(kinds: NDArray[np.int64]) -> list[_Run]:
     """Runs that do not overlap; first come those that save most equations."""
-    heap: list[tuple[int, int, int, int]] = []  # equations saved, negative; period; start; end
+    heap: list[_Stretch] = []
     for period in _periods(kinds):
         same = np.concatenate(([False], kinds[:-period] == kinds[period:], [False]))
         edges = np.flatnonzero(same[1:] != same[:-1])
         for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
             _push(heap, period, start, end + period)
+
     free = np.ones(len(kinds), bool)
     runs: list[_Run] = []
     while heap:
         saved, period, start, end = heapq.heappop(heap)
-        taken = np.flatnonzero(~free[start:end])
-        if len(taken):
-            for a, b in zip((-1, *taken.tolist()), (*taken.tolist(), end - start), strict=True):
-                _push(heap, period, start + a + 1, start + b)
+        taken = np.flatnonzero(~free[start:end]).tolist()
+        if taken:
+            # Better runs have taken equations of this stretch; what is left between them may still repeat.
+            for before, after in zip((-1, *taken), (*taken, end - start), strict=True):
+                _push(heap, period, start + before + 1, start + after)
         else:
             runs.append(_Run(start, period, -saved // period + 1))
             free[start : runs[-1].end] = False
     return runs
 
 
-def _push(heap: list[tuple[int, int, int, int]], period: int, start: int, end: int) -> None:
+def _push(heap: list[_Stretch], period: int, start: int, end: int) -> None:
     """Note the run of double periods in a stretch of equations that repeats itself after `period`."""
     n_repeats = (end - start) // (2 * period)
     if n_repeats >= _LEAST_REPEATS:
@@ -187,13 +232,22 @@ def _periods(kinds: NDArray[np.int64]) -> list[int]:
     hashed, length = kinds.astype(np.uint64), 1
     for wanted in _STRETCHES:
         while length < wanted and len(hashed) > length:
-            hashed = hashed[:-length] * np.uint64(0x9E3779B97F4A7C15) + hashed[length:] * np.uint64(0xC2B2AE3D27D4EB4F)
-            hashed ^= hashed >> np.uint64(29)
+            hashed = _joined(hashed, length)
             length *= 2
+
+        # A stable sort leaves equal stretches in order, so that neighbours are an occurrence and the next one.
         order = np.argsort(hashed, kind="stable")
         again = hashed[order[1:]] == hashed[order[:-1]]
         gaps, counts = np.unique((order[1:] - order[:-1])[again], return_counts=True)
         for gap, count in zip(gaps.tolist(), counts.tolist(), strict=True):
             saved[gap] = max(saved[gap], count)
+
     likely = [gap for gap, count in saved.items() if count >= _LEAST_REPEATS]
     return heapq.nlargest(_MOST_PERIODS, likely, key=lambda gap: (saved[gap] * gap, -gap))
+
+
+def _joined(hashed: NDArray[np.uint64], length: int) -> NDArray[np.uint64]:
+    """Hashes of all stretches of 2 * `length` equations, from those of the stretches of `length`."""
+    joined: NDArray[np.uint64] = hashed[:-length] * _FIRST_FACTOR + hashed[length:] * _SECOND_FACTOR
+    joined ^= joined >> _HASH_SHIFT
+    return joined

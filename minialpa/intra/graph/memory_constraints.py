@@ -1,14 +1,15 @@
-"""The memory limit of a cost graph: what uses memory and when, and how many bytes it is under each strategy.
+"""The memory limit of a cost graph: what uses memory and when, and how many bytes it takes under each strategy.
 
     at every time t:   sum_{d live at t} bytes_d[s_node(d)] <= limit
 
-A `Usage` is of a variable; a `Demand` knows the node that decides on its sharding. What is tiny is counted at its
-largest, once for the whole time, to keep the number of terms small.
+A `Usage` says that a variable is in memory; a `Demand` adds the node that decides its sharding, and the bytes under
+each strategy of that node. Demands that are tiny beside the limit are counted at their largest and for the whole time,
+to keep the number of terms small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +17,14 @@ from jax.extend.core import Var
 from numpy.typing import NDArray
 
 from minialpa.errors import InfeasibleError
-from minialpa.tracing.jaxprs import dtype_name, shape_of
+from minialpa.intra.graph.decisions import Choice
+from minialpa.tracing.jaxprs import bytes_of, dtype_name, shape_of
 
-#: Demands below this fraction of the limit are counted at their largest.
+#: Fraction of the memory limit below which a demand is counted at its largest.
 _TINY = 1e-4
+#: Tensors that the message of a limit that cannot be kept lists.
+_N_LISTED = 5
+#: A node, the half-open interval in which it uses memory, and the bytes under each of its strategies.
 Term = tuple[int, tuple[int, int], NDArray[np.float64]]
 
 
@@ -35,7 +40,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Bytes per device; what uses them besides parameters and state; names of variables, for messages."""
+    """How much memory a mesh has, and what uses it.
+
+    Attributes:
+        limit_bytes: bytes per device.
+        usages: what uses memory besides parameters and state.
+        name_of: the name of a variable, for messages.
+    """
 
     limit_bytes: float
     usages: tuple[Usage, ...] = ()
@@ -46,9 +57,17 @@ class MemoryLimit:
         return max((usage.end for usage in self.usages), default=1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """`n_bytes[s]` at the times start, ..., end - 1 under strategy s of `node`; None has the one strategy."""
+    """Bytes that a variable takes on each device at the times start, ..., end - 1.
+
+    Attributes:
+        var: the variable.
+        node: the node whose strategy decides the sharding; None if there is only one sharding.
+        n_bytes: bytes per device under each strategy of `node`; one entry for None.
+        start: the first time at which the variable is in memory.
+        end: the first time at which it no longer is.
+    """
 
     var: Var
     node: int | None
@@ -57,44 +76,74 @@ class Demand:
     end: int
 
 
+def demands_of(usages: Iterable[Usage], choices: Mapping[Var, Choice], mesh_shape: tuple[int, ...]) -> list[Demand]:
+    """The demands of those usages whose variables are in `choices`."""
+    shards_by_specs: dict[int, NDArray[np.int64]] = {}  # by the identity of the specs, which many choices share
+    demands = []
+
+    for usage in usages:
+        choice = choices.get(usage.var)
+        if choice is None:
+            continue
+        n_shards = shards_by_specs.get(id(choice.specs))
+        if n_shards is None:
+            n_shards = np.array([spec.n_shards(mesh_shape) for spec in choice.specs])
+            shards_by_specs[id(choice.specs)] = n_shards
+        n_bytes = usage.n_copies * bytes_of(usage.var) / n_shards
+        demands.append(Demand(var=usage.var, node=choice.node, n_bytes=n_bytes, start=usage.start, end=usage.end))
+
+    return demands
+
+
 def terms_of(demands: Sequence[Demand], limit_bytes: float, n_times: int) -> tuple[Term, ...]:
-    """Usage terms of `demands`, those of one node and time as one. None where even the largest of all fit together."""
-    if _peak(demands, lambda d: float(d.n_bytes.max()), n_times)[0] <= limit_bytes:
+    """The usage terms of `demands`: one for each node and interval.
+
+    Empty if the demands fit together even at their largest.
+    """
+    if _peak(demands, _largest, n_times)[0] <= limit_bytes:
         return ()
-    large = [d for d in demands if d.node is not None and d.n_bytes.max() > _TINY * limit_bytes]
-    chosen = {id(d) for d in large}
-    rest = _peak([d for d in demands if id(d) not in chosen], lambda d: float(d.n_bytes.max()), n_times)[0]
-    terms: dict[tuple[int, int, int], NDArray[np.float64]] = {}
-    for d in large:
-        assert d.node is not None
-        key = (d.node, d.start, d.end)
-        terms[key] = terms[key] + d.n_bytes if key in terms else d.n_bytes
-    out = [(node, (start, end), n_bytes) for (node, start, end), n_bytes in terms.items()]
+
+    # Only nodes have terms, so demands with one sharding count among the tiny ones, whatever their size.
+    large = [demand for demand in demands if demand.node is not None and _largest(demand) > _TINY * limit_bytes]
+    counted = {id(demand) for demand in large}
+    rest = _peak([demand for demand in demands if id(demand) not in counted], _largest, n_times)[0]
+
+    by_node: dict[tuple[int, int, int], NDArray[np.float64]] = {}
+    for demand in large:
+        assert demand.node is not None
+        key = (demand.node, demand.start, demand.end)
+        by_node[key] = by_node[key] + demand.n_bytes if key in by_node else demand.n_bytes
+    terms = [(node, (start, end), n_bytes) for (node, start, end), n_bytes in by_node.items()]
+
+    # Every term needs a node; the rest is the same under all strategies of any of them.
     if large and rest:
-        out.append((out[0][0], (0, n_times), np.full(len(out[0][2]), rest)))
-    return tuple(out)
+        terms.append((terms[0][0], (0, n_times), np.full(len(terms[0][2]), rest)))
+    return tuple(terms)
 
 
 def check_least(demands: Sequence[Demand], limit: MemoryLimit, allowed: Callable[[Demand], NDArray[np.bool_]]) -> None:
-    """Raise InfeasibleError, with the largest tensors, if each demand at its smallest is too much together.
+    """Raise InfeasibleError if the demands do not fit even at their smallest; the message lists the largest tensors.
 
-    `allowed` are the strategies of a demand that a solution may take.
+    `allowed` gives the strategies of a demand that a solution may take.
     """
 
-    def least(d: Demand) -> float:
-        return float(d.n_bytes[allowed(d)].min(initial=d.n_bytes.max()))
+    def least(demand: Demand) -> float:
+        return float(demand.n_bytes[allowed(demand)].min(initial=demand.n_bytes.max()))
 
-    n_bytes, at = _peak(demands, least, limit.n_times)
+    n_bytes, peak_time = _peak(demands, least, limit.n_times)
     if n_bytes <= limit.limit_bytes:
         return
+
     sizes: dict[Var, float] = {}
-    for d in demands:
-        if d.start <= at < d.end:
-            sizes[d.var] = sizes.get(d.var, 0.0) + least(d)
-    largest = sorted(sizes, key=lambda v: -sizes[v])[:5]
+    for demand in demands:
+        if demand.start <= peak_time < demand.end:
+            sizes[demand.var] = sizes.get(demand.var, 0.0) + least(demand)
+    largest = sorted(sizes, key=lambda var: -sizes[var])[:_N_LISTED]
     listed = "".join(
-        f"\n  {limit.name_of(v)} {dtype_name(v)}{list(shape_of(v))}: {sizes[v]:,.0f} bytes per device" for v in largest
+        f"\n  {limit.name_of(var)} {dtype_name(var)}{list(shape_of(var))}: {sizes[var]:,.0f} bytes per device"
+        for var in largest
     )
+
     raise InfeasibleError(
         f"It needs at least {n_bytes:,.0f} bytes per device and the limit is {limit.limit_bytes:,.0f}. Allow more "
         "devices or micro-batches, or raise `memory_limit_bytes`. The largest tensors, each as small as it gets:"
@@ -102,13 +151,20 @@ def check_least(demands: Sequence[Demand], limit: MemoryLimit, allowed: Callable
     )
 
 
+def _largest(demand: Demand) -> float:
+    return float(demand.n_bytes.max())
+
+
 def _peak(demands: Sequence[Demand], size: Callable[[Demand], float], n_times: int) -> tuple[float, int]:
     """Most bytes at any time, and the first such time."""
     change = np.zeros(n_times + 1)
-    for d in demands:
-        n_bytes = size(d)
-        change[d.start] += n_bytes
-        change[d.end] -= n_bytes
+    for demand in demands:
+        n_bytes = size(demand)
+        change[demand.start] += n_bytes
+        change[demand.end] -= n_bytes
+
     total = np.cumsum(change[:-1])
-    at = int(total.argmax()) if len(total) else 0
-    return (float(total[at]) if len(total) else 0.0), at
+    if not len(total):
+        return 0.0, 0
+    peak_time = int(total.argmax())
+    return float(total[peak_time]), peak_time

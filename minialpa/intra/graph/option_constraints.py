@@ -1,5 +1,4 @@
-"""What the options ask of a mesh: its equations and options in, the specs that inputs may have out, and what equations
-must split."""
+"""Constraints that the user's options impose on shardings: the specs that inputs may have, and what equations split."""
 
 from __future__ import annotations
 
@@ -26,8 +25,9 @@ from minialpa.tracing.jaxprs import aval_of, dtype_name, is_extended, is_literal
 class Required:
     """What the options fix in one equation.
 
-    axes: the factor that each of these mesh axes splits, or None where it splits none. kept: factors that no other axis
-    may split.
+    Attributes:
+        axes: for some mesh axes, the factor that the axis must split; None if it must split no factor.
+        kept: factors that no other axis may split.
     """
 
     axes: Mapping[int, int | None] = field(default_factory=dict)
@@ -35,135 +35,160 @@ class Required:
 
 
 class UnevenBatchError(InfeasibleError):
-    """The devices that have to split the examples do not divide them."""
+    """The number of examples is no multiple of the number of devices that have to split them."""
 
 
-class Wishes:
-    """`option` for `problem` on `mesh`. dims: the dimension of the examples, for variables that have one."""
+class OptionConstraints:
+    """Constraints of `option` on the shardings of `problem` on `mesh`.
+
+    Attributes:
+        example_dims: the dimension of the examples, for variables that have one; the builder of the graph adds the
+            variables of loops.
+        batch_axes: mesh axes that must split the examples, and no others may; None if the options leave that open.
+    """
 
     def __init__(self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption) -> None:
-        """Raises InfeasibleError where an option has no meaning on `mesh`."""
+        """Raises InfeasibleError if an option has no meaning on `mesh`."""
         self.problem, self.mesh, self.option = problem, mesh, option
-        self.dims: dict[Var, int] = dict(problem.batch_dims)
+        self.example_dims: dict[Var, int] = dict(problem.batch_dims)
         self.batch_axes = _batch_axes(option, mesh.shape)
 
+    # ---- inputs and results ---------------------------------------------------------------------------------------
+
     def fixed(self, var: Var, path: str | None) -> Constraint | None:
-        """What `fixed_specs` says of an argument or result."""
+        """What the option `fixed_specs` says of the argument or result `var`."""
         fixed = self.option.fixed_specs
-        assert isinstance(fixed, tuple)
+        assert isinstance(fixed, tuple), fixed
         return constraint_of_path(path, shape_of(var), fixed, self.mesh.shape) if path and fixed else None
 
     def input_specs(self, var: Var, role: Role) -> tuple[Spec, ...]:
-        """The specs that an input may have. Raises InfeasibleError where its examples cannot be split as they must."""
-        shape, option = shape_of(var), self.option
-        replicated = Spec.replicated(len(shape))
+        """The specs that an input may have. Raises UnevenBatchError if its examples cannot be split as they must."""
+        replicated = (Spec.replicated(len(shape_of(var))),)
         if is_extended(aval_of(var).dtype) or _is_raw_key(var):
-            return (replicated,)
-        specs = tuple(specs_of(shape, self.mesh.shape))
+            return replicated
+
+        specs = tuple(specs_of(shape_of(var), self.mesh.shape))
         fixed = self.fixed(var, self.problem.paths.get(var))
         if fixed is not None:
-            return tuple(s for s in specs if fixed.allows(s))
-        if not option.enable_auto_sharding:
-            return (replicated,)
+            return tuple(spec for spec in specs if fixed.allows(spec))
+        if not self.option.enable_auto_sharding:
+            return replicated
         if role in ("batch", "received"):
             return self._batch_specs(var, specs)
+        return self._kept_specs(role, specs)
+
+    def _kept_specs(self, role: Role, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+        """Of `specs`, the first of which is replicated, those that a parameter or optimizer state may have."""
+        option = self.option
         if role == "state" and option.sharded_update:
             return self.most_split(specs)
         if option.data_parallel:
-            return self.most_split(specs) if option.force_zero_stage_3 else (replicated,)
+            return self.most_split(specs) if option.force_zero_stage_3 else specs[:1]
         if role == "parameter" and not option.allow_replicated_parameters and len(specs) > 1:
             return specs[1:]
         return specs
 
     def most_split(self, specs: Sequence[Spec]) -> tuple[Spec, ...]:
         """Those of `specs` that have the most shards."""
-        most = max(s.n_shards(self.mesh.shape) for s in specs)
-        return tuple(s for s in specs if s.n_shards(self.mesh.shape) == most)
+        most = max(spec.n_shards(self.mesh.shape) for spec in specs)
+        return tuple(spec for spec in specs if spec.n_shards(self.mesh.shape) == most)
 
     def _batch_specs(self, var: Var, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        dim = self.dims.get(var)
-        axes = self.batch_axes
+        dim, axes = self.example_dims.get(var), self.batch_axes
         if dim is None or axes is None:
             return specs
-        wanted = tuple(s for s in specs if s.dims[dim] == axes)
+
+        allowed = tuple(spec for spec in specs if spec.dims[dim] == axes)
         if self.option.data_parallel:
-            wanted = tuple(s for s in wanted if s.axes == axes)
-        if not wanted:
+            allowed = tuple(spec for spec in allowed if spec.axes == axes)
+        if not allowed:
             raise self._uneven(var, dim)
-        return wanted
+        return allowed
 
     def _uneven(self, var: Var, dim: int) -> UnevenBatchError:
-        n = math.prod(self.mesh.shape[axis] for axis in self.batch_axes or ())
+        n_devices = math.prod(self.mesh.shape[axis] for axis in self.batch_axes or ())
         name = f"`{self.problem.paths[var]}`" if var in self.problem.paths else "a value"
         return UnevenBatchError(
-            f"`{_batch_option(self.option)}` splits the examples over {n} devices, and {name} of shape "
+            f"`{_batch_option(self.option)}` splits the examples over {n_devices} devices, and {name} of shape "
             f"{shape_of(var)} has {shape_of(var)[dim]} of them in dimension {dim}, in each micro-batch. Use a multiple "
-            f"of {n}, fewer devices or micro-batches, or leave the option out."
+            f"of {n_devices}, fewer devices or micro-batches, or leave the option out."
         )
 
+    # ---- loops and equations --------------------------------------------------------------------------------------
+
     def carry_specs(self, var: Var, specs: Iterable[Spec]) -> tuple[Spec, ...]:
-        """Of the `specs` of what a loop reads or carries, those that split its examples as they must be."""
-        dim, axes = self.dims.get(var), self.batch_axes
+        """Those of `specs` that split the examples of `var`, an operand of a loop, as the options demand.
+
+        If there are none, those that do not split the examples at all.
+        """
+        dim, axes = self.example_dims.get(var), self.batch_axes
         if dim is None or axes is None:
             return tuple(specs)
+
         known = tuple(specs)
-        wanted = tuple(s for s in known if s.dims[dim] == axes and not set(s.partial) & set(axes))
-        return wanted or tuple(s for s in known if not s.dims[dim]) or known[:1]
+        allowed = tuple(spec for spec in known if spec.dims[dim] == axes and not set(spec.partial) & set(axes))
+        return allowed or tuple(spec for spec in known if not spec.dims[dim]) or known[:1]
 
     def required(self, eqn: JaxprEqn, factors: Factors, in_update: bool, reads_arrays: bool) -> Required:
-        """What the options fix in this equation.
-
-        reads_arrays: whether an operand may be split at all.
-        """
+        """What the options fix in an equation; `reads_arrays`: whether an operand may be split at all."""
         axes = self.batch_axes
         if axes is None:
             return Required()
+
         kept = self._factors_of_examples(eqn, factors)
-        for k, v in enumerate(eqn.invars):
-            dim = None if is_literal(v) else self.dims.get(v)
+        for k, operand in enumerate(eqn.invars):
+            dim = None if is_literal(operand) else self.example_dims.get(operand)
             if dim is not None:
-                factor = factors.leading_factor(k, dim)
-                if factor is not None and factors.may_split(factor, math.prod(self.mesh.shape[a] for a in axes)):
-                    return Required(dict.fromkeys(axes, factor), kept)
-                return Required(dict.fromkeys(axes, None), kept)
+                # The first operand with examples decides; if they cannot be split there, they are not split at all.
+                return Required(dict.fromkeys(axes, self._factor_to_split(factors, k, dim, axes)), kept)
+
+        # Without examples, data parallelism replicates the work; ZeRO still shards its part of the update.
         free = not self.option.data_parallel or (in_update and self.option.sharded_update)
         return Required(dict.fromkeys(axes, None) if reads_arrays and not free else {}, kept)
 
+    def _factor_to_split(self, factors: Factors, k: int, dim: int, axes: Sequence[int]) -> int | None:
+        """The factor of dimension `dim` of operand `k`, if `axes` may split it."""
+        factor = factors.leading_factor(k, dim)
+        if factor is not None and factors.may_split(factor, math.prod(self.mesh.shape[axis] for axis in axes)):
+            return factor
+        return None
+
     def _factors_of_examples(self, eqn: JaxprEqn, factors: Factors) -> frozenset[int]:
-        """Factors that cut the dimension of the examples, of any operand or result."""
+        """Factors that split the dimension of the examples, of any operand or result."""
         arrays = (*zip(eqn.invars, factors.operands, strict=True), *zip(eqn.outvars, factors.results, strict=True))
         found = set[int]()
-        for v, dims in arrays:
-            dim = None if is_literal(v) else self.dims.get(v)
+        for atom, dims in arrays:
+            dim = None if is_literal(atom) else self.example_dims.get(atom)
             if dim is not None:
-                found.update([f for f in dims[dim] if factors.sizes[f] > 1][:1])
+                found.update([factor for factor in dims[dim] if factors.sizes[factor] > 1][:1])
         return frozenset(found)
 
 
 def _batch_axes(option: AutoShardingOption, mesh_shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Mesh axes that must split the examples, and no others may; None where the options leave that open.
+    """Mesh axes that must split the examples, and no others may; None if the options leave that open.
 
-    Raises InfeasibleError, as another mesh may be what the options are for.
+    Raises InfeasibleError, so that planning goes on with the meshes that the options suit.
     """
-    live = tuple(axis for axis, n in enumerate(mesh_shape) if n > 1)
-    axis = option.force_batch_dim_to_mesh_dim
-    if axis is not None and live and axis >= len(mesh_shape):
+    live = tuple(axis for axis, n_devices in enumerate(mesh_shape) if n_devices > 1)
+    forced = option.force_batch_dim_to_mesh_dim
+    if forced is not None and live and forced >= len(mesh_shape):
         raise InfeasibleError(
-            f"`force_batch_dim_to_mesh_dim={axis}` names no axis of a logical mesh of {mesh_shape}. Use a number below "
-            f"{len(mesh_shape)}, or ask for a logical mesh of two axes."
+            f"`force_batch_dim_to_mesh_dim={forced}` names no axis of a logical mesh of {mesh_shape}. Use a number "
+            f"below {len(mesh_shape)}, or ask for a logical mesh of two axes."
         )
-    if option.data_parallel and axis is not None and live not in ((), (axis,)):
+    if option.data_parallel and forced is not None and live not in ((), (forced,)):
         raise InfeasibleError(
             f"`{_batch_option(option)}` splits the examples over all of a logical mesh of {mesh_shape}, and "
-            f"`force_batch_dim_to_mesh_dim={axis}` over axis {axis} alone. Leave one of them out."
+            f"`force_batch_dim_to_mesh_dim={forced}` over axis {forced} alone. Leave one of them out."
         )
+
     if option.data_parallel:
         return live
-    return None if axis is None else tuple(a for a in live if a == axis)
+    return None if forced is None else tuple(axis for axis in live if axis == forced)
 
 
 def _is_raw_key(var: Var) -> bool:
-    """Whether this may be a random key of the old style, of which no device has a use for a part."""
+    """Whether this may be a random key of the old style; a part of one is of no use to a device."""
     return shape_of(var) == (2,) and aval_of(var).dtype == np.uint32
 
 
@@ -174,8 +199,11 @@ def _batch_option(option: AutoShardingOption) -> str:
     return "force_zero_stage_3" if option.force_zero_stage_3 else "force_batch_dim_to_mesh_dim"
 
 
-def no_way(option: AutoShardingOption, var: Var, made: Spec, wanted: Spec, ends: str = "") -> str:
-    """Why an array in the spec `made` cannot be had in the spec `wanted`; `ends`: what makes and what reads it."""
+def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, wanted: Spec, ends: str = "") -> str:
+    """Why an array in the spec `made` cannot be had in the spec `wanted`.
+
+    `ends` names the operations that make and read the array.
+    """
     names = {"all-gather": "allow_all_gather", "all-to-all": "allow_all_to_all"}
     forbidden = " and ".join(f"`{names[kind]}=False`" for kind in option.forbidden_collectives)
     others = [f"`{name}`" for name in option.set_names if name not in names.values()]
@@ -186,18 +214,20 @@ def no_way(option: AutoShardingOption, var: Var, made: Spec, wanted: Spec, ends:
     )
 
 
-def fold_problem(problem: MeshEquations, wishes: Wishes, n_together: Mapping[Var, int], menus: Menus) -> Folding | None:
-    """Repeated layers of a problem, where the options want the same of them."""
+def fold_problem(
+    problem: MeshEquations, constraints: OptionConstraints, n_together: Mapping[Var, int], menus: Menus
+) -> Folding | None:
+    """Repeated layers of a problem whose equations and inputs have the same constraints."""
 
     def kind(i: int) -> Hashable:
         eqn = problem.eqns[i]
-        flags = tuple((v in problem.whole, v in problem.equal, n_together.get(v)) for v in eqn.outvars)
-        dims = tuple(None if is_literal(v) else problem.batch_dims.get(v) for v in eqn.invars)
+        flags = tuple((var in problem.whole, var in problem.equal, n_together.get(var)) for var in eqn.outvars)
+        dims = tuple(None if is_literal(atom) else problem.batch_dims.get(atom) for atom in eqn.invars)
         return menus.kind_of(eqn), problem.times[i], problem.in_update[i], flags, dims
 
-    def kind_of_input(v: Var) -> Hashable:
-        constraint = wishes.fixed(v, problem.paths.get(v))
-        return roles[v], shape_of(v), dtype_name(v), problem.batch_dims.get(v), constraint
+    def kind_of_input(var: Var) -> Hashable:
+        constraint = constraints.fixed(var, problem.paths.get(var))
+        return roles[var], shape_of(var), dtype_name(var), problem.batch_dims.get(var), constraint
 
     roles = dict(problem.inputs)
     return fold(problem.eqns, list(roles), kind, kind_of_input)

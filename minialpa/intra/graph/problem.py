@@ -1,4 +1,4 @@
-"""The intra-operator problem of one mesh, and its solution: equations and inputs in, a spec for every value out."""
+"""The intra-operator problem of one mesh, and its solution: a spec for every value."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from minialpa.sharding import EquationSpecs, Spec
 Role = Literal["parameter", "state", "batch", "received"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshEquations:
     """What runs on one mesh.
 
-    eqns, times, in_update: equations in order, how often per step each runs, and whether it belongs to the update.
-    inputs: variables that come from outside, and their roles; `state` is read by the update only.
-    aliases: inputs, and the results that take their shardings.
-    equal: pairs of variables (accumulated, total) with one spec.
-    batch_dims: dimension of the examples, for variables that have one. whole: variables that leave the mesh, or are
-    combined over micro-batches other than by a sum, and so may not be left as partial sums. paths: names of inputs.
-    results: results of the step on this mesh, with their names.
+    Attributes:
+        eqns: equations, in order.
+        times: how often per step each equation runs.
+        in_update: whether each equation belongs to the update.
+        inputs: variables that come from outside, and their roles; only the update reads `state`.
+        aliases: pairs (input, result) of which the result takes the sharding of the input.
+        equal: for each accumulated value, the total that has the same spec.
+        batch_dims: the dimension of the examples, for variables that have one.
+        whole: variables that may not be left as partial sums, because they leave the mesh, or because they are
+            combined over micro-batches other than by a sum.
+        paths: names of inputs.
+        results: results of the step that this mesh makes, and their names.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -38,12 +43,17 @@ class MeshEquations:
     results: tuple[tuple[Var, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSharding:
-    """Solution for one mesh.
+    """A solution of the problem of one mesh.
 
-    results: specs in which results of the step are left. compute_s: seconds of each equation, whenever it runs.
-    optimal: proven, among the shardings that are alike in repeated layers. gap: (cost - lower bound) / cost.
+    Attributes:
+        specs: the spec in which each variable is made.
+        results: the spec in which each result of the step is left.
+        equations: for each equation, the specs of what it reads and makes.
+        compute_s: seconds of each equation, each time it runs.
+        optimal: whether no sharding is proven cheaper, among those that treat repeated layers alike.
+        gap: (cost - lower bound) / cost.
     """
 
     specs: dict[Var, Spec]

@@ -1,4 +1,4 @@
-"""Intra-operator planning of one mesh: equations and a logical mesh in, the cheapest shardings out."""
+"""Intra-operator planning of one mesh: finds the cheapest shardings of its equations on one logical mesh."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ from minialpa.intra.solver.solve import GraphSolution, solve_graph
 from minialpa.intra.strategies.strategy_cache import Menus
 from minialpa.options import AutoShardingOption
 
-#: Where layers that are sharded alike leave this gap, each is decided on its own, in models of so many equations.
-_LARGE_GAP, _MOST_EQUATIONS = 0.01, 20_000
+#: Largest relative gap at which repeated layers stay sharded alike; beyond it, each layer is decided on its own.
+_LARGE_GAP = 0.01
+#: Number of equations beyond which deciding on each layer would take too long.
+_MOST_EQUATIONS = 20_000
+#: Seconds that the search which decides on each layer always has, whatever the first search has left of the time.
+_LEAST_TIME_S = 1.0
 
 
 class MeshSolver:
-    """`problem` on `mesh`, to be solved under one memory limit after the other."""
+    """Solves `problem` on `mesh` under one memory limit after the other."""
 
     def __init__(
         self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, menus: Menus | None = None
     ) -> None:
-        """`menus`: shared with other problems."""
+        """`menus` are shared with other problems."""
         self.problem, self.mesh, self.option, self.menus = problem, mesh, option, menus or Menus()
         self.folded = GraphBuilder(problem, mesh, option, folded=True, menus=self.menus)
-        self._each: GraphBuilder | None = None
+        self._each: GraphBuilder | None = None  # decides on each layer; built when it is first needed
 
     def solve(
         self, limit: MemoryLimit | None, time_limit_s: float, kept: Sequence[Usage] = (), byte_s: float = 0.0
     ) -> MeshSharding:
         """The sharding of all values with the least seconds per step. Raises InfeasibleError if nothing fits.
 
-        Layers that repeat are sharded alike, unless memory is so short that some should save more of it than others.
+        Repeated layers are sharded alike, unless memory is so short that some should save more of it than others.
         Each byte per device of `kept` costs `byte_s` seconds.
         """
         deadline = time.monotonic() + time_limit_s
@@ -46,25 +50,30 @@ class MeshSolver:
         except InfeasibleError:
             if self.folded.folding is None:
                 raise
-        if alike is not None and (self.folded.folding is None or alike.gap <= _LARGE_GAP or self._is_large()):
+        if alike is not None and self._is_good_enough(alike):
             return self.folded.read(alike)
+
+        # Memory is short. Layers that need not be alike may fit, or come closer to the bound.
         free = self._each = self._each or GraphBuilder(self.problem, self.mesh, self.option, menus=self.menus)
+        left_s = max(_LEAST_TIME_S, deadline - time.monotonic())
         try:
-            each = solve_graph(free.graph(limit, kept, byte_s), time_limit_s=max(1.0, deadline - time.monotonic()))
+            each = solve_graph(free.graph(limit, kept, byte_s), time_limit_s=left_s)
         except InfeasibleError:
             if alike is None:
                 raise
             return self.folded.read(alike)
         return free.read(each) if alike is None or each.cost < alike.cost else self.folded.read(alike)
 
+    def _is_good_enough(self, alike: GraphSolution) -> bool:
+        """Whether deciding on each layer would gain nothing, or little, or take too long."""
+        is_large = len(self.problem.eqns) > _MOST_EQUATIONS
+        return self.folded.folding is None or alike.gap <= _LARGE_GAP or is_large
+
     def why_infeasible(self, time_limit_s: float) -> str | None:
-        """Which options forbid every sharding, and at which operation; None where no forbidden collective does."""
+        """Which options forbid every sharding, and at which operation; None if no forbidden collective does."""
         return why_infeasible(self.problem, self.mesh, self.option, self.menus, time_limit_s)
 
     @property
     def n_bytes(self) -> float:
-        """About what this holds."""
+        """Bytes of the graphs that are kept, about."""
         return self.folded.n_bytes + (self._each.n_bytes if self._each else 0.0)
-
-    def _is_large(self) -> bool:
-        return len(self.problem.eqns) > _MOST_EQUATIONS

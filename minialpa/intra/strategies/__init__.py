@@ -1,4 +1,4 @@
-"""Strategies: one equation and a logical mesh in, the ways to run it there with their seconds out.
+"""Strategies: the ways to run an equation on a logical mesh, with their seconds; and resharding between two specs.
 
-Also resharding between two specs. Imports: `rules`, `tracing`, `cluster`, `sharding` and `cost`.
+Imports: `rules`, `tracing`, `cluster`, `sharding` and `cost`.
 """

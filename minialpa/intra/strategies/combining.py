@@ -1,8 +1,8 @@
-"""Which collectives start together: equations in, for each value the number of sums that are combined with its own.
+"""Which collectives start together.
 
-Compilers put collectives that do not wait for each other into one, so that they share the time to start. Gradients wait
-for nothing but the backward pass. Other sums of one *depth*, the number of contractions and reductions on the longest
-way to them, cannot wait for each other: the mean and the mean square of a normalisation, say.
+Compilers combine collectives that do not wait for each other, so that they share the time to start. Gradients wait for
+nothing but the backward pass. Other sums of one *depth*, the number of contractions and reductions on the longest path
+to them, cannot wait for each other: the mean and the mean square of a normalisation, say.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ def n_together(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
     sums: dict[Var, int] = {}
     for eqn in eqns:
         reduces = eqn.primitive.name.startswith("reduce_")
-        own = max((depth.get(v, 0) for v in operand_vars(eqn)), default=0)
+        own = max((depth.get(var, 0) for var in operand_vars(eqn)), default=0)
         own += reduces or has_contraction(eqn)
-        depth.update((v, own) for v in eqn.outvars)
+        depth.update((var, own) for var in eqn.outvars)
         if reduces:
-            sums.update((v, own) for v in eqn.outvars)
+            sums.update((var, own) for var in eqn.outvars)
+
     counts = Counter(sums.values())
-    return {v: counts[own] for v, own in sums.items()}
+    return {var: counts[own] for var, own in sums.items()}

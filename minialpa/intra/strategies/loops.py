@@ -1,8 +1,8 @@
-"""Scans as equations of their own: a scan in, its body as a program over the same mesh.
+"""Scans that are planned as loops: the body of a scan, as equations over the same mesh.
 
-A body that has matrix products is planned like the equations around it, each iteration alike: its constants and the
-slices of its stacked inputs come in the specs that the scan's operands have, carries leave an iteration in the spec in
-which they enter it, and collectives inside run in every iteration.
+A body that has matrix products is planned like the equations around it, and all iterations are sharded alike: constants
+and slices of stacked inputs have the specs of the scan's operands, carries leave an iteration in the spec in which they
+enter it, and collectives inside run in every iteration.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from minialpa.tracing.jaxprs import FlatJaxpr, flatten_calls, is_literal, live_e
 
 @dataclass(frozen=True, slots=True)
 class ScanBody:
-    """One iteration: `flat` takes constants, carries and slices, and leaves carries and slices of the results."""
+    """One iteration of a scan.
+
+    Attributes:
+        flat: the equations; they take constants, carries and slices, and leave carries and slices of the results.
+        n_consts: number of constants.
+        n_carry: number of carries.
+        length: number of iterations.
+    """
 
     flat: FlatJaxpr
     n_consts: int
@@ -37,19 +44,19 @@ class ScanBody:
         return self.n_consts + self.n_carry
 
     def inner_operand(self, k: int, spec: Spec) -> Spec:
-        """The spec that operand `k` of the scan has inside: of a stacked one, that of a slice."""
+        """The spec inside of operand `k` of the scan; of a stacked operand, the spec of a slice."""
         return spec if k < self.n_lead else Spec(spec.dims[1:], spec.partial)
 
     def outer_operand(self, k: int, spec: Spec) -> Spec:
-        """The spec of operand `k` of the scan that comes inside in `spec`."""
+        """The spec of operand `k` of the scan that has `spec` inside."""
         return spec if k < self.n_lead else Spec(((), *spec.dims), spec.partial)
 
     def inner_result(self, r: int, spec: Spec) -> Spec:
-        """As `inner_operand`, for results."""
+        """The spec inside of result `r` of the scan; of a stacked result, the spec of a slice."""
         return spec if r < self.n_carry else Spec(spec.dims[1:], spec.partial)
 
     def outer_result(self, r: int, spec: Spec) -> Spec:
-        """The spec of result `r` of the scan that is left inside in `spec`."""
+        """The spec of result `r` of the scan that has `spec` inside."""
         return spec if r < self.n_carry else Spec(((), *spec.dims), spec.partial)
 
 
@@ -63,14 +70,17 @@ def scan_body(eqn: JaxprEqn) -> ScanBody | None:
 @functools.lru_cache(maxsize=256)
 def _flat(body: Any) -> FlatJaxpr:
     flat = flatten_calls(body.jaxpr, tuple(body.consts))
-    # What a checkpoint computes again and nothing reads is still there; a compiler drops it.
+    # Equations that a checkpoint computes again and nothing reads are still there; a compiler drops them.
     live = [eqn for eqn, keep in zip(flat.eqns, live_equations(flat.eqns, flat.outvars), strict=True) if keep]
     placed = share_reads(live, [""] * len(live))
-    return replace(flat, eqns=tuple(p.eqn for p in placed), scopes=("",) * len(placed))
+    return replace(flat, eqns=tuple(one.eqn for one in placed), scopes=("",) * len(placed))
 
 
 def examples_inside(eqn: JaxprEqn, scan: ScanBody, dims: Mapping[Var, int]) -> dict[Var, int]:
-    """The dimension of the examples of the variables of an iteration, from those of the variables around the scan."""
+    """The dimension of the examples, for variables of an iteration that have one.
+
+    `dims` has it for variables around the scan.
+    """
     flat = scan.flat
     inside: dict[Var, int] = {}
     for k, (outer, inner) in enumerate(zip(eqn.invars, flat.invars, strict=True)):
@@ -78,36 +88,47 @@ def examples_inside(eqn: JaxprEqn, scan: ScanBody, dims: Mapping[Var, int]) -> d
         stacked = int(k >= scan.n_lead)
         if dim is not None and dim >= stacked:
             inside[inner] = dim - stacked
+
     # A carry may begin without examples and leave an iteration with them; that makes no more carries than there are.
     for _ in range(scan.n_carry + 1):
         for one in flat.eqns:
             inside.update(_made_of_examples(one, inside))
-        carries = zip(flat.invars[scan.n_consts : scan.n_lead], flat.outvars, strict=False)
-        left = {v: inside[out] for v, out in carries if not is_literal(out) and out in inside and v not in inside}
-        if not left:
+        carried = _carried_examples(scan, inside)
+        if not carried:
             break
-        inside.update(left)
+        inside.update(carried)
     return inside
 
 
+def _carried_examples(scan: ScanBody, inside: Mapping[Var, int]) -> dict[Var, int]:
+    """Dimensions of the examples of carries that have them at the end of an iteration, but not at its beginning."""
+    carries = zip(scan.flat.invars[scan.n_consts : scan.n_lead], scan.flat.outvars, strict=False)
+    return {var: inside[out] for var, out in carries if not is_literal(out) and out in inside and var not in inside}
+
+
 def _made_of_examples(eqn: JaxprEqn, dims: Mapping[Var, int]) -> dict[Var, int]:
-    """Dimensions of the examples of the results: those that are cut by the factor of an operand's examples."""
+    """Dimensions of the examples of the results: those whose factor is that of an operand's examples."""
     factors = factors_of(eqn)
-    leading = {factors.leading_factor(k, dims[v]) for k, v in enumerate(eqn.invars) if not is_literal(v) and v in dims}
+    leading = {
+        factors.leading_factor(k, dims[atom])
+        for k, atom in enumerate(eqn.invars)
+        if not is_literal(atom) and atom in dims
+    } - {None}
+
     found: dict[Var, int] = {}
-    for v, result in zip(eqn.outvars, factors.results, strict=True):
-        for d, dim in enumerate(result):
-            if next((f for f in dim if factors.sizes[f] > 1), None) in leading - {None}:
-                found.setdefault(v, d)
+    for result, factors_of_dims in zip(eqn.outvars, factors.results, strict=True):
+        for dim, of_dim in enumerate(factors_of_dims):
+            if next((factor for factor in of_dim if factors.sizes[factor] > 1), None) in leading:
+                found.setdefault(result, dim)
     return found
 
 
 def body_specs(body: ScanBody, chosen: EquationSpecs) -> tuple[dict[Var, Spec], tuple[Spec, ...]]:
     """Specs of the variables of an iteration, and of what it leaves."""
     flat = body.flat
-    specs = {v: Spec.replicated(len(shape_of(v))) for v in flat.constvars}
-    for k, (v, spec) in enumerate(zip(flat.invars, chosen.operands, strict=True)):
-        specs[v] = body.inner_operand(k, spec)
+    specs = {var: Spec.replicated(len(shape_of(var))) for var in flat.constvars}
+    for k, (var, spec) in enumerate(zip(flat.invars, chosen.operands, strict=True)):
+        specs[var] = body.inner_operand(k, spec)
     for eqn, inner in zip(flat.eqns, chosen.body, strict=True):
         specs.update(zip(eqn.outvars, inner.results, strict=True))
-    return specs, tuple(body.inner_result(r, s) for r, s in enumerate(chosen.results))
+    return specs, tuple(body.inner_result(r, spec) for r, spec in enumerate(chosen.results))

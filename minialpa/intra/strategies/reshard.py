@@ -1,11 +1,9 @@
-"""Resharding: from two specs of one array to the cheapest chain of steps between them, and its seconds.
+"""Resharding: the cheapest chain of steps between two specs of one array, and its seconds.
 
-A step is what devices can do with their shards: cut a dimension or drop all but one copy of a value (free), all-gather,
-all-reduce, reduce-scatter, all-to-all. Specs are the nodes of a graph and steps its edges; with one or two mesh axes
-there are some dozens of specs, so all shortest paths of an array are one small table (Floyd-Warshall).
-
-In: shape and bytes of an array, a mesh. Out: `Resharding`, its table; and the steps, which both the prices and the
-program come from.
+A step is what devices can do with their shards: cut a dimension or drop all but one copy of a value (free),
+all-gather, all-reduce, reduce-scatter, all-to-all. Specs are the nodes of a graph and steps its edges; with one or two
+mesh axes there are some dozens of specs, so all shortest paths of an array are one small table (Floyd-Warshall), a
+`ReshardTable`. Both the prices and the program come from its steps.
 """
 
 from __future__ import annotations
@@ -28,16 +26,24 @@ from minialpa.rules.factors import Reduction
 from minialpa.sharding import Spec, specs_of
 
 StepKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"]
-#: Of ways that cost the same, the one with fewer steps; and a sum is not left pending without a reason.
-_STEP_S, _MASK_S = 1e-13, 1e-12
+#: Seconds that every step costs besides its communication, so that of paths that cost the same the shortest is taken.
+_STEP_S = 1e-13
+#: Seconds that a mask costs on top, so that no sum is left pending without a reason.
+_MASK_S = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One operation on the shards of an array, from spec `src` to spec `dst`, along mesh `axes`.
+    """One operation on the shards of an array.
 
-    dim: the dimension that is cut, gathered, scattered to, or which an all-to-all splits. source: the dimension that an
-    all-to-all puts together again. reduction: of an all-reduce; all others sum.
+    Attributes:
+        kind: what the devices do.
+        axes: mesh axes along which they do it.
+        src: the spec before.
+        dst: the spec after.
+        dim: the dimension that is cut, gathered, scattered to, or that an all-to-all splits.
+        source: the dimension that an all-to-all puts together again.
+        reduction: of an all-reduce; all others sum.
     """
 
     kind: StepKind
@@ -49,7 +55,7 @@ class Step:
     reduction: Reduction = "sum"
 
     def collective(self, n_bytes: float, mesh_shape: tuple[int, ...]) -> Collective | None:
-        """What is communicated for an array of `n_bytes` in all; None where nothing is."""
+        """What is communicated for an array of `n_bytes` in all; None if nothing is."""
         match self.kind:
             case "cut" | "mask":
                 return None
@@ -62,21 +68,34 @@ class Step:
 
 def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[Step]:
     """Every step from `src` to another legal spec whose axes stand in ascending order in each dimension."""
-    live = tuple(axis for axis, n in enumerate(mesh_shape) if n > 1)
+    live = tuple(axis for axis, length in enumerate(mesh_shape) if length > 1)
     for axes in (*((axis,) for axis in live), *((live,) if len(live) > 1 else ())):
         if set(axes) <= set(src.partial):
-            yield Step("all-reduce", axes, src, Spec(src.dims, _without(src.partial, axes)))
-            yield from _onto_dims("reduce-scatter", axes, src, _without(src.partial, axes), shape, mesh_shape)
+            rest = _without(src.partial, axes)
+            yield Step(kind="all-reduce", axes=axes, src=src, dst=Spec(src.dims, rest))
+            for dim, dst in _onto_dims(axes, Spec(src.dims, rest), shape, mesh_shape):
+                yield Step(kind="reduce-scatter", axes=axes, src=src, dst=dst, dim=dim)
+
         if not set(axes) & {*src.axes, *src.partial}:
-            yield Step("mask", axes, src, Spec(src.dims, tuple(sorted((*src.partial, *axes)))))
-            yield from _onto_dims("cut", axes, src, src.partial, shape, mesh_shape)
-        for d, dim in enumerate(src.dims):
-            if dim[-len(axes) :] == axes:
-                rest = Spec((*src.dims[:d], dim[: -len(axes)], *src.dims[d + 1 :]), src.partial)
-                yield Step("all-gather", axes, src, rest, d)
-                if len(axes) == 1:
-                    moved = _onto_dims("all-to-all", axes, rest, src.partial, shape, mesh_shape)
-                    yield from (Step("all-to-all", axes, src, step.dst, step.dim, d) for step in moved if step.dim != d)
+            yield Step(kind="mask", axes=axes, src=src, dst=Spec(src.dims, tuple(sorted((*src.partial, *axes)))))
+            for dim, dst in _onto_dims(axes, src, shape, mesh_shape):
+                yield Step(kind="cut", axes=axes, src=src, dst=dst, dim=dim)
+
+        for dim, split in enumerate(src.dims):
+            if split[-len(axes) :] == axes:
+                yield from _steps_off(axes, src, dim, shape, mesh_shape)
+
+
+def _steps_off(
+    axes: tuple[int, ...], src: Spec, dim: int, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> Iterator[Step]:
+    """Steps that take `axes`, which split dimension `dim` innermost, off that dimension."""
+    gathered = Spec((*src.dims[:dim], src.dims[dim][: -len(axes)], *src.dims[dim + 1 :]), src.partial)
+    yield Step(kind="all-gather", axes=axes, src=src, dst=gathered, dim=dim)
+    if len(axes) == 1:
+        for to, dst in _onto_dims(axes, gathered, shape, mesh_shape):
+            if to != dim:
+                yield Step(kind="all-to-all", axes=axes, src=src, dst=dst, dim=to, source=dim)
 
 
 def _without(axes: Sequence[int], gone: Sequence[int]) -> tuple[int, ...]:
@@ -84,36 +103,35 @@ def _without(axes: Sequence[int], gone: Sequence[int]) -> tuple[int, ...]:
 
 
 def _onto_dims(
-    kind: StepKind,
-    axes: tuple[int, ...],
-    src: Spec,
-    partial: tuple[int, ...],
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-) -> Iterator[Step]:
-    """Steps after which `axes` split one dimension more, innermost."""
-    for d, dim in enumerate(src.dims):
-        if dim and dim[-1] > axes[0]:
+    axes: tuple[int, ...], spec: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> Iterator[tuple[int, Spec]]:
+    """Each dimension of `spec` that `axes` can split innermost, and the spec in which they do."""
+    for dim, split in enumerate(spec.dims):
+        if split and split[-1] > axes[0]:
             continue
-        dst = Spec((*src.dims[:d], (*dim, *axes), *src.dims[d + 1 :]), partial)
+        dst = Spec((*spec.dims[:dim], (*split, *axes), *spec.dims[dim + 1 :]), spec.partial)
         if dst.fits(shape, mesh_shape):
-            yield Step(kind, axes, src, dst, d)
+            yield dim, dst
 
 
 def partial_specs_of(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[Spec]:
     """Every legal spec of an array of `shape`, partial sums included."""
-    live = [axis for axis, n in enumerate(mesh_shape) if n > 1]
+    live = [axis for axis, length in enumerate(mesh_shape) if length > 1]
     for spec in specs_of(shape, mesh_shape):
         free = [axis for axis in live if axis not in spec.axes]
-        for k in range(len(free) + 1):
-            yield from (Spec(spec.dims, partial) for partial in itertools.combinations(free, k))
+        for n_axes in range(len(free) + 1):
+            yield from (Spec(spec.dims, partial) for partial in itertools.combinations(free, n_axes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardTable:
-    """All shortest ways between the specs of one array. seconds[i, j]: from spec i to spec j; inf where there is none.
+    """All shortest paths between the specs of one array.
 
-    first[i, j]: number, in `steps`, of the first step of the way.
+    Attributes:
+        number: the number of each spec.
+        seconds: [i, j]: seconds from spec i to spec j; inf if there is no path.
+        first: [i, j]: number, in `steps`, of the first step of the path from spec i to spec j.
+        steps: all steps between specs.
     """
 
     number: dict[Spec, int]
@@ -122,7 +140,7 @@ class ReshardTable:
     steps: tuple[Step, ...]
 
     def cost(self, src: Spec, dst: Spec) -> float:
-        """Seconds to turn `src` into `dst`; inf where the options forbid every way."""
+        """Seconds to turn `src` into `dst`; inf if the options forbid every path."""
         return float(self.seconds[self.number[src], self.number[dst]])
 
     def matrix(self, src: Sequence[Spec], dst: Sequence[Spec]) -> NDArray[np.float64]:
@@ -138,29 +156,36 @@ class ReshardTable:
         return self.seconds[src[:, None], dst]
 
     def way(self, src: Spec, dst: Spec) -> tuple[Step, ...]:
-        """The steps that turn `src` into `dst`. Raises ShardingError where there is no way."""
-        out: list[Step] = []
+        """The steps that turn `src` into `dst`. Raises ShardingError if the options forbid every path."""
+        path: list[Step] = []
         at, end = self.number[src], self.number[dst]
         while at != end:
             if not np.isfinite(self.seconds[at, end]):
                 raise ShardingError(f"The options leave no way to reshard `{src}` to `{dst}`.")
-            out.append(self.steps[self.first[at, end]])
-            at = self.number[out[-1].dst]
-        return tuple(out)
+            path.append(self.steps[self.first[at, end]])
+            at = self.number[path[-1].dst]
+        return tuple(path)
 
 
 def same_divisors(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape for all shapes that can be split over the mesh in the same ways."""
-    n = math.prod(mesh_shape)
-    return tuple(size if size < 2 else math.gcd(size, n) * (n + 1) for size in shape)
+    """A shape that is the same for all shapes that a mesh can split in the same ways.
+
+    Of a size s > 1 on n devices it keeps gcd(s, n), times n + 1, which has no divisor in common with n.
+    """
+    n_devices = math.prod(mesh_shape)
+    return tuple(size if size < 2 else math.gcd(size, n_devices) * (n_devices + 1) for size in shape)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Steps:
-    """What arrays that can be split alike have in common: the numbers of their specs and the steps between them.
+    """What arrays that can be split in the same ways have in common.
 
-    ends[i]: numbers of the specs of step i. bill_of[i]: which of `bills` it pays: its kind, axes, and the shards of the
-    value whose shard is communicated.
+    Attributes:
+        number: the number of each spec.
+        steps: all steps between specs.
+        ends: for each step, the numbers of the specs before and after it.
+        bill_of: for each step, the number of its bill.
+        bills: one step of each price: of each kind, axes, and number of shards of the value that is communicated.
     """
 
     number: dict[Spec, int]
@@ -175,14 +200,22 @@ def _steps(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> _Steps:
     number = {spec: i for i, spec in enumerate(partial_specs_of(shape, mesh_shape))}
     steps, ends, bill_of = list[Step](), list[tuple[int, int]](), list[int]()
     bills: dict[object, tuple[int, Step]] = {}
+
     for i, src in enumerate(number):
         for step in steps_from(src, shape, mesh_shape):
-            kept = step.dst if step.kind == "all-gather" else src
-            bill = step.kind, step.axes, kept.n_shards(mesh_shape)
+            communicated = step.dst if step.kind == "all-gather" else src
+            bill = step.kind, step.axes, communicated.n_shards(mesh_shape)
             steps.append(step)
             ends.append((i, number[step.dst]))
             bill_of.append(bills.setdefault(bill, (len(bills), step))[0])
-    return _Steps(number, tuple(steps), tuple(ends), tuple(bill_of), tuple(step for _, step in bills.values()))
+
+    return _Steps(
+        number=number,
+        steps=tuple(steps),
+        ends=tuple(ends),
+        bill_of=tuple(bill_of),
+        bills=tuple(step for _, step in bills.values()),
+    )
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -194,10 +227,15 @@ def reshard_table(
     n_together: int = 1,
     forbidden_s: float = math.inf,
 ) -> ReshardTable:
-    """The table of an array of `shape` and `n_bytes` in all; steps of the `forbidden` kinds are not taken.
+    """The table of an array.
 
-    n_together: sums that share the time to start with the sum of this array. forbidden_s: seconds of a forbidden step,
-    for those who look for the ways that need fewest.
+    Args:
+        shape: shape of the whole array.
+        n_bytes: bytes of the whole array.
+        mesh: the mesh that holds it.
+        forbidden: kinds of steps that the options forbid.
+        n_together: number of sums that share the time to start with the sum of this array.
+        forbidden_s: seconds of a forbidden step; finite, to find the paths that need fewest of them.
     """
     together = dataclasses.replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
     common = _steps(same_divisors(shape, mesh.shape), mesh.shape)
@@ -206,21 +244,29 @@ def reshard_table(
         else _price(step, n_bytes, together if step.kind in ("all-reduce", "reduce-scatter") else mesh)
         for step in common.bills
     ]  # fmt: skip
-    n = len(common.number)
-    direct = [[math.inf] * n for _ in range(n)]
-    way = [[0] * n for _ in range(n)]
-    for i in range(n):
+    seconds, first = _shortest_paths(common, prices)
+    return ReshardTable(common.number, seconds, first, common.steps)
+
+
+def _shortest_paths(common: _Steps, prices: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """`ReshardTable.seconds` and `ReshardTable.first` when each bill of `common` costs what `prices` says."""
+    n_specs = len(common.number)
+    direct = [[math.inf] * n_specs for _ in range(n_specs)]
+    step_of = [[0] * n_specs for _ in range(n_specs)]
+    for i in range(n_specs):
         direct[i][i] = 0.0
     for step, ((i, j), bill) in enumerate(zip(common.ends, common.bill_of, strict=True)):
         if prices[bill] < direct[i][j]:
-            direct[i][j], way[i][j] = prices[bill], step
-    seconds, first = np.array(direct), np.array(way, np.int64)
-    for k in range(n):
+            direct[i][j], step_of[i][j] = prices[bill], step
+
+    # Floyd-Warshall: paths through the first k specs, then through spec k, too.
+    seconds, first = np.array(direct), np.array(step_of, np.int64)
+    for k in range(n_specs):
         through = seconds[:, k, None] + seconds[None, k, :]
         shorter = through < seconds
         seconds = np.where(shorter, through, seconds)
         first = np.where(shorter, first[:, k, None], first)
-    return ReshardTable(common.number, seconds, first, common.steps)
+    return seconds, first
 
 
 def _price(step: Step, n_bytes: float, mesh: LogicalMesh) -> float:

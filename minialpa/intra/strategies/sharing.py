@@ -1,8 +1,8 @@
-"""What several contractions read is resharded once: equations in, the same with copies for them to read out.
+"""Copies through which several contractions share the resharding of what they read.
 
-The price of resharding is on the edge between a value and each of its readers. Where several matrix products or
-convolutions of one task read a value, they read a copy of it, so that its way into their layout is paid for, and gone,
-once. The copy costs nothing in the program.
+The price of resharding is on the edge between a value and each of its readers. If several matrix products or
+convolutions of one task read a value, they read a copy of it instead: then the value is resharded, and the seconds of
+that are counted, once. The copy costs nothing in the program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from minialpa.tracing.jaxprs import is_inexact, is_literal, operand_vars, shape_
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An equation; `number` of the one that it was, or that it is a copy for; and what is copied, if it is a copy."""
+    """An equation with copies among its neighbours.
+
+    Attributes:
+        eqn: the equation, or a copy for it and later ones to read.
+        number: the number of the original equation, or of the one in front of which the copy stands.
+        copied: what is copied; None for equations that are no copies.
+    """
 
     eqn: JaxprEqn
     number: int
@@ -31,32 +37,39 @@ class Placed:
 def share_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[Placed]:
     """`eqns` with the copies, each in front of the first equation that reads it.
 
-    tasks: for each equation the task that it belongs to, or None where nothing is shared.
+    tasks: for each equation the task that it belongs to, or None if it shares nothing.
     """
-    made = {v for eqn, task in zip(eqns, tasks, strict=True) if task is not None for v in eqn.outvars}
-    readers: dict[tuple[Var, Hashable], list[int]] = defaultdict(list)
-    for i, (eqn, task) in enumerate(zip(eqns, tasks, strict=True)):
-        if task is not None and has_contraction(eqn):
-            for v in dict.fromkeys(v for v in operand_vars(eqn) if v in made):
-                if len(shape_of(v)) > 1 and is_inexact(v):
-                    readers[v, task].append(i)
     copy_of = unary_equation(lambda x: checkpoint_name(x, SHARED_NAME))
     copies: dict[int, list[Placed]] = defaultdict(list)
     renamed: dict[int, dict[Var, Any]] = defaultdict(dict)
-    for (v, _), numbers in readers.items():
-        if len(numbers) > 1:
-            eqn, copy = copy_of(v)
-            first = numbers[0]
-            copies[first].append(Placed(eqn.replace(source_info=eqns[first].source_info), first, v))
-            for i in numbers:
-                renamed[i][v] = copy
-    out: list[Placed] = []
+    for var, numbers in _shared_reads(eqns, tasks):
+        eqn, copy = copy_of(var)
+        first = numbers[0]
+        copies[first].append(Placed(eqn.replace(source_info=eqns[first].source_info), first, var))
+        for i in numbers:
+            renamed[i][var] = copy
+
+    placed: list[Placed] = []
     for i, eqn in enumerate(eqns):
-        out += [*copies[i], Placed(_reading(eqn, renamed[i]) if i in renamed else eqn, i)]
-    return out
+        placed += [*copies[i], Placed(_reading(eqn, renamed[i]) if i in renamed else eqn, i)]
+    return placed
+
+
+def _shared_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[tuple[Var, list[int]]]:
+    """Values that several contractions of one task read, each with the numbers of these."""
+    made = {var for eqn, task in zip(eqns, tasks, strict=True) if task is not None for var in eqn.outvars}
+    readers: dict[tuple[Var, Hashable], list[int]] = defaultdict(list)
+    for i, (eqn, task) in enumerate(zip(eqns, tasks, strict=True)):
+        if task is not None and has_contraction(eqn):
+            for var in dict.fromkeys(operand_vars(eqn)):
+                # What a contraction multiplies; a loop that has one inside reads other values, too.
+                if var in made and len(shape_of(var)) > 1 and is_inexact(var):
+                    readers[var, task].append(i)
+    return [(var, numbers) for (var, _), numbers in readers.items() if len(numbers) > 1]
 
 
 def _reading(eqn: JaxprEqn, names: dict[Var, Any]) -> JaxprEqn:
-    invars = [v if is_literal(v) else names.get(v, v) for v in eqn.invars]
-    out: JaxprEqn = eqn.replace(invars=invars)
-    return out
+    """`eqn` with its operands renamed."""
+    invars = [atom if is_literal(atom) else names.get(atom, atom) for atom in eqn.invars]
+    renamed: JaxprEqn = eqn.replace(invars=invars)
+    return renamed

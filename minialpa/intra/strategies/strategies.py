@@ -1,6 +1,7 @@
-"""Strategies: an equation in, the ways to run it on a logical mesh (candidates.py) with their prices out.
+"""Strategies of an equation: its candidates on a logical mesh (candidates.py) with their prices.
 
-Cost is in seconds: max(flops / peak, bytes / bandwidth) on each device, plus collectives.
+seconds = max(flops / peak, bytes / bandwidth) on each device      -> work_s
+        + seconds of the collectives                              -> _bill_s
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from jax.extend.core import JaxprEqn, Var
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
-from minialpa.intra.strategies.candidates import Bill, Specs, Ways, enumerate_ways, follow_ways
+from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_ways, follow_candidates
 from minialpa.intra.strategies.reshard import Step, reshard_table
 from minialpa.rules.factors import Factors
 from minialpa.sharding import EquationSpecs, Spec
@@ -23,12 +24,16 @@ from minialpa.tracing.jaxprs import bytes_of, dtype_name, shape_of, sub_jaxprs
 SHARED_NAME = "minialpa_shared"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StrategySet:
     """Strategies of one equation as columns: entry s of each tuple or array belongs to strategy s.
 
-    operands[k], made[r], results[r]: specs of operand k, of result r as the shards compute it, and as it is left.
-    compute_s, communication_s: seconds of the equation itself, and of turning what is made into the results.
+    Attributes:
+        operands: for each operand, its spec under each strategy.
+        made: for each result, its spec as the shards compute it.
+        results: for each result, its spec as it is left.
+        compute_s: seconds of the equation itself.
+        communication_s: seconds of turning what is made into the results.
     """
 
     operands: tuple[tuple[Spec, ...], ...]
@@ -56,8 +61,13 @@ class StrategySet:
             return tuple(tuple(column[s] for s in keep) for column in columns)
 
         numbers = list(keep)
-        compute, communication = self.compute_s[numbers], self.communication_s[numbers]
-        return StrategySet(kept(self.operands), kept(self.made), kept(self.results), compute, communication)
+        return StrategySet(
+            operands=kept(self.operands),
+            made=kept(self.made),
+            results=kept(self.results),
+            compute_s=self.compute_s[numbers],
+            communication_s=self.communication_s[numbers],
+        )
 
 
 def enumerate_strategies(
@@ -72,15 +82,21 @@ def enumerate_strategies(
 ) -> StrategySet:
     """All strategies of `eqn` on `mesh`.
 
-    required[axis]: the factor that this axis and no other must split (None: a sum may pass). n_pending[axis]: how many
-    operands may come as partial sums along an axis. scatter: whether partial sums may be reduce-scattered. kept:
-    factors that only the axes in `required` may split.
+    Args:
+        eqn: the equation.
+        factors: its factors.
+        mesh: the logical mesh.
+        required: for some axes, the factor that this axis and no other must split; None if it splits no factor, but
+            may pass a sum.
+        n_pending: for each axis, how many operands may come as partial sums along it.
+        scatter: whether partial sums may be reduce-scattered.
+        kept: factors that only the axes in `required` may split.
     """
-    ways = enumerate_ways(
+    candidates = enumerate_ways(
         eqn, factors, mesh.shape, required or {}, n_pending or {}, scatter=scatter, most_splits=splits_most(eqn, mesh),
         kept=kept,
     )  # fmt: skip
-    return priced(eqn, factors, mesh, ways)
+    return priced(eqn, factors, mesh, candidates)
 
 
 def follow(
@@ -88,53 +104,67 @@ def follow(
 ) -> StrategySet:
     """`n` strategies, of which number s takes each operand in `given` as its spec s, as far as the rule allows.
 
-    An axis that splits operands splits the same factor here; where operands disagree, the largest one wins and the
-    others are resharded. A factor that may not be split is gathered. Partial sums pass where the equation is linear;
-    `whole`: the results are not left as partial sums.
+    An axis that splits operands splits the same factor here; if operands disagree, the largest one decides and the
+    others are resharded. A factor that may not be split is gathered. Partial sums pass if the equation is linear; with
+    `whole`, no result is left as partial sums.
     """
-    return priced(eqn, factors, mesh, follow_ways(eqn, factors, mesh.shape, given, n, whole=whole))
+    return priced(eqn, factors, mesh, follow_candidates(eqn, factors, mesh.shape, given, n, whole=whole))
 
 
 def splits_most(eqn: JaxprEqn, mesh: LogicalMesh) -> bool:
-    """Whether only the ways that split most count: with compute for nothing, everything everywhere is cheapest."""
+    """Whether only the candidates that split the work into most parts are considered.
+
+    A mesh without a device has no price for compute, so that computing everything everywhere would be cheapest.
+    """
     return mesh.device is None and has_contraction(eqn)
 
 
 def priced(
-    eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, ways: Ways, gather_s: float | None = None
+    eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, candidates: Candidates, gather_s: float | None = None
 ) -> StrategySet:
-    """The strategies of `ways`: the cheapest way of each.
+    """The strategies of an equation, each with the cheapest of its candidates.
 
-    gather_s: where all-gathers are forbidden, the seconds of a reduction that no other collective can do.
+    gather_s: if all-gathers are forbidden, the seconds of a reduction that no other collective can do.
     """
-    compute = work_s(eqn, factors, mesh) / ways.n_shares
-    bills = np.array([_bill_s(eqn, bill, mesh) for bill in ways.bills], np.float64)
+    compute = work_s(eqn, factors, mesh) / candidates.n_shares
+    bills = np.array([_bill_s(eqn, bill, mesh) for bill in candidates.bills], np.float64)
     if gather_s is not None:
-        bills[[any(map(_is_gathered, eqn.outvars, bill.finish)) for bill in ways.bills]] = gather_s
-    communication = bills[ways.bill_of]
-    picks, made = ways.first, ways.made
-    if ways.has_choice:
+        bills[[any(map(_is_gathered, eqn.outvars, bill.finish)) for bill in candidates.bills]] = gather_s
+    communication = bills[candidates.bill_of]
+
+    picks, made = candidates.first, candidates.made
+    if candidates.has_choice:
         seconds = (compute + communication).tolist()
-        picks = np.array([min(choice, key=seconds.__getitem__) for choice in ways.strategies], np.int64)
-        made = tuple(tuple(column[w] for w in picks) for column in made)
-    return StrategySet(ways.operands, made, ways.results, compute[picks], communication[picks])
+        picks = np.array([min(choice, key=seconds.__getitem__) for choice in candidates.strategies], np.int64)
+        made = tuple(tuple(column[number] for number in picks) for column in made)
+
+    return StrategySet(
+        operands=candidates.operands,
+        made=made,
+        results=candidates.results,
+        compute_s=compute[picks],
+        communication_s=communication[picks],
+    )
 
 
-def _is_gathered(v: Var, step: Step | None) -> bool:
-    """Whether a reduction gathers its parts on every device: there is no other collective for it."""
-    bitwise = step is not None and step.reduction in ("and", "or") and dtype_name(v) != "bool"
-    return bitwise or (step is not None and step.reduction == "prod")
+def _is_gathered(result: Var, step: Step | None) -> bool:
+    """Whether a reduction gathers its parts on every device, as there is no other collective for it."""
+    if step is None:
+        return False
+    is_bitwise = step.reduction in ("and", "or") and dtype_name(result) != "bool"
+    return is_bitwise or step.reduction == "prod"
 
 
 def _bill_s(eqn: JaxprEqn, bill: Bill, mesh: LogicalMesh) -> float:
+    """Seconds of the collectives of a candidate."""
     seconds = sum(
-        _collective_s(step, bytes_of(v), mesh)
-        for step, v in zip(bill.finish, eqn.outvars, strict=True)
+        _collective_s(step, bytes_of(result), mesh)
+        for step, result in zip(bill.finish, eqn.outvars, strict=True)
         if step is not None
     )
     for r, made, left in bill.moves:
-        v = eqn.outvars[r]
-        seconds += reshard_table(shape_of(v), bytes_of(v), mesh).cost(made, left)
+        result = eqn.outvars[r]
+        seconds += reshard_table(shape_of(result), bytes_of(result), mesh).cost(made, left)
     return seconds
 
 
@@ -146,19 +176,19 @@ def _collective_s(step: Step, n_bytes: float, mesh: LogicalMesh) -> float:
 def work_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> float:
     """Seconds on one device that does all of the work.
 
-    Contractions read and write memory; other operations count what they write, as XLA fuses their reads. What takes
-    the only row of an array, or makes one of a row, writes nothing. On a mesh without a device, compute has no price.
+    Contractions read and write memory; other operations count what they write, as XLA fuses their reads. A reshape that
+    only adds or drops a leading dimension of size 1 writes nothing. On a mesh without a device, compute has no price.
     """
     if mesh.device is None or _is_row(eqn):
         return 0.0
     dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
-    written = sum(bytes_of(v) for v in eqn.outvars)
-    read = sum(bytes_of(v) for v in eqn.invars) if is_contraction(eqn) else 0
+    written = sum(map(bytes_of, eqn.outvars))
+    read = sum(map(bytes_of, eqn.invars)) if is_contraction(eqn) else 0
     return max(factors.flops / mesh.device.flops_per_s(dtype), (read + written) / mesh.device.memory_bandwidth)
 
 
 def _is_row(eqn: JaxprEqn) -> bool:
-    """Whether an array of one row becomes the row, or the other way round."""
+    """Whether an equation only adds or drops a leading dimension of size 1."""
     if eqn.primitive.name not in ("reshape", "squeeze"):
         return False
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
@@ -166,6 +196,7 @@ def _is_row(eqn: JaxprEqn) -> bool:
 
 
 def is_contraction(eqn: JaxprEqn) -> bool:
+    """Whether the equation is a matrix product or a convolution."""
     return eqn.primitive.name in ("dot_general", "conv_general_dilated")
 
 
@@ -176,4 +207,4 @@ def is_shared_copy(eqn: JaxprEqn) -> bool:
 
 def has_contraction(eqn: JaxprEqn) -> bool:
     """Whether the equation, or one inside it, is a contraction."""
-    return is_contraction(eqn) or any(has_contraction(e) for inner in sub_jaxprs(eqn) for e in inner.eqns)
+    return is_contraction(eqn) or any(has_contraction(inner) for body in sub_jaxprs(eqn) for inner in body.eqns)

@@ -113,14 +113,14 @@ def graphs(name: str, **sizes: int) -> tuple[GraphBuilder, GraphBuilder]:
 def test_the_best_plan_of_layers_alike_is_as_good_as_the_best_of_all(name: str) -> None:
     folded_graph, free = graphs(name, n_layers=12)
     assert folded_graph.folding is not None
-    assert len(folded_graph.nodes) < 0.8 * len(free.nodes)
+    assert len(folded_graph.costs.nodes) < 0.8 * len(free.costs.nodes)
     alike, each = solve_graph(folded_graph.graph()), solve_graph(free.graph())
     assert each.optimal
     assert each.cost * (1 - 1e-9) <= alike.cost <= each.cost * 1.01
 
 
 def test_depth_does_not_enlarge_the_graph() -> None:
-    assert len(graphs("gpt", n_layers=12)[0].nodes) == len(graphs("gpt", n_layers=20)[0].nodes)
+    assert len(graphs("gpt", n_layers=12)[0].costs.nodes) == len(graphs("gpt", n_layers=20)[0].costs.nodes)
 
 
 def test_every_equation_and_input_has_a_spec() -> None:
