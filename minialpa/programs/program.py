@@ -215,8 +215,9 @@ def verify_program(program: Program) -> None:
 
         _check_read(i, instruction, live)
         live.update(writes(instruction))
-        if isinstance(instruction, Run):
+        if isinstance(instruction, Run | Accumulate):
             _check_call(program, i, instruction)
+        if isinstance(instruction, Run):
             _check_donated(program, i, instruction)
 
     for slot in program.outputs:
@@ -230,6 +231,8 @@ def _check_freed(i: int, instruction: Free, live: set[int]) -> None:
     gone = [buffer for buffer in instruction.buffers if buffer not in live]
     if gone:
         raise VerifyError(f"Instruction {i} frees buffers {gone}, which hold nothing.")
+    if len(set(instruction.buffers)) < len(instruction.buffers):
+        raise VerifyError(f"Instruction {i} frees buffers {list(instruction.buffers)}, some of them twice.")
 
 
 def _check_read(i: int, instruction: Instruction, live: set[int]) -> None:
@@ -238,9 +241,9 @@ def _check_read(i: int, instruction: Instruction, live: set[int]) -> None:
         raise VerifyError(f"Instruction {i} ({instruction}) reads buffers {missing}, which hold nothing.")
 
 
-def _check_call(program: Program, i: int, run: Run) -> None:
-    function = program.functions[run.function]
-    if len(run.inputs) != len(function.in_avals) or len(run.outputs) != len(function.out_specs):
+def _check_call(program: Program, i: int, call: Run | Accumulate) -> None:
+    function = program.functions[call.function]
+    if len(reads(call)) != len(function.in_avals) or len(writes(call)) != len(function.out_specs):
         raise VerifyError(f"Instruction {i} calls `{function.name}` with a wrong number of buffers.")
 
 

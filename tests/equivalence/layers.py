@@ -87,6 +87,10 @@ def init(name: str, rows: tuple[int, ...], shape: tuple[int, ...], rng: np.rando
 # ---- wrapping -------------------------------------------------------------------------------------------------------
 
 
+def _row(stacked: Params, i: int) -> Params:
+    return jax.tree.map(lambda x: x[i], stacked)
+
+
 def apply_layer(layer: Layer, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """The activations behind a layer."""
     fun = RULES[layer.name].apply
@@ -109,9 +113,7 @@ def apply_layer(layer: Layer, p: Params, h: jax.Array, key: jax.Array) -> jax.Ar
             body = jax.checkpoint(lambda h, row: (fun(row, h, key), None))
             return jax.lax.scan(body, h, p, length=2)[0]
         case "unrolled stack":
-            for i in range(2):
-                h = fun(jax.tree.map(lambda x, i=i: x[i], p), h, key)
-            return h
+            return fun(_row(p, 1), fun(_row(p, 0), h, key), key)
         case "tied":
             return fun(p, fun(p, h, key), key)
         case "custom_vjp":

@@ -49,9 +49,13 @@ def test_reading_an_empty_buffer_is_refused(program: Program) -> None:
 
 def test_freeing_twice_is_refused(program: Program) -> None:
     at = first(program, Free)
-    broken = [*program.instructions[: at + 1], program.instructions[at], *program.instructions[at + 1 :]]
-    with pytest.raises(VerifyError, match="frees buffers"):
-        verify_program(with_instructions(program, broken))
+    free = program.instructions[at]
+    assert isinstance(free, Free)
+    twice = Free((*free.buffers, *free.buffers))
+    for again in ([free, free], [twice]):
+        broken = [*program.instructions[:at], *again, *program.instructions[at + 1 :]]
+        with pytest.raises(VerifyError, match="frees buffers"):
+            verify_program(with_instructions(program, broken))
 
 
 def test_a_lost_result_is_refused(program: Program) -> None:

@@ -22,7 +22,7 @@ def names(folder: Path) -> list[str]:
 
 def test_a_text_is_written_as_utf8_whatever_the_locale(tmp_path: Path) -> None:
     path = tmp_path / "Übersicht.txt"
-    code = "import sys; from minialpa.files import write_text; write_text(sys.argv[1], '\\xe4 \\u2192 \\u03b2')"
+    code = "import sys; from minialpa.support.files import write_text; write_text(sys.argv[1], '\\xe4 \\u2192 \\u03b2')"
     environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([sys.executable, "-c", code, str(path)], env=environment, check=True, timeout=300)
     assert path.read_bytes() == "ä → β".encode()

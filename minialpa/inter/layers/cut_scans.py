@@ -77,17 +77,28 @@ def _cut(whole: LayeredStep, stacks: Stacks, blocks: RowBlocks, layer_of: Mappin
     """The step in these blocks.
 
     `layer_of` has the layer of each group of the step in the same blocks, or in smaller ones that begin where these do.
-    Equations that prepare the weights of a stack belong to its layers where the stack is cut. Where it is not, they are
-    a group of their own, without an entry in `layer_of`, and go to the layer of the stack.
     """
     cut = unstack(whole.step, stacks, blocks)
+    of_group = _layers_of_groups(cut.groups, stacks, layer_of)
+    return CutStep(whole=whole, step=cut.step, of_group=of_group, row_blocks=blocks, groups=cut.groups)
 
-    def layer(key: GroupKey) -> int:
-        return layer_of[key] if key in layer_of else layer_of[stacks.first_groups[stacks.weight_groups[key[0]]], 0]
 
-    return CutStep(
-        whole=whole, step=cut.step, of_group=tuple(map(layer, cut.groups)), row_blocks=blocks, groups=cut.groups
-    )
+def _layers_of_groups(groups: Sequence[GroupKey], stacks: Stacks, layer_of: Mapping[GroupKey, int]) -> tuple[int, ...]:
+    """The layer of each group, also of those that `layer_of` does not have, because the blocks were smaller there.
+
+    Equations that prepare the weights of a stack belonged to the blocks. Where the stack is not cut any more, they are
+    a group of their own, which goes to the layer of the stack. A constant that each block had a copy of goes to the
+    layer of what follows it.
+    """
+    layers: list[int] = []
+    following = max(layer_of.values())
+    for group, first_row in reversed(groups):
+        if (group, first_row) in layer_of:
+            following = layer_of[group, first_row]
+        elif group in stacks.weight_groups:
+            following = layer_of[stacks.first_groups[stacks.weight_groups[group]], 0]
+        layers.append(following)
+    return tuple(reversed(layers))
 
 
 def _joined(stacks: Stacks, stack: int, sizes: Sequence[int], layer_of: Mapping[GroupKey, int]) -> tuple[int, ...]:
