@@ -180,40 +180,54 @@ class LocalExecutable:
         jax.effects_barrier()
 
     def _place(self, leaves: Sequence[Any]) -> list[Any]:
-        """The array of each input slot. Leaves that already lie right are used as they are.
+        """The array of each input slot. Leaves that already have the right sharding are used as they are.
 
-        Where every leaf is read whole and lies right, so do the next leaves with the same shardings.
+        If all leaves have, and each is read as one array, later leaves with the same shardings skip the checks.
         """
         shardings = [getattr(leaf, "sharding", type(leaf)) for leaf in leaves]
         if shardings == self._settled and len(set(map(id, leaves))) == len(leaves):
             return [_owned_here(leaves[slot.leaf]) for slot in self.program.inputs]
-        out: list[Any] = []
-        missing: list[int] = []
-        seen: set[int] = set()
-        copied = False
-        for i, (slot, sharding) in enumerate(zip(self.program.inputs, self._input_shardings, strict=True)):
-            leaf = leaves[slot.leaf]
-            value = _owned_here(_in_one(leaf) if slot.rows is None else _rows(leaf, slot))
-            if isinstance(value, np.ndarray) and i in self._in_calls:
-                pass
-            elif not _lies(value, sharding):
-                missing.append(i)
-            elif slot.leaf in self.program.donated_leaves:
-                # One array passed for two donated arguments: only one of them can take over its buffer. And on one
-                # device, as on several, a caller keeps the arrays that no step or `preshard` has laid out.
-                if id(value) in seen or value.sharding != sharding:
-                    value, copied = value.copy(), True
-                seen.add(id(value))
-            out.append(value)
+
+        values = [_value(leaves[slot.leaf], slot) for slot in self.program.inputs]
+        missing = [i for i, value in enumerate(values) if not self._is_placed(i, value)]
+        copied = self._copy_for_donation(values, set(missing))
         if missing:
-            shardings = [self._input_shardings[i] for i in missing]
-            for i, array in zip(missing, jax.device_put([out[i] for i in missing], shardings), strict=True):
-                leaf = leaves[self.program.inputs[i].leaf]
-                source = out[i] if isinstance(leaf, BlockedArray) else leaf
-                out[i] = self._owned(array, source, self.program.inputs[i])
+            self._put(values, missing, leaves)
         elif not copied and all(slot.rows is None for slot in self.program.inputs):
             self._settled = shardings
-        return out
+        return values
+
+    def _is_placed(self, i: int, value: Any) -> bool:
+        """Whether input `i` needs no `device_put`: its sharding is right, or its readers take NumPy arrays."""
+        if isinstance(value, np.ndarray) and i in self._in_calls:
+            return True
+        return _lies(value, self._input_shardings[i])
+
+    def _copy_for_donation(self, values: list[Any], missing: set[int]) -> bool:
+        """Copy the donated inputs that a call must not take over, in place; whether there are any.
+
+        One array passed for two donated arguments: only one of them can take over its buffer. And on one device, as on
+        several, a caller keeps the arrays that no step or `preshard` has laid out.
+        """
+        copied = False
+        seen: set[int] = set()
+        for i, (slot, sharding) in enumerate(zip(self.program.inputs, self._input_shardings, strict=True)):
+            value = values[i]
+            if i in missing or isinstance(value, np.ndarray) or slot.leaf not in self.program.donated_leaves:
+                continue
+            if id(value) in seen or value.sharding != sharding:
+                values[i], copied = value.copy(), True
+            seen.add(id(values[i]))
+        return copied
+
+    def _put(self, values: list[Any], missing: Sequence[int], leaves: Sequence[Any]) -> None:
+        """Put the inputs `missing` where the program reads them, in place."""
+        shardings = [self._input_shardings[i] for i in missing]
+        for i, array in zip(missing, jax.device_put([values[i] for i in missing], shardings), strict=True):
+            slot = self.program.inputs[i]
+            leaf = leaves[slot.leaf]
+            source = values[i] if isinstance(leaf, BlockedArray) else leaf
+            values[i] = self._owned(array, source, slot)
 
     def _owned(self, array: Any, leaf: Any, slot: InputSlot) -> Any:
         """`array`, not sharing memory with the caller's `leaf` if the program would donate it.
@@ -330,6 +344,11 @@ def _result(slot: OutputSlot, buffers: Sequence[Any]) -> Any:
         return buffers[slot.buffers[0]]
     first = {rows: buffers[b] for rows, b in reversed(list(zip(slot.rows, slot.buffers, strict=True)))}
     return BlockedArray([first[rows] for rows in sorted(first)])
+
+
+def _value(leaf: Any, slot: InputSlot) -> Any:
+    """What an input slot is of a leaf."""
+    return _owned_here(_in_one(leaf) if slot.rows is None else _rows(leaf, slot))
 
 
 def _owned_here(value: Any) -> Any:
