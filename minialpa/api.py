@@ -350,7 +350,14 @@ def parallelize(
             parallelize, method=method, static_argnums=static_argnums, donate_argnums=donate_argnums,
             batch_argnums=batch_argnums, on_stale=on_stale,
         )  # fmt: skip
-    return ParallelizedFunc(fun, method or AutoParallel(), static_argnums, donate_argnums, batch_argnums, on_stale)
+    return ParallelizedFunc(
+        fun,
+        method or AutoParallel(),
+        static_argnums=static_argnums,
+        donate_argnums=donate_argnums,
+        batch_argnums=batch_argnums,
+        on_stale=on_stale,
+    )
 
 
 def plan(

@@ -218,9 +218,20 @@ def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:
     options = options_of(plan)
     if options.layers is None:
         devices = logical_mesh_of(plan) or plan.cluster
-        return ShardParallel(devices, options.n_micro_batches, options.sharding, options.logical_shape, options.submesh)
+        return ShardParallel(
+            devices,
+            num_micro_batches=options.n_micro_batches,
+            auto_sharding_option=options.sharding,
+            logical_shape=options.logical_shape,
+            submesh=options.submesh,
+        )
     return PipeshardParallel(
-        plan.cluster, options.n_micro_batches, options.schedule, options.layers, options.stages, options.sharding
+        plan.cluster,
+        num_micro_batches=options.n_micro_batches,
+        pipeline_schedule=options.schedule,
+        layer_option=options.layers,
+        stage_option=options.stages,
+        default_auto_sharding_option=options.sharding,
     )
 
 

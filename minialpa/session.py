@@ -131,7 +131,16 @@ def _ray_session(arguments: tuple[Any, ...]) -> Session:
             f'`init(cluster="ray")` needs Ray ({error}). Install it with `pip install "minialpa[ray]"`.'
         ) from error
     _, address, hosts, per_host, namespace, timeout_s, env = arguments
-    cluster = RayCluster(Request(address, hosts, per_host, namespace, timeout_s, dict(env)))
+    cluster = RayCluster(
+        Request(
+            address=address,
+            num_hosts=hosts,
+            devices_per_host=per_host,
+            namespace=namespace,
+            timeout_s=timeout_s,
+            env=dict(env),
+        )
+    )
     try:
         spec = cluster.describe()
     except BaseException:

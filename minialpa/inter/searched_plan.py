@@ -67,7 +67,9 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
         tolerance=auto.tolerance,
     )
     known = load_costs(auto.cached_costs)
-    bounds = StageBounds(cut.step, cut.of_group, context.cluster, space, options.sharding, known)
+    bounds = StageBounds(
+        cut.step, cut.of_group, cluster=context.cluster, space=space, option=options.sharding, known=known
+    )
     search, solver = StageSearch(bounds, context.report), StageSolver(bounds.menus)
     solved = _solve_what_is_found(context, cut, search, solver)
     save_costs(auto.cached_costs, known)

@@ -81,7 +81,15 @@ def bert_case(
     cuts = Boundaries(boundary, n_boundaries, n_layers)
     return make_case(
         "bert",
-        model=Bert(hidden, n_layers, n_heads, vocab_size, dropout, dtype, cuts),
+        model=Bert(
+            hidden=hidden,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            vocab_size=vocab_size,
+            dropout=dropout,
+            dtype=dtype,
+            boundaries=cuts,
+        ),
         inputs=("tokens",),
         loss=lambda logits, batch: (weighted_mean(cross_entropies(logits, batch["labels"]), batch["mask"]), {}),
         optimizer=optax.adamw(learning_rate),

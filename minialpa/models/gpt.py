@@ -79,7 +79,16 @@ def gpt_case(
     cuts = Boundaries(boundary, n_boundaries, n_layers)
     return make_case(
         "gpt",
-        model=Gpt(hidden, n_layers, n_heads, vocab_size, tie_head, dropout, dtype, cuts),
+        model=Gpt(
+            hidden=hidden,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            vocab_size=vocab_size,
+            tie_head=tie_head,
+            dropout=dropout,
+            dtype=dtype,
+            boundaries=cuts,
+        ),
         inputs=("tokens",),
         loss=lambda logits, batch: (jnp.mean(cross_entropies(logits, batch["labels"])), {}),
         optimizer=optax.adamw(learning_rate),

@@ -117,7 +117,18 @@ def llama_case(
     cuts = Boundaries(boundary, n_boundaries, n_layers)
     return make_case(
         "llama",
-        model=Llama(hidden, n_layers, n_heads, n_kv_heads, ffn, vocab_size, rope_base, scan_layers, dtype, cuts),
+        model=Llama(
+            hidden=hidden,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            ffn=ffn,
+            vocab_size=vocab_size,
+            rope_base=rope_base,
+            scan_layers=scan_layers,
+            dtype=dtype,
+            boundaries=cuts,
+        ),
         inputs=("tokens",),
         loss=lambda logits, batch: (jnp.mean(cross_entropies(logits, batch["labels"])), {}),
         optimizer=optax.adamw(learning_rate),

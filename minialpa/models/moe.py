@@ -144,7 +144,17 @@ def moe_case(
     cuts = Boundaries(boundary, n_boundaries, n_layers)
     return make_case(
         "moe",
-        model=Moe(hidden, n_layers, n_heads, n_experts, factor, capacity, vocab_size, dtype, cuts),
+        model=Moe(
+            hidden=hidden,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_experts=n_experts,
+            factor=factor,
+            capacity=capacity,
+            vocab_size=vocab_size,
+            dtype=dtype,
+            boundaries=cuts,
+        ),
         inputs=("tokens",),
         loss=loss,
         optimizer={"adamw": optax.adamw, "adafactor": optax.adafactor}[optimizer](learning_rate),

@@ -106,7 +106,16 @@ def resnet_case(
     cuts = Boundaries(boundary, n_boundaries, sum(stage_sizes))
     return make_case(
         "resnet",
-        model=ResNet(kind, tuple(stage_sizes), filters, width_factor, n_classes, imagenet_stem, dtype, cuts),
+        model=ResNet(
+            kind=kind,
+            stage_sizes=tuple(stage_sizes),
+            filters=filters,
+            width_factor=width_factor,
+            n_classes=n_classes,
+            imagenet_stem=imagenet_stem,
+            dtype=dtype,
+            boundaries=cuts,
+        ),
         inputs=("image",),
         loss=loss,
         optimizer=optax.sgd(learning_rate, momentum=0.9),

@@ -123,7 +123,16 @@ def t5_case(
     cuts = Boundaries(boundary, n_boundaries, 2 * n_layers)
     return make_case(
         "t5",
-        model=T5(hidden, n_layers, n_heads, vocab_size, reach, dropout, dtype, cuts),
+        model=T5(
+            hidden=hidden,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            vocab_size=vocab_size,
+            reach=reach,
+            dropout=dropout,
+            dtype=dtype,
+            boundaries=cuts,
+        ),
         inputs=("source", "tokens"),
         loss=lambda logits, batch: (jnp.mean(cross_entropies(logits, batch["labels"])), {}),
         optimizer=optax.adamw(learning_rate),

@@ -82,7 +82,16 @@ def vit_case(
     cuts = Boundaries(boundary, n_boundaries, n_layers)
     return make_case(
         "vit",
-        model=Vit(patch, hidden, n_layers, n_heads, n_classes, dropout, dtype, cuts),
+        model=Vit(
+            patch=patch,
+            hidden=hidden,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_classes=n_classes,
+            dropout=dropout,
+            dtype=dtype,
+            boundaries=cuts,
+        ),
         inputs=("image",),
         loss=loss,
         optimizer=optax.adamw(learning_rate),

@@ -30,7 +30,7 @@ class Fault(IntEnum):
     LOST_PEER = 6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """Where a worker is: its process, the step that it runs, or ran last, the instruction and those before it.
 

@@ -37,7 +37,7 @@ _ATTEMPTS = 3
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What a session asks of Ray; None leaves it to the cluster.
 
@@ -210,7 +210,13 @@ class RayCluster:
             number = self._n_workers
             self._n_workers += 1
             settings = WorkerSettings(
-                number, host, self.hosts[host].ip, self._secret, self.request.timeout_s, self.platform, count
+                number=number,
+                host=host,
+                ip=self.hosts[host].ip,
+                secret=self._secret,
+                timeout_s=self.request.timeout_s,
+                platform=self.platform,
+                n_devices=count,
             )
             actor = _ACTOR.options(**self._options(host, count)).remote(settings)
             workers.append(WorkerHandle(number, host, begin, count, actor))
@@ -312,7 +318,9 @@ def _join(meshes: Sequence[Sequence[WorkerHandle]], check: Callable[[], None]) -
     """Start jax in the workers of each mesh; the first failure. The coordinator of a mesh is on its first worker."""
     ports = [workers[0].actor.reserve_port.remote() for workers in meshes]
     calls = {
-        worker.actor.join.remote(port, len(workers), rank): Status(worker.number, worker.host, None, mesh)
+        worker.actor.join.remote(port, len(workers), rank): Status(
+            worker=worker.number, host=worker.host, pid=None, stage=mesh
+        )
         for mesh, (workers, port) in enumerate(zip(meshes, ports, strict=True))
         for rank, worker in enumerate(workers)
     }

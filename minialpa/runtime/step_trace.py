@@ -25,12 +25,18 @@ from minialpa.support.perfetto import interval, process_name, thread_name, write
 FUNCTIONS = "functions"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTime:
-    """Something that a mesh did in a step, on one host. Times are seconds from the first thing in the step.
+    """Something that a mesh did in a step, on one host.
 
-    track: what it was done by. What is on one track of one mesh and host does not overlap. instruction: its number in
-    the program if it is a call of a function, else None.
+    Attributes:
+        mesh: number of the mesh.
+        host: number of the host.
+        track: what did it. Tasks on one track of one mesh and host do not overlap.
+        name: of the function, or what else was done.
+        start_s: seconds from the first task of the step.
+        stop_s: seconds from the first task of the step.
+        instruction: number of the instruction if it is a call of a function, else None.
     """
 
     mesh: int
@@ -116,13 +122,24 @@ class StepTrace:
         ready: dict[int, float] = {}
         tasks = []
         for note in self._notes:
+            # It began when it was issued, its track was free, and what it reads was ready.
             key = note.mesh, note.track
             start_s = max([note.issued_s, free[key], *(ready.get(b, 0.0) for b in note.reads)])
             stop_s = max(start_s, note.done.result() or start_s)
             free[key] = stop_s
             ready.update(dict.fromkeys(note.writes, stop_s))
-            times = start_s + self._wall_s, stop_s + self._wall_s
-            tasks.append(TaskTime(note.mesh, self.host, note.track, note.name, *times, note.instruction))
+            tasks.append(
+                TaskTime(
+                    mesh=note.mesh,
+                    host=self.host,
+                    track=note.track,
+                    name=note.name,
+                    start_s=start_s + self._wall_s,
+                    stop_s=stop_s + self._wall_s,
+                    instruction=note.instruction,
+                )
+            )
+
         for waiter in self._waiters.values():
             waiter.shutdown()
         return tasks

@@ -48,7 +48,7 @@ class Watch:
     def status(self, worker: WorkerHandle) -> Status:
         """Where the worker was when it last said so."""
         self._read()
-        return self._known.get(worker.number) or Status(worker.number, worker.host)
+        return self._known.get(worker.number) or Status(worker=worker.number, host=worker.host)
 
     def moved(self) -> None:
         """Something has got on."""

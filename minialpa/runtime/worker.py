@@ -26,7 +26,7 @@ from minialpa.runtime.failures import Failure, Status, fault_of
 _N_RECENT = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
     """What a worker is told when it starts.
 
@@ -165,7 +165,13 @@ class Worker:
             transport = NcclTransport(transport, self._local_devices(), [Link(*link) for link in links])
             self._transports[number] = transport
         self._programs[number] = Interpreter(
-            program, places, me, self._devices, transport, self._compiled, self.settings.timeout_s
+            program=program,
+            places=places,
+            me=me,
+            devices=self._devices,
+            transport=transport,
+            compiled=self._compiled,
+            timeout_s=self.settings.timeout_s,
         )
 
     def unload(self, number: int) -> None:
@@ -236,9 +242,17 @@ class Worker:
         """Where the worker is now. Answers while a step runs."""
         own, at = self.settings, self._running
         if at is None:
-            return Status(own.number, own.host, os.getpid())
+            return Status(worker=own.number, host=own.host, pid=os.getpid())
         recent = tuple(at.describe(k) for k in range(max(0, at.position - _N_RECENT), at.position))
-        return Status(own.number, own.host, os.getpid(), at.program.mesh, at.step, at.describe(at.position), recent)
+        return Status(
+            worker=own.number,
+            host=own.host,
+            pid=os.getpid(),
+            stage=at.program.mesh,
+            step=at.step,
+            instruction=at.describe(at.position),
+            recent=recent,
+        )
 
     def live(self) -> None:
         """Never returns: a call of this ends when the process does."""

@@ -13,7 +13,7 @@ from minialpa.runtime.failures import Failure, Fault, Status, ended, fault_of, r
 
 
 def failure(fault: Fault, worker: int, text: str = "") -> Failure:
-    return Failure(fault, Status(worker, worker), fault.name, text)
+    return Failure(fault, Status(worker=worker, host=worker), fault.name, text)
 
 
 SAYINGS = (Fault.RAISED, Fault.LOST_PEER)
@@ -70,8 +70,16 @@ def test_errors_of_collectives_and_transports_follow_from_others(error: Exceptio
 
 
 def test_an_error_says_where_and_why() -> None:
-    status = Status(1, 0, 77, 2, 5, "instruction 3, Run `forward`", ("instruction 2, Free",))
-    other = Status(0, 0, 76, 1, 5, "instruction 9, Receive from stage 2")
+    status = Status(
+        worker=1,
+        host=0,
+        pid=77,
+        stage=2,
+        step=5,
+        instruction="instruction 3, Run `forward`",
+        recent=("instruction 2, Free",),
+    )
+    other = Status(worker=0, host=0, pid=76, stage=1, step=5, instruction="instruction 9, Receive from stage 2")
     error = worker_error(Failure(Fault.RAISED, status, "ValueError: no", "Traceback: no"), [other, status])
     assert (error.worker, error.host, error.stage, error.instruction) == (1, 0, 2, status.instruction)
     assert (error.recent, error.remote_traceback) == (status.recent, "Traceback: no")
@@ -90,7 +98,10 @@ def test_an_error_says_where_and_why() -> None:
 @given(st.permutations([0, 1, 2]), st.integers(0, 3))
 def test_an_error_says_of_each_worker_where_it_was(order: list[int], n_failures: int) -> None:
     """Whether it failed itself, by its peer, or answered that all is well; whoever is noticed first."""
-    places = [Status(worker, worker, stage=worker, step=7, instruction=f"instruction {worker}") for worker in range(3)]
+    places = [
+        Status(worker=worker, host=worker, stage=worker, step=7, instruction=f"instruction {worker}")
+        for worker in range(3)
+    ]
     death = Failure(Fault.DIED, places[0], "its process died.")
     failures = {0: death} | {w: Failure(Fault.LOST_PEER, places[w], "lost", "Traceback") for w in order[:n_failures]}
     found = [failures[w] if w else death for w in order if w in failures]
@@ -98,4 +109,4 @@ def test_an_error_says_of_each_worker_where_it_was(order: list[int], n_failures:
     assert error.worker == 0 and error.instruction == "instruction 0"
     for worker in (1, 2):
         assert f"Worker {worker}, stage {worker} on host {worker}, was in step 7 at instruction {worker}." in str(error)
-    assert "had run no step" in str(session_error([death], [Status(1, 1)]))
+    assert "had run no step" in str(session_error([death], [Status(worker=1, host=1)]))

@@ -182,7 +182,9 @@ class StageBounds:
             if remat not in self._steps:
                 self._steps[remat] = rematerialise(self.traced, self.piece_of_group, (remat,) * self.n_pieces)
             staged = stage_step(self._steps[remat], n, self.piece_of_group, range(self.n_pieces))
-            return PieceCosts(staged, self.cluster, self.option, self.menus, self.known, self._solvers)
+            return PieceCosts(
+                staged, self.cluster, self.option, menus=self.menus, known=self.known, solvers=self._solvers
+            )
 
         return self._piece_costs.once((n, remat), make)
 
