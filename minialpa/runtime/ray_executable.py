@@ -19,11 +19,11 @@ from minialpa.programs.program import Accumulate, InputSlot, Program, Run
 from minialpa.programs.resharding import Box, shard_boxes
 from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
-from minialpa.runtime.interpreter import Argument, Given
 from minialpa.runtime.numpy_wire import to_plain
 from minialpa.runtime.ray_cluster import WorkerHandle
 from minialpa.runtime.ray_runtime import RayRuntime
 from minialpa.runtime.step_trace import TaskTime, from_start
+from minialpa.runtime.worker_program import Argument, Given
 from minialpa.sharding import Spec
 
 #: Shards of this size, where several workers get them, are put into the object store by themselves.

@@ -151,11 +151,11 @@ class Worker:
         addresses: Sequence[Any],
         links: Sequence[tuple[int, int, int, int]],
     ) -> None:
-        """Compile program `number` and connect to its other workers. places, me: as in `Interpreter`.
+        """Compile program `number` and connect to its other workers. places, me: as in `WorkerProgram`.
 
         links: ways between GPUs of all workers, in the order of `mesh_program.links`; none to send through the hosts.
         """
-        from minialpa.runtime.interpreter import Interpreter
+        from minialpa.runtime.worker_program import WorkerProgram
 
         transport = self._transports[number]
         transport.connect(addresses, self.settings.timeout_s)
@@ -164,7 +164,7 @@ class Worker:
 
             transport = NcclTransport(transport, self._local_devices(), [Link(*link) for link in links])
             self._transports[number] = transport
-        self._programs[number] = Interpreter(
+        self._programs[number] = WorkerProgram(
             program=program,
             places=places,
             me=me,
@@ -291,7 +291,7 @@ class Worker:
 
     def allocation_sizes(self, program: int) -> list[int]:
         """Bytes per device of each function: arguments, results and temporaries."""
-        from minialpa.runtime.local import allocation_size
+        from minialpa.runtime.compiled import allocation_size
 
         return [allocation_size(compiled) for compiled in self._programs[program].functions]
 
