@@ -160,9 +160,9 @@ class Worker:
         transport = self._transports[number]
         transport.connect(addresses, self.settings.timeout_s)
         if links:
-            from minialpa.runtime.nccl import Link, NcclTransport
+            from minialpa.runtime.nccl import DeviceLink, NcclTransport
 
-            transport = NcclTransport(transport, self._local_devices(), [Link(*link) for link in links])
+            transport = NcclTransport(transport, self._local_devices(), [DeviceLink(*link) for link in links])
             self._transports[number] = transport
         self._programs[number] = Interpreter(
             program=program,
@@ -325,11 +325,11 @@ class Worker:
         return tasks
 
     def counts(self) -> dict[str, int]:
-        """What this worker holds: arrays of the session, programs, their functions, and what `holdings` counts."""
-        from minialpa.runtime.resource_usage import holdings
+        """What this worker holds: arrays of the session, programs, their functions, and what `process_usage` counts."""
+        from minialpa.runtime.resource_usage import process_usage
 
         own = {"arrays": self._arrays, "programs": self._programs, "compiled": self._compiled}
-        return {name: len(held) for name, held in own.items()} | holdings()
+        return {name: len(held) for name, held in own.items()} | process_usage()
 
 
 def _shards(array: Any) -> list[tuple[Box, Any]]:
