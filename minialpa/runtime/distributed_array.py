@@ -27,7 +27,7 @@ class Holder(Protocol):
     def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]:
         """The values of arrays, which keep them."""
 
-    def paused(self) -> AbstractContextManager[None]:
+    def turn_even_if_ended(self) -> AbstractContextManager[None]:
         """While this is open, no other thread tells the workers anything."""
 
     def sync(self) -> None:
@@ -107,7 +107,7 @@ class DistributedArray(RemoteArray):
 
     def delete(self) -> None:
         """Free the memory now. The array cannot be used any more."""
-        with self._runtime.paused():  # no step is being told of this array
+        with self._runtime.turn_even_if_ended():  # no step is being told of this array
             if not self._deleted:
                 self._deleted = True
                 self._host = None

@@ -58,7 +58,7 @@ class RayExecutable:
         self._donated_leaves = program.donated_leaves
         self._meshes: list[MeshWorkers] = []
         weakref.finalize(self, runtime.dropped.append, self.number)  # also of what fails to load
-        with runtime.ordered():
+        with runtime.turn():
             self._load()
 
     # ---- steps ----------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class RayExecutable:
         """Start a step on argument leaves; returns an array for each result at once, or a BlockedArray where the
         program leaves it in blocks. traced: see `Runner`."""
         self.runtime.make_room()
-        with self.runtime.ordered():
+        with self.runtime.turn():
             self.runtime.check()
             self._check_usable(leaves)
             self._load()
@@ -77,13 +77,13 @@ class RayExecutable:
             arrays = iter(self._results(numbers))
         return [BlockedArray([next(arrays) for _ in x.blocks]) if x.rows else next(arrays) for x in self._outputs]
 
-    def in_order(self) -> AbstractContextManager[None]:
+    def turn(self) -> AbstractContextManager[None]:
         """See `Runner`."""
-        return self.runtime.ordered()
+        return self.runtime.turn()
 
     def move(self, arrays: Sequence[DistributedArray]) -> None:
         """Start a step of which every result is a copy of an argument and is kept under its number. To be called in
-        order."""
+        a turn."""
         self._load()
         self._start(arrays, [array.number for array in arrays])
 
@@ -126,7 +126,7 @@ class RayExecutable:
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Argument leaves on the workers, laid out as the step reads them; what is cut into micro-batches stays."""
-        with self.runtime.ordered():
+        with self.runtime.turn():
             self.runtime.check()
             self._check_usable(leaves)
             self._load()
@@ -220,8 +220,8 @@ class RayExecutable:
     # ---- programs on workers --------------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        """Start the meshes that do not run, and compile where they have not the program yet. To be called in order, and
-        what uses the meshes in the same turn: another one may end them."""
+        """Start the meshes that do not run, and compile where they have not the program yet. To be called in a turn, in
+        which the meshes are also used: another turn may end them."""
         if self._meshes and all(mesh.alive for mesh in self._meshes):
             return
         meshes = self.runtime.meshes(self._keys)
@@ -252,7 +252,7 @@ class RayExecutable:
     def descriptions(self) -> dict[str, str]:
         """Host, devices and instructions of every worker."""
         out = {}
-        with self.runtime.ordered():
+        with self.runtime.turn():
             self._load()
             for number, mesh in enumerate(self._meshes):
                 texts = self.runtime.ask(mesh.workers, "description", self.number)
@@ -269,7 +269,7 @@ class RayExecutable:
 
         One mesh after the other, and all workers of a mesh at once.
         """
-        with self.runtime.ordered():
+        with self.runtime.turn():
             self._load()
             found = [iter(self.runtime.ask(mesh.workers, method, self.number, *args)[0]) for mesh in self._meshes]
         return [next(found[mesh]) for mesh in self._mesh_of_function]

@@ -29,11 +29,20 @@ from minialpa.errors import WorkerError
 from minialpa.programs.mesh_program import ArrayType, MeshProgram
 from minialpa.programs.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
-from minialpa.runtime.failures import Failure, Fault, Status, lost_host, session_error, with_stage, worker_error
+from minialpa.runtime.failures import (
+    Failure,
+    Fault,
+    Status,
+    lost_host,
+    session_error,
+    silent,
+    with_stage,
+    worker_error,
+)
 from minialpa.runtime.numpy_wire import from_plain
 from minialpa.runtime.ray_cluster import HEAD_S, RayCluster, WorkerHandle, death, failed_call
 from minialpa.runtime.turns import Turns
-from minialpa.runtime.watch import Watch, silent
+from minialpa.runtime.watch import Watch
 
 #: Steps that may be under way when a thread starts another one: one runs, one waits at the workers.
 _STEPS_AHEAD = 2
@@ -64,13 +73,13 @@ class RayRuntime:
         self._steps: deque[dict[Any, WorkerHandle]] = deque()
         self._fetches: deque[dict[Any, WorkerHandle]] = deque()
 
-    def ordered(self) -> AbstractContextManager[None]:
-        """While this is open, no other thread tells workers anything. Raises WorkerError if the session has ended."""
-        return self._turns.ordered()
+    def turn(self) -> AbstractContextManager[None]:
+        """No other thread has its turn in this context. Raises WorkerError if the session has ended."""
+        return self._turns.turn()
 
-    def paused(self) -> AbstractContextManager[None]:
-        """As `ordered`, also when the session has ended: for what changes arrays and asks nothing of workers."""
-        return self._turns.paused()
+    def turn_even_if_ended(self) -> AbstractContextManager[None]:
+        """As `turn`, but does not raise: for changes of arrays that need no worker."""
+        return self._turns.turn_even_if_ended()
 
     def new_number(self) -> int:
         """A number for an array or a program; never given twice."""
@@ -86,7 +95,7 @@ class RayRuntime:
         """Running workers for each (first device, number of devices).
 
         Meshes of the same devices are used again. Others that share devices with those that are wanted are ended; the
-        arrays that they hold come to this process. To be called in order.
+        arrays that they hold come to this process. To be called in a turn.
         """
         self.check()
         keys = list(wanted)
@@ -132,18 +141,18 @@ class RayRuntime:
 
     def ask(self, workers: Sequence[WorkerHandle], method: str, *args: Any) -> list[Any]:
         """Call a method of each worker with the same arguments and wait for the answers. Others wait for that, too."""
-        with self.ordered():
+        with self.turn():
             return self.gather({getattr(w.actor, method).remote(*args): w for w in workers})
 
     def gather(self, calls: dict[Any, WorkerHandle]) -> list[Any]:
         """Answers of calls, in order. Raises WorkerError if one of them, or of the steps under way, fails."""
-        with self._turns.inside():
+        with self._turns.in_use():
             self._wait(calls)
             return [self._answer(ref, worker) for ref, worker in calls.items()]
 
     def make_room(self) -> None:
         """Wait while too many steps are under way. To be called before the turn of the next one, not in it."""
-        with self._turns.inside():
+        with self._turns.in_use():
             while True:
                 with self._lock:
                     oldest = self._steps[0] if len(self._steps) > _STEPS_AHEAD else None
@@ -158,7 +167,7 @@ class RayRuntime:
 
     def sync(self) -> None:
         """Wait until every step that was started before has ended."""
-        with self._turns.inside():
+        with self._turns.in_use():
             self.check()
             with self._lock:
                 steps = list(self._steps)
@@ -173,7 +182,7 @@ class RayRuntime:
 
     def check(self) -> None:
         """Raise WorkerError if the session has ended, or if a worker was lost or a step failed meanwhile."""
-        with self._turns.inside():
+        with self._turns.in_use():
             watched = self._watched()
             if watched:
                 done, _ = ray.wait(list(watched), num_returns=len(watched), timeout=0)
@@ -195,14 +204,14 @@ class RayRuntime:
         """
         waiting, seen = set(calls), set[Any]()
         with self._lock:
-            self._watch.moved()
+            self._watch.note_progress()
         while waiting:
             watched = {ref: worker for ref, worker in (self._watched() | calls).items() if ref not in seen}
             done, _ = ray.wait(list(watched), num_returns=1, timeout=self._watch.interval_s)
             self._turns.check()
             for ref in done:
                 with self._lock:
-                    self._watch.moved()
+                    self._watch.note_progress()
                 self._look_at(ref, watched[ref])
                 seen.add(ref)
                 waiting.discard(ref)
@@ -255,8 +264,8 @@ class RayRuntime:
         """
         calls: dict[Any, WorkerHandle] = {}
         owners: list[list[DistributedArray]] = []
-        with self._turns.inside():
-            with self.ordered():
+        with self._turns.in_use():
+            with self.turn():
                 self.check()
                 for mesh, mine in _by_mesh(arrays):
                     for worker in mesh.workers:
@@ -303,7 +312,7 @@ class RayRuntime:
         self._turns.shutdown(WorkerError("`minialpa.shutdown()` was called."))
 
     def abandon(self, message: str) -> None:
-        """End the session. Who uses it next is told `message`. To be called in order."""
+        """End the session. Who uses it next is told `message`. To be called in a turn."""
         with suppress(WorkerError):
             self._turns.end(WorkerError(message))
 
@@ -323,7 +332,7 @@ class RayRuntime:
     def _beat(self) -> None:
         """Raise WorkerError if a worker, or the head of the cluster, hangs."""
         with self._lock:
-            failure = self._watch.beat(bool(self._steps))
+            failure = self._watch.heartbeat(bool(self._steps))
         if failure is not None:
             self._fail(dataclasses.replace(failure, where=self._placed(failure.where)))
         if self.cluster.headless_s() > HEAD_S:

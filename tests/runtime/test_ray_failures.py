@@ -183,7 +183,7 @@ def test_worker_that_hangs(training: Training, is_stopped: bool) -> None:
         told = told_of(lambda: None, long_step(training, 2))
     assert told.seconds < PATIENCE_S + SOON_S
     assert (told.error.host, told.error.stage) == (0, 0)
-    assert ("it has not answered for" if is_stopped else "no worker has got on for 5 s") in str(told.error)
+    assert ("it has not answered for" if is_stopped else "no worker has made progress for 5 s") in str(told.error)
     traces.assert_gone()
 
 
