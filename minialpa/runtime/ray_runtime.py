@@ -40,7 +40,7 @@ from minialpa.runtime.failures import (
     worker_error,
 )
 from minialpa.runtime.numpy_wire import from_plain
-from minialpa.runtime.ray_cluster import HEAD_S, RayCluster, WorkerHandle, death, failed_call
+from minialpa.runtime.ray_cluster import HEAD_TIMEOUT_S, RayCluster, WorkerHandle, death, failed_call
 from minialpa.runtime.turns import Turns
 from minialpa.runtime.watch import Watch
 
@@ -335,10 +335,10 @@ class RayRuntime:
             failure = self._watch.heartbeat(bool(self._steps))
         if failure is not None:
             self._fail(dataclasses.replace(failure, where=self._placed(failure.where)))
-        if self.cluster.headless_s() > HEAD_S:
+        if self.cluster.head_unreachable_s() > HEAD_TIMEOUT_S:
             message = (
-                f"The head of the Ray cluster at {self.cluster.head} has not answered for {HEAD_S:.0f} s. Start a "
-                "cluster and call `minialpa.init` again; restore the state from a checkpoint."
+                f"The head of the Ray cluster at {self.cluster.head} has not answered for {HEAD_TIMEOUT_S:.0f} s. "
+                "Start a cluster and call `minialpa.init` again; restore the state from a checkpoint."
             )
             self._turns.end(WorkerError(message))
 
