@@ -1,5 +1,4 @@
-"""The arguments of a call of a step: which are static, the leaves of the others, their names, and a key for the
-program.
+"""The arguments of a call: which of them are static, the leaves of the others, their names, and a key for the program.
 
 `Parameters` describes a step's signature and binds arguments to it; the result is a `Call`. `rebuild` is the inverse.
 Both are values that any thread may use. Mistakes of the user are TraceErrors that name the argument.

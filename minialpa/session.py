@@ -105,11 +105,13 @@ def init(
     has ended the session, it starts a new one.
 
     Args:
-        cluster: "local" or "ray". address: The address of a Ray cluster. Also spelt `cluster_address`. num_hosts: The
-        number of hosts. Also spelt `num_nodes`. devices_per_host: The number of devices of each host. Also spelt
-        `num_devices_per_node` and `devices_per_node`. namespace: The Ray namespace. worker_timeout_s: Seconds after
-        which a step fails and the session ends: if a worker waits so long for another one,
-            does not answer for so long, or a step takes so long from one instruction to the next.
+        cluster: "local" or "ray".
+        address: The address of a Ray cluster. Also spelt `cluster_address`.
+        num_hosts: The number of hosts. Also spelt `num_nodes`.
+        devices_per_host: The number of devices of each host. Also spelt `num_devices_per_node` or `devices_per_node`.
+        namespace: The Ray namespace.
+        worker_timeout_s: Seconds after which a step fails and the session ends: if a worker waits so long for another
+            one, does not answer for so long, or takes so long from one instruction to the next.
         worker_env: Environment variables of the workers, such as XLA_FLAGS, which is empty otherwise. With
             `JAX_COMPILATION_CACHE_DIR`, a folder that all hosts see, later sessions reuse what workers have compiled;
             `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0` also keeps what compiles in less than a second.

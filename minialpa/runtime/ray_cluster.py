@@ -1,7 +1,6 @@
 """Hosts of a Ray cluster: a session reserves them here and starts worker processes on them.
 
-A host is a Ray node with devices: GPUs, the custom resource `minialpa_cpu_device`, or, if no node has either, CPUs,
-each of which stands for one virtual CPU device unless the user gives a number.
+`node_choice.py` chooses the Ray nodes that become hosts.
 
 `RayCluster` owns the reservation (a placement group), the processes of the workers, and the connection to Ray if it
 has made that itself; `release` returns all of them. It starts no thread that outlives a call. One thread at a time
@@ -29,12 +28,12 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from minialpa.cluster import ClusterSpec, PresetName, gpu_preset
-from minialpa.errors import MinialpaError, ShardingError
+from minialpa.errors import MinialpaError
 from minialpa.runtime.failures import Failure, Fault, Status, worker_error
+from minialpa.runtime.node_choice import choose_nodes, ip_key
 from minialpa.runtime.ray_connection import answers, connect, fault_of_head
 from minialpa.runtime.worker import Worker, WorkerSettings
 
-CPU_DEVICE = "minialpa_cpu_device"
 #: Seconds that the cluster has to reserve the hosts.
 _RESERVE_TIMEOUT_S = 60.0
 #: Seconds that the workers of a mesh have to start.
@@ -53,10 +52,12 @@ class Request:
     """What a session asks of Ray. None leaves a value to the cluster.
 
     Attributes:
-        address: The address of a running cluster; None for that of `RAY_ADDRESS`, or that of this machine, or a new
-        one. num_hosts: The number of hosts; None for all. devices_per_host: The number of devices of each host; None
-        for as many as every host has. namespace: The Ray namespace. timeout_s: Seconds that a worker waits for
-        another one. env: Environment variables of the workers.
+        address: The address of a running cluster; None as `ray_connection.connect` says.
+        num_hosts: The number of hosts; None for all.
+        devices_per_host: The number of devices of each host; None for as many as every host has.
+        namespace: The Ray namespace.
+        timeout_s: Seconds that a worker waits for another one.
+        env: Environment variables of the workers.
     """
 
     address: str | None
@@ -103,21 +104,6 @@ class WorkerHandle:
     actor: Any
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The nodes that a request gets.
-
-    Attributes:
-        resource: The Ray resource that counts devices.
-        nodes: The nodes, as `ray.nodes` describes them.
-        devices_per_host: The number of devices on each.
-    """
-
-    resource: str
-    nodes: list[dict[str, Any]]
-    devices_per_host: int
-
-
 class RayCluster:
     """The hosts that a session has reserved, from the making of this object until `release`.
 
@@ -139,11 +125,11 @@ class RayCluster:
         try:
             self.head = ray.get_runtime_context().gcs_address
             self.check_head()
-            choice = _choose_nodes(request)
+            choice = choose_nodes(ray.nodes(), request.num_hosts, request.devices_per_host)
             self._resource = choice.resource
             self.devices_per_host = choice.devices_per_host
             self.platform = "cuda" if choice.resource == "GPU" else "cpu"
-            self._resource_per_device = _resource_per_device(choice)
+            self._resource_per_device = choice.resource_per_device
             bundle = {choice.resource: self._resource_per_device * choice.devices_per_host}
             self._group = _reserve(len(choice.nodes), bundle)
             self.hosts = _hosts(self._group)
@@ -165,8 +151,8 @@ class RayCluster:
         if not ray.is_initialized():
             return
 
-        # Without the head, this call would make Ray end the process.
         try:
+            # Without the head, the removal would make Ray end this process.
             if fault_of_head(self.head) is None:
                 remove_placement_group(self._group)
         finally:
@@ -326,50 +312,6 @@ def _memory_fraction(env: Mapping[str, str]) -> float:
         raise MinialpaError(f"`{_MEMORY_FRACTION}` in `worker_env` is a number such as 0.8; got {text!r}.") from None
 
 
-def _choose_nodes(request: Request) -> _Choice:
-    """The nodes with the most devices, as many as the request asks for. Raises ShardingError if there are too few."""
-    # GPUs before virtual CPU devices before CPUs: the first of these that any node has.
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    resource = next((r for r in ("GPU", CPU_DEVICE) if any(n["Resources"].get(r, 0) >= 1 for n in alive)), "CPU")
-    nodes = sorted(
-        (n for n in alive if n["Resources"].get(resource, 0) >= 1),
-        key=lambda n: (-n["Resources"][resource], _ip_key(n["NodeManagerAddress"]), n["NodeID"]),
-    )
-
-    hosts = request.num_hosts or len(nodes)
-    if not 1 <= hosts <= len(nodes):
-        raise ShardingError(
-            f"{hosts} hosts were asked for and the Ray cluster has {len(nodes)} with `{resource}`. Ask for fewer, or "
-            "start more nodes."
-        )
-
-    # Every host has the same number of devices. CPUs are only a default for virtual devices, of which there may be
-    # more.
-    chosen = nodes[:hosts]
-    least = int(min(node["Resources"][resource] for node in chosen))
-    per_host = request.devices_per_host or least
-    if per_host < 1 or (per_host > least and resource != "CPU"):
-        raise ShardingError(
-            f"{per_host} devices per host were asked for and a host of the Ray cluster has {least} `{resource}`. Ask "
-            "for fewer devices or fewer hosts."
-        )
-    return _Choice(resource, chosen, per_host)
-
-
-def _ip_key(ip: str) -> tuple[int, ...]:
-    """A key that sorts addresses by their numbers: 10.0.0.9 before 10.0.0.10."""
-    return tuple(int(part) for part in re.findall(r"\d+", ip))
-
-
-def _resource_per_device(choice: _Choice) -> float:
-    """How much of the resource one device takes: less than a CPU if there are more virtual devices than CPUs."""
-    if choice.resource != "CPU":
-        return 1.0
-    least = min(node["Resources"]["CPU"] for node in choice.nodes)
-    # Ray counts resources in ten-thousandths.
-    return min(1.0, int(least * 10_000 / choice.devices_per_host) / 10_000)
-
-
 def _reserve(n_hosts: int, bundle: dict[str, float]) -> Any:
     """A placement group with the resources of `bundle` on each of `n_hosts` nodes."""
     group = placement_group([dict(bundle) for _ in range(n_hosts)], strategy="STRICT_SPREAD")
@@ -387,7 +329,7 @@ def _hosts(group: Any) -> tuple[Host, ...]:
     nodes = {node["NodeID"]: (node["NodeManagerAddress"], int(node["NodeManagerPort"])) for node in ray.nodes()}
     table = placement_group_table(group)["bundles_to_node_id"]
     hosts = [Host(node, *nodes[node], int(bundle)) for bundle, node in table.items()]
-    return tuple(sorted(hosts, key=lambda host: (_ip_key(host.ip), host.node_id)))
+    return tuple(sorted(hosts, key=lambda host: (ip_key(host.ip), host.node_id)))
 
 
 def _join(meshes: Sequence[Sequence[WorkerHandle]], check: Callable[[], None]) -> Failure | None:

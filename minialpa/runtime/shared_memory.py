@@ -146,7 +146,7 @@ def map_descriptor(descriptor: int, total_bytes: int) -> Segment:
 class _SharedPages:
     """A shared mapping. Unlike a mapping of Python's `mmap`, it keeps no file descriptor: a process has few of them.
 
-    Only arrays refer to it, and so it is unmapped when the last of them is freed; no cycle can keep it.
+    Only arrays refer to it, which the garbage collector does not traverse: it is unmapped when the last one is freed.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
