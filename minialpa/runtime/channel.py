@@ -92,8 +92,8 @@ class Channel:
         self._mailbox = mailbox
         self._closing = False
 
-        # Over Unix sockets, memory is shared, and whoever is writing takes segments from the pool. Over TCP, the reader
-        # does. So there is one thread at a time that uses the pool.
+        # One thread at a time uses the pool: over Unix sockets, where memory is shared, the one that writes, and over
+        # TCP the reader.
         self._shares_memory = sock.family not in (socket.AF_INET, socket.AF_INET6)
         self._pool = Pool(self._shares_memory, _IDLE_BYTES)
         self._peer_segments: dict[int, Segment] = {}  # Read and written by the reader only.

@@ -71,8 +71,8 @@ class Listener:
 
     Attributes:
         address: Where peers connect.
-        authenticated: The number and the socket of each peer that has proven the secret. Whoever takes a socket from
-            this queue owns it.
+        authenticated: The number and the socket of each peer that has proven the secret. The thread that
+            takes a socket from this queue owns it.
     """
 
     def __init__(self, secret: bytes, number: int, host: str) -> None:
@@ -137,7 +137,7 @@ class Listener:
     def _make_room(self) -> bool:
         """Whether another peer may become pending; drops the oldest one if it has had its time. Needs the lock.
 
-        A worker takes milliseconds for its handshake. So whoever is pending for longer is likely none of ours.
+        A worker takes milliseconds for its handshake, so a peer that is pending for longer is likely not a worker.
         """
         if len(self._pending) < _MAX_PENDING:
             return True

@@ -41,8 +41,8 @@ from minialpa.runtime.transport import Part, Piece
 _SETUP_TIMEOUT_S = 120.0
 #: Seconds that `close` waits for messages under way.
 _FLUSH_S = 2.0
-#: Tags of the host transport below this number are those of links, used once, while communicators are made. Tags from
-#: it on are those of announcements, in their order.
+#: The tag, on the host transport, of the first announcement to a peer; later ones count up. Smaller tags are numbers of
+#: links, which are used once, while communicators are made.
 _FIRST_ANNOUNCEMENT = 1 << 62
 
 
@@ -97,7 +97,7 @@ class NcclTransport:
         self._mailbox = Mailbox[list[jax.Array]](control.number)
         self._closing = False
 
-        # Whoever ends the communicators takes them out of this dictionary, under the lock.
+        # The thread that ends the communicators takes them out of this dictionary, under the lock.
         self._lock = threading.Lock()
         self._ends: dict[DeviceLink, Endpoint] = {}
         for i, link in enumerate(sorted(set(links))):
