@@ -25,7 +25,7 @@ from benchmarks.registry import Rows
 from benchmarks.run import table
 from minialpa.errors import WorkerError
 from minialpa.runtime.host_transport import HostTransport
-from minialpa.runtime.nccl import Link, LinkEnd, NcclTransport, exchange, new_id
+from minialpa.runtime.nccl import DeviceLink, Endpoint, NcclTransport, exchange, new_id
 from minialpa.runtime.transport import Part, Piece
 
 DTYPES = ("bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64", "float8_e4m3fn")
@@ -70,7 +70,7 @@ def one_gpu() -> Rows:
 
     device = jax.devices("gpu")[0]
     check_dlpack(cupy)
-    end = LinkEnd(device, new_id(), rank=0, n_ranks=1)
+    end = Endpoint(device, new_id(), rank=0, n_ranks=1)
     for dtype in DTYPES:
         for shape in SHAPES:
             x = some_array(dtype, shape, device)
@@ -154,7 +154,7 @@ def _worker(pipe: Connection, secret: bytes, number: int, gpu: str, work: Any) -
     control = HostTransport(secret, number)
     pipe.send(control.address)
     control.connect(pipe.recv(), TIMEOUT_S)
-    work(NcclTransport(control, jax.devices("gpu"), [Link(0, 0, 1, 0), Link(1, 0, 0, 0)]), pipe)
+    work(NcclTransport(control, jax.devices("gpu"), [DeviceLink(0, 0, 1, 0), DeviceLink(1, 0, 0, 0)]), pipe)
 
 
 def _messages() -> list[tuple[str, tuple[int, ...]]]:

@@ -19,7 +19,7 @@ import minialpa
 from benchmarks.ray_session import ray_session
 from benchmarks.registry import Rows, Size, benchmark
 from minialpa.errors import MinialpaError
-from minialpa.runtime.resource_usage import holdings, resident
+from minialpa.runtime.resource_usage import process_usage, resident_memory
 
 N_MESHES = 2
 WARM_UP = 50
@@ -40,7 +40,7 @@ def ray_leaks(size: Size) -> Rows:
         ray.get(bare.run.remote(1))  # connects, here and there
         for step, held in steps(runtime, WARM_UP if size == "full" else 5, n_steps, every=250):
             pids, n_bare = ray.get(bare.run.remote(step - n_bare)), step
-            for process, counts in (held | {name: resident(pid) for name, pid in pids.items()}).items():
+            for process, counts in (held | {name: resident_memory(pid) for name, pid in pids.items()}).items():
                 for what, value in counts.items():
                     row = found.setdefault((process, what), {"process": process, "what": what, "growth": -value})
                     row[f"after {step}"] = value
@@ -74,7 +74,7 @@ def steps(runtime: Any, warm_up: int, n_steps: int, every: int) -> Iterator[tupl
         if i % 10 == 7:
             params = jax.tree.map(np.asarray, params)  # through this process
         if i == n_steps or (i >= warm_up and (i - warm_up) % every == 0):
-            yield i, holdings_of_all(runtime)
+            yield i, usage_of_all(runtime)
 
 
 def _train_step(params: Any, batch: Any) -> Any:
@@ -122,14 +122,14 @@ def _bare_driver() -> Any:
     return ray.remote(num_cpus=0)(Driver).remote()
 
 
-def holdings_of_all(runtime: Any) -> dict[str, dict[str, int]]:
+def usage_of_all(runtime: Any) -> dict[str, dict[str, int]]:
     """What this process and each worker hold, by name; this one with the objects of Ray that it refers to."""
     import ray
     from ray._private.worker import global_worker
 
     runtime.sync()
     time.sleep(1.0)  # the object store is counted a few times a second
-    held = {"driver": holdings()}
+    held = {"driver": process_usage()}
     core_worker: Any = global_worker.core_worker  # type: ignore[attr-defined]
     held["driver"] |= {
         "ray_objects": len(core_worker.get_all_reference_counts()),

@@ -298,9 +298,9 @@ def _make_runner(program: Program, traced: TracedStep, target: Target, session: 
             "`devices` lists devices of this process, and the session runs on a Ray cluster. Leave `devices` out, or "
             "give a ClusterSpec or a LogicalMesh."
         )
-    from minialpa.runtime.ray_executable import RayExecutable
+    from minialpa.runtime.cluster_executable import ClusterExecutable
 
-    return RayExecutable(session.runtime, program, input_types(program, traced))
+    return ClusterExecutable(session.runtime, program, input_types(program, traced))
 
 
 def _is_uneven(error: BaseException | None) -> bool:

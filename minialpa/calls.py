@@ -1,4 +1,8 @@
-"""Arguments of a call: names, numbers, which are static, what tells calls apart, and leaves as arguments again."""
+"""The arguments of a call: which of them are static, the leaves of the others, their names, and a key for the program.
+
+`Parameters` describes a step's signature and binds arguments to it; the result is a `Call`. `rebuild` is the inverse.
+Both are values that any thread may use. Mistakes of the user are TraceErrors that name the argument.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,21 @@ import numpy as np
 from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
 
-#: What stands for an array where only its shape and dtype matter.
+#: Types that stand for an array if only its shape and dtype matter.
 Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
 Argnums = int | Sequence[int] | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call's arguments: dynamic leaves, and everything else, by which programs are kept apart."""
+    """The arguments of one call.
+
+    Attributes:
+        leaves: The leaves of all arguments that are not static.
+        tree: The pytree of these arguments, and their positions or names.
+        static: The position or name, and the value, of each static argument.
+        n_args: The number of positional arguments.
+    """
 
     leaves: list[Any]
     tree: Any
@@ -28,17 +39,20 @@ class Call:
     n_args: int
 
     def key(self) -> Hashable:
+        """Equal for two calls if one program serves both: all but the values of leaves."""
         return (self.tree, self.static, self.n_args, tuple(_leaf_key(x) for x in self.leaves))
 
     def types(self) -> tuple[Any, ...]:
-        """Equal for two calls only if `key` is, and compared in no time where they share their types' objects."""
+        """Equal for two calls only if `key` is, and faster to compare: calls mostly share the objects in it."""
         return (self.tree, self.static, self.n_args, [_leaf_type(x) for x in self.leaves])
 
 
 class Parameters:
-    """The parameters of a step: arguments in, calls out, and the names and numbers of what is in a call.
+    """The parameters of a step, and which of them are static, donated or hold examples.
 
-    donate, batch: numbers of the arguments that results may take over, or "auto", and of those that hold examples.
+    Attributes:
+        donate: The numbers of the arguments whose memory the results may reuse, or "auto".
+        batch: The numbers of the arguments that hold examples.
     """
 
     def __init__(
@@ -58,6 +72,7 @@ class Parameters:
         """The call with these arguments. Raises TraceError if a static one has no hash."""
         if kwargs:
             args, kwargs = self._as_positional(args, kwargs)
+
         static: list[tuple[int | str, Hashable]] = []
         dynamic: dict[int | str, Any] = {}
         given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
@@ -66,11 +81,12 @@ class Parameters:
                 static.append((name, _hashable(self._label(name), value)))
             else:
                 dynamic[name] = value
+
         leaves, tree = jax.tree.flatten(tuple(dynamic.values()))
         return Call(leaves, (tree, tuple(dynamic)), tuple(static), len(args))
 
     def paths(self, call: Call) -> tuple[list[str], list[int]]:
-        """Name of each leaf, such as `state.params['w']`, and the number of its argument."""
+        """The name of each leaf, such as `state.params['w']`, and the number of its argument."""
         tree, names = call.tree
         paths, numbers = [], []
         for name, value in zip(names, jax.tree.unflatten(tree, call.leaves), strict=True):
@@ -81,30 +97,32 @@ class Parameters:
         return paths, numbers
 
     def number(self, name: int | str) -> int:
-        """Number of an argument; keyword-only ones count by their place in the signature."""
+        """The number of an argument: the place of its name in the signature, or -1 if it is not there."""
         if isinstance(name, int):
             return name
         return self._names.index(name) if name in self._names else -1
 
     def _as_positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Keyword arguments in their places, so that argument numbers mean the same however a call is written."""
+        """The arguments with keywords at their positions, so that numbers mean the same however a call is written."""
         if self._signature is None:
             return args, kwargs
         bound = self._signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs
 
     def _is_static(self, name: int | str, value: Any) -> bool:
+        """Whether an argument is static. With "auto", a leaf that is no number is."""
         if self._static != "auto":
             return self.number(name) in self._static
         return jax.tree_util.all_leaves([value]) and not is_numeric(value)
 
     def _label(self, name: int | str) -> str:
+        """The name of an argument for messages."""
         if isinstance(name, str):
             return name
         return self._names[name] if name < len(self._names) else f"args[{name}]"
 
     def _argnums(self, option: str, value: Argnums) -> tuple[int, ...] | Literal["auto"]:
-        """Argument numbers as a tuple; negative ones count from the last parameter, as in jax."""
+        """The argument numbers as a tuple. Negative ones count from the last parameter, as in jax."""
         if isinstance(value, str) and value == "auto" and option != "batch_argnums":
             return "auto"
         numbers: list[int] = []
@@ -118,32 +136,36 @@ class Parameters:
 def _signature_of(fun: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(fun)
-    except (TypeError, ValueError):  # a builtin
+    except (TypeError, ValueError):  # A builtin has no signature.
         return None
 
 
 def _leaf_type(leaf: Any) -> Any:
+    """A leaf's abstract value, an object that arrays of one type mostly share, or its key if it has none."""
     aval = getattr(leaf, "aval", None)
     return _leaf_key(leaf) if aval is None else aval
 
 
 def _leaf_key(leaf: Any) -> Hashable:
-    """Shape and dtype, and whether it is weakly typed: that changes what it makes of an array of fewer bits."""
+    """A leaf's shape, dtype and weak type, on which dtypes of results depend. For others, their Python type."""
     if isinstance(leaf, jax.Array | np.ndarray | np.generic | Shape | RemoteArray):
         return (leaf.shape, _canonical(leaf.dtype), bool(getattr(leaf, "weak_type", False)))
-    # A step count that starts as a Python int comes back as a weakly typed array of the default integer type.
+    # A step count that starts as a Python int is returned as a weakly typed array of the default integer type. Both
+    # have the same key, so that the second call finds the program of the first.
     if type(leaf) in (int, float, complex):
         return ((), _canonical(np.dtype(type(leaf))), True)
     return (type(leaf),)
 
 
 def _canonical(dtype: Any) -> Any:
+    """The dtype that jax gives an array of `dtype`: without x64, int32 for int64."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended) or dtype.kind in "OSUMm":
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def rebuild(call: Call, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and keyword arguments of `call`, with `leaves` in the place of its own."""
     tree, names = call.tree
     values = dict(zip(names, jax.tree.unflatten(tree, leaves), strict=True))
     values.update(call.static)
@@ -152,6 +174,7 @@ def rebuild(call: Call, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[st
 
 
 def is_numeric(value: Any) -> bool:
+    """Whether a value is an array or a number. A bool is neither, so that flags are static by default."""
     if isinstance(value, bool | np.bool_):
         return False
     arrays = jax.Array | Shape | np.ndarray | np.generic | RemoteArray
@@ -159,6 +182,7 @@ def is_numeric(value: Any) -> bool:
 
 
 def _hashable(name: str, value: Any) -> Hashable:
+    """`value`, or a TraceError if it has no hash."""
     try:
         hash(value)
     except TypeError as error:
@@ -171,5 +195,5 @@ def _hashable(name: str, value: Any) -> Hashable:
 
 
 def is_train_state(value: Any) -> bool:
-    """Whether a value is a flax TrainState, or made like one: parameters and the optimizer's state in one object."""
+    """Whether a value has the attributes of a flax TrainState."""
     return all(hasattr(value, name) for name in ("params", "opt_state", "apply_gradients"))

@@ -1,4 +1,11 @@
-"""The session: which devices parallelized functions run on. One per process, made by `init` or by the first call."""
+"""The session: which devices parallelized functions run on.
+
+A process has one session at a time. `init` starts it, or the first call of a parallelized function does, on all local
+devices; `shutdown` ends it. A session on a Ray cluster owns the hosts that it has reserved and the workers there.
+
+Any thread may call these functions. One lock is held while a session starts or ends, so other threads wait until it
+has.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +24,53 @@ from minialpa.errors import MinialpaError, ShardingError, WorkerError
 from minialpa.inter.lower.mesh_programs import split_by_mesh
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitArguments:
+    """The arguments of `init`, by which a second call of it is compared with the first.
+
+    Attributes:
+        cluster: "local" or "ray".
+        address: The address of a Ray cluster.
+        num_hosts: The number of hosts; None for all.
+        devices_per_host: The number of devices of each host; None for all.
+        namespace: The Ray namespace.
+        worker_timeout_s: Seconds that a worker may take to answer, and a step to make progress.
+        worker_env: Environment variables of the workers, sorted by name.
+    """
+
+    cluster: str
+    address: str | None
+    num_hosts: int | None
+    devices_per_host: int | None
+    namespace: str
+    worker_timeout_s: float
+    worker_env: tuple[tuple[str, str], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What parallelized functions run on, and its description for the planner.
+    """The devices that parallelized functions run on.
 
-    devices: those of this process, for a local session. runtime: workers on a Ray cluster, for the other kind.
+    Attributes:
+        devices: The devices of this process; none for a session on a Ray cluster.
+        cluster: The description of all devices for the planner.
+        arguments: The arguments of `init`; None if a first call has started the session.
+        runtime: The `ClusterRuntime` of a session on a cluster, else None.
     """
 
     devices: tuple[jax.Device, ...]
     cluster: ClusterSpec
-    arguments: tuple[Any, ...] = ()
+    arguments: InitArguments | None = None
     runtime: Any = None
 
 
 class _Current:
-    """lock: held by the thread that starts or ends the session; others, who need one, wait for it."""
+    """The session of this process, if there is one.
+
+    Attributes:
+        session: The session. It is replaced under the lock, and read without.
+        lock: Held while a session starts or ends. Threads that need a session meanwhile wait for it.
+    """
 
     session: Session | None = None
     lock = threading.RLock()
@@ -53,48 +92,71 @@ def init(
 ) -> None:
     """Choose the devices that parallelized functions run on.
 
-    "local": the devices of this process; `num_hosts` x `devices_per_host` of them, seen by the planner as that many
-    hosts. "ray": hosts of a Ray cluster, whole or `num_hosts` x `devices_per_host` of it: the one at `address`, or that
-    of `RAY_ADDRESS`, or that of this machine; where there is none, or `address` is "local", one is started on this
-    machine. Devices are the GPUs of its nodes; without GPUs, the custom resource `minialpa_cpu_device`; without that,
-    CPUs, of which each stands for a virtual CPU device unless `devices_per_host` says how many there are.
+    With "local", these are the devices of this process, or `num_hosts` x `devices_per_host` of them, which the planner
+    sees as that many hosts.
 
-    worker_timeout_s: how long a worker waits for another one, may take to answer, and a step may take to get on from
-    one instruction to the next, before the step fails and the session ends. worker_env: environment variables
-    of the workers, such as XLA_FLAGS, which is empty otherwise. With `JAX_COMPILATION_CACHE_DIR`, a folder that all
-    hosts see, sessions to come find what workers have compiled; `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0` keeps
-    what compiles in less than a second, too.
+    With "ray", they are the hosts of a Ray cluster, all of them or `num_hosts` x `devices_per_host`. The cluster is
+    the one at `address`, or at `RAY_ADDRESS`, or the one that runs on this machine. If there is none, or `address` is
+    "local", one is started on this machine. Devices are the GPUs of the cluster's nodes. Without GPUs, nodes have as
+    many virtual CPU devices as their custom resource `minialpa_cpu_device` says. Without that, they have one for each
+    CPU, or `devices_per_host`.
 
-    `address`, `num_hosts`, `devices_per_host` may also be spelt `cluster_address`, `num_nodes`,
-    `num_devices_per_node`. Calling it again with the same arguments does nothing; with others it raises MinialpaError.
-    After a WorkerError that has ended the session it starts a new one.
+    Calling it again with the same arguments does nothing; with others it raises MinialpaError. After a WorkerError that
+    has ended the session, it starts a new one.
+
+    Args:
+        cluster: "local" or "ray".
+        address: The address of a Ray cluster. Also spelt `cluster_address`.
+        num_hosts: The number of hosts. Also spelt `num_nodes`.
+        devices_per_host: The number of devices of each host. Also spelt `num_devices_per_node` or `devices_per_node`.
+        namespace: The Ray namespace.
+        worker_timeout_s: Seconds after which a step fails and the session ends: if a worker waits so long for another
+            one, does not answer for so long, or takes so long from one instruction to the next.
+        worker_env: Environment variables of the workers, such as XLA_FLAGS, which is empty otherwise. With
+            `JAX_COMPILATION_CACHE_DIR`, a folder that all hosts see, later sessions reuse what workers have compiled;
+            `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0` also keeps what compiles in less than a second.
     """
-    hosts = next((n for n in (num_hosts, num_nodes) if n is not None), None)
-    spelt = (devices_per_host, num_devices_per_node, devices_per_node)
-    per_host = next((n for n in spelt if n is not None), None)
-    env = tuple(sorted((worker_env or {}).items()))
-    arguments = (cluster, address or cluster_address, hosts, per_host, namespace, worker_timeout_s, env)
+    arguments = InitArguments(
+        cluster=cluster,
+        address=address or cluster_address,
+        num_hosts=_first_given(num_hosts, num_nodes),
+        devices_per_host=_first_given(devices_per_host, num_devices_per_node, devices_per_node),
+        namespace=namespace,
+        worker_timeout_s=worker_timeout_s,
+        worker_env=tuple(sorted((worker_env or {}).items())),
+    )
     with _Current.lock:
-        if _Current.session is not None and not _has_failed(_Current.session):
-            if _Current.session.arguments not in ((), arguments):
-                raise MinialpaError("`init` was already called with other arguments. Call `minialpa.shutdown()` first.")
-            if _Current.session.arguments == arguments:
-                return
-        elif _Current.session is not None:
+        session = _Current.session
+        if session is not None and _has_failed(session):
             shutdown()
-        if cluster == "ray":
-            _Current.session = _ray_session(arguments)
-        elif cluster == "local":
-            _Current.session = _local_session(1 if hosts is None else hosts, per_host, arguments)
-        else:
-            raise MinialpaError(f'`cluster` is "local" or "ray"; got {cluster!r}.')
+        elif session is not None and session.arguments == arguments:
+            return
+        elif session is not None and session.arguments is not None:
+            raise MinialpaError("`init` was already called with other arguments. Call `minialpa.shutdown()` first.")
+
+        # A session that a first call has started is local, so it has nothing to end.
+        _Current.session = _start_session(arguments)
+
+
+def _first_given(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _start_session(arguments: InitArguments) -> Session:
+    match arguments.cluster:
+        case "ray":
+            return _ray_session(arguments)
+        case "local":
+            return _local_session(arguments)
+        case other:
+            raise MinialpaError(f'`cluster` is "local" or "ray"; got {other!r}.')
 
 
 def shutdown() -> None:
     """End the session; the next call or `init` starts a new one. Calling it twice is fine.
 
-    Arrays of a local session stay valid. Those on a Ray cluster are lost, except for values that were fetched: its
-    workers end and its hosts are given back. Threads that wait for them get a WorkerError.
+    Arrays of a local session stay valid. On a Ray cluster, the workers end and the hosts are returned, so arrays there
+    are lost, except for values that were fetched. Threads that wait for workers get a WorkerError.
     """
     with _Current.lock:
         session, _Current.session = _Current.session, None
@@ -103,7 +165,7 @@ def shutdown() -> None:
 
 
 def _has_failed(session: Session) -> bool:
-    """Whether the session has ended, though perhaps nobody has been told of it yet."""
+    """Whether the session has ended by a failure, even if no call has raised the error yet."""
     if session.runtime is None:
         return False
     try:
@@ -114,73 +176,85 @@ def _has_failed(session: Session) -> bool:
 
 
 def current_session() -> Session:
-    """The session; started on all local devices if there is none."""
+    """The session. If there is none, one is started on all local devices."""
     session = _Current.session
     if session is None:
         with _Current.lock:
-            session = _Current.session = _Current.session or _local_session(1, None, ())
+            # Another thread may have started one while this one waited for the lock.
+            session = _Current.session = _Current.session or _local_session(None)
     return session
 
 
-def _ray_session(arguments: tuple[Any, ...]) -> Session:
+def _ray_session(arguments: InitArguments) -> Session:
+    # Ray is an optional dependency, and takes a second to import.
     try:
+        from minialpa.runtime.cluster_runtime import ClusterRuntime
         from minialpa.runtime.ray_cluster import RayCluster, Request
-        from minialpa.runtime.ray_runtime import RayRuntime
     except ImportError as error:
         raise MinialpaError(
             f'`init(cluster="ray")` needs Ray ({error}). Install it with `pip install "minialpa[ray]"`.'
         ) from error
-    _, address, hosts, per_host, namespace, timeout_s, env = arguments
+
     cluster = RayCluster(
         Request(
-            address=address,
-            num_hosts=hosts,
-            devices_per_host=per_host,
-            namespace=namespace,
-            timeout_s=timeout_s,
-            env=dict(env),
+            address=arguments.address,
+            num_hosts=arguments.num_hosts,
+            devices_per_host=arguments.devices_per_host,
+            namespace=arguments.namespace,
+            timeout_s=arguments.worker_timeout_s,
+            env=dict(arguments.worker_env),
         )
     )
+    # The hosts are reserved now. Until a session owns them, an error or an interrupt has to return them.
     try:
         spec = cluster.describe()
     except BaseException:
         cluster.release()
         raise
+
     if cluster.platform != "cpu":
         _leave_gpus_to_workers()
     split = functools.partial(split_by_mesh, cluster=spec, platform=cluster.platform)
-    return Session((), spec, arguments, RayRuntime(cluster, split))
+    return Session((), spec, arguments, ClusterRuntime(cluster, split))
 
 
 def _leave_gpus_to_workers() -> None:
-    """Have jax use the CPU in this process, unless it was told otherwise: on a GPU it would keep most of the memory."""
+    """Have jax use the CPU in this process, unless the user has set `jax_platforms`.
+
+    On a GPU it would keep most of the memory, which the worker there needs.
+    """
     if jax.config.jax_platforms:  # type: ignore[attr-defined]
         return
     jax.config.update("jax_platforms", "cpu")
-    if jax.default_backend() != "cpu":  # it had started before
+    # A backend that runs already stays: the setting comes too late.
+    if jax.default_backend() != "cpu":
         jax.config.update("jax_platforms", None)
         warnings.warn(
             "jax in this process has a GPU already, most of whose memory it keeps from the worker there. Call "
             "`minialpa.init` before anything else of jax, or set JAX_PLATFORMS=cpu.",
-            stacklevel=4,
+            stacklevel=5,  # The caller of `init`.
         )
 
 
-def _local_session(hosts: int, per_host: int | None, arguments: tuple[Any, ...]) -> Session:
+def _local_session(arguments: InitArguments | None) -> Session:
+    """A session on the devices of this process that `arguments` ask for; on all of them without arguments."""
     devices = jax.local_devices()
+    n_hosts, per_host = (arguments.num_hosts, arguments.devices_per_host) if arguments else (None, None)
+    if n_hosts is None:
+        n_hosts = 1
     if per_host is None:
-        per_host = len(devices) // max(hosts, 1)
-    if hosts < 1 or per_host < 1 or hosts * per_host > len(devices):
+        per_host = len(devices) // max(n_hosts, 1)
+    if n_hosts < 1 or per_host < 1 or n_hosts * per_host > len(devices):
         raise ShardingError(
-            f"{hosts} x {per_host} devices were asked for and this process has {len(devices)}. Ask for fewer, or on "
+            f"{n_hosts} x {per_host} devices were asked for and this process has {len(devices)}. Ask for fewer, or on "
             "CPU start Python with XLA_FLAGS=--xla_force_host_platform_device_count=N."
         )
-    chosen = tuple(devices[: hosts * per_host])
-    return Session(chosen, describe_devices(chosen, hosts), arguments)
+    chosen = tuple(devices[: n_hosts * per_host])
+    return Session(chosen, describe_devices(chosen, n_hosts), arguments)
 
 
 def describe_devices(devices: Sequence[jax.Device], hosts: int = 1) -> ClusterSpec:
-    """The cluster that `devices` form, by their kind; memory as the device reports it."""
+    """The cluster that `devices` form: the preset of their kind, with the memory that the first device reports."""
     name: PresetName = "cpu" if devices[0].platform == "cpu" else gpu_preset(devices[0].device_kind)
     spec = ClusterSpec.preset(name, num_hosts=hosts, devices_per_host=len(devices) // hosts)
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")

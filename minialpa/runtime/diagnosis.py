@@ -1,4 +1,4 @@
-"""Which transports work on this machine, by trying them: nothing in; name -> "works", or what is wrong, out."""
+"""Tries each transport within this process, for `minialpa doctor`. Nothing stays open."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_S = 10.0
 
 
 def diagnose_transports() -> dict[str, str]:
-    """For shared memory, TCP and NCCL whether an array comes through unchanged. Takes no more than seconds."""
+    """For each transport, "works" if an array arrives unchanged, else what is wrong. Takes seconds at most."""
     return {
         "shared memory": _outcome(lambda: _through_host(is_shared=True)),
         "TCP": _outcome(lambda: _through_host(is_shared=False)),
@@ -28,13 +28,13 @@ def diagnose_transports() -> dict[str, str]:
 
 def _outcome(attempt: Callable[[], bool]) -> str:
     try:
-        return "works" if attempt() else "changes what it carries"
+        return "works" if attempt() else "changes the values that it carries"
     except Exception as error:
         return f"does not work: {str(error) or repr(error)}"
 
 
 def _through_host(is_shared: bool) -> bool:
-    """From one host transport of this process to another."""
+    """Whether an array arrives unchanged from one host transport of this process at another."""
     secret = secrets.token_bytes(32)
     here, there = (HostTransport(secret, number) for number in range(2))
     try:
@@ -43,10 +43,13 @@ def _through_host(is_shared: bool) -> bool:
             addresses = [address.only_tcp() for address in addresses]
         elif not all(address.local_name for address in addresses):
             raise WorkerError("this system has no abstract Unix sockets; TCP takes its place")
-        guest = threading.Thread(target=there.connect, args=(addresses, _TIMEOUT_S), daemon=True)
-        guest.start()
+
+        # Each of the two needs the other to connect as well.
+        connecting = threading.Thread(target=there.connect, args=(addresses, _TIMEOUT_S), daemon=True)
+        connecting.start()
         here.connect(addresses, _TIMEOUT_S)
-        guest.join(_TIMEOUT_S)
+        connecting.join(_TIMEOUT_S)
+
         sent = np.arange(1 << 16)
         here.send(1, 0, [Part(sent)])
         (got,) = there.receive(0, 0, [Piece(sent.shape, sent.dtype)], _TIMEOUT_S)
@@ -57,13 +60,13 @@ def _through_host(is_shared: bool) -> bool:
 
 
 def _through_nccl() -> bool:
-    """From a GPU to itself, by a communicator of one rank."""
+    """Whether an array arrives unchanged from a GPU at itself, over a communicator of one rank."""
     devices = [device for device in jax.local_devices() if device.platform in ("gpu", "cuda")]
     if not devices:
         raise WorkerError("jax sees no GPU here")
-    from minialpa.runtime.nccl import LinkEnd, exchange, new_id
+    from minialpa.runtime.nccl import Endpoint, exchange, new_id
 
-    end = LinkEnd(devices[0], new_id(), rank=0, n_ranks=1)
+    end = Endpoint(devices[0], new_id(), rank=0, n_ranks=1)
     sent, got = jax.device_put((np.arange(1 << 16), np.zeros(1 << 16, int)), devices[0])
     jax.block_until_ready((sent, got))
     exchange([(end, sent)], [(end, got)])

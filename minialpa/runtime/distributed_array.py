@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -16,9 +16,7 @@ from minialpa.arrays import RemoteArray
 from minialpa.errors import WorkerError
 from minialpa.programs.mesh_program import ArrayType
 from minialpa.programs.program import MeshShape
-
-if TYPE_CHECKING:
-    from minialpa.runtime.ray_cluster import WorkerHandle
+from minialpa.runtime.launcher import WorkerHandle
 
 
 class Holder(Protocol):
@@ -27,7 +25,7 @@ class Holder(Protocol):
     def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]:
         """The values of arrays, which keep them."""
 
-    def paused(self) -> AbstractContextManager[None]:
+    def turn_even_if_ended(self) -> AbstractContextManager[None]:
         """While this is open, no other thread tells the workers anything."""
 
     def sync(self) -> None:
@@ -107,7 +105,7 @@ class DistributedArray(RemoteArray):
 
     def delete(self) -> None:
         """Free the memory now. The array cannot be used any more."""
-        with self._runtime.paused():  # no step is being told of this array
+        with self._runtime.turn_even_if_ended():  # no step is being told of this array
             if not self._deleted:
                 self._deleted = True
                 self._host = None
@@ -125,6 +123,11 @@ class DistributedArray(RemoteArray):
             value.flags.writeable = False
         if not self._deleted:
             self._host = value
+
+    @property
+    def kept(self) -> Any:
+        """The value in this process; None if it was not fetched, or the array is used up."""
+        return self._host
 
     @property
     def held_here(self) -> bool:

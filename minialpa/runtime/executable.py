@@ -28,7 +28,7 @@ class Runner(Protocol):
 
     def __call__(self, leaves: Sequence[Any], /, *, traced: bool = False) -> list[Any]: ...
 
-    def in_order(self) -> AbstractContextManager[None]:
+    def turn(self) -> AbstractContextManager[None]:
         """While this is open, no step of another thread begins on these devices."""
 
     def timeline(self) -> tuple[TaskTime, ...]:
@@ -103,7 +103,7 @@ class Executable:
     def profile_with_dummy_inputs(self, repeats: int = 3) -> list[float]:
         """Seconds of each of `repeats` steps on zeros, after one step to warm up."""
         costs = []
-        with self.runner.in_order():
+        with self.runner.turn():
             for _ in range(repeats + 1):
                 leaves = self._dummy_inputs()
                 start = time.perf_counter()
@@ -135,7 +135,7 @@ class Executable:
 
         The first one compiles every function a second time, with a flag as one more result. Other calls are as before.
         """
-        with self.runner.in_order():
+        with self.runner.turn():
             for _ in range(2):
                 self.runner(self._dummy_inputs(), traced=True)
                 tasks = self.runner.timeline()

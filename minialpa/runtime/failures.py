@@ -1,7 +1,11 @@
-"""Failures: what workers say, and signs that one says nothing any more, in; their cause, as one WorkerError, out.
+"""What failures mean: from what the runtime sees of its workers, which one is the cause, and the error that says so.
 
-One fault shows in many places. A worker dies: its peers lose a connection, jax ends the other processes of its mesh,
-and whoever waits for these loses a connection, too. `Fault` orders what is seen by how likely it is the cause.
+One fault shows in many places. When a worker dies, its peers lose a connection, jax ends the other processes of its
+mesh, and processes that wait for those lose a connection, too. `Fault` orders what the runtime sees by how likely it
+is to be the cause.
+
+Everything here is a pure function of values: no worker is asked, and no clock is read. `watch.py` and `ray_runtime.py`
+collect what is judged here.
 """
 
 from __future__ import annotations
@@ -15,26 +19,34 @@ from minialpa.errors import WorkerError
 
 
 class Fault(IntEnum):
-    """How a failure shows, the likeliest cause first.
-
-    LOST_HOST: nothing on the host answers. DIED: the process has ended. RAISED: an instruction raised an error of its
-    own. SILENT: the process does not answer. STUCK: it answers, and the step does not get on. LOST_PEER: it misses
-    another worker.
-    """
+    """How a failure shows, the likeliest cause first."""
 
     LOST_HOST = 1
+    """Nothing on the worker's host answers."""
     DIED = 2
+    """The worker's process has ended."""
     RAISED = 3
+    """An instruction raised an error that no other worker has caused."""
     SILENT = 4
+    """The worker's process does not answer."""
     STUCK = 5
+    """The worker answers, but its step makes no progress."""
     LOST_PEER = 6
+    """An instruction failed because another worker is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """Where a worker is: its process, the step that it runs, or ran last, the instruction and those before it.
+    """Where a worker is, or was when it last said so.
 
-    stage, step: -1 where there has been no step.
+    Attributes:
+        worker: Its number in the session.
+        host: The number of its host.
+        pid: Its process; None if that is not known.
+        stage: The number of its mesh; -1 before its first step.
+        step: The step that it runs, or that it ran last; -1 before its first step.
+        instruction: The instruction that it runs, or that it ran last.
+        recent: The instructions before that one, the oldest first.
     """
 
     worker: int
@@ -48,7 +60,14 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong with a worker, and where it was, as far as that is known."""
+    """A failure that the runtime has seen at one worker.
+
+    Attributes:
+        fault: How it shows.
+        where: Where the worker was, as far as that is known.
+        message: What happened, for the user.
+        traceback: The traceback in the worker; empty unless it raised an error.
+    """
 
     fault: Fault
     where: Status
@@ -56,42 +75,82 @@ class Failure:
     traceback: str = ""
 
 
-# What the collectives of a mesh, and jax's own service, say when another process is gone.
+# Words in the errors of collectives, and of jax's coordination service, when another process is gone.
 _PEER_IS_LOST = re.compile(r"gloo|nccl|coordination service|connection (reset|closed|refused)", re.IGNORECASE)
 
 
 def fault_of(error: Exception) -> Fault:
-    """Whether an error of a step is the worker's own, as far as the error tells."""
+    """RAISED or LOST_PEER: whether an error of a step is the worker's own, as far as its text shows."""
     lost = isinstance(error, WorkerError) or _PEER_IS_LOST.search(str(error)) is not None
     return Fault.LOST_PEER if lost else Fault.RAISED
 
 
 def lost_host(last: Status, ip: str) -> Failure:
-    """The failure of a worker whose host is gone."""
+    """The failure of a worker whose host is gone. `last` is its last status."""
     return Failure(Fault.LOST_HOST, last, f"its host is lost: nothing answers at {ip}.")
 
 
-def root_cause(found: Sequence[Failure]) -> Failure:
-    """The failure that the others follow from. found: in the order in which they were noticed.
+def died(last: Status, reason: str) -> Failure:
+    """The failure of a worker whose process has ended. `last` is its last status."""
+    return Failure(Fault.DIED, last, f"its process died. {reason}")
 
-    - Of two failures that show alike, the first one: jax ends the processes of a mesh after the one that died.
-    - Where a host is lost, Ray tells of the processes that jax ends elsewhere before it tells of those there.
-    - What a worker has said counts more than that it died afterwards.
+
+def call_raised(last: Status, method: str | None, message: str, traceback: str) -> Failure:
+    """The failure of a call that is no step, such as the loading of a program. `last` is the worker's last status."""
+    where = replace(last, instruction=f"the call of `{method}`" if method else "a call", recent=())
+    return Failure(Fault.RAISED, where, message, traceback)
+
+
+def silent(last: Status, seconds: float) -> Failure:
+    """The failure of a worker that has not answered for some seconds. `last` is its last status."""
+    return Failure(Fault.SILENT, last, f"it has not answered for {seconds:.0f} s. Its process hangs, or its network.")
+
+
+def hung_worker(unanswered: Iterable[tuple[Status, float]], timeout_s: float) -> Failure | None:
+    """The failure of the first worker that has not answered for more than `timeout_s` seconds, or None.
+
+    `unanswered` has, for each call that waits for an answer, the last status of its worker and the seconds since the
+    call.
     """
-    spoke = {f.where.worker for f in found if f.traceback}
-    return min((f for f in found if f.traceback or f.where.worker not in spoke), key=lambda f: f.fault)
+    return next((silent(last, seconds) for last, seconds in unanswered if seconds > timeout_s), None)
+
+
+def stalled_step(statuses: Sequence[Status], seconds: float, timeout_s: float) -> Failure | None:
+    """The failure of a step in which no worker has made progress for `seconds`, or None if that is within `timeout_s`.
+
+    The worker at fault is likely one that is not waiting for a message, and of these the one in the earliest step.
+    """
+    if not statuses or seconds <= timeout_s:
+        return None
+    suspect = min(statuses, key=lambda status: ("Receive" in status.instruction, status.step, status.worker))
+    message = (
+        f"no worker has made progress for {timeout_s:g} s, though all of them answer. A collective hangs, or the step "
+        "takes that long: then raise `worker_timeout_s` of `minialpa.init`."
+    )
+    return Failure(Fault.STUCK, suspect, message)
+
+
+def root_cause(found: Sequence[Failure]) -> Failure:
+    """The failure that likely caused the others. `found` is in the order in which they were noticed.
+
+    - Of two failures with the same fault, the first one: jax ends the processes of a mesh after the one that died.
+    - A lost host before a death: when a host is lost, Ray reports processes that jax ends elsewhere before those there.
+    - An error that a worker has reported before its later death.
+    """
+    reported = {f.where.worker for f in found if f.traceback}
+    return min((f for f in found if f.traceback or f.where.worker not in reported), key=lambda f: f.fault)
 
 
 def session_error(found: Sequence[Failure], heard: Iterable[Status]) -> WorkerError:
-    """The error that ends a session, for all failures that were found and what was heard of workers besides."""
+    """The error that ends a session. `found` has all failures, `heard` the status of workers that have not failed."""
     places = {f.where.worker: f.where for f in found} | {status.worker: status for status in heard}
     return worker_error(root_cause(found), places.values())
 
 
 def worker_error(cause: Failure, others: Iterable[Status], has_ended: bool = True) -> WorkerError:
-    """The error for the user: what failed, where it was, where the others are, and the traceback of the worker.
+    """The error for the user: what failed and where, where the other workers are, and the worker's traceback.
 
-    has_ended: whether the session ends with it.
+    `has_ended` says whether the session ends with this error.
     """
     at = cause.where
     process = "" if at.pid is None else f", process {at.pid}"
@@ -101,10 +160,12 @@ def worker_error(cause: Failure, others: Iterable[Status], has_ended: bool = Tru
         lines.append(
             f"It {seen} in step {at.step} at {at.instruction}; before that: {'; '.join(at.recent) or 'nothing'}."
         )
+
     for status in sorted(others, key=lambda status: status.worker):
         if status.worker != at.worker:
             place = f"was in step {status.step} at {status.instruction}" if status.step >= 0 else "had run no step"
             lines.append(f"Worker {status.worker}, stage {status.stage} on host {status.host}, {place}.")
+
     if cause.traceback:
         lines.append(f"Traceback of the worker:\n{cause.traceback}")
     if has_ended:
@@ -112,6 +173,7 @@ def worker_error(cause: Failure, others: Iterable[Status], has_ended: bool = Tru
             "All workers have ended and their hosts are given back. `minialpa.init` starts a new session; restore the "
             "state from a checkpoint."
         )
+
     return WorkerError(
         "\n".join(lines),
         worker=at.worker,
@@ -124,7 +186,7 @@ def worker_error(cause: Failure, others: Iterable[Status], has_ended: bool = Tru
 
 
 def ended(error: WorkerError) -> WorkerError:
-    """What a later call of the session that `error` has ended raises."""
+    """The error that later calls of a session raise after `error` has ended it, with all that `error` knows."""
     later = WorkerError(f"The session has ended: {error}")
     later.__dict__.update(error.__dict__)
     later.__cause__ = error
@@ -132,5 +194,5 @@ def ended(error: WorkerError) -> WorkerError:
 
 
 def with_stage(status: Status, stage: int) -> Status:
-    """`status` with a stage if it has none."""
+    """`status`, with `stage` if it has none yet."""
     return replace(status, stage=stage) if status.stage < 0 else status

@@ -1,8 +1,8 @@
-"""Collectives of CPU hosts: the address of this host in, jax's CPU backend with gloo on that address out.
+"""Collectives between CPU hosts: has gloo, which jax uses for them, listen on a given address of this host.
 
-The only module of the runtime that touches the internals of jax. Left alone, gloo binds the address that this host's
-name stands for, which
-is the loopback on many machines, and that of another network on others; jax has no public way to say otherwise.
+By default, gloo binds the address that this host's name resolves to. On many machines that is the loopback, on others
+an address of another network. jax has no public way to change it, so this is the one module of the runtime that uses
+jax's internals.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 
 
 def bind_gloo(ip: str) -> None:
-    """Make the CPU backend, which must not have started yet, use gloo on `ip`. After `jax.distributed.initialize`."""
+    """Have the CPU backend use gloo on `ip`. Call it after `jax.distributed.initialize`, before the backend starts."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         from jax._src import distributed, xla_bridge
@@ -22,5 +22,5 @@ def bind_gloo(ip: str) -> None:
         collectives = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=ip)
         make_client = partial(xla_bridge.make_cpu_client, collectives=collectives)
         xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
-    except (ImportError, AttributeError, TypeError):  # another version of jax: by host name, as it does by itself
+    except (ImportError, AttributeError, TypeError):  # Another version of jax: gloo binds its default address.
         return

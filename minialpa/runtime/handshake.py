@@ -1,13 +1,18 @@
-"""How two workers find each other and know that the other one has the secret: a socket for each pair of workers.
+"""How two workers connect and prove to each other that they know the session's secret.
 
-A worker listens at two doors: a Unix socket, which peers on the same machine reach, and TCP. Trying the first tells
-whether memory can be shared: abstract Unix names are seen within a network namespace, so no list of machines is needed.
-Both sides prove the secret with a MAC over numbers and nonces of both, before either believes a byte:
+A `Listener` accepts connections at two addresses: a Unix socket, for peers on the same machine, and TCP. `connect`
+tries the Unix socket first. If it answers, the two workers can share memory: abstract Unix names are visible within
+one network namespace only, so nobody needs a list of which workers share a machine. Each side sends a MAC over the
+numbers and nonces of both, and neither reads anything else before it has checked the MAC of the other:
 
     connector -> listener   hello: magic, connector, listener, nonce
     listener -> connector   nonce, MAC(secret, "listener", hello, nonce)
     connector -> listener   MAC(secret, "connector", hello, nonce)
     listener -> connector   welcome
+
+A peer whose handshake is not over yet is *pending*. The listener has a thread for each of its two sockets, which
+accepts, and one for each pending peer, which answers; all that they share changes under one lock. A pending peer that
+fails is dropped without a word. A connector that fails raises WorkerError.
 """
 
 from __future__ import annotations
@@ -27,126 +32,150 @@ from queue import SimpleQueue
 from minialpa.errors import WorkerError
 
 HANDSHAKE_S = 10.0
-"""A guest that has not proven the secret after so long is dropped."""
+"""A pending peer that has not proven the secret after so long is dropped."""
 
 _HELLO = struct.Struct("<8sII32s")
 _MAGIC = b"minialp1"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _WELCOME = b"\x01"
-_MAX_GUESTS = 64
-_PATIENCE_S = 0.25
-"""Where there are as many guests as there may be, one that has been there for so long goes when another one comes."""
+_MAX_PENDING = 64
+_MIN_PENDING_S = 0.25
+"""While `_MAX_PENDING` peers are pending, a new one replaces the oldest if that has had at least this long."""
 _RETRY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a worker listens: TCP host and port, and the abstract name of its Unix socket (empty if it has none)."""
+    """Where a worker listens.
+
+    Attributes:
+        host: The address of its machine.
+        port: The TCP port.
+        local_name: The abstract name of its Unix socket; empty if it has none.
+    """
 
     host: str
     port: int
     local_name: str
 
     def only_tcp(self) -> Address:
-        """The same without the Unix socket: peers come by TCP, and share no memory."""
+        """This address without the Unix socket, so that peers connect over TCP and share no memory."""
         return replace(self, local_name="")
 
 
-class Doors:
-    """The sockets at which worker `number` listens on `host`, from now until `close`.
+class Listener:
+    """The sockets at which worker `number` listens on `host`, from its making until `close`.
 
-    arrivals: number and socket of each peer that has proven the secret. Who has not is dropped after HANDSHAKE_S, or
-    sooner where many come, and keeps nobody else waiting.
+    A pending peer has HANDSHAKE_S seconds to prove the secret, fewer if many are pending, and delays nobody else.
+
+    Attributes:
+        address: Where peers connect.
+        authenticated: The number and the socket of each peer that has proven the secret. The thread that
+            takes a socket from this queue owns it.
     """
 
     def __init__(self, secret: bytes, number: int, host: str) -> None:
         if len(secret) < 16:
             raise WorkerError(f"The workers' secret has {len(secret)} bytes. Give them at least 16 random ones.")
-        self.arrivals: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
+        self.authenticated: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
         self._secret, self._number = secret, number
+
+        # These change under the lock.
         self._lock = threading.Lock()
-        self._guests: dict[socket.socket, float] = {}  # and when they came, the first one first
+        self._pending: dict[socket.socket, float] = {}  # With the time of their arrival, the oldest first.
         self._threads: set[threading.Thread] = set()
         self._closed = False
+
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listeners = [socket.create_server((host, 0), family=family)]
+        self._server_sockets = [socket.create_server((host, 0), family=family)]
         local_name = ""
         if sys.platform == "linux":
             local_name = f"minialpa-{secrets.token_hex(16)}"
-            self._listeners.append(listener := socket.socket(socket.AF_UNIX))
-            listener.bind("\0" + local_name)
-            listener.listen()
-        self.address = Address(host, self._listeners[0].getsockname()[1], local_name)
-        for listener in self._listeners:
-            self._start(self._accept, listener)
+            self._server_sockets.append(unix := socket.socket(socket.AF_UNIX))
+            unix.bind("\0" + local_name)
+            unix.listen()
+        self.address = Address(host, self._server_sockets[0].getsockname()[1], local_name)
+
+        for server_socket in self._server_sockets:
+            self._start(self._accept, server_socket)
 
     def close(self) -> None:
-        """Stop listening, drop guests and end the threads."""
+        """Stop listening, drop pending peers and end the threads. Authenticated peers stay connected."""
         with self._lock:
             self._closed = True
             threads = tuple(self._threads)
-            for open_socket in (*self._listeners, *self._guests):
+            for open_socket in (*self._server_sockets, *self._pending):
                 shut(open_socket)
         for thread in threads:
             thread.join()
-        for listener in self._listeners:
-            listener.close()
+        for server_socket in self._server_sockets:
+            server_socket.close()
 
     def _start(self, run: Callable[[socket.socket], None], sock: socket.socket) -> None:
-        thread = threading.Thread(target=run, args=(sock,), name="minialpa-door", daemon=True)
+        thread = threading.Thread(target=run, args=(sock,), name="minialpa-listener", daemon=True)
         self._threads.add(thread)
         thread.start()
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, server_socket: socket.socket) -> None:
         while True:
             try:
-                guest, _ = listener.accept()
+                pending, _ = server_socket.accept()
             except OSError:
                 if self._closed:
                     return
-                time.sleep(_RETRY_S)  # Out of descriptors, say. The peer tries again, too.
+                time.sleep(_RETRY_S)  # The process may be out of file descriptors. The connector retries, too.
                 continue
-            with self._lock:
-                if self._closed or not self._has_room():
-                    guest.close()
-                    continue
-                self._guests[guest] = time.monotonic()
-                self._start(self._welcome, guest)
 
-    def _has_room(self) -> bool:
-        """Whether another guest may come in, for whom the first one may have to go. A peer is through in no time."""
-        if len(self._guests) < _MAX_GUESTS:
+            with self._lock:
+                if self._closed or not self._make_room():
+                    pending.close()
+                    continue
+                self._pending[pending] = time.monotonic()
+                self._start(self._authenticate, pending)
+
+    def _make_room(self) -> bool:
+        """Whether another peer may become pending; drops the oldest one if it has had its time. Needs the lock.
+
+        A worker takes milliseconds for its handshake, so a peer that is pending for longer is likely not a worker.
+        """
+        if len(self._pending) < _MAX_PENDING:
             return True
-        first, came = next(iter(self._guests.items()))
-        if time.monotonic() - came < _PATIENCE_S:
+        oldest, arrived_s = next(iter(self._pending.items()))
+        if time.monotonic() - arrived_s < _MIN_PENDING_S:
             return False
-        shut(first)  # which wakes its thread
-        del self._guests[first]
+        shut(oldest)  # Wakes its thread, which closes it.
+        del self._pending[oldest]
         return True
 
-    def _welcome(self, guest: socket.socket) -> None:
+    def _authenticate(self, pending: socket.socket) -> None:
         peer = None
         try:
             with contextlib.suppress(OSError, EOFError):
-                peer = _answer(guest, self._secret, self._number, time.monotonic() + HANDSHAKE_S)
+                peer = _answer(pending, self._secret, self._number, time.monotonic() + HANDSHAKE_S)
         finally:
             with self._lock:
-                self._guests.pop(guest, None)
+                self._pending.pop(pending, None)
                 self._threads.discard(threading.current_thread())
                 if peer is None or self._closed:
-                    guest.close()
+                    pending.close()
                 else:
-                    self.arrivals.put((peer, guest))
+                    self.authenticated.put((peer, pending))
 
 
-def knock(address: Address, secret: bytes, number: int, peer: int, deadline: float) -> socket.socket:
-    """Connect worker `number` to `peer`. Tries until `deadline` (of `time.monotonic`), unless the secrets differ."""
+def connect(address: Address, *, secret: bytes, number: int, peer: int, deadline: float) -> socket.socket:
+    """Connect worker `number` to worker `peer`, which listens at `address`. The caller owns the socket.
+
+    Retries until `deadline` (of `time.monotonic`), and then raises WorkerError. Raises it at once if the listener has
+    another secret, since that will not change.
+    """
     while True:
         sock = None
         try:
-            sock = _reach(address, deadline)
-            _prove(sock, secret, number, peer, min(deadline, time.monotonic() + HANDSHAKE_S))
+            sock = _open_socket(address, deadline)
+            _prove(
+                sock, secret=secret, number=number, peer=peer, deadline=min(deadline, time.monotonic() + HANDSHAKE_S)
+            )
             return sock
         except (OSError, EOFError) as error:
             if sock is not None:
@@ -164,7 +193,10 @@ def knock(address: Address, secret: bytes, number: int, peer: int, deadline: flo
 
 
 def receive_exactly(sock: socket.socket, n_bytes: int, deadline: float | None = None) -> bytes:
-    """The next `n_bytes` of a socket. Raises EOFError where it ends before, TimeoutError after `deadline`."""
+    """The next `n_bytes` of a socket.
+
+    Raises EOFError if the connection is closed before they have come, and TimeoutError after `deadline`.
+    """
     data = bytearray()
     while len(data) < n_bytes:
         if deadline is not None:
@@ -176,7 +208,8 @@ def receive_exactly(sock: socket.socket, n_bytes: int, deadline: float | None = 
     return bytes(data)
 
 
-def _reach(address: Address, deadline: float) -> socket.socket:
+def _open_socket(address: Address, deadline: float) -> socket.socket:
+    """A socket that is connected to the Unix socket of `address`, or by TCP if that is not on this machine."""
     timeout_s = max(1e-3, deadline - time.monotonic())
     if address.local_name and sys.platform == "linux":
         sock = socket.socket(socket.AF_UNIX)
@@ -184,7 +217,9 @@ def _reach(address: Address, deadline: float) -> socket.socket:
             sock.settimeout(timeout_s)
             sock.connect("\0" + address.local_name)
             return sock
-        except ConnectionRefusedError:  # Nobody has this name here: it is another machine, or another namespace.
+        except (
+            ConnectionRefusedError
+        ):  # The name is unknown here: the peer is on another machine or in another namespace.
             sock.close()
         except BaseException:
             sock.close()
@@ -192,31 +227,36 @@ def _reach(address: Address, deadline: float) -> socket.socket:
     return socket.create_connection((address.host, address.port), timeout=timeout_s)
 
 
-def _prove(sock: socket.socket, secret: bytes, number: int, peer: int, deadline: float) -> None:
-    """The connector's side. Raises WorkerError if the listener has another secret, or is not `peer`."""
+def _prove(sock: socket.socket, *, secret: bytes, number: int, peer: int, deadline: float) -> None:
+    """The connector's side of the handshake. Raises WorkerError if the listener has another secret."""
     hello = _HELLO.pack(_MAGIC, number, peer, secrets.token_bytes(_NONCE_BYTES))
     sock.settimeout(max(1e-3, deadline - time.monotonic()))
     sock.sendall(hello)
+
     answer = receive_exactly(sock, _NONCE_BYTES + _MAC_BYTES, deadline)
     nonce, mac = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
     if not hmac.compare_digest(mac, _mac(secret, b"listener", hello, nonce)):
-        raise WorkerError(f"What answers at the address of worker {peer} does not know the workers' secret.")
+        raise WorkerError(f"The process at the address of worker {peer} does not know the workers' secret.")
+
     sock.sendall(_mac(secret, b"connector", hello, nonce))
+    # Without the welcome, the listener may have dropped this connection already.
     receive_exactly(sock, len(_WELCOME), deadline)
     sock.settimeout(None)
 
 
 def _answer(sock: socket.socket, secret: bytes, number: int, deadline: float) -> int | None:
-    """The listener's side: the number of the peer, or None if it is none of ours."""
+    """The listener's side of the handshake: the number of the peer, or None if it cannot prove the secret."""
     hello = receive_exactly(sock, _HELLO.size, deadline)
-    magic, peer, wanted, _ = _HELLO.unpack(hello)
-    if magic != _MAGIC or wanted != number:
+    magic, peer, addressee, _ = _HELLO.unpack(hello)
+    if magic != _MAGIC or addressee != number:
         return None
+
     nonce = secrets.token_bytes(_NONCE_BYTES)
     sock.sendall(nonce + _mac(secret, b"listener", hello, nonce))
     mac = receive_exactly(sock, _MAC_BYTES, deadline)
     if not hmac.compare_digest(mac, _mac(secret, b"connector", hello, nonce)):
         return None
+
     sock.sendall(_WELCOME)
     sock.settimeout(None)
     return int(peer)
@@ -227,6 +267,6 @@ def _mac(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 
 def shut(sock: socket.socket) -> None:
-    """Wake the threads that wait at a socket."""
+    """End the connection in both directions, which wakes the threads that are blocked on the socket."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -76,7 +76,7 @@ class LocalExecutable:
             _check_usable(leaves)
             return self._step(leaves, traced)
 
-    def in_order(self) -> AbstractContextManager[Any]:
+    def turn(self) -> AbstractContextManager[Any]:
         """See `Runner`."""
         return _order
 

@@ -1,6 +1,7 @@
-"""Arrays between processes by pickle: those of NumPy's own numbers go beside the pickle as they are.
+"""Arrays in the form in which they cross processes by pickle.
 
-Those of other packages, as bfloat16, would be copied into it. So they travel as unsigned integers.
+Pickle moves arrays of NumPy's own dtypes out of band, without a copy. It would copy arrays of other packages' dtypes,
+such as bfloat16, into its stream, so these cross as unsigned integers of the same size.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 
 
 def to_plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """`array`, or its memory seen as unsigned integers of the same size."""
+    """`array` if its dtype is one of NumPy's own, or a view of its memory as unsigned integers."""
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
 
 

@@ -1,13 +1,19 @@
-"""Hosts of a Ray cluster: what a session asks for in, reserved hosts and processes on them out.
+"""Hosts of a Ray cluster: a session reserves them here and starts worker processes on them.
 
-A host is a Ray node with devices: GPUs, the custom resource `minialpa_cpu_device`, or, where no node has either, CPUs,
-each of which stands for one virtual CPU device unless the number is given.
+`node_choice.py` chooses the Ray nodes that become hosts.
+
+`RayCluster` owns the reservation (a placement group), the processes of the workers, and the connection to Ray if it
+has made that itself; `release` returns all of them. It starts no thread that outlives a call. One thread at a time
+starts and ends workers (see `turns.py`); `fault` and `lost_hosts` may be called from any thread. Ray can
+end this process if its head is gone, so calls that would do that look first whether the head answers.
+
+Errors are ShardingError if the cluster has too few hosts or devices, MinialpaError if it cannot be used, and
+WorkerError if workers do not start.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,33 +22,42 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from minialpa.cluster import ClusterSpec, PresetName, gpu_preset
-from minialpa.errors import MinialpaError, ShardingError
-from minialpa.runtime.failures import Failure, Fault, Status, worker_error
+from minialpa.errors import MinialpaError
+from minialpa.runtime.failures import Failure, Fault, Status, call_raised, died, worker_error
+from minialpa.runtime.launcher import CallRaised, WorkerEnded, WorkerHandle
+from minialpa.runtime.node_choice import choose_nodes, ip_key
+from minialpa.runtime.ray_actors import RayActor, RayCalls, start_actor
 from minialpa.runtime.ray_connection import answers, connect, fault_of_head
-from minialpa.runtime.worker import Worker, WorkerSettings
+from minialpa.runtime.worker_process import WorkerSettings
 
-CPU_DEVICE = "minialpa_cpu_device"
-#: Seconds that the cluster has to reserve the hosts, and that the workers of a mesh have to start.
-RESERVE_S, START_S = 60.0, 180.0
-#: Seconds for which the head of the cluster may be away. Ray itself ends this process after a minute.
-HEAD_S = 6.0
-#: Seconds after which those who wait for workers look whether the session has ended.
-_CHECK_S = 1.0
-_ATTEMPTS = 3
+#: Seconds that the cluster has to reserve the hosts.
+_RESERVE_TIMEOUT_S = 60.0
+#: Seconds that the workers of a mesh have to start.
+_START_TIMEOUT_S = 180.0
+#: Seconds that the head of the cluster may be unreachable. Ray itself would end this process after a minute.
+_HEAD_TIMEOUT_S = 6.0
+#: Seconds between two checks of whether the session has ended, while workers start.
+_CHECK_INTERVAL_S = 1.0
+#: Times that workers are started if the port of a coordinator is taken meanwhile.
+_START_ATTEMPTS = 3
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a session asks of Ray; None leaves it to the cluster.
+    """What a session asks of Ray. None leaves a value to the cluster.
 
-    address: of a running cluster; None for that of `RAY_ADDRESS`, or else one that is started on this machine.
-    timeout_s: how long a worker waits for another one. env: environment variables of the workers.
+    Attributes:
+        address: The address of a running cluster; None as `ray_connection.connect` says.
+        num_hosts: The number of hosts; None for all.
+        devices_per_host: The number of devices of each host; None for as many as every host has.
+        namespace: The Ray namespace.
+        timeout_s: Seconds that a worker waits for another one.
+        env: Environment variables of the workers.
     """
 
     address: str | None
@@ -55,7 +70,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A reserved host: its Ray node and its address, the port of that node, and its bundle in the placement group."""
+    """A reserved host.
+
+    Attributes:
+        node_id: Its Ray node.
+        ip: Its address.
+        port: The port at which its Ray node answers.
+        bundle: Its bundle in the placement group.
+    """
 
     node_id: str
     ip: str
@@ -63,58 +85,64 @@ class Host:
     bundle: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WorkerHandle:
-    """A running worker: its number in the session, the host and devices that it has, and its actor."""
+class RayCluster(RayCalls):
+    """The hosts that a session has reserved, from the making of this object until `release`. See `launcher.Launcher`.
 
-    number: int
-    host: int
-    first_device: int
-    n_devices: int
-    actor: Any
-
-
-class RayCluster:
-    """Hosts that this session has reserved, until `release`. Raises ShardingError if the cluster has too few."""
+    Attributes:
+        request: What the session has asked for.
+        owns_ray: Whether this object has connected the process to Ray, and will disconnect it.
+        head: The address of the cluster's head.
+        devices_per_host: The number of devices of each host.
+        platform: "cuda" or "cpu".
+        hosts: The hosts, in the order of their addresses.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.timeout_s = request.timeout_s
         self.owns_ray = not ray.is_initialized()
         if self.owns_ray:
             connect(request.address, request.namespace)
+
         try:
             self.head = ray.get_runtime_context().gcs_address
-            self.check_head()
-            self.resource, nodes, self.devices_per_host = _choose_nodes(request)
-            self.platform = "cuda" if self.resource == "GPU" else "cpu"
-            self._share = _resource_share(self.resource, nodes, self.devices_per_host)
-            self._group = _reserve(len(nodes), {self.resource: self._share * self.devices_per_host})
+            self.check()
+            choice = choose_nodes(ray.nodes(), request.num_hosts, request.devices_per_host)
+            self._resource = choice.resource
+            self.devices_per_host = choice.devices_per_host
+            self.platform = "cuda" if choice.resource == "GPU" else "cpu"
+            self._resource_per_device = choice.resource_per_device
+            bundle = {choice.resource: self._resource_per_device * choice.devices_per_host}
+            self._group = _reserve(len(choice.nodes), bundle)
             self.hosts = _hosts(self._group)
         except BaseException:
             if self.owns_ray:
                 ray.shutdown()
             raise
+
         self._secret = secrets.token_bytes(32)
         self._n_workers = 0
         self._released = False
-        self._headless_since: float | None = None
+        self._head_lost_at_s: float | None = None
 
     def release(self) -> None:
-        """Give the hosts back; what was started on them ends. Calling it twice is fine."""
+        """Return the hosts, which ends the workers on them. Calling it twice is fine."""
         if self._released:
             return
         self._released = True
         if not ray.is_initialized():
             return
+
         try:
+            # Without the head, the removal would make Ray end this process.
             if fault_of_head(self.head) is None:
                 remove_placement_group(self._group)
         finally:
             if self.owns_ray:
                 ray.shutdown()
 
-    def check_head(self) -> None:
-        """Raise MinialpaError if the head of the cluster is away, or is another one than this process has joined."""
+    def check(self) -> None:
+        """Raise MinialpaError if the head is unreachable, or was restarted after this process had connected to it."""
         fault = fault_of_head(self.head)
         if fault is not None:
             raise MinialpaError(
@@ -123,32 +151,40 @@ class RayCluster:
                 "called `ray.init`; then start again on a cluster that runs."
             )
 
-    def headless_s(self) -> float:
-        """Seconds since the first of those calls of this that have found that the head of the cluster is away."""
+    def fault(self) -> str | None:
+        """What to tell the user if the head has been unreachable for too long, since the first failed probe."""
         if answers(self.head):
-            self._headless_since = None
-            return 0.0
-        now = time.monotonic()
-        since = self._headless_since = self._headless_since or now  # another thread may have got an answer since
-        return now - since
+            self._head_lost_at_s = None
+            return None
+        now_s = time.monotonic()
+        # One assignment, since another thread may have got an answer, and set this to None, at any time.
+        lost_at_s = self._head_lost_at_s = self._head_lost_at_s or now_s
+        if now_s - lost_at_s <= _HEAD_TIMEOUT_S:
+            return None
+        return (
+            f"The head of the Ray cluster at {self.head} has not answered for {_HEAD_TIMEOUT_S:.0f} s. Start a cluster "
+            "and call `minialpa.init` again; restore the state from a checkpoint."
+        )
 
-    def lost_hosts(self, numbers: Iterable[int]) -> set[int]:
-        """Those of some hosts on which nothing answers, all asked at once. Ray itself takes some time to notice."""
-        asked = sorted(set(numbers))
-        addresses = [f"{self.hosts[number].ip}:{self.hosts[number].port}" for number in asked]
+    def lost_hosts(self, numbers: Iterable[int]) -> dict[int, str]:
+        """The hosts, of those with these numbers, on which nothing answers, and their addresses. Ray itself takes some
+        time to notice."""
+        asked = [(number, self.hosts[number]) for number in sorted(set(numbers))]
         with ThreadPoolExecutor(max_workers=max(1, len(asked))) as pool:
-            return {number for number, found in zip(asked, pool.map(answers, addresses), strict=True) if not found}
+            found = pool.map(answers, [f"{host.ip}:{host.port}" for _, host in asked])
+            return {number: host.ip for (number, host), is_there in zip(asked, found, strict=True) if not is_there}
 
     def describe(self) -> ClusterSpec:
-        """The cluster for the planner: devices by the kinds of the GPUs, or those of CPUs; links by the first kind.
+        """The cluster for the planner. Links are those of the first host's kind of GPU.
 
-        A GPU has the memory that jax takes of it.
+        The memory of a GPU is the part of it that jax takes.
         """
         presets: Sequence[PresetName] = self._gpu_presets() if self.platform == "cuda" else ("cpu",)
         specs = [
             ClusterSpec.preset(preset, num_hosts=len(self.hosts), devices_per_host=self.devices_per_host)
             for preset in presets
         ]
+
         devices = [spec.device for spec in specs]
         if self.platform == "cuda":
             fraction = _memory_fraction(self.request.env)
@@ -168,23 +204,25 @@ class RayCluster:
 
     # ---- workers --------------------------------------------------------------------------------------------------
 
-    def start_meshes(self, wanted: Sequence[tuple[int, int]], check: Callable[[], None]) -> list[list[WorkerHandle]]:
-        """Workers for each (first device, number of devices), one on each host, joined in one jax runtime per mesh.
+    def start_meshes(self, keys: Sequence[tuple[int, int]], check: Callable[[], None]) -> list[list[WorkerHandle]]:
+        """Start workers for each (first device, number of devices): one on each host, in one jax runtime per mesh.
 
-        check: called every second meanwhile; where it raises, no worker stays. Raises WorkerError if they do not start.
+        `check` is called about once a second meanwhile. If it raises, all of these workers end. Raises WorkerError if
+        they do not start.
         """
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(_START_ATTEMPTS):
             meshes: list[list[WorkerHandle]] = []
             try:
-                meshes.extend(self._spawn(*key) for key in wanted)
-                failure = _join(meshes, check)
+                meshes.extend(self._spawn(*key) for key in keys)
+                failure = self._join(meshes, check)
             except BaseException:
                 self.end(list(itertools.chain(*meshes)))
                 raise
             if failure is None:
                 return meshes
+
             self.end(list(itertools.chain(*meshes)))
-            if attempt + 1 == _ATTEMPTS or not _port_was_taken(failure):
+            if attempt + 1 == _START_ATTEMPTS or not _port_was_taken(failure):
                 hint = (
                     f"{failure.message}\nIs minialpa installed on every host, with the same versions of jax and Python?"
                 )
@@ -192,16 +230,19 @@ class RayCluster:
         raise AssertionError("unreachable")
 
     def end(self, workers: Sequence[WorkerHandle]) -> None:
-        """End the processes of workers. Those that are gone already are no error."""
+        """End the processes of workers. It is no error if some have ended already."""
         if not workers or not ray.is_initialized():
             return
-        if fault_of_head(self.head) is not None:  # it passes on what `ray.kill` asks for
+        # `ray.kill` works through the head. Without it, the workers have to end themselves.
+        if fault_of_head(self.head) is not None:
             for worker in workers:
-                worker.actor.stop.options(concurrency_group="control").remote()
+                worker.actor.call_aside("stop")
         for worker in workers:
-            ray.kill(worker.actor, no_restart=True)
+            assert isinstance(worker.actor, RayActor)
+            ray.kill(worker.actor.handle, no_restart=True)
 
     def _spawn(self, first_device: int, n_devices: int) -> list[WorkerHandle]:
+        """Start a process on each host that has some of the devices. Returns at once."""
         per_host = self.devices_per_host
         workers = []
         for host in range(first_device // per_host, (first_device + n_devices - 1) // per_host + 1):
@@ -209,6 +250,7 @@ class RayCluster:
             count = min(first_device + n_devices, (host + 1) * per_host) - begin
             number = self._n_workers
             self._n_workers += 1
+
             settings = WorkerSettings(
                 number=number,
                 host=host,
@@ -218,30 +260,65 @@ class RayCluster:
                 platform=self.platform,
                 n_devices=count,
             )
-            actor = _ACTOR.options(**self._options(host, count)).remote(settings)
-            workers.append(WorkerHandle(number, host, begin, count, actor))
+            actor = start_actor(self._options(host, count), settings)
+            workers.append(WorkerHandle(number=number, host=host, first_device=begin, n_devices=count, actor=actor))
         return workers
 
+    def _join(self, meshes: Sequence[Sequence[WorkerHandle]], check: Callable[[], None]) -> Failure | None:
+        """Join the workers of each mesh in one jax runtime, and wait until all have; the first failure, or None.
+
+        `check` is called about once a second, and may raise.
+        """
+        # The coordinator of a mesh runs on its first worker, which finds a free port for it.
+        ports = [workers[0].actor.call("reserve_port") for workers in meshes]
+        pending = {
+            worker.actor.call("join", port, len(workers), rank): Status(
+                worker=worker.number, host=worker.host, stage=mesh
+            )
+            for mesh, (workers, port) in enumerate(zip(meshes, ports, strict=True))
+            for rank, worker in enumerate(workers)
+        }
+
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while pending:
+            left_s = max(0.0, deadline - time.monotonic())
+            done = self.wait(list(pending), min(_CHECK_INTERVAL_S, left_s))
+            check()
+
+            for ref in done:
+                status = pending.pop(ref)
+                try:
+                    self.answer(ref)
+                except CallRaised as error:
+                    return call_raised(status, error.method, error.message, error.traceback)
+                except WorkerEnded as error:
+                    return died(status, str(error))
+
+            # This wait lasted until the deadline, and nobody answered.
+            if not done and left_s <= _CHECK_INTERVAL_S:
+                late = next(iter(pending.values()))
+                return Failure(Fault.SILENT, late, f"it did not start within {_START_TIMEOUT_S:.0f} s.")
+        return None
+
     def _options(self, host: int, n_devices: int) -> dict[str, Any]:
-        amount = self._share * n_devices
-        wanted: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "resources": {}}
-        match self.resource:
+        """The options of the actor of a worker with some devices of a host."""
+        amount = self._resource_per_device * n_devices
+        resources: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "resources": {}}
+        match self._resource:
             case "GPU":
-                wanted["num_gpus"] = n_devices
+                resources["num_gpus"] = n_devices
             case "CPU":
-                wanted["num_cpus"] = amount
+                resources["num_cpus"] = amount
             case custom:
-                wanted["resources"] = {custom: amount}
+                resources["resources"] = {custom: amount}
+
         placed = PlacementGroupSchedulingStrategy(self._group, self.hosts[host].bundle)
         env = {**_worker_env(self.platform), **self.request.env}
-        return {**wanted, "scheduling_strategy": placed, "runtime_env": {"env_vars": env}, "max_restarts": 0}
-
-
-_ACTOR: Any = ray.remote(concurrency_groups={"control": 1, "life": 1})(Worker)  # type: ignore[call-overload]
+        return {**resources, "scheduling_strategy": placed, "runtime_env": {"env_vars": env}, "max_restarts": 0}
 
 
 def _worker_env(platform: str) -> dict[str, str]:
-    """Environment of a worker, whatever that of the caller is."""
+    """The environment variables that every worker has, whatever the environment of this process is."""
     env = {"XLA_FLAGS": "", "JAX_PLATFORMS": platform}
     if platform == "cuda":
         env[_MEMORY_FRACTION] = "0.9"
@@ -249,59 +326,22 @@ def _worker_env(platform: str) -> dict[str, str]:
 
 
 def _memory_fraction(env: Mapping[str, str]) -> float:
-    """The part of a GPU's memory that the workers take. env: what the caller wants of their environment."""
-    wanted = {**_worker_env("cuda"), **env}[_MEMORY_FRACTION]
+    """The part of a GPU's memory that jax takes in a worker. `env` is the user's `worker_env`."""
+    text = {**_worker_env("cuda"), **env}[_MEMORY_FRACTION]
     try:
-        return float(wanted)
+        return float(text)
     except ValueError:
-        raise MinialpaError(f"`{_MEMORY_FRACTION}` in `worker_env` is a number such as 0.8; got {wanted!r}.") from None
-
-
-def _choose_nodes(request: Request) -> tuple[str, list[dict[str, Any]], int]:
-    """The resource that counts devices, the nodes to use, and how many devices each gives."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    resource = next((r for r in ("GPU", CPU_DEVICE) if any(n["Resources"].get(r, 0) >= 1 for n in alive)), "CPU")
-    nodes = sorted(
-        (n for n in alive if n["Resources"].get(resource, 0) >= 1),
-        key=lambda n: (-n["Resources"][resource], _ip_key(n["NodeManagerAddress"]), n["NodeID"]),
-    )
-    hosts = request.num_hosts or len(nodes)
-    if not 1 <= hosts <= len(nodes):
-        raise ShardingError(
-            f"{hosts} hosts were asked for and the Ray cluster has {len(nodes)} with `{resource}`. Ask for fewer, or "
-            "start more nodes."
-        )
-    chosen = nodes[:hosts]
-    least = int(min(node["Resources"][resource] for node in chosen))
-    per_host = request.devices_per_host or least
-    if per_host < 1 or (per_host > least and resource != "CPU"):
-        raise ShardingError(
-            f"{per_host} devices per host were asked for and a host of the Ray cluster has {least} `{resource}`. Ask "
-            "for fewer devices or fewer hosts."
-        )
-    return resource, chosen, per_host
-
-
-def _ip_key(ip: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", ip))
-
-
-def _resource_share(resource: str, nodes: Sequence[dict[str, Any]], per_host: int) -> float:
-    """How much of the resource one device takes. Virtual devices may be more than the CPUs that they run on."""
-    if resource != "CPU":
-        return 1.0
-    least = min(node["Resources"]["CPU"] for node in nodes)
-    # Ray counts in ten-thousandths.
-    return min(1.0, int(least * 10_000 / per_host) / 10_000)
+        raise MinialpaError(f"`{_MEMORY_FRACTION}` in `worker_env` is a number such as 0.8; got {text!r}.") from None
 
 
 def _reserve(n_hosts: int, bundle: dict[str, float]) -> Any:
+    """A placement group with the resources of `bundle` on each of `n_hosts` nodes."""
     group = placement_group([dict(bundle) for _ in range(n_hosts)], strategy="STRICT_SPREAD")
-    if not group.wait(RESERVE_S):
+    if not group.wait(_RESERVE_TIMEOUT_S):
         remove_placement_group(group)
         raise MinialpaError(
-            f"The Ray cluster did not reserve {bundle} on each of {n_hosts} hosts within {RESERVE_S:.0f} s: something "
-            "else uses them. Wait for it to end, or ask for fewer hosts or devices."
+            f"The Ray cluster did not reserve {bundle} on each of {n_hosts} hosts within {_RESERVE_TIMEOUT_S:.0f} s: "
+            "something else uses them. Wait for it to end, or ask for fewer hosts or devices."
         )
     return group
 
@@ -311,58 +351,14 @@ def _hosts(group: Any) -> tuple[Host, ...]:
     nodes = {node["NodeID"]: (node["NodeManagerAddress"], int(node["NodeManagerPort"])) for node in ray.nodes()}
     table = placement_group_table(group)["bundles_to_node_id"]
     hosts = [Host(node, *nodes[node], int(bundle)) for bundle, node in table.items()]
-    return tuple(sorted(hosts, key=lambda host: (_ip_key(host.ip), host.node_id)))
-
-
-def _join(meshes: Sequence[Sequence[WorkerHandle]], check: Callable[[], None]) -> Failure | None:
-    """Start jax in the workers of each mesh; the first failure. The coordinator of a mesh is on its first worker."""
-    ports = [workers[0].actor.reserve_port.remote() for workers in meshes]
-    calls = {
-        worker.actor.join.remote(port, len(workers), rank): Status(
-            worker=worker.number, host=worker.host, pid=None, stage=mesh
-        )
-        for mesh, (workers, port) in enumerate(zip(meshes, ports, strict=True))
-        for rank, worker in enumerate(workers)
-    }
-    deadline = time.monotonic() + START_S
-    while calls:
-        left_s = max(0.0, deadline - time.monotonic())
-        done, _ = ray.wait(list(calls), num_returns=1, timeout=min(_CHECK_S, left_s))
-        check()
-        for ref in done:
-            status = calls.pop(ref)
-            try:
-                ray.get(ref)
-            except RayTaskError as error:
-                return failed_call(status, error)
-            except RayError as error:
-                return death(status, error)
-        if not done and left_s <= _CHECK_S:
-            late = next(iter(calls.values()))
-            return Failure(Fault.SILENT, late, f"it did not start within {START_S:.0f} s.")
-    return None
+    return tuple(sorted(hosts, key=lambda host: (ip_key(host.ip), host.node_id)))
 
 
 def _port_was_taken(failure: Failure) -> bool:
-    """Whether another process has, or may have, the port of a coordinator: some versions of jax crash then."""
+    """Whether another process may have taken the port of a coordinator, so that another try makes sense.
+
+    Some versions of jax crash in that case, so a death counts, too.
+    """
     text = failure.message.lower()
     signs = ("address already in use", "failed to bind", "failed to start rpc server")
     return failure.fault is Fault.DIED or any(sign in text for sign in signs)
-
-
-def death(last: Status, error: RayError) -> Failure:
-    """The failure of a worker that is gone. last: where it was when it last said so."""
-    lines = (line.strip() for line in str(error).splitlines())
-    reason = " ".join(line for line in lines if line and not line.startswith(_LABELS))
-    return Failure(Fault.DIED, last, f"its process died. {reason[:600]}")
-
-
-_LABELS = ("actor_id:", "class_name:", "ip:", "name:", "namespace:", "pid:")
-
-
-def failed_call(last: Status, error: RayTaskError) -> Failure:
-    """The failure of a call that is no step, such as the loading of a program."""
-    text = re.sub(r"\x1b\[\d+m", "", str(error))  # colours
-    called = re.search(r"ray::(?:\w+\.)?(\w+)", text)  # the error that `ray.get` raises keeps no name
-    where = replace(last, instruction=f"the call of `{called[1]}`" if called else "a call", recent=())
-    return Failure(Fault.RAISED, where, f"{error.cause!r}" if error.cause else text, text)

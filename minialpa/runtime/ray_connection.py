@@ -1,4 +1,8 @@
-"""The connection of this process to Ray: an address in; a cluster that is joined, and whether its head lives, out."""
+"""The connection of this process to Ray: finds or starts a cluster, connects to it, and probes its head.
+
+Ray keeps one connection per process, so `connect` changes the state of the process; the caller disconnects with
+`ray.shutdown`. Errors are MinialpaErrors that say how to get a cluster that works.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +20,42 @@ from minialpa.errors import MinialpaError
 
 
 def connect(address: str | None, namespace: str) -> None:
-    """Join the cluster at `address`, or at RAY_ADDRESS, or that of this machine, or start one; for "local" start one.
+    """Connect to the cluster at `address`, or RAY_ADDRESS, or of this machine. If there is none, or for "local",
+    start one.
 
-    Raises MinialpaError if none answers.
+    Raises MinialpaError if no cluster answers there.
     """
     address = address or os.environ.get("RAY_ADDRESS") or _started_here()
+
     if address in (None, "local"):
         with warnings.catch_warnings():
-            # Ray forks to start its processes, and these replace themselves at once.
+            # Ray forks to start its processes, and these call `exec` at once, so threads of this one do no harm.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init(
                 "local",
                 namespace=namespace,
                 include_dashboard=False,
                 log_to_driver=False,
-                # Ray would have everything else on this machine go before its workers.
+                # By default, Ray runs its workers at a lower priority than everything else on this machine.
                 _system_config={"worker_niceness": 0},
             )
         return
+
     if address.startswith("ray://"):
         raise MinialpaError(
             f"{address!r} is the address of a Ray client server, but the process that trains has to be on a host of "
             "the cluster: start it there, by `ray job submit` for instance, and leave out `address` and `RAY_ADDRESS`."
         )
-    # Ray would try for minutes.
+    # Ray would retry for minutes.
     if re.fullmatch(r"\S+:\d+", address) and "://" not in address and not answers(address):
         raise _no_cluster(address, "nothing listens there")
+
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False)
     except (ConnectionError, RuntimeError, RayError) as error:
         if "AuthenticationError" in "".join(traceback.format_exception(error)):
             raise MinialpaError(
-                f"The Ray cluster at {address!r} wants its token from this process. Set RAY_AUTH_MODE=token, and "
+                f"The Ray cluster at {address!r} asks this process for its token. Set RAY_AUTH_MODE=token, and "
                 "RAY_AUTH_TOKEN to what `ray get-auth-token` prints there, before Python starts; or start another "
                 'cluster on this machine with `address="local"`.'
             ) from error
@@ -62,7 +70,7 @@ def _no_cluster(address: str, reason: str) -> MinialpaError:
 
 
 def _started_here() -> str | None:
-    """The address of the cluster that `ray start` has started on this machine, if it still runs."""
+    """The address of the cluster that `ray start` has started on this machine, if that still runs."""
     try:
         from ray._private.utils import read_ray_address
     except ImportError:
@@ -72,18 +80,18 @@ def _started_here() -> str | None:
 
 
 def fault_of_head(address: str) -> str | None:
-    """Why the head of the cluster that this process has joined does not do what it is asked, if so."""
+    """What is wrong with the head that this process is connected to, as the end of a sentence; None if it works."""
     if not answers(address):
         return "does not answer"
     try:
         _internal_kv_exists(b"minialpa")
-    except RayError:  # Other calls of Ray would end this process now.
+    except RayError:  # Unlike this call, others would make Ray end the process now.
         return "was restarted and does not know this process"
     return None
 
 
 def answers(address: str) -> bool:
-    """Whether something listens at host:port."""
+    """Whether something listens at `address`, a host:port. Takes up to two seconds."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=2.0):

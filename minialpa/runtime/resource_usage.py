@@ -1,4 +1,4 @@
-"""What a process holds: memory, arrays, descriptors and threads. None of it may grow from step to step."""
+"""The resources that a process uses: memory, arrays, file descriptors and threads. None may grow from step to step."""
 
 from __future__ import annotations
 
@@ -10,36 +10,40 @@ from pathlib import Path
 import jax
 
 
-def holdings() -> dict[str, int]:
-    """Counts and bytes of this process, after a collection of garbage.
+def process_usage() -> dict[str, int]:
+    """Counts and bytes of this process, after a garbage collection. Only Linux has more than the first two.
 
-    live_arrays, live_bytes: jax arrays, the bytes being those on devices of this process. private_bytes, shmem_bytes:
-    as `resident` says. shared_bytes: memory that transports of this process made or mapped, resident or not. Only
-    Linux tells more than the first two.
+    - live_arrays: jax arrays.
+    - live_bytes: Bytes of these arrays on devices of this process.
+    - private_bytes, shmem_bytes: As in `resident_memory`.
+    - shared_bytes: Memory that transports of this process made or mapped, resident or not.
+    - descriptors, threads: Open file descriptors, and threads.
     """
     gc.collect()
     arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
-    held = {
+    usage = {
         "live_arrays": len(arrays),
         "live_bytes": sum(map(_local_bytes, arrays)),
     }
     if not Path("/proc/self/status").exists():
-        return held
+        return usage
+
     return {
-        **held,
-        **resident(os.getpid()),
-        "shared_bytes": sum(map(_size, Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())),
+        **usage,
+        **resident_memory(os.getpid()),
+        "shared_bytes": sum(map(_transport_bytes, Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
     }
 
 
-def resident(pid: int) -> dict[str, int]:
-    """Resident memory of a process of this machine, without files.
+def resident_memory(pid: int) -> dict[str, int]:
+    """Resident memory of a process of this machine, without mapped files.
 
-    private_bytes: its own. shmem_bytes: what it has touched of memory that other processes have, too: of the
-    transports, and of Ray's object store. The store gives each object another place until it comes round, so this
-    grows for hundreds of steps, and the machine has no more in use for that.
+    - private_bytes: Memory of this process alone.
+    - shmem_bytes: The part of shared memory, of transports and of Ray's object store, that the process has touched. Ray
+      places each object elsewhere in its store until it has used all of it. So this grows for hundreds of steps, though
+      the machine uses no more memory.
     """
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines())
     kilobytes = {"private_bytes": fields["RssAnon"], "shmem_bytes": fields["RssShmem"]}
@@ -47,12 +51,13 @@ def resident(pid: int) -> dict[str, int]:
 
 
 def _local_bytes(array: jax.Array) -> int:
+    """Bytes of an array on devices of this process."""
     shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     return shard * len(array.sharding.addressable_devices)
 
 
-def _size(mapping: str) -> int:
-    """Bytes of a line of `maps` if it is memory of a transport."""
+def _transport_bytes(mapping: str) -> int:
+    """Bytes of a line of `/proc/self/maps` if it is memory of a transport, else 0."""
     if "memfd:minialpa" not in mapping:
         return 0
     start, stop = mapping.split(maxsplit=1)[0].split("-")

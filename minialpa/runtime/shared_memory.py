@@ -1,9 +1,10 @@
-"""Memory for messages: pages that are used again and again, because fresh ones cost far more than a copy.
+"""Memory for messages: pools of pages that are reused, because fresh pages cost far more than a copy.
 
-Writing 64 MB to fresh pages takes about 15 times as long as to pages that were used before. A segment is a mapping that
-may be shared with one other process. Its first bytes say whether its payload is in use: the side that fills segments
-sets the flag, the side that reads clears it when nobody refers to the payload any more. So giving memory back is one
-store: no message, no lock, safe in a finalizer that runs anywhere.
+Writing 64 MB to fresh pages takes about 15 times as long as to pages that were used before. A segment is a mapping
+that may be shared with one other process. Its first byte is a flag that says whether its payload is in use. The
+process that fills a segment owns it, in a `Pool`, and sets the flag. The process that reads it clears the flag when
+nothing refers to the payload any more. So returning memory is one store, without a message or a lock, and safe in a
+finalizer on any thread.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ _FREE, _IN_USE = 0, 1
 
 
 class Segment:
-    """A mapping with a flag and a payload of at least `size_bytes`, aligned to ALIGNMENT.
+    """A mapping with a flag and a payload that is aligned to ALIGNMENT.
 
     The pages have no name and live as long as a mapping or array of any process refers to them.
+
+    Attributes:
+        size_bytes: Bytes of the payload.
     """
 
     def __init__(self, pages: Bytes) -> None:
@@ -42,17 +46,17 @@ class Segment:
         return bool(self._flag[0] == _FREE)
 
     def take(self, size_bytes: int) -> Bytes:
-        """The first bytes of the payload, to be written. The segment is in use from now on."""
+        """Mark the segment as in use; the first `size_bytes` of its payload, to be written."""
         self._flag[0] = _IN_USE
         return self._payload[:size_bytes]
 
     def lend(self, size_bytes: int) -> Bytes:
-        """The first bytes of the payload, to be read. The segment is free when nothing refers to them any more."""
+        """The first `size_bytes` of the payload, to be read. The segment is free once nothing refers to them."""
         return np.asarray(_Lease(self._payload[:size_bytes], self._flag))
 
 
 class _Lease:
-    """Owner of the memory of an array: what is sliced, viewed or taken over by jax keeps it, and its end is theirs."""
+    """The base of a lent array. Slices, views and jax arrays of its memory keep it; freeing it frees the segment."""
 
     def __init__(self, payload: Bytes, flag: Bytes) -> None:
         self.__array_interface__ = payload.__array_interface__
@@ -60,32 +64,37 @@ class _Lease:
         self._flag = flag
         self._process = os.getpid()
 
-    # Names of the module may be gone when the interpreter ends.
+    # Defaults, because the names of the module may be gone when the interpreter ends.
     def __del__(self, free: int = _FREE, getpid: Callable[[], int] = os.getpid) -> None:
-        if self._process == getpid():  # A forked child has the same pages, and no say in them.
+        if self._process == getpid():  # A forked child has a copy of this object, and the parent still reads the pages.
             self._flag[0] = free
 
 
 class Pool:
-    """Segments by size, made where none is free. Segments that are free are kept up to `idle_bytes` in all.
+    """Segments that one thread at a time takes and fills. Free ones are reused, and kept up to `idle_bytes` in total.
 
-    shared: whether the pages are to be mapped by another process as well. One thread takes.
+    If `shared`, another process can map the segments as well.
     """
 
     def __init__(self, shared: bool, idle_bytes: int) -> None:
         self._shared = shared
         self._idle_bytes = idle_bytes
         self._total_bytes = 0
-        self._segments: dict[int, Segment] = {}  # By number, the one that was taken last at the end.
+        self._segments: dict[int, Segment] = {}  # By number, the most recently taken last.
         self._n_made = 0
 
     def take(self, size_bytes: int) -> tuple[int, Segment, int | None]:
-        """A free segment: its number, itself, and if it is new and shared a file descriptor for the caller to close."""
+        """A free segment for `size_bytes`: its number, the segment, and a file descriptor if it is new and shared.
+
+        The caller owns the descriptor.
+        """
         total_bytes = segment_bytes(size_bytes)
-        for number, segment in reversed(self._segments.items()):  # The last one may still be in a cache.
+        # The most recently taken first: its pages may still be in a cache.
+        for number, segment in reversed(self._segments.items()):
             if segment.size_bytes + _HEADER_BYTES == total_bytes and segment.free:
                 self._segments[number] = self._segments.pop(number)
                 return number, segment, None
+
         descriptor = None
         if self._shared:
             descriptor = os.memfd_create("minialpa", os.MFD_CLOEXEC)
@@ -93,15 +102,17 @@ class Pool:
             segment = map_descriptor(descriptor, total_bytes)
         else:
             segment = Segment(_map_private(total_bytes))
+
         number, self._n_made = self._n_made, self._n_made + 1
         self._segments[number] = segment
         self._total_bytes += total_bytes
         return number, segment, descriptor
 
     def drop_idle(self) -> list[int]:
-        """Forget free segments, those first that were not used for longest, down to `idle_bytes`; their numbers."""
+        """Forget free segments, the least recently taken first, until `idle_bytes` are left; the numbers of these."""
         if self._total_bytes <= self._idle_bytes:
             return []
+
         idle = {number: segment.size_bytes for number, segment in self._segments.items() if segment.free}
         dropped = []
         excess = sum(idle.values()) - self._idle_bytes
@@ -116,23 +127,26 @@ class Pool:
 
 
 def segment_bytes(size_bytes: int) -> int:
-    """Bytes of the segment for a payload: whole pages, at most an eighth too many, so that like sizes are one."""
+    """Bytes of the segment for a payload of `size_bytes`, in whole pages.
+
+    Rounded up by at most an eighth, so that messages of similar sizes reuse the same segments.
+    """
     needed = size_bytes + _HEADER_BYTES
     step = max(mmap.PAGESIZE, 1 << max(0, needed.bit_length() - 4))
     return -(-needed // step) * step
 
 
 def map_descriptor(descriptor: int, total_bytes: int) -> Segment:
-    """The segment in the pages of a file descriptor. Raises ValueError if they are fewer than `total_bytes`."""
+    """The segment in the pages of a file descriptor. Raises ValueError if these are fewer than `total_bytes`."""
     if os.fstat(descriptor).st_size < total_bytes:
         raise ValueError(f"a segment of {total_bytes} bytes has only {os.fstat(descriptor).st_size}")
     return Segment(np.asarray(_SharedPages(descriptor, total_bytes)))
 
 
 class _SharedPages:
-    """A shared mapping. Unlike those of Python's `mmap`, it keeps no file descriptor, of which a process has few.
+    """A shared mapping. Unlike a mapping of Python's `mmap`, it keeps no file descriptor: a process has few of them.
 
-    Only arrays refer to it, into which the garbage collector does not look: it goes when the last of them has gone.
+    Only arrays refer to it, which the garbage collector does not traverse: it is unmapped when the last one is freed.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
@@ -159,7 +173,7 @@ def _libc() -> ctypes.CDLL:
 
 def _map_private(total_bytes: int) -> Bytes:
     mapping = mmap.mmap(-1, total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Fresh huge pages cost a fifth of fresh small ones. Not every system has them.
+    # Fresh huge pages cost a fifth as much as fresh small ones. Not every system has them.
     with contextlib.suppress(AttributeError, OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, np.uint8)

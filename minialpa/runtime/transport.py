@@ -1,4 +1,4 @@
-"""How arrays get from one worker process to another: the protocol that every transport keeps, and what a message is.
+"""How arrays move from one worker process to another: the interface of every transport, and the layout of a message.
 
 A message is a list of parts of arrays that one worker sends to one peer under a tag. Workers are numbered 0, 1, ...
 Both sides know from the program what a message holds, so only bytes travel, never a description to be unpickled.
@@ -18,14 +18,17 @@ import jax
 import numpy as np
 
 ALIGNMENT = 64
-"""Bytes. Where a NumPy array begins at a multiple of it, jax on CPU takes it over without a copy."""
+"""Bytes. jax on CPU uses the memory of a NumPy array without a copy if it begins at a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What is sent: `array`, which lies on one device, or the elements of it at `index`, a tuple of slices.
+    """An array, or a slice of one, to be sent.
 
-    device: the device that it is for, as the receiving worker numbers its own. The host transport leaves that alone.
+    Attributes:
+        array: An array on one device.
+        index: The slices of `array` to send, one for each dimension; None for all of it.
+        device: The device that receives it, as the receiving worker numbers its own. The host transport ignores it.
     """
 
     array: jax.Array | np.ndarray[Any, Any]
@@ -35,7 +38,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is received: shape and dtype of a part, and its device as in `Part`."""
+    """What the receiver expects a part to be.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        device: The device that receives it, as in `Part`.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -47,15 +56,15 @@ class Piece:
 
 
 class Transport(Protocol):
-    """Moves messages between this worker and its peers.
+    """Moves messages between this worker and its peers. Any thread may call it.
 
-    A tag is used for one message of a pair. Messages can be received in another order than they were sent in; those
-    that nobody has asked for yet wait at the receiver, so a sender never waits for `receive`. After the first error
-    every call raises it, and those that wait end at once. All errors are WorkerErrors that name the peer.
+    Each tag is used for one message of a pair of workers. Messages may be received in another order than they were
+    sent. The receiver keeps those that nobody has asked for yet, so a sender never waits for `receive`. After the
+    first error every call raises it, and waiting calls end at once. All errors are WorkerErrors that name the peer.
     """
 
     def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
-        """Send parts once they are ready, in the background.
+        """Send parts in the background, once they are ready.
 
         The transport keeps the arrays until the future is done. Until then they must not be donated; later they may.
         """
@@ -64,20 +73,23 @@ class Transport(Protocol):
     def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> list[Any]:
         """Wait for a message and return its parts, in the order in which they were sent.
 
-        Raises WorkerError if it does not come within `timeout_s` seconds or is not what `pieces` say.
+        Raises WorkerError if it does not come within `timeout_s` seconds or does not match `pieces`.
         """
         ...
 
     def close(self) -> None:
-        """Send what is ready, tell the peers, and end threads and connections. Arrays that were received stay valid."""
+        """Send what is ready, tell the peers, and end threads and connections. Received arrays stay valid."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the parts of a message lie in its bytes.
+    """Where the parts of a message are in its bytes.
 
-    offsets: of each part, multiples of ALIGNMENT. size_bytes: of the whole. digest: differs where shapes or dtypes do.
+    Attributes:
+        offsets: The first byte of each part, a multiple of ALIGNMENT.
+        size_bytes: Bytes of the message.
+        digest: A checksum of shapes and dtypes, by which a receiver notices that it expects other parts.
     """
 
     offsets: tuple[int, ...]
@@ -85,9 +97,9 @@ class Layout:
     digest: int
 
 
-@functools.lru_cache(maxsize=4096)  # Each step has the messages of the one before, and names of dtypes take long.
+@functools.lru_cache(maxsize=4096)  # All steps have the same messages, and the name of a dtype takes long to make.
 def lay_out(pieces: tuple[Piece, ...]) -> Layout:
-    """One piece behind the other, each aligned. Sender and receiver get the same answer for the same pieces."""
+    """The pieces one after the other, each aligned. Sender and receiver compute the same layout for the same pieces."""
     offsets = []
     end = 0
     for piece in pieces:

@@ -1,11 +1,15 @@
-"""Turns of threads: whoever asks something of the workers of a session in; one order of all that, and one end, out.
+"""Turns of the threads that share a session: only one at a time tells workers what to run, and the session ends once.
 
-Workers run what they are told in the order in which they are told. All of them have to be told of two steps in the same
-order, or each waits for what the other one has not begun. So a thread takes its turn (`ordered`), tells all workers,
-and gives it up before it waits for results.
+Workers run calls in the order in which they get them. If two workers got two steps in different orders, each would
+wait for a step that the other has not begun. So a thread takes its *turn*, makes the calls to all workers, and gives
+the turn up before it waits for results.
 
-A session ends once, and its connection to the cluster only when no thread uses it any more. The thread that ends it
-says why; others leave with that error, and the last thing that the first one does is to release everything.
+Any thread may find that the session has failed, or may shut it down. The first one that does determines the cause, and
+all others raise the same WorkerError. That first thread also releases the session, once the others have left it: until
+then they may still use its connection to the cluster.
+
+There are three locks. `_turn` is held during a turn. `_changed` protects the counts and the failure, and is held for an
+instant only. `_closing` is held while the session is released; `stop` and `release` are called under it.
 """
 
 from __future__ import annotations
@@ -19,55 +23,64 @@ from typing import NoReturn
 from minialpa.errors import WorkerError
 from minialpa.runtime.failures import ended
 
-#: Seconds that threads have to leave a session that has ended. They look about once a second.
+#: Seconds that threads have to leave a session that has ended. While they wait, they check about once a second.
 _LEAVE_S = 10.0
 
 
 class Turns:
-    """stop: wakes the threads that wait for workers, by ending these. release: gives back what the session has."""
+    """The turns of one session, and its end.
+
+    `stop` ends the workers, which wakes the threads that wait for them. `release` returns what the session has
+    reserved.
+
+    Attributes:
+        failure: What has ended the session, or None.
+    """
 
     def __init__(self, stop: Callable[[], None], release: Callable[[], None]) -> None:
         self._stop, self._release = stop, release
-        #: What has ended the session, if anything.
-        self.failure: WorkerError | None = None
-        self._order = threading.RLock()
+        self._turn = threading.RLock()
         self._closing = threading.RLock()
         self._is_closed = False
-        # How often each thread is inside, and the one that ends the session: both change under this lock only.
+
+        # How often each thread is in `in_use`, and the thread that ends the session. These change under this lock only.
         self._changed = threading.Condition()
-        self._inside: Counter[int] = Counter()
+        self._users: Counter[int] = Counter()
         self._ender: int | None = None
+        self.failure: WorkerError | None = None
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """The session is not released while this is open. Raises WorkerError if it has ended."""
+    def in_use(self) -> Iterator[None]:
+        """The session is not released in this context. Raises WorkerError if it has ended."""
         me = threading.get_ident()
         with self._changed:
             self.check()
-            self._inside[me] += 1
+            self._users[me] += 1
         try:
             yield
         finally:
             with self._changed:
-                self._inside[me] -= 1
-                has_left = not self._inside[me]
+                self._users[me] -= 1
+                has_left = not self._users[me]
                 if has_left:
-                    del self._inside[me]
+                    del self._users[me]
                     self._changed.notify_all()
+
+            # Only now: the thread that ends the session may itself be several contexts deep in it.
             if has_left and self._ender == me:
                 self._close()
 
     @contextmanager
-    def ordered(self) -> Iterator[None]:
-        """While this is open, no other thread tells workers anything. Raises WorkerError if the session has ended."""
-        with self.inside(), self._order:
+    def turn(self) -> Iterator[None]:
+        """No other thread has its turn in this context. Raises WorkerError if the session has ended."""
+        with self.in_use(), self._turn:
             self.check()
             yield
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """As `ordered`, also when the session has ended: for what changes arrays and asks nothing of workers."""
-        with self._order:
+    def turn_even_if_ended(self) -> Iterator[None]:
+        """As `turn`, but does not raise: for changes of arrays that need no worker."""
+        with self._turn:
             yield
 
     def check(self) -> None:
@@ -75,25 +88,30 @@ class Turns:
         if self.failure is not None:
             raise ended(self.failure)
 
-    def end(self, first: WorkerError, cause: Callable[[], WorkerError] | None = None) -> NoReturn:
-        """End the session, from inside. What raises is what `cause` finds out, and `first` if that is interrupted.
+    def end(self, first: WorkerError, find_cause: Callable[[], WorkerError] | None = None) -> NoReturn:
+        """End the session, from within `in_use`. Raises what `find_cause` returns, or `first` without it.
 
-        Where another thread ends it already, this waits until that one knows why, and raises the same.
+        If another thread is ending the session already, wait until it knows the cause, and raise that. An interrupt of
+        `find_cause` is raised as it is; `first` is then what the session has ended with.
         """
         if not self._is_ender():
             self._await_failure()
             self.check()
-        found = first
+
+        cause = first
         try:
-            found = cause() if cause is not None else first
+            cause = find_cause() if find_cause is not None else first
         finally:
             with self._changed:
-                self.failure = found
+                self.failure = cause
                 self._changed.notify_all()
-        raise found
+        raise cause
 
     def shutdown(self, reason: WorkerError) -> None:
-        """End the session, from outside, if it has not ended yet, and release it. Calling it twice is fine."""
+        """End the session for `reason` if it has not ended yet, and release it. Calling it twice is fine.
+
+        To be called outside `in_use`.
+        """
         if self._is_ender():
             with self._changed:
                 self.failure = reason
@@ -113,13 +131,16 @@ class Turns:
             self._changed.wait_for(lambda: self.failure is not None)
 
     def _close(self) -> None:
-        """Release everything, once all other threads have left. Goes on where an earlier call was interrupted."""
+        """Stop the workers, wait until all other threads have left, and release the session, once.
+
+        If an earlier call was interrupted, this one does what is left.
+        """
         with self._closing:
             if self._is_closed:
                 return
             self._stop()
             me = threading.get_ident()
             with self._changed:
-                self._changed.wait_for(lambda: not self._inside.keys() - {me}, _LEAVE_S)
+                self._changed.wait_for(lambda: not self._users.keys() - {me}, _LEAVE_S)
             self._release()
             self._is_closed = True

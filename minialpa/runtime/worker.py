@@ -8,48 +8,28 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
-import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from minialpa.errors import WorkerError
 from minialpa.programs.mesh_program import MeshProgram, Place
 from minialpa.programs.resharding import Box
 from minialpa.runtime.failures import Failure, Status, fault_of
+from minialpa.runtime.worker_process import OwnProcess, Process, WorkerSettings
 
 #: Instructions before the present one that a status tells.
 _N_RECENT = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """What a worker is told when it starts.
-
-    number: of the worker, unique in its session. host: name for messages. ip: address that it binds. secret: shared by
-    the workers of a session. timeout_s: how long it waits for another worker. platform: "cpu" or "cuda".
-    """
-
-    number: int
-    host: int
-    ip: str
-    secret: bytes
-    timeout_s: float
-    platform: str
-    n_devices: int
-
-
 class Worker:
     """Devices of one mesh on one host. Calls come one after the other, but for `status`, `live` and `stop`."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, process: Process | None = None) -> None:
+        """process: the one that the worker runs in; by default one that is the worker's own."""
         self.settings = settings
-        self._reserved: socket.socket | None = None
-        self._coordinator = "none"
+        self._process = process or OwnProcess(settings)
         self._arrays: dict[int, Any] = {}
         self._programs: dict[int, Any] = {}
         # What no program of this worker uses any more goes with the program.
@@ -62,80 +42,20 @@ class Worker:
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
-    def reserve_port(self) -> tuple[str, int]:
-        """An address of this host on a port that is free: it is held, by a socket that shares it, until `join`."""
-        held = socket.socket(socket.AF_INET6 if ":" in self.settings.ip else socket.AF_INET)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind((self.settings.ip, 0))
-        self._reserved = held
-        return self.settings.ip, held.getsockname()[1]
+    def reserve_port(self) -> tuple[str, int] | None:
+        """See `Process`."""
+        return self._process.reserve_port()
 
     def join(self, coordinator: tuple[str, int] | None, n_workers: int, rank: int) -> None:
         """Start jax, as process `rank` of the mesh's workers."""
-        # The threads of the transport would wait for up to 5 ms each time while another one runs Python.
-        sys.setswitchinterval(2e-4)
-        import jax
-
-        from minialpa.runtime.gloo import bind_gloo
-
-        jax.config.update("jax_enable_x64", True)  # arrays keep the types that the traced step gave them
-        jax.config.update("jax_platforms", self.settings.platform)
-        if self.settings.platform == "cpu":
-            jax.config.update("jax_num_cpu_devices", self.settings.n_devices)
-        if n_workers > 1:
-            assert coordinator is not None
-            address = f"{coordinator[0]}:{coordinator[1]}"
-            self._coordinator = address
-            jax.distributed.initialize(
-                address,
-                n_workers,
-                rank,
-                cluster_detection_method="deactivate",
-                initialization_timeout=60,
-                # The caller finds out first who hangs. This would end the processes that wait for it.
-                heartbeat_timeout_seconds=int(self.settings.timeout_s) + 60,
-                coordinator_bind_address=address if rank == 0 else None,
-            )
-            if self.settings.platform == "cpu":
-                bind_gloo(self.settings.ip)
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
-        self._devices = sorted(self._all_devices(), key=lambda d: (d.process_index, d.id))
-        local = len(self._local_devices())
-        if local != self.settings.n_devices:
-            raise WorkerError(
-                f"Host {self.settings.host} ({self.settings.ip}) has {local} {self.settings.platform} devices for a "
-                f"worker of {self.settings.n_devices}."
-            )
-
-    def _all_devices(self) -> list[Any]:
-        """Those of all workers of the mesh."""
-        import jax
-
-        try:
-            return list(jax.devices())
-        except (RuntimeError, AssertionError) as error:
-            if self.settings.platform == "cpu":
-                raise
-            raise WorkerError(
-                f"Ray has GPUs on host {self.settings.host} ({self.settings.ip}), and jax cannot use them ({error!r}). "
-                "Is `minialpa[gpu]` installed there, and does `minialpa doctor` see them?"
-            ) from error
-
-    def _local_devices(self) -> list[Any]:
-        import jax
-
-        return [device for device in self._devices if device.process_index == jax.process_index()]
+        self._devices = self._process.start_jax(coordinator, n_workers, rank)
 
     # ---- programs -------------------------------------------------------------------------------------------------
 
     def open_transport(self, number: int, me: int) -> Any:
         """Prepare for program `number`, as its worker `me`; returns the address at which its other workers find it."""
-        from minialpa.runtime.host_transport import HostTransport
-
         self.unload(number)  # of an earlier attempt that was broken off
-        self._transports[number] = HostTransport(self.settings.secret, me, self.settings.ip)
+        self._transports[number] = self._process.open_transport(me)
         return self._transports[number].address
 
     def has_nccl(self) -> bool:
@@ -160,9 +80,12 @@ class Worker:
         transport = self._transports[number]
         transport.connect(addresses, self.settings.timeout_s)
         if links:
-            from minialpa.runtime.nccl import Link, NcclTransport
+            import jax
 
-            transport = NcclTransport(transport, self._local_devices(), [Link(*link) for link in links])
+            from minialpa.runtime.nccl import DeviceLink, NcclTransport
+
+            mine = [device for device in self._devices if device.process_index == jax.process_index()]
+            transport = NcclTransport(transport, mine, [DeviceLink(*link) for link in links])
             self._transports[number] = transport
         self._programs[number] = WorkerProgram(
             program=program,
@@ -259,8 +182,8 @@ class Worker:
         threading.Event().wait()
 
     def stop(self) -> None:
-        """End this process."""
-        os._exit(1)
+        """End the worker, whatever it does."""
+        self._process.end()
 
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
@@ -303,7 +226,7 @@ class Worker:
         lines = [
             f"worker {own.number} of stage {interpreter.program.mesh}, host {own.host} ({own.ip})",
             f"jax {jax.__version__}, {own.platform}, process {jax.process_index()} of {jax.process_count()}, "
-            f"coordinator {self._coordinator}",
+            f"coordinator {self._process.coordinator}",
             f"devices {[str(d) for d in jax.local_devices()]} of mesh {interpreter.mesh.devices.tolist()}",
             *(f"{k}={os.environ.get(k, '')}" for k in ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")),
             *(interpreter.describe(i) for i in range(len(interpreter.program.instructions))),
@@ -325,11 +248,11 @@ class Worker:
         return tasks
 
     def counts(self) -> dict[str, int]:
-        """What this worker holds: arrays of the session, programs, their functions, and what `holdings` counts."""
-        from minialpa.runtime.resource_usage import holdings
+        """What this worker holds: arrays of the session, programs, their functions, and what `process_usage` counts."""
+        from minialpa.runtime.resource_usage import process_usage
 
         own = {"arrays": self._arrays, "programs": self._programs, "compiled": self._compiled}
-        return {name: len(held) for name, held in own.items()} | holdings()
+        return {name: len(held) for name, held in own.items()} | process_usage()
 
 
 def _shards(array: Any) -> list[tuple[Box, Any]]:

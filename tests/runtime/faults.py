@@ -134,7 +134,7 @@ class Traces:
     def of_session() -> Traces:
         runtime = current_session().runtime
         pids = [status.pid for status in runtime.ask(runtime.workers, "status")]
-        return Traces(pids, [port for pid in pids for port in listening_ports(pid)], runtime.cluster._group, memfds())
+        return Traces(pids, [port for pid in pids for port in listening_ports(pid)], runtime.launcher._group, memfds())
 
     def assert_gone(self) -> None:
         """Within seconds: Ray gives a process that is stopped five of them."""

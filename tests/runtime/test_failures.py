@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minialpa import WorkerError
-from minialpa.runtime.failures import Failure, Fault, Status, ended, fault_of, root_cause, session_error, worker_error
+from minialpa.runtime.failures import (
+    Failure,
+    Fault,
+    Status,
+    ended,
+    fault_of,
+    hung_worker,
+    root_cause,
+    session_error,
+    stalled_step,
+    worker_error,
+)
 
 
 def failure(fault: Fault, worker: int, text: str = "") -> Failure:
@@ -67,6 +78,35 @@ def test_what_a_worker_said_counts_more_than_its_death() -> None:
 )
 def test_errors_of_collectives_and_transports_follow_from_others(error: Exception, fault: Fault) -> None:
     assert fault_of(error) is fault
+
+
+def test_a_worker_hangs_when_it_has_not_answered_in_time() -> None:
+    first, second = Status(worker=0, host=0), Status(worker=1, host=0, step=3)
+    assert hung_worker([], 5.0) is None
+    assert hung_worker([(first, 4.0), (second, 5.0)], 5.0) is None
+    found = hung_worker([(first, 4.0), (second, 6.2)], 5.0)
+    assert found == Failure(Fault.SILENT, second, "it has not answered for 6 s. Its process hangs, or its network.")
+
+
+def test_a_step_stalls_when_no_worker_has_made_progress_in_time() -> None:
+    statuses = [Status(worker=worker, host=0, step=2, instruction="Run `forward`") for worker in range(2)]
+    assert stalled_step([], 9.0, 5.0) is None
+    assert stalled_step(statuses, 5.0, 5.0) is None
+    found = stalled_step(statuses, 6.0, 5.0)
+    assert found is not None and (found.fault, found.where) == (Fault.STUCK, statuses[0])
+    assert "no worker has made progress for 5 s" in found.message
+
+
+@given(
+    st.permutations(
+        [("Run `f`", 4, 0), ("Run `f`", 3, 3), ("Receive from stage 0", 2, 1), ("Receive from stage 1", 3, 2)]
+    )
+)
+def test_a_worker_that_waits_for_a_message_does_not_hold_up_the_others(order: list[tuple[str, int, int]]) -> None:
+    """The suspect runs something itself, in the earliest step."""
+    statuses = [Status(worker=worker, host=0, step=step, instruction=text) for text, step, worker in order]
+    found = stalled_step(statuses, 6.0, 5.0)
+    assert found is not None and found.where.worker == 3
 
 
 def test_an_error_says_where_and_why() -> None:

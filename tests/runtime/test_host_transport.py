@@ -479,19 +479,19 @@ def test_another_secret_is_refused(local: bool) -> None:
     assert "waited 0.5 s for connections from workers [0]" in str(errors[1])
 
 
-def test_a_guest_that_cannot_prove_the_secret_is_dropped() -> None:
+def test_a_peer_that_cannot_prove_the_secret_is_dropped() -> None:
     transport = HostTransport(SECRET, 1)
     try:
         hello = handshake._HELLO.pack(b"minialp1", 0, 1, bytes(32))
-        with socket.create_connection((transport.address.host, transport.address.port)) as guest:
-            guest.settimeout(TIMEOUT_S)
-            guest.sendall(hello + bytes(32))
+        with socket.create_connection((transport.address.host, transport.address.port)) as connection:
+            connection.settimeout(TIMEOUT_S)
+            connection.sendall(hello + bytes(32))
             answer = b""
-            while received := guest.recv(1000):
+            while received := connection.recv(1000):
                 answer += received
         # A nonce and a MAC, and no welcome.
         assert len(answer) == 64
-        assert transport._doors.arrivals.empty()
+        assert transport._listener.authenticated.empty()
     finally:
         transport.close()
 
@@ -518,21 +518,21 @@ def test_strangers_do_no_harm_and_keep_nobody_waiting() -> None:
         open_socket.close()
 
 
-def test_a_silent_guest_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.1)
     transport = HostTransport(SECRET, 0)
-    with socket.create_connection((transport.address.host, transport.address.port)) as guest:
-        guest.settimeout(TIMEOUT_S)
-        assert guest.recv(1) == b""
+    with socket.create_connection((transport.address.host, transport.address.port)) as connection:
+        connection.settimeout(TIMEOUT_S)
+        assert connection.recv(1) == b""
     transport.close()
 
 
-def test_silent_guests_do_not_hold_up_a_peer() -> None:
+def test_silent_connections_do_not_hold_up_a_peer() -> None:
     transports = group(2)
-    door = transports[1].address  # at which worker 0 knocks
+    listening = transports[1].address  # to which worker 0 connects
     with contextlib.ExitStack() as stack:
-        for _ in range(3 * handshake._MAX_GUESTS):
-            stack.enter_context(socket.create_connection((door.host, door.port)))
+        for _ in range(3 * handshake._MAX_PENDING):
+            stack.enter_context(socket.create_connection((listening.host, listening.port)))
         begun_s = time.monotonic()
         assert connect_all(transports, addresses_of(transports, local=False)) == [None, None]
         assert time.monotonic() - begun_s < 2.0

@@ -16,7 +16,7 @@ import pytest
 
 from minialpa.errors import WorkerError
 from minialpa.runtime.host_transport import HostTransport
-from minialpa.runtime.nccl import Link, NcclTransport
+from minialpa.runtime.nccl import DeviceLink, NcclTransport
 from minialpa.runtime.transport import Part, Piece
 from tests.runtime import one_process_nccl
 
@@ -40,7 +40,7 @@ def at_once(calls: list[Any]) -> list[Any]:
     return results
 
 
-def make(n_workers: int, links: list[Link]) -> list[NcclTransport]:
+def make(n_workers: int, links: list[DeviceLink]) -> list[NcclTransport]:
     """Workers with two devices each."""
     hosts = [HostTransport(SECRET, i) for i in range(n_workers)]
     addresses = [host.address for host in hosts]
@@ -49,9 +49,9 @@ def make(n_workers: int, links: list[Link]) -> list[NcclTransport]:
     return at_once([lambda i=i: NcclTransport(hosts[i], devices[i], links) for i in range(n_workers)])
 
 
-def all_links(n_workers: int) -> list[Link]:
+def all_links(n_workers: int) -> list[DeviceLink]:
     pairs = [(i, j) for i in range(n_workers) for j in range(n_workers) if i != j]
-    return [Link(i, a, j, b) for i, j in pairs for a in range(N_DEVICES) for b in range(N_DEVICES)]
+    return [DeviceLink(i, a, j, b) for i, j in pairs for a in range(N_DEVICES) for b in range(N_DEVICES)]
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_peer_that_is_lost_in_the_middle_of_a_transfer_ends_every_wait(workers
 
 
 def test_a_worker_that_fails_is_noticed_when_it_closes(workers: list[NcclTransport]) -> None:
-    workers[0]._ends[Link(0, 0, 1, 0)].communicator.abort()
+    workers[0]._ends[DeviceLink(0, 0, 1, 0)].communicator.abort()
     with pytest.raises(WorkerError, match="Message 1 to worker 1 was not sent: NCCL_ERROR"):
         workers[0].send(1, 1, [Part(place(np.zeros(2, np.float32), 0, 0))]).result(TIMEOUT_S)
     workers[0].close()
@@ -155,7 +155,7 @@ def test_a_worker_that_fails_is_noticed_when_it_closes(workers: list[NcclTranspo
 
 def test_a_worker_that_is_left_waiting_for_arrays_can_close(workers: list[NcclTransport]) -> None:
     """Its peer has announced a message and cannot send it, and nobody has been told."""
-    link = Link(0, 0, 1, 0)
+    link = DeviceLink(0, 0, 1, 0)
     workers[0]._ends[link].communicator.abort()
     waiting = workers[1]._ends[link].stream
     with pytest.raises(WorkerError, match="was not sent"):

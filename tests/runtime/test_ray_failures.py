@@ -23,7 +23,7 @@ from ray.cluster_utils import Cluster
 
 import minialpa
 from minialpa import WorkerError
-from minialpa.runtime import ray_cluster
+from minialpa.runtime import ray_actors
 from minialpa.runtime.worker import Worker
 from minialpa.session import current_session
 from tests.runtime.faults import (
@@ -77,8 +77,8 @@ def test_worker_killed_while_it_compiles(training: Training) -> None:
 
     def fault() -> None:
         wait_until(lambda: len(runtime.workers) == 2, 60)
-        killed.append(ray.get(runtime.workers[0].actor.status.options(concurrency_group="control").remote()).pid)
-        traces.append(Traces(killed, [], runtime.cluster._group, memfds()))
+        killed.append(runtime.launcher.answer(runtime.workers[0].actor.call_aside("status")).pid)
+        traces.append(Traces(killed, [], runtime.launcher._group, memfds()))
         os.kill(killed[0], signal.SIGKILL)
         at.append(time.monotonic())
 
@@ -183,7 +183,7 @@ def test_worker_that_hangs(training: Training, is_stopped: bool) -> None:
         told = told_of(lambda: None, long_step(training, 2))
     assert told.seconds < PATIENCE_S + SOON_S
     assert (told.error.host, told.error.stage) == (0, 0)
-    assert ("it has not answered for" if is_stopped else "no worker has got on for 5 s") in str(told.error)
+    assert ("it has not answered for" if is_stopped else "no worker has made progress for 5 s") in str(told.error)
     traces.assert_gone()
 
 
@@ -255,7 +255,7 @@ def test_port_taken_then_coordinator_killed(training: Training, tmp_path: Path, 
     minialpa.shutdown()
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     unlucky = ray.remote(concurrency_groups={"control": 1, "life": 1})(UnluckyWorker)
-    monkeypatch.setattr(ray_cluster, "_ACTOR", unlucky)
+    monkeypatch.setattr(ray_actors, "_ACTOR", unlucky)
     taken = tmp_path / "port"
     with socket.create_server((cluster_ip(), 0)) as holder:
         taken.write_text(str(holder.getsockname()[1]))
@@ -285,7 +285,7 @@ def test_node_lost(training: Training, cluster: Cluster) -> None:
     training.advance()
     traces = Traces.of_session()
     kept = {cluster.head_node.node_id, ray.get_runtime_context().get_node_id()}
-    hosts = [host.node_id for host in current_session().runtime.cluster.hosts]
+    hosts = [host.node_id for host in current_session().runtime.launcher.hosts]
     host = next(i for i, node_id in enumerate(hosts) if node_id not in kept)
     node = next(node for node in cluster.worker_nodes if node.node_id == hosts[host])
     told = told_of(lambda: cluster.remove_node(node, allow_graceful=False), long_step(training, 0), after_s=1.0)

@@ -26,7 +26,7 @@ from minialpa import ManualStageOption, PipeshardParallel
 address, folder = sys.argv[1:]
 minialpa.init(cluster="ray", address=address)
 runtime = minialpa.session.current_session().runtime
-hosts = [host.ip for host in runtime.cluster.hosts]
+hosts = [host.ip for host in runtime.launcher.hosts]
 
 def step(w, x):
     def loss(w):

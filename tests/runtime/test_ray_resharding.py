@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 import minialpa
 from minialpa.inter.lower.mesh_programs import array_type
 from minialpa.programs.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
-from minialpa.runtime.ray_executable import RayExecutable
+from minialpa.runtime.cluster_executable import ClusterExecutable
 from minialpa.sharding import specs_of
 from tests.runtime.ray_cluster import WORKER_ENV
 
@@ -67,7 +67,7 @@ def test_all_pairs_of_specs_both_ways(meshes: tuple[MeshShape, MeshShape]) -> No
     )
     arrays = [array_of(i) for i in range(n)]
     runtime = minialpa.session.current_session().runtime
-    move = RayExecutable(runtime, program, {i: array_type(x) for i, x in enumerate(arrays)})
+    move = ClusterExecutable(runtime, program, {i: array_type(x) for i, x in enumerate(arrays)})
     for _ in range(2):
         for way, given, result in zip(ways, arrays, move(arrays), strict=True):
             np.testing.assert_array_equal(plain(result), plain(given), err_msg=str(way))

@@ -322,4 +322,4 @@ def test_a_cluster_that_wants_a_token_says_so(cluster: Cluster) -> None:
     script = f'import minialpa; minialpa.init(cluster="ray", address="{cluster.address}")'
     env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
     told = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=200).stderr
-    assert "wants its token" in told.splitlines()[-1] and "RAY_AUTH_TOKEN" in told.splitlines()[-1]
+    assert "for its token" in told.splitlines()[-1] and "RAY_AUTH_TOKEN" in told.splitlines()[-1]

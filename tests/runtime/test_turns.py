@@ -32,7 +32,7 @@ def test_turns_do_not_overlap() -> None:
 
     def work(thread: int) -> None:
         for _ in range(50):
-            with session.turns.ordered(), session.turns.ordered():
+            with session.turns.turn(), session.turns.turn():
                 for _ in range(3):
                     log.append(thread)
                     time.sleep(1e-5)
@@ -45,7 +45,7 @@ def test_the_first_cause_is_what_all_threads_are_told() -> None:
     session = Session()
 
     def work(thread: int) -> None:
-        with session.turns.inside():
+        with session.turns.in_use():
             session.n_inside += 1
             try:
                 time.sleep(0.01)
@@ -57,7 +57,7 @@ def test_the_first_cause_is_what_all_threads_are_told() -> None:
     assert len(threads.errors) == 8 and session.n_released == 1 and session.inside_at_release == 0
     causes = {str(error).removeprefix("The session has ended: ") for error in threads.errors.values()}
     assert len(causes) == 1 and causes.pop().startswith("cause of thread")
-    with pytest.raises(WorkerError, match="The session has ended: cause of thread"), session.turns.ordered():
+    with pytest.raises(WorkerError, match="The session has ended: cause of thread"), session.turns.turn():
         pass
 
 
@@ -65,7 +65,7 @@ def test_shutdown_waits_until_threads_have_left_and_then_releases_once() -> None
     session = Session()
 
     def work(_: int) -> None:
-        with session.turns.inside():
+        with session.turns.in_use():
             session.n_inside += 1
             try:
                 assert session.stopped.wait(5)  # as a call of a worker that has been ended
@@ -93,7 +93,7 @@ def test_shutdown_while_another_thread_finds_out_why_the_session_ends() -> None:
         return WorkerError("the cause")
 
     def work(_: int) -> None:
-        with session.turns.ordered():
+        with session.turns.turn():
             session.turns.end(WorkerError("first"), cause)
 
     threads = Threads().start(1, work)
@@ -110,7 +110,7 @@ def test_an_interrupt_while_the_cause_is_sought_ends_the_session_all_the_same() 
     def interrupted() -> WorkerError:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), session.turns.inside():
+    with pytest.raises(KeyboardInterrupt), session.turns.in_use():
         session.turns.end(WorkerError("first"), interrupted)
     assert session.n_released == 1 and str(session.turns.failure) == "first"
 
@@ -118,5 +118,5 @@ def test_an_interrupt_while_the_cause_is_sought_ends_the_session_all_the_same() 
 def test_arrays_are_freed_after_the_end() -> None:
     session = Session()
     session.turns.shutdown(WorkerError("enough"))
-    with session.turns.paused():
+    with session.turns.turn_even_if_ended():
         assert session.n_released == 1

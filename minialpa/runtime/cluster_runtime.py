@@ -1,4 +1,4 @@
-"""The runtime of a session on Ray: meshes of workers, the steps that they run, and the arrays that they hold.
+"""The runtime of a session on a cluster: meshes of workers, the steps that they run, and the arrays that they hold.
 
 A step is one call to each worker. Calls return at once; what goes wrong shows in the answers, which every wait looks
 at, whatever it waits for. A failed step, and a worker that is lost, end the session: all workers are ended, the hosts
@@ -21,56 +21,66 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, NoReturn
 
 import numpy as np
-import ray
-from jax.sharding import PartitionSpec
-from ray.exceptions import RayError, RayTaskError
 
 from minialpa.errors import WorkerError
 from minialpa.programs.mesh_program import ArrayType, MeshProgram
-from minialpa.programs.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
-from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
-from minialpa.runtime.failures import Failure, Fault, Status, lost_host, session_error, with_stage, worker_error
+from minialpa.programs.program import MeshShape, Program
+from minialpa.runtime.distributed_array import DistributedArray, MeshWorkers
+from minialpa.runtime.failures import (
+    Failure,
+    Fault,
+    Status,
+    call_raised,
+    died,
+    lost_host,
+    session_error,
+    silent,
+    with_stage,
+    worker_error,
+)
+from minialpa.runtime.launcher import CallRaised, Launcher, Reply, WorkerEnded, WorkerHandle
 from minialpa.runtime.numpy_wire import from_plain
-from minialpa.runtime.ray_cluster import HEAD_S, RayCluster, WorkerHandle, death, failed_call
 from minialpa.runtime.turns import Turns
-from minialpa.runtime.watch import Watch, silent
+from minialpa.runtime.watch import Watch
 
 #: Steps that may be under way when a thread starts another one: one runs, one waits at the workers.
 _STEPS_AHEAD = 2
-#: Programs that move arrays, of which each has connections of its own, are kept for the next time.
-_MOVES_KEPT = 16
 #: Seconds that other workers have to say what they know of a failure.
 _GRACE_S = 2.0
 
 
-class RayRuntime:
+class ClusterRuntime:
     """Meshes, steps and arrays of one session. Usable until `shutdown`, or until a worker fails.
 
-    split: what each mesh of a program does. dropped: programs that nobody uses any more.
+    Attributes:
+        launcher: starts the workers and takes their calls.
+        split: what each mesh of a program does, given the types of buffers that no function reads or writes.
+        dropped: numbers of programs that nothing uses any more.
+        movers: programs that move arrays between meshes, for `array_moves` to use again; the last used one at the end.
     """
 
     def __init__(
-        self, cluster: RayCluster, split: Callable[[Program, Mapping[int, ArrayType]], Sequence[MeshProgram]]
+        self, launcher: Launcher, split: Callable[[Program, Mapping[int, ArrayType]], Sequence[MeshProgram]]
     ) -> None:
-        self.cluster, self.split = cluster, split
+        self.launcher, self.split = launcher, split
         self.dropped: deque[int] = deque()
-        self._moves: dict[Any, Any] = {}
+        self.movers: dict[Any, Any] = {}
         self._turns = Turns(self._stop, self._release)
-        self._watch = Watch(cluster.request.timeout_s)
+        self._watch = Watch(launcher)
         self._meshes: dict[tuple[int, int], MeshWorkers] = {}
         self._numbers, self._step_numbers = itertools.count(), itertools.count()
         # The watch, and these, change under the lock.
         self._lock = threading.RLock()
-        self._steps: deque[dict[Any, WorkerHandle]] = deque()
-        self._fetches: deque[dict[Any, WorkerHandle]] = deque()
+        self._steps: deque[dict[Reply, WorkerHandle]] = deque()
+        self._fetches: deque[dict[Reply, WorkerHandle]] = deque()
 
-    def ordered(self) -> AbstractContextManager[None]:
-        """While this is open, no other thread tells workers anything. Raises WorkerError if the session has ended."""
-        return self._turns.ordered()
+    def turn(self) -> AbstractContextManager[None]:
+        """No other thread has its turn in this context. Raises WorkerError if the session has ended."""
+        return self._turns.turn()
 
-    def paused(self) -> AbstractContextManager[None]:
-        """As `ordered`, also when the session has ended: for what changes arrays and asks nothing of workers."""
-        return self._turns.paused()
+    def turn_even_if_ended(self) -> AbstractContextManager[None]:
+        """As `turn`, but does not raise: for changes of arrays that need no worker."""
+        return self._turns.turn_even_if_ended()
 
     def new_number(self) -> int:
         """A number for an array or a program; never given twice."""
@@ -86,19 +96,19 @@ class RayRuntime:
         """Running workers for each (first device, number of devices).
 
         Meshes of the same devices are used again. Others that share devices with those that are wanted are ended; the
-        arrays that they hold come to this process. To be called in order.
+        arrays that they hold come to this process. To be called in a turn.
         """
         self.check()
         keys = list(wanted)
         if any(key not in self._meshes for key in keys):
-            self.cluster.check_head()
+            self.launcher.check()
         for key, mesh in list(self._meshes.items()):
             if key not in keys and any(
                 first < mesh.devices.stop and mesh.first_device < first + n for first, n in keys
             ):
                 self._retire(key, mesh)
         missing = [key for key in keys if key not in self._meshes]
-        for key, workers in zip(missing, self.cluster.start_meshes(missing, self._turns.check), strict=True):
+        for key, workers in zip(missing, self.launcher.start_meshes(missing, self._turns.check), strict=True):
             self._meshes[key] = MeshWorkers(*key, workers)
             with self._lock:
                 self._watch.add(workers)
@@ -126,24 +136,24 @@ class RayRuntime:
         del self._meshes[key]
         with self._lock:
             self._watch.remove(mesh.workers)
-        self.cluster.end(mesh.workers)
+        self.launcher.end(mesh.workers)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def ask(self, workers: Sequence[WorkerHandle], method: str, *args: Any) -> list[Any]:
         """Call a method of each worker with the same arguments and wait for the answers. Others wait for that, too."""
-        with self.ordered():
-            return self.gather({getattr(w.actor, method).remote(*args): w for w in workers})
+        with self.turn():
+            return self.gather({w.actor.call(method, *args): w for w in workers})
 
-    def gather(self, calls: dict[Any, WorkerHandle]) -> list[Any]:
+    def gather(self, calls: dict[Reply, WorkerHandle]) -> list[Any]:
         """Answers of calls, in order. Raises WorkerError if one of them, or of the steps under way, fails."""
-        with self._turns.inside():
+        with self._turns.in_use():
             self._wait(calls)
             return [self._answer(ref, worker) for ref, worker in calls.items()]
 
     def make_room(self) -> None:
         """Wait while too many steps are under way. To be called before the turn of the next one, not in it."""
-        with self._turns.inside():
+        with self._turns.in_use():
             while True:
                 with self._lock:
                     oldest = self._steps[0] if len(self._steps) > _STEPS_AHEAD else None
@@ -151,21 +161,21 @@ class RayRuntime:
                     return
                 self._finish(oldest)
 
-    def note_step(self, calls: dict[Any, WorkerHandle]) -> None:
+    def note_step(self, calls: dict[Reply, WorkerHandle]) -> None:
         """A step is under way."""
         with self._lock:
             self._steps.append(calls)
 
     def sync(self) -> None:
         """Wait until every step that was started before has ended."""
-        with self._turns.inside():
+        with self._turns.in_use():
             self.check()
             with self._lock:
                 steps = list(self._steps)
             for step in steps:
                 self._finish(step)
 
-    def _finish(self, step: dict[Any, WorkerHandle]) -> None:
+    def _finish(self, step: dict[Reply, WorkerHandle]) -> None:
         """Wait until a step has ended."""
         self._wait(step)
         with self._lock, suppress(ValueError):  # another thread has waited for it, too
@@ -173,14 +183,12 @@ class RayRuntime:
 
     def check(self) -> None:
         """Raise WorkerError if the session has ended, or if a worker was lost or a step failed meanwhile."""
-        with self._turns.inside():
+        with self._turns.in_use():
             watched = self._watched()
-            if watched:
-                done, _ = ray.wait(list(watched), num_returns=len(watched), timeout=0)
-                for ref in done:
-                    self._look_at(ref, watched[ref])
+            for reply in self.launcher.ready(list(watched)):
+                self._look_at(reply, watched[reply])
 
-    def _watched(self) -> dict[Any, WorkerHandle]:
+    def _watched(self) -> dict[Reply, WorkerHandle]:
         """Calls that tell of failures: the lives of the workers, and the steps under way."""
         with self._lock:
             watched = dict(self._watch.lives)
@@ -188,21 +196,21 @@ class RayRuntime:
                 watched.update(step)
             return watched
 
-    def _wait(self, calls: dict[Any, WorkerHandle]) -> None:
+    def _wait(self, calls: dict[Reply, WorkerHandle]) -> None:
         """Wait for calls, and look at everything else: what waits behind a step that hangs is never answered.
 
         What else there is changes meanwhile: other threads start steps and meshes, and may end the session.
         """
         waiting, seen = set(calls), set[Any]()
         with self._lock:
-            self._watch.moved()
+            self._watch.note_progress()
         while waiting:
             watched = {ref: worker for ref, worker in (self._watched() | calls).items() if ref not in seen}
-            done, _ = ray.wait(list(watched), num_returns=1, timeout=self._watch.interval_s)
+            done = self.launcher.wait(list(watched), self._watch.interval_s)
             self._turns.check()
             for ref in done:
                 with self._lock:
-                    self._watch.moved()
+                    self._watch.note_progress()
                 self._look_at(ref, watched[ref])
                 seen.add(ref)
                 waiting.discard(ref)
@@ -216,24 +224,27 @@ class RayRuntime:
         if failure is not None and not was_retired:
             self._fail(failure)
 
-    def _failure_in(self, ref: Any, worker: WorkerHandle) -> Failure | None:
-        """What an answer tells of the worker that gave it, or of its end."""
+    def _failure_in(self, reply: Reply, worker: WorkerHandle) -> Failure | None:
+        """The failure that a reply tells of, or None: what a step returned, or the end of the worker."""
         try:
-            answer = ray.get(ref)
-        except RayTaskError as error:
-            # Whoever has made another call than a step sees its error.
+            answer = self.launcher.answer(reply)
+        except CallRaised as error:
+            # Only calls of steps are nobody else's: whoever made another call sees its error.
             with self._lock:
-                is_of_step = any(ref in step for step in self._steps)
-            return failed_call(self._status(worker), error) if is_of_step else None
-        except RayError as error:
-            return death(self._status(worker), error)
+                is_of_step = any(reply in step for step in self._steps)
+            if not is_of_step:
+                return None
+            return call_raised(self._status(worker), error.method, error.message, error.traceback)
+        except WorkerEnded as error:
+            return died(self._status(worker), str(error))
         return answer if isinstance(answer, Failure) else None
 
-    def _answer(self, ref: Any, worker: WorkerHandle) -> Any:
+    def _answer(self, reply: Reply, worker: WorkerHandle) -> Any:
         try:
-            return ray.get(ref)
-        except RayTaskError as error:
-            raise worker_error(failed_call(self._status(worker), error), (), has_ended=False) from error
+            return self.launcher.answer(reply)
+        except CallRaised as error:
+            failure = call_raised(self._status(worker), error.method, error.message, error.traceback)
+            raise worker_error(failure, (), has_ended=False) from error
 
     def _status(self, worker: WorkerHandle) -> Status:
         """Where a worker was when it last said so."""
@@ -253,14 +264,17 @@ class RayRuntime:
 
         They are those of this turn: other threads may donate or delete the arrays before the answers come.
         """
-        calls: dict[Any, WorkerHandle] = {}
+        calls: dict[Reply, WorkerHandle] = {}
         owners: list[list[DistributedArray]] = []
-        with self._turns.inside():
-            with self.ordered():
+        with self._turns.in_use():
+            with self.turn():
                 self.check()
-                for mesh, mine in _by_mesh(arrays):
+                # What another thread has fetched meanwhile, its mesh may not hold any more.
+                values = {array.number: array.kept for array in arrays if array.held_here}
+                missing = [array for array in arrays if array.number not in values]
+                for mesh, mine in _by_mesh(missing):
                     for worker in mesh.workers:
-                        calls[worker.actor.fetch.remote([a.number for a in mine])] = worker
+                        calls[worker.actor.call("fetch", [a.number for a in mine])] = worker
                         owners.append(mine)
                 with self._lock:
                     self._fetches.append(calls)
@@ -269,29 +283,14 @@ class RayRuntime:
             finally:
                 with self._lock, suppress(ValueError):
                     self._fetches.remove(calls)
-        values = _put_together(zip(owners, answers, strict=True))
-        for array in arrays:
+        values |= _put_together(zip(owners, answers, strict=True))
+        for array in missing:
             array.keep(values[array.number])
         return [values[array.number] for array in arrays]
 
-    def move(self, moves: Sequence[tuple[DistributedArray, Copy, MeshShape, PartitionSpec]]) -> None:
-        """Give each array another copy, made of one that it has: on the mesh of a shape, laid out by a spec.
-
-        The workers of these meshes run, and send each other what they need.
-        """
-        from minialpa.runtime.ray_executable import RayExecutable
-
-        key = tuple((array.type, copy.shape, copy.spec, shape, spec) for array, copy, shape, spec in moves)
-        executable = self._moves.pop(key, None)
-        if executable is None:
-            executable = RayExecutable(self, _moving_program(key), {i: kind for i, (kind, *_) in enumerate(key)})
-        self._moves[key] = executable  # the one that was used last at the end
-        if len(self._moves) > _MOVES_KEPT:
-            del self._moves[next(iter(self._moves))]
-        executable.move([array for array, _, _, _ in moves])
-        for array, _, shape, spec in moves:
-            mesh = self._meshes[shape.first_device, math.prod(shape.logical_shape)]
-            array.add(Copy(mesh, shape, spec))
+    def mesh_of(self, shape: MeshShape) -> MeshWorkers:
+        """The running workers of these devices."""
+        return self._meshes[shape.first_device, math.prod(shape.logical_shape)]
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
@@ -303,7 +302,7 @@ class RayRuntime:
         self._turns.shutdown(WorkerError("`minialpa.shutdown()` was called."))
 
     def abandon(self, message: str) -> None:
-        """End the session. Who uses it next is told `message`. To be called in order."""
+        """End the session. Who uses it next is told `message`. To be called in a turn."""
         with suppress(WorkerError):
             self._turns.end(WorkerError(message))
 
@@ -311,27 +310,24 @@ class RayRuntime:
         """End the workers, so that nobody waits for them any more."""
         for mesh in list(self._meshes.values()):
             mesh.alive = False
-        self.cluster.end(self.workers)
+        self.launcher.end(self.workers)
 
     def _release(self) -> None:
         with self._lock:
             self._watch.remove(list(self._watch.lives.values()))
             self._steps.clear()
         self._meshes.clear()
-        self.cluster.release()
+        self.launcher.release()
 
     def _beat(self) -> None:
-        """Raise WorkerError if a worker, or the head of the cluster, hangs."""
+        """Raise WorkerError if a worker hangs, or the cluster is lost."""
         with self._lock:
-            failure = self._watch.beat(bool(self._steps))
+            failure = self._watch.heartbeat(bool(self._steps))
         if failure is not None:
             self._fail(dataclasses.replace(failure, where=self._placed(failure.where)))
-        if self.cluster.headless_s() > HEAD_S:
-            message = (
-                f"The head of the Ray cluster at {self.cluster.head} has not answered for {HEAD_S:.0f} s. Start a "
-                "cluster and call `minialpa.init` again; restore the state from a checkpoint."
-            )
-            self._turns.end(WorkerError(message))
+        fault = self.launcher.fault()
+        if fault is not None:
+            self._turns.end(WorkerError(fault))
 
     def _fail(self, first: Failure) -> NoReturn:
         """End the session for what `first` says, or for what turns out to be its cause; raises WorkerError."""
@@ -346,23 +342,21 @@ class RayRuntime:
         deadline = time.monotonic() + _GRACE_S
         # Those who live never say so.
         while watched.keys() - self._watch.lives.keys() and (left := deadline - time.monotonic()) > 0:
-            done, _ = ray.wait(list(watched), num_returns=1, timeout=left)
-            for ref in done:
+            for ref in self.launcher.wait(list(watched), left):
                 worker = watched.pop(ref)
                 failure = self._failure_in(ref, worker)
                 if failure is not None:
                     found.append(failure)
                 elif asked.pop(ref, None) is not None:
-                    statuses.append(self._placed(ray.get(ref)))
+                    statuses.append(self._placed(self.launcher.answer(ref)))
         known = {f.where.worker for f in found}
         found += [silent(self._status(w), _GRACE_S) for w in asked.values() if w.number not in known]
         return self._with_lost_hosts(found), statuses
 
     def _with_lost_hosts(self, found: list[Failure]) -> list[Failure]:
         """Say of workers that are dead or silent whether that is because their host is lost."""
-        lost = self.cluster.lost_hosts(f.where.host for f in found if f.fault in (Fault.DIED, Fault.SILENT))
-        hosts = self.cluster.hosts
-        return [lost_host(f.where, hosts[f.where.host].ip) if f.where.host in lost else f for f in found]
+        lost = self.launcher.lost_hosts(f.where.host for f in found if f.fault in (Fault.DIED, Fault.SILENT))
+        return [lost_host(f.where, lost[f.where.host]) if f.where.host in lost else f for f in found]
 
 
 def _by_mesh(arrays: Sequence[DistributedArray]) -> list[tuple[MeshWorkers, list[DistributedArray]]]:
@@ -392,23 +386,3 @@ def _put_together(answers: Iterable[tuple[Sequence[DistributedArray], Any]]) -> 
                 if data[array.number] is not shard:
                     data[array.number][tuple(slice(*ends) for ends in box)] = shard
     return {number: kind.typed(data[number]) for number, kind in types.items()}
-
-
-def _moving_program(moves: Sequence[tuple[ArrayType, MeshShape, PartitionSpec, MeshShape, PartitionSpec]]) -> Program:
-    """The program that takes arrays from mesh to mesh and does nothing else."""
-    meshes = tuple(dict.fromkeys(shape for _, source, _, target, _ in moves for shape in (source, target)))
-    number = {shape: i for i, shape in enumerate(meshes)}
-    n = len(moves)
-    return Program(
-        meshes=meshes,
-        functions=(),
-        inputs=tuple(
-            InputSlot(buffer=i, leaf=i, rows=None, mesh=number[source], spec=spec)
-            for i, (_, source, spec, _, _) in enumerate(moves)
-        ),
-        constants=(),
-        instructions=tuple(Transfer(i, n + i, number[target], spec) for i, (_, _, _, target, spec) in enumerate(moves)),
-        outputs=tuple(OutputSlot((n + i,), (number[target],)) for i, (_, _, _, target, _) in enumerate(moves)),
-        donated_leaves=frozenset(),
-        n_buffers=2 * n,
-    )
