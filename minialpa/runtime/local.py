@@ -45,6 +45,7 @@ from minialpa.runtime.compiled import compiled_call
 from minialpa.runtime.step_trace import FUNCTIONS, StepTrace, TaskTime, flagged, from_start
 from minialpa.runtime.task_times import function_seconds
 from minialpa.sharding import device_mesh
+from minialpa.support.private_jax import addresses_of
 
 #: Held by the thread that issues a step. The devices are those of this process, so there is one order for them.
 _order = threading.RLock()
@@ -385,8 +386,7 @@ def _lies(value: Any, sharding: NamedSharding) -> bool:
 def _shares_buffer(array: jax.Array, leaf: jax.Array) -> bool:
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         return True
-    mine = {s.data.unsafe_buffer_pointer() for s in array.addressable_shards}
-    return any(s.data.unsafe_buffer_pointer() in mine for s in leaf.addressable_shards)
+    return not addresses_of(array).isdisjoint(addresses_of(leaf))
 
 
 def allocation_size(compiled: Any) -> int:

@@ -30,6 +30,7 @@ from minialpa.errors import WorkerError
 from minialpa.runtime.host_transport import HostTransport
 from minialpa.runtime.mailbox import Mailbox
 from minialpa.runtime.transport import Part, Piece
+from minialpa.support.private_jax import memory_of
 
 _SETUP_TIMEOUT_S = 120.0
 _FLUSH_S = 2.0
@@ -272,7 +273,7 @@ def exchange(sends: Ends, receives: Ends) -> None:
     posts += [(end, end.communicator.recv, array) for end, array in receives if array.size]
     with _group():
         for end, post, array in posts:
-            pointer, n_bytes = array.unsafe_buffer_pointer(), array.on_device_size_in_bytes()
+            pointer, n_bytes = memory_of(array)
             with end.current():
                 post(pointer, n_bytes, _cuda().nccl.NCCL_UINT8, end.peer, end.stream.ptr)
     # The host waits, so what was written is seen by every later kernel of jax, and what was read may be freed.

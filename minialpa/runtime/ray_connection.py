@@ -1,4 +1,4 @@
-"""The connection of this process to Ray: an address in; a cluster that is joined, and whether its head lives, out."""
+"""Joins this process to a Ray cluster, or starts one, and tells whether the head of the cluster answers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import warnings
 
 import ray
 from ray.exceptions import RayError
-from ray.experimental.internal_kv import _internal_kv_exists
 
 from minialpa.errors import MinialpaError
+from minialpa.runtime.private_ray import address_of_this_machine, head_knows_this_process, start_cluster
 
 
 def connect(address: str | None, namespace: str) -> None:
@@ -25,14 +25,7 @@ def connect(address: str | None, namespace: str) -> None:
         with warnings.catch_warnings():
             # Ray forks to start its processes, and these replace themselves at once.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-            ray.init(
-                "local",
-                namespace=namespace,
-                include_dashboard=False,
-                log_to_driver=False,
-                # Ray would have everything else on this machine go before its workers.
-                _system_config={"worker_niceness": 0},
-            )
+            start_cluster(namespace)
         return
     if address.startswith("ray://"):
         raise MinialpaError(
@@ -63,23 +56,15 @@ def _no_cluster(address: str, reason: str) -> MinialpaError:
 
 def _started_here() -> str | None:
     """The address of the cluster that `ray start` has started on this machine, if it still runs."""
-    try:
-        from ray._private.utils import read_ray_address
-    except ImportError:
-        return None
-    address = read_ray_address()
-    return str(address) if address and answers(address) else None
+    address = address_of_this_machine()
+    return address if address and answers(address) else None
 
 
 def fault_of_head(address: str) -> str | None:
     """Why the head of the cluster that this process has joined does not do what it is asked, if so."""
     if not answers(address):
         return "does not answer"
-    try:
-        _internal_kv_exists(b"minialpa")
-    except RayError:  # Other calls of Ray would end this process now.
-        return "was restarted and does not know this process"
-    return None
+    return None if head_knows_this_process() else "was restarted and does not know this process"
 
 
 def answers(address: str) -> bool:

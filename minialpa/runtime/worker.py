@@ -76,7 +76,7 @@ class Worker:
         sys.setswitchinterval(2e-4)
         import jax
 
-        from minialpa.runtime.gloo import bind_gloo
+        from minialpa.support.private_jax import bind_gloo
 
         jax.config.update("jax_enable_x64", True)  # arrays keep the types that the traced step gave them
         jax.config.update("jax_platforms", self.settings.platform)
