@@ -3,13 +3,13 @@
 Made by `inter`, realised by `inter.staging`. Imports: `options`, `cost`, `tracing.fingerprint` and below.
 """
 
-from minialpa.plan.plan import (
+from minialpa.plan.plan import Plan
+from minialpa.plan.record import (
     Certificate,
     ExportedSpecs,
     PassName,
     PlacedValue,
     PlacementSpec,
-    Plan,
     PlanCost,
     PlannedCollective,
     PlannedOperator,

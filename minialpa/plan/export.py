@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from jax.sharding import PartitionSpec
 
 from minialpa.errors import ShardingError
-from minialpa.plan.plan import ExportedSpecs, PlacedValue, Plan
+from minialpa.plan.record import ExportedSpecs, PlacedValue, PlanRecord
 from minialpa.plan.text import header, layers_text
 from minialpa.sharding import AXIS_NAMES
 
 
-def export_specs(plan: Plan, mesh: int = 0) -> ExportedSpecs:
+def export_specs(plan: PlanRecord, mesh: int = 0) -> ExportedSpecs:
     """Specs by path of what is on mesh `mesh`. Raises ShardingError if there is no such mesh."""
     if not 0 <= mesh < len(plan.stages):
         raise ShardingError(f"The plan has the meshes 0 to {len(plan.stages) - 1}; got {mesh}.")
@@ -36,7 +36,7 @@ def _on_mesh(values: Sequence[PlacedValue], mesh: int) -> dict[str, PartitionSpe
     return out
 
 
-def to_python(plan: Plan, mesh: int = 0) -> str:
+def to_python(plan: PlanRecord, mesh: int = 0) -> str:
     """Python source that defines `mesh`, `in_specs`, `out_specs` and `shardings`, for `jax.jit`.
 
     The mesh takes the devices that the plan gives to it from `jax.devices()`.
@@ -64,7 +64,7 @@ def _argument(path: str) -> str:
     return found.group() if found else path
 
 
-def _not_exported(plan: Plan, mesh: int) -> list[str]:
+def _not_exported(plan: PlanRecord, mesh: int) -> list[str]:
     """What the source cannot say."""
     lines = []
     if len(plan.stages) > 1:

@@ -13,7 +13,7 @@ from typing import Any
 
 from minialpa.errors import VerifyError
 from minialpa.options import AutoShardingOption
-from minialpa.plan.plan import PlacedValue, Plan, PlannedOperator, StagePlan
+from minialpa.plan.record import PlacedValue, PlannedOperator, PlanRecord, StagePlan
 from minialpa.sharding import EquationSpecs, Spec
 
 #: Numbers above are no counts, seconds, bytes or rates of anything.
@@ -21,7 +21,7 @@ _MOST_INTEGER, _MOST_FLOAT = 2**62, 1e30
 _MOST_DEVICES = 10**6
 
 
-def verify_plan(plan: Plan) -> None:
+def verify_plan(plan: PlanRecord) -> None:
     """Raise VerifyError, with the name of the field, unless
 
     - seconds, bytes, rates, links, sizes and numbers of things are not negative, and none is absurd;
@@ -91,7 +91,7 @@ def _check_numbers(value: Any, where: str) -> None:
             _check_numbers(getattr(value, f.name), f"{where}.{f.name}")
 
 
-def _check_fingerprint(plan: Plan) -> None:
+def _check_fingerprint(plan: PlanRecord) -> None:
     names = [name for name, _ in plan.fingerprint.primitives]
     require(names == sorted(set(names)), "fingerprint.primitives", names, "each name once, in order")
     n = plan.fingerprint.n_prefixes
@@ -99,7 +99,7 @@ def _check_fingerprint(plan: Plan) -> None:
     require(len(prefixes) == n, "fingerprint.prefixes", prefixes, f"{n} for {plan.fingerprint.n_equations} equations")
 
 
-def _check_devices(plan: Plan, stage: StagePlan, where: str) -> None:
+def _check_devices(plan: PlanRecord, stage: StagePlan, where: str) -> None:
     shape = stage.logical_shape
     require(len(shape) in (1, 2) and min(shape) >= 1, f"{where}.logical_shape", shape, "1 or 2 positive lengths")
     for name, values in (("alpha", stage.alpha), ("beta", stage.beta)):
@@ -128,14 +128,14 @@ def _check_devices(plan: Plan, stage: StagePlan, where: str) -> None:
     )
 
 
-def _check_overlap(plan: Plan) -> None:
+def _check_overlap(plan: PlanRecord) -> None:
     in_order = sorted(range(len(plan.stages)), key=lambda k: plan.stages[k].first_device)
     for a, b in itertools.pairwise(in_order):
         end, start = plan.stages[a].first_device + plan.stages[a].n_devices, plan.stages[b].first_device
         require(end <= start, f"stages[{b}].first_device", start, f"{end} or more, behind those of stage {a}")
 
 
-def _check_layers(plan: Plan) -> None:
+def _check_layers(plan: PlanRecord) -> None:
     n_layers = max(plan.layer_of_group, default=-1) + 1
     require(len(plan.remat) == n_layers, "remat", plan.remat, f"one entry for each of {n_layers} layers")
     if not plan.layer_of_group:
@@ -218,7 +218,7 @@ def _check_placed(value: PlacedValue, stages: tuple[StagePlan, ...], where: str)
         _check_shaped(spec, shape, stages[mesh], f"{where}.specs[{i}]")
 
 
-def _check_collectives(plan: Plan) -> None:
+def _check_collectives(plan: PlanRecord) -> None:
     for i, c in enumerate(plan.collectives):
         where = f"collectives[{i}]"
         require(c.stage < len(plan.stages), f"{where}.stage", c.stage, f"below {len(plan.stages)}")
@@ -228,7 +228,7 @@ def _check_collectives(plan: Plan) -> None:
         require(c.times_per_step >= 1, f"{where}.times_per_step", c.times_per_step, "at least 1")
 
 
-def _check_passes(plan: Plan) -> None:
+def _check_passes(plan: PlanRecord) -> None:
     """Passes and what chunks keep; transfers between passes, or between updates."""
     runs = [max(1, len(set(stage.layers) - {layer + 1 for layer in stage.layers})) for stage in plan.stages]
     for k, stage in enumerate(plan.stages):
@@ -247,5 +247,5 @@ def _check_passes(plan: Plan) -> None:
             _check_loop(plan, end.loop, f"transfers[{i}].{name}")
 
 
-def _check_loop(plan: Plan, loop: int, where: str) -> None:
+def _check_loop(plan: PlanRecord, loop: int, where: str) -> None:
     require(1 <= loop <= plan.n_loops, where, loop, f"one of the loops 1 to {plan.n_loops}")
