@@ -1,4 +1,4 @@
-"""Two plans in, what differs between them in words out. A line reads `what: first plan -> second plan`."""
+"""`Plan.diff`: says in words what differs between two plans. A line reads `what: first plan -> second plan`."""
 
 from __future__ import annotations
 

@@ -20,10 +20,17 @@ from minialpa.tracing.fingerprint import Fingerprint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementSpec:
-    """Where one argument or result lives: shape, dtype, meshes, and its sharding on each of them.
+    """The meshes that hold one argument or result, and its sharding on each of them.
 
-    rows: empty where every mesh has all of it. Else the value lives in blocks of rows: there is a mesh and a sharding
-    for each block, and its rows (start, stop) of dimension 0; a mesh may have several blocks.
+    Attributes:
+        path: the name that users know it by, such as `params['w']`.
+        shape: of the whole array.
+        dtype: its name.
+        mesh_ids: numbers of the meshes that hold it; empty if nothing reads it.
+        partition_specs: its sharding on each of these meshes.
+        rows: empty if each of these meshes holds the whole array. Else the array is kept in blocks of rows: each entry
+            of `mesh_ids`, `partition_specs` and `rows` is for one block, with its rows (start, stop) of dimension 0. A
+            mesh may hold several blocks.
     """
 
     path: str
@@ -42,7 +49,16 @@ class PlacementSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedValue:
-    """A `PlacementSpec` in the form that a plan keeps: specs instead of PartitionSpecs."""
+    """A `PlacementSpec` as a plan keeps it, with specs instead of PartitionSpecs.
+
+    Attributes:
+        path: as in `PlacementSpec`.
+        shape: of the whole array.
+        dtype: its name.
+        mesh_ids: numbers of the meshes that hold it, once for each block of rows.
+        specs: its sharding on each of these meshes.
+        rows: the rows (start, stop) of each block; empty if each mesh holds the whole array.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -65,7 +81,15 @@ class PlacedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCollective:
-    """One kind of collective of a stage: the bytes of each (see `cost.Collective`), and how often a step runs it."""
+    """Equal collectives of a stage.
+
+    Attributes:
+        kind: all-reduce, all-gather, ...
+        n_bytes: bytes of one of them, as `cost.Collective` counts them.
+        axes: axes of the stage's logical mesh that it runs over.
+        stage: number of the stage.
+        times_per_step: how often a step runs it.
+    """
 
     kind: CollectiveKind
     n_bytes: float
@@ -76,7 +100,16 @@ class PlannedCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedOperator:
-    """A matrix product or convolution and its shardings. `part`: forward, backward or other (the update)."""
+    """A matrix product or convolution and its shardings.
+
+    Attributes:
+        name: of the primitive.
+        part: forward, backward or other, which is the update.
+        layer: number of its layer; None if it belongs to none, as in the update.
+        shape: of its result.
+        result: sharding of its result.
+        operands: shardings of its operands.
+    """
 
     name: str
     part: Literal["forward", "backward", "other"]
@@ -87,9 +120,12 @@ class PlannedOperator:
 
 
 class PassName(NamedTuple):
-    """A pass by the number of its chunk, counted over the pipeline; or the update of a stage.
+    """Names a pass, or the update of a stage.
 
-    loop: of the loops of a step, counted from 1, the one that the pass is in, or that the update stands behind.
+    Attributes:
+        kind: what it is.
+        number: number of the chunk, counted over the whole pipeline; of an update, the number of the stage.
+        loop: the loop that the pass is in, or that the update follows. The loops of a step are counted from 1.
     """
 
     kind: Literal["forward", "backward", "update"]
@@ -99,9 +135,12 @@ class PassName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlannedTransfer:
-    """What a pass sends to another stage for each micro-batch, or updates send each other once; bytes of whole arrays.
+    """What a pass sends to another stage for each micro-batch, or an update sends to another update once per step.
 
-    target: the first pass there that reads it.
+    Attributes:
+        source: the pass or update that sends.
+        target: the first pass or update there that reads what was sent.
+        n_bytes: bytes of the whole arrays, however they are sharded.
     """
 
     source: PassName
@@ -111,9 +150,14 @@ class PlannedTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPass:
-    """Seconds of one micro-batch in one chunk; `step` is forward and backward in one, for a single stage.
+    """Predicted seconds of one micro-batch in one chunk.
 
-    loop: of the loops of a step, counted from 1, the one that the pass is in.
+    Attributes:
+        kind: forward or backward; `step` is both in one, in a plan with a single stage.
+        chunk: number of the chunk, counted over the whole pipeline.
+        compute_s: seconds of computing.
+        communication_s: seconds of collectives.
+        loop: the loop that the pass is in. The loops of a step are counted from 1.
     """
 
     kind: Literal["forward", "backward", "step"]
@@ -138,7 +182,7 @@ class StagePlan:
         logical_shape: lengths of the axes of its logical mesh.
         alpha: seconds of latency of the links along each axis.
         beta: seconds per byte of the links along each axis.
-        option: what its shardings had to keep to.
+        option: the options that its shardings comply with.
         input_specs: specs of the inputs of the mesh, in order.
         equation_specs: specs of the equations of the mesh, in order.
         operators: its matrix products and convolutions.
@@ -204,9 +248,9 @@ class PlanCost:
 
     Attributes:
         total_s: seconds of a step.
-        compute_s: of these, seconds that the slowest stage computes in the loops.
-        communication_s: seconds of collectives of that stage in the loops.
-        bubble_s: seconds that it waits.
+        compute_s: seconds that the slowest stage computes in the loops.
+        communication_s: seconds that this stage spends on collectives in the loops.
+        bubble_s: seconds that this stage waits for others.
         update_s: seconds of what runs once per step.
         peak_bytes: bytes per device of each stage at its fullest moment.
     """
@@ -224,7 +268,12 @@ class Certificate:
     """What a search has shown: by the sums of pieces, no pipeline in its space takes less than `bound_s` seconds.
 
     The space is all cuts of the layers, submeshes with their logical shapes, and choices of rematerialisation, with
-    each of `n_micro_batches`. n_costs: costs of pieces that were solved for it; all others were bounded.
+    each of `n_micro_batches`.
+
+    Attributes:
+        bound_s: seconds of a step.
+        n_micro_batches: the numbers of micro-batches that were searched.
+        n_costs: how many costs of pieces were solved; bounds were enough for all others.
     """
 
     bound_s: float
@@ -244,8 +293,8 @@ class PlanRecord:
     """The fields of a plan. `Plan` adds methods to it, which call functions that take the fields.
 
     Attributes:
-        fingerprint: of the step that it was made for.
-        cluster: devices and links that it was made for.
+        fingerprint: of the step that the plan was made for.
+        cluster: devices and links that the plan was made for.
         n_micro_batches: parts that the batch is cut into.
         schedule: name of the order of passes.
         layer_of_group: layer of each group of forward equations, in order; empty without a pipeline.
@@ -254,12 +303,12 @@ class PlanRecord:
         stages: from first to last.
         inputs: where the arguments are, and their specs.
         outputs: where the results are left, and their specs.
-        collectives: what devices of one mesh communicate.
-        transfers: what meshes send each other.
+        collectives: communication between devices of one mesh.
+        transfers: communication between meshes.
         cost: predicted seconds and bytes.
         row_blocks: for each stack of layers that a scan applies, the rows of each block that it is cut into, so that
-            stages can end inside; empty where scans are whole.
-        certificate: what a search has shown; None where nothing was searched.
+            stages can end inside; empty if no scan is cut.
+        certificate: what a search has shown; None if nothing was searched.
         per_micro_batch: what each micro-batch computes from its own examples where the full batch has a total: batch
             statistics, and what the model asks for.
         keeps_rows: whether later loops over the micro-batches read what earlier ones have computed of each example,
