@@ -142,9 +142,10 @@ def test_every_package_says_what_it_may_import() -> None:
 
 
 def test_modules_of_one_package_do_not_import_each_other_in_a_circle() -> None:
+    """Nor by imports inside of functions, which hide a circle and do not break it."""
     edges: dict[str, set[str]] = {}
     for i in IMPORTS:
-        if i.inner is not None and not i.lazy:
+        if i.inner is not None and (not i.lazy or i.room == i.inner_room):
             edges.setdefault(f"minialpa.{i.module}", set()).add(i.target)
     done: set[str] = set()
 

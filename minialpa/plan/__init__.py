@@ -1,15 +1,16 @@
 """Plans: everything that was decided about one step, as values that print, save, load and compare.
 
-Made by `inter`, realised by `inter.staging`. Imports: `options`, `cost`, `tracing.fingerprint` and below.
+`inter` makes them. At the bottom of this package is `record`, the fields, and on top `plan`, the methods.
+Imports: `options`, `cost`, `tracing.fingerprint` and below.
 """
 
-from minialpa.plan.plan import (
+from minialpa.plan.plan import Plan
+from minialpa.plan.record import (
     Certificate,
     ExportedSpecs,
     PassName,
     PlacedValue,
     PlacementSpec,
-    Plan,
     PlanCost,
     PlannedCollective,
     PlannedOperator,

@@ -1,8 +1,11 @@
-"""Frozen dataclasses and named tuples to JSON data and back.
+"""Turns frozen dataclasses and named tuples into JSON data and back, by the types of their fields.
 
-`decode` takes nothing but what `encode` gives, and names the field that is something else. The schema is the types of
-the fields. Specs are texts, PartitionSpecs are lists of axis names, and the specs of an equation are a list,
-since plans hold very many of them.
+`decode` accepts only what `encode` returns, and names the first field that is wrong: fields that are missing or too
+many, values of another type, and NaN. Specs are texts and PartitionSpecs are lists of axis names; the specs of an
+equation are a list without names, since a plan holds thousands of these.
+
+Not by msgspec: it decides by itself how a dataclass is written, and `Spec` is one; it takes NaN, unknown fields, and
+records without the fields that have a default.
 """
 
 from __future__ import annotations
@@ -95,7 +98,7 @@ def _scalar(kind: Any, data: Any, where: str) -> Any:
 
 
 def _is_number(data: Any) -> bool:
-    """Whether it is a number that is a float, or has one next to it."""
+    """Whether this is a number other than NaN that a float can hold."""
     if not isinstance(data, int | float) or isinstance(data, bool):
         return False
     try:
@@ -113,7 +116,7 @@ def _tuple(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
 
 
 def _union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
-    """Of None and one other type. Fields that take a mapping as well hold it as pairs."""
+    """The value of a type that is None or one other type. Fields that also take a mapping hold it as pairs."""
     if data is None and type(None) in kinds:
         return None
     others = [k for k in kinds if k is not type(None) and typing.get_origin(k) is not Mapping]
@@ -160,7 +163,7 @@ def _spec(data: Any, where: str) -> Spec:
 
 
 def _equation_specs(data: Any, where: str, n_outside: int = 0) -> EquationSpecs:
-    """`n_outside`: loops around this equation."""
+    """The specs of an equation. n_outside: how many loops are around it, which bounds the recursion."""
     _expect(isinstance(data, list) and len(data) == 4, data, "a list of operands, made, results, body", where)
     specs = [_tuple((Spec, ...), data[i], f"{where}[{i}]") for i in range(3)]
     body, inside = data[3], f"{where}[3]"

@@ -1,4 +1,4 @@
-"""Two plans in, what differs between them in words out. A line reads `what: first plan -> second plan`."""
+"""`Plan.diff`: says in words what differs between two plans. A line reads `what: first plan -> second plan`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from minialpa.plan.plan import Plan, StagePlan
+from minialpa.plan.record import PlanRecord, StagePlan
 from minialpa.plan.text import axes_text, bytes_text, count, operator_lines, seconds_text, stage_text
 
 _MOST_LINES = 20
 
 
-def difference(old: Plan, new: Plan) -> str:
+def difference(old: PlanRecord, new: PlanRecord) -> str:
     """What differs, from the cluster to the predicted seconds; `The plans are equal.` only if they are."""
     if old == new:
         return "The plans are equal."
@@ -36,7 +36,7 @@ def difference(old: Plan, new: Plan) -> str:
     return "\n".join(lines)
 
 
-def _rows(plan: Plan) -> str:
+def _rows(plan: PlanRecord) -> str:
     return "kept" if plan.keeps_rows else "computed again"
 
 
@@ -55,7 +55,7 @@ def _cut(lines: list[str]) -> list[str]:
     return lines if more <= 0 else [*lines[:_MOST_LINES], f"... and {more} more like these"]
 
 
-def _cluster(plan: Plan) -> dict[str, str]:
+def _cluster(plan: PlanRecord) -> dict[str, str]:
     cluster, device = plan.cluster, plan.cluster.device
     shown = {"size": f"{cluster.num_hosts} x {cluster.devices_per_host}", "device": device.name}
     shown |= {f"rate of {dtype}": f"{rate:.6g} flop/s" for dtype, rate in device.peak_flops}
@@ -65,7 +65,7 @@ def _cluster(plan: Plan) -> dict[str, str]:
     return shown
 
 
-def _step(old: Plan, new: Plan) -> list[str]:
+def _step(old: PlanRecord, new: PlanRecord) -> list[str]:
     if old.fingerprint == new.fingerprint:
         return []
     shapes = _changes("shape of", *({v.path: f"{v.dtype}{list(v.shape)}" for v in plan.inputs} for plan in (old, new)))
@@ -73,7 +73,7 @@ def _step(old: Plan, new: Plan) -> list[str]:
     return _cut(shapes) + _cut(counts) or ["step: other operations"]
 
 
-def _layers(old: Plan, new: Plan) -> list[str]:
+def _layers(old: PlanRecord, new: PlanRecord) -> list[str]:
     n_layers = [len(plan.remat) for plan in (old, new)]
     if n_layers[0] != n_layers[1]:
         return _change("layers", *(str(n) if n else "no pipeline" for n in n_layers))
@@ -81,7 +81,7 @@ def _layers(old: Plan, new: Plan) -> list[str]:
     return lines if old.layer_of_group == new.layer_of_group else [*lines, "layers: cut at other operations"]
 
 
-def _stages(old: Plan, new: Plan) -> list[str]:
+def _stages(old: PlanRecord, new: PlanRecord) -> list[str]:
     texts = [{str(k): stage_text(plan, k) for k in range(len(plan.stages))} for plan in (old, new)]
     lines = _change("stages", *(str(len(plan.stages)) for plan in (old, new))) + _changes("stage", *texts)
     for k, (a, b) in enumerate(zip(old.stages, new.stages, strict=False)):
@@ -100,7 +100,7 @@ def _links(stage: StagePlan) -> dict[str, str]:
     return {f"axis {i}": f"{seconds_text(alpha)} + {beta:.6g} s/B" for i, (alpha, beta) in enumerate(links)}
 
 
-def _placements(plan: Plan) -> dict[str, str]:
+def _placements(plan: PlanRecord) -> dict[str, str]:
     return {
         value.path: ", ".join(
             f"mesh {m} {s}" for m, s in zip(value.mesh_ids, value.placement().partition_specs, strict=True)
@@ -110,7 +110,7 @@ def _placements(plan: Plan) -> dict[str, str]:
     }
 
 
-def _operators(old: Plan, new: Plan) -> list[str]:
+def _operators(old: PlanRecord, new: PlanRecord) -> list[str]:
     """Lines of operators that only one of the plans has, stage by stage."""
     lines = []
     for k in range(max(len(old.stages), len(new.stages))):
@@ -120,7 +120,7 @@ def _operators(old: Plan, new: Plan) -> list[str]:
     return lines
 
 
-def _communication(plan: Plan) -> dict[str, str]:
+def _communication(plan: PlanRecord) -> dict[str, str]:
     """Bytes and number of collectives of a step, for each kind, axes and stage."""
     total: Counter[str] = Counter()
     times: Counter[str] = Counter()
@@ -131,8 +131,8 @@ def _communication(plan: Plan) -> dict[str, str]:
     return {name: f"{bytes_text(total[name])} in {count(times[name], 'collective')} per step" for name in total}
 
 
-def _costs(old: Plan, new: Plan) -> list[str]:
-    figures: tuple[tuple[str, Callable[[Plan], float]], ...] = (
+def _costs(old: PlanRecord, new: PlanRecord) -> list[str]:
+    figures: tuple[tuple[str, Callable[[PlanRecord], float]], ...] = (
         ("total", lambda plan: plan.cost.total_s),
         ("compute", lambda plan: plan.cost.compute_s),
         ("communication", lambda plan: plan.cost.communication_s),
@@ -143,7 +143,7 @@ def _costs(old: Plan, new: Plan) -> list[str]:
     return lines + list(_peaks(old, new))
 
 
-def _peaks(old: Plan, new: Plan) -> Iterable[str]:
+def _peaks(old: PlanRecord, new: PlanRecord) -> Iterable[str]:
     a, b = old.cost.peak_bytes, new.cost.peak_bytes
     if len(a) != len(b):
         yield f"peak memory: {', '.join(map(bytes_text, a))} -> {', '.join(map(bytes_text, b))}"

@@ -13,20 +13,23 @@ from collections.abc import Sequence
 from jax.sharding import PartitionSpec
 
 from minialpa.errors import ShardingError
-from minialpa.plan.plan import ExportedSpecs, PlacedValue, Plan
+from minialpa.plan.record import ExportedSpecs, PlacedValue, PlanRecord
 from minialpa.plan.text import header, layers_text
 from minialpa.sharding import AXIS_NAMES
 
 
-def export_specs(plan: Plan, mesh: int = 0) -> ExportedSpecs:
-    """Specs by path of what is on mesh `mesh`. Raises ShardingError if there is no such mesh."""
+def export_specs(plan: PlanRecord, mesh: int = 0) -> ExportedSpecs:
+    """Specs, by path, of the arguments and results on mesh `mesh`. Raises ShardingError if there is no such mesh."""
     if not 0 <= mesh < len(plan.stages):
         raise ShardingError(f"The plan has the meshes 0 to {len(plan.stages) - 1}; got {mesh}.")
     return ExportedSpecs(_on_mesh(plan.inputs, mesh), _on_mesh(plan.outputs, mesh))
 
 
 def _on_mesh(values: Sequence[PlacedValue], mesh: int) -> dict[str, PartitionSpec]:
-    """What no equation reads is nowhere in the plan, and may as well be whole. Of several blocks, the first counts."""
+    """Specs of the values on one mesh; of a value in several blocks, the spec of the first block.
+
+    Values that no equation reads are on no mesh, and are exported as replicated.
+    """
     out = {}
     for value in values:
         if mesh in value.mesh_ids:
@@ -36,7 +39,7 @@ def _on_mesh(values: Sequence[PlacedValue], mesh: int) -> dict[str, PartitionSpe
     return out
 
 
-def to_python(plan: Plan, mesh: int = 0) -> str:
+def to_python(plan: PlanRecord, mesh: int = 0) -> str:
     """Python source that defines `mesh`, `in_specs`, `out_specs` and `shardings`, for `jax.jit`.
 
     The mesh takes the devices that the plan gives to it from `jax.devices()`.
@@ -64,13 +67,13 @@ def _argument(path: str) -> str:
     return found.group() if found else path
 
 
-def _not_exported(plan: Plan, mesh: int) -> list[str]:
-    """What the source cannot say."""
+def _not_exported(plan: PlanRecord, mesh: int) -> list[str]:
+    """What the plan decides and the exported source does not say, for its header."""
     lines = []
     if len(plan.stages) > 1:
         lines.append(
-            f"Mesh {mesh} of {len(plan.stages)} ({layers_text(plan.stages[mesh].layers)}): only what lies on it is "
-            "listed. Stages and transfers are not\nexported, so a whole step needs `minialpa.parallelize`."
+            f"Mesh {mesh} of {len(plan.stages)} ({layers_text(plan.stages[mesh].layers)}): only its own arguments and "
+            "results are listed. Stages and transfers are not\nexported, so a whole step needs `minialpa.parallelize`."
         )
     if plan.n_micro_batches > 1:
         lines.append(

@@ -1,357 +1,58 @@
-"""Plans: everything that was decided about one step, as a value.
+"""Plans as users see them: the fields of `PlanRecord`, and methods that print, compare, export, save and load them.
 
-A plan holds no jaxpr. Its variables and equations are numbered in the order in which tracing the same step for the same
-shapes yields them; `fingerprint` tells whether a step is the same. What plans can do beyond holding decisions is in
-modules next to this one, which know `Plan` and are loaded by its methods.
+The top of this package. Each method calls a function of a module below, which takes a `PlanRecord`.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
 
-from jax.sharding import PartitionSpec
-
-from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.cost import CollectiveKind
-from minialpa.errors import VerifyError
-from minialpa.options import AutoShardingOption, Remat
-from minialpa.sharding import EquationSpecs, Spec
+from minialpa.plan.codec import decode
+from minialpa.plan.difference import difference
+from minialpa.plan.export import export_specs, to_python
+from minialpa.plan.file_format import MOST_CHARACTERS, fields_in, file_text
+from minialpa.plan.record import ExportedSpecs, PlanRecord
+from minialpa.plan.text import explain, summary
+from minialpa.plan.verify import verify_plan
 from minialpa.support.collection import collection_paused
 from minialpa.support.files import write_text
-from minialpa.tracing.fingerprint import Fingerprint
-
-VERSION = 6
-#: Characters of a plan's text, at some 65 for each equation. JSON may take 25 times its length in memory.
-MOST_CHARACTERS = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementSpec:
-    """Where one argument or result lives: shape, dtype, meshes, and its sharding on each of them.
-
-    rows: empty where every mesh has all of it. Else the value lives in blocks of rows: there is a mesh and a sharding
-    for each block, and its rows (start, stop) of dimension 0; a mesh may have several blocks.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    mesh_ids: tuple[int, ...]
-    partition_specs: tuple[PartitionSpec, ...]
-    rows: tuple[tuple[int, int], ...] = ()
-
-    def __str__(self) -> str:
-        blocks = [f" rows {a}:{b}" for a, b in self.rows] or [""] * len(self.mesh_ids)
-        places = zip(self.mesh_ids, blocks, self.partition_specs, strict=True)
-        where = ", ".join(f"mesh {m}{block}: {spec}" for m, block, spec in places)
-        return f"{self.path} {self.dtype}{list(self.shape)}: {where or 'not used'}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedValue:
-    """A `PlacementSpec` in the form that a plan keeps: specs instead of PartitionSpecs."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    mesh_ids: tuple[int, ...]
-    specs: tuple[Spec, ...]
-    rows: tuple[tuple[int, int], ...] = ()
-
-    def placement(self) -> PlacementSpec:
-        specs = tuple(spec.partition_spec() for spec in self.specs)
-        return PlacementSpec(
-            path=self.path,
-            shape=self.shape,
-            dtype=self.dtype,
-            mesh_ids=self.mesh_ids,
-            partition_specs=specs,
-            rows=self.rows,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedCollective:
-    """One kind of collective of a stage: the bytes of each (see `cost.Collective`), and how often a step runs it."""
-
-    kind: CollectiveKind
-    n_bytes: float
-    axes: tuple[int, ...]
-    stage: int
-    times_per_step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedOperator:
-    """A matrix product or convolution and its shardings. `part`: forward, backward or other (the update)."""
-
-    name: str
-    part: Literal["forward", "backward", "other"]
-    layer: int | None
-    shape: tuple[int, ...]
-    result: Spec
-    operands: tuple[Spec, ...]
-
-
-class PassName(NamedTuple):
-    """A pass by the number of its chunk, counted over the pipeline; or the update of a stage.
-
-    loop: of the loops of a step, counted from 1, the one that the pass is in, or that the update stands behind.
-    """
-
-    kind: Literal["forward", "backward", "update"]
-    number: int
-    loop: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedTransfer:
-    """What a pass sends to another stage for each micro-batch, or updates send each other once; bytes of whole arrays.
-
-    target: the first pass there that reads it.
-    """
-
-    source: PassName
-    target: PassName
-    n_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedPass:
-    """Seconds of one micro-batch in one chunk; `step` is forward and backward in one, for a single stage.
-
-    loop: of the loops of a step, counted from 1, the one that the pass is in.
-    """
-
-    kind: Literal["forward", "backward", "step"]
-    chunk: int
-    compute_s: float
-    communication_s: float
-    loop: int = 1
-
-    @property
-    def seconds(self) -> float:
-        return self.compute_s + self.communication_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """One pipeline stage. Its chunks are the runs of neighbouring `layers`.
-
-    Attributes:
-        layers: numbers of its layers; empty without a pipeline.
-        submesh: (hosts, devices per host).
-        first_device: number of its first device in the cluster.
-        logical_shape: lengths of the axes of its logical mesh.
-        alpha: seconds of latency of the links along each axis.
-        beta: seconds per byte of the links along each axis.
-        option: what its shardings had to keep to.
-        input_specs: specs of the inputs of the mesh, in order.
-        equation_specs: specs of the equations of the mesh, in order.
-        operators: its matrix products and convolutions.
-        passes: what one micro-batch runs, in order.
-        update_s: seconds once per step, before the first loop and behind the last.
-        fixed_bytes: bytes per device for state, gradients and temporaries.
-        kept_bytes: for each chunk, bytes per device that every micro-batch in flight keeps.
-        peak_bytes: bytes per device at the fullest moment.
-        optimal: whether the solver has proven its shardings to be the cheapest.
-        between_s: seconds once per step behind each loop but the last.
-    """
-
-    layers: tuple[int, ...]
-    submesh: tuple[int, int]
-    first_device: int
-    logical_shape: tuple[int, ...]
-    alpha: tuple[float, ...]
-    beta: tuple[float, ...]
-    option: AutoShardingOption
-    input_specs: tuple[Spec, ...]
-    equation_specs: tuple[EquationSpecs, ...]
-    operators: tuple[PlannedOperator, ...]
-    passes: tuple[PlannedPass, ...]
-    update_s: float
-    fixed_bytes: float
-    kept_bytes: tuple[float, ...]
-    peak_bytes: float
-    optimal: bool
-    between_s: tuple[float, ...] = ()
-
-    @property
-    def n_devices(self) -> int:
-        return self.submesh[0] * self.submesh[1]
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of one micro-batch in all passes, without communication."""
-        return sum(one.compute_s for one in self.passes)
-
-    @property
-    def communication_s(self) -> float:
-        return sum(one.communication_s for one in self.passes)
-
-    @property
-    def in_flight_bytes(self) -> float:
-        """Bytes per device of one micro-batch that is in flight in all chunks."""
-        return sum(self.kept_bytes)
-
-    @property
-    def forbidden(self) -> tuple[str, ...]:
-        """Kinds of collectives that may not reshard anything."""
-        return self.option.forbidden_collectives
-
-    @property
-    def mesh(self) -> LogicalMesh:
-        """The logical mesh with its links, as far as the choice of collectives depends on it."""
-        return LogicalMesh(self.logical_shape, self.alpha, self.beta)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanCost:
-    """Predicted seconds of a step, and where they go.
-
-    Attributes:
-        total_s: seconds of a step.
-        compute_s: of these, seconds that the slowest stage computes in the loops.
-        communication_s: seconds of collectives of that stage in the loops.
-        bubble_s: seconds that it waits.
-        update_s: seconds of what runs once per step.
-        peak_bytes: bytes per device of each stage at its fullest moment.
-    """
-
-    total_s: float
-    compute_s: float
-    communication_s: float
-    bubble_s: float
-    update_s: float
-    peak_bytes: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """What a search has shown: by the sums of pieces, no pipeline in its space takes less than `bound_s` seconds.
-
-    The space is all cuts of the layers, submeshes with their logical shapes, and choices of rematerialisation, with
-    each of `n_micro_batches`. n_costs: costs of pieces that were solved for it; all others were bounded.
-    """
-
-    bound_s: float
-    n_micro_batches: tuple[int, ...]
-    n_costs: int
-
-
-class ExportedSpecs(NamedTuple):
-    """PartitionSpecs by path of arguments and results on one mesh, over the axes "x" and "y" of its logical shape."""
-
-    inputs: dict[str, PartitionSpec]
-    outputs: dict[str, PartitionSpec]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The whole plan of one step on one cluster. Equal inputs give equal plans and equal JSON.
-
-    Attributes:
-        fingerprint: of the step that it was made for.
-        cluster: devices and links that it was made for.
-        n_micro_batches: parts that the batch is cut into.
-        schedule: name of the order of passes.
-        layer_of_group: layer of each group of forward equations, in order; empty without a pipeline.
-        remat: for each layer, what its backward pass computes again: nothing (`none`), all but matrix products
-            (`dots`), or everything (`full`).
-        stages: from first to last.
-        inputs: where the arguments are, and their specs.
-        outputs: where the results are left, and their specs.
-        collectives: what devices of one mesh communicate.
-        transfers: what meshes send each other.
-        cost: predicted seconds and bytes.
-        row_blocks: for each stack of layers that a scan applies, the rows of each block that it is cut into, so that
-            stages can end inside; empty where scans are whole.
-        certificate: what a search has shown; None where nothing was searched.
-        per_micro_batch: what each micro-batch computes from its own examples where the full batch has a total: batch
-            statistics, and what the model asks for.
-        keeps_rows: whether later loops over the micro-batches read what earlier ones have computed of each example,
-            which is kept for all micro-batches; otherwise they compute it again.
-    """
-
-    fingerprint: Fingerprint
-    cluster: ClusterSpec
-    n_micro_batches: int
-    schedule: str
-    layer_of_group: tuple[int, ...]
-    remat: tuple[Remat, ...]
-    stages: tuple[StagePlan, ...]
-    inputs: tuple[PlacedValue, ...]
-    outputs: tuple[PlacedValue, ...]
-    collectives: tuple[PlannedCollective, ...]
-    transfers: tuple[PlannedTransfer, ...]
-    cost: PlanCost
-    row_blocks: tuple[tuple[int, ...], ...] = ()
-    certificate: Certificate | None = None
-    per_micro_batch: tuple[str, ...] = ()
-    keeps_rows: bool = False
-
-    @property
-    def n_loops(self) -> int:
-        """How often a step goes through its micro-batches."""
-        return 1 + max(len(stage.between_s) for stage in self.stages)
-
-    @property
-    def input_specs(self) -> tuple[PlacementSpec, ...]:
-        """Placement of each argument leaf, in the order of `jax.tree.leaves`."""
-        return tuple(value.placement() for value in self.inputs)
-
-    @property
-    def output_specs(self) -> tuple[PlacementSpec, ...]:
-        """Placement of each result leaf."""
-        return tuple(value.placement() for value in self.outputs)
+class Plan(PlanRecord):
+    """The plan of one step on one cluster. Equal inputs give equal plans and equal JSON. Its fields: `PlanRecord`."""
 
     def summary(self) -> str:
         """The plan as a text of a few lines for each stage."""
-        from minialpa.plan.text import summary
-
         return summary(self)
 
     def explain(self, what: str) -> str:
         """Placement of the arguments and results whose path contains `what`, and the operators of that name."""
-        from minialpa.plan.text import explain
-
         return explain(self, what)
 
     def diff(self, other: Plan) -> str:
         """What `other` decides and predicts otherwise, each line with both sides: this plan -> the other."""
-        from minialpa.plan.difference import difference
-
         return difference(self, other)
 
     def export_specs(self, mesh: int = 0) -> ExportedSpecs:
         """PartitionSpecs of the arguments and results on one mesh, by path, for `jax.jit`. See `ParallelizedFunc` for
         the same as pytrees."""
-        from minialpa.plan.export import export_specs
-
         return export_specs(self, mesh)
 
     def to_python(self, mesh: int = 0) -> str:
         """Python source of one mesh and of `export_specs`, to paste into a training loop without minialpa."""
-        from minialpa.plan.export import to_python
-
         return to_python(self, mesh)
 
     def to_json(self) -> str:
-        from minialpa.plan.codec import encode
-
-        return json.dumps({"version": VERSION, "plan": encode(self)}, sort_keys=True, separators=(",", ":"))
+        """The plan as JSON, which `from_json` reads."""
+        return file_text(self)
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """The plan that `to_json` wrote. Raises VerifyError, which names the field, where it is none that can run."""
-        from minialpa.plan.codec import decode
-        from minialpa.plan.verify import verify_plan
-
         with collection_paused():
-            plan = decode(Plan, _content(text), "plan")
+            plan = decode(Plan, fields_in(text), "plan")
             verify_plan(plan)
         return plan
 
@@ -364,34 +65,3 @@ class Plan:
         """The plan that `save` wrote. Raises VerifyError like `from_json`."""
         with Path(path).open(encoding="utf-8", errors="replace") as file:
             return Plan.from_json(file.read(MOST_CHARACTERS + 1))
-
-
-def _content(text: str) -> Any:
-    if len(text) > MOST_CHARACTERS:
-        raise VerifyError(
-            f"Not a plan: it has more than {MOST_CHARACTERS} characters, and the plans of large models have a few "
-            "million. Write one with `Plan.save`."
-        )
-    try:
-        data = json.loads(text, object_pairs_hook=_fields_once)
-    except VerifyError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise VerifyError(f"Not a plan: {error}. Write one with `Plan.save`.") from error
-    if not isinstance(data, dict) or "version" not in data:
-        raise VerifyError("Not a plan: JSON without `version`. Write one with `Plan.save`.")
-    version = data["version"]
-    if version != VERSION or isinstance(version, bool):
-        raise VerifyError(f"The plan has version {version!r}; this minialpa reads version {VERSION}. Plan again.")
-    if data.keys() != {"version", "plan"}:
-        raise VerifyError(f"Not a plan: JSON with the fields {sorted(data)}; expected `plan` and `version`.")
-    return data["plan"]
-
-
-def _fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise VerifyError(f"Not a plan: there is a record that has `{twice[:60]}` twice. Write one with `Plan.save`.")
-    return fields

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minialpa.plan.plan import Certificate, Plan, PlannedOperator
+from minialpa.plan.record import Certificate, PlannedOperator, PlanRecord
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: PlanRecord) -> str:
     """The plan as a text of a few lines for each stage."""
     cost = plan.cost
     lines = [
@@ -24,7 +24,7 @@ def summary(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _stage_lines(plan: Plan, k: int) -> list[str]:
+def _stage_lines(plan: PlanRecord, k: int) -> list[str]:
     """Stage `k`: what it is, what it costs, its operators and its collectives."""
     stage = plan.stages[k]
     forward = tuple(op for op in stage.operators if op.part == "forward")
@@ -51,7 +51,7 @@ def certificate_text(found: Certificate) -> str:
     )
 
 
-def header(plan: Plan) -> str:
+def header(plan: PlanRecord) -> str:
     """Cluster, stages, micro-batches, schedule and rematerialisation in one line."""
     kept = sorted(set(plan.remat))
     return (
@@ -64,7 +64,7 @@ def header(plan: Plan) -> str:
     )
 
 
-def stage_text(plan: Plan, k: int) -> str:
+def stage_text(plan: PlanRecord, k: int) -> str:
     """Layers, devices and logical shape of stage `k`."""
     stage = plan.stages[k]
     last = stage.first_device + stage.n_devices - 1
@@ -75,7 +75,7 @@ def stage_text(plan: Plan, k: int) -> str:
     )
 
 
-def explain(plan: Plan, what: str) -> str:
+def explain(plan: PlanRecord, what: str) -> str:
     """Placements of the arguments and results whose path contains `what`, and operators whose line does."""
     lines = [str(v) for v in (*plan.input_specs, *plan.output_specs) if what in v.path]
     for k, stage in enumerate(plan.stages):
@@ -83,7 +83,7 @@ def explain(plan: Plan, what: str) -> str:
     return "\n".join(lines) or f"Nothing in the plan is called `{what}`."
 
 
-def operator_lines(plan: Plan, operators: Sequence[PlannedOperator]) -> list[str]:
+def operator_lines(plan: PlanRecord, operators: Sequence[PlannedOperator]) -> list[str]:
     """Operators of each layer; equal lines are counted."""
     counts: dict[str, int] = {}
     for op in operators:

@@ -1,6 +1,6 @@
-"""The verifier of plans by themselves, for the border between who makes a plan and who runs it.
+"""Checks that the fields of a plan fit together, before the plan is run.
 
-What a plan says about a step is verified where there is one: see `minialpa.inter.staging.verify_fit`.
+Whether a plan fits a step is checked with the step at hand: see `minialpa.inter.staging.verify_fit`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from minialpa.errors import VerifyError
 from minialpa.options import AutoShardingOption
-from minialpa.plan.plan import PlacedValue, Plan, PlannedOperator, StagePlan
+from minialpa.plan.record import PlacedValue, PlannedOperator, PlanRecord, StagePlan
 from minialpa.sharding import EquationSpecs, Spec
 
 #: Numbers above are no counts, seconds, bytes or rates of anything.
@@ -21,7 +21,7 @@ _MOST_INTEGER, _MOST_FLOAT = 2**62, 1e30
 _MOST_DEVICES = 10**6
 
 
-def verify_plan(plan: Plan) -> None:
+def verify_plan(plan: PlanRecord) -> None:
     """Raise VerifyError, with the name of the field, unless
 
     - seconds, bytes, rates, links, sizes and numbers of things are not negative, and none is absurd;
@@ -34,9 +34,9 @@ def verify_plan(plan: Plan) -> None:
     - specs use axes of their mesh that have several devices, in ascending order; each dimension of an array has one,
       and its parts are equal;
     - arguments and results have one spec for each of their meshes, and are no partial sums;
-    - where they live in blocks, the rows of blocks are theirs and do not overlap, and stacks of layers are cut into
-      blocks of one row at least, in a pipeline only;
-    - collectives run on axes of a stage, and the peak bytes of the cost are those of the stages;
+    - the blocks of an argument or result are rows of it and do not overlap, and stacks of layers are cut into blocks
+      of one row at least, in a pipeline only;
+    - collectives run on axes of a stage, and the peak bytes of the cost are the peak bytes of the stages;
     - the fingerprint counts each primitive once.
     """
     # Sizes first: what they bound is looped over afterwards.
@@ -67,11 +67,12 @@ def verify_plan(plan: Plan) -> None:
     _check_collectives(plan)
     _check_passes(plan)
     peaks = tuple(stage.peak_bytes for stage in plan.stages)
-    require(plan.cost.peak_bytes == peaks, "cost.peak_bytes", plan.cost.peak_bytes, f"those of the stages, {peaks}")
+    expected = f"the peak bytes of the stages, {peaks}"
+    require(plan.cost.peak_bytes == peaks, "cost.peak_bytes", plan.cost.peak_bytes, expected)
 
 
 def require(holds: bool, where: str, found: Any, expected: str) -> None:
-    """Raise VerifyError, which says what field `where` of a plan is and should be, unless `holds`."""
+    """Raise VerifyError unless `holds`. The error says what the field `where` of a plan is, and what is expected."""
     if not holds:
         text = str(found)
         shown = text if len(text) <= 80 else f"{text[:77]}..."
@@ -79,7 +80,7 @@ def require(holds: bool, where: str, found: Any, expected: str) -> None:
 
 
 def _check_numbers(value: Any, where: str) -> None:
-    """Every number but those of options, which are the user's. Those that pass can be added and multiplied."""
+    """Check every number except in options, which are the user's. Sums and products of these numbers are finite."""
     if isinstance(value, int | float):
         most = _MOST_FLOAT if isinstance(value, float) else _MOST_INTEGER
         require(0 <= value <= most, where.removeprefix("plan."), value, f"finite and not negative, at most {most:g}")
@@ -91,7 +92,7 @@ def _check_numbers(value: Any, where: str) -> None:
             _check_numbers(getattr(value, f.name), f"{where}.{f.name}")
 
 
-def _check_fingerprint(plan: Plan) -> None:
+def _check_fingerprint(plan: PlanRecord) -> None:
     names = [name for name, _ in plan.fingerprint.primitives]
     require(names == sorted(set(names)), "fingerprint.primitives", names, "each name once, in order")
     n = plan.fingerprint.n_prefixes
@@ -99,13 +100,12 @@ def _check_fingerprint(plan: Plan) -> None:
     require(len(prefixes) == n, "fingerprint.prefixes", prefixes, f"{n} for {plan.fingerprint.n_equations} equations")
 
 
-def _check_devices(plan: Plan, stage: StagePlan, where: str) -> None:
+def _check_devices(plan: PlanRecord, stage: StagePlan, where: str) -> None:
     shape = stage.logical_shape
     require(len(shape) in (1, 2) and min(shape) >= 1, f"{where}.logical_shape", shape, "1 or 2 positive lengths")
     for name, values in (("alpha", stage.alpha), ("beta", stage.beta)):
         require(len(values) == len(shape), f"{where}.{name}", values, f"one value for each axis of {shape}")
 
-    # The submesh lies inside a host, or is whole hosts.
     hosts, per_host = stage.submesh
     cluster = plan.cluster
     is_whole = hosts == 1 or per_host == cluster.devices_per_host
@@ -128,14 +128,14 @@ def _check_devices(plan: Plan, stage: StagePlan, where: str) -> None:
     )
 
 
-def _check_overlap(plan: Plan) -> None:
+def _check_overlap(plan: PlanRecord) -> None:
     in_order = sorted(range(len(plan.stages)), key=lambda k: plan.stages[k].first_device)
     for a, b in itertools.pairwise(in_order):
         end, start = plan.stages[a].first_device + plan.stages[a].n_devices, plan.stages[b].first_device
-        require(end <= start, f"stages[{b}].first_device", start, f"{end} or more, behind those of stage {a}")
+        require(end <= start, f"stages[{b}].first_device", start, f"{end} or more, behind the devices of stage {a}")
 
 
-def _check_layers(plan: Plan) -> None:
+def _check_layers(plan: PlanRecord) -> None:
     n_layers = max(plan.layer_of_group, default=-1) + 1
     require(len(plan.remat) == n_layers, "remat", plan.remat, f"one entry for each of {n_layers} layers")
     if not plan.layer_of_group:
@@ -180,7 +180,7 @@ def _check_stage_specs(stage: StagePlan, where: str) -> None:
 
 
 def _specs_of_equations(equations: Iterable[EquationSpecs]) -> Iterable[tuple[int, Spec]]:
-    """Each spec, with the number of its equation; that of the loop for those of its body."""
+    """Each spec, with the number of its equation; specs in the body of a loop have the number of the loop."""
     for i, chosen in enumerate(equations):
         for spec in (*chosen.operands, *chosen.made, *chosen.results):
             yield i, spec
@@ -209,7 +209,7 @@ def _check_placed(value: PlacedValue, stages: tuple[StagePlan, ...], where: str)
     apart = all(one[1] <= following[0] for one, following in itertools.pairwise(blocks))
     require(apart, f"{where}.rows", value.rows, "blocks that do not overlap")
 
-    # A spec is of what its mesh holds: all of the array, or a block of its rows.
+    # A mesh holds the whole array, or a block of its rows: the spec is of what it holds.
     require(all(m < len(stages) for m in meshes), f"{where}.mesh_ids", meshes, f"below {len(stages)}")
     require(len(specs) == len(meshes), f"{where}.specs", list(map(str, specs)), f"one for each mesh of {meshes}")
     for i, (mesh, spec) in enumerate(zip(meshes, specs, strict=True)):
@@ -218,7 +218,7 @@ def _check_placed(value: PlacedValue, stages: tuple[StagePlan, ...], where: str)
         _check_shaped(spec, shape, stages[mesh], f"{where}.specs[{i}]")
 
 
-def _check_collectives(plan: Plan) -> None:
+def _check_collectives(plan: PlanRecord) -> None:
     for i, c in enumerate(plan.collectives):
         where = f"collectives[{i}]"
         require(c.stage < len(plan.stages), f"{where}.stage", c.stage, f"below {len(plan.stages)}")
@@ -228,8 +228,8 @@ def _check_collectives(plan: Plan) -> None:
         require(c.times_per_step >= 1, f"{where}.times_per_step", c.times_per_step, "at least 1")
 
 
-def _check_passes(plan: Plan) -> None:
-    """Passes and what chunks keep; transfers between passes, or between updates."""
+def _check_passes(plan: PlanRecord) -> None:
+    """Check what stages say of their chunks, and that passes and both ends of transfers exist."""
     runs = [max(1, len(set(stage.layers) - {layer + 1 for layer in stage.layers})) for stage in plan.stages]
     for k, stage in enumerate(plan.stages):
         where = f"stages[{k}]"
@@ -247,5 +247,5 @@ def _check_passes(plan: Plan) -> None:
             _check_loop(plan, end.loop, f"transfers[{i}].{name}")
 
 
-def _check_loop(plan: Plan, loop: int, where: str) -> None:
+def _check_loop(plan: PlanRecord, loop: int, where: str) -> None:
     require(1 <= loop <= plan.n_loops, where, loop, f"one of the loops 1 to {plan.n_loops}")

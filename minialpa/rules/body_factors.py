@@ -23,6 +23,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.rules.factors import Factors, Reduction, factors_of, localize
+from minialpa.support.disjoint_sets import DisjointSets
 from minialpa.tracing.jaxprs import Atom, FlatJaxpr, eval_on_shards, is_literal, operand_vars, shape_of
 
 #: One dimension of an array of a region.
@@ -63,35 +64,32 @@ class Region:
 
 @dataclass(slots=True)
 class Links:
-    """A partition of the dimensions of a region into groups, as a union-find forest. A group is named by its root.
+    """A partition of the dimensions of a region into groups. A group is named by one of its dimensions.
 
     Attributes:
-        parents: for each dimension, another one of its group, or itself at the root.
+        dims: the groups as disjoint sets.
         sizes: for each group, the largest number of blocks that it can be cut into.
-        blocked: groups that cannot be split; dimensions that are no longer roots may remain here.
+        blocked: groups that cannot be split; dimensions that no longer name a group may remain here.
         members: for each group, by the number of an equation, the factors of the equation that belong to the group.
     """
 
-    parents: dict[Node, Node] = field(default_factory=dict)
+    dims: DisjointSets[Node] = field(default_factory=DisjointSets)
     sizes: dict[Node, int] = field(default_factory=dict)
     blocked: set[Node] = field(default_factory=set)
     members: dict[Node, dict[int, set[int]]] = field(default_factory=dict)
 
     def find(self, node: Node) -> Node:
         """The group of a dimension."""
-        parent = self.parents.setdefault(node, node)
-        while parent != self.parents[parent]:
-            self.parents[node] = parent = self.parents[parent]
-        return parent
+        return self.dims.find(node)
 
     def join(self, first: Node, second: Node) -> None:
-        """Put two dimensions into one group, whose root is that of the first one."""
-        first, second = self.find(first), self.find(second)
-        if first != second:
-            self.parents[second] = first
-            self.sizes[first] = math.gcd(self.sizes.pop(first, 0), self.sizes.pop(second, 0))
-            if second in self.blocked:
-                self.blocked.add(first)
+        """Put two dimensions into one group, which has the name of the first one's."""
+        joined = self.dims.join(first, second)
+        if joined is not None:
+            group = self.dims.find(first)
+            self.sizes[group] = math.gcd(self.sizes.pop(group, 0), self.sizes.pop(joined, 0))
+            if joined in self.blocked:
+                self.blocked.add(group)
 
     def limit(self, node: Node, size: int) -> None:
         """Let the number of blocks of a group divide `size`."""

@@ -20,7 +20,8 @@ from typing import Any, Literal
 from jax.extend.core import JaxprEqn
 
 from minialpa.errors import VerifyError
-from minialpa.tracing.jaxprs import context_of, eval_on_shards, is_call, shape_of, sub_jaxprs
+from minialpa.support.private_jax import settings_of, under_settings_of
+from minialpa.tracing.jaxprs import eval_on_shards, is_call, shape_of, sub_jaxprs
 
 Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
 Dims = tuple[tuple[int, ...], ...]
@@ -193,7 +194,7 @@ def replicated_factors(eqn: JaxprEqn) -> Factors:
 def factors_of(eqn: JaxprEqn) -> Factors:
     """Factors of an equation by its primitive's rule; `replicated_factors` if there is no rule."""
     arrays = tuple((shape_of(atom), getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars))
-    key = (eqn.primitive.name, tuple(eqn.params.items()), arrays, eqn.ctx)
+    key = (eqn.primitive.name, tuple(eqn.params.items()), arrays, settings_of(eqn))
     try:
         return _factors(_Kind(key, eqn))
     except TypeError:  # a parameter that cannot be hashed
@@ -252,5 +253,5 @@ def run_shard(
         return tuple(tuple(start(dim) for dim in dims) for dims in arrays)
 
     on_shards = _ON_SHARDS[eqn.primitive.name]
-    with context_of(eqn):
+    with under_settings_of(eqn):
         return list(on_shards(eqn, operands, params, Starts(starts(factors.operands), starts(factors.results))))

@@ -20,7 +20,8 @@ from jax.extend.random import threefry2x32_p
 from minialpa.rules.common import FactorTable, Shapes, n_elements
 from minialpa.rules.elementwise import elementwise
 from minialpa.rules.factors import Factors, Starts, replicated_factors, rule
-from minialpa.tracing.jaxprs import aval_of, context_of, shape_of
+from minialpa.support.private_jax import under_settings_of
+from minialpa.tracing.jaxprs import aval_of, shape_of
 
 
 def _are_keys_independent(eqn: JaxprEqn) -> bool:
@@ -85,7 +86,7 @@ def _bits(eqn: JaxprEqn) -> Factors:
     # Without partitionable threefry, counts do not start at 0 for each key; longer arrays need counts of 64 bits.
     n_drawn = n_elements(eqn.outvars[0]) // max(1, n_elements(eqn.invars[0]))
     config: Any = jax.config  # which does not declare its flags
-    with context_of(eqn):
+    with under_settings_of(eqn):
         is_counted = config.jax_threefry_partitionable and n_drawn < 2**32
     return _led_by_keys(eqn, positional=is_counted)
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from minialpa.arrays import RemoteArray, own_copy
 from minialpa.programs.program import InputSlot, Program, Run, reads
 from minialpa.runtime.arrays import BlockedArray
+from minialpa.support.private_jax import addresses_of
 
 
 class LocalArguments:
@@ -179,5 +180,4 @@ def _lies(value: Any, sharding: NamedSharding) -> bool:
 def _shares_buffer(array: jax.Array, leaf: jax.Array) -> bool:
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         return True
-    mine = {s.data.unsafe_buffer_pointer() for s in array.addressable_shards}
-    return any(s.data.unsafe_buffer_pointer() in mine for s in leaf.addressable_shards)
+    return not addresses_of(array).isdisjoint(addresses_of(leaf))

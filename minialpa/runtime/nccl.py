@@ -36,6 +36,7 @@ from minialpa.errors import WorkerError
 from minialpa.runtime.host_transport import HostTransport
 from minialpa.runtime.mailbox import Mailbox
 from minialpa.runtime.transport import Part, Piece
+from minialpa.support.private_jax import memory_of
 
 #: Seconds to wait for the peer while a communicator is made.
 _SETUP_TIMEOUT_S = 120.0
@@ -331,7 +332,7 @@ def exchange(sends: Transfers, receives: Transfers) -> None:
 
     with _group():
         for end, post, array in posts:
-            pointer, n_bytes = array.unsafe_buffer_pointer(), array.on_device_size_in_bytes()
+            pointer, n_bytes = memory_of(array)
             with end.current():
                 post(pointer, n_bytes, _cuda().nccl.NCCL_UINT8, end.peer, end.stream.ptr)
 

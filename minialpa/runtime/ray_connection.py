@@ -14,7 +14,6 @@ import warnings
 
 import ray
 from ray.exceptions import RayError
-from ray.experimental.internal_kv import _internal_kv_exists
 
 from minialpa.errors import MinialpaError
 
@@ -83,9 +82,7 @@ def fault_of_head(address: str) -> str | None:
     """What is wrong with the head that this process is connected to, as the end of a sentence; None if it works."""
     if not answers(address):
         return "does not answer"
-    try:
-        _internal_kv_exists(b"minialpa")
-    except RayError:  # Unlike this call, others would make Ray end the process now.
+    if not head_knows_this_process():
         return "was restarted and does not know this process"
     return None
 

@@ -179,7 +179,17 @@ def write_tasks(path: str | Path, tasks: Sequence[TaskTime], meshes: Sequence[Me
             args = {"instruction": task.instruction, "call": calls[key]}
             calls[key] += 1
         thread = threads[task.mesh, task.host, task.track]
-        events.append(interval(task.mesh, thread, task.name, task.start_s, task.stop_s, task.track, args))
+        events.append(
+            interval(
+                task.mesh,
+                thread,
+                task.name,
+                start_s=task.start_s,
+                end_s=task.stop_s,
+                category=task.track,
+                args=args,
+            )
+        )
     write_trace(path, events)
 
 

@@ -1,4 +1,4 @@
-"""Bytes and file descriptors on the socket of two workers."""
+"""Writes and reads bytes and file descriptors on the socket between two workers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from minialpa.runtime.mailbox import ProtocolError
 from minialpa.runtime.shared_memory import Bytes
 
 _MAX_BUFFERS = 512  # As many as the kernel takes at a time.
-_DESCRIPTOR = struct.Struct("i")
 
 
 @dataclass(slots=True, eq=False)
 class Unsent:
-    """What is still to be written: buffers, none of them empty, and the file descriptor that goes with the first byte.
+    """What is still to be written to a socket. Owns the descriptor: `close` it if it is not written to the end.
 
-    Owns the descriptor. `close` it if it is not written to the end.
+    Attributes:
+        buffers: in order, none of them empty.
+        descriptor: a file descriptor that goes with the first byte; None if there is none, or once it is sent.
     """
 
     buffers: list[memoryview]
@@ -28,8 +29,9 @@ class Unsent:
         """Write all; with MSG_DONTWAIT, what the socket takes at once. Whether nothing is left."""
         try:
             while self.buffers:
-                with_it = [] if self.descriptor is None else [self._ancillary(self.descriptor)]
-                self._forget(sock.sendmsg(self.buffers[:_MAX_BUFFERS], with_it, flags))
+                # Not by `socket.send_fds`, which ignores `flags` in Python 3.11.
+                sent = sock.sendmsg(self.buffers[:_MAX_BUFFERS], self._ancillary(), flags)
+                self._forget(sent)
         except BlockingIOError:
             return False
         return True
@@ -39,8 +41,10 @@ class Unsent:
             os.close(self.descriptor)
             self.descriptor = None
 
-    def _ancillary(self, descriptor: int) -> tuple[int, int, bytes]:
-        return socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(descriptor)
+    def _ancillary(self) -> list[tuple[int, int, bytes]]:
+        if self.descriptor is None:
+            return []
+        return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", self.descriptor))]
 
     def _forget(self, n_bytes: int) -> None:
         """`n_bytes` have been written."""
@@ -55,16 +59,16 @@ class Unsent:
 
 
 def receive_with_descriptor(sock: socket.socket, n_bytes: int) -> tuple[bytes, int | None]:
-    """The next bytes, and the file descriptor that came with them, if any. Raises EOFError where the socket ends."""
+    """The next bytes, and the file descriptor that came with them, if any; the caller owns it.
+
+    Raises EOFError where the socket ends, and ProtocolError if several descriptors came; both close what came.
+    """
     data = b""
     descriptors: list[int] = []
     try:
         while len(data) < n_bytes:
-            received, ancillary, _, _ = sock.recvmsg(n_bytes - len(data), socket.CMSG_LEN(_DESCRIPTOR.size))
-            for level, kind, sent in ancillary:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    whole = len(sent) - len(sent) % _DESCRIPTOR.size
-                    descriptors += (number for (number,) in _DESCRIPTOR.iter_unpack(sent[:whole]))
+            received, found, _, _ = socket.recv_fds(sock, n_bytes - len(data), maxfds=1)
+            descriptors += found
             if not received:
                 raise EOFError("the connection was closed")
             data += received
@@ -87,7 +91,7 @@ def receive_into(sock: socket.socket, target: Bytes) -> None:
 
 
 def tune(sock: socket.socket) -> None:
-    """Have TCP send at once, and notice within half a minute that a machine is gone."""
+    """Let TCP send at once, and notice within half a minute that the other machine is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)):

@@ -100,7 +100,7 @@ class OwnProcess:
     def _join_mesh(self, address: str, n_workers: int, rank: int) -> None:
         import jax
 
-        from minialpa.runtime.gloo import bind_gloo
+        from minialpa.support.private_jax import bind_gloo
 
         self.coordinator = address
         jax.distributed.initialize(

@@ -1,4 +1,4 @@
-"""Small helpers that know nothing of steps or devices: files, caches, compiled loops, progress bars.
+"""Small helpers that know nothing of steps: files, caches, disjoint sets, compiled loops, and private names of jax.
 
-In and out: plain values. Imports: nothing of minialpa but `errors`.
+All take and return plain values or jax's own. Imports: nothing of minialpa but `errors`.
 """

@@ -1,4 +1,4 @@
-"""Files that a user keeps: a path and a text in; afterwards the path holds all of it, or what it held before."""
+"""Writes files that a user keeps: afterwards a file holds the whole new text, or what it held before."""
 
 from __future__ import annotations
 

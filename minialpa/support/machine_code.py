@@ -1,4 +1,4 @@
-"""Loops compiled by numba: a function on numbers and NumPy arrays in, one that runs as machine code out.
+"""Compiles loops on numbers and NumPy arrays to machine code, by numba.
 
 Compiling takes seconds, so machine code is kept in files. Numba would lay them beside the source, into the installed
 package: pip does not know them there, so it leaves them behind when it replaces or removes the package, with folders

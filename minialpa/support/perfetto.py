@@ -16,12 +16,13 @@ def interval(
     process: int,
     thread: int,
     name: str,
+    *,
     start_s: float,
     end_s: float,
     category: str,
     args: Mapping[str, Any] | None = None,
 ) -> Event:
-    """Something that a thread did. args: what is shown of it when it is chosen."""
+    """Something that a thread did. args: shown when a user selects it."""
     times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
     event = {"ph": "X", "pid": process, "tid": thread, "name": name, "cat": category, **times}
     return event if args is None else {**event, "args": dict(args)}

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
+from minialpa.support.private_jax import define_batching, define_jvp, define_linear, define_lowering
 from minialpa.tracing.jaxprs import FlatJaxpr, eval_equation, flatten_calls, is_literal, tag_scope
 
 gradient_p = Primitive("minialpa_gradient")
@@ -37,25 +37,22 @@ def _gradient_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any
     return gradient_p.bind(*primals, **params), list(tangents)
 
 
-ad.primitive_jvps[gradient_p] = _gradient_jvp
-batching.primitive_batchers[gradient_p] = lambda xs, dims, **params: (gradient_p.bind(*xs, **params), dims)
-mlir.register_lowering(gradient_p, lambda ctx, *xs, **_: list(xs))
+define_jvp(gradient_p, _gradient_jvp)
+define_batching(gradient_p, lambda xs, dims, **params: (gradient_p.bind(*xs, **params), dims))
+define_lowering(gradient_p, lambda ctx, *xs, **_: list(xs))
 
 boundary_p = Primitive("minialpa_boundary")
 boundary_p.multiple_results = True
 boundary_p.def_impl(lambda: [])
 boundary_p.def_abstract_eval(lambda: [])
-batching.primitive_batchers[boundary_p] = lambda xs, dims: ([], [])
-mlir.register_lowering(boundary_p, lambda ctx: [])
+define_batching(boundary_p, lambda xs, dims: ([], []))
+define_lowering(boundary_p, lambda ctx: [])
 
 per_micro_batch_p = Primitive("minialpa_per_micro_batch")
 per_micro_batch_p.def_impl(lambda x, **_: x)
 per_micro_batch_p.def_abstract_eval(lambda x, **_: x)
-batching.primitive_batchers[per_micro_batch_p] = lambda xs, dims, **params: (
-    per_micro_batch_p.bind(*xs, **params),
-    dims[0],
-)
-mlir.register_lowering(per_micro_batch_p, lambda ctx, x, **_: [x])
+define_batching(per_micro_batch_p, lambda xs, dims, **params: (per_micro_batch_p.bind(*xs, **params), dims[0]))
+define_lowering(per_micro_batch_p, lambda ctx, x, **_: [x])
 
 
 def _per_micro_batch_transpose(cotangent: Any, x: Any, *, number: int, cotangent_of: bool) -> list[Any]:
@@ -63,7 +60,7 @@ def _per_micro_batch_transpose(cotangent: Any, x: Any, *, number: int, cotangent
     return [per_micro_batch_p.bind(cotangent, number=number, cotangent_of=not cotangent_of)]
 
 
-ad.deflinear2(per_micro_batch_p, _per_micro_batch_transpose)
+define_linear(per_micro_batch_p, _per_micro_batch_transpose)
 
 # These number the calls of the step that is being traced; None while nothing is traced for planning.
 _tracing: ContextVar[Iterator[int] | None] = ContextVar("minialpa_tracing", default=None)

@@ -1,8 +1,8 @@
-"""How jax represents programs, as flat lists of equations. The only module that uses what jax keeps private.
+"""Programs of jax as flat lists of equations.
 
 `flatten_calls` turns a closed jaxpr into a list of equations without jit, custom_jvp, custom_vjp, remat or closed_call
-around them. `eval_equation` runs one equation again. Everything builds on `jax.extend.core` except for the name stack,
-source line and context of an equation, which have no public accessor.
+around them. `eval_equation` runs one equation again. Everything builds on `jax.extend.core`, and on
+`support.private_jax` for the name scopes, source line and settings of an equation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import functools
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +18,20 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import source_info_util
 from jax.extend import core as jex
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from minialpa.arrays import own_copy
+from minialpa.support.private_jax import (
+    bind_again,
+    frames_of,
+    innermost_line,
+    name_stack,
+    result_avals,
+    settings_of,
+    with_some_line,
+    with_source_of,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -154,25 +162,12 @@ def source_line(eqn: JaxprEqn) -> str:
 
     Libraries of layers are called by the user's code, which is the place that a message should name.
     """
-    frames = [
-        frame for frame in source_info_util.user_frames(eqn.source_info.traceback) if frame.file_name != _MARKS_FILE
-    ]
+    frames = [frame for frame in frames_of(eqn) if frame.file_name != _MARKS_FILE]
     own = (frame for frame in frames if not any(name in frame.file_name for name in _LIBRARIES))
     found = next(own, next(iter(frames), None))
     if found is None:
-        return str(source_info_util.summarize(eqn.source_info))
+        return innermost_line(eqn)
     return f"{found.file_name}:{found.start_line} ({found.function_name})"
-
-
-def innermost_line(eqn: JaxprEqn) -> str:
-    """`file:line` of the innermost frame outside of jax; a derivative has the line of what was differentiated."""
-    return str(source_info_util.summarize(eqn.source_info))
-
-
-@functools.lru_cache(maxsize=4096)
-def _has_user_line(traceback: Any) -> bool:
-    """Whether a frame outside of jax is in the traceback. Functions that jax traces once and caches have none."""
-    return next(source_info_util.user_frames(traceback), None) is not None
 
 
 def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[FlatJaxpr, Any]:
@@ -237,15 +232,15 @@ class _Flattener:
     def read(env: Mapping[Var, Atom], atom: Atom) -> Atom:
         return atom if is_literal(atom) else env[atom]
 
-    def run(self, eqns: Iterable[JaxprEqn], env: dict[Var, Atom], scope: str, caller: Any = None) -> None:
+    def run(self, eqns: Iterable[JaxprEqn], env: dict[Var, Atom], scope: str, caller: JaxprEqn | None = None) -> None:
         """Add equations, whose variables `env` renames.
 
-        caller: source of the equation that wraps these. It stands in for a missing line of the user's code.
+        caller: the equation that wraps these. Its line stands in for a missing line of the user's code.
         """
         for eqn in eqns:
-            own = f"{scope}/{eqn.source_info.name_stack}"
-            if caller is not None and not _has_user_line(eqn.source_info.traceback):
-                eqn = eqn.replace(source_info=eqn.source_info.replace(traceback=caller.traceback))
+            own = f"{scope}/{name_stack(eqn)}"
+            if caller is not None:
+                eqn = with_some_line(eqn, caller)
             if eqn.primitive.name in self.calls:
                 self._inline(eqn, env, own)
             elif eqn.primitive.name in _OVER_AXES and all(isinstance(axis, int) for axis in eqn.params["axes"]):
@@ -262,7 +257,7 @@ class _Flattener:
         traced = jax.make_jaxpr(lambda *arrays: [reduce(array, axes) for array in arrays])(*structs)
         inner_env = dict(zip(traced.jaxpr.invars, [self.read(env, atom) for atom in eqn.invars], strict=True))
         for inner_eqn in traced.jaxpr.eqns:
-            self.run([inner_eqn.replace(source_info=eqn.source_info)], inner_env, scope)
+            self.run([with_source_of(inner_eqn, eqn)], inner_env, scope)
         self._name_results(eqn, env, traced.jaxpr.outvars, inner_env)
 
     def emit(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
@@ -286,7 +281,7 @@ class _Flattener:
         inner_env: dict[Var, Atom] = dict(zip(body.invars, operands, strict=True))
         for var, value in zip(body.constvars, consts, strict=True):
             inner_env[var] = self._const(var, value)
-        self.run(body.eqns, inner_env, scope, eqn.source_info)
+        self.run(body.eqns, inner_env, scope, eqn)
         self._name_results(eqn, env, body.outvars, inner_env)
 
     def _name_results(
@@ -317,16 +312,8 @@ class _Flattener:
 
 def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
     """Bind the equation's primitive again on new arguments; new equations keep the source line of the old one."""
-    bind_params = eqn.primitive.get_bind_params(dict(eqn.params) if params is None else dict(params))
-    with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
-        out = eqn.primitive.bind(*args, **bind_params)
+    out = bind_again(eqn, args, eqn.params if params is None else params)
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def context_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
-    """The jax settings that the equation was traced under, such as `jax_threefry_partitionable`."""
-    manager: AbstractContextManager[Any] = eqn.ctx.manager
-    return manager
 
 
 def eval_on_shards(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
@@ -376,12 +363,12 @@ class EquationMaker:
         new_params = dict(eqn.params) if params is None else dict(params)
         operands = tuple(atom.aval for atom in invars)
         try:
-            key = (eqn.primitive, tuple(new_params.items()), operands, eqn.ctx)
+            key = (eqn.primitive, tuple(new_params.items()), operands, settings_of(eqn))
             if key not in self._avals:
-                self._avals[key] = _result_avals(eqn, operands, new_params)
+                self._avals[key] = result_avals(eqn, operands, new_params)
             avals = self._avals[key]
         except TypeError:  # a parameter that cannot be hashed
-            avals = _result_avals(eqn, operands, new_params)
+            avals = result_avals(eqn, operands, new_params)
         outvars = [fresh_var(aval) for aval in avals]
         new: JaxprEqn = eqn.replace(invars=list(invars), outvars=outvars, params=new_params)
         return new
@@ -392,13 +379,6 @@ class EquationMaker:
         if kind not in self._flat:
             self._flat[kind] = _flat_of(fun, operands)
         return _on_atoms(self._flat[kind], operands)
-
-
-def _result_avals(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
-    out: Any
-    with eqn.ctx.manager:
-        out, _ = eqn.primitive.abstract_eval(*operands, **params)
-    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def equations_for(fun: Callable[..., Any], *operands: Atom) -> tuple[list[JaxprEqn], list[Atom]]:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from minialpa import AutoShardingOption, Plan, ShardParallel, VerifyError
 from minialpa.plan.codec import decode, encode
-from minialpa.plan.plan import MOST_CHARACTERS
+from minialpa.plan.file_format import MOST_CHARACTERS
 from tests.plans import pipeline_plan, shard_plan
 
 Place = tuple[str | int, ...]

@@ -88,7 +88,7 @@ def test_of_a_pipeline_each_mesh_has_its_own_specs() -> None:
     assert list(plan.export_specs(0).inputs) == ["params['w']", "batch['x']"]
     assert list(plan.export_specs(1).outputs) == ["result[0]['v']", "result[1]"]
     source = plan.to_python(1)
-    assert "Mesh 1 of 2 (layer 1): only what lies on it is listed." in source
+    assert "Mesh 1 of 2 (layer 1): only its own arguments and results are listed." in source
     assert "accumulates gradients over 4 micro-batches, which is not exported" in source
     assert "jax.devices()[4:8]" in source
     names = run_source(plan, 1)

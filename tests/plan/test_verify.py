@@ -141,7 +141,7 @@ CASES: dict[str, tuple[Plan, str]] = {
     ),
     "other peaks": (
         replace(good(), cost=replace(good().cost, peak_bytes=(1.0, 2.0))),
-        r"cost.peak_bytes` is \(1.0, 2.0\); expected those of the stages",
+        r"cost.peak_bytes` is \(1.0, 2.0\); expected the peak bytes of the stages",
     ),
     "primitive twice": (
         replace(good(), fingerprint=replace(good().fingerprint, primitives=(("add", 1), ("add", 1)))),

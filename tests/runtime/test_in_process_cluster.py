@@ -270,7 +270,7 @@ def test_fetched_values_outlive_the_session() -> None:
         fetched = np.asarray(jax.tree.leaves(state)[0])
         unfetched = minialpa.parallelize(lambda x: x + 1, donate_argnums=(), batch_argnums=())(np.zeros(3, np.float32))
     np.testing.assert_array_equal(np.asarray(jax.tree.leaves(state)[0]), fetched)
-    with pytest.raises(WorkerError, match="has ended|was called"):
+    with pytest.raises(WorkerError, match="has ended"):
         np.asarray(unfetched)
 
 

@@ -17,6 +17,7 @@ from minialpa.inter.microbatch.batching import is_barrier
 from minialpa.intra.strategies.strategies import has_contraction, is_contraction
 from minialpa.rules.control import scan_counts
 from minialpa.rules.factors import Factors, factors_of
+from minialpa.support.disjoint_sets import DisjointSets
 from minialpa.tracing.jaxprs import Atom, flatten_calls, is_literal, operand_vars, shape_of, sub_jaxprs
 from minialpa.tracing.trace import TracedStep
 
@@ -80,7 +81,7 @@ def find_stacks(traced: TracedStep) -> Stacks:
     first_scans = _first_scans(traced, scans, row_sets)
     number = {root: stack for stack, root in enumerate(first_scans)}
 
-    stack_of = {v: number[root] for v in row_sets.parent if (root := row_sets.root(v)) in number}
+    stack_of = {v: number[root] for v in row_sets if (root := row_sets.find(v)) in number}
     n_rows = {stack: shape_of(v)[0] for v, stack in stack_of.items()}
     cuts = _cuts(links, stack_of)
     scan_groups, weight_groups = _stacks_of_groups(traced, cuts, varying)
@@ -208,51 +209,33 @@ def _can_be_cut(factors: Factors, f: int) -> bool:
     )
 
 
-class _RowSets:
-    """Arrays whose first dimensions count the same rows, as disjoint sets: a union-find."""
-
-    def __init__(self) -> None:
-        self.parent: dict[Var, Var] = {}
-
-    def root(self, v: Var) -> Var:
-        while (above := self.parent.get(v, v)) is not v:
-            self.parent[v] = self.parent.get(above, above)
-            v = above
-        return v
-
-    def join(self, arrays: Sequence[Var]) -> None:
-        first = self.root(arrays[0])
-        for v in arrays:
-            self.parent.setdefault(v, v)
-            self.parent[self.root(v)] = first
-        self.parent[first] = first
-
-
-def _joined(traced: TracedStep, links: Mapping[int, Sequence[_Link]], lengths: Container[int]) -> _RowSets:
-    row_sets = _RowSets()
+def _joined(traced: TracedStep, links: Mapping[int, Sequence[_Link]], lengths: Container[int]) -> DisjointSets[Var]:
+    """Sets of arrays whose first dimensions count the same rows."""
+    row_sets: DisjointSets[Var] = DisjointSets()
     for found in links.values():
         for link in found:
-            row_sets.join(link.arrays)
+            for array in link.arrays:
+                row_sets.join(link.arrays[0], array)
 
     # A result that replaces an argument has its rows, whatever lies between the two.
     for result, replaced in zip(traced.flat.outvars, traced.layouts, strict=True):
         if replaced is not None and not is_literal(result) and _has_rows(result, lengths):
-            row_sets.join((result, traced.flat.invars[replaced]))
+            row_sets.join(result, traced.flat.invars[replaced])
     return row_sets
 
 
 # ---- stacks and what belongs to them ---------------------------------------------------------------------------------
 
 
-def _first_scans(traced: TracedStep, scans: Sequence[int], row_sets: _RowSets) -> dict[Var, int]:
+def _first_scans(traced: TracedStep, scans: Sequence[int], row_sets: DisjointSets[Var]) -> dict[Var, int]:
     """The first scan of each stack, by the root of its row set. A stack has arguments, and none of them is a batch."""
     batch = _batch_arguments(traced)
-    of_batch = {row_sets.root(argument) for argument in batch}
-    of_state = {row_sets.root(argument) for argument in traced.flat.invars if argument not in batch}
+    of_batch = {row_sets.find(argument) for argument in batch}
+    of_state = {row_sets.find(argument) for argument in traced.flat.invars if argument not in batch}
 
     first: dict[Var, int] = {}
     for i in scans:
-        root = row_sets.root(_stacked(traced.flat.eqns[i])[0])
+        root = row_sets.find(_stacked(traced.flat.eqns[i])[0])
         if root in of_state and root not in of_batch:
             first.setdefault(root, i)
     return first

@@ -33,6 +33,7 @@ from minialpa.inter.layers.row_blocks import BlockedProgram, GroupKey, Place, Ro
 from minialpa.inter.layers.stacks import Cut, Stacks, find_stacks
 from minialpa.rules.control import scan_counts
 from minialpa.rules.factors import Reduction, factors_of, localize
+from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.jaxprs import (
     Atom,
     FlatJaxpr,
@@ -247,7 +248,7 @@ def _inputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
             inputs.append(_Leaf(v, path, Part(i, None)))
             continue
         ranges = program.layout.ranges_of(v)
-        blocks = [fresh_var(aval_of(v).update(shape=(stop - start, *shape_of(v)[1:]))) for start, stop in ranges]
+        blocks = [fresh_var(changed_aval(aval_of(v), shape=(stop - start, *shape_of(v)[1:]))) for start, stop in ranges]
         program.set_blocks(v, blocks)
         inputs += [_Leaf(block, path, Part(i, rows)) for block, rows in zip(blocks, ranges, strict=True)]
     return inputs

@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.segments import Segments
 from minialpa.inter.microbatch.split_step import Accumulator, Op, SplitStep, Stack
+from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.jaxprs import Atom, EquationMaker, fresh_var, is_literal, operand_vars, shape_of
 
 
@@ -46,7 +47,7 @@ class Draft:
                 continue
             shape = list(shape_of(var))
             shape[dim] //= self.segments.n_micro_batches
-            rows = fresh_var(var.aval.update(shape=tuple(shape)))
+            rows = fresh_var(changed_aval(var.aval, shape=tuple(shape)))
             self.micro_inputs[var] = rows
             self.batch_dims[rows] = self.batch_dims[var] = dim
 

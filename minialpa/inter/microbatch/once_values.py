@@ -24,6 +24,7 @@ from minialpa.errors import TraceError
 from minialpa.inter.microbatch.draft import Draft
 from minialpa.inter.microbatch.forms import Once, Own, Partial, Rows, Same, Scale
 from minialpa.inter.microbatch.split_step import Accumulator, Stack
+from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.gradients import gradient_p
 from minialpa.tracing.jaxprs import Atom, aval_of, dtype_name, equations_for, fresh_var, is_inexact, is_literal
 
@@ -123,7 +124,7 @@ class OnceValues:
         aval = aval_of(var)
         is_narrow = is_inexact(var) and aval.dtype.itemsize < _SUM_BYTES
         dtype = np.dtype("float32") if is_narrow else aval.dtype
-        total = fresh_var(aval.update(dtype=dtype, weak_type=False))
+        total = fresh_var(changed_aval(aval, dtype=dtype, weak_type=False))
         self.draft.accumulators[var] = Accumulator(part, total, "sum")
 
         def finished(x: Any) -> Any:

@@ -142,7 +142,10 @@ class Timeline:
         for k, stage in enumerate(self.stages):
             last = stage.first_device + stage.n_devices - 1
             events += [process_name(k, f"stage {k}, devices {stage.first_device}-{last}"), thread_name(k, 0, "passes")]
-            events += [interval(k, 0, one.name, one.start_s, one.end_s, one.kind) for one in stage.passes]
+            events += [
+                interval(k, 0, one.name, start_s=one.start_s, end_s=one.end_s, category=one.kind)
+                for one in stage.passes
+            ]
             events += [counter(k, "bytes per device", at_s, {"bytes": n_bytes}) for at_s, n_bytes in stage.memory]
         return events
 
@@ -154,5 +157,5 @@ class Timeline:
         for one in self.transfers:
             name = one.kind if one.micro_batch is None else f"{one.kind}, micro-batch {one.micro_batch}"
             place, args = (one.source_stage, one.target_stage + 1), {"bytes": one.n_bytes}
-            events.append(interval(*place, name, one.start_s, one.end_s, "transfer", args))
+            events.append(interval(*place, name, start_s=one.start_s, end_s=one.end_s, category="transfer", args=args))
         return events

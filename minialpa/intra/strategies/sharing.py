@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies.strategies import SHARED_NAME, has_contraction
+from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.jaxprs import is_inexact, is_literal, operand_vars, shape_of, unary_equation
 
 
@@ -45,7 +46,7 @@ def share_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[Pla
     for var, numbers in _shared_reads(eqns, tasks):
         eqn, copy = copy_of(var)
         first = numbers[0]
-        copies[first].append(Placed(eqn.replace(source_info=eqns[first].source_info), first, var))
+        copies[first].append(Placed(with_source_of(eqn, eqns[first]), first, var))
         for i in numbers:
             renamed[i][var] = copy
 

@@ -1,0 +1,49 @@
+"""Everything of Ray that minialpa uses and Ray does not publish. All other modules use its documented names only.
+
+All of it works with Ray 2.60.0, and a test keeps these names out of other modules.
+
+| private | minialpa needs it for | would be replaced by |
+|---|---|---|
+| `ray._private.utils.read_ray_address` | the address of a cluster on this machine | `ray.init("auto")` with a timeout |
+| `_internal_kv_exists` | whether the head still knows this process | a public call that asks the head for anything |
+| `_system_config` of `ray.init` | workers at the priority of their caller | a public option for the priority |
+"""
+
+from __future__ import annotations
+
+import ray
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_exists
+
+
+def start_cluster(namespace: str) -> None:
+    """Start a cluster on this machine and join it."""
+    ray.init(
+        "local",
+        namespace=namespace,
+        include_dashboard=False,
+        log_to_driver=False,
+        # Ray would have everything else on this machine go before its workers.
+        _system_config={"worker_niceness": 0},
+    )
+
+
+def address_of_this_machine() -> str | None:
+    """The address of the last cluster that `ray start` has started on this machine; it may have ended since."""
+    try:
+        from ray._private.utils import read_ray_address
+    except ImportError:  # in another version of Ray, the user gives the address
+        return None
+    return read_ray_address() or None
+
+
+def head_knows_this_process() -> bool:
+    """Whether the head of the cluster that this process has joined answers as the same head. It has to be reachable.
+
+    Any other call to a head that was restarted would end this process.
+    """
+    try:
+        _internal_kv_exists(b"minialpa")
+    except RayError:
+        return False
+    return True

@@ -1,0 +1,165 @@
+"""Everything of jax that minialpa uses and jax does not publish. All other modules use `jax` and `jax.extend` only.
+
+All of it works with jax 0.10.2, the oldest version that minialpa takes. A test keeps these names out of other modules.
+
+| private | minialpa needs it for | would be replaced by |
+|---|---|---|
+| `JaxprEqn.source_info`, `user_frames` | source lines and name scopes of equations | accessors in `jax.extend.core` |
+| `JaxprEqn.ctx` | the settings that an equation was traced under | an accessor in `jax.extend.core` |
+| `Primitive.get_bind_params`, `abstract_eval` | running an equation again; its result types | a function for both |
+| `ShapedArray.update` | the aval of a part of an array | avals made by `jax.extend.core` |
+| `jax.interpreters` | the rules of primitives that mark a trace | the same rules in `jax.extend` |
+| `unsafe_buffer_pointer`, `on_device_size_in_bytes` | NCCL on arrays; do arrays share memory | a cheap `__dlpack__` |
+| `make_cpu_client`, `make_gloo_tcp_collectives` | the address that gloo binds | a setting of `jax.config` |
+
+`jax.core.ShapedArray` and `jax.core.Tracer` have no private part in their names, and are used where they are needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+from jax._src.source_info_util import user_frames
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn, Primitive
+from jax.interpreters import ad, batching, mlir
+
+Rule = Callable[..., Any]
+
+
+# ---- source lines and name scopes of equations -----------------------------------------------------------------------
+
+
+def name_stack(eqn: JaxprEqn) -> str:
+    """The name scopes that the equation was traced in, outermost first, with the transformations between them."""
+    return str(eqn.source_info.name_stack)
+
+
+def frames_of(eqn: JaxprEqn) -> Iterator[Any]:
+    """Frames outside of jax that made the equation, innermost first; each has file_name, start_line, function_name."""
+    return user_frames(eqn.source_info.traceback)
+
+
+def innermost_line(eqn: JaxprEqn) -> str:
+    """`file:line` of the innermost frame outside of jax; a derivative has the line of what was differentiated."""
+    return str(source_info_util.summarize(eqn.source_info))
+
+
+def with_source_of(eqn: JaxprEqn, other: JaxprEqn) -> JaxprEqn:
+    """The equation with the source line and the name scopes of another one."""
+    new: JaxprEqn = eqn.replace(source_info=other.source_info)
+    return new
+
+
+def with_some_line(eqn: JaxprEqn, caller: JaxprEqn) -> JaxprEqn:
+    """The equation, with the source line of `caller` if no line of the user's code made it.
+
+    Functions that jax traces once and caches, such as those of `jax.numpy`, have no such line.
+    """
+    if _has_user_line(eqn.source_info.traceback):
+        return eqn
+    source = eqn.source_info.replace(traceback=caller.source_info.traceback)
+    new: JaxprEqn = eqn.replace(source_info=source)
+    return new
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_user_line(traceback: Any) -> bool:
+    return next(user_frames(traceback), None) is not None
+
+
+# ---- equations that run again ----------------------------------------------------------------------------------------
+
+
+def settings_of(eqn: JaxprEqn) -> Hashable:
+    """The jax settings that the equation was traced under, such as `jax_threefry_partitionable`, to compare."""
+    context: Hashable = eqn.ctx
+    return context
+
+
+def under_settings_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+    """A context in which jax has the settings that the equation was traced under."""
+    manager: AbstractContextManager[Any] = eqn.ctx.manager
+    return manager
+
+
+def bind_again(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    """Apply the equation's primitive to other arguments; new equations keep the source line of the old one."""
+    bind_params = eqn.primitive.get_bind_params(dict(params))
+    with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
+        return eqn.primitive.bind(*args, **bind_params)
+
+
+def result_avals(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
+    """The avals that the equation's primitive makes of operands with these avals."""
+    out: Any
+    with eqn.ctx.manager:
+        out, _ = eqn.primitive.abstract_eval(*operands, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def changed_aval(aval: Any, **changes: Any) -> Any:
+    """An aval with another shape, dtype or weak_type, and the rest as it was."""
+    return aval.update(**changes)
+
+
+# ---- new primitives --------------------------------------------------------------------------------------------------
+
+
+def define_jvp(primitive: Primitive, rule: Rule) -> None:
+    """rule(primals, tangents, **params) -> (results, their tangents)."""
+    ad.primitive_jvps[primitive] = rule
+
+
+def define_linear(primitive: Primitive, transpose: Rule) -> None:
+    """Define the derivatives of a linear primitive. transpose(cotangent, *operands, **params) -> cotangents."""
+    ad.deflinear2(primitive, transpose)
+
+
+def define_batching(primitive: Primitive, rule: Rule) -> None:
+    """rule(operands, their batch dimensions, **params) -> (results, their batch dimensions)."""
+    batching.primitive_batchers[primitive] = rule
+
+
+def define_lowering(primitive: Primitive, rule: Rule) -> None:
+    """rule(context, *operands, **params) -> results, all of them values of MLIR."""
+    mlir.register_lowering(primitive, rule)
+
+
+# ---- memory of arrays ------------------------------------------------------------------------------------------------
+
+
+def memory_of(array: jax.Array) -> tuple[int, int]:
+    """Address and bytes of an array on one device."""
+    return array.unsafe_buffer_pointer(), array.on_device_size_in_bytes()
+
+
+def addresses_of(array: jax.Array) -> set[int]:
+    """Addresses of the shards of an array in this process."""
+    return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+
+
+# ---- collectives of CPUs ---------------------------------------------------------------------------------------------
+
+
+def bind_gloo(ip: str) -> None:
+    """Make the CPU backend, which must not have started yet, use gloo on `ip`. After `jax.distributed.initialize`.
+
+    Left alone, gloo binds the address that the name of this host stands for, which is the loopback on many machines,
+    and that of another network on others.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        from jax._src import distributed, xla_bridge
+        from jax._src.lib import _jax  # type: ignore[attr-defined]
+        from jax.extend.backend import register_backend_factory
+
+        collectives = _jax.make_gloo_tcp_collectives(distributed_client=distributed.global_state.client, hostname=ip)
+        make_client = functools.partial(xla_bridge.make_cpu_client, collectives=collectives)
+        register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+    except (ImportError, AttributeError, TypeError):  # in another version of jax, gloo binds the host's name
+        return
