@@ -1,7 +1,7 @@
 """Makes docs/methods.md from compiled programs: `python -m tests.methods_doc` writes it.
 
-It compiles a small model under every method, optimizer, number of micro-batches and mesh, and writes a Markdown page with
-the bytes that the collectives of one step move, and the bytes that each device holds between steps.
+It compiles a small model under every method, optimizer, number of micro-batches and mesh. The page has the bytes that
+the collectives of one step move, and the bytes that each device holds between steps.
 """
 
 from __future__ import annotations
@@ -130,11 +130,11 @@ What the name of each method promises, and what its compiled programs do. `tests
 The model has two dense layers of {HIDDEN} x {HIDDEN} with biases, {{parameters:,}} bytes of parameters in all.
 A batch has {BATCH} examples, and there are {N_DEVICES} devices.
 
-In the first table of each method, a cell has the bytes of the arrays that the collectives of one step work on: those that an
-all-reduce (AR) or a reduce-scatter (RS) sums, an all-gather (AG) gathers, or an all-to-all (A2A) exchanges. In a ring of
-k devices each device sends (k - 1) / k of these bytes, and for an all-reduce twice as much. Four bytes are the loss. *n* is
-the number of micro-batches. In the second table, a cell has the bytes of parameters + the bytes of optimizer state that a
-device holds between steps, without arrays of one element.
+In the first table of each method, a cell has the bytes of the arrays that the collectives of one step work on: those
+that an all-reduce (AR) or a reduce-scatter (RS) sums, an all-gather (AG) gathers, or an all-to-all (A2A) exchanges. In
+a ring of k devices each device sends (k - 1) / k of these bytes, and for an all-reduce twice as much. Four bytes are
+the loss. *n* is the number of micro-batches. In the second table, a cell has the bytes of parameters + the bytes of
+optimizer state that a device holds between steps, without arrays of one element.
 
 Adafactor keeps sums over rows and columns of squared gradients instead of full arrays. If parameters are sharded, the
 update also sums and gathers these vectors, {{factored:,}} bytes each way, and sums a few scalars.
@@ -142,8 +142,8 @@ update also sums and gathers these vectors, {{factored:,}} bytes each way, and s
 An update inside `lax.cond`, as in `optax.apply_if_finite` or `optax.MultiSteps`, is one operation, of which a mesh axis
 splits one dimension. The rest of the state is gathered for it, with a warning that names the operation.
 
-`AutoParallel`, the default of `parallelize`, is not in the tables: it also chooses the devices, the stages, the meshes and
-n, and leaves a model as small as this one on one device.
+`AutoParallel`, the default of `parallelize`, is not in the tables: it also chooses the devices, the stages, the meshes
+and n, and leaves a model as small as this one on one device.
 """
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa.rules.factors import known_primitives
 from tests.rules.rule_laws import notation
 from tests.rules.rule_programs import PROGRAMS, cases
@@ -20,10 +21,10 @@ What may be split in each operation. `tests/rules/rules_doc.py` made this page f
 jax {jax.__version__}.
 
 Letters are the factors of one equation: a mesh axis that splits a factor splits every dimension that has it. A small
-letter may be split, a capital letter may not. A capital letter with a prime, `A'`, may be split over devices, whose shards
-then know their position, but neither inside a loop nor over micro-batches. `sum(b)` means that splitting `b`, which
-the result lacks, leaves partial sums; `max(b)` and others likewise. `(a b)` is one dimension made of two factors, the
-first outermost. A `scan` with matrix products is planned equation by equation instead, with collectives in each
+letter may be split, a capital letter may not. A capital letter with a prime, `A'`, may be split over devices, whose
+shards then know their position, but neither inside a loop nor over micro-batches. `sum(b)` means that splitting `b`,
+which the result lacks, leaves partial sums; `max(b)` and others likewise. `(a b)` is one dimension made of two factors,
+the first outermost. A `scan` with matrix products is planned equation by equation instead, with collectives in each
 iteration.
 
 Every device computes primitives that are not listed in full, with one warning that names them.
