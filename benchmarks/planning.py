@@ -27,8 +27,13 @@ def traced_step(step: Callable[..., Any], state: Any, batch: Any) -> TracedStep:
     with collection_paused():
         return trace_step(
             lambda *leaves: step(*jax.tree.unflatten(tree, leaves)),
-            leaves, paths, [number == 1 for number in numbers], numbers, "auto", (0,),
-        )  # fmt: skip
+            leaves,
+            in_paths=paths,
+            is_batch=[number == 1 for number in numbers],
+            arg_of_leaf=numbers,
+            donate="auto",
+            state_like=(0,),
+        )
 
 
 def planned(traced: TracedStep, cluster: ClusterSpec, method: Method) -> Plan:

@@ -1,6 +1,7 @@
-"""`parallelize`: a Python step in, a function with the same arguments and results out that runs on all devices.
+"""`parallelize` returns a function that takes and returns what a training step does, and runs it on all devices.
 
-The planner and the runtime are imported by the first call that needs them: they take longer than all the rest.
+The first call with new shapes is traced, planned and compiled; later ones run the program that was compiled then.
+The first call that needs the planner or the runtime imports it, because importing them takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
+from jax.tree_util import PyTreeDef
 
 from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, rebuild
 from minialpa.cluster import ClusterSpec
@@ -28,24 +30,30 @@ from minialpa.support.collection import collection_paused
 from minialpa.support.progress import ProgressBar
 from minialpa.tracing.trace import TracedStep, trace_step
 
+if TYPE_CHECKING:
+    from minialpa.runtime.executable import Executable, Runner
+
 OnStale = Literal["refuse", "replan"]
+#: What a call needs: the program on its devices, and the pytree of its results.
+Compiled = tuple["Executable", PyTreeDef]
 
 
 class ParallelizedFunc:
     """A step that is planned, compiled and cached for each set of argument shapes, and runs by the plan."""
 
-    #: The plan that was made or loaded last, by any function: what scripts for Alpa ask for.
+    #: The plan that was made or loaded last, by any function. Scripts that were written for Alpa ask for it.
     last_plan: ClassVar[Plan | None] = None
-    #: The layers of its stages: those that were found, too, where the answer is one stage and the plan needs none.
+    #: The layers of each of its stages, also where the answer is one stage and the plan itself needs no layers.
     last_layers: ClassVar[tuple[tuple[int, ...], ...]] = ()
 
     def __init__(
         self,
         fun: Callable[..., Any],
         method: Method | Plan,
-        static_argnums: Argnums,
-        donate_argnums: Argnums,
-        batch_argnums: int | Sequence[int],
+        *,
+        static_argnums: Argnums = "auto",
+        donate_argnums: Argnums = "auto",
+        batch_argnums: int | Sequence[int] = (1,),
         on_stale: OnStale = "refuse",
     ) -> None:
         if on_stale not in ("refuse", "replan"):
@@ -53,12 +61,20 @@ class ParallelizedFunc:
         functools.update_wrapper(self, fun)
         self._fun, self._method, self._on_stale = fun, method, on_stale
         self._parameters = Parameters(fun, static_argnums, donate_argnums, batch_argnums)
-        self._options = (static_argnums, donate_argnums, batch_argnums, on_stale)
-        self._executables: dict[Hashable, tuple[Any, Any]] = {}
+        self._options: dict[str, Any] = {
+            "static_argnums": static_argnums,
+            "donate_argnums": donate_argnums,
+            "batch_argnums": batch_argnums,
+            "on_stale": on_stale,
+        }
+
+        # Compiled programs by the shapes of the call and by the session; one thread compiles at a time.
+        self._executables: dict[Hashable, Compiled] = {}
         self._compiling = threading.RLock()
-        self._recent: tuple[Any, tuple[Any, Any]] = (None, (None, None))
-        self._last: Any = None
-        self._known_trees: list[Any] = []
+        self._known_trees: list[tuple[PyTreeDef, tuple[int | str, ...]]] = []
+        # The last call's types and program, so that a training loop looks nothing up.
+        self._recent: tuple[object, Compiled] | None = None
+        self._last: Executable | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._parameters.bind(args, kwargs)
@@ -67,16 +83,17 @@ class ParallelizedFunc:
         self._last = executable
         return jax.tree.unflatten(out_tree, executable.run(call.leaves))
 
-    def __reduce__(self) -> Any:
-        """Copies and pickles plan and compile for themselves."""
-        return type(self), (self._fun, self._method, *self._options)
+    def __reduce__(self) -> tuple[Callable[..., ParallelizedFunc], tuple[Any, ...]]:
+        """A copy, or what is read from a pickle, plans and compiles for itself."""
+        return functools.partial(type(self), **self._options), (self._fun, self._method)
 
-    def get_executable(self, *args: Any, **kwargs: Any) -> Any:
+    def get_executable(self, *args: Any, **kwargs: Any) -> Executable:
         """Plan and compile for these arguments, arrays or `jax.ShapeDtypeStruct`s, without running."""
-        self._last = self._get(self._parameters.bind(args, kwargs))[0]
-        return self._last
+        executable, _ = self._get(self._parameters.bind(args, kwargs))
+        self._last = executable
+        return executable
 
-    def get_last_executable(self) -> Any:
+    def get_last_executable(self) -> Executable | None:
         """The executable of the last call; None before the first."""
         return self._last
 
@@ -85,11 +102,11 @@ class ParallelizedFunc:
         return self._plan_for(self._trace(self._parameters.bind(args, kwargs)))[0]
 
     def explain(self, what: str, *args: Any, **kwargs: Any) -> str:
-        """What the plan for these arguments chose, against what every other choice would cost.
+        """A table of what the plan for these arguments chose and of what every other choice would cost.
 
-        what: part of the path of arguments and results, such as `params['w']`: each sharding that they could have is
-        forced, everything else but the shardings is kept, and the step is planned again. "stages", "micro-batches" and
-        "remat" do the same for the plan as a whole.
+        what: part of the path of arguments or results, such as `params['w']`. The planner forces each sharding that
+            they could have, keeps all other decisions but the shardings, and plans the step again. "stages",
+            "micro-batches" and "remat" compare the choices for the plan as a whole in the same way.
         """
         from minialpa.inter.alternatives import explain_step
 
@@ -101,8 +118,8 @@ class ParallelizedFunc:
     def export_specs(self, *args: Any, mesh: int = 0, **kwargs: Any) -> tuple[Any, Any]:
         """Pytrees of PartitionSpecs: of the arguments, as a tuple without the static ones, and of the results.
 
-        They are what `in_shardings` and `out_shardings` of `jax.jit` take, on a mesh with the logical shape of the plan
-        and the axes "x" and "y". Of a pipeline, only what is on mesh `mesh` has a spec; None stands for the rest.
+        `in_shardings` and `out_shardings` of `jax.jit` take them, on a mesh with the logical shape of the plan and the
+        axes "x" and "y". In a pipeline, only arguments and results on mesh `mesh` have a spec; the others have None.
         """
         call = self._parameters.bind(args, kwargs)
         traced = self._trace(call)
@@ -114,11 +131,11 @@ class ParallelizedFunc:
         )
 
     def preshard_dynamic_args(self, *args: Any, **kwargs: Any) -> Any:
-        """The arguments, laid out on the devices as the step wants them."""
+        """The arguments, on the devices and in the shardings in which the step reads them."""
         call = self._parameters.bind(args, kwargs)
         self._check_alive(call)
-        placed = self._get(call)[0].place(call.leaves)
-        new_args, new_kwargs = rebuild(call, placed)
+        executable, _ = self._get(call)
+        new_args, new_kwargs = rebuild(call, executable.place(call.leaves))
         return (new_args, new_kwargs) if kwargs else new_args
 
     # ---- calls ----------------------------------------------------------------------------------------------------
@@ -128,16 +145,18 @@ class ParallelizedFunc:
         for i, leaf in enumerate(call.leaves):
             is_deleted = getattr(leaf, "is_deleted", None)
             if is_deleted is None:
+                # Numbers and NumPy arrays cannot be deleted, and neither can what only has a shape.
                 if isinstance(leaf, Shape):
                     raise TraceError(
                         f"`{self._path(call, i)}` is a shape, and a call needs arrays. Only `plan` and "
                         f"`get_executable` take a `{type(leaf).__name__}`."
                     )
                 continue
+
             if isinstance(leaf, jax.core.Tracer):
                 raise TraceError(
-                    f"`{self._path(call, i)}` is a traced value. A parallelized function runs on devices and "
-                    "cannot be called inside `jax.jit`, `jax.grad` or `jax.vmap`; call it outside, or the plain one."
+                    f"`{self._path(call, i)}` is a traced value. A parallelized function runs on devices and cannot be "
+                    "called inside `jax.jit`, `jax.grad` or `jax.vmap`; call it outside, or call the plain function."
                 )
             if is_deleted():
                 raise WorkerError(
@@ -148,16 +167,16 @@ class ParallelizedFunc:
     def _path(self, call: Call, i: int) -> str:
         return self._parameters.paths(call)[0][i]
 
-    def _get(self, call: Call) -> tuple[Any, Any]:
+    def _get(self, call: Call) -> Compiled:
         # A training loop passes a step its own results, whose types are the same objects from call to call.
         session = current_session()
         wanted = (session, call.types())
         recent = self._recent  # another thread may replace it
-        if recent[0] != wanted:
+        if recent is None or recent[0] != wanted:
             recent = self._recent = (wanted, self._find(call, session))
         return recent[1]
 
-    def _find(self, call: Call, session: Session) -> tuple[Any, Any]:
+    def _find(self, call: Call, session: Session) -> Compiled:
         key = (call.key(), session.devices, session.cluster, session.runtime)
         found = self._executables.get(key)
         if found is not None:
@@ -170,7 +189,7 @@ class ParallelizedFunc:
                 self._known_trees.append(call.tree)
             return found
 
-    def _compile(self, call: Call, session: Session) -> tuple[Any, Any]:
+    def _compile(self, call: Call, session: Session) -> Compiled:
         from minialpa.inter.lower.emit import emit_program
         from minialpa.runtime.executable import Executable
 
@@ -197,8 +216,11 @@ class ParallelizedFunc:
         return plan, target
 
     def _new_plan(self, traced: TracedStep, method: Method, target: Target) -> Plan:
-        """The plan of a method. The last batch of an epoch may be one that the devices do not divide: then its examples
-        are split in another way, or not at all, with a warning."""
+        """The plan of a method.
+
+        The devices may not divide the last batch of an epoch. Then its examples are split in another way or not at all,
+        with a warning.
+        """
         try:
             return _make_plan(traced, method, target)
         except InfeasibleError as error:
@@ -212,7 +234,7 @@ class ParallelizedFunc:
         return _make_plan(traced, method, target, any_batch=True)
 
     def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
-        """The plan, or, where it is stale and the caller wants that, one with its decisions and new shardings."""
+        """The saved plan. If it is stale and `on_stale` is "replan", a plan with its decisions and new shardings."""
         verify_plan(saved)
         if self._on_stale == "refuse":
             check_fits(traced, saved)
@@ -220,6 +242,7 @@ class ParallelizedFunc:
         found = difference(traced, saved)
         if found is None:
             return saved
+
         method = plan_to_method(saved)
         plan = _make_plan(traced, method, resolve_devices(method.devices))
         warnings.warn(
@@ -241,11 +264,17 @@ class ParallelizedFunc:
             return self._fun(*args, **kwargs)
 
         known = self._parameters
-        state_like = [known.number(n) for n, v in zip(names, values, strict=True) if is_train_state(v)]
-        is_batch = [number in known.batch for number in numbers]
         try:
             with collection_paused():
-                return trace_step(flat_fun, call.leaves, paths, is_batch, numbers, known.donate, state_like)
+                return trace_step(
+                    flat_fun,
+                    call.leaves,
+                    in_paths=paths,
+                    is_batch=[number in known.batch for number in numbers],
+                    arg_of_leaf=numbers,
+                    donate=known.donate,
+                    state_like=[known.number(n) for n, v in zip(names, values, strict=True) if is_train_state(v)],
+                )
         except MinialpaError:
             raise
         except Exception as error:
@@ -262,7 +291,7 @@ class ParallelizedFunc:
 
 
 def _layers_of_stages(traced: TracedStep, method: Method | Plan, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The layers of each stage; where one stage is the answer, those that the method would have cut it into."""
+    """The layers of each stage. If there is one stage, the layers into which the method would have cut the step."""
     from minialpa.inter.layers.cut_scans import whole_scans
     from minialpa.inter.layers.layered_step import LayeredStep
 
@@ -286,7 +315,7 @@ def _check_devices(plan: Plan, target: Target, session: Session) -> None:
         )
 
 
-def _make_runner(program: Program, traced: TracedStep, target: Target, session: Session) -> Any:
+def _make_runner(program: Program, traced: TracedStep, target: Target, session: Session) -> Runner:
     """The program on the devices of the session, or on those that the method names."""
     devices = target.devices or session.devices
     if session.runtime is None:
@@ -304,7 +333,7 @@ def _make_runner(program: Program, traced: TracedStep, target: Target, session: 
 
 
 def _is_uneven(error: BaseException | None) -> bool:
-    """Whether an error comes of examples that the devices do not divide."""
+    """Whether an error says that the devices do not divide the examples."""
     from minialpa.intra.graph.option_constraints import UnevenBatchError
 
     return error is not None and (isinstance(error, UnevenBatchError) or _is_uneven(error.__cause__))
@@ -337,19 +366,23 @@ def parallelize(
 ) -> Any:
     """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
 
-    method: how; None chooses everything (`AutoParallel`). A saved `Plan` runs too.
+    method: the parallel method, or a saved `Plan`. With None the planner chooses everything (`AutoParallel`).
     static_argnums: arguments that are Python values; "auto": those that are not pytrees of arrays and numbers.
     donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
     batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these.
-    on_stale: what to do where a saved `Plan` was made for other shapes or another step. "refuse" raises a VerifyError
+    on_stale: what to do if a saved `Plan` was made for other shapes or another step. "refuse" raises a VerifyError
         that says what differs; "replan" keeps the stages, micro-batches, schedule and rematerialisation of the plan,
         solves the shardings again, and warns.
     """
     if fun is None:
         return functools.partial(
-            parallelize, method=method, static_argnums=static_argnums, donate_argnums=donate_argnums,
-            batch_argnums=batch_argnums, on_stale=on_stale,
-        )  # fmt: skip
+            parallelize,
+            method=method,
+            static_argnums=static_argnums,
+            donate_argnums=donate_argnums,
+            batch_argnums=batch_argnums,
+            on_stale=on_stale,
+        )
     return ParallelizedFunc(
         fun,
         method or AutoParallel(),
@@ -370,7 +403,7 @@ def plan(
 ) -> Plan:
     """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays."""
     chosen = dataclasses.replace(method or AutoParallel(), devices=cluster)
-    return ParallelizedFunc(fun, chosen, "auto", "auto", batch_argnums).plan(*args)
+    return ParallelizedFunc(fun, chosen, batch_argnums=batch_argnums).plan(*args)
 
 
 def explain(
@@ -384,23 +417,29 @@ def explain(
 ) -> str:
     """As `ParallelizedFunc.explain`, for the plan that `plan` makes of the same arguments."""
     chosen = dataclasses.replace(method or AutoParallel(), devices=cluster)
-    return ParallelizedFunc(fun, chosen, "auto", "auto", batch_argnums).explain(what, *args)
+    return ParallelizedFunc(fun, chosen, batch_argnums=batch_argnums).explain(what, *args)
 
 
 def replan(
     plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: int | Sequence[int] = (1,)
 ) -> Plan:
-    """`plan` for `fun(*args)`: its stages, submeshes, logical shapes, micro-batches, schedule and rematerialisation are
-    kept, and the shardings are solved again. Raises VerifyError where the model has other layers.
+    """A plan for `fun(*args)` that decides as `plan` does, except for the shardings, which are solved again.
+
+    It keeps stages, submeshes, logical shapes, micro-batches, schedule and rematerialisation. Raises VerifyError if the
+    model has other layers.
     """
-    return ParallelizedFunc(fun, plan_to_method(plan), "auto", "auto", batch_argnums).plan(*args)
+    return ParallelizedFunc(fun, plan_to_method(plan), batch_argnums=batch_argnums).plan(*args)
 
 
 @dataclass(frozen=True, slots=True)
 class DPResult:
-    """What the search for stages decided, in the terms of Alpa: an entry for each stage.
+    """What the search for stages decided, in Alpa's terms. It unpacks as Alpa's tuple, which has a profile file first.
 
-    It unpacks as Alpa's tuple: a profile file (None), layers, submeshes, logical shapes, options.
+    Attributes:
+        forward_stage_layer_ids: the layers of each stage.
+        submesh_physical_shapes: (hosts, devices per host) of each stage.
+        submesh_logical_shapes: the mesh shape of each stage.
+        submesh_autosharding_option_dicts: the fields of the sharding option of each stage.
     """
 
     forward_stage_layer_ids: tuple[tuple[int, ...], ...]
@@ -409,7 +448,8 @@ class DPResult:
     submesh_autosharding_option_dicts: tuple[dict[str, Any], ...]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter((None, *(getattr(self, field.name) for field in dataclasses.fields(self))))
+        no_profile_file = None
+        return iter((no_profile_file, *(getattr(self, field.name) for field in dataclasses.fields(self))))
 
 
 def get_last_dp_result() -> DPResult:
@@ -419,8 +459,8 @@ def get_last_dp_result() -> DPResult:
         raise MinialpaError("No plan was made yet. Call a parallelized function, its `plan`, or `minialpa.plan` first.")
     stages = plan.stages
     return DPResult(
-        ParallelizedFunc.last_layers,
-        tuple(stage.submesh for stage in stages),
-        tuple(stage.logical_shape for stage in stages),
-        tuple(dataclasses.asdict(stage.option) for stage in stages),
+        forward_stage_layer_ids=ParallelizedFunc.last_layers,
+        submesh_physical_shapes=tuple(stage.submesh for stage in stages),
+        submesh_logical_shapes=tuple(stage.logical_shape for stage in stages),
+        submesh_autosharding_option_dicts=tuple(dataclasses.asdict(stage.option) for stage in stages),
     )

@@ -1,7 +1,7 @@
-"""Arrays that others hold: what a step takes and returns where its data is elsewhere, and memory of the caller.
+"""Arrays whose data other processes hold, and copies of arrays that the caller may change.
 
-`RemoteArray` has the shape and dtype, by which calls are planned, and the value as soon as someone asks for it.
-`own_copy` takes what a caller's NumPy array holds now.
+A `RemoteArray` knows its shape and dtype, which is enough to plan a call, and fetches its value when it is read.
+`own_copy` copies what a NumPy array holds now.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import jax
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-#: jax uses a NumPy array in place, without a copy, where its first byte is at a multiple of this.
+#: Bytes. On CPUs, jax uses a NumPy array in place, without a copy, if its address is a multiple of this.
 _ALIGNMENT_BYTES = 64
 
 
 def own_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """A copy that nobody else can change, of the same class and dtype, in C order.
 
-    jax reads NumPy arrays after the call that takes them has returned, and on CPUs it may use them in place for as long
-    as an array lives. `may_alias=False` does not keep it from either. It uses this copy in place, and makes no second.
+    jax may read a NumPy array after the call that takes it has returned, and on CPUs it may use the memory in place for
+    as long as the jax array lives; `may_alias=False` prevents neither. It uses this copy in place and does not copy it
+    again.
     """
     memory = np.empty(array.nbytes + _ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT_BYTES
@@ -34,10 +35,12 @@ def own_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
     """An array whose data is elsewhere. NumPy functions, operators, `float` and `jnp.asarray` fetch it.
 
-    Functions of jax take no arrays but their own: give them `jnp.asarray(x)`.
+    Functions of jax take only jax's own arrays: give them `jnp.asarray(x)`.
 
-    shape, dtype: those of the whole array. weak_type: whether a step lets it yield to the dtypes of others, as a result
-        made of Python's numbers does.
+    Attributes:
+        shape: shape of the whole array.
+        dtype: dtype of the whole array.
+        weak_type: whether jax promotes it to the dtypes of other operands, as it does Python's numbers.
     """
 
     shape: tuple[int, ...]
@@ -56,11 +59,11 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
 
     @abc.abstractmethod
     def block_until_ready(self) -> RemoteArray:
-        """Wait until the value is computed; raises what went wrong with it."""
+        """Wait until the value is computed. Raises the error that kept it from being computed."""
 
     @abc.abstractmethod
     def is_deleted(self) -> bool:
-        """Whether the array was given to a step that used it up."""
+        """Whether the array was donated to a step."""
 
     @property
     def ndim(self) -> int:
@@ -80,7 +83,7 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
         return np.array(self._fetch(), dtype=dtype, copy=copy)
 
     def _keys(self, dtype: Any) -> Any:
-        """Typed keys, which are no array of NumPy: `jax.device_get` gives keys, as it does of those of jax."""
+        """Typed keys, which NumPy has no arrays of. So `jax.device_get` returns keys, as it does for jax's own."""
         if dtype is not None:
             raise TypeError(f"Keys cannot be converted to {dtype}. `jax.random.key_data` gives the integers in them.")
         return self._fetch()

@@ -1,9 +1,10 @@
-"""The command line: `minialpa demo`, `minialpa plan`, `minialpa report`, `minialpa diff`, `minialpa doctor`."""
+"""Plan training steps for many devices, read the plans, and check what works on this machine."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata as metadata
 import io
 import json
 import os
@@ -19,35 +20,40 @@ from minialpa.plan import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. Errors of minialpa and of files are printed without a traceback."""
+    """Run one command and return its exit status. Errors of minialpa and of files are printed without a traceback."""
     args = _parser().parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names may have letters that the locale of a terminal has not
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal's locale may lack letters of a name
         sys.stdout.reconfigure(errors="backslashreplace")
+
     try:
         status: int = args.run(args)
         if sys.stdout is not None:
-            sys.stdout.flush()
+            sys.stdout.flush()  # here, so that a full disk or a closed pipe is an error of this command
         return status
-    except BrokenPipeError:  # whoever read this, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _drop_output()
         return 1
     except OSError as error:
         _drop_output()
-        print(f"minialpa: {error}", file=sys.stderr)
-        return 1
+        return _failed(str(error))
+
     except ModuleNotFoundError as error:
         if error.name not in ("flax", "optax"):
             raise
-        print("minialpa: The models need flax and optax: pip install 'minialpa[models]'.", file=sys.stderr)
-        return 1
+        return _failed("The models need flax and optax: pip install 'minialpa[models]'.")
     except MinialpaError as error:
-        print(f"minialpa: {error}", file=sys.stderr)
-        return 1
+        return _failed(str(error))
+
+
+def _failed(message: str) -> int:
+    """Print why the command failed; returns its exit status."""
+    print(f"minialpa: {message}", file=sys.stderr)
+    return 1
 
 
 def _drop_output() -> None:
-    """Have Python write what it still holds for the output to nowhere, when it ends."""
-    with suppress(AttributeError, OSError, ValueError):  # there is none, or it is no file
+    """Let Python discard, when it ends, the output that it could not write."""
+    with suppress(AttributeError, OSError, ValueError):  # there is no output, or it is no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -62,13 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="minialpa", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="train a small GPT on virtual CPU devices, next to one device")
+    demo = commands.add_parser("demo", help="train a small GPT on virtual CPU devices, and on one device to compare")
     demo.add_argument("--devices", type=_positive, default=8, help="virtual CPU devices (default 8)")
     demo.add_argument("--steps", type=_positive, default=8, help="training steps (default 8)")
     demo.set_defaults(run=_demo)
 
-    plan = commands.add_parser("plan", help="plan a model for a cluster, with no device")
-    plan.add_argument("model", help="a benchmark model such as `gpt` or `gpt-1.3b`, or `module:function`")
+    plan = commands.add_parser("plan", help="plan a model for a cluster; needs no device")
+    plan.add_argument("model", help="a model such as `gpt` or `gpt-1.3b`, or `module:function`")
     plan.add_argument("--cluster", default="a100-80gb", help="a preset, or a JSON file of a ClusterSpec")
     plan.add_argument("--num-hosts", type=_positive, default=1)
     plan.add_argument("--devices-per-host", type=_positive, default=8)
@@ -80,15 +86,17 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="print a saved plan")
     report.add_argument("plan", type=Path, metavar="PLAN.json")
-    report.add_argument("--explain", default=None, metavar="WHAT", help="placements and operators of that name only")
+    report.add_argument(
+        "--explain", default=None, metavar="WHAT", help="only placements and operators whose name has WHAT in it"
+    )
     report.add_argument("--python", action="store_true", help="placements as Python source, for `jax.jit`")
     report.set_defaults(run=_report)
 
-    diff = commands.add_parser("diff", help="print what two saved plans decide otherwise")
+    diff = commands.add_parser("diff", help="print how the decisions of two saved plans differ")
     diff.add_argument("plans", type=Path, nargs=2, metavar="PLAN.json")
     diff.set_defaults(run=_diff)
 
-    doctor = commands.add_parser("doctor", help="what is installed, and which devices and transports work")
+    doctor = commands.add_parser("doctor", help="print what is installed, and which devices and transports work")
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -111,13 +119,15 @@ def _plan(args: argparse.Namespace) -> int:
         cluster = ClusterSpec.from_json(Path(args.cluster).read_text(encoding="utf-8", errors="replace"))
     else:
         cluster = ClusterSpec.preset(args.cluster, num_hosts=args.num_hosts, devices_per_host=args.devices_per_host)
-    if args.save is not None and not args.save.parent.is_dir():  # not after an hour of planning
+    if args.save is not None and not args.save.parent.is_dir():  # told before an hour of planning, not after it
         raise MinialpaError(f"There is no folder `{args.save.parent}` to write `{args.save.name}` to.")
+
     step, state, batch = _load(args.model, args.batch_size)
     method = minialpa.AutoParallel(
         num_micro_batches=args.micro_batches or "auto",
         layer_option=minialpa.AutoLayerOption(layer_num=args.layers or "auto", remat="auto"),
     )
+
     start = time.perf_counter()
     found = minialpa.plan(step, (state, batch), cluster=cluster, method=method)
     print(found.summary())
@@ -139,7 +149,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    """The exit status is 1 where the plans differ, as that of `diff` is."""
+    """The exit status is 1 if the plans differ, as with `diff`."""
     old, new = map(_load_plan, args.plans)
     print(old.diff(new))
     return 0 if old == new else 1
@@ -153,7 +163,7 @@ def _load_plan(path: Path) -> Plan:
 
 
 def _load(name: str, batch_size: int | None) -> tuple[Any, Any, Any]:
-    """Step, abstract state and abstract batch of a benchmark model, or of `module:function`, which returns three."""
+    """Step, abstract state and batch of a model of `minialpa.models`, or the three that `module:function` returns."""
     import jax
 
     import minialpa
@@ -161,66 +171,68 @@ def _load(name: str, batch_size: int | None) -> tuple[Any, Any, Any]:
     if ":" in name:
         loaded: tuple[Any, Any, Any] = _find_function(name)()
         return loaded
+
     from minialpa import models
 
     case = models.build(name)
-    state = jax.eval_shape(case.init, jax.eval_shape(jax.random.key, 0))  # a key itself would start a device
+    state = jax.eval_shape(case.init, jax.eval_shape(jax.random.key, 0))  # a real key would start a device
     batch = case.make_batch(0, batch_size or case.batch_size)
     return case.train_step(minialpa.value_and_grad), state, batch
 
 
 def _find_function(name: str) -> Callable[[], Any]:
-    """`module:function`, from this folder or from what is installed."""
+    """The function of `module:function`; the module is in the current folder or installed."""
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
         found: Callable[[], Any] = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # one that the module imports
+            raise  # the missing module is one that `module` imports
         raise MinialpaError(f"There is no module `{module}` in this folder or among the installed ones.") from error
     except AttributeError as error:
         raise MinialpaError(f"`{name}` cannot be called: {error}.") from error
     return found
 
 
+#: Packages whose versions `minialpa doctor` prints, besides cupy, which has a name for each version of CUDA.
+_PACKAGES = ("minialpa", "jax", "jaxlib", "numpy", "networkx", "pulp", "highspy", "flax", "optax", "ray")
+
+
 def _doctor(args: argparse.Namespace) -> int:
-    import importlib.metadata as metadata
-
-    import jax
-
+    """The exit status is 1 if jax finds no device."""
     from minialpa.runtime.diagnosis import diagnose_transports
-    from minialpa.session import describe_devices
     from minialpa.support.machine_code import cache_folder
 
-    for package in (
-        "minialpa",
-        "jax",
-        "jaxlib",
-        "numpy",
-        "networkx",
-        "pulp",
-        "highspy",
-        "flax",
-        "optax",
-        "ray",
-        *metadata.packages_distributions().get("cupy", ["cupy"]),  # one for each version of CUDA
-    ):
-        try:
-            version = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            version = "not installed"
-        print(f"{package:14} {version}")
+    for package in (*_PACKAGES, *metadata.packages_distributions().get("cupy", ["cupy"])):
+        print(f"{package:14} {_version(package)}")
     kept = cache_folder() or "kept nowhere: no folder can be written, and every process compiles the planner's loops"
     print(f"{'machine code':14} {kept}")
-    try:
-        devices = jax.local_devices()
-    except RuntimeError as error:  # of a platform that jax was told to use
-        devices = []
-        print(f"{'devices':14} do not work: {error}")
-    else:
-        print(f"{'devices':14} {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
-        print(json.dumps(json.loads(describe_devices(devices).to_json())["device"]))
+
+    works = _print_devices()
     for transport, outcome in diagnose_transports().items():
         print(f"{transport:14} {outcome}")
-    return 0 if devices else 1
+    return 0 if works else 1
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _print_devices() -> bool:
+    """Print the devices that jax finds and what the planner takes them for; returns whether there are any."""
+    import jax
+
+    from minialpa.session import describe_devices
+
+    try:
+        devices = jax.local_devices()
+    except RuntimeError as error:  # the platform that jax was told to use does not work
+        print(f"{'devices':14} do not work: {error}")
+        return False
+    print(f"{'devices':14} {len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
+    print(json.dumps(json.loads(describe_devices(devices).to_json())["device"]))
+    return True

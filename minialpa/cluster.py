@@ -1,4 +1,4 @@
-"""What a plan is made for: devices, links, the cluster that they form, and logical views of a part of it.
+"""What a plan is made for: devices, links, the cluster that they form, and logical meshes over a part of it.
 
 All times are in seconds and all sizes in bytes. Collectives follow the alpha-beta model: `alpha` seconds to start,
 `beta` seconds for each byte that leaves a device (Thakur et al., 2005; Alpa, OSDI'22, section 4.1).
@@ -23,7 +23,14 @@ PresetName = Literal["v100-p3.16xlarge", "a100-40gb", "a100-80gb", "h100", "h200
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """One accelerator. `peak_flops` maps a dtype name to floating point operations per second."""
+    """One accelerator.
+
+    Attributes:
+        name: name of the device, such as "h100".
+        peak_flops: (name of a dtype, floating point operations per second) for each dtype.
+        memory_bytes: memory of the device.
+        memory_bandwidth: bytes per second that the device reads from its memory.
+    """
 
     name: str
     peak_flops: tuple[tuple[str, float], ...]
@@ -44,7 +51,12 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """A link between two devices: start-up latency and inverse bandwidth."""
+    """A link between two devices.
+
+    Attributes:
+        alpha_s: seconds to start a transfer.
+        beta_s_per_byte: seconds per byte after that.
+    """
 
     alpha_s: float
     beta_s_per_byte: float
@@ -61,7 +73,8 @@ def _device(name: str, memory_gb: float, bandwidth: float, **tflops: float) -> D
     return DeviceSpec(name, tuple(sorted((k, v * 1e12) for k, v in tflops.items())), memory_gb * 1e9, bandwidth)
 
 
-# Vendor data sheets (dense rates): peak rates, memory and links of one device.
+#: Device, link inside a host, link between hosts; from the vendors' data sheets, with dense rates. The figures for CPUs
+#: are round ones for a virtual device, which has a part of a processor.
 _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
     "v100-p3.16xlarge": (
         _device("v100", 16, 0.9e12, float32=15.7, float16=125, bfloat16=15.7),
@@ -95,7 +108,7 @@ _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
     ),
 }
 
-# What jax and Ray call GPUs, as regular expressions; the first one that is found counts.
+#: (regular expression for the name that jax or Ray has for a GPU, its preset); the first one that matches counts.
 _GPU_KINDS: tuple[tuple[str, PresetName], ...] = (
     (r"\bh200\b", "h200"),
     (r"\bh100\b", "h100"),
@@ -106,7 +119,7 @@ _GPU_KINDS: tuple[tuple[str, PresetName], ...] = (
 
 
 def gpu_preset(kind: str) -> PresetName:
-    """The preset of a kind of GPU, by the name that jax or Ray has for it; warns if there is none, and takes V100s."""
+    """The preset of a GPU, by the name that jax or Ray has for it. If there is none, warns and returns a V100's."""
     found = next((preset for pattern, preset in _GPU_KINDS if re.search(pattern, kind, re.IGNORECASE)), None)
     if found is None:
         warnings.warn(
@@ -117,13 +130,22 @@ def gpu_preset(kind: str) -> PresetName:
     return found or "v100-p3.16xlarge"
 
 
+#: Default `alpha` of a logical mesh, outer axis first: seconds to start a transfer, rounded from `_PRESETS`.
+_DEFAULT_ALPHA = (1e-5, 5e-6)
+#: Default `beta`, outer axis first: seconds per byte of the network and of NVLink, as those of A100s in `_PRESETS`.
+_DEFAULT_BETA = (1 / 25e9, 1 / 250e9)
+
+
 @dataclass(frozen=True, slots=True)
 class LogicalMesh:
-    """A 1-D or 2-D view of a group of devices, with the alpha (seconds) and beta (seconds per byte) of each axis.
+    """A 1-D or 2-D view of a group of devices.
 
-    Axis 0 is the outer axis, the one across hosts where there are several; axis 1 is the inner, faster one. Without a
-    `device`, compute has no price: only communication is compared, and matrix products and convolutions are split over
-    all devices as far as they can be.
+    Attributes:
+        shape: devices along each axis. Axis 0, the outer one, crosses hosts if there are several; axis 1 is faster.
+        alpha: seconds to start a collective along each axis.
+        beta: seconds per byte along each axis.
+        device: what the mesh is made of. With None compute has no price: the planner compares communication alone, and
+            splits matrix products and convolutions over all devices as far as it can.
     """
 
     shape: tuple[int, ...]
@@ -136,7 +158,7 @@ class LogicalMesh:
         if len(shape) not in (1, 2) or min(shape) < 1:
             raise ShardingError(f"A logical mesh has 1 or 2 axes of positive length; got {self.shape}.")
         object.__setattr__(self, "shape", shape)
-        for name, default in (("alpha", (1e-5, 5e-6)), ("beta", (1 / 25e9, 1 / 250e9))):
+        for name, default in (("alpha", _DEFAULT_ALPHA), ("beta", _DEFAULT_BETA)):
             values: Sequence[float] = getattr(self, name) or default[-len(shape) :]
             if len(values) != len(shape):
                 raise ShardingError(f"`{name}` needs one value for each axis of {shape}; got {values}.")
@@ -192,9 +214,15 @@ class LogicalMesh:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """`num_hosts` hosts of `devices_per_host` devices, and the links inside and between hosts.
+    """Hosts, their devices, and the links inside and between hosts.
 
-    host_devices: the device of each host, where hosts differ; empty if all have `device`.
+    Attributes:
+        num_hosts: number of hosts.
+        devices_per_host: number of devices in each host.
+        device: the device of every host, unless `host_devices` says otherwise.
+        intra_host: the link between two devices of a host.
+        inter_host: the link between devices of two hosts.
+        host_devices: the device of each host if hosts differ; empty if all have `device`.
     """
 
     num_hosts: int
@@ -240,13 +268,14 @@ class ClusterSpec:
     ) -> LogicalMesh:
         """View a submesh of (hosts, devices per host) as `shape`, with the links that each axis really crosses.
 
-        device: what it is made of; None for `device` of the cluster.
+        device: what the submesh is made of; None for `device` of the cluster.
 
         An axis stays inside hosts when the axes inside it and itself fit in one host's share of the submesh.
         """
         hosts, per_host = submesh
         if math.prod(shape) != hosts * per_host:
             raise ShardingError(f"A submesh of {hosts} x {per_host} devices cannot be viewed as {shape}.")
+
         alpha, beta = [], []
         for axis in range(len(shape)):
             crosses = math.prod(shape[axis:]) > per_host
@@ -262,7 +291,7 @@ class ClusterSpec:
 
     @staticmethod
     def from_json(text: str) -> ClusterSpec:
-        """The cluster that `to_json` wrote. Raises ShardingError where the text is none."""
+        """The cluster that `to_json` wrote. Raises ShardingError for any other text."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Collectives as values: what is communicated, by how much, over which mesh axes; and its price on a mesh."""
+"""Collectives as values: their kind, their bytes and their mesh axes, and the seconds that one takes on a mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ CollectiveKind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-a
 class Collective:
     """One collective of a plan.
 
-    n_bytes: for all-gather the gathered result, for the others the buffer that each device puts in.
+    Attributes:
+        kind: what the devices do.
+        n_bytes: for an all-gather the bytes of the gathered result, for the others those that each device puts in.
+        axes: the mesh axes whose devices take part.
     """
 
     kind: CollectiveKind
@@ -22,6 +25,7 @@ class Collective:
     axes: tuple[int, ...]
 
     def seconds(self, mesh: LogicalMesh) -> float:
+        """Seconds on `mesh`, by its bandwidths and latencies."""
         match self.kind:
             case "all-gather":
                 return mesh.all_gather_s(self.n_bytes, self.axes)

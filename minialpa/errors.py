@@ -18,15 +18,21 @@ class InfeasibleError(MinialpaError, RuntimeError):
 
 
 class VerifyError(MinialpaError, AssertionError):
-    """A value that crosses a border breaks one of its invariants."""
+    """A plan, program or other value that one part of minialpa hands to another breaks one of its invariants."""
 
 
 class WorkerError(MinialpaError, RuntimeError):
     """An instruction of a program failed while it ran, or a worker of the session was lost.
 
-    worker, host: their numbers in the session. stage, instruction, recent: where the worker was when it failed or was
-    last heard of, and the instructions before, the last one at the end; jax runs them asynchronously, so one of these
-    may be the one that failed. remote_traceback: of the worker. What is not known is None or empty.
+    What is not known is None or empty. jax runs instructions asynchronously, so one of `recent` may have failed.
+
+    Attributes:
+        worker: number of the worker in the session.
+        host: number of its host in the session.
+        stage: the pipeline stage that the worker ran when it failed or last answered.
+        instruction: the instruction that it was at.
+        recent: the instructions before that one, in order.
+        remote_traceback: the traceback of the worker.
     """
 
     def __init__(

@@ -1,4 +1,8 @@
-"""Parallel methods: what a user asks for in, devices and planner options out. Names and meaning follow Alpa's."""
+"""Parallel methods, under the names and with the meaning that Alpa gave them.
+
+A method object holds what the user asks for. `options` translates it into `PlanOptions` for the planner, and
+`resolve_devices` says for which cluster to plan and on which devices to run.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,13 @@ Devices = Sequence[jax.Device] | ClusterSpec | LogicalMesh | None
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a method plans for, and on which devices the plan runs."""
+    """Where a method plans for, and on which devices the plan runs.
+
+    Attributes:
+        cluster: the hosts, devices and links to plan for.
+        logical_mesh: the view of all devices that the user gave in place of a cluster, or None.
+        devices: devices of this process that run the plan; None for those of the session.
+    """
 
     cluster: ClusterSpec
     logical_mesh: LogicalMesh | None
@@ -41,9 +51,10 @@ class Target:
 
 
 def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
-    """Devices as a user names them: None for those of the session, jax devices, a cluster, or a logical mesh.
+    """What `devices` stands for: None for the devices of the session, jax devices, a cluster, or a logical mesh.
 
-    A cluster or logical mesh runs on the first devices of the session, if it has enough; planning needs none.
+    A plan for a cluster or a logical mesh runs on the first devices of the session, if there are enough; planning needs
+    no device.
     """
     if isinstance(devices, ClusterSpec):
         return Target(devices, None, None)
@@ -63,11 +74,14 @@ def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
 
 @dataclass(frozen=True, slots=True)
 class ShardParallel:
-    """No pipeline: every operator is sharded over all devices, as the planner finds cheapest.
+    """No pipeline: all devices share the work of every operator, in the shardings that the planner finds cheapest.
 
-    devices: see `resolve_devices`; None views all devices as one axis. num_micro_batches: gradients are accumulated
-    over that many parts of the batch. logical_shape: shape of the mesh that the devices form; None for one axis, or
-    that of the LogicalMesh. submesh: the (hosts, devices per host) that are used, the first ones; None for all.
+    Attributes:
+        devices: see `resolve_devices`.
+        num_micro_batches: the parts of the batch over which gradients are accumulated.
+        auto_sharding_option: constraints on the shardings.
+        logical_shape: shape of the mesh that the devices form; None for that of the LogicalMesh, else for one axis.
+        submesh: use only the first (hosts, devices per host); None for all.
     """
 
     devices: Devices = None
@@ -82,7 +96,7 @@ class ShardParallel:
 
 @dataclass(frozen=True, slots=True)
 class DataParallel(ShardParallel):
-    """The batch is split over all devices, everything else is replicated; gradients are all-reduced."""
+    """All devices split the batch and replicate everything else; gradients are all-reduced."""
 
     def options(self) -> PlanOptions:
         return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=False, force_zero_stage_3=False)
@@ -90,8 +104,10 @@ class DataParallel(ShardParallel):
 
 @dataclass(frozen=True, slots=True)
 class Zero2Parallel(ShardParallel):
-    """Data parallel with gradients and optimizer state sharded (ZeRO stage 2): once per step, gradients are
-    reduce-scattered, each device updates its part, and the new parameters are all-gathered."""
+    """Data parallel with sharded gradients and optimizer state (ZeRO stage 2).
+
+    Once per step, gradients are reduce-scattered, each device updates its part, and new parameters are all-gathered.
+    """
 
     def options(self) -> PlanOptions:
         return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=False)
@@ -99,15 +115,17 @@ class Zero2Parallel(ShardParallel):
 
 @dataclass(frozen=True, slots=True)
 class Zero3Parallel(ShardParallel):
-    """Data parallel with parameters, gradients and optimizer state sharded (ZeRO stage 3): as stage 2, but parameters
-    are stored in parts, and all-gathered in each micro-batch that reads them."""
+    """Data parallel with sharded parameters, gradients and optimizer state (ZeRO stage 3).
+
+    As stage 2, but each device stores a part of the parameters, and every micro-batch all-gathers those that it reads.
+    """
 
     def options(self) -> PlanOptions:
         return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=True)
 
 
 def _shard_options(method: ShardParallel, **fields: Any) -> PlanOptions:
-    """The options of `method`, with `fields` of its sharding option as its name says they are."""
+    """The options of `method`, with the `fields` of the sharding option that the method's name stands for."""
     given, default = method.auto_sharding_option or AutoShardingOption(), AutoShardingOption()
     for name, value in fields.items():
         own = getattr(given, name)
@@ -129,11 +147,16 @@ def _micro_batches(n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AutoParallel:
-    """Everything is chosen: stages, submeshes, shardings, schedule, number of micro-batches, and rematerialisation.
+    """The planner chooses stages, submeshes, shardings, schedule, number of micro-batches, and rematerialisation.
 
     The fastest plan that fits in memory may have one stage or several, and may leave devices idle.
-    num_micro_batches: "auto" for the best divisor of the batch, or a number. layer_option: where stages may be cut, and
-    what may be computed again. stage_option: which submeshes and logical shapes there are.
+
+    Attributes:
+        devices: see `resolve_devices`.
+        num_micro_batches: "auto" for the best divisor of the batch, or a number.
+        auto_sharding_option: constraints on the shardings.
+        layer_option: where stages may be cut, and what the backward pass may recompute.
+        stage_option: which submeshes and logical shapes the search may use.
     """
 
     devices: Devices = None
@@ -143,7 +166,7 @@ class AutoParallel:
     stage_option: AutoStageOption = field(default_factory=AutoStageOption)
 
     def options(self) -> PlanOptions:
-        remats(self.layer_option, 1)
+        remats(self.layer_option, 1)  # raises for unknown names before any long work
         return PlanOptions(
             n_micro_batches=_micro_batches(1 if self.num_micro_batches == "auto" else self.num_micro_batches),
             choose_micro_batches=self.num_micro_batches == "auto",
@@ -162,9 +185,13 @@ _STAGE_OPTIONS = '`stage_option` is "uniform", "auto" or an option object; got {
 class PipeshardParallel:
     """Pipeline stages on submeshes, each sharded like `ShardParallel`.
 
-    layer_option: how the model is cut into layers; "manual" reads `mark_pipeline_boundary`. stage_option: how layers
-    become stages; "uniform", "auto", or an option object. pipeline_schedule: "1f1b", "gpipe", "inference", or
-    "1f1b-interleaved" for stages of several runs of layers.
+    Attributes:
+        devices: see `resolve_devices`.
+        num_micro_batches: the parts of the batch that pass through the stages.
+        pipeline_schedule: "1f1b", "gpipe", "inference", or "1f1b-interleaved" for stages of several runs of layers.
+        layer_option: how the model is cut into layers; "manual" reads `mark_pipeline_boundary`.
+        stage_option: how layers become stages: "uniform", "auto", or an option object.
+        default_auto_sharding_option: constraints on the shardings of every stage.
     """
 
     devices: Devices = None
@@ -176,13 +203,15 @@ class PipeshardParallel:
 
     def options(self) -> PlanOptions:
         layers, stages = self._layers(), self._stages()
+
         # These raise for unknown names before any long work.
         make_schedule(self.pipeline_schedule, PipelineSize(1, 1))
         remats(layers, 1)
+
         if self.pipeline_schedule == "1f1b-interleaved" and isinstance(stages, AutoStageOption):
             raise ShardingError(
-                "The search makes stages of neighbouring layers, which `1f1b-interleaved` has no use for. Use `1f1b`, "
-                "or `UniformStageOption(num_chunks=...)`."
+                "`1f1b-interleaved` needs stages of several runs of layers, and the search makes stages of one run. "
+                "Use `1f1b`, or `UniformStageOption(num_chunks=...)`."
             )
         return PlanOptions(
             n_micro_batches=_micro_batches(self.num_micro_batches),
@@ -213,18 +242,20 @@ class PipeshardParallel:
 
 
 def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:
-    """The method that decides again what `plan` decided: micro-batches, schedule, layers, rematerialisation, stages,
-    submeshes and logical shapes. Only the shardings are left to the solver, under the options that the plan had."""
+    """The method that decides as `plan` did, and leaves only the shardings to the solver, under the plan's options.
+
+    It fixes micro-batches, schedule, layers, rematerialisation, stages, submeshes and logical shapes.
+    """
     options = options_of(plan)
     if options.layers is None:
-        devices = logical_mesh_of(plan) or plan.cluster
         return ShardParallel(
-            devices,
+            logical_mesh_of(plan) or plan.cluster,
             num_micro_batches=options.n_micro_batches,
             auto_sharding_option=options.sharding,
             logical_shape=options.logical_shape,
             submesh=options.submesh,
         )
+
     return PipeshardParallel(
         plan.cluster,
         num_micro_batches=options.n_micro_batches,
@@ -244,12 +275,15 @@ def get_3d_parallel_method(
     manual_layer_num: int | None = None,
     devices: Devices = None,
 ) -> ShardParallel | PipeshardParallel:
-    """Fixed degrees of data, operator and pipeline parallelism; `data_parallel=-1` takes what the devices leave.
+    """Fixed degrees of data, operator and pipeline parallelism.
 
-    Every stage is a (data_parallel, operator_parallel) mesh whose first axis splits the batch. One stage becomes
-    `ShardParallel` on such a mesh. `manual_layer_num`: the layers are marked in the model and there are that many.
+    Every stage is a (data_parallel, operator_parallel) mesh whose first axis splits the batch.
+
+    data_parallel: -1 for the largest degree that the devices allow.
+    allow_degenerate_into_shard_parallel: whether one stage becomes `ShardParallel` on such a mesh.
+    manual_layer_num: number of layers that `mark_pipeline_boundary` marks in the model; None to find the layers.
     """
-    target = resolve_devices(devices)
+    cluster = resolve_devices(devices).cluster
     rest = operator_parallel * pipeline_parallel
     if min(operator_parallel, pipeline_parallel) < 1 or (data_parallel < 1 and data_parallel != -1):
         raise ShardingError(
@@ -257,25 +291,27 @@ def get_3d_parallel_method(
             f"{operator_parallel} x {pipeline_parallel}."
         )
     if data_parallel == -1:
-        data_parallel = max(1, target.cluster.n_devices // rest)
+        data_parallel = max(1, cluster.n_devices // rest)
     needed = data_parallel * rest
-    if needed > target.cluster.n_devices:
+    if needed > cluster.n_devices:
         raise ShardingError(
             f"{data_parallel} x {operator_parallel} x {pipeline_parallel} needs {needed} devices and there are "
-            f"{target.cluster.n_devices}. Choose degrees whose product is at most that."
+            f"{cluster.n_devices}. Choose degrees whose product is at most that."
         )
+
     shape = (data_parallel, operator_parallel)
     option = AutoShardingOption(force_batch_dim_to_mesh_dim=0, prefer_reduce_scatter=True)
     if pipeline_parallel == 1 and allow_degenerate_into_shard_parallel:
-        first = _first_devices(devices, target.cluster, _submesh(shape, target.cluster))
+        first = _first_devices(devices, cluster, _submesh(shape, cluster))
         return ShardParallel(first, num_micro_batches, option, shape)
+
     layers: LayerOption = ManualLayerOption() if manual_layer_num else AutoLayerOption(pipeline_parallel, eps=0.1)
-    stages = UniformStageOption(pipeline_parallel, _submesh(shape, target.cluster), shape, option)
+    stages = UniformStageOption(pipeline_parallel, _submesh(shape, cluster), shape, option)
     return PipeshardParallel(devices, num_micro_batches, layer_option=layers, stage_option=stages)
 
 
 def _first_devices(devices: Devices, cluster: ClusterSpec, submesh: tuple[int, int]) -> Devices:
-    """The first (hosts, devices per host): of the jax devices that were given, else of the cluster."""
+    """The first (hosts, devices per host) of the jax devices that the user gave, or else of the cluster."""
     if devices is None or isinstance(devices, ClusterSpec | LogicalMesh):
         return dataclasses.replace(cluster, num_hosts=submesh[0], devices_per_host=submesh[1])
     return tuple(devices)[: submesh[0] * submesh[1]]

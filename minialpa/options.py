@@ -1,4 +1,4 @@
-"""Options of planning, as the user gives them. Field names follow Alpa's where the meaning is the same."""
+"""Options of planning, as the user gives them. A field has the name that Alpa gives it where it means the same."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from minialpa.errors import ShardingError
 class AutoShardingOption:
     """How the operators of one stage may be sharded. Options that contradict each other raise ShardingError.
 
-    enable_auto_sharding: False computes everything on every device; arguments and results are whole but for
-        `fixed_specs`.
-    allow_all_gather, allow_all_to_all: whether a value may be resharded by that collective.
-    allow_replicated_parameters: False asks for a sharded spec of every parameter that has one.
-    force_data_parallel: split the examples over all devices and nothing else; parameters are whole.
-    force_batch_dim_to_mesh_dim: mesh axis that splits the examples, it and no other, wherever there are examples. Over
-        an axis of length 1 they are not split at all.
-    force_zero_stage_3: `force_data_parallel` and `prefer_reduce_scatter`, with parameters stored sharded too.
-    prefer_reduce_scatter: store the optimizer state in as many parts as there are devices, and update it part by part:
-        gradients are reduce-scattered (ZeRO-2 under data parallelism). Arrays that no number of devices divides are
-        whole.
-    fixed_specs: PartitionSpecs for arguments and results by path, as `Plan.input_specs` and `Plan.output_specs` list
-        them, over the axes "x" and "y" of the logical mesh (1-D: "x"). In a key `*` stands for any text; the first key
-        that matches counts, and each key matches something. A mapping, or pairs.
-    memory_limit_bytes: bytes per device for everything: parameters, optimizer state, gradients, activations and
-        temporaries; None takes the device's memory.
-    solver_time_limit_s: seconds for the solver of one stage.
+    Attributes:
+        enable_auto_sharding: False computes everything on every device, and replicates arguments and results that
+            `fixed_specs` does not name.
+        allow_all_gather: whether an all-gather may reshard a value.
+        allow_all_to_all: whether an all-to-all may reshard a value.
+        allow_replicated_parameters: False shards every parameter that can be sharded.
+        force_data_parallel: split the examples over all devices, and replicate everything else.
+        force_batch_dim_to_mesh_dim: the one mesh axis that splits the examples. An axis of length 1 splits nothing.
+        force_zero_stage_3: `force_data_parallel` and `prefer_reduce_scatter`, with sharded parameters.
+        prefer_reduce_scatter: store the optimizer state in as many parts as there are devices, and update it part by
+            part: gradients are reduce-scattered (ZeRO-2 under data parallelism). Arrays that no number of devices
+            divides are replicated.
+        fixed_specs: PartitionSpecs for arguments and results, as a mapping or pairs. Keys are paths, as
+            `Plan.input_specs` and `Plan.output_specs` list them; `*` stands for any text. The first key that matches a
+            path counts, and each key has to match one. Axes are "x" and "y" of the logical mesh (1-D: "x").
+        memory_limit_bytes: bytes per device for everything: parameters, optimizer state, gradients, activations and
+            temporaries; None for the device's memory.
+        solver_time_limit_s: seconds for the solver of one stage.
     """
 
     enable_auto_sharding: bool = True
@@ -65,11 +66,11 @@ class AutoShardingOption:
 
     @property
     def set_names(self) -> tuple[str, ...]:
-        """Names of the options that are not as they are by default."""
+        """Names of the options that differ from the default."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
     def limit_bytes(self, device: DeviceSpec | None) -> float | None:
-        """Bytes per device that a plan may use; None where neither the option nor the device says."""
+        """Bytes per device that a plan may use; None if neither the option nor the device has a limit."""
         return self.memory_limit_bytes or (device.memory_bytes if device else None)
 
     @property
@@ -81,28 +82,31 @@ class AutoShardingOption:
 
 def _check_values(option: AutoShardingOption) -> None:
     """Raise ShardingError, with the option's name, for a value that it cannot have."""
-    axis, limit_bytes, time_limit_s = (
-        option.force_batch_dim_to_mesh_dim, option.memory_limit_bytes, option.solver_time_limit_s,
-    )  # fmt: skip
+    axis = option.force_batch_dim_to_mesh_dim
     if axis is not None and (isinstance(axis, bool) or axis not in range(len(_MESH_AXES))):
         raise ShardingError(
             f"`force_batch_dim_to_mesh_dim` is the number of a mesh axis, {_one_of(_MESH_AXES)}, or None; got {axis!r}."
         )
+
+    limit_bytes = option.memory_limit_bytes
     if limit_bytes is not None and not limit_bytes > 0:
         raise ShardingError(f"`memory_limit_bytes` is a number of bytes above 0, or None; got {limit_bytes!r}.")
+    time_limit_s = option.solver_time_limit_s
     if not time_limit_s >= 0:
         raise ShardingError(f"`solver_time_limit_s` is a number of seconds, at least 0; got {time_limit_s!r}.")
+
     for name in _SWITCHES:
         if not isinstance(getattr(option, name), bool):
             raise ShardingError(f"`{name}` is True or False; got {getattr(option, name)!r}.")
 
 
 def _check_together(option: AutoShardingOption) -> None:
-    """Raise ShardingError for two options of which one leaves nothing for the other to do."""
+    """Raise ShardingError for two options that cannot both hold."""
     named = {"force_zero_stage_3": option.force_zero_stage_3, "force_data_parallel": option.force_data_parallel}
     forced = next((name for name, is_set in named.items() if is_set), None)
     if forced and not option.allow_replicated_parameters and not option.force_zero_stage_3:
-        raise _contradiction(forced, "keeps parameters whole", "allow_replicated_parameters=False")
+        raise _contradiction(forced, "replicates parameters", "allow_replicated_parameters=False")
+
     if not option.enable_auto_sharding:
         others = {
             **named,
@@ -124,15 +128,22 @@ def _one_of(values: Iterable[Any]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+#: Numbers of the axes of a logical mesh.
 _MESH_AXES = (0, 1)
+#: Options that are True or False.
 _SWITCHES = (
-    "enable_auto_sharding", "allow_all_gather", "allow_all_to_all", "allow_replicated_parameters",
-    "force_data_parallel", "force_zero_stage_3", "prefer_reduce_scatter",
-)  # fmt: skip
+    "enable_auto_sharding",
+    "allow_all_gather",
+    "allow_all_to_all",
+    "allow_replicated_parameters",
+    "force_data_parallel",
+    "force_zero_stage_3",
+    "prefer_reduce_scatter",
+)
 
 
 #: What the forward pass of a layer keeps for its backward pass: everything, results of matrix products and convolutions
-#: (`dots`), or nothing (`full` rematerialisation); the rest is computed again.
+#: (`dots`), or nothing (`full` rematerialisation). The backward pass computes the rest again.
 Remat = Literal["none", "dots", "full"]
 
 
@@ -140,8 +151,9 @@ Remat = Literal["none", "dots", "full"]
 class ManualLayerOption:
     """Layers end at `mark_pipeline_boundary()`.
 
-    remat: what is computed again in the backward pass of each layer, see `Remat`; True means `full`, False `none`.
-        `auto` takes whichever gives the fastest step that fits in memory.
+    Attributes:
+        remat: what the backward pass of each layer computes again, see `Remat`; True means `full`, False `none`. `auto`
+            takes the choice with the fastest step that fits in memory.
     """
 
     remat: Remat | Literal["auto"] | bool = False
@@ -151,10 +163,12 @@ class ManualLayerOption:
 class AutoLayerOption:
     """Cluster the forward equations into `layer_num` layers of about equal work with few bytes between them.
 
-    layer_num: "auto" takes as many as the model has blocks that repeat, up to 64, or 16.
-    eps: a layer may do up to (1 + eps), and where possible does (1 - eps), of its equal share of the floating point
-        operations.
-    remat: as in `ManualLayerOption`.
+    Attributes:
+        layer_num: number of layers. "auto" takes as many as the model has blocks that repeat, up to 64; without such
+            blocks, 16.
+        eps: a layer has at most (1 + eps), and where possible at least (1 - eps), of an equal share of the floating
+            point operations.
+        remat: as in `ManualLayerOption`.
     """
 
     layer_num: int | Literal["auto"] = "auto"
@@ -170,8 +184,13 @@ class AutoLayerOption:
 
 @dataclass(frozen=True, slots=True)
 class FixedLayerOption:
-    """The layers that a plan has: the layer of each forward group, what each layer computes again, and the rows of each
-    block that scans over layers are cut into, see `Plan`."""
+    """The layers that a plan has.
+
+    Attributes:
+        layer_of_group: the layer of each forward group.
+        remat: what the backward pass of each layer computes again.
+        row_blocks: the rows of each block into which scans over layers are cut, see `Plan`.
+    """
 
     layer_of_group: tuple[int, ...]
     remat: tuple[Remat, ...]
@@ -184,17 +203,17 @@ LogicalSpace = Literal["all", "same_as_physical", "data_parallel_only", "model_p
 
 @dataclass(frozen=True, slots=True)
 class AutoStageOption:
-    """Search stages, submeshes and their logical shapes.
+    """Search stages, submeshes and their logical shapes. Raises ShardingError for values that it does not know.
 
-    submesh_physical_shape_space: `power_of_two` device counts within a host, and of whole hosts; or `all` counts.
-    submesh_logical_shape_space: `all` factorisations of a submesh; `same_as_physical`, its hosts and their devices;
-        `data_parallel_only`, all devices split the examples; `model_parallel_only`, none does. The last two stand for
-        (n, 1) and (1, n) with `force_batch_dim_to_mesh_dim=0`.
-    tolerance: fraction of the step time by which other stages may be faster than those that are taken.
-    cached_costs: a JSON file of the costs of parts of models, by their content. It is read before a search and written
-        after it; None keeps none.
-
-    Raises ShardingError for a value that is none of these.
+    Attributes:
+        submesh_physical_shape_space: `power_of_two` devices within a host, or `power_of_two` whole hosts; or `all`
+            numbers of them.
+        submesh_logical_shape_space: `all` factorisations of a submesh; `same_as_physical`, its hosts and their devices;
+            `data_parallel_only`, all devices split the examples; `model_parallel_only`, none does. The last two stand
+            for (n, 1) and (1, n) with `force_batch_dim_to_mesh_dim=0`.
+        tolerance: the search may miss stages that are faster than its answer by this fraction of the step time.
+        cached_costs: path of a JSON file with costs of parts of models, keyed by their content. A search reads it and
+            writes what it adds; None keeps no file.
     """
 
     submesh_physical_shape_space: PhysicalSpace = "power_of_two"
@@ -213,10 +232,11 @@ class AutoStageOption:
             raise ShardingError(f"`tolerance` is a fraction of the step time, at least 0; got {self.tolerance!r}.")
 
     def sharding(self, option: AutoShardingOption) -> AutoShardingOption:
-        """`option` for the stages of this space. Raises ShardingError where they contradict each other."""
+        """`option` for the stages of this space. Raises ShardingError if the two contradict each other."""
         space = self.submesh_logical_shape_space
         if space not in ("data_parallel_only", "model_parallel_only"):
             return option
+
         axis = option.force_batch_dim_to_mesh_dim
         other = (
             "force_batch_dim_to_mesh_dim" if axis not in (None, 0)
@@ -233,11 +253,14 @@ class AutoStageOption:
 
 @dataclass(frozen=True, slots=True)
 class ManualStageOption:
-    """Stages given by hand: the layers of each, its (hosts, devices per host), its logical shape, and options.
+    """Stages given by hand.
 
-    forward_stage_layer_ids: under the schedule `1f1b-interleaved`, runs of layers go round the stages several times, as
-        in [[0, 2], [1, 3]]; else each stage has neighbouring layers.
-    submesh_autosharding_option_dicts: for each stage, fields of `AutoShardingOption` that differ from the default.
+    Attributes:
+        forward_stage_layer_ids: the layers of each stage. They are neighbours, except under the schedule
+            `1f1b-interleaved`, where runs of layers go round the stages several times, as in [[0, 2], [1, 3]].
+        submesh_physical_shapes: (hosts, devices per host) of each stage.
+        submesh_logical_shapes: the mesh shape of each stage.
+        submesh_autosharding_option_dicts: for each stage, fields of `AutoShardingOption` that differ from the default.
     """
 
     forward_stage_layer_ids: Sequence[Sequence[int]]
@@ -248,9 +271,14 @@ class ManualStageOption:
 
 @dataclass(frozen=True, slots=True)
 class UniformStageOption:
-    """Equal stages: `num_stages` (default: one for each layer that has devices), each on the same submesh.
+    """Equal stages on equal submeshes.
 
-    num_chunks: runs of layers of each stage; more than one needs the schedule `1f1b-interleaved`.
+    Attributes:
+        num_stages: None for the largest number up to that of the layers which divides the devices.
+        submesh_physical_shape: (hosts, devices per host) of each stage; None for an equal share of the devices.
+        submesh_logical_shape: the mesh shape of each stage; None for one axis.
+        submesh_autosharding_option: constraints on the shardings of each stage; None for those of the method.
+        num_chunks: runs of layers in each stage; more than one needs the schedule `1f1b-interleaved`.
     """
 
     num_stages: int | None = None
@@ -270,33 +298,41 @@ StageOption = AutoStageOption | ManualStageOption | UniformStageOption
 
 
 def remats(option: LayerOption, n_layers: int) -> tuple[tuple[Remat, ...], ...]:
-    """What the option leaves to choose from, for each of `n_layers` layers. Raises ShardingError where it is none of
-    what it may be."""
+    """The choices that the option leaves: each is the rematerialisation of `n_layers` layers.
+
+    Raises ShardingError for an unknown value.
+    """
     if isinstance(option, FixedLayerOption):
         return (option.remat,)
     match option.remat:
         case "auto":
             choices: tuple[Remat, ...] = ("none", "dots", "full")
             return tuple((remat,) * n_layers for remat in choices)
-        case "none" | "dots" | "full" as what:
-            return ((what,) * n_layers,)
-        case bool() as all_of_it:
-            return (("full" if all_of_it else "none",) * n_layers,)
+        case "none" | "dots" | "full" as remat:
+            return ((remat,) * n_layers,)
+        case bool() as is_full:
+            return (("full" if is_full else "none",) * n_layers,)
         case other:
             raise ShardingError(f"`remat` is `none`, `dots`, `full`, `auto`, or a bool; got {other!r}.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
     """Everything that a method asks of the planner.
 
-    layers, stages: None for a step without pipeline. logical_shape: the mesh shape of such a step; None for 1-D.
-    submesh: its (hosts, devices per host); None for the whole cluster.
-    choose_micro_batches: a search chooses their number among the divisors of the batch.
-    choose_schedule: a search may interleave the stages that it finds, where `schedule` is "1f1b".
-    use_all_devices: False lets a search leave devices idle.
-    keep_rows: in a step of several loops over the micro-batches, keep what later ones read of earlier ones, or compute
-        it again; None for whichever is faster and fits.
+    Attributes:
+        n_micro_batches: number of micro-batches, unless `choose_micro_batches` leaves it open.
+        schedule: name of the pipeline schedule.
+        layers: how the step is cut into layers; None for a step without pipeline.
+        stages: how layers become stages; None for a step without pipeline.
+        sharding: constraints on the shardings.
+        logical_shape: the mesh shape of a step without pipeline; None for one axis.
+        submesh: (hosts, devices per host) of a step without pipeline; None for the whole cluster.
+        choose_micro_batches: a search chooses their number among the divisors of the batch.
+        choose_schedule: a search may interleave the stages that it finds, if `schedule` is "1f1b".
+        use_all_devices: False lets a search leave devices idle.
+        keep_rows: in a step of several loops over the micro-batches, whether rows that later loops read are kept (True)
+            or computed again (False); None for whichever is faster and fits.
     """
 
     n_micro_batches: int = 1

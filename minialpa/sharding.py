@@ -1,8 +1,8 @@
-"""Sharding specs: how one array lies on a logical mesh.
+"""Sharding specs: how one array is distributed over a logical mesh.
 
-A spec says, for each dimension of the array, which mesh axes split it, outermost first. `S0,R` in text means that
-dimension 0 is split over mesh axis 0 and dimension 1 is whole; `S01` splits over both axes, axis 0 outermost. `R,R+P1`
-is a partial sum: along mesh axis 1 the devices hold summands, and the array is their sum.
+A spec says, for each dimension of the array, which mesh axes split it, outermost first. As text, `S0,R` means that
+mesh axis 0 splits dimension 0 and nothing splits dimension 1; `S01` means that both axes split a dimension, axis 0
+outermost. `R,R+P1` is a partial sum: along mesh axis 1 the devices hold summands, and the array is their sum.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def abstract_mesh(shape: tuple[int, ...]) -> AbstractMesh:
 class Spec:
     """Sharding of one array.
 
-    dims: for each dimension the mesh axes that split it, outermost first. partial: axes, ascending, along which the
-    devices hold summands.
+    Attributes:
+        dims: for each dimension the mesh axes that split it, outermost first.
+        partial: mesh axes, ascending, along which the devices hold summands.
     """
 
     dims: tuple[tuple[int, ...], ...]
@@ -86,7 +87,7 @@ class Spec:
         return math.prod(mesh_shape[axis] for axis in self.axes)
 
     def shard_shape(self, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the shard on one device. Raises ShardingError where a dimension does not divide."""
+        """Shape of the shard on one device. Raises ShardingError for a dimension that its axes do not divide."""
         out = []
         for size, axes in zip(shape, self.dims, strict=True):
             n = math.prod(mesh_shape[axis] for axis in axes)
@@ -103,7 +104,7 @@ class Spec:
         )
 
     def stored_shape(self, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the one jax array that holds all shards: summands lie along a leading dimension for each axis."""
+        """Shape of the jax array that holds all shards. Each axis of summands is one more dimension, in front."""
         return (*(mesh_shape[axis] for axis in self.partial), *shape)
 
     def partition_spec(self) -> PartitionSpec:
@@ -119,9 +120,13 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class EquationSpecs:
-    """Chosen specs of one equation: its operands, its results as the shards compute them, and as they are left.
+    """Chosen specs of one equation.
 
-    body: for a loop, the specs of the equations of an iteration.
+    Attributes:
+        operands: what the equation reads.
+        made: its results as the shards compute them, with partial sums.
+        results: its results as later equations find them.
+        body: for a loop, the specs of the equations of an iteration.
     """
 
     operands: tuple[Spec, ...]

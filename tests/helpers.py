@@ -37,7 +37,12 @@ def trace(fun: Callable[..., Any], *args: Any, batch: tuple[int, ...] = (1,), do
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(args)]
     arg_of = [p[0].idx for p, _ in jax.tree_util.tree_leaves_with_path(args)]
     return trace_step(
-        lambda *xs: fun(*jax.tree.unflatten(tree, xs)), leaves, paths, [a in batch for a in arg_of], arg_of, donate
+        lambda *xs: fun(*jax.tree.unflatten(tree, xs)),
+        leaves,
+        in_paths=paths,
+        is_batch=[a in batch for a in arg_of],
+        arg_of_leaf=arg_of,
+        donate=donate,
     )
 
 

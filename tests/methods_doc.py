@@ -1,7 +1,7 @@
 """Makes docs/methods.md from compiled programs: `python -m tests.methods_doc` writes it.
 
-In: a small model under every method, optimizer, number of micro-batches and mesh. Out: a Markdown page, with the bytes
-of the collectives of one step, and the bytes that each device holds between steps.
+It compiles a small model under every method, optimizer, number of micro-batches and mesh. The page has the bytes that
+the collectives of one step move, and the bytes that each device holds between steps.
 """
 
 from __future__ import annotations
@@ -76,48 +76,47 @@ _MESHES = ((4,), (2, 2))
 ENTRIES = (
     Entry(
         "DataParallel",
-        "The examples are split over all devices. Parameters and optimizer state are whole on every device. Once per "
-        "step, gradients are all-reduced: as many bytes as the parameters have. Nothing else is communicated but the "
-        "loss.",
+        "All devices split the examples. Parameters and optimizer state are replicated. Once per step, gradients are "
+        "all-reduced: as many bytes as the parameters have. Besides, only the loss is communicated.",
         lambda n, shape: DataParallel(LogicalMesh(shape), n),
         _MESHES,
     ),
     Entry(
         "Zero2Parallel",
-        "The examples are split over all devices. Parameters are whole between steps; each device holds its part of "
-        "the optimizer state and updates its part of the parameters. Once per step, gradients are reduce-scattered and "
-        "the new parameters are all-gathered: as many bytes as `DataParallel` sends, and the state is never gathered. "
-        "With several micro-batches each device adds up whole gradients of its own examples before that.",
+        "All devices split the examples. Parameters are replicated between steps; each device holds its part of the "
+        "optimizer state and updates its part of the parameters. Once per step, gradients are reduce-scattered and the "
+        "new parameters are all-gathered: as many bytes as `DataParallel` sends, and the state is never gathered. With "
+        "several micro-batches, each device first adds up the gradients of its own examples, for all parameters.",
         lambda n, shape: Zero2Parallel(LogicalMesh(shape), n),
         _MESHES,
     ),
     Entry(
         "Zero3Parallel",
-        "As `Zero2Parallel`, but parameters are in parts between steps, too. Every micro-batch gathers those that it "
-        "reads, once for its forward and backward pass together; nothing is gathered after the update. Gradients are "
-        "reduce-scattered once per step. `AutoShardingOption(force_zero_stage_3=True)` is the same.",
+        "As `Zero2Parallel`, but parameters are sharded between steps, too. Every micro-batch gathers the parameters "
+        "that it reads, once for its forward and backward pass together; nothing is gathered after the update. "
+        "Gradients are reduce-scattered once per step. `AutoShardingOption(force_zero_stage_3=True)` is the same.",
         lambda n, shape: Zero3Parallel(LogicalMesh(shape), n),
         _MESHES,
     ),
     Entry(
         "ShardParallel",
-        "Whatever takes the fewest seconds: the planner may split examples, parameters, both or neither, and what "
-        "it communicates follows from the sizes. Options of `AutoShardingOption` narrow the choice.",
+        "The shardings with the shortest predicted step: the planner may split examples, parameters, both or neither, "
+        "and the sizes decide what is communicated. Options of `AutoShardingOption` narrow the choice.",
         lambda n, shape: ShardParallel(LogicalMesh(shape), n, logical_shape=shape),
         _MESHES,
     ),
     Entry(
         "get_3d_parallel_method",
-        "Data, operator and pipeline parallelism of the degrees given, which are the mesh column. Examples are split "
-        "over the first degree and over no other, so with a first degree of 1 every device has all of them. Optimizer "
-        "state is in parts, on all devices of a stage.",
+        "Data, operator and pipeline parallelism of the given degrees, which are in the mesh column. Only the first "
+        "degree splits the examples, so if it is 1, every device has all of them. The devices of a stage split the "
+        "optimizer state.",
         _three_degrees,
         ((4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2)),
     ),
     Entry(
         "PipeshardParallel",
-        "Two stages, each on half of the devices, which are the mesh column; each is sharded as `ShardParallel` would. "
-        "Bytes are those of the stage that communicates most; what stages send each other is not in them.",
+        "Two stages on half of the devices each, which are in the mesh column; each is sharded as by `ShardParallel`. "
+        "Bytes are those of the stage that communicates most, without what stages send each other.",
         _pipeline,
         ((2,),),
     ),
@@ -125,26 +124,26 @@ ENTRIES = (
 
 _HEAD = f"""# Methods
 
-What the name of each method promises, and what its compiled programs do; made by `tests/methods_doc.py` with jax
-{jax.__version__}, and checked by the tests.
+What the name of each method promises, and what its compiled programs do. `tests/methods_doc.py` made this page with jax
+{jax.__version__}, and the tests check it.
 
 The model has two dense layers of {HIDDEN} x {HIDDEN} with biases, {{parameters:,}} bytes of parameters in all.
 A batch has {BATCH} examples, and there are {N_DEVICES} devices.
 
-A cell is the bytes that the collectives of one step move on each device: of the array that an all-reduce (AR) or a
-reduce-scatter (RS) sums, that an all-gather (AG) gathers, or that an all-to-all (A2A) exchanges. In a ring of k devices
-each of them sends (k - 1) / k of that, and an all-reduce twice as much. Four bytes are the loss. *n* is the number of
-micro-batches. What a device holds is bytes of parameters + bytes of optimizer state, between steps;
-arrays of one element do not count.
+In the first table of each method, a cell has the bytes of the arrays that the collectives of one step work on: those
+that an all-reduce (AR) or a reduce-scatter (RS) sums, an all-gather (AG) gathers, or an all-to-all (A2A) exchanges. In
+a ring of k devices each device sends (k - 1) / k of these bytes, and for an all-reduce twice as much. Four bytes are
+the loss. *n* is the number of micro-batches. In the second table, a cell has the bytes of parameters + the bytes of
+optimizer state that a device holds between steps, without arrays of one element.
 
-Adafactor keeps sums over rows and columns of squared gradients in place of whole arrays. Where they are in parts, the
-update sums and gathers these vectors besides, {{factored:,}} bytes each way, and sums a few scalars.
+Adafactor keeps sums over rows and columns of squared gradients instead of full arrays. If parameters are sharded, the
+update also sums and gathers these vectors, {{factored:,}} bytes each way, and sums a few scalars.
 
-An update inside `lax.cond`, as that of `optax.apply_if_finite` or `optax.MultiSteps`, is one operation, and a mesh axis
-splits one dimension of it: the rest of the state is gathered for it, with a warning that names it.
+An update inside `lax.cond`, as in `optax.apply_if_finite` or `optax.MultiSteps`, is one operation, of which a mesh axis
+splits one dimension. The rest of the state is gathered for it, with a warning that names the operation.
 
-`AutoParallel`, the default of `parallelize`, is not in the tables: it chooses the devices, the stages, the meshes and n
-besides, and leaves a model as small as this one on one device.
+`AutoParallel`, the default of `parallelize`, is not in the tables: it also chooses the devices, the stages, the meshes
+and n, and leaves a model as small as this one on one device.
 """
 
 

@@ -252,7 +252,7 @@ def test_a_search_keeps_to_its_space(space: Any, wanted: set[Any]) -> None:
         (lambda: AutoShardingOption(enable_auto_sharding=False, prefer_reduce_scatter=True), "`prefer_reduce_scatter`"),
         (
             lambda: AutoShardingOption(force_data_parallel=True, allow_replicated_parameters=False),
-            "`force_data_parallel` keeps parameters whole, and `allow_replicated_parameters=False`",
+            "`force_data_parallel` replicates parameters, and `allow_replicated_parameters=False`",
         ),
         (lambda: AutoLayerOption(WRONG), "`layer_num` is .* got 'wrong'"),
         (lambda: AutoLayerOption(2, eps=-1), "`eps` is a fraction"),

@@ -133,7 +133,13 @@ class Perceptron:
         return step
 
     def case(self) -> models.ModelCase:
-        return models.ModelCase("perceptron", BATCH, self.init, self.make_batch, self.train_step)
+        return models.ModelCase(
+            name="perceptron",
+            batch_size=BATCH,
+            init=self.init,
+            make_batch=self.make_batch,
+            train_step=self.train_step,
+        )
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -154,7 +154,12 @@ def _other_stages(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
     options, n = options_of(plan), plan.cluster.n_devices
     for shape in dict.fromkeys(c.logical_shape for c in candidates(plan.cluster, AutoStageOption())):
         if _product(shape) == n and (plan.layer_of_group or shape != plan.stages[0].logical_shape):
-            whole = PlanOptions(plan.n_micro_batches, plan.schedule, sharding=options.sharding, logical_shape=shape)
+            whole = PlanOptions(
+                n_micro_batches=plan.n_micro_batches,
+                schedule=plan.schedule,
+                sharding=options.sharding,
+                logical_shape=shape,
+            )
             yield _planned(f"no pipeline, shape {shape}", traced, plan, whole)
     most = len(plan.remat) or min(n, traced.n_groups)
     for k in range(2, most + 1):

@@ -1,7 +1,7 @@
-"""The models that tests, benchmarks and the command line train, tiny by default. Needs flax and optax (`models` extra).
+"""The models that tests, benchmarks and the command line train, tiny by default. They need the `models` extra.
 
 `build("gpt", hidden=64)` is a small GPT. `build("gpt-1.3b")` has a published size, see `minialpa.models.sizes`; further
-keyword arguments override it.
+keyword arguments override parts of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODELS: dict[str, Callable[..., ModelCase]] = {
 
 
 def build(name: str, **sizes: Any) -> ModelCase:
-    """The model called `name`, a key of `MODELS` or of `SIZES`. `sizes` go to its builder."""
+    """The model called `name`, a key of `MODELS` or of `SIZES`. Its builder gets `sizes` as keyword arguments."""
     if name in MODELS:
         return MODELS[name](**sizes)
     if name in SIZES:

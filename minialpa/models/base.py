@@ -1,7 +1,7 @@
-"""What every model of the corpus hands out: a `ModelCase` with `init`, `make_batch` and `train_step`.
+"""A `ModelCase` is a model to train: functions that make its state, its batches and its training step.
 
-A model file describes itself with a flax module, an optimizer, a sampler of synthetic batches and a loss; `make_case`
-joins them into the three functions. A step is written for one device:
+Each model file has a flax module, an optimizer, a function that draws synthetic batches, and a loss. `make_case` makes
+the three functions of them. The training step is written for one device:
 
     (loss, ...), grads = value_and_grad(loss_fn, has_aux=True)(state.params)
     state = state.apply_gradients(grads=grads)
@@ -29,9 +29,17 @@ GradFn = Callable[..., Callable[..., Any]]
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCase:
-    """One model to train. `train_step` takes `jax.value_and_grad`, or a function with its signature."""
+    """One model to train.
+
+    Attributes:
+        name: name of the model.
+        batch_size: number of examples in a batch, unless a caller asks for another.
+        init: from a PRNG key to the state before the first step.
+        make_batch: from a seed and a number of examples to a batch.
+        train_step: from `jax.value_and_grad`, or a function with its signature, to the step.
+    """
 
     name: str
     batch_size: int
@@ -49,7 +57,13 @@ class ModelState(TrainState):
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """Calls `hook` `count` times, spread evenly over the gaps between `n_blocks` blocks."""
+    """Pipeline boundaries of a model: `after` calls `hook` in `count` of the gaps between blocks, evenly spread.
+
+    Attributes:
+        hook: such as `minialpa.mark_pipeline_boundary`; None for no boundaries.
+        count: number of boundaries.
+        n_blocks: number of blocks of the model.
+    """
 
     hook: Hook | None = None
     count: int = 1
@@ -63,7 +77,7 @@ class Boundaries:
             )
 
     def after(self, block: int) -> None:
-        """The forward pass has just left block number `block`, counted from 0."""
+        """Call this when the forward pass has left block number `block`, counted from 0."""
         cuts = (j * self.n_blocks // (self.count + 1) for j in range(1, self.count + 1))
         if self.hook is not None and block + 1 in cuts:
             self.hook()
@@ -80,9 +94,14 @@ def make_case(
     batch_size: int,
     dropout: float = 0.0,
 ) -> ModelCase:
-    """`model` has a field `boundaries` and is applied to the batch leaves named in `inputs`.
+    """The case of a flax module, a loss, an optimizer and a sampler.
 
-    `loss(outputs, batch)` returns a float32 scalar and further metrics. `sample(rng, n)` draws `n` examples.
+    model: has a field `boundaries`.
+    inputs: names of the batch leaves that the model is applied to.
+    loss: from outputs and batch to a float32 scalar and further metrics.
+    sample: `sample(rng, n)` draws `n` examples.
+    dropout: whether it is 0 says if the state has a key for dropout.
+
     flax and optax run under standard dtype promotion: bfloat16 norms and Adam's step count break the strict one.
     """
 
@@ -92,11 +111,13 @@ def make_case(
     def init(key: jax.Array) -> ModelState:
         params_key, dropout_key = jax.random.split(key)
         example = make_batch(0, 1)
+
         # Boundaries belong to the training step: initialisation runs the forward pass without them.
         quiet = model.clone(boundaries=Boundaries())
         with jax.numpy_dtype_promotion("standard"):
             rngs = {"params": params_key, "dropout": dropout_key}
             variables = _variables(quiet, rngs, *(example[leaf] for leaf in inputs))
+
         state = ModelState.create(
             apply_fn=model.apply,
             params=variables["params"],
@@ -129,10 +150,10 @@ def make_case(
 
         return step
 
-    return ModelCase(name, batch_size, init, make_batch, train_step)
+    return ModelCase(name=name, batch_size=batch_size, init=init, make_batch=make_batch, train_step=train_step)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _variables(model: nn.Module, rngs: Any, *inputs: Any) -> Any:
-    """What `model.init` returns, compiled: by itself, each of its operations is compiled for each shape."""
+    """`model.init`, compiled as one function. Run directly, it compiles each of its operations for each shape."""
     return model.init(rngs, *inputs)

@@ -47,6 +47,7 @@ class Gpt(nn.Module):
         embed = nn.Embed(self.vocab_size, self.hidden, dtype=self.dtype, name="tokens")
         position = self.param("positions", nn.initializers.normal(0.02), (tokens.shape[1], self.hidden))
         x = embed(tokens) + position.astype(self.dtype)[None]
+
         for i in range(self.n_layers):
             x = GptBlock(self.n_heads, self.dropout, self.dtype, name=f"block_{i}")(x)
             self.boundaries.after(i)
@@ -77,6 +78,7 @@ def gpt_case(
 ) -> ModelCase:
     """Batch: `tokens` and `labels`, both int32 [b seq_len]."""
     cuts = Boundaries(boundary, n_boundaries, n_layers)
+
     return make_case(
         "gpt",
         model=Gpt(

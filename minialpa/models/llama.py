@@ -45,14 +45,17 @@ class LlamaBlock(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         b, s, hidden = x.shape
         d = hidden // self.n_heads
+
         y = nn.RMSNorm(dtype=self.dtype, name="attention_norm")(x)
         query = rotate(self.dense(hidden, "query")(y).reshape(b, s, self.n_heads, d), self.rope_base)
         key = rotate(self.dense(self.n_kv_heads * d, "key")(y).reshape(b, s, self.n_kv_heads, d), self.rope_base)
         value = self.dense(self.n_kv_heads * d, "value")(y).reshape(b, s, self.n_kv_heads, d)
+
         # [b s g d] -> [b s g r d] -> [b s h d]: each key/value head serves r consecutive query heads.
         grouped = (b, s, self.n_kv_heads, self.n_heads // self.n_kv_heads, d)
         key, value = (jnp.broadcast_to(t[:, :, :, None], grouped).reshape(query.shape) for t in (key, value))
         x = x + self.dense(hidden, "out")(attend(query, key, value, causal=True).reshape(x.shape))
+
         y = nn.RMSNorm(dtype=self.dtype, name="ffn_norm")(x)
         return x + self.dense(hidden, "down")(nn.silu(self.dense(self.ffn, "gate")(y)) * self.dense(self.ffn, "up")(y))
 
@@ -115,6 +118,7 @@ def llama_case(
     if scan_layers and boundary is not None and n_boundaries:
         raise TraceError("A boundary cannot lie inside a scan. Use `scan_layers=False`, or give no `boundary`.")
     cuts = Boundaries(boundary, n_boundaries, n_layers)
+
     return make_case(
         "llama",
         model=Llama(

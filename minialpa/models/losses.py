@@ -1,4 +1,4 @@
-"""Losses and metrics: model outputs and labels in, float32 scalars (or integer counts) out. Means are over all rows."""
+"""Losses and metrics of model outputs and labels, as float32 scalars or integer counts. Means are over all examples."""
 
 from __future__ import annotations
 

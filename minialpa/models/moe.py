@@ -41,6 +41,7 @@ def top2_gating(logits: jax.Array, n_slots: int) -> Gating:
     gates = jax.nn.softmax(logits.astype(jnp.float32))
     first = jax.nn.one_hot(jnp.argmax(gates, axis=-1), n_experts)
     second = jax.nn.one_hot(jnp.argmax(gates * (1 - first), axis=-1), n_experts)
+
     # imbalance = e * sum_e mean_s(gates) * mean_s(first), GShard's l_aux; mean over groups.
     share = jnp.mean(gates, axis=1) * jnp.mean(first, axis=1)
     imbalance = n_experts * jnp.mean(jnp.sum(share, axis=-1))
@@ -69,10 +70,12 @@ class Experts(nn.Module):
         init = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0)
         up = self.param("up", init, (self.n_experts, m, self.factor * m)).astype(self.dtype)
         down = self.param("down", init, (self.n_experts, self.factor * m, m)).astype(self.dtype)
+
         n_slots = max(1, math.ceil(2 * s * self.capacity / self.n_experts))
         gating = top2_gating(nn.Dense(self.n_experts, use_bias=False, name="gate")(x), n_slots)
         combine = gating.combine.astype(self.dtype)
         dispatch = (gating.combine > 0).astype(self.dtype)
+
         y = jnp.einsum("gsec,gsm->egcm", dispatch, x)
         y = nn.gelu(jnp.einsum("egcm,emf->egcf", y, up))
         y = jnp.einsum("egcf,efm->egcm", y, down)
@@ -97,6 +100,7 @@ class Moe(nn.Module):
         embed = nn.Embed(self.vocab_size, self.hidden, dtype=self.dtype, name="tokens")
         position = self.param("positions", nn.initializers.normal(0.02), (tokens.shape[1], self.hidden))
         x = embed(tokens) + position.astype(self.dtype)[None]
+
         total = jnp.zeros((), jnp.float32)
         for i in range(self.n_layers):
             attention = FusedAttention(self.n_heads, causal=True, dtype=self.dtype, name=f"attention_{i}")

@@ -1,4 +1,4 @@
-"""Published model sizes: a name in, the builder and its keyword arguments out.
+"""Published model sizes: for each name, the builder of the model and the keyword arguments that give it this size.
 
 GPT, MoE and Wide-ResNet are the benchmark suites of Alpa (OSDI'22), with its global batch sizes; Llama 3 is
 arXiv:2407.21783, table 3, with 4M tokens in a batch; ViT arXiv:2010.11929, table 1; T5 arXiv:1910.10683, section 3.7.

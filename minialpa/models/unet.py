@@ -56,6 +56,7 @@ class UNet(nn.Module):
         n_levels = len(self.channels)
         t = nn.silu(nn.Dense(self.channels[-1], dtype=self.dtype, name="time")(time[:, None]))
         x = nn.Conv(self.channels[0], (3, 3), dtype=self.dtype, name="stem")(image)
+
         skips = []
         for i, width in enumerate(self.channels):
             if i > 0:
@@ -63,6 +64,7 @@ class UNet(nn.Module):
             x = UNetBlock(width, self.n_groups, self.dtype, name=f"down_{i}")(x, t)
             skips.append(x)
             self.boundaries.after(i)
+
         x = UNetBlock(self.channels[-1], self.n_groups, self.dtype, name="middle")(x, t)
         self.boundaries.after(n_levels)
         for i, width in reversed(list(enumerate(self.channels))):
@@ -70,6 +72,7 @@ class UNet(nn.Module):
             x = UNetBlock(width, self.n_groups, self.dtype, name=f"up_{i}")(x, t)
             x = double(x) if i > 0 else x
             self.boundaries.after(2 * n_levels - i)
+
         x = nn.silu(nn.GroupNorm(self.n_groups, dtype=self.dtype)(x))
         return nn.Conv(image.shape[-1], (3, 3), dtype=self.dtype, name="head")(x)
 

@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from minialpa.errors import MinialpaError
+from minialpa.runtime.private_ray import address_of_this_machine, head_knows_this_process, start_cluster
 
 
 def connect(address: str | None, namespace: str) -> None:
@@ -30,14 +31,7 @@ def connect(address: str | None, namespace: str) -> None:
         with warnings.catch_warnings():
             # Ray forks to start its processes, and these call `exec` at once, so threads of this one do no harm.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
-            ray.init(
-                "local",
-                namespace=namespace,
-                include_dashboard=False,
-                log_to_driver=False,
-                # By default, Ray runs its workers at a lower priority than everything else on this machine.
-                _system_config={"worker_niceness": 0},
-            )
+            start_cluster(namespace)
         return
 
     if address.startswith("ray://"):
@@ -70,12 +64,8 @@ def _no_cluster(address: str, reason: str) -> MinialpaError:
 
 def _started_here() -> str | None:
     """The address of the cluster that `ray start` has started on this machine, if that still runs."""
-    try:
-        from ray._private.utils import read_ray_address
-    except ImportError:
-        return None
-    address = read_ray_address()
-    return str(address) if address and answers(address) else None
+    address = address_of_this_machine()
+    return address if address and answers(address) else None
 
 
 def fault_of_head(address: str) -> str | None:

@@ -1,13 +1,13 @@
 """Marks that a training step leaves in its own trace: gradients, pipeline boundaries, and values per micro-batch.
 
-`value_and_grad` calls jax's. While a step is traced for planning, it also
+`value_and_grad` calls `jax.value_and_grad`. While a step is traced for planning, it also
 
 * evaluates the differentiated function equation by equation, each under a name scope with its number, which autodiff
   carries over to the backward equations that come from it;
 * binds `gradient_p`, an identity, on the gradients.
 
 `mark_pipeline_boundary` binds `boundary_p`, which has no operands, and `per_micro_batch` binds `per_micro_batch_p`, an
-identity. Outside of planning, no marks are left.
+identity. Outside of planning, these functions leave no marks.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def mark_pipeline_boundary() -> None:
 def per_micro_batch(x: Any) -> Any:
     """`x`, a total over the examples such as a mean, computed for each micro-batch by itself.
 
-    A step over micro-batches computes what the full batch computes. If a model wants a total of the micro-batch instead
-    of the full batch, as for a router's balance loss or for batch statistics, it says so:
+    A step over micro-batches computes what the full batch computes. A model that needs a total over the micro-batch
+    instead, as for a router's balance loss or for batch statistics, says so:
 
         load = minialpa.per_micro_batch(jnp.mean(routed, axis=0))
 

@@ -1,6 +1,6 @@
 """Makes docs/rules.md from the table of rules: `python -m tests.rules.rules_doc` writes it.
 
-In: the rules, and one equation of each primitive from rule_programs.py. Out: a Markdown table.
+It writes a Markdown table with one equation of each primitive, from rule_programs.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa.rules.factors import known_primitives
 from tests.rules.rule_laws import notation
 from tests.rules.rule_programs import PROGRAMS, cases
@@ -16,16 +17,17 @@ from tests.rules.rule_programs import PROGRAMS, cases
 PATH = Path(__file__).parents[2] / "docs" / "rules.md"
 _HEAD = f"""# Rules
 
-What may be split in each operation, from the table in `minialpa/rules/*.py`; made by `tests/rules/rules_doc.py`
-with jax {jax.__version__}.
+What may be split in each operation. `tests/rules/rules_doc.py` made this page from `minialpa/rules/*.py` with
+jax {jax.__version__}.
 
 Letters are the factors of one equation: a mesh axis that splits a factor splits every dimension that has it. A small
-letter may be split, a capital one is whole. A capital with a prime, `A'`, is whole in a loop and in time, and may be
-split over devices, whose shards then know their position. `sum(b)`: a split factor that the result lacks leaves partial
-sums; `max(b)` and others likewise. `(a b)` is one dimension made of two factors, the first outermost. A `scan` with
-matrix products is planned equation by equation instead, with collectives in each iteration.
+letter may be split, a capital letter may not. A capital letter with a prime, `A'`, may be split over devices, whose
+shards then know their position, but neither inside a loop nor over micro-batches. `sum(b)` means that splitting `b`,
+which the result lacks, leaves partial sums; `max(b)` and others likewise. `(a b)` is one dimension made of two factors,
+the first outermost. A `scan` with matrix products is planned equation by equation instead, with collectives in each
+iteration.
 
-Primitives that are not listed are computed whole on every device, with one warning that names them.
+Every device computes primitives that are not listed in full, with one warning that names them.
 
 | primitive | an equation |
 |---|---|

@@ -23,7 +23,8 @@ from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, batch_kinds
 from minialpa.intra.strategies.strategies import has_contraction
 from minialpa.options import Remat
 from minialpa.tracing.jaxprs import Atom, aval_of, equations_for, fresh_var, is_extended, is_literal, operand_vars
-from minialpa.tracing.trace import Origin, TracedStep
+from minialpa.tracing.origins import Origin
+from minialpa.tracing.trace import TracedStep
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 

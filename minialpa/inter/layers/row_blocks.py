@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.layers.stacks import Stacks
 from minialpa.tracing.jaxprs import Atom, EquationMaker, FlatJaxpr, aval_of, fresh_var, is_literal, unary_equation
-from minialpa.tracing.trace import Origin
+from minialpa.tracing.origins import Origin
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

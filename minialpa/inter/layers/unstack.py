@@ -44,7 +44,8 @@ from minialpa.tracing.jaxprs import (
     live_equations,
     shape_of,
 )
-from minialpa.tracing.trace import Origin, Part, TracedStep
+from minialpa.tracing.origins import Origin
+from minialpa.tracing.trace import Part, TracedStep
 
 _COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
     "and": operator.and_,

@@ -21,8 +21,8 @@ def options_of(plan: Plan) -> PlanOptions:
     first = plan.stages[0]
     if not plan.layer_of_group:
         return PlanOptions(
-            plan.n_micro_batches,
-            plan.schedule,
+            n_micro_batches=plan.n_micro_batches,
+            schedule=plan.schedule,
             sharding=first.option,
             logical_shape=first.logical_shape,
             submesh=first.submesh,
@@ -37,7 +37,14 @@ def options_of(plan: Plan) -> PlanOptions:
         ),
     )
     layers = FixedLayerOption(plan.layer_of_group, plan.remat, plan.row_blocks)
-    return PlanOptions(plan.n_micro_batches, plan.schedule, layers, stages, first.option, keep_rows=plan.keeps_rows)
+    return PlanOptions(
+        n_micro_batches=plan.n_micro_batches,
+        schedule=plan.schedule,
+        layers=layers,
+        stages=stages,
+        sharding=first.option,
+        keep_rows=plan.keeps_rows,
+    )
 
 
 def logical_mesh_of(plan: Plan) -> LogicalMesh | None:
