@@ -33,11 +33,20 @@ Devices = Sequence[jax.Device] | ClusterSpec | LogicalMesh | None
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a method plans for, and on which devices the plan runs."""
+    """Where a method plans for, and on which devices the plan runs.
+
+    Attributes:
+        cluster: what the planner is told of the devices.
+        logical_mesh: the one view of them that the user gave; None for the planner's choice.
+        devices: jax devices; None for those of the session.
+        jax_version: what is installed where these devices are; None for a cluster or mesh that the user describes,
+            whose plan does not depend on what is installed here.
+    """
 
     cluster: ClusterSpec
-    logical_mesh: LogicalMesh | None
-    devices: tuple[jax.Device, ...] | None
+    logical_mesh: LogicalMesh | None = None
+    devices: tuple[jax.Device, ...] | None = None
+    jax_version: tuple[int, ...] | None = None
 
 
 def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
@@ -46,19 +55,19 @@ def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
     A cluster or logical mesh runs on the first devices of the session, if it has enough; planning needs none.
     """
     if isinstance(devices, ClusterSpec):
-        return Target(devices, None, None)
+        return Target(devices)
     if isinstance(devices, LogicalMesh):
         cluster = ClusterSpec.preset("cpu", devices_per_host=devices.n_devices)
-        return Target(dataclasses.replace(cluster, device=devices.device or cluster.device), devices, None)
+        return Target(dataclasses.replace(cluster, device=devices.device or cluster.device), devices)
     if devices is None:
         session = session or current_session()
-        return Target(session.cluster, None, session.devices)
+        return Target(session.cluster, devices=session.devices, jax_version=jax.__version_info__)
     chosen = tuple(devices) if isinstance(devices, Iterable) else ()
     if not chosen or not all(isinstance(d, jax.Device) for d in chosen):
         raise ShardingError(
             f"`devices` takes a list of jax devices, a ClusterSpec, a LogicalMesh or None; got {devices!r}."
         )
-    return Target(describe_devices(chosen), None, chosen)
+    return Target(describe_devices(chosen), devices=chosen, jax_version=jax.__version_info__)
 
 
 @dataclass(frozen=True, slots=True)

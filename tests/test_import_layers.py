@@ -16,8 +16,8 @@ import minialpa
 
 PACKAGE = Path(__file__).parents[1] / "minialpa"
 
-#: A room is a package, a module beside packages, or what stands at the top of `inter` or `intra`. It may import rooms
-#: of lower ranks. The ranks are the picture in ARCHITECTURE.md.
+#: A room is a package, a module beside packages, or what stands at the top of a package that holds rooms. It may import
+#: rooms of lower ranks. The ranks are the picture in ARCHITECTURE.md.
 RANKS: tuple[tuple[str, ...], ...] = (
     ("arrays", "errors", "support"),
     ("cluster", "sharding", "tracing"),
@@ -26,7 +26,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("inter.layers", "inter.schedule", "intra.graph"),
     ("intra",),
     ("intra.memory", "inter.staging"),
-    ("inter.lower", "inter.search"),
+    ("intra.memory.xla_cpu", "inter.lower", "inter.search"),
     ("inter",),
     ("session",),
     ("methods",),
@@ -34,7 +34,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("api",),
 )
 #: Packages that hold rooms. All others are one room each.
-HOUSES = ("inter", "intra")
+HOUSES = ("inter", "intra", "intra.memory")
 #: What the runtime may know of the rest.
 RUNTIME_MAY = {"arrays", "cluster", "errors", "options", "plan", "programs", "runtime", "sharding", "support"}
 #: What a user starts, or sees in front of the machinery.
@@ -75,10 +75,10 @@ class Import:
 
 def _room(module: str) -> str:
     """The room of a module, or of a name in one; both dotted, below the package."""
-    house, *inside = module.split(".")
-    if house in HOUSES and inside and (PACKAGE / house / inside[0]).is_dir():
-        return f"{house}.{inside[0]}"
-    return house
+    room, *inside = module.split(".")
+    while room in HOUSES and inside and PACKAGE.joinpath(*room.split("."), inside[0]).is_dir():
+        room = f"{room}.{inside.pop(0)}"
+    return room
 
 
 def _targets(node: ast.Import | ast.ImportFrom) -> list[str]:
