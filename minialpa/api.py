@@ -207,7 +207,7 @@ class ParallelizedFunc:
 
     def _plan_for(self, traced: TracedStep, session: Session | None = None) -> tuple[Plan, Target]:
         if isinstance(self._method, Plan):
-            plan, target = self._saved_plan(traced, self._method), Target(self._method.cluster, None, None)
+            plan, target = self._saved_plan(traced, self._method), Target(self._method.cluster)
         else:
             target = resolve_devices(self._method.devices, session)
             plan = self._new_plan(traced, self._method, target)
@@ -341,6 +341,7 @@ def _is_uneven(error: BaseException | None) -> bool:
 
 def _make_plan(traced: TracedStep, method: Method, target: Target, *, any_batch: bool = False) -> Plan:
     """`any_batch`: whether examples may be split otherwise than the method asks."""
+    from minialpa.inter.compilers import compiler_of
     from minialpa.inter.pipeline import plan_step
 
     options = method.options()
@@ -350,7 +351,14 @@ def _make_plan(traced: TracedStep, method: Method, target: Target, *, any_batch:
         )
         options = dataclasses.replace(options, sharding=sharding)
     with ProgressBar() as bar, collection_paused():
-        plan = plan_step(traced, target.cluster, options, logical_mesh=target.logical_mesh, progress=bar.report)
+        plan = plan_step(
+            traced,
+            target.cluster,
+            options,
+            compiler=compiler_of(target.cluster, target.jax_version),
+            logical_mesh=target.logical_mesh,
+            progress=bar.report,
+        )
     verify_plan(plan)
     return plan
 

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import jax
-
 from minialpa.errors import ShardingError
 
 PresetName = Literal["v100-p3.16xlarge", "a100-40gb", "a100-80gb", "h100", "h200", "cpu"]
@@ -167,15 +165,6 @@ class LogicalMesh:
     @property
     def n_devices(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def waits_at_barriers(self) -> bool:
-        """Whether the compiler is taken to run what is behind an optimization barrier after all that is in front of it.
-
-        XLA's for CPUs, which compiles for meshes without a device too, drops barriers before it schedules until jax
-        0.11, so that rematerialisation saves no memory inside one program there.
-        """
-        return jax.__version_info__ >= (0, 11) or (self.device is not None and self.device.name != "cpu")
 
     def all_gather_s(self, n_bytes: float, axes: Sequence[int]) -> float:
         """Seconds until each device of the group holds all `n_bytes` (size of the gathered result)."""

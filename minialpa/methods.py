@@ -43,11 +43,14 @@ class Target:
         cluster: the hosts, devices and links to plan for.
         logical_mesh: the view of all devices that the user gave in place of a cluster, or None.
         devices: devices of this process that run the plan; None for those of the session.
+        jax_version: what is installed where these devices are; None for a cluster or mesh that the user describes,
+            whose plan does not depend on what is installed here.
     """
 
     cluster: ClusterSpec
-    logical_mesh: LogicalMesh | None
-    devices: tuple[jax.Device, ...] | None
+    logical_mesh: LogicalMesh | None = None
+    devices: tuple[jax.Device, ...] | None = None
+    jax_version: tuple[int, ...] | None = None
 
 
 def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
@@ -57,19 +60,19 @@ def resolve_devices(devices: Devices, session: Session | None = None) -> Target:
     no device.
     """
     if isinstance(devices, ClusterSpec):
-        return Target(devices, None, None)
+        return Target(devices)
     if isinstance(devices, LogicalMesh):
         cluster = ClusterSpec.preset("cpu", devices_per_host=devices.n_devices)
-        return Target(dataclasses.replace(cluster, device=devices.device or cluster.device), devices, None)
+        return Target(dataclasses.replace(cluster, device=devices.device or cluster.device), devices)
     if devices is None:
         session = session or current_session()
-        return Target(session.cluster, None, session.devices)
+        return Target(session.cluster, devices=session.devices, jax_version=jax.__version_info__)
     chosen = tuple(devices) if isinstance(devices, Iterable) else ()
     if not chosen or not all(isinstance(d, jax.Device) for d in chosen):
         raise ShardingError(
             f"`devices` takes a list of jax devices, a ClusterSpec, a LogicalMesh or None; got {devices!r}."
         )
-    return Target(describe_devices(chosen), None, chosen)
+    return Target(describe_devices(chosen), devices=chosen, jax_version=jax.__version_info__)
 
 
 @dataclass(frozen=True, slots=True)

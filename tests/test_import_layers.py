@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "minialpa"
 ARCHITECTURE = PACKAGE.parent / "ARCHITECTURE.md"
 
 #: Packages that hold rooms. All others are one room each.
-HOUSES = ("inter", "intra")
+HOUSES = ("inter", "intra", "intra.memory")
 #: What the runtime may know of the rest.
 RUNTIME_MAY = {"arrays", "cluster", "errors", "options", "plan", "programs", "runtime", "sharding", "support"}
 #: What a user starts, or sees in front of the machinery.
@@ -61,10 +61,10 @@ class Import:
 
 def _room(module: str) -> str:
     """The room of a module, or of a name in one; both dotted, below the package."""
-    house, *inside = module.split(".")
-    if house in HOUSES and inside and (PACKAGE / house / inside[0]).is_dir():
-        return f"{house}.{inside[0]}"
-    return house
+    room, *inside = module.split(".")
+    while room in HOUSES and inside and PACKAGE.joinpath(*room.split("."), inside[0]).is_dir():
+        room = f"{room}.{inside.pop(0)}"
+    return room
 
 
 def _targets(node: ast.Import | ast.ImportFrom) -> list[str]:

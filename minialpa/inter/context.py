@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.intra.memory.compiler import Compiler
 from minialpa.options import PlanOptions
 from minialpa.tracing.trace import TracedStep
 
@@ -22,6 +23,7 @@ class PlanningContext:
     Attributes:
         traced: the step.
         cluster: its devices, host by host.
+        compiler: compiles the programs, and so decides how much memory they need.
         options: what the method asks for.
         logical_mesh: the view of all devices that the user gave in place of a cluster; None for the planner's choice.
         report: told of long work.
@@ -29,6 +31,7 @@ class PlanningContext:
 
     traced: TracedStep
     cluster: ClusterSpec
+    compiler: Compiler
     options: PlanOptions
     logical_mesh: LogicalMesh | None
     report: Progress

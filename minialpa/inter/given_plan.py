@@ -24,7 +24,7 @@ def plan_on_given_stages(context: PlanningContext, whole: LayeredStep, layers: L
     cut = _cut_step(context, whole, layers)
     stages = given_stages(context.cluster, context.options, cut.n_layers)
     _check_stages_on(context.logical_mesh, stages)
-    solver = StageSolver()
+    solver = StageSolver(context.compiler)
 
     def attempt(remat: tuple[Remat, ...]) -> Plan:
         return plan_stages(context, layered_step(cut, remat), stages, solver)

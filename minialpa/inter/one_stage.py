@@ -22,7 +22,7 @@ def plan_on_submesh(context: PlanningContext, whole: LayeredStep) -> Plan:
     submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
     shape = options.logical_shape or (view.shape if view else (submesh[0] * submesh[1],))
     stage = DecidedStage(layers=(), candidate=Candidate(submesh, shape), option=options.sharding, first_device=0)
-    return plan_stages(context, whole, [stage], StageSolver())
+    return plan_stages(context, whole, [stage], StageSolver(context.compiler))
 
 
 def plan_on_best_submesh(context: PlanningContext, whole: LayeredStep, auto: AutoStageOption) -> Plan:
@@ -31,7 +31,7 @@ def plan_on_best_submesh(context: PlanningContext, whole: LayeredStep, auto: Aut
     Raises InfeasibleError where it fits on none.
     """
     cluster = context.cluster
-    solver = StageSolver()
+    solver = StageSolver(context.compiler)
 
     def attempt(candidate: Candidate) -> Plan:
         host = next(h for h in range(cluster.num_hosts) if candidate.device in (None, cluster.device_of(h)))

@@ -16,6 +16,7 @@ import dataclasses
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.inter.best import best_of
 from minialpa.inter.checks import check_fixed_paths, check_logical_mesh, warn_of_missing_rules
+from minialpa.inter.compilers import compiler_of
 from minialpa.inter.context import PlanningContext, Progress
 from minialpa.inter.given_plan import plan_on_given_stages
 from minialpa.inter.layers.layered_step import LayeredStep
@@ -23,6 +24,7 @@ from minialpa.inter.one_stage import plan_on_best_submesh, plan_on_submesh
 from minialpa.inter.searched_plan import plan_on_searched_stages
 from minialpa.inter.staging.replan import options_of
 from minialpa.inter.staging.staged_step import realise
+from minialpa.intra.memory.compiler import Compiler
 from minialpa.options import AutoStageOption, PlanOptions
 from minialpa.plan import Plan
 from minialpa.tracing.trace import TracedStep
@@ -33,17 +35,20 @@ def plan_step(
     cluster: ClusterSpec,
     options: PlanOptions,
     *,
+    compiler: Compiler | None = None,
     logical_mesh: LogicalMesh | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Plan `traced` on `cluster`. `logical_mesh` overrides the view of the cluster when there is no pipeline.
 
+    `compiler` is None for the one that `compiler_of` assumes for such a cluster, whichever jax is installed here.
     `progress(what, done, total)` is told about long work. Raises InfeasibleError when nothing fits in memory,
     ShardingError when a method asks for devices that the cluster does not have.
     """
     context = PlanningContext(
         traced=traced,
         cluster=cluster,
+        compiler=compiler or compiler_of(cluster),
         options=options,
         logical_mesh=logical_mesh,
         report=progress or (lambda what, done, total: None),

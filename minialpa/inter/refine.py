@@ -48,7 +48,7 @@ def or_longer_scans(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
     asked = context.asking(n_micro_batches=best.n_micro_batches, schedule=best.schedule)
     layered = layered_step(longer, tuple(itertools.repeat("none", longer.n_layers)))
     try:
-        plan = plan_stages(asked, layered, stages, StageSolver())
+        plan = plan_stages(asked, layered, stages, StageSolver(context.compiler))
     except InfeasibleError:
         return best
     if plan.cost.total_s > _AS_FAST * best.cost.total_s:

@@ -68,9 +68,15 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
     )
     known = load_costs(auto.cached_costs)
     bounds = StageBounds(
-        cut.step, cut.of_group, cluster=context.cluster, space=space, option=options.sharding, known=known
+        cut.step,
+        cut.of_group,
+        cluster=context.cluster,
+        compiler=context.compiler,
+        space=space,
+        option=options.sharding,
+        known=known,
     )
-    search, solver = StageSearch(bounds, context.report), StageSolver(bounds.menus)
+    search, solver = StageSearch(bounds, context.report), StageSolver(context.compiler, bounds.menus)
     solved = _solve_what_is_found(context, cut, search, solver)
     save_costs(auto.cached_costs, known)
     if not solved.plans:

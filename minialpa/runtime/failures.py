@@ -4,8 +4,8 @@ One fault shows in many places. When a worker dies, its peers lose a connection,
 mesh, and processes that wait for those lose a connection, too. `Fault` orders what the runtime sees by how likely it
 is to be the cause.
 
-Everything here is a pure function of values: no worker is asked, and no clock is read. `watch.py` and `cluster_runtime.py`
-collect what is judged here.
+Everything here is a pure function of values: no worker is asked, and no clock is read. `watch.py` and
+`cluster_runtime.py` collect what is judged here.
 """
 
 from __future__ import annotations

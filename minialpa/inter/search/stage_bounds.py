@@ -33,6 +33,7 @@ from minialpa.inter.search.stage_memory import needed_bytes
 from minialpa.inter.search.submeshes import Candidate, may_start, preferred_seconds, skip_to, transfer_seconds
 from minialpa.inter.staging.staged_step import stage_step
 from minialpa.intra.graph.solve import MeshSolver
+from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.strategies.strategy_cache import Menus
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.support.recent import Recent
@@ -117,13 +118,21 @@ class StageBounds:
     """
 
     def __init__(
-        self, traced: TracedStep, layer_of_group: Sequence[int], cluster: ClusterSpec, space: Space,
-        option: AutoShardingOption, known: dict[str, PieceCost] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        traced: TracedStep,
+        layer_of_group: Sequence[int],
+        *,
+        cluster: ClusterSpec,
+        compiler: Compiler,
+        space: Space,
+        option: AutoShardingOption,
+        known: dict[str, PieceCost] | None = None,
+    ) -> None:
         """`known`: costs of pieces from other searches, to which this one adds."""
         # What there is: pieces, columns, and where columns may lie in the cluster.
         self.known = {} if known is None else known
-        self.traced, self.cluster, self.space, self.option = traced, cluster, space, option
+        self.traced, self.cluster, self.compiler = traced, cluster, compiler
+        self.space, self.option = space, option
         self.piece_of_group, self.layer_of_piece = pieces_of(traced, layer_of_group)
         self.n_pieces = len(self.layer_of_piece)
         self.columns = [
@@ -183,7 +192,13 @@ class StageBounds:
                 self._steps[remat] = rematerialise(self.traced, self.piece_of_group, (remat,) * self.n_pieces)
             staged = stage_step(self._steps[remat], n, self.piece_of_group, range(self.n_pieces))
             return PieceCosts(
-                staged, self.cluster, self.option, menus=self.menus, known=self.known, solvers=self._solvers
+                staged,
+                cluster=self.cluster,
+                compiler=self.compiler,
+                option=self.option,
+                menus=self.menus,
+                known=self.known,
+                solvers=self._solvers,
             )
 
         return self._piece_costs.once((n, remat), make)

@@ -25,6 +25,7 @@ from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.intra.graph.solve import MeshSolver
+from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.strategies.strategy_cache import Menus
 from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
@@ -79,10 +80,18 @@ class PieceCosts:
     """
 
     def __init__(
-        self, staged: StagedStep, cluster: ClusterSpec, option: AutoShardingOption, menus: Menus,
-        known: dict[str, PieceCost], solvers: Recent[MeshSolver],
-    ) -> None:  # fmt: skip
-        self.staged, self.cluster, self.menus, self.known = staged, cluster, menus, known
+        self,
+        staged: StagedStep,
+        *,
+        cluster: ClusterSpec,
+        compiler: Compiler,
+        option: AutoShardingOption,
+        menus: Menus,
+        known: dict[str, PieceCost],
+        solvers: Recent[MeshSolver],
+    ) -> None:
+        self.staged, self.cluster, self.compiler = staged, cluster, compiler
+        self.menus, self.known = menus, known
         self._solvers, self._mine = solvers, object()  # the same step, staged again, has other variables
         # There are hundreds of costs: one that is a little too high is better than minutes of proof for each.
         self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _PIECE_TIME_LIMIT_S))
@@ -116,7 +125,7 @@ class PieceCosts:
             byte_s = price * (n * fastest.seconds + fastest.step_seconds) / keeps
 
         def known(n_bytes: float | None) -> PieceCost:
-            name = f"{self._digests[piece]} {mesh} {self.option} {n_live} {n_bytes} {byte_s}"
+            name = f"{self._digests[piece]} {mesh} {self.compiler.name} {self.option} {n_live} {n_bytes} {byte_s}"
             if name not in self.known:
                 self.known[name] = self._solve(piece, mesh, n_bytes, kept_usages(self.staged, piece, n_live), byte_s)
             return self.known[name]
@@ -138,7 +147,7 @@ class PieceCosts:
         view = ShardedView(mesh, self.option.forbidden_collectives)
         programs = mesh_programs(staged, piece, problem, solution, view)
         times = stage_times(problem, solution, mesh_collectives(programs), mesh, staged.split.n_loops)
-        memory = mesh_memory(staged, piece, programs, solution, view)
+        memory = mesh_memory(staged, piece, programs, solution, view, compiler=self.compiler)
         return PieceCost(
             seconds=times.pass_s,
             step_seconds=times.once_s,

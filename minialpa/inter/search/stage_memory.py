@@ -24,6 +24,7 @@ from minialpa.inter.staging.mesh_problem import ShardedView, TaskProgram
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.intra.graph.memory_constraints import Usage
 from minialpa.intra.graph.problem import MeshSharding
+from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.memory.liveness import LargeTensor, donated_pairs, lifetimes, peak_bytes
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.sharding import Spec
@@ -94,9 +95,15 @@ class _Kept:
 
 
 def mesh_memory(
-    staged: StagedStep, mesh: int, programs: Sequence[TaskProgram], sharding: MeshSharding, view: ShardedView
+    staged: StagedStep,
+    mesh: int,
+    programs: Sequence[TaskProgram],
+    sharding: MeshSharding,
+    view: ShardedView,
+    *,
+    compiler: Compiler,
 ) -> MeshMemory:
-    """What `mesh` keeps and needs when its tasks run as `sharding` says."""
+    """What `mesh` keeps and needs when its tasks run as `sharding` says, compiled by `compiler`."""
     kept = _kept(staged, mesh)
     temps, left = {True: 0.0, False: 0.0}, 0.0  # whether for each micro-batch
     largest: tuple[LargeTensor, ...] = ()
@@ -104,7 +111,7 @@ def mesh_memory(
     # Tasks run one after the other, so the hungriest of each kind counts.
     for task, program in ((p.task, p.program) for p in programs):
         donated = donations(staged, task)
-        memory = peak_bytes(program, donated)
+        memory = peak_bytes(program, donated, compiler=compiler)
         outputs = _outputs(program, donated, kept)
         extra = memory.temp_bytes + outputs + _arguments(program, kept)
         if task.per_micro_batch and extra >= temps[True]:
@@ -128,11 +135,10 @@ def mesh_memory(
     )
 
 
-def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, joint_barriers: bool) -> tuple[Usage, ...]:
+def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, compiler: Compiler) -> tuple[Usage, ...]:
     """What uses memory on `mesh` and when, besides parameters and optimizer state; tasks run one after the other.
 
-    Of the moments it takes the one that would be the fullest without sharding. joint_barriers: see
-    `LogicalMesh.waits_at_barriers`.
+    Of the moments it takes the one that would be the fullest without sharding. `compiler` compiles the tasks.
     """
     kept = _kept(staged, mesh)
     live = max(moments, key=lambda counts: sum(bytes_of(v) * counts[c] for v, c in kept.residuals.items()))
@@ -142,7 +148,7 @@ def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, joint_barrie
     for task in _tasks(staged, mesh):
         given = set(donations(staged, task))
         pairs = _replaced(staged, task, [v for i, v in enumerate(task.invars) if i in given])
-        found = lifetimes(task.eqns, task.invars, task.outvars, pairs, joint_barriers=joint_barriers)
+        found = lifetimes(task.eqns, task.invars, task.outvars, pairs, compiler=compiler)
         for v, start, end in found.intervals:
             if v not in kept.residuals and v not in kept.fixed:
                 usages.append(Usage(v, 1, now + start, now + end))

@@ -22,6 +22,7 @@ from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.memory_constraints import MemoryLimit
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.graph.solve import MeshSolver
+from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.strategies.strategy_cache import Menus
 from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
@@ -42,14 +43,24 @@ class SolvedStage:
     memory: MeshMemory
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Stage:
-    """A stage to solve: mesh `mesh` of a staged step, its problem, and what solves that."""
+    """A stage to solve.
+
+    Attributes:
+        staged: the step.
+        mesh: number of the mesh of the stage.
+        problem: the equations of the mesh.
+        view: its logical mesh, and the collectives that its options forbid.
+        compiler: of its programs.
+        solver: of the problem.
+    """
 
     staged: StagedStep
     mesh: int
     problem: MeshEquations
     view: ShardedView
+    compiler: Compiler
     solver: MeshSolver
 
 
@@ -70,9 +81,9 @@ class StageSolver:
     in flight with which it fits.
     """
 
-    def __init__(self, menus: Menus | None = None) -> None:
-        """`menus`: shared with other problems."""
-        self.menus = menus or Menus()
+    def __init__(self, compiler: Compiler, menus: Menus | None = None) -> None:
+        """`compiler`: of the programs of the stages. `menus`: shared with other problems."""
+        self.compiler, self.menus = compiler, menus or Menus()
         self._stages: Recent[_Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _Solution] = {}
         self._last: tuple[_Solution, SolvedStage] | None = None
@@ -88,7 +99,7 @@ class StageSolver:
 
         def solution(key: object, chosen: AutoShardingOption) -> _Solution:
             if key not in self._solutions:
-                stage = self._stages.once(kind, lambda: _stage(staged, mesh, problem, view, option, self.menus))
+                stage = self._stages.once(kind, lambda: self._stage(staged, mesh, problem, view, option))
                 solved = _solve_stage(stage, chosen, moments)
                 own = _Solution(_variables(stage.problem), solved.sharding, solved.memory)
                 self._solutions[key], self._last = own, (own, solved)
@@ -99,6 +110,18 @@ class StageSolver:
         if n_bytes is not None and _needed(found.memory, moments) > n_bytes:
             found = solution((kind, tuple(map(tuple, moments))), option)
         return self._rebound(found, staged, mesh, problem, view)
+
+    def _stage(
+        self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption
+    ) -> _Stage:
+        return _Stage(
+            staged=staged,
+            mesh=mesh,
+            problem=problem,
+            view=view,
+            compiler=self.compiler,
+            solver=MeshSolver(problem, view.mesh, option, self.menus),
+        )
 
     def _rebound(
         self, solution: _Solution, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
@@ -115,12 +138,6 @@ class StageSolver:
             results={names[v]: spec for v, spec in solution.sharding.results.items()},
         )
         return SolvedStage(sharding, tuple(mesh_programs(staged, mesh, problem, sharding, view)), solution.memory)
-
-
-def _stage(
-    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, menus: Menus
-) -> _Stage:
-    return _Stage(staged, mesh, problem, view, MeshSolver(problem, view.mesh, option, menus))
 
 
 def _variables(problem: MeshEquations) -> tuple[Var, ...]:
@@ -152,7 +169,7 @@ def _solve_stage(stage: _Stage, option: AutoShardingOption, moments: Moments) ->
 
         # Measured with its collectives and the places of its buffers.
         programs = tuple(mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view))
-        memory = mesh_memory(stage.staged, stage.mesh, programs, solution, stage.view)
+        memory = mesh_memory(stage.staged, stage.mesh, programs, solution, stage.view, compiler=stage.compiler)
         solved = SolvedStage(solution, programs, memory)
         needed = _needed(memory, moments)
         if limit is None or room is None or needed <= limit.limit_bytes:
@@ -207,7 +224,7 @@ def _limit(stage: _Stage, option: AutoShardingOption, moments: Moments) -> Memor
         paths = dict(zip(traced.flat.invars, traced.in_paths, strict=True))
         return paths.get(var) or next((source_line(eqn) for eqn in problem.eqns if var in eqn.outvars), "")
 
-    usages = mesh_usages(stage.staged, stage.mesh, moments, joint_barriers=view.mesh.waits_at_barriers)
+    usages = mesh_usages(stage.staged, stage.mesh, moments, compiler=stage.compiler)
     return MemoryLimit(n_bytes, usages, name_of)
 
 

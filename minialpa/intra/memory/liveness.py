@@ -4,12 +4,12 @@
 
 Arguments, results and aliases are sizes of shards. `temp` holds all else, and comes from these steps:
 
-    recording.py   a program     ->  operations over values, by lowering.py
-    compiler.py    operations    ->  kernels in the order in which they run, by scatters.py, merging.py and fusion.py
+    recording.py   a program     ->  what the compiler makes of it: kernels in the order in which they run
     timeline.py    kernels       ->  when buffers are in use, where results may take over arguments
     packing.py     the timeline  ->  bytes that hold all buffers
 
-`lifetimes` says the same of equations without their shardings, which is what a memory limit of the planner needs.
+What a compiler fuses, copies, keeps and aligns is a value, see compiler.py. `lifetimes` says when variables are in
+memory without regard to shardings, which is what a memory limit of the planner needs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.intra.memory.operations import Recorder
+from minialpa.intra.memory.compiler import Compiler, Values
 from minialpa.intra.memory.packing import pack
 from minialpa.intra.memory.recording import record_equations, record_program
 from minialpa.intra.memory.timeline import Buffer, Timeline
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.tracing.jaxprs import Atom, dtype_name, is_literal, shape_of
 
-#: Bytes of an address. A program with several results also returns a table of their addresses.
-_POINTER_BYTES = 8
 #: How many tensors of the peak a `ProgramMemory` names: enough to see what dominates.
 _N_LARGEST = 5
 
@@ -94,14 +92,15 @@ class Lifetimes:
 # ---- programs of shards ---------------------------------------------------------------------------------------------
 
 
-def peak_bytes(program: ShardedEquations, donated: Sequence[int] = ()) -> ProgramMemory:
+def peak_bytes(program: ShardedEquations, donated: Sequence[int] = (), *, compiler: Compiler) -> ProgramMemory:
     """Memory of `program` when its outputs may take over the inputs numbered `donated`."""
-    recording = record_program(program)
+    recording = record_program(program, compiler)
     inputs, results, sizes = recording.inputs, recording.results, recording.recorder.sizes
     pairs = donated_pairs(program, donated)
-    temp_bytes, alive = pack(recording.timeline(pairs), sizes)
+    temp_bytes, alive = pack(recording.timeline(pairs), sizes, compiler.alignment_bytes)
 
-    table_bytes = _POINTER_BYTES * len(results) if len(results) > 1 else 0
+    # A program with several results also returns a table of their addresses.
+    table_bytes = compiler.address_bytes * len(results) if len(results) > 1 else 0
     return ProgramMemory(
         argument_bytes=sum(sizes[v] for v in inputs),
         output_bytes=sum(sizes[v] for v in results) + table_bytes,
@@ -111,7 +110,7 @@ def peak_bytes(program: ShardedEquations, donated: Sequence[int] = ()) -> Progra
     )
 
 
-def _largest(recorder: Recorder, present: set[int]) -> tuple[LargeTensor, ...]:
+def _largest(recorder: Values, present: set[int]) -> tuple[LargeTensor, ...]:
     by_size = sorted(present, key=lambda v: -recorder.values[v].n_bytes)
     values = [recorder.values[v] for v in by_size[:_N_LARGEST]]
     return tuple(
@@ -143,13 +142,11 @@ def lifetimes(
     outvars: Sequence[Atom],
     donated: Sequence[tuple[Var, Atom]] = (),
     *,
-    joint_barriers: bool = False,
+    compiler: Compiler,
 ) -> Lifetimes:
-    """When the variables of a program are in memory; `donated` are inputs and the outputs that replace them.
-
-    joint_barriers: see `LogicalMesh.waits_at_barriers`.
-    """
-    recording, env = record_equations(eqns, invars, outvars, joint_barriers)
+    """When the variables of a program are in memory; `donated` are inputs and the outputs that replace them."""
+    waits = compiler.waits_at_barriers
+    recording, env = record_equations(eqns, invars, outvars, compiler, waits_at_barriers=waits)
     pairs = [
         (recording.inputs.index(env[given]), recording.results.index(env[result]))
         for given, result in donated
@@ -162,7 +159,7 @@ def lifetimes(
     return Lifetimes(timeline.n_times, tuple((variable[buffer.value], buffer.start, buffer.end) for buffer in stored))
 
 
-def _variables(recorder: Recorder, env: Mapping[Var, int]) -> dict[int, Var]:
+def _variables(recorder: Values, env: Mapping[Var, int]) -> dict[int, Var]:
     """The variable that each value is of: the first with this value, or that of what the value is a copy of."""
     variable: dict[int, Var] = {}
     for v, value in env.items():

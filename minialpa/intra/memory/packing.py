@@ -1,23 +1,21 @@
 """Places of buffers in memory, and the bytes that hold them all.
 
-As XLA does: the largest are placed first, into the buffer of a result, or of an argument that was copied, that is free
-for their time. The others share one block. Each is placed at the smallest gap that it fits, beside those that are in
-use at the same time; once from large to small and once from long to short, and the smaller block counts. Gaps remain,
-so a block may be larger than what is in use at any time.
+The largest are placed first, into the buffer of a result, or of an argument that was copied, that is free for their
+time. The others share one block. Each is placed at the smallest gap that it fits, beside those that are in use at the
+same time; once from large to small and once from long to short, and the smaller block counts. Gaps remain, so a block
+may be larger than what is in use at any time. XLA does so for all kinds of devices.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from minialpa.intra.memory.timeline import Buffer, Timeline
-
-#: Bytes. Buffers start at multiples of this in XLA:CPU.
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +27,14 @@ class _Block:
     n_bytes: float
 
 
-def pack(timeline: Timeline, sizes: Sequence[float]) -> tuple[float, list[int]]:
-    """Bytes of the block of temporaries, and the values in it when most are in use; `sizes` are bytes of values."""
-    left = _without_room(timeline, sizes)
-    blocks = _blocks(timeline, left, sizes)
+def pack(timeline: Timeline, sizes: Sequence[float], alignment_bytes: int) -> tuple[float, list[int]]:
+    """Bytes of the block of temporaries, and the values in it when most are in use.
+
+    sizes: bytes of values. alignment_bytes: buffers start at multiples of this.
+    """
+    aligned = [math.ceil(n_bytes / alignment_bytes) * alignment_bytes for n_bytes in sizes]
+    left = _without_room(timeline, sizes, aligned)
+    blocks = _blocks(timeline, left, aligned)
     by_size = sorted(blocks, key=lambda block: (-block.n_bytes, block.start - block.end))
     by_duration = sorted(blocks, key=lambda block: (block.start - block.end, -block.n_bytes))
     at = _fullest(blocks, timeline.n_times)
@@ -40,26 +42,37 @@ def pack(timeline: Timeline, sizes: Sequence[float]) -> tuple[float, list[int]]:
     return n_bytes, [buffer.value for buffer in left if buffer.start <= at < buffer.end]
 
 
-def _without_room(timeline: Timeline, sizes: Sequence[float]) -> list[Buffer]:
+def _without_room(timeline: Timeline, sizes: Sequence[float], aligned: Sequence[int]) -> list[Buffer]:
     """Temporaries that find no place in the buffer of a result or argument."""
-    # (bytes, when they are in use)
-    rooms = [(_aligned(sizes[own.value]), [(own.start, own.end)]) for own in timeline.results]
-    for idle in timeline.idle:
-        rooms.append((_aligned(sizes[idle.value]), [(0, idle.start), (idle.end, timeline.n_times)]))
+    n_times = timeline.n_times
+    room_bytes = np.array([aligned[buffer.value] for buffer in (*timeline.results, *timeline.idle)])
+    # When rooms are in use, in order. A result keeps its room until the end, so nothing that outlives its start fits.
+    spans = [[(own.start, own.end)] for own in timeline.results]
+    spans += [[(0, idle.start), (idle.end, n_times)] for idle in timeline.idle]
+    last_end = np.array([own.start for own in timeline.results] + [n_times] * len(timeline.idle))
 
     left: list[Buffer] = []
     for buffer in sorted(timeline.temporaries, key=lambda buffer: (-sizes[buffer.value], buffer.start)):
-        size = _aligned(sizes[buffer.value])
-        for room, spans in rooms:
-            if room >= size and all(buffer.end <= start or end <= buffer.start for start, end in spans):
-                spans.append((buffer.start, buffer.end))
+        span = (buffer.start, buffer.end)
+        for room in np.flatnonzero((room_bytes >= aligned[buffer.value]) & (last_end >= buffer.end)).tolist():
+            if _is_free(spans[room], span):
+                insort(spans[room], span)
                 break
         else:
             left.append(buffer)
     return left
 
 
-def _blocks(timeline: Timeline, left: Sequence[Buffer], sizes: Sequence[float]) -> list[_Block]:
+def _is_free(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> bool:
+    """Whether `span` has no time in common with any of `spans`, which have none in common and are in order."""
+    start, end = span
+    behind = bisect(spans, (start, math.inf))
+    if behind < len(spans) and spans[behind][0] < end:
+        return False
+    return behind == 0 or spans[behind - 1][1] <= start or spans[behind - 1][0] >= end
+
+
+def _blocks(timeline: Timeline, left: Sequence[Buffer], aligned: Sequence[int]) -> list[_Block]:
     """What to place: scratch memory, and the buffers `left`, of which values that share a buffer are one block."""
     first: dict[int, Buffer] = {}  # for each value, the one that its buffer began with
     end: dict[int, int] = {}  # of the buffers that begin with a value
@@ -68,7 +81,7 @@ def _blocks(timeline: Timeline, left: Sequence[Buffer], sizes: Sequence[float]) 
         end[first[buffer.value].value] = buffer.end
 
     own = [
-        _Block(buffer.start, end[buffer.value], _aligned(sizes[buffer.value]))
+        _Block(buffer.start, end[buffer.value], aligned[buffer.value])
         for buffer in left
         if first[buffer.value] is buffer
     ]
@@ -98,7 +111,3 @@ def _height(blocks: Sequence[_Block]) -> float:
         low = tops[smallest if gaps[smallest] >= block.n_bytes else -1]
         starts[i], ends[i], lows[i], highs[i] = block.start, block.end, low, low + block.n_bytes
     return float(highs.max(initial=0.0))
-
-
-def _aligned(n_bytes: float) -> float:
-    return math.ceil(n_bytes / _ALIGNMENT) * _ALIGNMENT

@@ -6,12 +6,11 @@ takes the buffer over. Times are numbers of kernels, behind one time for each co
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from minialpa.intra.memory.fusion import Kernel
+from minialpa.intra.memory.compiler import Compiler, Kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +60,13 @@ class _Spans:
 def timeline_of(
     kernels: Sequence[Kernel],
     sizes: Sequence[float],
+    *,
     inputs: Sequence[int],
     results: Sequence[int],
-    pairs: Sequence[tuple[int, int]] = (),
+    pairs: Sequence[tuple[int, int]],
+    compiler: Compiler,
 ) -> Timeline:
-    """The timeline of a program of `kernels`, in this order. `sizes` are bytes of values.
+    """The timeline of a program of `kernels`, which run in this order. `sizes` are bytes of values.
 
     pairs: (i, o) where result o takes over the buffer of input i.
     """
@@ -73,7 +74,7 @@ def timeline_of(
     kept = {home.get(v, v) for v in results}
     replaced = {home.get(results[o], results[o]): inputs[i] for i, o in pairs}
 
-    copied = _copied(kernels, home, replaced)
+    copied = compiler.copied_arguments(kernels, home, replaced)
     n_times = len(copied) + len(kernels)
     times = range(len(copied), n_times)
 
@@ -105,28 +106,6 @@ def _homes(kernels: Sequence[Kernel], inputs: Sequence[int]) -> dict[int, int]:
     return home
 
 
-def _copied(kernels: Sequence[Kernel], home: Mapping[int, int], replaced: Mapping[int, int]) -> dict[int, int]:
-    """Those of `replaced` (arguments by the results that replace them) whose argument is copied before all else.
-
-    The compiler decides that before it knows the order: any reader that the result does not wait for may come later.
-    """
-    maker = {value: number for number, kernel in enumerate(kernels) for value in kernel.writes}
-    below: list[int] = []  # kernels that a kernel waits for, as bits, and itself
-    readers: dict[int, int] = defaultdict(int)  # kernels that read a buffer, as bits
-    for number, kernel in enumerate(kernels):
-        own = bits = 1 << number
-        for value in kernel.reads:
-            bits |= below[maker[value]] if value in maker else 0
-            readers[home.get(value, value)] |= own
-        below.append(bits)
-
-    return {
-        result: argument
-        for result, argument in replaced.items()
-        if result in maker and readers[argument] & ~below[maker[result]]
-    }
-
-
 def _spans(kernels: Sequence[Kernel], times: Sequence[int], home: Mapping[int, int]) -> _Spans:
     """When values are in use if each kernel runs at its time."""
     start: dict[int, int] = {}
@@ -145,8 +124,8 @@ def _shared(
 ) -> dict[int, int]:
     """For each value that takes over the buffer of an operand, that operand.
 
-    The kernel reads the operand for the last time, element by element, and writes as many bytes. The operand is none of
-    `fixed`, whose buffers hold results, have views or are changed in place.
+    The kernel is one that may share the buffer, reads it for the last time, and writes as many bytes. The operand is
+    none of `fixed`, whose buffers hold results, have views or are changed in place.
     """
     shared: dict[int, int] = {}
     changed = {kernel.alias for kernel in kernels if kernel.in_place}

@@ -25,6 +25,7 @@ from minialpa import (
     VerifyError,
     models,
 )
+from minialpa.inter.compilers import compiler_of
 from minialpa.inter.layers.forward import assign_layers, balanced_runs, natural_layers, pieces_of
 from minialpa.inter.pipeline import plan_step
 from minialpa.inter.search.cost_cache import load_costs
@@ -65,7 +66,14 @@ def bounds_of(
         use_all_devices=False,
         tolerance=0.01,
     )
-    return StageBounds(traced, layers, cluster, space, AutoShardingOption())
+    return StageBounds(
+        traced,
+        layers,
+        cluster=cluster,
+        compiler=compiler_of(cluster),
+        space=space,
+        option=AutoShardingOption(),
+    )
 
 
 @pytest.mark.parametrize("memory_bytes", [16e9, 9e7])

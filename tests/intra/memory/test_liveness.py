@@ -29,11 +29,12 @@ from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_memory import donations
 from minialpa.inter.staging.mesh_problem import ShardedView, mesh_equations, task_program
 from minialpa.inter.staging.staged_step import bind_specs, final_specs, realise
-from minialpa.intra.memory.fusion import kernels_of, run_order
 from minialpa.intra.memory.liveness import ProgramMemory, lifetimes, peak_bytes
-from minialpa.intra.memory.operations import Operation
 from minialpa.intra.memory.packing import pack
 from minialpa.intra.memory.timeline import Buffer, Timeline
+from minialpa.intra.memory.xla_cpu.fusion import kernels_of, run_order
+from minialpa.intra.memory.xla_cpu.model import XLA_CPU
+from minialpa.intra.memory.xla_cpu.operations import Operation
 from minialpa.plan import Plan
 from minialpa.tracing.jaxprs import trace_flat
 
@@ -75,7 +76,7 @@ def predictions(step: ParallelizedFunc, args: tuple[Any, ...], plan: Plan) -> di
             if task.mesh == k:
                 view, results = ShardedView(stage.mesh, stage.forbidden), final_specs(staged, plan, k)
                 program = task_program(staged, task, specs, chosen, view, results)
-                out[task.name] = peak_bytes(program, donations(staged, task))
+                out[task.name] = peak_bytes(program, donations(staged, task), compiler=XLA_CPU)
     return out
 
 
@@ -229,14 +230,14 @@ def test_a_block_holds_what_is_alive_and_never_more_than_all(buffers: list[tuple
     sizes = [64.0 * size for size, _, _ in buffers]
     spans = tuple(Buffer(v, start, start + length) for v, (_, start, length) in enumerate(buffers))
     timeline = Timeline(n_times=20, temporaries=spans, results=(), idle=(), scratch=(), shared={})
-    most, alive = pack(timeline, sizes)
+    most, alive = pack(timeline, sizes, alignment_bytes=64)
     at_once = [sum(sizes[b.value] for b in spans if b.start <= t < b.end) for t in range(20)]
     assert sum(sizes[v] for v in alive) == max(at_once) <= most <= sum(sizes)
 
 
 def test_lifetimes_of_a_chain_leave_out_what_is_joined() -> None:
     flat, _ = trace_flat(lambda x, w: jnp.sum(jnp.tanh(x @ w + 1.0) @ w), np.ones((8, 8)), np.ones((8, 8)))
-    found = lifetimes(flat.eqns, flat.invars, flat.outvars)
+    found = lifetimes(flat.eqns, flat.invars, flat.outvars, compiler=XLA_CPU)
     made = {v: eqn.primitive.name for eqn in flat.eqns for v in eqn.outvars}
     assert [made[v] for v, _, _ in found.intervals if v.aval.shape] == ["dot_general", "tanh", "dot_general"]
     assert all(0 <= start < end <= found.n_times for _, start, end in found.intervals)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.memory.layouts import add_convolution, add_product, product_operands
-from minialpa.intra.memory.operations import Recorder
-from minialpa.intra.memory.primitives import ELEMENTWISE, EXPENSIVE, FILLS, JOINS_SUM, LOOPS, MARKERS, VIEWS
+from minialpa.intra.memory.xla_cpu.layouts import add_convolution, add_product, product_operands
+from minialpa.intra.memory.xla_cpu.operations import Recorder
+from minialpa.intra.memory.xla_cpu.primitives import ELEMENTWISE, EXPENSIVE, FILLS, JOINS_SUM, LOOPS, MARKERS, VIEWS
 from minialpa.intra.strategies.reshard import Step
 from minialpa.tracing.jaxprs import Atom, is_literal, shape_of
 
@@ -78,8 +78,8 @@ def _add_views(recorder: Recorder, equation: _Equation) -> None:
 
 
 def _add_barrier(recorder: Recorder, equation: _Equation) -> None:
-    """Each result is a view of its operand. If barriers are joint, it waits for the other operands, too."""
-    if not recorder.joint_barriers:
+    """Each result is a view of its operand. If the program waits at barriers, it waits for the other operands, too."""
+    if not recorder.waits_at_barriers:
         _add_views(recorder, equation)
         return
     for source, result in zip(equation.reads, equation.writes, strict=False):
@@ -165,9 +165,10 @@ def _add_transpose(recorder: Recorder, equation: _Equation) -> None:
 
     if source in recorder.products and len(recorder.values[result].shape) == 2:
         product, operands = recorder.products[source]
-        # Late: XLA adds it after the other readers, so it is the last reader of both operands.
         reads = product_operands(recorder, product, operands, exchanged=True)
-        recorder.add("own", reads, equation.writes, late=True)
+        recorder.add("own", reads, equation.writes)
+        # XLA adds it after the other readers, so it is the last reader of both operands.
+        recorder.late.add(result)
     else:
         _add_loop(recorder, equation)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.memory.operations import Recorder
+from minialpa.intra.memory.xla_cpu.operations import Recorder
 
 
 def add_product(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 
-from minialpa.intra.memory.operations import Operation
+from minialpa.intra.memory.xla_cpu.operations import Operation
 
 
 def absorb(operations: Sequence[Operation], results: Sequence[int], zeros: AbstractSet[int]) -> tuple[Operation, ...]:
@@ -31,9 +30,9 @@ def absorb(operations: Sequence[Operation], results: Sequence[int], zeros: Abstr
         base = next(value for value in op.reads if value != scattered)
         if scatter.reads[0] not in zeros:
             # The value that the scatter wrote is now its first operand.
-            out[scattered] = replace(op, reads=(scatter.reads[0], base), writes=(scattered,))
+            out[scattered] = op._replace(reads=(scatter.reads[0], base), writes=(scattered,))
             base = scattered
-        out[op.writes[0]] = replace(scatter, reads=(base, *scatter.reads[1:]), writes=op.writes, in_place=base)
+        out[op.writes[0]] = scatter._replace(reads=(base, *scatter.reads[1:]), writes=op.writes, in_place=base)
 
     return tuple(out.values())
 

@@ -16,37 +16,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
 
-from minialpa.intra.memory.operations import Operation, makers_of
+from minialpa.intra.memory.compiler import Kernel
+from minialpa.intra.memory.xla_cpu.operations import Operation, makers_of
 
 #: Operands of at most so many bytes, such as scalars, do not count as arrays that an operation reads.
 _SMALL_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
-    """An operation that is run, with everything that is joined to it.
-
-    Attributes:
-        operation: its number.
-        reads: values in memory, those that it reads through joined operations included.
-        writes: values in memory.
-        alias: the value whose buffer the result is in: that of a view, or the operand changed `in_place`; else None.
-        in_place: whether it changes the buffer of `alias`.
-        scratch_bytes: what it needs only while it runs.
-        shares: those of `reads` that it reads element by element, so that the result may take over their buffer.
-        late: whether it runs after all other readers of its operands.
-    """
-
-    operation: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    alias: int | None = None
-    in_place: bool = False
-    scratch_bytes: float = 0.0
-    shares: tuple[int, ...] = ()
-    late: bool = False
 
 
 # ---- fusion ---------------------------------------------------------------------------------------------------------
@@ -172,7 +148,7 @@ def _collect(graph: _Graph, stored: Sequence[bool], joined: Sequence[set[int]]) 
     for number, op in enumerate(graph.operations):
         reads.append(_stored_reads(graph, number, joined, reads))
         if stored[number] and graph.live[number]:
-            kernels.append(_kernel(number, op, reads[number]))
+            kernels.append(_kernel(op, reads[number]))
     return kernels
 
 
@@ -187,31 +163,33 @@ def _stored_reads(
         if producer is None or reader not in joined[producer]:
             own[value] = own.get(value, True) and op.elementwise
         else:
-            own.update((v, own.get(v, True) and once and op.elementwise) for v, once in reads[producer].items())
+            for v, once in reads[producer].items():
+                own[v] = own.get(v, True) and once and op.elementwise
     return own
 
 
-def _kernel(number: int, op: Operation, reads: Mapping[int, bool]) -> Kernel:
+def _kernel(op: Operation, reads: Mapping[int, bool]) -> Kernel:
     # A view of a stored value is in its buffer; one of a joined value is computed into a buffer of its own.
     is_view = op.kind == "view" and op.reads[0] in reads
     return Kernel(
-        operation=number,
         reads=tuple(reads),
         writes=op.writes,
         alias=op.reads[0] if is_view else op.in_place,
         in_place=op.in_place is not None,
         scratch_bytes=op.scratch_bytes,
         shares=tuple(v for v, once in reads.items() if once),
-        late=op.late,
     )
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------
 
 
-def run_order(kernels: Sequence[Kernel], inputs: Sequence[int]) -> list[int]:
-    """Rule 4: numbers of `kernels` in the order in which they run: a queue of those that are ready."""
-    readers = _readers_in_turn(kernels)
+def run_order(kernels: Sequence[Kernel], inputs: Sequence[int], late: AbstractSet[int] = frozenset()) -> list[int]:
+    """Rule 4: numbers of `kernels` in the order in which they run: a queue of those that are ready.
+
+    late: values that are made after all other readers of the operands have run.
+    """
+    readers = _readers_in_turn(kernels, late)
     missing = [len(kernel.reads) for kernel in kernels]
 
     # Inputs start the queue, then constants, then kernels that read nothing.
@@ -233,14 +211,14 @@ def run_order(kernels: Sequence[Kernel], inputs: Sequence[int]) -> list[int]:
     return order
 
 
-def _readers_in_turn(kernels: Sequence[Kernel]) -> dict[int, list[int]]:
+def _readers_in_turn(kernels: Sequence[Kernel], late: AbstractSet[int]) -> dict[int, list[int]]:
     """For each value, the kernels that read it, late ones last."""
     readers: dict[int, list[int]] = {}
     for number, kernel in enumerate(kernels):
         for value in kernel.reads:
             readers.setdefault(value, []).append(number)
     for behind in readers.values():
-        behind.sort(key=lambda number: kernels[number].late)
+        behind.sort(key=lambda number: kernels[number].writes[0] in late)
     return readers
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from minialpa.intra.memory.operations import Operation, makers_of
+from minialpa.intra.memory.xla_cpu.operations import Operation, makers_of
 
 
 def combine(

@@ -1,0 +1,28 @@
+"""The compiler that a plan counts on: a function of its cluster, and not of the jax that is installed here.
+
+Only the caller that plans for the devices of a session, or of this process, names the version of jax that they have.
+"""
+
+from __future__ import annotations
+
+from minialpa.cluster import ClusterSpec
+from minialpa.intra.memory.compiler import Compiler
+from minialpa.intra.memory.xla_cpu.model import XLA_CPU, XLA_CPU_WITH_BARRIERS
+
+JaxVersion = tuple[int, ...]
+
+#: Counted on where no version is named: the oldest that minialpa runs with. Its XLA for CPUs drops barriers, so that
+#: rematerialisation saves nothing inside one program; with a newer one, programs should need no more memory.
+ASSUMED_JAX: JaxVersion = (0, 10)
+#: The first jax whose XLA for CPUs orders kernels by optimization barriers.
+_JAX_WITH_BARRIERS: JaxVersion = (0, 11)
+
+
+def compiler_of(cluster: ClusterSpec, jax_version: JaxVersion | None = None) -> Compiler:
+    """The compiler for the devices of `cluster` in a version of jax; None for `ASSUMED_JAX`.
+
+    GPUs have no model of their own yet: they are counted by the rules of XLA for CPUs, with barriers.
+    """
+    if cluster.device.name == "cpu" and (jax_version or ASSUMED_JAX) < _JAX_WITH_BARRIERS:
+        return XLA_CPU
+    return XLA_CPU_WITH_BARRIERS

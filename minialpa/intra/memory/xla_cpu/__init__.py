@@ -1,0 +1,5 @@
+"""XLA for CPUs as a `CompilerModel`: the equations and reshardings of one device become the kernels that run.
+
+`model` has the value, which the planner imports; the other modules say what XLA fuses, lays out, combines and copies.
+Imports: `intra.memory`, `intra.strategies` and `tracing`.
+"""
