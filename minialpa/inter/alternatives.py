@@ -1,4 +1,4 @@
-"""Why a plan is as it is: a decision of a plan in, what every other decision would cost out.
+"""Why a plan is as it is: what each other way to take one of its decisions would cost.
 
 Each alternative is planned as the plan was, with one thing forced and the rest of its decisions kept: a spec of an
 argument or result, the stages, the micro-batches, or the rematerialisation. The shardings are solved again, so a

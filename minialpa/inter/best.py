@@ -1,4 +1,4 @@
-"""Plans compared: attempts to plan in, the best of the plans that they make out."""
+"""Plans compared: the best of the plans that several attempts make."""
 
 from __future__ import annotations
 

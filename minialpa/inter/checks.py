@@ -20,7 +20,7 @@ def warn_of_missing_rules(context: PlanningContext) -> None:
     if names:
         listed = ", ".join(f"`{name}`" for name in names)
         warnings.warn(
-            f"No sharding rule for {listed}: every device computes {'it' if len(names) == 1 else 'them'} whole. The "
+            f"No sharding rule for {listed}: every device computes all of {'it' if len(names) == 1 else 'them'}. The "
             "numbers are right; the time and the memory may be more than they need be.",
             UserWarning,
             stacklevel=2,

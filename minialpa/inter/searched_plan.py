@@ -20,8 +20,10 @@ from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_ste
 from minialpa.inter.one_stage import plan_on_best_submesh
 from minialpa.inter.refine import or_interleaved, or_longer_scans, or_one_device
 from minialpa.inter.search.cost_cache import load_costs, save_costs
-from minialpa.inter.search.joint_search import Found, StageSearch
-from minialpa.inter.search.stage_bounds import Space, StageBounds
+from minialpa.inter.search.joint_search import FoundPipeline, StageSearch
+from minialpa.inter.search.piece_solver import PieceSearch
+from minialpa.inter.search.space import Space
+from minialpa.inter.search.stage_bounds import StageBounds
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import candidates
 from minialpa.inter.search.user_stages import DecidedStage
@@ -67,10 +69,11 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
         tolerance=auto.tolerance,
     )
     known = load_costs(auto.cached_costs)
-    bounds = StageBounds(
-        cut.step, cut.of_group, cluster=context.cluster, space=space, option=options.sharding, known=known
+    pieces = PieceSearch(
+        traced=cut.step, layer_of_group=cut.of_group, cluster=context.cluster, space=space, option=options.sharding
     )
-    search, solver = StageSearch(bounds, context.report), StageSolver(bounds.menus)
+    bounds = StageBounds(pieces, known)
+    search, solver = StageSearch(bounds, context.report), StageSolver(bounds.pieces.strategies)
     solved = _solve_what_is_found(context, cut, search, solver)
     save_costs(auto.cached_costs, known)
     if not solved.plans:
@@ -95,14 +98,14 @@ class _Solved:
     """What came of a search: plans with the pipelines that they are of, what is known of all others, and, if some did
     not fit, why."""
 
-    plans: tuple[tuple[Plan, Found], ...]
+    plans: tuple[tuple[Plan, FoundPipeline], ...]
     certificate: Certificate
     failure: InfeasibleError | None
 
 
 def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSearch, solver: StageSolver) -> _Solved:
     """Solve the stages of the best pipeline, tell the search what they cost, and so on while it promises more."""
-    plans: list[tuple[Plan, Found]] = []
+    plans: list[tuple[Plan, FoundPipeline]] = []
     failure: InfeasibleError | None = None
     certificate: Certificate | None = None
     excess = 1.0  # by which whole stages cost more than the sums of their pieces
@@ -130,7 +133,7 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
     return _Solved(tuple(plans), certificate or search.certificate, failure)
 
 
-def _planned(context: PlanningContext, cut: CutStep, found: Found, solver: StageSolver) -> Plan:
+def _planned(context: PlanningContext, cut: CutStep, found: FoundPipeline, solver: StageSolver) -> Plan:
     """The plan of what a search found. Raises StageTooLargeError where a stage does not fit after all."""
     remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
     option = context.options.sharding

@@ -31,7 +31,7 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
 _INTEGER_TOLERANCE = 1e-6
 
 
-class Forms:
+class ValueForms:
     """The forms of the values of a program, as they become known, and what an equation makes of partial sums.
 
     Attributes:

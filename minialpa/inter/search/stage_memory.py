@@ -1,4 +1,4 @@
-"""Memory of one mesh over a step: its tasks with their shardings in, bytes per device out.
+"""Memory of one mesh over a step: the bytes per device that its tasks need with their shardings.
 
     peak = fixed + max over moments (sum_c live[c] * kept[c]) + temp
 

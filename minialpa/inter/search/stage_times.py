@@ -1,4 +1,4 @@
-"""Times of a stage: the solved tasks of a mesh in, seconds of its passes and of its update out."""
+"""Times of a stage: the seconds of its passes and of its update, from the solved tasks of its mesh."""
 
 from __future__ import annotations
 
