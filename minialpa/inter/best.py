@@ -23,6 +23,7 @@ def best_of(
             plans.append(attempt())
         except excused as error:
             failure = error
+
     if not plans:
         raise failure
     return min(plans, key=preference)

@@ -47,6 +47,7 @@ def check_logical_mesh(context: PlanningContext) -> None:
     mesh, options = context.logical_mesh, context.options
     if mesh is None:
         return
+
     if options.layers is not None:
         if isinstance(options.stages, AutoStageOption):
             raise ShardingError(
@@ -54,6 +55,7 @@ def check_logical_mesh(context: PlanningContext) -> None:
                 "list of devices, or use `ShardParallel`."
             )
         return
+
     shape, submesh = options.logical_shape, options.submesh
     if shape is not None and tuple(shape) != tuple(mesh.shape):
         raise ShardingError(

@@ -95,8 +95,13 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """What came of a search: plans with the pipelines that they are of, what is known of all others, and, if some did
-    not fit, why."""
+    """What came of a search.
+
+    Attributes:
+        plans: the plans, each with the pipeline that it is of.
+        certificate: what is known of all other pipelines.
+        failure: why a pipeline did not fit, if one did not.
+    """
 
     plans: tuple[tuple[Plan, FoundPipeline], ...]
     certificate: Certificate
@@ -109,12 +114,15 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
     failure: InfeasibleError | None = None
     certificate: Certificate | None = None
     excess = 1.0  # by which whole stages cost more than the sums of their pieces
+
     for _ in range(_MAX_ROUNDS):
         try:
             found = search.best()
         except InfeasibleError as error:
             failure = failure or error
             break
+
+        # No other pipeline is expected to beat the best plan.
         certificate = search.certificate
         best_s = min((plan.cost.total_s for plan, _ in plans), default=math.inf)
         if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS:
@@ -126,6 +134,7 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
             search.exclude(found, error.stage, error.n_live)
             failure = error
             continue
+
         search.learn(found, [(s.compute_s + s.communication_s, s.update_s) for s in plan.stages])
         if not plans and len(cut.step.flat.eqns) > _FEW_EQUATIONS:
             excess = max(1.0, plan.cost.total_s / found.seconds)
@@ -149,11 +158,14 @@ def _explained(
 ) -> InfeasibleError:
     """Why a search found nothing: what forbids the whole step on all devices, where options may be the reason."""
     options = context.options
+
+    # Options that may forbid shardings: if none is set, there is too little memory.
     kept = set(options.sharding.set_names) - {"memory_limit_bytes", "solver_time_limit_s"}
     if auto.sharding(AutoShardingOption()) != AutoShardingOption():
         kept = kept - {"force_batch_dim_to_mesh_dim"} | {"submesh_logical_shape_space"}
     if not kept or isinstance(failure, StageTooLargeError):
         return failure
+
     n = 1 if options.choose_micro_batches else options.n_micro_batches
     try:
         plan_on_best_submesh(context.asking(n_micro_batches=n), whole, auto)

@@ -67,6 +67,7 @@ def tiling(shape: tuple[int, ...], spec: Spec, mesh: MeshShape, cluster: Cluster
     for device, place in enumerate(itertools.product(*map(range, lengths)), mesh.first_device):
         copies, host = devices[tile_at(place, spec, lengths)], device // cluster.devices_per_host
         copies[host] = (*copies.get(host, ()), device)
+
     parts = tuple(math.prod(lengths[axis] for axis in axes) for axes in spec.dims)
     return Tiling(parts, devices, tuple(boxes.items()))
 

@@ -82,6 +82,7 @@ class _Emitter:
             id(task): self._add_function(task_functions.task_function(task.name, task.mesh, program))
             for task, program in zip(tasks, self.step.programs, strict=True)
         }
+
         self._send_arguments()
         for segment in range(2 * self.split.n_loops + 1):
             self._segment([task for task in tasks if task.segment == segment], is_loop(segment), number)

@@ -261,6 +261,7 @@ def _numbers_on_meshes(program: Program) -> list[int]:
 
 
 def _mesh_program(program: Program, mesh: int, functions: Sequence[MeshFunction], draft: _MeshDraft) -> MeshProgram:
+    # Results are numbered by their blocks of rows: each result begins behind the blocks of those before it.
     firsts = itertools.accumulate((len(slot.blocks) for slot in program.outputs), initial=0)
     outputs = tuple(
         (first + block, buffer)
@@ -268,6 +269,7 @@ def _mesh_program(program: Program, mesh: int, functions: Sequence[MeshFunction]
         for block, buffer, home in zip(slot.block_of_buffer, slot.buffers, slot.meshes, strict=True)
         if home == mesh
     )
+
     return MeshProgram(
         mesh=mesh,
         shape=program.meshes[mesh],

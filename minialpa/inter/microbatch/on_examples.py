@@ -129,6 +129,7 @@ class OnExamples:
 
     def _place_on_all_rows(self, eqn: JaxprEqn, forms: Sequence[Form], is_own: bool) -> int:
         """The segment of an equation that mixes examples and runs once, on all of them."""
+        # It cannot see the rows of one micro-batch alone.
         if eqn.effects:
             raise TraceError(
                 f"`{eqn.primitive.name}` at {source_line(eqn)} mixes the examples of a batch and has side effects, so "
@@ -157,7 +158,7 @@ def _refuse_averages(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
 
 
 def _refuse_own(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
-    """What a micro-batch has of its own is read where `statistics` says, and by what comes of that alone."""
+    """Raise NotOwnError if an equation reads a micro-batch's own value where `statistics` does not allow it."""
     if any(isinstance(form, Own) for form in forms):
         raise NotOwnError(
             eqn,

@@ -152,8 +152,10 @@ class _Finder:
         return self._segments()
 
     def _segments(self) -> Segments:
+        # Known only now: whether any equation asks for a total before the first loop.
         eqns = tuple(self._eqns)
         early = self.levels.early(eqns, self._places)
+
         return Segments(
             step=self.step,
             n_micro_batches=self.forms.n,

@@ -28,7 +28,13 @@ _FAR = 4
 
 @dataclass(frozen=True, slots=True)
 class FoundStage:
-    """A stage by its choice in the table of the search: the submesh that this means, and what is computed again."""
+    """A stage of a pipeline that was found.
+
+    Attributes:
+        choice: its layers and its column in the tables of the search.
+        candidate: the submesh of that column, with its logical shape.
+        remat: what its layers compute again.
+    """
 
     choice: StageChoice
     candidate: Candidate
@@ -41,7 +47,13 @@ class FoundStage:
 
 @dataclass(frozen=True, slots=True)
 class FoundPipeline:
-    """Stages, micro-batches, and the seconds of a step by the sums of pieces."""
+    """A pipeline that a search found.
+
+    Attributes:
+        stages: its stages in order.
+        n_micro_batches: the number of micro-batches.
+        seconds: those of a step, by the sums of pieces.
+    """
 
     stages: tuple[FoundStage, ...]
     n_micro_batches: int
@@ -111,7 +123,7 @@ class StageSearch:
         return Certificate(min(self._least[n] for n in looked_at), looked_at, self.bounds.pieces.n_solved)
 
     def learn(self, found: FoundPipeline, seconds: Sequence[tuple[float, float]]) -> None:
-        """Tell what the stages cost that were solved as wholes: seconds per micro-batch, and once per step."""
+        """Note what stages cost that were solved as a whole: seconds per micro-batch, and once per step."""
         n = found.n_micro_batches
         for stage, (t, step) in zip(found.stages, seconds, strict=True):
             self.bounds.learn(n, stage.choice, t, step)
@@ -119,7 +131,7 @@ class StageSearch:
         self._least[n] = 0.0
 
     def exclude(self, found: FoundPipeline, stage: int, n_live: int) -> None:
-        """Tell that a stage does not fit with `n_live` micro-batches in flight."""
+        """Note that a stage does not fit with `n_live` micro-batches in flight."""
         self.bounds.exclude(found.n_micro_batches, found.stages[stage].choice, n_live)
 
     def alike(self, found: FoundPipeline) -> Iterator[FoundPipeline]:
@@ -133,6 +145,7 @@ class StageSearch:
         for m, candidate in enumerate(self.space.candidates if len(submeshes) == 1 else ()):
             if (candidate.submesh, candidate.device) not in submeshes or {c.candidate for c in columns} == {m}:
                 continue
+
             places = [bounds.columns.number[dataclasses.replace(column, candidate=m)] for column in columns]
             stages = [dataclasses.replace(s.choice, candidate=c) for s, c in zip(found.stages, places, strict=True)]
             other = StageAssignment(tuple(stages), 0.0)

@@ -87,6 +87,8 @@ def columns_of(space: Space, cluster: ClusterSpec, option: AutoShardingOption) -
         for remat in space.remats
         for price in range(len(MEMORY_PRICES))
     )
+
+    # Hosts may have devices of different kinds, with different memory.
     devices = [space.candidates[column.candidate].device or cluster.device for column in columns]
     starts = may_start(cluster, list(space.candidates))
     return Columns(

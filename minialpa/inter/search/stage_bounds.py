@@ -123,6 +123,8 @@ class StageBounds:
         """
         self._alone.add((base, remat))
         kinds = self.pieces.kinds(base, remat).kind
+
+        # One device of each kind: pieces that are alike cost the same on it.
         known: dict[Candidate, dict[int, PieceCost]] = {}
         for c in columns:
             one = Candidate((1, 1), (1,), self.space.candidates[self.columns[c].candidate].device)
