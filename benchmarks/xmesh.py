@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.registry import Rows, Size, benchmark
 from minialpa import ClusterSpec
-from minialpa.inter.lower.cross_mesh import plan_resharding, resharding_candidates, resharding_s
+from minialpa.inter.lower.cross_mesh import Crossing, plan_resharding, resharding_candidates, resharding_s
 from minialpa.programs.program import MeshShape
 from minialpa.programs.resharding import Move, Resharding, bytes_per_link
 
@@ -47,13 +47,20 @@ def _row(
     shape: tuple[int, ...], name: str, lengths: tuple[int, ...], spec: P, target_lengths: tuple[int, ...], wanted: P
 ) -> dict[str, Any]:
     cluster = ClusterSpec.preset("a100-80gb", num_hosts=16)
-    source = MeshShape(0, lengths)
-    target = MeshShape(64, target_lengths)
-    args = (shape, 2, source, spec, target, wanted, cluster)
+    crossing = Crossing(
+        shape=shape,
+        item_bytes=2,
+        source=MeshShape(0, lengths),
+        source_spec=spec,
+        target=MeshShape(64, target_lengths),
+        target_spec=wanted,
+        cluster=cluster,
+    )
     start = time.perf_counter()
-    plan = plan_resharding(*args)
+    plan = plan_resharding(crossing)
     plan_s = time.perf_counter() - start
-    candidates = list(resharding_candidates(*args))
+
+    candidates = list(resharding_candidates(crossing))
     chosen = next(candidate.way for candidate in candidates if candidate.resharding == plan)
     ways = {"naive": _naive(candidates[0].resharding)}
     for way in ("direct", "broadcast", "gather"):
@@ -63,9 +70,9 @@ def _row(
     return {
         "case": name,
         **{f"{way}_gb": _crossing_bytes(r, cluster) / 1e9 for way, r in ways.items()},
-        **{f"{way}_ms": resharding_s(r, target, wanted, cluster) * 1e3 for way, r in ways.items()},
+        **{f"{way}_ms": resharding_s(r, crossing) * 1e3 for way, r in ways.items()},
         "chosen": chosen,
-        "chosen_ms": resharding_s(plan, target, wanted, cluster) * 1e3,
+        "chosen_ms": resharding_s(plan, crossing) * 1e3,
         "moves": len(plan.moves),
         "planning_ms": plan_s * 1e3,
     }

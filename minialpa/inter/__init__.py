@@ -1,4 +1,4 @@
-"""Between meshes: a traced step and a cluster in, a plan with its stages, or the program of a plan, out.
+"""Between meshes: makes a plan with its stages for a traced step and a cluster, and the program of a plan.
 
 Imports: `intra`, `rules`, `tracing`, `plan` and `programs`; nothing that runs.
 """

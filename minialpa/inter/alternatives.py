@@ -1,4 +1,4 @@
-"""Why a plan is as it is: a decision of a plan in, what every other decision would cost out.
+"""Why a plan is as it is: what each other way to take one of its decisions would cost.
 
 Each alternative is planned as the plan was, with one thing forced and the rest of its decisions kept: a spec of an
 argument or result, the stages, the micro-batches, or the rematerialisation. The shardings are solved again, so a
@@ -47,25 +47,28 @@ def explain_step(traced: TracedStep, plan: Plan, what: str) -> str:
 
     `what`: "stages", "micro-batches", "remat", or part of the path of arguments and results or of an operator.
     """
-    whole: dict[str, Callable[[TracedStep, Plan], Iterator[Alternative]]] = {
+    of_plan: dict[str, Callable[[TracedStep, Plan], Iterator[Alternative]]] = {
         "micro-batches": _other_micro_batches,
         "remat": _other_remats,
         "stages": _other_stages,
     }
-    if what in whole:
-        found = list(whole[what](traced, plan))
+    if what in of_plan:
+        found = list(of_plan[what](traced, plan))
         note = "" if found else "\nNothing else is possible: rematerialisation, for one, needs layers of a pipeline."
         return _table(plan, [Alternative(_name_of(plan), plan), *found]) + note
+
+    # Anything else is a name: each value is planned again with other specs, which takes long for many values.
     values = named_values(traced, plan, what)
     parts = [_explain_value(traced, plan, value, k) for value, k in values[:_MOST_VALUES]]
     if len(values) > _MOST_VALUES:
         parts.append(f"{len(values) - _MOST_VALUES} more are called so. Name one of them in full.")
+
     for k, stage in enumerate(plan.stages):
         lines = operator_lines(plan, stage.operators)
         parts.extend(f"stage {k}: {line}" for line in lines if what in line)
     return "\n".join(parts) or (
         f"Nothing in the plan is called `{what}`. Name arguments, results or operators of the plan, or one of "
-        f"{', '.join(f'`{name}`' for name in whole)}."
+        f"{', '.join(f'`{name}`' for name in of_plan)}."
     )
 
 
@@ -111,6 +114,8 @@ def named_values(traced: TracedStep, plan: Plan, what: str) -> list[tuple[Placed
 def _explain_value(traced: TracedStep, plan: Plan, value: PlacedValue, stage: int) -> str:
     shape = plan.stages[stage].logical_shape
     chosen = value.specs[value.mesh_ids.index(stage)]
+
+    # Each other spec is a plan of its own, so only the first ones are tried.
     others = [spec for spec in specs_of(value.shape, shape) if spec != chosen]
     found = [forced_spec(traced, plan, value, stage, spec) for spec in others[:_MOST_SPECS]]
     lines = [
@@ -119,6 +124,8 @@ def _explain_value(traced: TracedStep, plan: Plan, value: PlacedValue, stage: in
     ]
     if len(others) > _MOST_SPECS:
         lines.append(f"  and {len(others) - _MOST_SPECS} more")
+
+    # A user may look for a spec that no plan can have.
     uneven = [
         f"dimension {d} of size {size} over axis {axis} of length {n}"
         for d, size in enumerate(value.shape)
@@ -154,13 +161,13 @@ def _other_stages(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
     options, n = options_of(plan), plan.cluster.n_devices
     for shape in dict.fromkeys(c.logical_shape for c in candidates(plan.cluster, AutoStageOption())):
         if _product(shape) == n and (plan.layer_of_group or shape != plan.stages[0].logical_shape):
-            whole = PlanOptions(
+            one_stage = PlanOptions(
                 n_micro_batches=plan.n_micro_batches,
                 schedule=plan.schedule,
                 sharding=options.sharding,
                 logical_shape=shape,
             )
-            yield _planned(f"no pipeline, shape {shape}", traced, plan, whole)
+            yield _planned(f"no pipeline, shape {shape}", traced, plan, one_stage)
     most = len(plan.remat) or min(n, traced.n_groups)
     for k in range(2, most + 1):
         if n % k == 0:

@@ -1,4 +1,4 @@
-"""Plans compared: attempts to plan in, the best of the plans that they make out."""
+"""Plans compared: the best of the plans that several attempts make."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def best_of(
             plans.append(attempt())
         except excused as error:
             failure = error
+
     if not plans:
         raise failure
     return min(plans, key=preference)

@@ -104,6 +104,8 @@ def place_stages(options: PlanOptions, layered: LayeredStep, stages: Sequence[De
     groups = chunks.of_group(layered.of_group)
     keep = bool(options.keep_rows)
     staged = stage_step(layered.step, options.n_micro_batches, groups, chunks.stage_of, keep_rows=keep)
+
+    # Only the staged step says which passes there are.
     if options.schedule == "inference" and any(map(staged.trains, range(1, staged.split.n_loops + 1))):
         raise ShardingError(
             "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
@@ -130,6 +132,8 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, solve
     view = ShardedView(context.logical_mesh or own_mesh, stage.option.forbidden_collectives)
     problem = mesh_equations(staged, mesh)
     live = live_counts(placed.schedule, mesh)
+
+    # The caller may try other stages, so the error says which one does not fit.
     try:
         solved = solver.solve(staged, mesh, problem, view, stage.option, live)
     except InfeasibleError as error:
@@ -139,6 +143,7 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, solve
     if stage.option.sharded_update:
         for gathered in gathered_state(problem, solved.sharding, view.mesh):
             warnings.warn(str(gathered), UserWarning, stacklevel=2)
+
     # Programs end here: those of all stages together are many times the step.
     moved = tuple(mesh_collectives(solved.programs))
     return SolvedMesh(
@@ -157,6 +162,7 @@ def build_plan(context: PlanningContext, placed: PlacedStages, solved: Sequence[
     layered, staged, options = placed.layered, placed.staged, context.options
     stages = tuple(_stage_plan(placed, mesh, found) for mesh, found in enumerate(solved))
     collectives = [_merged(found.moved, mesh, options.n_micro_batches) for mesh, found in enumerate(solved)]
+
     return Plan(
         fingerprint=layered.fingerprint,
         cluster=context.cluster,
@@ -209,6 +215,8 @@ def _operators(placed: PlacedStages, solved: SolvedMesh) -> tuple[PlannedOperato
     for eqn, specs in zip(solved.problem.eqns, solved.sharding.equations, strict=True):
         if not is_contraction(eqn):
             continue
+
+        # Without a pipeline all forward groups are one layer; what belongs to no group has none.
         origin = origins[source[id(eqn)]]
         layer = None
         if origin.group is not None:

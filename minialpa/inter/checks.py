@@ -20,7 +20,7 @@ def warn_of_missing_rules(context: PlanningContext) -> None:
     if names:
         listed = ", ".join(f"`{name}`" for name in names)
         warnings.warn(
-            f"No sharding rule for {listed}: every device computes {'it' if len(names) == 1 else 'them'} whole. The "
+            f"No sharding rule for {listed}: every device computes all of {'it' if len(names) == 1 else 'them'}. The "
             "numbers are right; the time and the memory may be more than they need be.",
             UserWarning,
             stacklevel=2,
@@ -47,6 +47,7 @@ def check_logical_mesh(context: PlanningContext) -> None:
     mesh, options = context.logical_mesh, context.options
     if mesh is None:
         return
+
     if options.layers is not None:
         if isinstance(options.stages, AutoStageOption):
             raise ShardingError(
@@ -54,6 +55,7 @@ def check_logical_mesh(context: PlanningContext) -> None:
                 "list of devices, or use `ShardParallel`."
             )
         return
+
     shape, submesh = options.logical_shape, options.submesh
     if shape is not None and tuple(shape) != tuple(mesh.shape):
         raise ShardingError(

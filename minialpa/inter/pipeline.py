@@ -53,9 +53,11 @@ def plan_step(
         logical_mesh=logical_mesh,
         report=progress or (lambda what, done, total: None),
     )
+    # Before anything long begins.
     warn_of_missing_rules(context)
     check_fixed_paths(context)
     check_logical_mesh(context)
+
     plan = _planned(context)
     if options.keep_rows is None and plan.n_loops > 1:
         return _or_kept_rows(context, plan)

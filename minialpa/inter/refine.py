@@ -33,6 +33,7 @@ def or_longer_scans(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
     """`best`, or one scan for all rows of a chunk where that is as fast: its programs do not grow with the layers."""
     if not best.row_blocks or set(best.remat) != {"none"}:
         return best
+
     chunks = plan_chunks(best)
     longer = with_longer_scans(cut, chunks.of_group(range(len(best.remat))))
     if longer.row_blocks == best.row_blocks:
@@ -45,6 +46,7 @@ def or_longer_scans(context: PlanningContext, best: Plan, cut: CutStep) -> Plan:
     for layers, s in zip(of_stage, best.stages, strict=True):
         device = cluster.device_of(s.first_device // cluster.devices_per_host) if cluster.host_devices else None
         stages.append(DecidedStage(layers, Candidate(s.submesh, s.logical_shape, device), s.option, s.first_device))
+
     asked = context.asking(n_micro_batches=best.n_micro_batches, schedule=best.schedule)
     layered = layered_step(longer, tuple(itertools.repeat("none", longer.n_layers)))
     try:
@@ -63,6 +65,8 @@ def or_interleaved(context: PlanningContext, best: Plan, cut: CutStep, solver: S
     alike = len(shapes) == 1 and not context.cluster.host_devices
     if n_stages == 1 or not alike or best.cost.bubble_s < _LARGE_BUBBLE * best.cost.total_s:
         return best
+
+    # The layers of each stage are spread over the model in runs of about equal work.
     layered = layered_step(cut, best.remat)
     asked = context.asking(n_micro_batches=best.n_micro_batches, schedule="1f1b-interleaved")
     flops = layer_flops(cut.step, best.layer_of_group)

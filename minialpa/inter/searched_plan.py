@@ -20,8 +20,10 @@ from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_ste
 from minialpa.inter.one_stage import plan_on_best_submesh
 from minialpa.inter.refine import or_interleaved, or_longer_scans, or_one_device
 from minialpa.inter.search.cost_cache import load_costs, save_costs
-from minialpa.inter.search.joint_search import Found, StageSearch
-from minialpa.inter.search.stage_bounds import Space, StageBounds
+from minialpa.inter.search.joint_search import FoundPipeline, StageSearch
+from minialpa.inter.search.piece_solver import PieceSearch
+from minialpa.inter.search.space import Space
+from minialpa.inter.search.stage_bounds import StageBounds
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import candidates
 from minialpa.inter.search.user_stages import DecidedStage
@@ -67,16 +69,16 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
         tolerance=auto.tolerance,
     )
     known = load_costs(auto.cached_costs)
-    bounds = StageBounds(
-        cut.step,
-        cut.of_group,
+    pieces = PieceSearch(
+        traced=cut.step,
+        layer_of_group=cut.of_group,
         cluster=context.cluster,
         compiler=context.compiler,
         space=space,
         option=options.sharding,
-        known=known,
     )
-    search, solver = StageSearch(bounds, context.report), StageSolver(context.compiler, bounds.menus)
+    bounds = StageBounds(pieces, known)
+    search, solver = StageSearch(bounds, context.report), StageSolver(context.compiler, bounds.pieces.strategies)
     solved = _solve_what_is_found(context, cut, search, solver)
     save_costs(auto.cached_costs, known)
     if not solved.plans:
@@ -98,26 +100,34 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
 
 @dataclass(frozen=True, slots=True)
 class _Solved:
-    """What came of a search: plans with the pipelines that they are of, what is known of all others, and, if some did
-    not fit, why."""
+    """What came of a search.
 
-    plans: tuple[tuple[Plan, Found], ...]
+    Attributes:
+        plans: the plans, each with the pipeline that it is of.
+        certificate: what is known of all other pipelines.
+        failure: why a pipeline did not fit, if one did not.
+    """
+
+    plans: tuple[tuple[Plan, FoundPipeline], ...]
     certificate: Certificate
     failure: InfeasibleError | None
 
 
 def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSearch, solver: StageSolver) -> _Solved:
     """Solve the stages of the best pipeline, tell the search what they cost, and so on while it promises more."""
-    plans: list[tuple[Plan, Found]] = []
+    plans: list[tuple[Plan, FoundPipeline]] = []
     failure: InfeasibleError | None = None
     certificate: Certificate | None = None
     excess = 1.0  # by which whole stages cost more than the sums of their pieces
+
     for _ in range(_MAX_ROUNDS):
         try:
             found = search.best()
         except InfeasibleError as error:
             failure = failure or error
             break
+
+        # No other pipeline is expected to beat the best plan.
         certificate = search.certificate
         best_s = min((plan.cost.total_s for plan, _ in plans), default=math.inf)
         if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS:
@@ -129,6 +139,7 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
             search.exclude(found, error.stage, error.n_live)
             failure = error
             continue
+
         search.learn(found, [(s.compute_s + s.communication_s, s.update_s) for s in plan.stages])
         if not plans and len(cut.step.flat.eqns) > _FEW_EQUATIONS:
             excess = max(1.0, plan.cost.total_s / found.seconds)
@@ -136,7 +147,7 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
     return _Solved(tuple(plans), certificate or search.certificate, failure)
 
 
-def _planned(context: PlanningContext, cut: CutStep, found: Found, solver: StageSolver) -> Plan:
+def _planned(context: PlanningContext, cut: CutStep, found: FoundPipeline, solver: StageSolver) -> Plan:
     """The plan of what a search found. Raises StageTooLargeError where a stage does not fit after all."""
     remat = tuple(stage.remat for stage in found.stages for _ in stage.layers)
     option = context.options.sharding
@@ -152,11 +163,14 @@ def _explained(
 ) -> InfeasibleError:
     """Why a search found nothing: what forbids the whole step on all devices, where options may be the reason."""
     options = context.options
+
+    # Options that may forbid shardings: if none is set, there is too little memory.
     kept = set(options.sharding.set_names) - {"memory_limit_bytes", "solver_time_limit_s"}
     if auto.sharding(AutoShardingOption()) != AutoShardingOption():
         kept = kept - {"force_batch_dim_to_mesh_dim"} | {"submesh_logical_shape_space"}
     if not kept or isinstance(failure, StageTooLargeError):
         return failure
+
     n = 1 if options.choose_micro_batches else options.n_micro_batches
     try:
         plan_on_best_submesh(context.asking(n_micro_batches=n), whole, auto)

@@ -12,7 +12,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 import minialpa
-from minialpa.inter.lower.mesh_programs import array_type
+from minialpa.inter.lower.exported_functions import array_type
 from minialpa.programs.program import InputSlot, MeshShape, OutputSlot, Program, Transfer
 from minialpa.runtime.cluster_executable import ClusterExecutable
 from minialpa.sharding import specs_of

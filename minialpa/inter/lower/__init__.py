@@ -1,4 +1,4 @@
-"""Lowering: a plan and its step in, the instructions for all meshes and for each worker out.
+"""Lowering: makes the instructions for all meshes, and for each worker, from a plan and its step.
 
 Imports: `inter.staging`, `inter.schedule`, `intra.spmd` and `programs`.
 """

@@ -106,11 +106,14 @@ def _result_kinds(eqn: JaxprEqn, kinds: Kinds, n: int) -> list[Kind | None]:
     everything: list[Kind | None] = [AGGREGATE] * len(eqn.outvars)
     if all(kind == AGGREGATE for kind in mine):
         return everything
+
+    # Without batch factors, each result depends on all examples.
     factors = factors_of(eqn)
     try:
         split = batch_factors(eqn, factors, kinds, n)
     except TraceError:
         return everything
+
     found = [result_kind(factors, split, r) for r in range(len(eqn.outvars))]
     # What examples do not affect may still depend on an operand that comes from them all.
     all_depend = AGGREGATE in mine or all(kind is None for kind in found)

@@ -64,6 +64,8 @@ class Draft:
     def finish(self) -> SplitStep:
         """The step, without the equations, accumulators and stacks that no result needs."""
         step = self.segments.step
+
+        # A total needs the value of its loop, which no equation reads.
         operations = [op for segment in sorted(self._operations) for op in self._operations[segment]]
         parts = {accumulator.total: accumulator.loop for accumulator in self.accumulators.values()}
         parts.update((stack.total, stack.loop) for stack in self.stacks.values())
@@ -88,7 +90,7 @@ class Draft:
 def _live(operations: Sequence[Op], results: Sequence[Atom], parts: Mapping[Var, Var]) -> tuple[list[Op], set[Var]]:
     """The operations that `results` need or that have side effects, in order, and all variables that are read.
 
-    parts: for each total the variable of its loop that it is combined from; who reads the total needs that one, too.
+    parts: for each total the variable of its loop that it is combined from, which is needed where the total is.
     """
     needed = {var for var in results if not is_literal(var)}
     needed |= {parts[var] for var in needed if var in parts}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.forms import Once, Own, Same
-from minialpa.inter.microbatch.partial_sums import Forms
+from minialpa.inter.microbatch.partial_sums import ValueForms
 from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars, sub_jaxprs
 from minialpa.tracing.trace import TracedStep
 
@@ -19,7 +19,7 @@ _HEAVY = ("dot_general", "conv_general_dilated", "sort", "cholesky", "qr", "svd"
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:
-    """Whether an equation is too expensive to be run again by whoever reads its results."""
+    """Whether an equation is too expensive to run once for each equation that reads its results."""
     return eqn.primitive.name in _HEAVY or bool(sub_jaxprs(eqn))
 
 
@@ -30,7 +30,7 @@ class Levels:
         independent: values that depend on the batch alone and are cheap.
     """
 
-    def __init__(self, step: TracedStep, forms: Forms) -> None:
+    def __init__(self, step: TracedStep, forms: ValueForms) -> None:
         self.forms = forms
         batch = zip(step.flat.invars, step.batch_dims, strict=True)
         self.independent = {var for var, dim in batch if dim is not None}
@@ -43,7 +43,10 @@ class Levels:
             self.independent.update(eqn.outvars)
 
     def of(self, atom: Atom) -> int:
-        """The number of the loop behind which all of a value is known; 0 before the first, where it may be wanted."""
+        """The number of the loop behind which a value is known on all examples; 0 if it is known before the first loop.
+
+        Notes the values that have to be computed before the first loop for that.
+        """
         form = self.forms.form(atom)
         if isinstance(form, Once):
             return form.after
@@ -54,8 +57,9 @@ class Levels:
         return form.loop if scale is None else max(form.loop, self.of(scale.scalar))
 
     def early(self, eqns: Sequence[JaxprEqn], places: Sequence[int | None]) -> frozenset[int]:
-        """Equations of loops that compute, on the whole batch, what is wanted before the first loop."""
+        """Equations of loops that also run before the first loop, on the whole batch, for values needed there."""
         wanted, early = set(self._wanted_early), set[int]()
+        # Backwards, since an early equation makes its operands wanted.
         for i in range(len(eqns) - 1, -1, -1):
             if places[i] == 0:
                 wanted.update(operand_vars(eqns[i]))

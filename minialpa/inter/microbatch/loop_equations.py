@@ -54,13 +54,14 @@ class LoopEquations:
                 self.draft.batch_dims[result] = self.draft.batch_dims[operand]
 
     def _emit_own(self, eqn: JaxprEqn) -> None:
-        """`per_micro_batch`: a mean is of fewer examples, and what comes back to it is weighted as it was.
+        """Write `per_micro_batch`: a mean is one of fewer examples, and its cotangents are weighted as before.
 
         The result leaves the step as an average, so a cotangent that is each micro-batch's own counts one n-th; one
         that is a sum over examples counts in full.
         """
         (operand,) = eqn.invars
         rescale = self.segments.asked_for[eqn.params["number"]]
+
         if not eqn.params["cotangent_of"]:
             result = self.loop.value(operand, own=True)
         elif isinstance(self.forms.form(operand), Partial):

@@ -72,7 +72,7 @@ class LoopValues:
     # ---- values of the micro-batch -----------------------------------------------------------------------------------
 
     def of_micro_batch(self, atom: Atom) -> Atom:
-        """The rows of a value that has examples, or what else each micro-batch has of it, in this loop."""
+        """The micro-batch's version of a value, in this loop: its rows, its part of a sum, or its own value."""
         if atom in self.draft.micro_inputs:
             return self.draft.micro_inputs[atom]
         form = self.forms.form(atom)
@@ -80,11 +80,12 @@ class LoopValues:
         return self.values[atom] if atom in self.values else self.draft.values[form.loop][atom]
 
     def scaled_rows(self, var: Var) -> Atom:
-        """The rows of a value, multiplied by the scalar that they waited for."""
+        """The rows of a value, multiplied by the scalar of their form if it has one."""
         form, rows = self.forms.form(var), self.of_micro_batch(var)
         assert isinstance(form, Rows)
         if form.scale is None:
             return rows
+
         if var not in self._scaled:
             eqns, out = self.once.scaled(rows, form.scale, self.segment - 1)
             for eqn in eqns:
@@ -97,11 +98,15 @@ class LoopValues:
         """The value of an atom that has no rows. own: of a partial sum, the micro-batch's own mean, not the total."""
         if is_literal(atom):
             return atom
+
+        # The micro-batch has its own value, or computes the same as all others in this loop.
         form = self.forms.form(atom)
         if isinstance(form, Own) or (isinstance(form, Same) and 2 * form.loop - 1 == self.segment):
             return self.of_micro_batch(atom)
         if isinstance(form, Partial) and own and atom not in self.segments.early_values:
             return self._own_mean(atom, form)
+
+        # Everything else is known once: what earlier loops left, and values that do not depend on examples.
         if not isinstance(form, Once):
             self.once.require(atom, self.segment - 1)
             return atom
@@ -122,24 +127,25 @@ class LoopValues:
     # ---- values that do not depend on the examples -------------------------------------------------------------------
 
     def _has_to_be_copied(self, var: Var) -> bool:
-        """Whether a value that is known once is computed by whoever reads it."""
+        """Whether a loop that reads a value computes it for itself, though it is the same for all micro-batches."""
         i = self.segments.producer.get(var)
         return i is not None and self.segments.places[i] is None and var not in self.segments.early_values
 
     def _copy_known(self, var: Var) -> None:
         """Write copies of the equations that compute a value which does not depend on the examples of this loop."""
         eqns = self.segments.eqns
-        wanted, stack = set[int](), [var]
-        while stack:
-            needed = stack.pop()
+        copied, unvisited = set[int](), [var]
+        while unvisited:
+            needed = unvisited.pop()
             if not self._has_to_be_copied(needed):
                 continue
             i = self.segments.producer[needed]
-            if i not in wanted and eqns[i].outvars[0] not in self.values:
-                wanted.add(i)
-                stack.extend(operand_vars(eqns[i]))
+            if i not in copied and eqns[i].outvars[0] not in self.values:
+                copied.add(i)
+                unvisited.extend(operand_vars(eqns[i]))
 
-        for i in sorted(wanted):
+        # In the order of the program, so that operands are written before their readers.
+        for i in sorted(copied):
             copy = self.draft.maker.rebuild(eqns[i], [self._value_or_copy(atom) for atom in eqns[i].invars])
             self.values.update(zip(eqns[i].outvars, self.add(copy), strict=True))
 
@@ -174,6 +180,7 @@ class LoopValues:
         i = self.segments.producer.get(var)
         if i is None or not self._may_recompute(i, var, own):
             return None
+
         eqn = self.segments.eqns[i]
         factors, result = factors_of(eqn), eqn.outvars.index(var)
         factor = _leading_factor(factors, result, dim)
@@ -215,7 +222,7 @@ class LoopValues:
         return is_scaled or atom is scale.scalar
 
     def unscaled(self, atom: Atom, dim: int | None) -> Atom:
-        """A value that is known once but for a scalar, without it; if `dim` is given, the micro-batch's part."""
+        """A value that is known once, without the scalar of its form; if `dim` is given, the micro-batch's part."""
         form = self.forms.form(atom)
         if not isinstance(form, Once) or form.scale is None:
             return self._ones(atom, dim)  # the scalar itself, or an array that is filled with it

@@ -13,7 +13,7 @@ from minialpa.inter.microbatch.batching import batch_factors, dim_of
 from minialpa.inter.microbatch.forms import Form, Once, Own, Partial, Rows, Same, Scale
 from minialpa.inter.microbatch.levels import Levels
 from minialpa.inter.microbatch.on_totals import refuse_sums
-from minialpa.inter.microbatch.partial_sums import Forms
+from minialpa.inter.microbatch.partial_sums import ValueForms
 from minialpa.inter.microbatch.scales import Scales
 from minialpa.inter.microbatch.statistics import NotOwnError
 from minialpa.rules.factors import Factors, factors_of
@@ -53,7 +53,7 @@ class OnExamples:
     own: numbers of the equations that take totals as the micro-batch's own.
     """
 
-    def __init__(self, forms: Forms, *, levels: Levels, scales: Scales, own: frozenset[int]) -> None:
+    def __init__(self, forms: ValueForms, *, levels: Levels, scales: Scales, own: frozenset[int]) -> None:
         self.forms, self.levels, self.scales, self.own = forms, levels, scales, own
         self._concatenated: set[Var] = set()  # rows of which an equation between loops reads those of all examples
 
@@ -129,6 +129,7 @@ class OnExamples:
 
     def _place_on_all_rows(self, eqn: JaxprEqn, forms: Sequence[Form], is_own: bool) -> int:
         """The segment of an equation that mixes examples and runs once, on all of them."""
+        # It cannot see the rows of one micro-batch alone.
         if eqn.effects:
             raise TraceError(
                 f"`{eqn.primitive.name}` at {source_line(eqn)} mixes the examples of a batch and has side effects, so "
@@ -157,7 +158,7 @@ def _refuse_averages(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
 
 
 def _refuse_own(eqn: JaxprEqn, forms: Sequence[Form]) -> None:
-    """What a micro-batch has of its own is read where `statistics` says, and by what comes of that alone."""
+    """Raise NotOwnError if an equation reads a micro-batch's own value where `statistics` does not allow it."""
     if any(isinstance(form, Own) for form in forms):
         raise NotOwnError(
             eqn,

@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.forms import Form, Once, Own, Partial
 from minialpa.inter.microbatch.levels import Levels
-from minialpa.inter.microbatch.partial_sums import Forms
+from minialpa.inter.microbatch.partial_sums import ValueForms
 from minialpa.inter.microbatch.scales import Scales
 from minialpa.inter.microbatch.statistics import NotOwnError
 from minialpa.rules.factors import factors_of
@@ -30,7 +30,7 @@ class OnTotals:
     def __init__(
         self,
         step: TracedStep,
-        forms: Forms,
+        forms: ValueForms,
         *,
         levels: Levels,
         scales: Scales,
@@ -43,7 +43,7 @@ class OnTotals:
         self._producer = {var: i for i, eqn in enumerate(step.flat.eqns) for var in eqn.outvars}
 
     def place(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int | None:
-        """The segment of equation `i`; None if whoever reads its results computes them."""
+        """The segment of equation `i`; None if each equation that reads its results computes them for itself."""
         is_own = i in self.own
         in_update = self.step.origins[i].direction == "other"
         waiting = None if is_own or in_update else self.scales.waiting_form(eqn, forms)
@@ -55,6 +55,8 @@ class OnTotals:
         if partial is not None:
             self.forms.set_results(eqn, partial)
             return 2 * partial.loop - 1
+
+        # It needs complete values: the micro-batch's own, or the totals behind their loops.
         if is_own:
             refuse_sums(eqn, forms)
             return self.place_own(eqn, forms)
@@ -74,9 +76,10 @@ class OnTotals:
 
     def _partial(self, eqn: JaxprEqn, is_own: bool) -> Partial | None:
         """The form of the results, if micro-batches compute parts of them; notes shares of an unbiased variance."""
-        # What a micro-batch takes as its own meets in the loop, wherever its parts come from.
+        # Values that a micro-batch takes as its own meet in the loop, even if they come from several chunks.
         if not is_own and self._joins_chunks(eqn):
             return None
+
         partial = self.forms.stays_partial(eqn, factors_of(eqn), is_own)
         n = float(self.forms.n)
         if partial is not None and is_own and partial.rescale not in (None, n):

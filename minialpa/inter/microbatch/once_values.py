@@ -28,8 +28,8 @@ from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.gradients import gradient_p
 from minialpa.tracing.jaxprs import Atom, aval_of, dtype_name, equations_for, fresh_var, is_inexact, is_literal
 
-#: Sums over micro-batches are kept in floats of at least so many bytes: float32. In bfloat16, small parts would vanish.
-_SUM_BYTES = 4
+#: Totals over micro-batches are floats of at least so many bytes: float32. In bfloat16, small parts would vanish.
+_LEAST_TOTAL_BYTES = 4
 
 
 class OnceValues:
@@ -45,6 +45,7 @@ class OnceValues:
         eqn = self.segments.eqns[i]
         if eqn.outvars and all(var in self.known for var in eqn.outvars):
             return
+
         for atom in eqn.invars:
             self.require(atom, segment)
         self.known.update(eqn.outvars)
@@ -54,6 +55,7 @@ class OnceValues:
         """Make a value known under its own name from `segment` on."""
         if is_literal(atom) or atom in self.known or atom in self.segments.early_values:
             return
+
         form = self.segments.forms.form(atom)
         if isinstance(form, Once):
             i = self.segments.producer.get(atom)
@@ -62,6 +64,8 @@ class OnceValues:
             return
         if atom in self.draft.micro_inputs:
             return  # an argument
+
+        # A loop has left each micro-batch's part of it.
         assert 2 * form.loop <= segment, f"{self.segments.line(atom)} is read in {segment} and known behind {form}"
 
         self.known.add(atom)
@@ -80,7 +84,7 @@ class OnceValues:
                 self.draft.accumulators[atom] = Accumulator(part, atom, form.reduction)
 
     def scaled(self, var: Atom, scale: Scale, segment: int) -> tuple[list[JaxprEqn], Atom]:
-        """Equations that multiply `var` by what it waited for, and their result; the scalar is known by `segment`."""
+        """Equations that multiply `var` by the scalar of `scale`, which is known by `segment`, and their result."""
         self.require(scale.scalar, segment)
 
         def scaled(x: Any, scalar: Any) -> Any:
@@ -122,7 +126,7 @@ class OnceValues:
     def _add_up(self, var: Var, part: Var, divisor: int, scale: Scale | None, segment: int) -> None:
         """`var` is the sum over micro-batches of `part`, divided by `divisor` and multiplied by `scale`."""
         aval = aval_of(var)
-        is_narrow = is_inexact(var) and aval.dtype.itemsize < _SUM_BYTES
+        is_narrow = is_inexact(var) and aval.dtype.itemsize < _LEAST_TOTAL_BYTES
         dtype = np.dtype("float32") if is_narrow else aval.dtype
         total = fresh_var(changed_aval(aval, dtype=dtype, weak_type=False))
         self.draft.accumulators[var] = Accumulator(part, total, "sum")
@@ -132,6 +136,8 @@ class OnceValues:
             return x / jnp.asarray(divisor, dtype) if divisor > 1 else x
 
         eqns, (out,) = self.draft.maker.compute(("finished", divisor, dtype), finished, total)
+
+        # Scaled before it is rounded to the dtype of the variable.
         if scale is not None:
             more, out = self.scaled(out, scale, segment)
             eqns = [*eqns, *more]

@@ -31,7 +31,7 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
 _INTEGER_TOLERANCE = 1e-6
 
 
-class Forms:
+class ValueForms:
     """The forms of the values of a program, as they become known, and what an equation makes of partial sums.
 
     Attributes:
@@ -121,6 +121,8 @@ class Forms:
         known = next((constant for constant in map(self._constant, eqn.invars) if constant is not None), None)
         if form.rescale is not None or form.count == 0 or not known:
             return form
+
+        # A divisor in the program is a float, so it is one only up to rounding.
         divisor = {"div": known, "mul": 1 / known}.get(eqn.primitive.name, 0.0)
         n_terms = round(divisor)
         if n_terms == 0 or abs(divisor - n_terms) > _INTEGER_TOLERANCE * n_terms:

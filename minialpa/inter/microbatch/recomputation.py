@@ -18,9 +18,12 @@ def recomputed_equations(segments: Segments, segment: int, kept: Set[Var]) -> se
     kept: values that are not computed again.
     """
     wanted, recomputed = set[Var](), set[int]()
+
+    # Backwards, since an equation that runs again makes its operands wanted.
     for i in range(len(segments.eqns) - 1, -1, -1):
         eqn = segments.eqns[i]
         runs = segments.places[i] == segment
+
         if _may_repeat(segments, i, segment) and kept.isdisjoint(eqn.outvars) and not wanted.isdisjoint(eqn.outvars):
             recomputed.add(i)
             runs = True

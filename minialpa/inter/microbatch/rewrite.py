@@ -28,14 +28,17 @@ from minialpa.tracing.trace import TracedStep
 def split_micro_batches(
     step: TracedStep, n: int, chunk_of: Sequence[int | None] | None = None, *, keep_rows: bool = False
 ) -> SplitStep:
-    """Split `step` into `n` micro-batches. `chunk_of[i]` is the chunk of traced equation `i`, if it is known.
+    """Split `step` into `n` micro-batches.
 
-    Partial results of different chunks are not added in the loop but after it. keep_rows: whether what an earlier loop
-    computed is kept, for all micro-batches, where a later one reads it, or computed again.
+    chunk_of: the chunk of each traced equation, if it is known. Partial results of different chunks are not added in
+    the loop but after it.
+    keep_rows: whether rows of an earlier loop that a later one reads are kept, for all micro-batches, or else computed
+    again.
     Raises TraceError if the examples cannot be split, or a result has no clear meaning over micro-batches.
     """
     if n == 1:
         return whole_batch(step, several_loops=chunk_of is not None)
+
     if step.batch_size is None:
         raise TraceError(f"`num_micro_batches={n}` needs an argument with examples; none is listed in `batch_argnums`.")
     if step.batch_size % n:

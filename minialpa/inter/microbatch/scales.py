@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.forms import Form, Once, Partial, Rows, Scale
 from minialpa.inter.microbatch.levels import Levels
-from minialpa.inter.microbatch.partial_sums import Forms
+from minialpa.inter.microbatch.partial_sums import ValueForms
 from minialpa.rules.factors import Factors, factors_of
 from minialpa.tracing.jaxprs import Atom, aval_of, is_inexact, is_literal, shape_of
 
@@ -30,7 +30,7 @@ class Scales:
     has_own: whether micro-batches have statistics of their own; then loops read their derivatives and nothing waits.
     """
 
-    def __init__(self, forms: Forms, levels: Levels, *, has_own: bool) -> None:
+    def __init__(self, forms: ValueForms, levels: Levels, *, has_own: bool) -> None:
         self.forms, self.levels, self.has_own = forms, levels, has_own
 
     def waiting_form(self, eqn: JaxprEqn, forms: Sequence[Form]) -> Once | None:

@@ -32,7 +32,7 @@ from minialpa.inter.microbatch.levels import Levels, is_heavy
 from minialpa.inter.microbatch.normalisations import find_moments
 from minialpa.inter.microbatch.on_examples import OnExamples
 from minialpa.inter.microbatch.on_totals import OnTotals
-from minialpa.inter.microbatch.partial_sums import Forms
+from minialpa.inter.microbatch.partial_sums import ValueForms
 from minialpa.inter.microbatch.scales import Scales
 from minialpa.inter.microbatch.statistics import NotOwnError, Statistics, find_statistics, normalisations, without
 from minialpa.tracing.jaxprs import Atom, source_line
@@ -50,7 +50,7 @@ class Segments:
         n_micro_batches: at least 2.
         eqns: the traced equations, with optimization barriers divided by what passes them.
         sources: for each of `eqns` the number of the traced equation that it comes from.
-        places: the segment of each equation; None if whoever reads its results computes them.
+        places: the segment of each equation; None if each equation that reads its results computes them for itself.
         forms: what each variable is in the step over micro-batches.
         own: numbers of the equations that take totals as the micro-batch's own.
         early: numbers of the equations of loops that also run before the first loop, on the whole batch.
@@ -68,7 +68,7 @@ class Segments:
     eqns: tuple[JaxprEqn, ...]
     sources: tuple[int, ...]
     places: tuple[int | None, ...]
-    forms: Forms
+    forms: ValueForms
     own: frozenset[int]
     early: frozenset[int]
     shares: dict[Var, float]
@@ -107,6 +107,8 @@ def find_segments(step: TracedStep, n: int, chunk_of: Sequence[int | None] | Non
     kinds = batch_kinds(step, n)
     moments = find_moments(step, kinds)
     normal = normalisations(step, kinds, moments)
+
+    # Each failure takes at least one normalisation away, so this ends.
     while True:
         try:
             statistics = find_statistics(step, kinds, moments, normal)
@@ -127,7 +129,7 @@ class _Finder:
         assert step.batch_size is not None
         own = statistics.own
         self.step, self.statistics = step, statistics
-        self.forms = Forms(step.flat.eqns, n, step.batch_size)
+        self.forms = ValueForms(step.flat.eqns, n, step.batch_size)
         self.levels = Levels(step, self.forms)
         self.scales = Scales(self.forms, self.levels, has_own=bool(own))
         self.on_examples = OnExamples(self.forms, levels=self.levels, scales=self.scales, own=own)
@@ -150,8 +152,10 @@ class _Finder:
         return self._segments()
 
     def _segments(self) -> Segments:
+        # Known only now: whether any equation asks for a total before the first loop.
         eqns = tuple(self._eqns)
         early = self.levels.early(eqns, self._places)
+
         return Segments(
             step=self.step,
             n_micro_batches=self.forms.n,
@@ -179,8 +183,8 @@ class _Finder:
     def _divide_barrier(self, source: int, eqn: JaxprEqn) -> None:
         """Divide a barrier into one for each segment, and for each scalar that values wait for.
 
-        A barrier passes each array on by itself. Values that wait may be computed, without the scalar, by whoever
-        reads them.
+        A barrier passes each array on by itself. A value that waits for a scalar may be computed without it by the
+        equations that read it, so it must not share a barrier with others.
         """
         groups: dict[tuple[type, int | None, Scale | None], list[int]] = {}
         for k, atom in enumerate(eqn.invars):
@@ -217,13 +221,14 @@ class _Finder:
         return self._place_known(i, eqn, forms)
 
     def _note_asked_for(self, eqn: JaxprEqn, form: Form) -> None:
-        """Note a call of `per_micro_batch` on a total. What comes back to it in the backward pass follows from that."""
+        """Note a call of `per_micro_batch` on a total: the cotangents of its result are the micro-batch's own, too."""
         if not eqn.params["cotangent_of"] and isinstance(form, Partial | Own):
             rescale = form.rescale if isinstance(form, Partial) else None
             self.asked_for.setdefault(eqn.params["number"], 1.0 if rescale is None else rescale)
 
     def _place_known(self, i: int, eqn: JaxprEqn, forms: Sequence[Form]) -> int | None:
-        """The segment of an equation on arguments and totals that are known once, or computed alike in a loop."""
+        """The segment of an equation on arguments and totals, or on values that all micro-batches compute alike."""
+        # What all micro-batches compute alike stays in their loop, unless the loop has to end for a total.
         known = [form for form in forms if isinstance(form, Once)]
         after = max((form.after for form in known), default=0)
         same = max((form.loop for form in forms if isinstance(form, Same)), default=0)
@@ -242,7 +247,10 @@ class _Finder:
         return 2 * after
 
     def _computed_by_readers(self, i: int, eqn: JaxprEqn, forms: Sequence[Form], after: int) -> Once | None:
-        """The form of what is known behind loop `after`, if whoever reads it computes it; else None."""
+        """The form of results that are known behind loop `after`, if their readers compute them for themselves.
+
+        None if they are computed once.
+        """
         in_update = self.step.origins[i].direction == "other"
         if all(isinstance(form, Once) and form.is_parameter for form in forms):
             if after == 0:

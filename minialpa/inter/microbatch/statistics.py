@@ -4,8 +4,8 @@ A step over micro-batches computes what the full batch computes, with two except
 micro-batch's own value with `per_micro_batch`; and a normalisation over examples, as in BatchNorm, uses the mean and
 variance of the micro-batch, see `normalisations`. Everything else is computed from the totals of the full batch.
 
-Backward passes read totals too: the derivatives of what a micro-batch took as its own are its own. They are told by
-the forward equation, or else the line of the program, that they come from.
+Backward passes read totals too: the derivatives of a value that a micro-batch took as its own are its own. The forward
+equation that they come from tells them apart, or else its line in the program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minialpa.tracing.trace import TracedStep
 
 _PER_MICRO_BATCH: Final = "minialpa_per_micro_batch"
 
-#: What tells the derivative of an equation: its forward group, where autodiff left one, and its line.
+#: By what derivatives of an equation are recognised: its forward group, where autodiff left one, and its line.
 _Key = tuple[int | None, str]
 
 
@@ -51,7 +51,7 @@ class NotOwnError(TraceError):
 
 
 def normalisations(step: TracedStep, kinds: Kinds, moments: Sequence[Moments]) -> list[Moments]:
-    """Those of the moments of a step that a micro-batch may take as its own.
+    """The moments of a step that a micro-batch may take as its own.
 
     Their code is a normalisation of examples wherever it runs. In a gradient of a gradient, say, the inner backward
     pass is a part of what is differentiated, and reads moments in other ways; or some of the activations are of all
@@ -59,6 +59,7 @@ def normalisations(step: TracedStep, kinds: Kinds, moments: Sequence[Moments]) -
     """
     if any(origin.is_second for origin in step.origins):
         return []  # lines do not tell the derivatives of statistics from derivatives of these
+
     lines = _Lines(step)
     # A forward pass that only its derivative needs is computed again in the backward pass, and nowhere else.
     others = [m for m in moments if m.divides and not m.is_normalisation and not m.in_backward]
@@ -86,9 +87,10 @@ def without(step: TracedStep, normal: Sequence[Moments], line: str) -> list[Mome
 def find_statistics(
     step: TracedStep, kinds: Kinds, moments: Sequence[Moments], normal: Sequence[Moments]
 ) -> Statistics:
-    """What a micro-batch takes as its own, where that is the normalisations `normal`, and what the model asks for.
+    """What a micro-batch takes as its own: the normalisations `normal`, and what the model asks for.
 
-    Raises NotOwnError where what reads a total may be a derivative of a statistic or of a total of the whole batch.
+    Raises NotOwnError if an equation that reads a total may be the derivative of a statistic as well as of a total of
+    the whole batch.
     """
     eqns, lines = step.flat.eqns, _Lines(step)
     marked = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == _PER_MICRO_BATCH}
@@ -106,12 +108,12 @@ def find_statistics(
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What is a micro-batch's own in the forward pass.
+    """The totals that are a micro-batch's own in the forward pass.
 
     Attributes:
-        entries: numbers of the equations that read it.
-        totals: numbers of the equations that compute it.
-        keys: what tells the derivatives of these equations.
+        entries: numbers of the equations that read them.
+        totals: numbers of the equations that compute them.
+        keys: the keys of these equations, by which their derivatives are recognised.
     """
 
     entries: set[int]
@@ -123,6 +125,7 @@ def _own_in_forward(
     step: TracedStep, normal: Sequence[Moments], moments: Sequence[Moments], marked: set[int], lines: _Lines
 ) -> _Own:
     keys = {lines.key(i) for m in normal for i in _needed_by(step.flat.eqns, m.totals, m.entries)}
+
     # Parts of a block that are computed again have the lines of its forward pass.
     forward = {line for _, line in keys}
     again = [m for m in moments if m.in_backward and lines.of(m.entries) & forward]
@@ -132,7 +135,7 @@ def _own_in_forward(
 
 
 def _needed_by(eqns: Sequence[JaxprEqn], totals: Sequence[int], entries: Sequence[int]) -> list[int]:
-    """`entries` and those equations of `totals` that they need: not those of running averages."""
+    """`entries` and the equations of `totals` that they need, without those that only running averages need."""
     needed = {var for i in entries for var in operand_vars(eqns[i])}
     out = list(entries)
     for i in reversed(totals):
@@ -168,21 +171,23 @@ class _Lines:
 
 
 class _Derivatives:
-    """A walk over the backward passes: what reads derivatives of what a micro-batch took as its own.
+    """A walk over the backward passes, which finds the derivatives of values that a micro-batch took as its own.
 
-    is_own: totals that are each micro-batch's own. asked_for: what follows from `per_micro_batch`, in any pass.
+    Attributes:
+        exact_keys: the keys of forward equations that bring totals of the whole batch to the examples.
+        is_own: totals that are each micro-batch's own.
+        asked_for: results of `per_micro_batch`, and the totals that follow from them, in any pass.
     """
 
     def __init__(self, step: TracedStep, kinds: Kinds, own: _Own, lines: _Lines) -> None:
         self.step, self.kinds, self.own, self.lines = step, kinds, own, lines
-        eqns = step.flat.eqns
         self.exact_keys = _exact_keys(step, kinds, own, lines)
-        forward = own.entries | own.totals
+        eqns, forward = step.flat.eqns, own.entries | own.totals
         self.is_own = {var for i in forward for var in eqns[i].outvars if kinds.get(var) == AGGREGATE}
         self.asked_for: set[Var] = set()
 
     def find(self) -> set[int]:
-        """Numbers of the equations."""
+        """Numbers of the equations that read such derivatives."""
         out = set()
         for i, eqn in enumerate(self.step.flat.eqns):
             if eqn.primitive.name == _PER_MICRO_BATCH:
@@ -209,6 +214,7 @@ class _Derivatives:
         """Note which results are the micro-batch's own. Returns whether the equation reads own totals alone."""
         totals = self._totals(eqn)
         reads_own = bool(totals) and all(var in self.is_own for var in totals)
+
         if _is_on_examples(eqn, self.kinds):
             self._refuse_both(eqn, totals)
             self._reduce(i, eqn)
@@ -226,10 +232,11 @@ class _Derivatives:
             )
 
     def _reduce(self, i: int, eqn: JaxprEqn) -> None:
-        """A sum over examples is own if it is the derivative of what is own."""
+        """Note that a sum over examples is the micro-batch's own if it is the derivative of an own value."""
         sums = [var for var in eqn.outvars if self.kinds.get(var) == AGGREGATE]
         if not sums or not self._derives_from(i, self.own.keys):
             return
+
         if self._derives_from(i, self.exact_keys):
             raise NotOwnError(
                 eqn,
@@ -248,10 +255,13 @@ def _exact_keys(step: TracedStep, kinds: Kinds, own: _Own, lines: _Lines) -> set
     """Keys of the forward equations that bring totals of the whole batch to the examples."""
     out: set[_Key] = set()
     brought: set[Var] = set()
+
+    # Backwards, from the examples to the broadcasts that bring totals to them.
     for i in range(len(step.flat.eqns) - 1, -1, -1):
         eqn = step.flat.eqns[i]
         if i in own.entries or i in own.totals or step.origins[i].direction == "backward" or is_barrier(eqn):
             continue
+
         totals = _totals(eqn, kinds)
         passes_on = eqn.primitive.name == "broadcast_in_dim" and any(var in brought for var in eqn.outvars)
         if totals and (passes_on or _is_on_examples(eqn, kinds)):

@@ -19,8 +19,8 @@ from minialpa.tracing.gradients import gradient_p
 from minialpa.tracing.jaxprs import Atom, aval_of, equations_for, is_inexact, is_literal, operand_vars, unary_equation
 from minialpa.tracing.trace import TracedStep
 
-#: Floats of fewer bytes (those of 8 bits) are summed over devices in float32.
-_SUM_BYTES = 2
+#: Floats are summed over devices in at least so many bytes; those of 8 bits become float32.
+_LEAST_REDUCED_BYTES = 2
 
 
 def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
@@ -71,7 +71,8 @@ def _operations(step: TracedStep, segments: Sequence[int], segment: int, copies:
 
 def _loops_of_calls(step: TracedStep) -> dict[int, int]:
     """The loop of each gradient of a step: behind those of all gradients that it waits for."""
-    behind: dict[Var, frozenset[int]] = {}  # the gradients whose backward passes a variable depends on
+    # By variable, the gradients whose backward passes it depends on; by gradient, the others that it waits for.
+    behind: dict[Var, frozenset[int]] = {}
     waits: dict[int, set[int]] = {}
     for eqn, origin in zip(step.flat.eqns, step.origins, strict=True):
         calls = frozenset[int]().union(*(behind.get(var, frozenset()) for var in operand_vars(eqn)))
@@ -120,6 +121,8 @@ def _latest_segments(step: TracedStep, in_loop: Mapping[int, int], earliest: Seq
     last = 1 + max(in_loop.values(), default=LOOP)
     segments = [last] * len(eqns)
     reader: dict[Var, int] = {}  # the first segment that reads each variable
+
+    # Backwards, so that the readers of an equation have their segments before it.
     for i in range(len(eqns) - 1, -1, -1):
         first_reader = min((reader.get(var, last) for var in eqns[i].outvars), default=last)
         if i in in_loop:
@@ -141,7 +144,7 @@ def _marks(loop: Sequence[Op], segment: int, read: Sequence[Var]) -> tuple[list[
     marks: list[Op] = []
     copies: dict[Var, Atom] = {}
     for var in dict.fromkeys(var for var in read if var in made):
-        if aval_of(var).dtype.itemsize < _SUM_BYTES:
+        if aval_of(var).dtype.itemsize < _LEAST_REDUCED_BYTES:
             eqns, (copies[var],) = equations_for(_marked_wide, var)
         else:
             eqn, copies[var] = marked(var)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from minialpa.cluster import LinkSpec
 from minialpa.errors import ShardingError, VerifyError
@@ -34,7 +35,7 @@ def simulate(plan: Plan, schedule: Schedule | None = None) -> Timeline:
     wanted = plan_chunks(plan).size(plan.n_micro_batches)
     if order.size != wanted:
         raise ShardingError(f"The schedule `{order.name}` is for {order.size} and the plan is for {wanted}.")
-    return _Run(plan, order).timeline()
+    return _Simulation(plan, order).timeline()
 
 
 def _loop_schedules(plan: Plan, schedule: Schedule) -> list[Schedule]:
@@ -47,23 +48,48 @@ def _loop_schedules(plan: Plan, schedule: Schedule) -> list[Schedule]:
     return [schedule if loop_trains else make_schedule("inference", schedule.size) for loop_trains in trains]
 
 
-class _Run:
-    """A simulated step. `loop` and `schedule` are those of the loop that runs now."""
+@dataclass(frozen=True, slots=True)
+class _PassGraph:
+    """The passes and updates of a plan, and what they send each other.
+
+    Attributes:
+        stage_of: the stage of each chunk.
+        costs: seconds and kind of each pass that has something to do.
+        sent: the transfers that each pass or update sends.
+        awaited: the transfers that each pass or update waits for.
+    """
+
+    stage_of: Sequence[int]
+    costs: Mapping[PassName, PlannedPass]
+    sent: Mapping[PassName, Sequence[PlannedTransfer]]
+    awaited: Mapping[PassName, Sequence[PlannedTransfer]]
+
+    def stage(self, name: PassName) -> int:
+        return name.number if name.kind == "update" else self.stage_of[name.number]
+
+
+def _pass_graph(plan: Plan) -> _PassGraph:
+    # A schedule calls the passes of a step without a pipeline forward passes.
+    costs = {
+        PassName("forward" if one.kind == "step" else one.kind, one.chunk, one.loop): one
+        for stage in plan.stages
+        for one in stage.passes
+    }
+    sent: dict[PassName, list[PlannedTransfer]] = defaultdict(list)
+    awaited: dict[PassName, list[PlannedTransfer]] = defaultdict(list)
+    for transfer in plan.transfers:
+        sent[transfer.source].append(transfer)
+        awaited[transfer.target].append(transfer)
+    return _PassGraph(plan_chunks(plan).stage_of, costs, sent, awaited)
+
+
+class _Simulation:
+    """One step of a plan, as it runs. `loop` and `schedule` are those of the loop that runs now."""
 
     def __init__(self, plan: Plan, schedule: Schedule) -> None:
         self.plan, self.schedule, self.loop = plan, schedule, 1
         self.schedules = _loop_schedules(plan, schedule)
-        self.stage_of = plan_chunks(plan).stage_of
-        self.cost: Mapping[PassName, PlannedPass] = {
-            PassName("forward" if one.kind == "step" else one.kind, one.chunk, one.loop): one
-            for stage in plan.stages
-            for one in stage.passes
-        }
-        self.sent: dict[PassName, list[PlannedTransfer]] = defaultdict(list)
-        self.awaited: dict[PassName, list[PlannedTransfer]] = defaultdict(list)
-        for transfer in plan.transfers:
-            self.sent[transfer.source].append(transfer)
-            self.awaited[transfer.target].append(transfer)
+        self.graph = _pass_graph(plan)
 
         # Seconds at which each stage and each link is free, and at which each transfer of a micro-batch has arrived.
         self.clock = [0.0] * len(plan.stages)
@@ -91,9 +117,9 @@ class _Run:
         return Timeline(name, self.plan.n_micro_batches, stages, tuple(self.transfers))
 
     def _end_loop(self, stage: int, update: TimedPass) -> None:
-        """Adds the passes and the memory of this loop, which ends with `update`, to those of a stage."""
+        """Add the passes and the memory of this loop, which ends with `update`, to those of a stage."""
         times = self.times[stage].items()
-        self.passes[stage] += [self._timed(one, *when) for one, when in times if self._name(one) in self.cost]
+        self.passes[stage] += [self._timed(one, *when) for one, when in times if self._name(one) in self.graph.costs]
         self.passes[stage].append(update)
         memory, peak_live = self._memory(stage)
         self.memory[stage] += memory
@@ -123,7 +149,7 @@ class _Run:
     # ---- passes ---------------------------------------------------------------------------------------------------
 
     def _run_passes(self) -> None:
-        """Runs each stage until it waits for a transfer that has not been sent, then the next one, and round again."""
+        """Run each stage until it waits for a transfer that has not been sent, then the next one, and round again."""
         done = [0] * len(self.plan.stages)
         moved = True
         while moved:
@@ -134,6 +160,7 @@ class _Run:
                     done[k] += 1
                     moved = True
 
+        # No stage can go on: either all are done, or they wait for each other.
         orders = zip(done, self.schedule.passes, strict=True)
         stuck = [passes[n_done] for n_done, passes in orders if n_done < len(passes)]
         if stuck:
@@ -141,30 +168,32 @@ class _Run:
 
     def _missing(self, one: Pass) -> list[PassName]:
         """Passes of the same micro-batch that `one` reads from and that have not run."""
-        awaited = self.awaited[self._name(one)]
+        awaited = self.graph.awaited.get(self._name(one), ())
         sources = [transfer.source for transfer in awaited if self._arrived(transfer, one.micro_batch) is None]
         own = Pass("forward", one.chunk, one.micro_batch)
-        if one.kind == "backward" and own not in self.times[self.stage_of[one.chunk]]:
+        if one.kind == "backward" and own not in self.times[self.graph.stage_of[one.chunk]]:
             sources.append(self._name(own))
         return sources
 
     def _run(self, stage: int, one: Pass) -> None:
         name = self._name(one)
-        arrivals = (self._arrived(transfer, one.micro_batch) or 0.0 for transfer in self.awaited[name])
-        start = max([self.clock[stage], *arrivals])
+        arrivals = (self._arrived(transfer, one.micro_batch) or 0.0 for transfer in self.graph.awaited.get(name, ()))
+        start_s = max([self.clock[stage], *arrivals])
+
         # A chunk may have nothing to do in a direction, such as a backward pass to inputs alone.
-        seconds = self.cost[name].seconds if name in self.cost else 0.0
-        self.clock[stage] = start + seconds
-        self.times[stage][one] = (start, self.clock[stage])
-        for transfer in self.sent[name]:
+        seconds = self.graph.costs[name].seconds if name in self.graph.costs else 0.0
+        self.clock[stage] = start_s + seconds
+        self.times[stage][one] = (start_s, self.clock[stage])
+        for transfer in self.graph.sent.get(name, ()):
             self._send(transfer, one.micro_batch, self.clock[stage])
 
     def _send(self, transfer: PlannedTransfer, micro_batch: int | None, ready_s: float) -> None:
-        source, target = self._stage(transfer.source), self._stage(transfer.target)
-        start = max(ready_s, self.link_free[source, target])
-        end = start + self._link(source, target).transfer_s(transfer.n_bytes)
-        self.link_free[source, target] = end
-        self.arrival[transfer, micro_batch or 0] = end
+        source, target = self.graph.stage(transfer.source), self.graph.stage(transfer.target)
+        start_s = max(ready_s, self.link_free[source, target])
+        end_s = start_s + self._link(source, target).transfer_s(transfer.n_bytes)
+        self.link_free[source, target] = end_s
+        self.arrival[transfer, micro_batch or 0] = end_s
+
         self.transfers.append(
             TimedTransfer(
                 source_stage=source,
@@ -172,13 +201,10 @@ class _Run:
                 kind=transfer.source.kind,
                 micro_batch=micro_batch,
                 n_bytes=transfer.n_bytes,
-                start_s=start,
-                end_s=end,
+                start_s=start_s,
+                end_s=end_s,
             )
         )
-
-    def _stage(self, name: PassName) -> int:
-        return name.number if name.kind == "update" else self.stage_of[name.number]
 
     def _link(self, source: int, target: int) -> LinkSpec:
         per_host = self.plan.cluster.devices_per_host
@@ -189,12 +215,12 @@ class _Run:
         return self.plan.cluster.link(same_host=len(hosts) == 1)
 
     def _timed(self, one: Pass, start_s: float, end_s: float) -> TimedPass:
-        kind = self.cost[self._name(one)].kind
+        kind = self.graph.costs[self._name(one)].kind
         return TimedPass(kind=kind, number=one.chunk, micro_batch=one.micro_batch, start_s=start_s, end_s=end_s)
 
     def _deadlock_message(self, stuck: Sequence[Pass], n_done: int) -> str:
         waits = [
-            f"{one} on stage {self.stage_of[one.chunk]} waits for "
+            f"{one} on stage {self.graph.stage_of[one.chunk]} waits for "
             + ", ".join(f"{name.kind}(chunk {name.number})" for name in self._missing(one))
             for one in stuck
         ]
@@ -205,22 +231,23 @@ class _Run:
 
     def _updates(self) -> list[TimedPass]:
         """The updates of all stages, or what runs between this loop and the next."""
+        # All sums are sent before any update starts, as soon as the passes of their stage are done.
         for k in range(len(self.plan.stages)):
-            for transfer in self.sent[PassName("update", k, self.loop)]:
+            for transfer in self.graph.sent.get(PassName("update", k, self.loop), ()):
                 self._send(transfer, None, self.clock[k])
 
         updates = []
         for k, stage in enumerate(self.plan.stages):
-            awaited = self.awaited[PassName("update", k, self.loop)]
-            start = max([self.clock[k], *(self.arrival.get((transfer, 0), 0.0) for transfer in awaited)])
+            awaited = self.graph.awaited.get(PassName("update", k, self.loop), ())
+            start_s = max([self.clock[k], *(self.arrival.get((transfer, 0), 0.0) for transfer in awaited)])
             seconds = stage.between_s[self.loop - 1] if self.loop < self.plan.n_loops else stage.update_s
-            update = TimedPass(kind="update", number=k, micro_batch=None, start_s=start, end_s=start + seconds)
-            updates.append(update)
+            end_s = start_s + seconds
+            updates.append(TimedPass(kind="update", number=k, micro_batch=None, start_s=start_s, end_s=end_s))
         return updates
 
     def _memory(self, stage: int) -> tuple[list[tuple[float, float]], int]:
         """Pairs of seconds and of the bytes per device from then on, in order; the most live chunks."""
-        trains = any(name.kind == "backward" and name.loop == self.loop for name in self.cost)
+        trains = any(name.kind == "backward" and name.loop == self.loop for name in self.graph.costs)
         n_chunks, n_stages = self.schedule.size.n_chunks, self.schedule.size.n_stages
         kept_bytes, n_bytes = self.plan.stages[stage].kept_bytes, self.plan.stages[stage].fixed_bytes
         first_s = min((start_s for start_s, _ in self.times[stage].values()), default=0.0) if self.loop > 1 else 0.0

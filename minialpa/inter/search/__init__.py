@@ -1,4 +1,4 @@
-"""The search for stages: layers and a cluster in, which layers run on which devices out.
+"""The search for stages: chooses which layers run on which devices of a cluster.
 
 Imports: `inter.staging`, `inter.schedule`, `inter.layers` and `intra`.
 """

@@ -28,7 +28,13 @@ _FAR = 4
 
 @dataclass(frozen=True, slots=True)
 class FoundStage:
-    """A stage by its choice in the table of the search: the submesh that this means, and what is computed again."""
+    """A stage of a pipeline that was found.
+
+    Attributes:
+        choice: its layers and its column in the tables of the search.
+        candidate: the submesh of that column, with its logical shape.
+        remat: what its layers compute again.
+    """
 
     choice: StageChoice
     candidate: Candidate
@@ -40,8 +46,14 @@ class FoundStage:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Stages, micro-batches, and the seconds of a step by the sums of pieces."""
+class FoundPipeline:
+    """A pipeline that a search found.
+
+    Attributes:
+        stages: its stages in order.
+        n_micro_batches: the number of micro-batches.
+        seconds: those of a step, by the sums of pieces.
+    """
 
     stages: tuple[FoundStage, ...]
     n_micro_batches: int
@@ -58,7 +70,7 @@ class StageSearch:
         #: Numbers of micro-batches that are looked at: some far apart, then what is near the best.
         self._open = _far_apart(bounds.numbers)
 
-    def best(self) -> Found:
+    def best(self) -> FoundPipeline:
         """A pipeline at most `tolerance` slower than any in the space, if that is known after `_MOST_SOLVED` costs.
 
         Raises InfeasibleError if nothing fits; its message is of the smallest micro-batches.
@@ -71,7 +83,7 @@ class StageSearch:
             n = min(self._open, key=lambda n: (self._least[n], n))
             least = self._least[n]
             enough = least >= (best[0] if best else math.inf) * (1 - tolerance)
-            if best is not None and (enough or bounds.n_solved > _MOST_SOLVED):
+            if best is not None and (enough or bounds.pieces.n_solved > _MOST_SOLVED):
                 if enough and self._open_near(best[1]):
                     continue
                 return self._found(*best)
@@ -90,7 +102,7 @@ class StageSearch:
 
             # What that pipeline uses is solved, piece by piece. Then its bounds are its costs.
             unsolved = bounds.unsolved(n, found)
-            self.report("Costs of stages", bounds.n_solved, bounds.n_solved + len(unsolved))
+            self.report("Costs of stages", bounds.pieces.n_solved, bounds.pieces.n_solved + len(unsolved))
             if unsolved:
                 bounds.raise_bound(n, *unsolved[0])
                 continue
@@ -108,21 +120,21 @@ class StageSearch:
     def certificate(self) -> Certificate:
         """What is known after `best`. Numbers of micro-batches that were not looked at are not in it."""
         looked_at = tuple(sorted(self._open))
-        return Certificate(min(self._least[n] for n in looked_at), looked_at, self.bounds.n_solved)
+        return Certificate(min(self._least[n] for n in looked_at), looked_at, self.bounds.pieces.n_solved)
 
-    def learn(self, found: Found, seconds: Sequence[tuple[float, float]]) -> None:
-        """Tell what the stages cost that were solved as wholes: seconds per micro-batch, and once per step."""
+    def learn(self, found: FoundPipeline, seconds: Sequence[tuple[float, float]]) -> None:
+        """Note what stages cost that were solved as a whole: seconds per micro-batch, and once per step."""
         n = found.n_micro_batches
         for stage, (t, step) in zip(found.stages, seconds, strict=True):
             self.bounds.learn(n, stage.choice, t, step)
         # A whole stage may cost less than its pieces, each of which saves memory and starts collectives by itself.
         self._least[n] = 0.0
 
-    def exclude(self, found: Found, stage: int, n_live: int) -> None:
-        """Tell that a stage does not fit with `n_live` micro-batches in flight."""
+    def exclude(self, found: FoundPipeline, stage: int, n_live: int) -> None:
+        """Note that a stage does not fit with `n_live` micro-batches in flight."""
         self.bounds.exclude(found.n_micro_batches, found.stages[stage].choice, n_live)
 
-    def alike(self, found: Found) -> Iterator[Found]:
+    def alike(self, found: FoundPipeline) -> Iterator[FoundPipeline]:
         """`found` with one logical shape for all of its stages, where these have the same submesh.
 
         For each shape that may be as fast up to the tolerance: sums of pieces are not that exact.
@@ -133,19 +145,20 @@ class StageSearch:
         for m, candidate in enumerate(self.space.candidates if len(submeshes) == 1 else ()):
             if (candidate.submesh, candidate.device) not in submeshes or {c.candidate for c in columns} == {m}:
                 continue
-            places = [bounds.place[dataclasses.replace(column, candidate=m)] for column in columns]
+
+            places = [bounds.columns.number[dataclasses.replace(column, candidate=m)] for column in columns]
             stages = [dataclasses.replace(s.choice, candidate=c) for s, c in zip(found.stages, places, strict=True)]
             other = StageAssignment(tuple(stages), 0.0)
             if bounds.seconds_of(n, other) <= found.seconds * (1 + self.space.tolerance):
                 yield self._found(found.seconds, n, other)
 
-    def _found(self, seconds: float, n: int, found: StageAssignment) -> Found:
+    def _found(self, seconds: float, n: int, found: StageAssignment) -> FoundPipeline:
         columns = [self.bounds.columns[choice.candidate] for choice in found.stages]
         stages = tuple(
             FoundStage(choice, self.space.candidates[column.candidate], column.remat)
             for choice, column in zip(found.stages, columns, strict=True)
         )
-        return Found(stages, n, seconds)
+        return FoundPipeline(stages, n, seconds)
 
 
 def _far_apart(numbers: Sequence[int]) -> set[int]:

@@ -14,74 +14,21 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from minialpa.cluster import ClusterSpec
 from minialpa.errors import TraceError
-from minialpa.inter.layers.forward import pieces_of
-from minialpa.inter.layers.remat import rematerialise
 from minialpa.inter.schedule.schedules import PipelineSize, max_live
-from minialpa.inter.search.stage_cost import (
-    MEMORY_PRICES,
-    PieceCost,
-    PieceCosts,
-    PieceKinds,
-    interval_maxima,
-    interval_sums,
-)
+from minialpa.inter.search.piece_solver import PieceSearch, PieceSolver
+from minialpa.inter.search.space import Column, Space, columns_of
+from minialpa.inter.search.stage_cost import MEMORY_PRICES, PieceCost, interval_maxima, interval_sums
 from minialpa.inter.search.stage_dp import StageAssignment, StageChoice, StageCostTable, choose_stages, step_seconds_of
 from minialpa.inter.search.stage_kernels import Bools, Floats
 from minialpa.inter.search.stage_memory import needed_bytes
-from minialpa.inter.search.submeshes import Candidate, may_start, preferred_seconds, skip_to, transfer_seconds
-from minialpa.inter.staging.staged_step import stage_step
-from minialpa.intra.graph.solve import MeshSolver
-from minialpa.intra.memory.compiler import Compiler
-from minialpa.intra.strategies.strategy_cache import Menus
-from minialpa.options import AutoShardingOption, Remat
-from minialpa.support.recent import Recent
-from minialpa.tracing.trace import TracedStep
+from minialpa.inter.search.submeshes import Candidate, preferred_seconds, skip_to, transfer_seconds
+from minialpa.options import Remat
 
 _NAMES = tuple(f.name for f in fields(PieceCost))
 
-#: Bytes of the staged steps, and of the solvers of pieces, that a search keeps for when they are asked for again.
-_MOST_STAGED_BYTES, _MOST_SOLVER_BYTES = 2**30, 2**29
-
 #: First layer, last layer, column.
 _Place = tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """What to choose from.
-
-    Attributes:
-        micro_batches: numbers of micro-batches.
-        remats: what layers may compute again; the same in all layers of a stage.
-        candidates: submeshes with their logical shapes.
-        schedule: the order of passes.
-        use_all_devices: whether no device may stay idle.
-        tolerance: fraction of the step time by which a pipeline may be slower than the fastest.
-    """
-
-    micro_batches: tuple[int, ...]
-    remats: tuple[Remat, ...]
-    candidates: tuple[Candidate, ...]
-    schedule: str
-    use_all_devices: bool
-    tolerance: float
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """How a stage may use a submesh.
-
-    Attributes:
-        candidate: number of the submesh in `Space.candidates`.
-        remat: what its layers compute again.
-        price: number of the price of memory in `MEMORY_PRICES`.
-    """
-
-    candidate: int
-    remat: Remat
-    price: int
 
 
 @dataclass(slots=True, eq=False)
@@ -114,100 +61,31 @@ class _Costs:
 class StageBounds:
     """Lower bounds on the costs of all stages in a space, for each of its numbers of micro-batches.
 
-    columns: what the candidates of its tables are. n_solved: costs of pieces that were solved so far.
+    Attributes:
+        columns: what the candidates of its tables are.
+        pieces: solves the pieces of the step.
+        numbers: the numbers of micro-batches that the step can be split into.
+        anchor: the largest micro-batches among several, by their number: they bound the costs of all smaller ones.
     """
 
-    def __init__(
-        self,
-        traced: TracedStep,
-        layer_of_group: Sequence[int],
-        *,
-        cluster: ClusterSpec,
-        compiler: Compiler,
-        space: Space,
-        option: AutoShardingOption,
-        known: dict[str, PieceCost] | None = None,
-    ) -> None:
+    def __init__(self, search: PieceSearch, known: dict[str, PieceCost] | None = None) -> None:
         """`known`: costs of pieces from other searches, to which this one adds."""
-        # What there is: pieces, columns, and where columns may lie in the cluster.
-        self.known = {} if known is None else known
-        self.traced, self.cluster, self.compiler = traced, cluster, compiler
-        self.space, self.option = space, option
-        self.piece_of_group, self.layer_of_piece = pieces_of(traced, layer_of_group)
-        self.n_pieces = len(self.layer_of_piece)
-        self.columns = [
-            Column(m, remat, k) for m in range(len(space.candidates)) for remat in space.remats
-            for k in range(len(MEMORY_PRICES))
-        ]  # fmt: skip
-        self.place = {column: c for c, column in enumerate(self.columns)}
-        devices = [space.candidates[column.candidate].device or cluster.device for column in self.columns]
-        self.memory = np.array([option.limit_bytes(device) or math.inf for device in devices])
-        starts = may_start(cluster, list(space.candidates))
-        self.may_start = np.array([starts[column.candidate] for column in self.columns])
-        self.n_devices = np.array([space.candidates[column.candidate].n_devices for column in self.columns])
+        self.cluster, self.space = search.cluster, search.space
+        self.columns = columns_of(search.space, search.cluster, search.option)
+        self.pieces = PieceSolver(search, self.columns, {} if known is None else known)
+        self.numbers, self.anchor = _possible_numbers(self.pieces, search.space)
 
-        # What was staged and solved so far.
-        self.menus = Menus()
-        self._steps: dict[Remat, TracedStep] = {}
-        # One staged step for each number of micro-batches and rematerialisation, and one solver for each distinct piece
-        # of these on each submesh: all of them together are many times the step.
-        self._piece_costs: Recent[PieceCosts] = Recent(_MOST_STAGED_BYTES, lambda costs: costs.n_bytes)
-        self._solvers: Recent[MeshSolver] = Recent(_MOST_SOLVER_BYTES, lambda solver: solver.n_bytes)
-        self._kinds: dict[tuple[int, Remat], PieceKinds] = {}
-        self._solved: dict[tuple[int, int, int], PieceCost] = {}
-        self._anchored: set[tuple[int, int]] = set()
+        # Bounds that were raised already, by what pieces cost alone and in the largest micro-batches.
         self._alone: set[tuple[int, Remat]] = set()
+        self._anchored: set[tuple[int, int]] = set()
 
-        # With one micro-batch nothing is accumulated; among several, the largest bound those of all others.
-        self.anchor = min((n for n in space.micro_batches if n > 1), default=1)
-        self.numbers = self._possible_numbers()
-        shape = (self.n_pieces, len(self.columns))
+        shape = (self.pieces.n_pieces, len(self.columns))
         self._costs = {
             n: _Costs({name: np.zeros(shape) for name in _NAMES}, np.zeros(shape, np.bool_)) for n in self.numbers
         }
-        self._raise_alone(self.anchor, space.remats[0], self.numbers, range(len(self.columns)))
-
-    @property
-    def n_solved(self) -> int:
-        return len(self._solved)
+        self._raise_alone(self.anchor, search.space.remats[0], self.numbers, range(len(self.columns)))
 
     # ---- costs of pieces ------------------------------------------------------------------------------------------
-
-    def _possible_numbers(self) -> tuple[int, ...]:
-        """The numbers of micro-batches of the space; 1 if it is among them and the step cannot be split."""
-        try:
-            self._pieces(self.anchor, self.space.remats[0])
-        except TraceError:
-            if 1 not in self.space.micro_batches:
-                raise
-            self.anchor = 1
-            return (1,)
-        return self.space.micro_batches
-
-    def _pieces(self, n: int, remat: Remat) -> PieceCosts:
-        """Costs of pieces for `n` micro-batches. Raises TraceError if the step cannot be split into as many."""
-
-        def make() -> PieceCosts:
-            if remat not in self._steps:
-                self._steps[remat] = rematerialise(self.traced, self.piece_of_group, (remat,) * self.n_pieces)
-            staged = stage_step(self._steps[remat], n, self.piece_of_group, range(self.n_pieces))
-            return PieceCosts(
-                staged,
-                cluster=self.cluster,
-                compiler=self.compiler,
-                option=self.option,
-                menus=self.menus,
-                known=self.known,
-                solvers=self._solvers,
-            )
-
-        return self._piece_costs.once((n, remat), make)
-
-    def _kinds_of(self, n: int, remat: Remat) -> PieceKinds:
-        """Which pieces are alike; as `_pieces`, and remembered when these are gone."""
-        if (n, remat) not in self._kinds:
-            self._kinds[n, remat] = self._pieces(n, remat).kinds
-        return self._kinds[n, remat]
 
     def is_solved(self, n: int, piece: int, c: int) -> bool:
         """Whether the cost of a piece in column `c` is no bound any more."""
@@ -216,57 +94,63 @@ class StageBounds:
     def raise_bound(self, n: int, piece: int, c: int) -> None:
         """Raise the bounds of a piece in a column, and of those like it, by the cheapest means that is left."""
         column = self.columns[c]
-        free = self.place[Column(column.candidate, column.remat, 0)]
+        free = self.columns.at_price(column, 0)
         base = min(n, self.anchor)
 
         # First what pieces cost alone on one device, then in the largest micro-batch, and last what they do cost.
         if (base, column.remat) not in self._alone:
-            columns = [i for i, other in enumerate(self.columns) if other.remat == column.remat]
+            columns = [i for i, other in enumerate(self.columns.columns) if other.remat == column.remat]
             alike = [m for m in self.numbers if m == 1 or base > 1]
             self._raise_alone(base, column.remat, alike, columns)
         elif 1 < self.anchor < n and not self._is_anchored(piece, free):
-            kind = self._kinds_of(self.anchor, column.remat).kind
+            kind = self.pieces.kinds(self.anchor, column.remat).kind
             self._anchored.add((kind[piece], free))
-            anchor, candidate = self._pieces(self.anchor, column.remat), self.space.candidates[column.candidate]
-            cost = anchor.cost(kind[piece], candidate, None, 0.0, limited=False)
+            candidate = self.space.candidates[column.candidate]
+            cost = self.pieces.unlimited_cost(self.anchor, column.remat, kind[piece], candidate)
             self._raise_later(self.anchor, kind, piece, column, cost)
         else:
             self._solve(n, piece, column)
 
     def _is_anchored(self, piece: int, free: int) -> bool:
         """Whether the bounds of a piece in column `free` have been raised by its cost with `anchor` micro-batches."""
-        return (self._kinds_of(self.anchor, self.columns[free].remat).kind[piece], free) in self._anchored
+        return (self.pieces.kinds(self.anchor, self.columns[free].remat).kind[piece], free) in self._anchored
 
     def _raise_alone(self, base: int, remat: Remat, numbers: Iterable[int], columns: Iterable[int]) -> None:
         """Raise the bounds of columns to what pieces cost on one device of any memory, sharded perfectly.
 
-        What is computed again makes nothing faster and saves residuals only. One micro-batch instead of `base` takes as
-        long as one of these at least: it may read weights once.
+        Rematerialisation never makes a piece faster; it only saves residuals. One micro-batch instead of `base` takes
+        at least as long as one of these: it may read weights once.
         """
         self._alone.add((base, remat))
-        pieces, kinds = self._pieces(base, remat), self._kinds_of(base, remat).kind
+        kinds = self.pieces.kinds(base, remat).kind
+
+        # One device of each kind: pieces that are alike cost the same on it.
         known: dict[Candidate, dict[int, PieceCost]] = {}
         for c in columns:
             one = Candidate((1, 1), (1,), self.space.candidates[self.columns[c].candidate].device)
             if one not in known:
-                known[one] = {kind: pieces.cost(kind, one, None, 0.0, limited=False) for kind in set(kinds)}
-            own = self.columns[c].remat == remat
+                known[one] = {kind: self.pieces.unlimited_cost(base, remat, kind, one) for kind in set(kinds)}
             for n in numbers:
-                bounds, share = self._costs[n].by_name, min(1, base / n) / self.n_devices[c]
-                for i, kind in enumerate(kinds):
-                    cost = known[one][kind]
-                    bounds["seconds"][i, c] = max(bounds["seconds"][i, c], share * cost.seconds)
-                    if own:
-                        bounds["in_flight_bytes"][i, c] = share * cost.in_flight_bytes
-                    for name in ("step_seconds", "fixed_bytes") if n > 1 or base == 1 else ():
-                        value = getattr(cost, name) / self.n_devices[c]
-                        bounds[name][i, c] = max(bounds[name][i, c], value)
-                self._costs[n].change()
+                self._raise_column(n, c, [known[one][kind] for kind in kinds], base, remat)
+
+    def _raise_column(self, n: int, c: int, alone: Sequence[PieceCost], base: int, remat: Remat) -> None:
+        """Raise the bounds of a column by what pieces cost on one device, with `base` micro-batches and `remat`."""
+        n_devices, own = self.columns.n_devices[c], self.columns[c].remat == remat
+        bounds, share = self._costs[n].by_name, min(1, base / n) / n_devices
+        # What runs once per step is smaller with one micro-batch, which accumulates nothing.
+        names = ("step_seconds", "fixed_bytes") if n > 1 or base == 1 else ()
+        for i, cost in enumerate(alone):
+            bounds["seconds"][i, c] = max(bounds["seconds"][i, c], share * cost.seconds)
+            if own:
+                bounds["in_flight_bytes"][i, c] = share * cost.in_flight_bytes
+            for name in names:
+                bounds[name][i, c] = max(bounds[name][i, c], getattr(cost, name) / n_devices)
+        self._costs[n].change()
 
     def _raise_later(self, n: int, kinds: Sequence[int], piece: int, column: Column, cost: PieceCost) -> None:
         """Raise bounds for multiples of `n` micro-batches to their share of what a piece costs for `n`."""
         pieces = [i for i, kind in enumerate(kinds) if kind == kinds[piece]]
-        columns = [self.place[Column(column.candidate, column.remat, k)] for k in range(len(MEMORY_PRICES))]
+        columns = [self.columns.at_price(column, price) for price in range(len(MEMORY_PRICES))]
         for m, costs in self._costs.items():
             if m % n == 0 and (n > 1 or m == 1):
                 at = np.ix_(pieces, [c for c in columns if not costs.solved[pieces[0], c]])
@@ -276,46 +160,34 @@ class StageBounds:
 
     def _solve(self, n: int, piece: int, column: Column) -> None:
         """The costs of a piece; of all columns with a price, if one is asked for: the search asks for them all."""
-        kinds, costs = self._kinds_of(n, column.remat).kind, self._costs[n]
-        free = self.place[Column(column.candidate, column.remat, 0)]
-        self._raise_later(n, kinds, piece, column, self._cost(n, piece, free))
+        kinds, costs = self.pieces.kinds(n, column.remat).kind, self._costs[n]
+        free = self.columns.at_price(column, 0)
+        self._raise_later(n, kinds, piece, column, self.pieces.cost(n, piece, free))
+
         pieces = [i for i, kind in enumerate(kinds) if kind == kinds[piece]]
         for price in range(1, len(MEMORY_PRICES)) if column.price else (0,):
-            at = self.place[Column(column.candidate, column.remat, price)]
+            at = self.columns.at_price(column, price)
+            cost = self.pieces.cost(n, piece, at)
             for name in _NAMES:
-                costs.by_name[name][pieces, at] = getattr(self._cost(n, piece, at), name)
+                costs.by_name[name][pieces, at] = getattr(cost, name)
             costs.solved[pieces, at] = True
         costs.change()
-
-    def _cost(self, n: int, piece: int, c: int) -> PieceCost:
-        column = self.columns[c]
-        kind = self._kinds_of(n, column.remat).kind[piece]
-        key = (n, kind, c)
-        if key not in self._solved:
-            free = self.place[Column(column.candidate, column.remat, 0)]
-            fastest = None if c == free else self._cost(n, piece, free)
-            if fastest is not None and math.isinf(fastest.seconds):
-                self._solved[key] = fastest
-            else:
-                choice, price = self.space.candidates[column.candidate], MEMORY_PRICES[column.price]
-                pieces = self._pieces(n, column.remat)
-                self._solved[key] = pieces.cost(kind, choice, fastest, price, limited=True)
-        return self._solved[key]
 
     # ---- costs of stages ------------------------------------------------------------------------------------------
 
     def learn(self, n: int, stage: StageChoice, seconds: float, step_seconds: float) -> None:
-        """A stage was found to cost so many seconds per micro-batch, and per step.
+        """Note that a stage was found to cost so many seconds per micro-batch, and per step.
 
         They are taken to hold with any number of micro-batches in flight: memory that is short for more of them shows
         when such a pipeline is planned, and is learned then.
         """
         self._costs[n].exact[_place_of(stage)] = seconds, step_seconds
         self._costs[n].change()
-        self._costs[n].chosen = None  # which was the best while all costs were bounds, and this may be less
+        # It was the best while all costs were lower bounds, and this cost may be less than its bound.
+        self._costs[n].chosen = None
 
     def exclude(self, n: int, stage: StageChoice, n_live: int) -> None:
-        """A stage does not fit with `n_live` micro-batches in flight."""
+        """Note that a stage does not fit with `n_live` micro-batches in flight."""
         self._costs[n].misfits.append((_place_of(stage), n_live))
         self._costs[n].change()
 
@@ -326,12 +198,13 @@ class StageBounds:
         for stage in found.stages:
             if _place_of(stage) in costs.exact:
                 continue
-            kinds = self._kinds_of(min(n, self.anchor), self.columns[stage.candidate].remat).kind
-            for piece, layer in enumerate(self.layer_of_piece):
+            kinds = self.pieces.kinds(min(n, self.anchor), self.columns[stage.candidate].remat).kind
+            for piece, layer in enumerate(self.pieces.layer_of_piece):
                 inside = stage.first_layer <= layer <= stage.last_layer
                 if inside and not costs.solved[piece, stage.candidate]:
                     users.setdefault((kinds[piece], stage.candidate), []).append((piece, stage.candidate))
 
+        # Raising the bound of what takes most time changes the best pipeline most.
         seconds = costs.by_name["seconds"]
         ordered = sorted(users.values(), key=lambda places: -len(places) * seconds[places[0]])
         return [places[0] for places in ordered]
@@ -344,7 +217,7 @@ class StageBounds:
             if math.isinf(table.seconds[at]):
                 return math.inf
             live = max_live(self.space.schedule, k, PipelineSize(len(found.stages), n))
-            if table.fixed_bytes[at] + live * table.in_flight_bytes[at] > self.memory[stage.candidate]:
+            if table.fixed_bytes[at] + live * table.in_flight_bytes[at] > self.columns.memory_bytes[stage.candidate]:
                 return math.inf
         return step_seconds_of(table, found.stages, n)
 
@@ -357,12 +230,14 @@ class StageBounds:
         costs, slack = self._costs[n], self.space.tolerance / 4
         if costs.changed and costs.chosen is not None:
             costs.changed = self.seconds_of(n, costs.chosen) > (1 + slack) * costs.chosen.seconds
+
+        # Forgotten first: if nothing fits any more, the next call looks again.
         if costs.changed or costs.chosen is None:
             costs.chosen, costs.changed = None, False
             costs.chosen = choose_stages(
                 self.table(n),
                 n_micro_batches=n,
-                memory_bytes=self.memory,
+                memory_bytes=self.columns.memory_bytes,
                 schedule=self.space.schedule,
                 use_all_devices=self.space.use_all_devices,
                 tolerance=slack,
@@ -377,7 +252,7 @@ class StageBounds:
         return costs.table
 
     def _table(self, n: int) -> StageCostTable:
-        starts = np.flatnonzero(np.diff(self.layer_of_piece, prepend=-1))
+        starts = np.flatnonzero(np.diff(self.pieces.layer_of_piece, prepend=-1))
 
         def sums(values: Floats) -> Floats:
             return interval_sums(np.add.reduceat(values, starts, axis=0))
@@ -394,15 +269,17 @@ class StageBounds:
         for at, (t, step) in costs.exact.items():
             seconds[at], step_seconds[at] = t, step
         for at, n_live in costs.misfits:
-            fixed[at] = max(fixed[at], _above(self.memory[at[2]]) - n_live * in_flight[at])
+            fixed[at] = max(fixed[at], _above(self.columns.memory_bytes[at[2]]) - n_live * in_flight[at])
 
+        # A border has as many bytes per step with any number of micro-batches.
         base = self.anchor
-        crossing = np.array(self._kinds_of(base, self.space.remats[0]).border_bytes)[starts[1:] - 1] * base / n
-        seconds = preferred_seconds(seconds, self.n_devices / self.cluster.n_devices)
-        seconds[self._needless(fixed + self._most_live(n) * in_flight <= self.memory)] = np.inf
+        crossing = np.array(self.pieces.kinds(base, self.space.remats[0]).border_bytes)[starts[1:] - 1] * base / n
+
+        seconds = preferred_seconds(seconds, self.columns.n_devices / self.cluster.n_devices)
+        seconds[self._needless(fixed + self._most_live(n) * in_flight <= self.columns.memory_bytes)] = np.inf
         return StageCostTable(
-            n_devices=self.n_devices,
-            may_start=self.may_start,
+            n_devices=self.columns.n_devices,
+            may_start=self.columns.may_start,
             skip_to=skip_to(self.cluster),
             seconds=seconds,
             step_seconds=step_seconds,
@@ -413,7 +290,7 @@ class StageBounds:
 
     def _most_live(self, n: int) -> int:
         """Micro-batches that a stage holds at most, wherever it is in a pipeline of any length."""
-        n_stages = min(max(self.layer_of_piece) + 1, self.cluster.n_devices)
+        n_stages = min(max(self.pieces.layer_of_piece) + 1, self.cluster.n_devices)
         return max_live(self.space.schedule, 0, PipelineSize(n_stages, n))
 
     def _needless(self, fits: Bools) -> Bools:
@@ -428,6 +305,19 @@ class StageBounds:
         needless = np.repeat(earlier[..., None], len(MEMORY_PRICES), axis=-1)
         needless[..., 1:] |= free[..., None]
         return needless.reshape(fits.shape)
+
+
+def _possible_numbers(pieces: PieceSolver, space: Space) -> tuple[tuple[int, ...], int]:
+    """The numbers of micro-batches of a space and its anchor; both 1 if that is there and the step cannot be split."""
+    # With one micro-batch nothing is accumulated, so it bounds no other.
+    anchor = min((n for n in space.micro_batches if n > 1), default=1)
+    try:
+        pieces.kinds(anchor, space.remats[0])
+    except TraceError:
+        if 1 not in space.micro_batches:
+            raise
+        return (1,), 1
+    return space.micro_batches, anchor
 
 
 def _above(limit_bytes: float) -> float:

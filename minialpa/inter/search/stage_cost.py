@@ -95,6 +95,8 @@ class PieceCosts:
         self._solvers, self._mine = solvers, object()  # the same step, staged again, has other variables
         # There are hundreds of costs: one that is a little too high is better than minutes of proof for each.
         self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _PIECE_TIME_LIMIT_S))
+
+        # Pieces with equal keys are the same problem, and share costs between searches by the digests of these.
         self.problems = [mesh_equations(staged, piece) for piece in range(staged.n_meshes)]
         keys = [problem_key(problem) for problem in self.problems]
         self._digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
@@ -191,6 +193,8 @@ def border_bytes(staged: StagedStep) -> list[float]:
     loop = [task for task in staged.tasks if task.per_micro_batch]
     crossing = [0.0] * len(staged.mesh_of_chunk)
     home: dict[Var, Task] = {v: task for task in loop for v in task.outvars}
+
+    # A value that skips chunks counts at every border between its two ends.
     for task in loop:
         for v in task.invars:
             source = home.get(v, task)

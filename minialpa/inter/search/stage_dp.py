@@ -341,7 +341,10 @@ def _least_memory(problem: _Problem) -> float:
 
 
 def _infeasible_message(problem: _Problem, schedule: str, n_micro_batches: int) -> str:
+    """Why no pipeline is possible: too little memory, or no stages that the table allows."""
     table, stages = problem.table, problem.stages
+
+    # Bytes that are inf even so mean that memory is not the reason.
     boundless = np.full_like(problem.memory, np.inf)
     need = _least_memory(_problem(table, stages, schedule, n_micro_batches, boundless, idle=problem.idle))
     if np.isfinite(need):
@@ -350,6 +353,7 @@ def _infeasible_message(problem: _Problem, schedule: str, n_micro_batches: int) 
             f"{need:.6g} bytes per device and the devices have {problem.memory.max():.6g}. Raise `n_micro_batches` so "
             "that each is smaller, allow more devices, or use devices with more memory."
         )
+
     least = 1 if problem.idle else table.cluster_devices
     return (
         f"No pipeline of {table.n_layers} layers in {stages[0]} to {stages[-1]} stages uses {least} to "

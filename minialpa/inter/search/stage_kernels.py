@@ -46,7 +46,9 @@ def least_stages(
                 value, k = values[i, j, m], most[i, j, m]
                 if value <= tau and k >= 0 and value < best[k, i, groups[m], j] and step[i, j, m] <= sigma:
                     best[k, i, groups[m], j] = value
-    for k in range(n_live - 2, -1, -1):  # what fits with more fits with less
+
+    # A stage that fits with more micro-batches in flight fits with fewer.
+    for k in range(n_live - 2, -1, -1):
         best[k] = np.minimum(best[k], best[k + 1])
     return best
 

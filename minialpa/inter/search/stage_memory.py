@@ -1,4 +1,4 @@
-"""Memory of one mesh over a step: its tasks with their shardings in, bytes per device out.
+"""Memory of one mesh over a step: the bytes per device that its tasks need with their shardings.
 
     peak = fixed + max over moments (sum_c live[c] * kept[c]) + temp
 
@@ -144,6 +144,8 @@ def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, compiler: Co
     live = max(moments, key=lambda counts: sum(bytes_of(v) * counts[c] for v, c in kept.residuals.items()))
     inputs = set(staged.inputs)
     usages: list[Usage] = []
+
+    # Times of one task follow those of the task before it.
     now = 0
     for task in _tasks(staged, mesh):
         given = set(donations(staged, task))
@@ -152,9 +154,12 @@ def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, compiler: Co
         for v, start, end in found.intervals:
             if v not in kept.residuals and v not in kept.fixed:
                 usages.append(Usage(v, 1, now + start, now + end))
+
+        # An argument that is not kept is sent for this task, and held while it runs.
         end = now + max(1, found.n_times)
         usages += [Usage(v, 1, now, end) for v in task.invars if v not in kept.fixed and v not in kept.residuals]
         now = end
+
     usages += [Usage(v, n, 0, now) for v, n in kept.fixed.items() if v not in inputs]
     usages += [Usage(v, live[chunk], 0, now) for v, chunk in kept.residuals.items() if live[chunk]]
     return tuple(usages)
@@ -193,7 +198,7 @@ def _kept(staged: StagedStep, mesh: int) -> _Kept:
 
 
 def _fixed(staged: StagedStep, mesh: int) -> dict[Var, int]:
-    """Arguments, and what loops over the micro-batches leave for whoever runs behind them."""
+    """Arguments, and what loops over the micro-batches leave for the segments behind them."""
     n = staged.split.n_micro_batches
     fixed = {v: 1 for v, meshes in zip(staged.inputs, staged.input_meshes, strict=True) if mesh in meshes}
     tasks = _tasks(staged, mesh)
@@ -221,11 +226,14 @@ def _residuals(staged: StagedStep, mesh: int, fixed: Mapping[Var, int]) -> dict[
     chunks = [c for c, home in enumerate(staged.mesh_of_chunk) if home == mesh]
     never = {*fixed, *(part for _, part in staged.split.micro_inputs), staged.split.micro_index}
     never.update(v for task in tasks if not task.per_micro_batch for v in task.outvars)
+
+    # A residual outlives a task: a later one of the loop reads it again.
     seen: set[Var] = set()
     residuals: dict[Var, int] = {}
     for task in loop:
         residuals.update((v, len(chunks)) for v in task.invars if v in seen)
         seen.update(v for v in (*task.invars, *task.outvars) if v not in never)
+
     for task in loop:
         # The first chunk that has a value keeps it: that chunk's backward pass is the mesh's last.
         for v in (*task.invars, *task.outvars):

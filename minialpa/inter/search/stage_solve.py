@@ -130,6 +130,7 @@ class StageSolver:
         variables = _variables(problem)
         if self._last is not None and self._last[0] is solution and variables == solution.variables:
             return self._last[1]
+
         names = dict(zip(solution.variables, variables, strict=True))
         sharding = replace(
             solution.sharding,
@@ -141,7 +142,7 @@ class StageSolver:
 
 
 def _variables(problem: MeshEquations) -> tuple[Var, ...]:
-    """Those that solutions speak of, in an order that is the same for all problems that are alike."""
+    """The variables that solutions have specs of, in the same order for all problems that are alike."""
     made = (v for eqn in problem.eqns for v in eqn.outvars)
     return (*(v for v, _ in problem.inputs), *made, *problem.equal.values())
 
@@ -198,6 +199,8 @@ def _explained(
         return InfeasibleError(
             f"No sharding{within} was found in {option.solver_time_limit_s:g} s. Raise `solver_time_limit_s`."
         )
+
+    # Without a limit, only options can forbid all shardings.
     if limit is None:
         return InfeasibleError(stage.solver.why_infeasible(option.solver_time_limit_s) or str(error))
 

@@ -1,4 +1,4 @@
-"""Times of a stage: the solved tasks of a mesh in, seconds of its passes and of its update out."""
+"""Times of a stage: the seconds of its passes and of its update, from the solved tasks of its mesh."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ def stage_times(
     """
     compute_s = {id(eqn): seconds for eqn, seconds in zip(problem.eqns, sharding.compute_s, strict=True)}
     passes: list[PlannedPass] = []
+
+    # By loop: the seconds of what runs behind it, and its collectives, which may be combined.
     once_s = [0.0] * n_loops
     in_update: list[list[Communication]] = [[] for _ in range(n_loops)]
     for task, collectives in ((m.task, m.collectives) for m in moved):
@@ -61,10 +63,12 @@ def stage_times(
                 )
             )
             continue
+
         # A prologue counts with the update.
         behind = (task.loop or n_loops) - 1
         once_s[behind] += compute
         in_update[behind] += collectives
+
     *between, update = (s + _combined_s(moved, mesh) for s, moved in zip(once_s, in_update, strict=True))
     return StageTimes(tuple(passes), update, tuple(between))
 

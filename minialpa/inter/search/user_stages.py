@@ -95,15 +95,18 @@ def _manual(
     dicts = list(option.submesh_autosharding_option_dicts) or [{}] * len(layers)
     _check_layers(layers, n_layers)
     _check_names(dicts)
+
     shapes, logical = option.submesh_physical_shapes, option.submesh_logical_shapes
     if not len(layers) == len(shapes) == len(logical) == len(dicts):
         raise ShardingError(
             f"A manual stage option needs one submesh, logical shape and option dict for each of its {len(layers)} "
             f"stages; got {len(shapes)}, {len(logical)} and {len(dicts)}."
         )
+
+    # The options of a stage are those of the step, but for the fields that the user gives for it.
     parts = [
-        (ids, Candidate((s[0], s[1]), tuple(shape)), dataclasses.replace(sharding, **fields))
-        for ids, s, shape, fields in zip(layers, shapes, logical, dicts, strict=True)
+        (ids, Candidate((submesh[0], submesh[1]), tuple(shape)), dataclasses.replace(sharding, **fields))
+        for ids, submesh, shape, fields in zip(layers, shapes, logical, dicts, strict=True)
     ]
     return _placed_stages(parts, cluster)
 

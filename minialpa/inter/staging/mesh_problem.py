@@ -87,6 +87,7 @@ def _not_partial(staged: StagedStep, mesh: int) -> frozenset[Var]:
     complete = set(step_results(split))
     complete.update(stack.loop for stack in split.stacks)
     complete.update(a.loop for a in split.accumulators if a.reduction != "sum" or a.total in complete)
+
     for task in staged.tasks:
         if task.mesh != mesh:
             read = set(task.invars)
@@ -106,6 +107,7 @@ def _inputs(staged: StagedStep, tasks: Sequence[Task], mesh: int) -> list[tuple[
     for var, meshes in zip(staged.inputs, staged.input_meshes, strict=True):
         if mesh in meshes:
             roles[var] = "batch" if var in batch else "parameter" if var in in_loop else "state"
+
     for task in tasks:
         for var in task.invars:
             roles.setdefault(var, "batch" if var in batch else "received")

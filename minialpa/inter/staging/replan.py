@@ -13,12 +13,14 @@ from minialpa.tracing.fingerprint import first_change
 from minialpa.tracing.jaxprs import dtype_name, shape_of, source_line
 from minialpa.tracing.trace import TracedStep
 
+#: Differences that a message names; it counts the others.
 _MOST_NAMED = 3
 
 
 def options_of(plan: Plan) -> PlanOptions:
     """The options under which planning decides all that `plan` decided, but for the shardings."""
     first = plan.stages[0]
+    # Without layers there is one stage, and no choice of layers to repeat.
     if not plan.layer_of_group:
         return PlanOptions(
             n_micro_batches=plan.n_micro_batches,
@@ -28,6 +30,7 @@ def options_of(plan: Plan) -> PlanOptions:
             submesh=first.submesh,
             keep_rows=plan.keeps_rows,
         )
+
     stages = ManualStageOption(
         tuple(stage.layers for stage in plan.stages),
         tuple(stage.submesh for stage in plan.stages),
@@ -81,17 +84,23 @@ def check_fits(traced: TracedStep, plan: Plan) -> None:
 def _argument_difference(traced: TracedStep, plan: Plan) -> str | None:
     now = {path: _type(dtype_name(v), shape_of(v)) for v, path in zip(traced.flat.invars, traced.in_paths, strict=True)}
     planned = {value.path: _type(value.dtype, value.shape) for value in plan.inputs}
-    found: list[str] = []
-    for path, kind in now.items():
+    differences: list[str] = []
+    for path, type_ in now.items():
         if path not in planned:
-            found.append(f"argument `{path}` is {kind} and the plan knows of none")
-        elif kind != planned[path]:
-            found.append(f"argument `{path}` is {kind} and the plan was made for {planned[path]}")
-    found.extend(
+            differences.append(f"argument `{path}` is {type_} and the plan knows of none")
+        elif type_ != planned[path]:
+            differences.append(f"argument `{path}` is {type_} and the plan was made for {planned[path]}")
+    differences.extend(
         f"argument `{path}` is missing and the plan was made for {planned[path]}" for path in planned if path not in now
     )
-    more = len(found) - _MOST_NAMED
-    return "; ".join(found[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "") if found else None
+    return _listed(differences, "; ") if differences else None
+
+
+def _listed(differences: Sequence[str], separator: str) -> str:
+    """The first differences, and how many more there are."""
+    more = len(differences) - _MOST_NAMED
+    named = separator.join(differences[:_MOST_NAMED])
+    return f"{named}{separator}and {more} more" if more > 0 else named
 
 
 def _type(dtype: str, shape: Sequence[int]) -> str:
@@ -99,18 +108,21 @@ def _type(dtype: str, shape: Sequence[int]) -> str:
 
 
 def _step_difference(traced: TracedStep, plan: Plan) -> str:
-    flat, old = traced.flat, plan.fingerprint
-    now, was = dict(traced.fingerprint.primitives), dict(old.primitives)
+    """How the operations of a step differ from those of the plan's: their numbers, and the first place."""
+    now, was = dict(traced.fingerprint.primitives), dict(plan.fingerprint.primitives)
     counts = [
         f"{now.get(name, 0)} `{name}` where the plan has {was.get(name, 0)}"
         for name in sorted(now.keys() | was.keys())
         if now.get(name, 0) != was.get(name, 0)
     ]
-    more = len(counts) - _MOST_NAMED
-    text = "it has " + ", ".join(counts[:_MOST_NAMED]) + (f", and {more} more" if more > 0 else "") if counts else ""
-    change = first_change(old, (*flat.constvars, *flat.invars), flat.eqns, flat.outvars)
+    text = "it has " + _listed(counts, ", ") if counts else ""
+
+    # The fingerprints of prefixes narrow the first difference down to one operation, or to a range of them.
+    flat = traced.flat
+    change = first_change(plan.fingerprint, (*flat.constvars, *flat.invars), flat.eqns, flat.outvars)
     if change is None:
         return text or "what it returns, or which of its arguments are batches or are donated"
+
     if not change:
         where = "the arrays that it captures" if not change.start else f"it ends after {change.start} operations"
     elif len(change) == 1:

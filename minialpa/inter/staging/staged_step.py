@@ -1,4 +1,4 @@
-"""From a plan's decisions back to placed equations: a traced step and stages in, a staged step out.
+"""From a plan's decisions back to placed equations: the staged step of a traced step and its stages.
 
 Used twice: by the planner, which then solves each mesh, and to realise a plan, whose specs are bound to the same
 equations again. Tracing and splitting are deterministic, so numbers of equations are enough to tie them together.
@@ -43,16 +43,22 @@ def stage_step(
     """
     groups = chunk_of_group or [0] * traced.n_groups
     n_chunks = len(mesh_of_chunk)
+
+    # Sums of different chunks stay apart, so the split has to know the chunk of each equation.
     chunk_of = None
     if n_chunks > 1:
         positions = traced_positions(traced, groups, n_chunks)
         chunk_of = [None if p is None else min(p, 2 * n_chunks - 1 - p) for p in positions]
+
     split = split_micro_batches(traced, n_micro_batches, chunk_of, keep_rows=keep_rows)
     return stage_split(_shared(split, by_direction=n_chunks > 1), groups, mesh_of_chunk)
 
 
 def _shared(split: SplitStep, *, by_direction: bool) -> SplitStep:
-    """With copies of what several contractions of a task read; in a pipeline forward and backward are two tasks."""
+    """`split`, with a copy of each value that several contractions of a task read, for them to read.
+
+    by_direction: whether forward and backward passes are different tasks, as in a pipeline.
+    """
 
     def task_of(op: Op) -> str | None:
         if not is_loop(op.segment):
@@ -88,13 +94,17 @@ def final_specs(staged: StagedStep, plan: Plan, mesh: int) -> dict[Var, Spec]:
 
 
 def realise(traced: TracedStep, plan: Plan) -> StagedStep:
-    """The staged step of a plan. Raises VerifyError if the plan was made for another step or other shapes, or if a
-    decision is none that the step leaves room for; its specs are verified later, by `verify_staged`."""
+    """The staged step of a plan.
+
+    Raises VerifyError if the plan was made for another step or other shapes, or if the step does not allow one of its
+    decisions; its specs are verified later, by `verify_staged`.
+    """
     check_fits(traced, plan)
     verify_decisions(traced, plan)
     step = with_row_blocks(traced, plan.row_blocks).step if plan.row_blocks else traced
     verify_layers(step.n_groups, plan)
     step = rematerialise(step, plan.layer_of_group, plan.remat)
+
     chunks = plan_chunks(plan)
     with blamed("n_micro_batches", plan.n_micro_batches):
         groups = chunks.of_group(plan.layer_of_group)

@@ -21,6 +21,7 @@ def remote_readers(staged: StagedStep) -> dict[tuple[Var, int], set[int]]:
     for value, total in combined_values(staged.split):
         makers[total] |= makers[value]
 
+    # A mesh that makes a variable itself needs no copy; of several makers, the first one sends.
     readers: dict[tuple[Var, int], set[int]] = defaultdict(set)
     for task in staged.tasks:
         for v in task.invars:

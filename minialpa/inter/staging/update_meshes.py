@@ -31,10 +31,13 @@ def place_updates(step: ChunkedStep, loops: Mapping[int, LoopPlacement]) -> dict
     split, inputs = step.split, frozenset(step_inputs(step.split))
     homes: dict[Var, set[int]] = defaultdict(set)
     updates: dict[int, ByLevel] = {}
+
     for segment in range(1, 2 * split.n_loops + 1):
         if is_loop(segment):
             _note_homes(homes, step, loops[segment], inputs)
             continue
+
+        # Readers decide where operands do not.
         eqns = [op.eqn for op in split.in_segment(segment)]
         meshes = _meshes_by_operands(eqns, homes, inputs)
         meshes = _meshes_by_readers(eqns, meshes, _later_readers(step, segment, homes))

@@ -51,7 +51,7 @@ def verify_layers(n_groups: int, plan: Plan) -> None:
 
 @contextmanager
 def blamed(where: str, found: Any) -> Iterator[None]:
-    """What is refused inside is refused for what the field `where` is."""
+    """Raise errors of the body as VerifyErrors about the field `where` of the plan, which is `found`."""
     try:
         yield
     except MinialpaError as error:
@@ -66,6 +66,8 @@ def verify_staged(staged: StagedStep, problems: Sequence[MeshEquations], plan: P
     - arguments and results live where the stages have them, in specs that their meshes can turn them into.
     """
     require(len(plan.stages) == len(problems), "stages", f"a list of {len(plan.stages)}", f"{len(problems)} stages")
+
+    # Specs of arguments and results are compared with those of their stages, so these come first.
     known: list[dict[Var, Spec]] = []
     for k, (problem, stage) in enumerate(zip(problems, plan.stages, strict=True)):
         _verify_passes(staged, plan, k)
@@ -77,6 +79,7 @@ def verify_staged(staged: StagedStep, problems: Sequence[MeshEquations], plan: P
             equations=stage.equation_specs,
         )
         known.append(verify_specs(problem, specs))
+
     _verify_inputs(plan.inputs, placed_inputs(staged, known))
     _verify_outputs(staged, plan, known)
 
@@ -85,9 +88,12 @@ def _verify_passes(staged: StagedStep, plan: Plan, mesh: int) -> None:
     stage, n_loops = plan.stages[mesh], staged.split.n_loops
     between = f"one number behind each of {n_loops} loops but the last"
     require(len(stage.between_s) == n_loops - 1, f"stages[{mesh}].between_s", stage.between_s, between)
+
     passes = [(one.kind, one.chunk, one.loop) for one in stage.passes]
     tasks = [(task.kind, task.chunk, task.loop) for task in staged.tasks if task.mesh == mesh and task.per_micro_batch]
     require(passes == tasks, f"stages[{mesh}].passes", passes, f"the kinds, chunks and loops {tasks}")
+
+    # The schedule for inference has no backward passes, and would leave those of the tasks out.
     trains = any(kind == "backward" for kind, _, _ in tasks)
     runs = not trains or plan.schedule != "inference"
     require(runs, "schedule", plan.schedule, "one with backward passes, as the step computes gradients")
@@ -102,7 +108,7 @@ def _verify_inputs(found: Sequence[PlacedValue], expected: Sequence[PlacedValue]
 
 
 def _verify_homes(name: str, found: Sequence[PlacedValue], expected: Sequence[PlacedValue]) -> None:
-    """Everything but specs, and names: a step may call its arguments otherwise."""
+    """Check everything but specs and paths: a step may have other names for its arguments."""
     require(len(found) == len(expected), name, f"a list of {len(found)}", f"the {len(expected)} of the step")
     for i, (value, wanted) in enumerate(zip(found, expected, strict=True)):
         for field in ("shape", "dtype", "mesh_ids", "rows"):
@@ -111,6 +117,7 @@ def _verify_homes(name: str, found: Sequence[PlacedValue], expected: Sequence[Pl
 
 
 def _verify_outputs(staged: StagedStep, plan: Plan, known: Sequence[Mapping[Var, Spec]]) -> None:
+    # A step may leave a result in another spec than the one in which it was made, if its mesh can reshard it.
     _verify_homes("outputs", plan.outputs, placed_outputs(staged, [{}] * len(known)))
     for number, atom in enumerate(staged.split.outvars):
         part = staged.split.traced.result(number)

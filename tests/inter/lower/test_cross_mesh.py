@@ -20,7 +20,13 @@ from jax.sharding import PartitionSpec as P
 from minialpa import ClusterSpec
 from minialpa.cluster import LinkSpec
 from minialpa.errors import ShardingError
-from minialpa.inter.lower.cross_mesh import ReshardingCandidate, plan_resharding, resharding_candidates, resharding_s
+from minialpa.inter.lower.cross_mesh import (
+    Crossing,
+    ReshardingCandidate,
+    plan_resharding,
+    resharding_candidates,
+    resharding_s,
+)
 from minialpa.programs.program import MeshShape
 from minialpa.programs.resharding import Box, Move, Resharding, bytes_per_link, n_elements, verify_resharding
 from minialpa.sharding import AXIS_NAMES, Spec, specs_of
@@ -74,20 +80,26 @@ class Case:
     target_spec: P
     cluster: ClusterSpec
 
-    def plan(self) -> Resharding:
-        return plan_resharding(
-            self.shape, ITEM, self.source, self.source_spec, self.target, self.target_spec, self.cluster
+    @property
+    def crossing(self) -> Crossing:
+        return Crossing(
+            shape=self.shape,
+            item_bytes=ITEM,
+            source=self.source,
+            source_spec=self.source_spec,
+            target=self.target,
+            target_spec=self.target_spec,
+            cluster=self.cluster,
         )
+
+    def plan(self) -> Resharding:
+        return plan_resharding(self.crossing)
 
     def candidates(self) -> list[ReshardingCandidate]:
-        return list(
-            resharding_candidates(
-                self.shape, ITEM, self.source, self.source_spec, self.target, self.target_spec, self.cluster
-            )
-        )
+        return list(resharding_candidates(self.crossing))
 
     def seconds(self, resharding: Resharding) -> float:
-        return resharding_s(resharding, self.target, self.target_spec, self.cluster)
+        return resharding_s(resharding, self.crossing)
 
     def needs(self, resharding: Resharding) -> dict[int, set[int]]:
         """The elements, by number, that devices of a host must get, for each host."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import minialpa
-from minialpa.inter.lower.mesh_programs import export_function
+from minialpa.inter.lower.exported_functions import export_function
 from minialpa.programs.mesh_program import MeshFunction
 
 

@@ -30,7 +30,9 @@ from minialpa.inter.layers.forward import assign_layers, balanced_runs, natural_
 from minialpa.inter.pipeline import plan_step
 from minialpa.inter.search.cost_cache import load_costs
 from minialpa.inter.search.joint_search import StageSearch
-from minialpa.inter.search.stage_bounds import Space, StageBounds
+from minialpa.inter.search.piece_solver import PieceSearch
+from minialpa.inter.search.space import Space
+from minialpa.inter.search.stage_bounds import StageBounds
 from minialpa.inter.search.stage_cost import PieceCosts
 from minialpa.inter.search.submeshes import candidates, may_start, skip_to, transfer_seconds
 from minialpa.options import Remat
@@ -66,14 +68,15 @@ def bounds_of(
         use_all_devices=False,
         tolerance=0.01,
     )
-    return StageBounds(
-        traced,
-        layers,
+    search = PieceSearch(
+        traced=traced,
+        layer_of_group=layers,
         cluster=cluster,
         compiler=compiler_of(cluster),
         space=space,
         option=AutoShardingOption(),
     )
+    return StageBounds(search)
 
 
 @pytest.mark.parametrize("memory_bytes", [16e9, 9e7])
@@ -87,7 +90,7 @@ def test_the_search_finds_what_the_whole_table_holds(memory_bytes: float) -> Non
     seconds = {}
     for n in full.numbers:
         for c in range(len(full.columns)):
-            for piece in range(full.n_pieces):
+            for piece in range(full.pieces.n_pieces):
                 while not full.is_solved(n, piece, c):
                     full.raise_bound(n, piece, c)
         try:
@@ -96,7 +99,7 @@ def test_the_search_finds_what_the_whole_table_holds(memory_bytes: float) -> Non
             seconds[n] = np.inf
     least = min(seconds.values())
     assert least * (1 - 1e-9) <= found.seconds <= least * 1.02
-    assert lazy.n_solved == certificate.n_costs < full.n_solved
+    assert lazy.pieces.n_solved == certificate.n_costs < full.pieces.n_solved
     bound_s = certificate.bound_s
     assert found.seconds * 0.98 <= bound_s <= min(seconds[n] for n in certificate.n_micro_batches) * (1 + 1e-9)
 

@@ -11,7 +11,7 @@ import minialpa
 from benchmarks.planning import planned, traced_step
 from benchmarks.recurrent import recogniser_step
 from minialpa import AutoLayerOption, AutoParallel, ClusterSpec
-from minialpa.inter.search import stage_bounds, stage_solve
+from minialpa.inter.search import piece_solver, stage_solve
 from minialpa.inter.search.stage_cost import PieceCosts
 from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.tracing.trace import TracedStep
@@ -47,8 +47,8 @@ def test_without_room_a_search_keeps_one_solver_and_one_staged_step_and_finds_th
     expected = planned(traced, CPUS, METHOD)
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (
-            (stage_bounds, "_MOST_STAGED_BYTES"),
-            (stage_bounds, "_MOST_SOLVER_BYTES"),
+            (piece_solver, "_MOST_STAGED_BYTES"),
+            (piece_solver, "_MOST_SOLVER_BYTES"),
             (stage_solve, "_MOST_SOLVER_BYTES"),
         ):
             patch.setattr(module, name, 0)

@@ -1,0 +1,218 @@
+"""The moves of a cross-mesh resharding: which device sends which part of the array to which others, in which order.
+
+1. The cuts of both specs make cells: parts of the array that lie in one tile (distinct shard) on either side -> _cells
+2. Each host with a tile gets each of its cells once, from a host with a copy that has sent least     -> _choose_sender
+3. Moves between two workers are one message; senders start with different receivers                  -> _in_order
+
+Whether hosts of the target mesh relay what they have is decided beforehand, in `serving_turns`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from minialpa.cluster import ClusterSpec
+from minialpa.errors import ShardingError
+from minialpa.programs.program import MeshShape
+from minialpa.programs.resharding import Box, Move, n_elements, shard_boxes, tile_at
+from minialpa.sharding import Spec
+
+_Tile = tuple[int, ...]
+"""Place of a distinct shard: its number along each dimension of the array."""
+
+_Cell = tuple[Box, _Tile, _Tile]
+"""A part of the array, and the tiles of source and target that it lies in."""
+
+_Workers = tuple[bool, int, int]
+"""Whether the sender is a host of the target mesh, which relays; the sending host, the receiving host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a spec cuts an array on a mesh.
+
+    Attributes:
+        parts: the number of parts along each dimension.
+        devices: for each tile, by host, the devices that have a copy of it, in ascending order.
+        boxes: each device with its shard.
+    """
+
+    parts: tuple[int, ...]
+    devices: Mapping[_Tile, Mapping[int, tuple[int, ...]]]
+    boxes: tuple[tuple[int, Box], ...]
+
+    @property
+    def n_hosts(self) -> int:
+        """The most hosts that have a copy of the same tile."""
+        return max(map(len, self.devices.values()))
+
+
+def tiling(shape: tuple[int, ...], spec: Spec, mesh: MeshShape, cluster: ClusterSpec) -> Tiling:
+    """The tiles of an array of `shape` on `mesh`. Raises ShardingError if the spec or the mesh does not fit."""
+    lengths = mesh.logical_shape
+    last = mesh.first_device + math.prod(lengths) - 1
+    if mesh.first_device < 0 or last >= cluster.n_devices:
+        raise ShardingError(
+            f"The mesh has devices {mesh.first_device} to {last} and the cluster {cluster.n_devices} devices."
+        )
+    if spec.axes and max(spec.axes) >= len(lengths):
+        raise ShardingError(f"Spec {spec} splits over axes that a mesh of shape {lengths} does not have.")
+
+    boxes = shard_boxes(shape, spec, mesh)
+    devices: dict[_Tile, dict[int, tuple[int, ...]]] = defaultdict(dict)
+    for device, place in enumerate(itertools.product(*map(range, lengths)), mesh.first_device):
+        copies, host = devices[tile_at(place, spec, lengths)], device // cluster.devices_per_host
+        copies[host] = (*copies.get(host, ()), device)
+
+    parts = tuple(math.prod(lengths[axis] for axis in axes) for axes in spec.dims)
+    return Tiling(parts, devices, tuple(boxes.items()))
+
+
+# ---- turns -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServingTurn:
+    """When a host of the target mesh gets its tiles.
+
+    Attributes:
+        round: the round in which it gets them.
+        relay: the host of the target mesh that sends them; None if hosts of the source mesh do.
+    """
+
+    round: int = 0
+    relay: int | None = None
+
+
+def serving_turns(target: Tiling, n_sources: int) -> dict[int, ServingTurn]:
+    """Turns in which each host of the source mesh, and each that has its tiles, serves one other host a round."""
+    groups = _hosts_with_equal_tiles(target)
+    n_hosts = sum(map(len, groups))
+    n_served = [0] * len(groups)
+    turns: dict[int, ServingTurn] = {}
+    number = 0
+    while len(turns) < n_hosts:
+        # Only hosts that were complete before this round relay in it.
+        relays = [hosts[:n] for hosts, n in zip(groups, n_served, strict=True)]
+
+        # The source mesh serves the groups of which fewest are served: these have the fewest relays.
+        for _ in range(min(n_sources, n_hosts - len(turns))):
+            waiting = (g for g, hosts in enumerate(groups) if n_served[g] < len(hosts))
+            g = min(waiting, key=n_served.__getitem__)
+            turns[groups[g][n_served[g]]] = ServingTurn(number)
+            n_served[g] += 1
+
+        for g, hosts in enumerate(groups):
+            for relay, host in zip(relays[g], hosts[n_served[g] :], strict=False):
+                turns[host] = ServingTurn(number, relay)
+                n_served[g] += 1
+        number += 1
+    return turns
+
+
+def _hosts_with_equal_tiles(target: Tiling) -> list[list[int]]:
+    """The hosts of the target mesh, in groups that read the same tiles and so can relay to each other."""
+    tiles: dict[int, list[_Tile]] = defaultdict(list)
+    for tile, copies in target.devices.items():
+        for host in copies:
+            tiles[host].append(tile)
+
+    groups: dict[tuple[_Tile, ...], list[int]] = defaultdict(list)
+    for host in sorted(tiles):
+        groups[tuple(tiles[host])].append(host)
+    return list(groups.values())
+
+
+# ---- moves -----------------------------------------------------------------------------------------------------------
+
+
+def moves_between(
+    shape: tuple[int, ...], source: Tiling, target: Tiling, turns: Mapping[int, ServingTurn]
+) -> tuple[Move, ...]:
+    """The moves that bring each cell once to each host that has its tile.
+
+    A host gets its cells in its turn, or in the first round if it is not in `turns`.
+    """
+    cells_of: dict[int, list[_Cell]] = defaultdict(list)
+    for cell in _cells(shape, source.parts, target.parts):
+        for host in target.devices[cell[2]]:
+            cells_of[host].append(cell)
+
+    turn_of = {host: turns.get(host, ServingTurn()) for host in cells_of}
+    sent = _Sent()
+    for host in sorted(cells_of, key=lambda h: (turn_of[h].round, h)):
+        for box, source_tile, target_tile in cells_of[host]:
+            targets, holders = target.devices[target_tile][host], source.devices[source_tile]
+            relayed, sender = _choose_sender(host, turn_of[host].relay, holders, sent)
+            copies = target.devices[target_tile][sender] if relayed else holders[sender]
+
+            # No link is used if the device itself has the cell.
+            device = min(copies, key=lambda d: (d not in targets, sent.by_device[d], d))
+            size = n_elements(box)
+            sent.by_device[device] += size
+            if not relayed and sender != host:
+                sent.by_host[sender] += size
+            sent.messages[relayed, sender, host].append(Move(box, device, targets, relayed))
+    return tuple(move for workers in _in_order(sent.messages, turn_of) for move in sent.messages[workers])
+
+
+def _cells(shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> list[_Cell]:
+    """The parts that both tilings cut the array into, largest first."""
+    dims = []
+    for size, n, m in zip(shape, source, target, strict=True):
+        cuts = sorted({k * size // n for k in range(n + 1)} | {k * size // m for k in range(m + 1)})
+        dims.append([((a, b), a * n // size, a * m // size) for a, b in itertools.pairwise(cuts)])
+
+    cells: list[_Cell] = [
+        (tuple(d[0] for d in cell), tuple(d[1] for d in cell), tuple(d[2] for d in cell))
+        for cell in itertools.product(*dims)
+    ]
+    # Large ones first, so that small ones even out what the senders have sent.
+    return sorted(cells, key=lambda cell: -n_elements(cell[0]))
+
+
+@dataclass(slots=True)
+class _Sent:
+    """What was assigned to senders so far.
+
+    Attributes:
+        by_host: elements that each host of the source mesh sends to other hosts.
+        by_device: elements that each device sends.
+        messages: the moves of each message.
+    """
+
+    by_host: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    by_device: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    messages: dict[_Workers, list[Move]] = field(default_factory=lambda: defaultdict(list))
+
+
+def _choose_sender(host: int, relay: int | None, holders: Collection[int], sent: _Sent) -> tuple[bool, int]:
+    """Whether a cell is relayed to `host`, and the host that sends it. `holders`: hosts of the source mesh with it.
+
+    That is `host` itself if it is in both meshes and has a copy, or else its relay, or the host that has sent least.
+    """
+    if host in holders:
+        return False, host
+    if relay is not None:
+        return True, relay
+    # A host gets one message at a time. From one that sends it something anyway, it saves a start.
+    return False, min(holders, key=lambda h: ((False, h, host) not in sent.messages, sent.by_host[h], h))
+
+
+def _in_order(messages: Iterable[_Workers], turn_of: Mapping[int, ServingTurn]) -> list[_Workers]:
+    """Round by round. In a round, each sender begins with another receiver and goes on to the next of them."""
+    rounds: dict[int, list[int]] = defaultdict(list)
+    for host in sorted(turn_of):
+        rounds[turn_of[host].round].append(host)
+    number = {host: i for hosts in rounds.values() for i, host in enumerate(hosts)}
+
+    def place(workers: _Workers) -> tuple[int, int, int]:
+        _, sender, host = workers
+        turn = turn_of[host].round
+        return turn, (number[host] - sender) % len(rounds[turn]), sender
+
+    return sorted(messages, key=place)

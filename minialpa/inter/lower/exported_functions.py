@@ -1,0 +1,94 @@
+"""Functions of a program as bytes that workers in other processes can compile, and the types of their arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from minialpa.errors import TraceError
+from minialpa.programs.mesh_program import KEY_SHAPES, STAND_INS, ArrayType, MeshFunction
+from minialpa.programs.program import Function
+from minialpa.sharding import abstract_mesh
+from minialpa.tracing.jaxprs import is_extended, is_weak
+
+
+def array_type(aval: Any) -> ArrayType:
+    """Shape and dtype of an array or aval."""
+    if not is_extended(aval.dtype):
+        return ArrayType(tuple(aval.shape), str(np.dtype(aval.dtype)), weak_type=is_weak(aval))
+    name = str(aval.dtype).removeprefix("key<").removesuffix(">")
+    if name not in KEY_SHAPES:
+        raise TraceError(
+            f"Arrays of {aval.dtype} cannot be sent between processes. Use keys of {', '.join(KEY_SHAPES)}."
+        )
+    return ArrayType(tuple(aval.shape), "uint32", name)
+
+
+def export_function(function: Function, mesh_shape: tuple[int, ...], platform: str) -> MeshFunction:
+    """`function` as bytes that any process with devices of `platform` can compile. Starts no device."""
+    mesh = abstract_mesh(mesh_shape)
+
+    def step(*args: Any) -> Any:  # one name for all, so that equal stages are equal bytes
+        given = [_as_dtype(x, aval.dtype) for x, aval in zip(args, function.in_avals, strict=True)]
+        return tuple(_as_dtype(x, _named_dtype(x.dtype)) for x in function.fun(*given))
+
+    in_avals = [jax.ShapeDtypeStruct(x.shape, _named_dtype(x.dtype), weak_type=x.weak_type) for x in function.in_avals]
+    jitted = jax.jit(
+        step,
+        in_shardings=tuple(NamedSharding(mesh, spec) for spec in function.in_specs),
+        out_shardings=tuple(NamedSharding(mesh, spec) for spec in function.out_specs),
+        keep_unused=True,
+    )
+    # Only the lowering tells whether a function can leave this process.
+    try:
+        with _without_locations():
+            exported = jax.export.export(jitted, platforms=(platform,))(*in_avals)
+        code = bytes(exported.serialize())
+    except KeyError as error:
+        raise TraceError(
+            f"`{function.name}` has arrays of {error}, which `jax.export` cannot send to workers."
+        ) from error
+    except (NotImplementedError, ValueError) as error:
+        raise TraceError(
+            f"`{function.name}` cannot be sent to the workers of a cluster: {error}. Callbacks into Python, such as "
+            "`jax.debug.print`, run only in one process; take them out of the step."
+        ) from error
+
+    return MeshFunction(
+        name=function.name,
+        code=code,
+        in_types=tuple(map(array_type, function.in_avals)),
+        in_specs=function.in_specs,
+        out_types=tuple(map(array_type, function.out_avals)),
+        out_specs=function.out_specs,
+        donated=function.donated,
+    )
+
+
+def _named_dtype(dtype: Any) -> Any:
+    """`dtype`, or the one that stands for it where functions leave this process."""
+    return np.dtype(STAND_INS[str(dtype)]) if str(dtype) in STAND_INS else dtype
+
+
+def _as_dtype(x: Any, dtype: Any) -> Any:
+    return x if x.dtype == dtype else jax.lax.convert_element_type(x, dtype)
+
+
+@contextmanager
+def _without_locations() -> Iterator[None]:
+    """Lower programs without the lines that they are from.
+
+    Equal stages come from different lines, and a step may be called from several: their bytes are to be equal.
+    """
+    name = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)

@@ -1,0 +1,99 @@
+"""A staged step with the decisions of its plan: the spec of every variable, and where arguments live between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import Var
+
+from minialpa.inter.microbatch.split_step import SplitStep
+from minialpa.inter.staging.leaf_placement import values_of_parts
+from minialpa.inter.staging.mesh_problem import ShardedView, task_program
+from minialpa.inter.staging.staged_step import bind_specs, final_specs
+from minialpa.inter.staging.tasks import StagedStep, Task
+from minialpa.inter.staging.transfers import remote_readers
+from minialpa.intra.graph.problem import MeshEquations
+from minialpa.intra.spmd import ShardedEquations
+from minialpa.plan import PlacedValue, Plan
+from minialpa.sharding import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """What emission reads of a step and its plan.
+
+    Attributes:
+        staged: the tasks of the step.
+        plan: the plan.
+        specs: for each mesh, the specs of its variables.
+        programs: the sharded equations of each task, in the order of `staged.tasks`.
+        results: for each result of the step, the meshes and specs in which it is left.
+        remote_readers: (variable, mesh that makes it) -> other meshes that read it.
+        full_of_micro: for the rows of an argument that one micro-batch reads, the whole argument.
+        number_of_argument: number of each argument of the step.
+        constants: value of each constant of the step.
+        home_of_argument: by number, the mesh on which a step leaves the new value of an argument.
+    """
+
+    staged: StagedStep
+    plan: Plan
+    specs: Sequence[Mapping[Var, Spec]]
+    programs: Sequence[ShardedEquations]
+    results: Sequence[PlacedValue]
+    remote_readers: Mapping[tuple[Var, int], set[int]]
+    full_of_micro: Mapping[Var, Var]
+    number_of_argument: Mapping[Var, int]
+    constants: Mapping[Var, Any]
+    home_of_argument: Mapping[int, int]
+
+    @property
+    def split(self) -> SplitStep:
+        return self.staged.split
+
+    @property
+    def donated_leaves(self) -> frozenset[int]:
+        """Numbers of the argument leaves that a step uses up."""
+        traced = self.split.traced
+        return frozenset(traced.argument(a).leaf for a in traced.aliases if a is not None)
+
+    def home_of(self, var: Var, mesh: int) -> int:
+        """The mesh from which `mesh` gets an argument: the one that holds a state between steps, or itself."""
+        number = None if var in self.full_of_micro else self.number_of_argument.get(var)
+        return mesh if number is None else self.home_of_argument.get(number, mesh)
+
+
+def planned_step(staged: StagedStep, problems: Sequence[MeshEquations], plan: Plan) -> PlannedStep:
+    """The decisions of `plan`, which was verified for `staged`, by variables.
+
+    problems: the equations of each mesh.
+    """
+    traced = staged.split.traced
+    bound = [bind_specs(problem, stage) for problem, stage in zip(problems, plan.stages, strict=True)]
+    specs = [specs_of_mesh for specs_of_mesh, _ in bound]
+    equations = [
+        {id(eqn): chosen for eqn, chosen in zip(problem.eqns, of_mesh, strict=True)}
+        for problem, (_, of_mesh) in zip(problems, bound, strict=True)
+    ]
+
+    def program_of(task: Task) -> ShardedEquations:
+        stage, mesh = plan.stages[task.mesh], task.mesh
+        view = ShardedView(stage.mesh, stage.forbidden)
+        return task_program(staged, task, specs[mesh], equations[mesh], view, final_specs(staged, plan, mesh))
+
+    results = values_of_parts(plan.outputs, traced.out_parts)
+    # The next step finds a state where this one leaves it.
+    replaced = zip(traced.layouts, results, strict=True)
+    return PlannedStep(
+        staged=staged,
+        plan=plan,
+        specs=specs,
+        programs=[program_of(task) for task in staged.tasks],
+        results=results,
+        remote_readers=remote_readers(staged),
+        full_of_micro={micro: full for full, micro in staged.split.micro_inputs},
+        number_of_argument={v: i for i, v in enumerate(traced.flat.invars)},
+        constants=dict(zip(traced.flat.constvars, traced.flat.consts, strict=True)),
+        home_of_argument={number: value.mesh_ids[0] for number, value in replaced if number is not None},
+    )
