@@ -259,7 +259,7 @@ def test_a_schedule_says_which_stages_it_runs(stages: Any, schedule: str, messag
         (by_hand([[1, 3], [0, 2]]), "once and in order"),
         (uniform(2, 3), "`num_stages=2` stages of 3 chunks cannot be made of 4 layers"),
         (uniform(2, 0), "`num_chunks` is at least 1; got 0"),
-        ("auto", "search makes stages of neighbouring layers"),
+        ("auto", "the search makes stages of one run"),
     ],
 )
 def test_stages_that_cannot_be_are_refused(stages: Any, message: str) -> None:
