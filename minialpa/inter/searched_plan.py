@@ -70,7 +70,7 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
     bounds = StageBounds(
         cut.step, cut.of_group, cluster=context.cluster, space=space, option=options.sharding, known=known
     )
-    search, solver = StageSearch(bounds, context.report), StageSolver(bounds.menus)
+    search, solver = StageSearch(bounds, context.report), StageSolver(bounds.strategy_cache)
     solved = _solve_what_is_found(context, cut, search, solver)
     save_costs(auto.cached_costs, known)
     if not solved.plans:

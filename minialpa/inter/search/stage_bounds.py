@@ -33,7 +33,7 @@ from minialpa.inter.search.stage_memory import needed_bytes
 from minialpa.inter.search.submeshes import Candidate, may_start, preferred_seconds, skip_to, transfer_seconds
 from minialpa.inter.staging.staged_step import stage_step
 from minialpa.intra.graph.solve import MeshSolver
-from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.support.recent import Recent
 from minialpa.tracing.trace import TracedStep
@@ -138,7 +138,7 @@ class StageBounds:
         self.n_devices = np.array([space.candidates[column.candidate].n_devices for column in self.columns])
 
         # What was staged and solved so far.
-        self.menus = Menus()
+        self.strategy_cache = StrategyCache()
         self._steps: dict[Remat, TracedStep] = {}
         # One staged step for each number of micro-batches and rematerialisation, and one solver for each distinct piece
         # of these on each submesh: all of them together are many times the step.
@@ -183,7 +183,12 @@ class StageBounds:
                 self._steps[remat] = rematerialise(self.traced, self.piece_of_group, (remat,) * self.n_pieces)
             staged = stage_step(self._steps[remat], n, self.piece_of_group, range(self.n_pieces))
             return PieceCosts(
-                staged, self.cluster, self.option, menus=self.menus, known=self.known, solvers=self._solvers
+                staged,
+                self.cluster,
+                self.option,
+                strategy_cache=self.strategy_cache,
+                known=self.known,
+                solvers=self._solvers,
             )
 
         return self._piece_costs.once((n, remat), make)

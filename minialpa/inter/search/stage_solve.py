@@ -22,7 +22,7 @@ from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.memory_constraints import MemoryLimit
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.graph.solve import MeshSolver
-from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
 from minialpa.tracing.jaxprs import bytes_of, source_line
@@ -70,9 +70,9 @@ class StageSolver:
     in flight with which it fits.
     """
 
-    def __init__(self, menus: Menus | None = None) -> None:
-        """`menus`: shared with other problems."""
-        self.menus = menus or Menus()
+    def __init__(self, strategy_cache: StrategyCache | None = None) -> None:
+        """`strategy_cache`: shared with other problems."""
+        self.strategy_cache = strategy_cache or StrategyCache()
         self._stages: Recent[_Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _Solution] = {}
         self._last: tuple[_Solution, SolvedStage] | None = None
@@ -88,7 +88,9 @@ class StageSolver:
 
         def solution(key: object, chosen: AutoShardingOption) -> _Solution:
             if key not in self._solutions:
-                stage = self._stages.once(kind, lambda: _stage(staged, mesh, problem, view, option, self.menus))
+                stage = self._stages.once(
+                    kind, lambda: _stage(staged, mesh, problem, view, option, self.strategy_cache)
+                )
                 solved = _solve_stage(stage, chosen, moments)
                 own = _Solution(_variables(stage.problem), solved.sharding, solved.memory)
                 self._solutions[key], self._last = own, (own, solved)
@@ -118,9 +120,14 @@ class StageSolver:
 
 
 def _stage(
-    staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption, menus: Menus
+    staged: StagedStep,
+    mesh: int,
+    problem: MeshEquations,
+    view: ShardedView,
+    option: AutoShardingOption,
+    strategy_cache: StrategyCache,
 ) -> _Stage:
-    return _Stage(staged, mesh, problem, view, MeshSolver(problem, view.mesh, option, menus))
+    return _Stage(staged, mesh, problem, view, MeshSolver(problem, view.mesh, option, strategy_cache))
 
 
 def _variables(problem: MeshEquations) -> tuple[Var, ...]:

@@ -6,7 +6,7 @@
     4. Minimise out a node of degree 0, 1 or 2 that is in no usage row (min-plus elimination):
        T[i, j] = min_s (c[s] + E_a[s, i] + E_b[s, j])                                                -> _eliminate
     5. Replace an edge with E[i, j] = f[i] + g[j] by node costs, which lowers degrees.     -> _fold_separable_edges
-Each node that is taken out leaves a `Step`, and `Residual.choices` walks the steps backwards.
+Each node that is taken out leaves a `Elimination`, and `Residual.choices` walks the steps backwards.
 
 These are the reductions of weighted constraint satisfaction and of PBQP (Scholz and Eckstein, 2002).
 

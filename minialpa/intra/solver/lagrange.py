@@ -9,8 +9,8 @@ Rounding and local search (local_search.py) turn priced costs into choices that 
 At the best price, two optima may be very different: one exceeds the limit, the other leaves much of it unused. To find
 choices between them, a few nodes are forced to random strategies and the messages respond.               -> _probe
 
-Example: 10 equal nodes have a cheap strategy (cost 0, usage 2) and a thrifty one (cost 1, usage 1), with room for 15.
-At price 1 both cost the same with the price, L = 10 * 2 - 15 = 5, and 5 cheap and 5 thrifty nodes reach that bound.
+Example: 10 equal nodes have a low-cost strategy (cost 0, usage 2) and a low-usage one (cost 1, usage 1), with room for
+15. At price 1 both cost the same with the price, L = 10 * 2 - 15 = 5, and 5 nodes of each kind reach that bound.
 
 Everything is counted in passes and rounds, so that the outcome does not depend on the clock unless time runs out.
 """

@@ -14,8 +14,8 @@ from jax.extend.core import JaxprEqn, Var
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
-from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_ways, follow_candidates
-from minialpa.intra.strategies.reshard import Step, reshard_table
+from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates
+from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.rules.factors import Factors
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import bytes_of, dtype_name, shape_of, sub_jaxprs
@@ -92,7 +92,7 @@ def enumerate_strategies(
         scatter: whether partial sums may be reduce-scattered.
         kept: factors that only the axes in `required` may split.
     """
-    candidates = enumerate_ways(
+    candidates = enumerate_candidates(
         eqn, factors, mesh.shape, required or {}, n_pending or {}, scatter=scatter, most_splits=splits_most(eqn, mesh),
         kept=kept,
     )  # fmt: skip
@@ -100,15 +100,23 @@ def enumerate_strategies(
 
 
 def follow(
-    eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, given: Mapping[int, Specs], n: int, *, whole: bool = False
+    eqn: JaxprEqn,
+    factors: Factors,
+    mesh: LogicalMesh,
+    given: Mapping[int, Specs],
+    n: int,
+    *,
+    allow_partial: bool = True,
 ) -> StrategySet:
     """`n` strategies, of which number s takes each operand in `given` as its spec s, as far as the rule allows.
 
     An axis that splits operands splits the same factor here; if operands disagree, the largest one decides and the
-    others are resharded. A factor that may not be split is gathered. Partial sums pass if the equation is linear; with
-    `whole`, no result is left as partial sums.
+    others are resharded. A factor that may not be split is gathered. Partial sums pass if the equation is linear;
+    without `allow_partial`, no result is left as partial sums.
     """
-    return priced(eqn, factors, mesh, follow_candidates(eqn, factors, mesh.shape, given, n, whole=whole))
+    return priced(
+        eqn, factors, mesh, follow_candidates(eqn, factors, mesh.shape, given, n, allow_partial=allow_partial)
+    )
 
 
 def splits_most(eqn: JaxprEqn, mesh: LogicalMesh) -> bool:
@@ -147,7 +155,7 @@ def priced(
     )
 
 
-def _is_gathered(result: Var, step: Step | None) -> bool:
+def _is_gathered(result: Var, step: ReshardStep | None) -> bool:
     """Whether a reduction gathers its parts on every device, as there is no other collective for it."""
     if step is None:
         return False
@@ -168,7 +176,7 @@ def _bill_s(eqn: JaxprEqn, bill: Bill, mesh: LogicalMesh) -> float:
     return seconds
 
 
-def _collective_s(step: Step, n_bytes: float, mesh: LogicalMesh) -> float:
+def _collective_s(step: ReshardStep, n_bytes: float, mesh: LogicalMesh) -> float:
     collective = step.collective(n_bytes, mesh.shape)
     return collective.seconds(mesh) if collective else 0.0
 

@@ -51,14 +51,16 @@ def cheapest(graph: CostGraph) -> float:
 
 def near(rng: np.random.Generator, scale: int, n: int) -> list[Any]:
     """Usages about `scale` whose sums differ by next to nothing: integers, floats or both."""
-    whole = [scale + int(d) for d in rng.integers(-2, 3, n)] if scale > 2 else [int(d) for d in rng.integers(0, 5, n)]
+    integers = (
+        [scale + int(d) for d in rng.integers(-2, 3, n)] if scale > 2 else [int(d) for d in rng.integers(0, 5, n)]
+    )
     match int(rng.integers(0, 3)):
         case 0:
-            return whole
+            return integers
         case 1:
-            return [float(x) for x in whole]
+            return [float(x) for x in integers]
         case _:
-            return [float(x) * 0.1 for x in whole]
+            return [float(x) * 0.1 for x in integers]
 
 
 @st.composite
@@ -175,8 +177,8 @@ def test_sums_of_floats_are_those_of_the_numbers_they_are() -> None:
 
 def test_forbidden_is_each_cost_and_not_their_sum() -> None:
     """Allowed costs may add up to what would be forbidden by itself; no gain makes up for what is forbidden."""
-    dear = CostGraph(node_costs=(np.full(1, 9e17),) * 2, edges=())
-    assert solve_graph(dear).cost == 1.8e18
+    expensive = CostGraph(node_costs=(np.full(1, 9e17),) * 2, edges=())
+    assert solve_graph(expensive).cost == 1.8e18
     with pytest.raises(InfeasibleError):
         solve_graph(CostGraph(node_costs=(np.full(1, 1e18), np.full(1, -9e17)), edges=()))
 

@@ -322,7 +322,7 @@ def test_equal_strategies_give_the_first() -> None:
     assert solve_graph(graph).choices == (0, 0)
 
 
-def test_usage_limit_moves_a_node_to_the_thrifty_strategy() -> None:
+def test_usage_limit_moves_a_node_to_the_strategy_that_uses_less() -> None:
     costs = (np.array([1.0, 5.0]), np.array([1.0, 4.0]))
     usages = (np.array([10.0, 2.0]), np.array([10.0, 2.0]))
     together = CostGraph(node_costs=costs, edges=(), usages=usages, intervals=((0, 2), (1, 3)), usage_limit=12.0)
@@ -433,7 +433,7 @@ def test_wrong_input_is_refused(arguments: dict[str, object], message: str) -> N
 @given(st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=100)
 def test_what_dominates_costs_no_more_whatever_the_neighbours_choose(seed: int) -> None:
-    """Each strategy that goes has one that stays, is as thrifty, and never costs more; those that stay have none."""
+    """Each strategy that goes has one that stays, uses no more, and never costs more; those that stay have none."""
     rng = np.random.default_rng(seed)
     n, widths = int(rng.integers(1, 7)), rng.integers(1, 5, int(rng.integers(0, 3)))
     cost, usage = rng.integers(0, 4, n) / 8, rng.integers(0, 3, (int(rng.integers(0, 3)), n))
