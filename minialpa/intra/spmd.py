@@ -159,6 +159,7 @@ def _iteration(eqn: JaxprEqn, chosen: EquationSpecs, program: ShardedEquations) 
     body = scan_body(eqn)
     assert body is not None, eqn.primitive
     specs, out_specs = body_specs(body, chosen)
+
     flat = body.flat
     inside = replace(
         program,

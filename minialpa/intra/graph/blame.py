@@ -44,12 +44,14 @@ def why_infeasible(
     """Why forbidden collectives leave no sharding; None if they are not what leaves none."""
     if not option.forbidden_collectives:
         return None
+
     builder = GraphBuilder(problem, mesh, option, folded=True, cache=cache, forbidden_s=_FORBIDDEN_S)
     try:
         sharding = builder.read(solve_graph(builder.graph(), time_limit_s=time_limit_s))
     except InfeasibleError:
         return None
 
+    # In order, so that the first place is named.
     makers = {var: eqn for eqn in _all_equations(problem.eqns) for var in eqn.outvars}
     for array in _resharded(problem, sharding):
         table = reshard_table(

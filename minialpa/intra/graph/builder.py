@@ -54,6 +54,7 @@ class GraphBuilder:
             forbidden_s: see `reshard_table`.
         """
         cache = cache or StrategyCache()
+
         collected = collect_costs(problem, mesh, option, folded=folded, cache=cache, forbidden_s=forbidden_s)
         self.problem, self.costs, self.folding = problem, collected.costs, collected.folding
         self._mesh_shape, self._collected = mesh.shape, collected
@@ -73,10 +74,12 @@ class GraphBuilder:
             for demand in self._demands(kept):
                 if demand.node is not None:
                     node_costs[demand.node] = node_costs[demand.node] + byte_s * demand.n_bytes
+
         edges = tuple(Edge(a, b, cost) for (a, b), cost in self.costs.edges.items())
         if limit is None:
             return CostGraph(node_costs=tuple(node_costs), edges=edges)
 
+        # Parameters and optimizer state stay for the whole step; the limit knows when all else is live.
         n_times = limit.n_times
         stays = [Usage(var, 1, 0, n_times) for var, role in self.problem.inputs if role in ("parameter", "state")]
         demands = self._demands([*stays, *limit.usages])

@@ -84,6 +84,7 @@ def collect_costs(
     collector.add_inputs()
     collector.add_equations()
     collector.add_results()
+
     return CollectedCosts(
         costs=collector.costs,
         choices=collector.choices,

@@ -161,6 +161,7 @@ class PlainEquations:
         eqn = occurrence.eqn
         is_optimizer = occurrence.in_update and is_elementwise(kind.factors)
         strategies = self._own_strategies(occurrence, kind)
+
         if is_constraint(eqn):
             constraint = constraint_of_equation(eqn, self._mesh.shape)
             strategies = strategies.select(

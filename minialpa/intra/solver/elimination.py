@@ -120,8 +120,10 @@ def _fold_separable_edges(residual: Residual, v: int) -> bool:
     """Formula 5; an edge is always separable if one of its nodes has a single strategy. Whether there was one."""
     folded = False
     for w, cost in list(residual.adjacent[v].items()):
+        # A forbidden pair cannot be written as a sum, unless it forbids a strategy altogether.
         if not np.isfinite(cost).all():
             continue
+
         f, g = cost[:, 0] - cost[0, 0], cost[0, :]
         if (cost == f[:, None] + g).all():
             residual.costs[v] = residual.costs[v] + f

@@ -113,6 +113,7 @@ class Residual:
 
 def without_rows(residual: Residual) -> Residual:
     """A copy in which usage is not limited."""
+    # Reductions change the lists and dicts, but never an array in place, so the arrays are shared.
     return replace(
         residual,
         costs=list(residual.costs),

@@ -160,6 +160,8 @@ def _try_without_rows(residual: Residual, best: _Best, deadline: float, most_ent
         relaxed = without_rows(residual)
         reduce_graph(relaxed, deadline)
         eliminate_narrow_components(relaxed)
+
+        # The optimum without a limit costs no more than one with it.
         if not relaxed.alive:
             choices = relaxed.choices()
             best.offer(choices)

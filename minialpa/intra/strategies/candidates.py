@@ -122,6 +122,7 @@ def enumerate_candidates(
 ) -> Candidates:
     """All candidates of `eqn`; see `enumerate_strategies`. most_splits: only those that split it in most parts."""
     assignments = list(_assignments(factors, mesh_shape, required, n_pending, kept))
+
     if most_splits:
         n_splits = [math.prod(_splits(assignment, mesh_shape).values()) for assignment in assignments]
         most = max(n_splits, default=0)
@@ -173,11 +174,15 @@ def _columns(
     candidates: Sequence[_Candidate], strategies: Sequence[tuple[int, ...]], n_operands: int, n_results: int
 ) -> Candidates:
     """Candidates as columns; `strategies` has the numbers of the candidates of each strategy."""
+    # Few candidates differ in what they communicate; each way is priced once.
     bills: dict[Bill, int] = {}
     bill_of = [bills.setdefault(candidate.bill, len(bills)) for candidate in candidates]
+
+    # Candidates of one strategy read and leave the same specs, but may make different ones.
     has_choice = any(len(choice) > 1 for choice in strategies)
     firsts = [candidates[choice[0]] for choice in strategies]
     makers = candidates if has_choice else firsts
+
     return Candidates(
         operands=tuple(tuple(first.operands[k] for first in firsts) for k in range(n_operands)),
         made=tuple(tuple(maker.made[r] for maker in makers) for r in range(n_results)),
@@ -226,6 +231,7 @@ def _assignments(
         else:
             uses.append((None, *free, *passes))
 
+    # Several axes may choose one factor, so the number of its parts is known for the whole assignment only.
     for assignment in itertools.product(*uses):
         if all(factors.may_split(factor, n_parts) for factor, n_parts in _splits(assignment, mesh_shape).items()):
             yield assignment
@@ -296,6 +302,7 @@ def _candidates_of(
     made = tuple(_made_spec(factors, assignment, r) for r in range(len(eqn.outvars)))
     finish = tuple(eager_reductions(factors, operands, made, mesh_shape))
     n_shares = _n_shares(factors, _splits(assignment, mesh_shape))
+
     for results in leave(made):
         yield _Candidate(operands=operands, made=made, results=results, n_shares=n_shares, finish=finish)
 
@@ -320,6 +327,7 @@ def _operand_spec(factors: Factors, assignment: Assignment, k: int) -> Spec:
         if isinstance(use, PassedSum):
             is_partial = k in use.operands
         else:
+            # What counts once is kept by one device, and is zero on the others.
             is_partial = use is not None and factors.reductions.get(use) == "sum" and factors.takes_part_once(use, k)
         if is_partial:
             partial.append(axis)
@@ -387,6 +395,7 @@ def _left(eqn: JaxprEqn, eager: Sequence[int], mesh_shape: Shape, scatter: bool,
             yield _without_partial(made)
         return
 
+    # What happens to each axis of a partial sum, in all combinations; some do not fit the shape.
     (spec,), shape = made, shape_of(eqn.outvars[0])
     axes = [axis for axis in spec.partial if axis in eager]
     keep, reduce = -2, -1  # beside the numbers of dimensions to scatter to
@@ -411,6 +420,7 @@ def nearest_candidate(
     """
     uses = [_first_use(eqn, factors, operands, made, axis) for axis in range(len(mesh_shape))]
     assignment = _legal(factors, mesh_shape, uses, range(len(uses)))
+
     return (
         tuple(_operand_spec(factors, assignment, k) for k in range(len(operands))),
         tuple(_made_spec(factors, assignment, r) for r in range(len(made))),

@@ -237,13 +237,16 @@ def reshard_table(
         n_together: number of sums that share the time to start with the sum of this array.
         forbidden_s: seconds of a forbidden step; finite, to find the paths that need fewest of them.
     """
+    # Only sums share the time to start; each other step has the time of the mesh.
     together = dataclasses.replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
+
     common = _steps(same_divisors(shape, mesh.shape), mesh.shape)
     prices = [
         forbidden_s if step.kind in forbidden
         else _price(step, n_bytes, together if step.kind in ("all-reduce", "reduce-scatter") else mesh)
         for step in common.bills
     ]  # fmt: skip
+
     seconds, first = _shortest_paths(common, prices)
     return ReshardTable(common.number, seconds, first, common.steps)
 
@@ -253,6 +256,8 @@ def _shortest_paths(common: _StepGraph, prices: Sequence[float]) -> tuple[NDArra
     n_specs = len(common.number)
     direct = [[math.inf] * n_specs for _ in range(n_specs)]
     step_of = [[0] * n_specs for _ in range(n_specs)]
+
+    # Paths of at most one step.
     for i in range(n_specs):
         direct[i][i] = 0.0
     for step, ((i, j), bill) in enumerate(zip(common.ends, common.bill_of, strict=True)):

@@ -96,6 +96,7 @@ def enumerate_strategies(
         eqn, factors, mesh.shape, required or {}, n_pending or {}, scatter=scatter, most_splits=splits_most(eqn, mesh),
         kept=kept,
     )  # fmt: skip
+
     return priced(eqn, factors, mesh, candidates)
 
 
@@ -135,11 +136,13 @@ def priced(
     gather_s: if all-gathers are forbidden, the seconds of a reduction that no other collective can do.
     """
     compute = work_s(eqn, factors, mesh) / candidates.n_shares
+
     bills = np.array([_bill_s(eqn, bill, mesh) for bill in candidates.bills], np.float64)
     if gather_s is not None:
         bills[[any(map(_is_gathered, eqn.outvars, bill.finish)) for bill in candidates.bills]] = gather_s
     communication = bills[candidates.bill_of]
 
+    # Most equations have one candidate for each strategy, and these columns stay as they are.
     picks, made = candidates.first, candidates.made
     if candidates.has_choice:
         seconds = (compute + communication).tolist()
@@ -170,6 +173,7 @@ def _bill_s(eqn: JaxprEqn, bill: Bill, mesh: LogicalMesh) -> float:
         for step, result in zip(bill.finish, eqn.outvars, strict=True)
         if step is not None
     )
+
     for r, made, left in bill.moves:
         result = eqn.outvars[r]
         seconds += reshard_table(shape_of(result), bytes_of(result), mesh).cost(made, left)
@@ -189,6 +193,7 @@ def work_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> float:
     """
     if mesh.device is None or _is_row(eqn):
         return 0.0
+
     dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
     written = sum(map(bytes_of, eqn.outvars))
     read = sum(map(bytes_of, eqn.invars)) if is_contraction(eqn) else 0

@@ -92,6 +92,7 @@ class _ShapeCandidates:
         self, eqn: JaxprEqn, kind: EquationKind, options: tuple[Any, ...], *, most_splits: bool
     ) -> Candidates:
         required, pending, scatter, kept = options
+
         return self._memo.once(
             ("enumerate", self._alike(kind), options, most_splits),
             None,
@@ -157,6 +158,8 @@ class MeshStrategies:
         """`shape` and `tables` are shared with other meshes."""
         self._mesh, self._forbidden, self._n_together, self._forbidden_s = mesh, forbidden, n_together, forbidden_s
         self._gather_s = forbidden_s if "all-gather" in forbidden else None
+
+        # Each of several sums that start together takes its part of the time to start.
         self._together = replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
         self._shape, self._tables, self._memo = shape, tables, _Memo()
 
