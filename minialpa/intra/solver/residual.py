@@ -4,6 +4,8 @@ Usage over time becomes rows. A row stands for a maximal set of nodes that are l
     base[r] + sum_v terms_v,r[s_v] <= limit                                              -> _add_usage_rows
 `base` has what every solution uses in row r, the terms what a strategy uses beyond that. All are integers (exact.py),
 so nothing here rounds. A row that cannot exceed the limit, or that another row implies, is dropped.  -> loosen_rows
+The maximal live sets are the maximal cliques of an interval graph, of which there are at most as many as intervals
+(Fulkerson and Gross, 1965).
 
 Example: two nodes are live over [0, 2) and [1, 3) and use (4, 3) and (2, 5). Only the live set at time 1 is maximal, so
 there is one row, with base 3 + 2 and the terms (1, 0) and (0, 3).
