@@ -1,7 +1,7 @@
 """The collectives of a compiled program, read from its HLO text, and what they cost on a mesh.
 
     seconds = sum over collectives of times * price on the mesh       -> seconds, _one_s
-    times   = product of the trip counts of the loops around it       -> _times, _trip_count
+    times   = product of the trip counts of the loops around it       -> _times, trip_counts.py
 
 A loop whose trip count is not known counts as one trip; every branch of a conditional counts once.
 """
@@ -31,6 +31,7 @@ from minialpa.hlo.text import (
     parse_module,
     split_tuple,
 )
+from minialpa.hlo.trip_counts import trip_count
 
 HloKind = CollectiveKind | Literal["collective-permute"]
 _KINDS: dict[str, HloKind] = {
@@ -205,54 +206,24 @@ def _times(module: Module) -> dict[str, int]:
     def visit(name: str, n_runs: int) -> None:
         times[name] += n_runs
         for instruction in module.computations[name].instructions:
-            for callee, n_trips in _callees(instruction, module):
+            for callee, n_trips in _callees(instruction, module.computations[name], module):
                 visit(callee, n_runs * n_trips)
 
     visit(module.entry, 1)
     return dict(times)
 
 
-def _callees(instruction: Instruction, module: Module) -> Iterator[tuple[str, int]]:
-    """The computations that an instruction runs, and how often."""
+def _callees(instruction: Instruction, around: Computation, module: Module) -> Iterator[tuple[str, int]]:
+    """The computations that an instruction of `around` runs, and how often."""
     if instruction.opcode == "while":
-        n_trips = _trip_count(instruction, module)
+        n_trips = trip_count(instruction, around, module)
         for name in instruction.called("body", "condition"):
-            yield name, n_trips
+            yield name, 1 if n_trips is None else n_trips
     # The computation of an asynchronous call is named again where it ends.
     elif instruction.opcode not in ("async-update", "async-done"):
         for name in instruction.called(*_CALLS):
             if name in module.computations:
                 yield name, 1
-
-
-def _trip_count(loop: Instruction, module: Module) -> int:
-    """The trip count that XLA found, or the bound n of a condition `i < n` or `i <= n`; otherwise 1.
-
-    A bound is taken to mean that i starts at 0 and grows by 1.
-    """
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
-        return int(known[1])
-
-    (condition,) = loop.called("condition")
-    inside = [i for name in _reached(condition, module) for i in module.computations[name].instructions]
-    bounds = [int(i.operands[0]) for i in inside if i.opcode == "constant" and re.fullmatch(r"\d+", i.operands[0])]
-    compares = [direction[1] for i in inside if (direction := re.search(r"direction=(\w\w)", i.attributes))]
-
-    # Anything but a single comparison with a single constant may be another kind of condition.
-    if len(bounds) == 1 and compares in (["LT"], ["GT"], ["LE"], ["GE"]):
-        return bounds[0] + (compares[0] in ("LE", "GE"))
-    return 1
-
-
-def _reached(computation: str, module: Module) -> set[str]:
-    """The names of a computation and of all those that it calls, directly or not."""
-    reached, pending = set[str](), [computation]
-    while pending:
-        name = pending.pop()
-        reached.add(name)
-        called = (callee for i in module.computations[name].instructions for callee, _ in _callees(i, module))
-        pending.extend(callee for callee in called if callee not in reached)
-    return reached
 
 
 # ---- one collective --------------------------------------------------------------------------------------------------

@@ -50,10 +50,17 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """Instructions in the order of the text."""
+    """A computation of a program.
+
+    Attributes:
+        name: without `%`.
+        instructions: in the order of the text.
+        root: name of the instruction that makes the result.
+    """
 
     name: str
     instructions: tuple[Instruction, ...]
+    root: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +86,17 @@ def parse_module(text: str) -> Module:
 
     # `name` is empty outside of computations.
     computations: dict[str, Computation] = {}
-    entry, name, instructions = "", "", list[Instruction]()
+    entry, name, root, instructions = "", "", "", list[Instruction]()
     for line in text.splitlines():
         if opening := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line):
             name, instructions = opening[2], []
             entry = name if opening[1] else entry
         elif line.startswith("}") and name:
-            computations[name] = Computation(name, tuple(instructions))
+            computations[name] = Computation(name, tuple(instructions), root)
             name = ""
         elif name and " = " in line:
             instructions.append(_instruction(line))
+            root = instructions[-1].name if line.lstrip().startswith("ROOT ") else root
 
     if not entry:
         raise VerifyError(

@@ -78,7 +78,7 @@ def _search(context: PlanningContext, cut: CutStep, layers: LayerOption, auto: A
         option=options.sharding,
     )
     bounds = StageBounds(pieces, known)
-    search, solver = StageSearch(bounds, context.report), StageSolver(context.compiler, bounds.pieces.strategies)
+    search, solver = StageSearch(bounds, context.report), StageSolver(context.compiler, bounds.pieces.strategy_cache)
     solved = _solve_what_is_found(context, cut, search, solver)
     save_costs(auto.cached_costs, known)
     if not solved.plans:

@@ -26,7 +26,7 @@ from minialpa.cost import Collective
 from minialpa.errors import VerifyError
 from minialpa.intra.strategies.candidates import eager_reductions
 from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
-from minialpa.intra.strategies.reshard import Step, reshard_table
+from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.rules.factors import Factors, Reduction, factors_of, run_shard
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
 from minialpa.tracing.jaxprs import (
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Interpreter(Generic[T]):
+class ShardOps(Generic[T]):
     """What `walk` does with shards of type T.
 
     Attributes:
@@ -56,7 +56,7 @@ class Interpreter(Generic[T]):
     """
 
     literal: Callable[[Atom], T]
-    move: Callable[[T, Step, Atom], T]
+    move: Callable[[T, ReshardStep, Atom], T]
     run: Callable[[JaxprEqn, Factors, EquationSpecs, list[T]], list[T]]
     loop: Callable[[JaxprEqn, ScanBody, ShardedEquations, list[T]], list[T]]
 
@@ -86,9 +86,9 @@ class ShardedEquations:
     forbidden: tuple[str, ...] = ()
 
 
-def walk(program: ShardedEquations, inputs: Sequence[T], interpreter: Interpreter[T]) -> list[T]:
+def walk(program: ShardedEquations, inputs: Sequence[T], ops: ShardOps[T]) -> list[T]:
     """Run `program`; the shards of its results."""
-    shards = _Shards(program, interpreter)
+    shards = _Shards(program, ops)
     shards.held.update(((v, program.specs[v]), shard) for v, shard in zip(program.invars, inputs, strict=True))
     for eqn in program.eqns:
         shards.run(eqn)
@@ -101,14 +101,14 @@ class _Shards(Generic[T]):
     A variable that several readers want in one spec is resharded once, and chains of steps share their beginnings.
     """
 
-    def __init__(self, program: ShardedEquations, interpreter: Interpreter[T]) -> None:
-        self.program, self.interpreter = program, interpreter
+    def __init__(self, program: ShardedEquations, ops: ShardOps[T]) -> None:
+        self.program, self.ops = program, ops
         self.held: dict[tuple[Var, Spec], T] = {}
 
     def operand(self, atom: Atom, spec: Spec) -> T:
         """The shard of a variable or literal in `spec`."""
         if is_literal(atom):
-            return self.moved(self.interpreter.literal(atom), atom, Spec.replicated(len(shape_of(atom))), spec)
+            return self.moved(self.ops.literal(atom), atom, Spec.replicated(len(shape_of(atom))), spec)
         if (atom, spec) not in self.held:
             src = self.program.specs[atom]
             self.moved(self.held[atom, src], atom, src, spec)
@@ -121,13 +121,13 @@ class _Shards(Generic[T]):
 
         program = self.program
         table = reshard_table(shape_of(atom), bytes_of(atom), program.mesh, program.forbidden)
-        for step in table.way(src, dst):
+        for step in table.path(src, dst):
             if is_literal(atom):
-                shard = self.interpreter.move(shard, step, atom)
+                shard = self.ops.move(shard, step, atom)
             elif (atom, step.dst) in self.held:
                 shard = self.held[atom, step.dst]
             else:
-                shard = self.held[atom, step.dst] = self.interpreter.move(shard, step, atom)
+                shard = self.held[atom, step.dst] = self.ops.move(shard, step, atom)
         return shard
 
     def run(self, eqn: JaxprEqn) -> None:
@@ -139,17 +139,17 @@ class _Shards(Generic[T]):
             return
 
         factors = factors_of(eqn)
-        made = self.interpreter.run(eqn, factors, chosen, operands)
+        made = self.ops.run(eqn, factors, chosen, operands)
         # Only sums can stay pending. A maximum, for example, is reduced at once.
         finish = eager_reductions(factors, chosen.operands, chosen.made, self.program.mesh.shape)
         for v, shard, step, src, dst in zip(eqn.outvars, made, finish, chosen.made, chosen.results, strict=True):
-            finished = shard if step is None else self.interpreter.move(shard, step, v)
+            finished = shard if step is None else self.ops.move(shard, step, v)
             self.held[v, src] = finished
             self.held[v, dst] = self.moved(finished, v, src, dst)
 
     def _run_loop(self, eqn: JaxprEqn, chosen: EquationSpecs, operands: list[T]) -> None:
         body, inside = _iteration(eqn, chosen, self.program)
-        results = self.interpreter.loop(eqn, body, inside, operands)
+        results = self.ops.loop(eqn, body, inside, operands)
         specs = zip(eqn.outvars, chosen.results, strict=True)
         self.held.update(zip(specs, results, strict=True))
 
@@ -159,6 +159,7 @@ def _iteration(eqn: JaxprEqn, chosen: EquationSpecs, program: ShardedEquations) 
     body = scan_body(eqn)
     assert body is not None, eqn.primitive
     specs, out_specs = body_specs(body, chosen)
+
     flat = body.flat
     inside = replace(
         program,
@@ -194,7 +195,7 @@ def collectives_of(program: ShardedEquations) -> list[Communication]:
     found: list[Communication] = []
     gradients = {v for eqn in program.eqns if is_gradient_marker(eqn) for v in operand_vars(eqn)}
 
-    def move(_: None, step: Step, atom: Atom) -> None:
+    def move(_: None, step: ReshardStep, atom: Atom) -> None:
         collective = step.collective(bytes_of(atom), program.mesh.shape)
         if collective is not None:
             found.append(Communication(collective, 1, not is_literal(atom) and atom in gradients))
@@ -206,7 +207,7 @@ def collectives_of(program: ShardedEquations) -> list[Communication]:
         found.extend(one._replace(times=body.length * one.times) for one in collectives_of(inside))
         return [None] * len(eqn.outvars)
 
-    walk(program, [None] * len(program.invars), Interpreter(lambda _: None, move, run, loop))
+    walk(program, [None] * len(program.invars), ShardOps(lambda _: None, move, run, loop))
     return found
 
 
@@ -220,7 +221,7 @@ def shard_program(program: ShardedEquations) -> Callable[..., tuple[Any, ...]]:
 
     def on_shards(*stored: Any) -> tuple[Any, ...]:
         shards = [_shard_of(array, spec) for array, spec in zip(stored, in_specs, strict=True)]
-        results = walk(program, shards, _array_interpreter(mesh_shape))
+        results = walk(program, shards, _array_ops(mesh_shape))
         return tuple(_stored(shard, spec) for shard, spec in zip(results, program.out_specs, strict=True))
 
     if max(mesh_shape) == 1:
@@ -245,16 +246,16 @@ def _stored(shard: Any, spec: Spec) -> Any:
     return jnp.expand_dims(shard, range(len(spec.partial))) if spec.partial else shard
 
 
-def _array_interpreter(mesh_shape: tuple[int, ...]) -> Interpreter[Any]:
-    return Interpreter(_literal, _move(mesh_shape), _run(mesh_shape), _loop(mesh_shape))
+def _array_ops(mesh_shape: tuple[int, ...]) -> ShardOps[Any]:
+    return ShardOps(_literal, _move(mesh_shape), _run(mesh_shape), _loop(mesh_shape))
 
 
 def _literal(atom: Atom) -> Any:
     return atom.val
 
 
-def _move(mesh_shape: tuple[int, ...]) -> Callable[[Any, Step, Atom], Any]:
-    def move(shard: Any, step: Step, atom: Atom) -> Any:
+def _move(mesh_shape: tuple[int, ...]) -> Callable[[Any, ReshardStep, Atom], Any]:
+    def move(shard: Any, step: ReshardStep, atom: Atom) -> Any:
         if is_extended(aval_of(atom).dtype):
             # Typed keys are resharded as the integers that they are made of.
             data = take_step(jax.random.key_data(shard), step, mesh_shape)
@@ -292,11 +293,11 @@ def _check_shapes(eqn: JaxprEqn, chosen: EquationSpecs, results: Sequence[Any], 
 
 def _loop(mesh_shape: tuple[int, ...]) -> Callable[[JaxprEqn, ScanBody, ShardedEquations, list[Any]], list[Any]]:
     def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: list[Any]) -> list[Any]:
-        interpreter = _array_interpreter(mesh_shape)
+        ops = _array_ops(mesh_shape)
 
         def iteration(carry: Any, slices: Any) -> Any:
             inputs = [*body.flat.consts, *operands[: body.n_consts], *carry, *slices]
-            shards = walk(inside, inputs, interpreter)
+            shards = walk(inside, inputs, ops)
             # Literals may be Python numbers, and a scan wants arrays of the dtypes that its carry has.
             results = [
                 jnp.asarray(shard, aval_of(atom).dtype) if is_literal(atom) else shard
@@ -348,7 +349,7 @@ def _run_once(eqn: JaxprEqn, operands: list[Any], n_axes: int) -> list[Any]:
 _REDUCE: dict[Reduction, Callable[..., Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 
 
-def take_step(x: Any, step: Step, mesh_shape: tuple[int, ...]) -> Any:
+def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
     """One step of a resharding on the shard `x` of this device."""
     names = _names(step.axes)
     match step.kind:

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.graph.problem import MeshEquations
-from minialpa.intra.strategies.candidates import nearest_way
+from minialpa.intra.strategies.candidates import nearest_candidate
 from minialpa.intra.strategies.loops import ScanBody, scan_body
 from minialpa.intra.strategies.reshard import reshard_table
 from minialpa.plan.verify import require
@@ -60,7 +60,7 @@ def verify_specs(problem: MeshEquations, found: SpecsOfMesh) -> dict[Var, Spec]:
     - each value can be resharded to what its readers want.
     """
     known = _verify_inputs(problem, found)
-    verifier = _Verifier(found.mesh, found.forbidden, problem.whole, problem.equal)
+    verifier = _Verifier(found.mesh, found.forbidden, problem.not_partial, problem.equal)
     verifier.equations(problem.eqns, found.equations, known, f"{found.where}.equation_specs")
     return known
 
@@ -113,13 +113,13 @@ class _Verifier:
     Attributes:
         mesh: the devices.
         forbidden: kinds of collectives that may not reshard.
-        whole: variables that may not be left as partial sums, as in `MeshEquations`.
+        not_partial: variables that may not be left as partial sums, as in `MeshEquations`.
         equal: pairs of variables with one spec, as in `MeshEquations`.
     """
 
     mesh: LogicalMesh
     forbidden: tuple[str, ...]
-    whole: Collection[Var]
+    not_partial: Collection[Var]
     equal: Mapping[Var, Var]
 
     def equations(
@@ -146,7 +146,7 @@ class _Verifier:
             here = f"{where}[{_RESULTS}][{r}]"
             self._check_resharding(v, made, left, here)
             expected = f"no partial sum: result {r} of `{eqn.primitive.name}` is read elsewhere, or in other ways"
-            require(not left.partial or v not in self.whole, here, left, expected)
+            require(not left.partial or v not in self.not_partial, here, left, expected)
             known[v] = known[self.equal.get(v, v)] = left
 
     def _check_resharding(self, v: Atom, src: Spec, dst: Spec, where: str) -> None:
@@ -182,7 +182,9 @@ class _Verifier:
 
     def _check_candidate(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
         """The specs are a sharding candidate of the equation. If not, the error names the nearest one."""
-        operands, made = nearest_way(eqn, factors_of(eqn).on_mesh(), self.mesh.shape, chosen.operands, chosen.made)
+        operands, made = nearest_candidate(
+            eqn, factors_of(eqn).on_mesh(), self.mesh.shape, chosen.operands, chosen.made
+        )
         if (operands, made) == (chosen.operands, chosen.made):
             return
 
@@ -229,7 +231,7 @@ def _check_barrier(chosen: EquationSpecs, where: str) -> None:
 
 def _check_replicated(eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
     """An equation with side effects, which one device runs, reads and makes replicated arrays."""
-    expected = f"a whole array, as `{eqn.primitive.name}` has side effects and runs once"
+    expected = f"a replicated array, as `{eqn.primitive.name}` has side effects and runs once"
     for place, specs in ((_OPERANDS, chosen.operands), (_MADE, chosen.made)):
         for k, spec in enumerate(specs):
             require(not spec.axes and not spec.partial, f"{where}[{place}][{k}]", spec, expected)

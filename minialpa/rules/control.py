@@ -85,9 +85,11 @@ def _scan_control(body: Any, n_consts: int, n_carry: int) -> _Control:
 @_remember
 def _while_control(condition: Any, body: Any, n_condition_consts: int, n_body_consts: int) -> _Control:
     flat = _inlined(body)
+    # Condition and body have constants of their own, and share the carries.
     consts = tuple(fresh_var(var.aval) for var in _inlined(condition).invars[:n_condition_consts])
     test = _inlined(condition, (*consts, *flat.invars[n_body_consts:]))
     n_consts = n_condition_consts + n_body_consts
+
     return _control(
         Region(
             parts=(test, flat),

@@ -35,6 +35,7 @@ def elementwise(
     table = FactorTable()
     shape = shape_of(eqn.outvars[0])
     result = table.dims(shape)
+
     return table.build(
         eqn,
         [_follow(atom, shape, result) for atom in eqn.invars],

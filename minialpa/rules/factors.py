@@ -196,13 +196,13 @@ def factors_of(eqn: JaxprEqn) -> Factors:
     arrays = tuple((shape_of(atom), getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars))
     key = (eqn.primitive.name, tuple(eqn.params.items()), arrays, settings_of(eqn))
     try:
-        return _factors(_Kind(key, eqn))
+        return _factors(_EquationKey(key, eqn))
     except TypeError:  # a parameter that cannot be hashed
         return _by_rule(eqn)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _EquationKey:
     """Equations with equal keys differ only in names and literals, which rules do not look at.
 
     Attributes:
@@ -215,7 +215,7 @@ class _Kind:
 
 
 @functools.lru_cache(maxsize=4096)
-def _factors(kind: _Kind) -> Factors:
+def _factors(kind: _EquationKey) -> Factors:
     return _by_rule(kind.eqn)
 
 

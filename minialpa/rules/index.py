@@ -53,7 +53,7 @@ def _fills_linearly(eqn: JaxprEqn) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _LocalIndices:
     """Where index vectors [b n] point to in a shard, after they were clamped to the whole array as mode CLIP does.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Found:
     is_valid: Any
 
 
-def _find(indices: Any, last: Sequence[int], last_here: Sequence[int], starts: Sequence[Any]) -> _Found:
+def _local_indices(indices: Any, last: Sequence[int], last_here: Sequence[int], starts: Sequence[Any]) -> _LocalIndices:
     """Find the windows of a shard. The arguments have one value for each of the n components of an index vector.
 
     last: largest start of a window in the whole array.
@@ -85,7 +85,7 @@ def _find(indices: Any, last: Sequence[int], last_here: Sequence[int], starts: S
     clipped = lax.clamp(jnp.zeros_like(indices), indices, bounds)
     local = clipped.astype(np.int32) - for_all(starts, np.int32)
     is_mine = (local >= 0) & (local <= for_all(last_here, np.int32))
-    return _Found(local, is_mine.all(-1), (clipped == indices).all(-1))
+    return _LocalIndices(local, is_mine.all(-1), (clipped == indices).all(-1))
 
 
 def _mode(params: Mapping[str, Any]) -> GatherScatterMode:
@@ -99,7 +99,7 @@ def _gather_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[st
     dims = numbers.start_index_map
     last = [shape[d] - eqn.params["slice_sizes"][d] for d in dims]
     last_here = [table.shape[d] - params["slice_sizes"][d] for d in dims]
-    found = _find(indices, last, last_here, [starts.operands[0][d] for d in dims])
+    found = _local_indices(indices, last, last_here, [starts.operands[0][d] for d in dims])
 
     local = dict(params, mode=GatherScatterMode.CLIP, indices_are_sorted=False)
     (rows,) = eval_on_shards(eqn, [table, found.local], local)
@@ -172,7 +172,7 @@ def _scatter_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[s
 
     last = last_starts(shape_of(eqn.invars[0]), shape_of(eqn.invars[2]))
     begin = [starts.operands[0][d] for d in numbers.scatter_dims_to_operand_dims]
-    found = _find(indices, last, last_starts(operand.shape, updates.shape), begin)
+    found = _local_indices(indices, last, last_starts(operand.shape, updates.shape), begin)
 
     is_kept = found.is_mine if _mode(params) == GatherScatterMode.CLIP else found.is_mine & found.is_valid
     kept = lax.broadcast_in_dim(is_kept, indices.shape, tuple(range(indices.ndim - 1)))

@@ -92,7 +92,7 @@ def test_zero_shards_what_its_stage_says() -> None:
 
 
 def test_two_axes_combine_data_and_operator_parallelism() -> None:
-    """Cheap inner axis, dear outer axis: activations are reduced inside, gradients across."""
+    """Cheap inner axis, expensive outer axis: activations are reduced inside, gradients across."""
     mesh = LogicalMesh((2, 2), alpha=(1.0, 1.0), beta=(1.0, 0.1))
     option = AutoShardingOption(force_batch_dim_to_mesh_dim=0)
     executable = run(ShardParallel(devices=mesh, auto_sharding_option=option), 4, 64, 32)
@@ -156,7 +156,7 @@ def test_six_wide_layers_are_operator_parallel(shape: tuple[int, int]) -> None:
 
 
 def test_six_layers_on_two_axes() -> None:
-    """Examples on the slow axis, operators on the fast one: no dearer than column and row parallel layers.
+    """Examples on the slow axis, operators on the fast one: no more expensive than column and row parallel layers.
 
     Freely planned, both axes split the examples, as gradients are summed on the fast axis first.
     """

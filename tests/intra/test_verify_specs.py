@@ -1,4 +1,4 @@
-"""The verifier of shardings: what is a way of an equation, and what is none. Each refusal is in test_verify_fit.py."""
+"""The verifier of shardings: what is a candidate of an equation, and what is not. For refusals see test_verify_fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from minialpa import LogicalMesh, VerifyError
 from minialpa.inter.staging.mesh_problem import mesh_equations
 from minialpa.inter.staging.staged_step import stage_step
-from minialpa.intra.strategies.candidates import enumerate_ways, nearest_way
+from minialpa.intra.strategies.candidates import enumerate_candidates, nearest_candidate
 from minialpa.intra.strategies.reshard import partial_specs_of
 from minialpa.intra.verify_specs import SpecsOfMesh, verify_specs
 from minialpa.rules.factors import factors_of
@@ -25,21 +25,21 @@ MESH = LogicalMesh((2, 2))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_every_way_of_an_equation_passes(program: str) -> None:
+def test_every_candidate_of_an_equation_passes(program: str) -> None:
     for case in cases(program):
         eqn, factors = case.eqn, factors_of(case.eqn).on_mesh()
-        ways = enumerate_ways(
+        candidates = enumerate_candidates(
             eqn, factors, MESH.shape, {}, {0: 2, 1: 2}, scatter=False, most_splits=False
         )  # fmt: skip
-        for s, choice in enumerate(ways.strategies):
-            operands = tuple(column[s] for column in ways.operands)
+        for s, choice in enumerate(candidates.strategies):
+            operands = tuple(column[s] for column in candidates.operands)
             for w in choice:
-                made = tuple(column[w if ways.has_choice else s] for column in ways.made)
-                assert nearest_way(eqn, factors, MESH.shape, operands, made) == (operands, made)
+                made = tuple(column[w if candidates.has_choice else s] for column in candidates.made)
+                assert nearest_candidate(eqn, factors, MESH.shape, operands, made) == (operands, made)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_what_is_nearest_to_any_specs_is_a_way(program: str, seed: int) -> None:
+def test_what_is_nearest_to_any_specs_is_a_candidate(program: str, seed: int) -> None:
     """And so it is nearest to itself."""
     rng = np.random.default_rng(seed)
 
@@ -51,11 +51,11 @@ def test_what_is_nearest_to_any_specs_is_a_way(program: str, seed: int) -> None:
         eqn, factors = case.eqn, factors_of(case.eqn).on_mesh()
         for _ in range(10):
             drawn = (tuple(map(any_spec, eqn.invars)), tuple(map(any_spec, eqn.outvars)))
-            way = nearest_way(eqn, factors, MESH.shape, *drawn)
-            assert nearest_way(eqn, factors, MESH.shape, *way) == way
+            candidate = nearest_candidate(eqn, factors, MESH.shape, *drawn)
+            assert nearest_candidate(eqn, factors, MESH.shape, *candidate) == candidate
 
 
-def test_what_has_side_effects_runs_on_whole_arrays() -> None:
+def test_what_has_side_effects_runs_on_replicated_arrays() -> None:
     def step(x: jax.Array, batch: jax.Array) -> jax.Array:
         jax.debug.callback(lambda total: None, jnp.sum(batch))
         return x + 1
@@ -63,20 +63,22 @@ def test_what_has_side_effects_runs_on_whole_arrays() -> None:
     traced = trace(step, jnp.ones(4), jnp.ones(4))
     problem = mesh_equations(stage_step(traced, 1, (), (0,)), 0)
     kinds = [eqn.primitive.name for eqn in problem.eqns]
-    whole = {name: EquationSpecs((Spec(((),)),), (Spec(((),)),), (Spec(((),)),)) for name in kinds}
-    whole["add"] = EquationSpecs((Spec(((),)), Spec(())), (Spec(((),)),), (Spec(((),)),))
-    whole["reduce_sum"] = EquationSpecs((Spec(((),)),), (Spec(()),), (Spec(()),))
+    replicated = {name: EquationSpecs((Spec(((),)),), (Spec(((),)),), (Spec(((),)),)) for name in kinds}
+    replicated["add"] = EquationSpecs((Spec(((),)), Spec(())), (Spec(((),)),), (Spec(((),)),))
+    replicated["reduce_sum"] = EquationSpecs((Spec(((),)),), (Spec(()),), (Spec(()),))
     for partial in ((), (0,)):
-        whole["debug_callback"] = EquationSpecs((Spec((), partial),), (), ())
+        replicated["debug_callback"] = EquationSpecs((Spec((), partial),), (), ())
         specs = SpecsOfMesh(
             where="stages[0]",
             mesh=MESH,
             forbidden=(),
             inputs=(Spec(((),)), Spec(((),))),
-            equations=tuple(whole[name] for name in kinds),
+            equations=tuple(replicated[name] for name in kinds),
         )
         if partial:
-            with pytest.raises(VerifyError, match=r"\[0\]\[0\]` is \+P0; expected a whole array, as `debug_callback`"):
+            with pytest.raises(
+                VerifyError, match=r"\[0\]\[0\]` is \+P0; expected a replicated array, as `debug_callback`"
+            ):
                 verify_specs(problem, specs)
         else:
             assert set(verify_specs(problem, specs)) >= {v for v, _ in problem.inputs}

@@ -38,7 +38,7 @@ from minialpa import (
     Zero3Parallel,
 )
 from minialpa.inter.staging.staged_step import mesh_problems, realise
-from minialpa.intra.strategies.candidates import nearest_way
+from minialpa.intra.strategies.candidates import nearest_candidate
 from minialpa.intra.strategies.loops import scan_body
 from minialpa.intra.strategies.reshard import partial_specs_of
 from minialpa.methods import Method
@@ -350,8 +350,8 @@ def other_ways(rng: np.random.Generator, on: Subject, data: Any) -> tuple[Any, s
     for i in rng.choice(len(pairs), min(n, len(pairs)), replace=False):
         place, eqn = pairs[i]
         operands, made = (tuple(any_spec(rng, v, mesh_shape) for v in vs) for vs in (eqn.invars, eqn.outvars))
-        operands, made = nearest_way(eqn, factors_of(eqn).on_mesh(), mesh_shape, operands, made)
-        results = tuple(any_spec(rng, v, mesh_shape, whole=v in problem.whole) for v in eqn.outvars)
+        operands, made = nearest_candidate(eqn, factors_of(eqn).on_mesh(), mesh_shape, operands, made)
+        results = tuple(any_spec(rng, v, mesh_shape, not_partial=v in problem.not_partial) for v in eqn.outvars)
         put(data, place, encode(EquationSpecs(operands, made, results)))
     return data, f"{n} other ways on stage {k}"
 
@@ -365,8 +365,8 @@ def _plain_equations(eqns: Any, chosen: Any, place: Place) -> Iterator[tuple[Pla
             yield (*place, i), eqn
 
 
-def any_spec(rng: np.random.Generator, v: Any, mesh_shape: tuple[int, ...], *, whole: bool = False) -> Spec:
-    find = specs_of if whole or not is_summable(v) else partial_specs_of
+def any_spec(rng: np.random.Generator, v: Any, mesh_shape: tuple[int, ...], *, not_partial: bool = False) -> Spec:
+    find = specs_of if not_partial or not is_summable(v) else partial_specs_of
     specs = list(find(v.aval.shape, mesh_shape))
     return specs[rng.integers(len(specs))]
 

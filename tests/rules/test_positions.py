@@ -203,24 +203,24 @@ def test_every_strategy_of_an_equation_gives_its_results(primitive: str) -> None
     assert any((0, 1) in spec.dims for one in chosen for spec in (*one.operands, *one.results))
     programs = [shard_program(_program_of(case.eqn, specs, mesh)) for specs in chosen]
     devices = np.array(jax.devices()).reshape(mesh.shape)
-    whole = NamedSharding(Mesh(devices, ("x", "y"), axis_types=(AxisType.Auto,) * 2), P())
-    run = jax.jit(lambda *xs: [program(*xs) for program in programs], in_shardings=whole, out_shardings=whole)
+    replicated = NamedSharding(Mesh(devices, ("x", "y"), axis_types=(AxisType.Auto,) * 2), P())
+    run = jax.jit(lambda *xs: [program(*xs) for program in programs], in_shardings=replicated, out_shardings=replicated)
     for specs, results in zip(chosen, run(*case.operands), strict=True):
         np.testing.assert_array_equal(results[0], case.results[0], err_msg=str(specs))
 
 
 def _program_of(eqn: Any, chosen: EquationSpecs, mesh: LogicalMesh) -> ShardedEquations:
-    """One equation, whose operands come whole and whose result is wanted whole."""
+    """One equation, whose operands are replicated, as its result is to be."""
     operands, (result,) = [v for v in eqn.invars if not is_literal(v)], eqn.outvars
     specs = {v: Spec.replicated(len(shape_of(v))) for v in operands} | {result: chosen.results[0]}
-    whole = Spec.replicated(len(shape_of(result)))
+    replicated = Spec.replicated(len(shape_of(result)))
     return ShardedEquations(
         eqns=(eqn,),
         invars=tuple(operands),
         outvars=(result,),
         specs=specs,
         equations={id(eqn): chosen},
-        out_specs=(whole,),
+        out_specs=(replicated,),
         mesh=mesh,
     )
 

@@ -19,7 +19,7 @@ from minialpa.inter.search.submeshes import Candidate
 from minialpa.inter.staging.staged_step import stage_step
 from minialpa.intra.graph.solve import MeshSolver
 from minialpa.intra.memory.compiler import Compiler
-from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.support.recent import Recent
 from minialpa.tracing.trace import TracedStep
@@ -54,7 +54,7 @@ class PieceSolver:
 
     Attributes:
         layer_of_piece: the layer of each piece.
-        strategies: candidates of equations, which all solvers share.
+        strategy_cache: the strategies of equations, which all solvers share.
         n_solved: the number of costs that were solved so far.
     """
 
@@ -62,7 +62,7 @@ class PieceSolver:
         """`known`: costs of pieces from other searches, to which this one adds."""
         self._search, self._columns, self._known = search, columns, known
         self._piece_of_group, self.layer_of_piece = pieces_of(search.traced, search.layer_of_group)
-        self.strategies = Menus()
+        self.strategy_cache = StrategyCache()
 
         self._steps: dict[Remat, TracedStep] = {}
         self._kinds: dict[tuple[int, Remat], PieceKinds] = {}
@@ -119,7 +119,7 @@ class PieceSolver:
                 cluster=search.cluster,
                 compiler=search.compiler,
                 option=search.option,
-                menus=self.strategies,
+                strategy_cache=self.strategy_cache,
                 known=self._known,
                 solvers=self._solvers,
             )

@@ -26,7 +26,7 @@ from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.intra.graph.solve import MeshSolver
 from minialpa.intra.memory.compiler import Compiler
-from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
 from minialpa.tracing.jaxprs import Atom, bytes_of, is_literal
@@ -86,12 +86,12 @@ class PieceCosts:
         cluster: ClusterSpec,
         compiler: Compiler,
         option: AutoShardingOption,
-        menus: Menus,
+        strategy_cache: StrategyCache,
         known: dict[str, PieceCost],
         solvers: Recent[MeshSolver],
     ) -> None:
         self.staged, self.cluster, self.compiler = staged, cluster, compiler
-        self.menus, self.known = menus, known
+        self.strategy_cache, self.known = strategy_cache, known
         self._solvers, self._mine = solvers, object()  # the same step, staged again, has other variables
         # There are hundreds of costs: one that is a little too high is better than minutes of proof for each.
         self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _PIECE_TIME_LIMIT_S))
@@ -162,7 +162,7 @@ class PieceCosts:
 
     def _solver(self, piece: int, mesh: LogicalMesh) -> MeshSolver:
         def make() -> MeshSolver:
-            return MeshSolver(self.problems[piece], mesh, self.option, self.menus)
+            return MeshSolver(self.problems[piece], mesh, self.option, self.strategy_cache)
 
         return self._solvers.once((self._mine, piece, mesh), make)
 
@@ -226,6 +226,6 @@ def problem_key(problem: MeshEquations) -> str:
         dims = [problem.batch_dims.get(v) for v in eqn.outvars]
         parts.append(f"{eqn.primitive.name} {ends} {params} {times} {late} {dims}")
     parts += [f"{name(a)}={name(b)}" for a, b in (*problem.aliases, *problem.equal.items())]
-    parts.append(str([k for v, k in number.items() if v in problem.whole]))
+    parts.append(str([k for v, k in number.items() if v in problem.not_partial]))
     parts.append(str([number[v] for v, _ in problem.results if v in number]))
     return "\n".join(parts)

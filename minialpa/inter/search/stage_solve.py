@@ -23,7 +23,7 @@ from minialpa.intra.graph.memory_constraints import MemoryLimit
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.graph.solve import MeshSolver
 from minialpa.intra.memory.compiler import Compiler
-from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
 from minialpa.tracing.jaxprs import bytes_of, source_line
@@ -81,9 +81,9 @@ class StageSolver:
     in flight with which it fits.
     """
 
-    def __init__(self, compiler: Compiler, menus: Menus | None = None) -> None:
-        """`compiler`: of the programs of the stages. `menus`: shared with other problems."""
-        self.compiler, self.menus = compiler, menus or Menus()
+    def __init__(self, compiler: Compiler, strategy_cache: StrategyCache | None = None) -> None:
+        """`compiler`: of the programs of the stages. `strategy_cache`: shared with other problems."""
+        self.compiler, self.strategy_cache = compiler, strategy_cache or StrategyCache()
         self._stages: Recent[_Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _Solution] = {}
         self._last: tuple[_Solution, SolvedStage] | None = None
@@ -120,7 +120,7 @@ class StageSolver:
             problem=problem,
             view=view,
             compiler=self.compiler,
-            solver=MeshSolver(problem, view.mesh, option, self.menus),
+            solver=MeshSolver(problem, view.mesh, option, self.strategy_cache),
         )
 
     def _rebound(

@@ -40,7 +40,7 @@ def mesh_equations(staged: StagedStep, mesh: int) -> MeshEquations:
         aliases=_aliases(staged, mesh, made),
         equal=total_of,
         batch_dims=split.batch_dims,
-        whole=_not_partial(staged, mesh),
+        not_partial=_not_partial(staged, mesh),
         paths=_input_paths(staged),
         results=tuple(
             (atom, path)

@@ -19,7 +19,7 @@ from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.solver.solve import solve_graph
 from minialpa.intra.strategies.loops import body_specs, scan_body
 from minialpa.intra.strategies.reshard import reshard_table
-from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import bytes_of, is_literal, shape_of, source_line
@@ -29,7 +29,7 @@ from minialpa.tracing.jaxprs import bytes_of, is_literal, shape_of, source_line
 _FORBIDDEN_S = 1e7
 
 
-class _Move(NamedTuple):
+class _Resharded(NamedTuple):
     """An array that is made in one spec, and which `reader`, an operation or result, wants in another."""
 
     var: Var
@@ -39,49 +39,55 @@ class _Move(NamedTuple):
 
 
 def why_infeasible(
-    problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, menus: Menus, time_limit_s: float
+    problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, cache: StrategyCache, time_limit_s: float
 ) -> str | None:
     """Why forbidden collectives leave no sharding; None if they are not what leaves none."""
     if not option.forbidden_collectives:
         return None
-    builder = GraphBuilder(problem, mesh, option, folded=True, menus=menus, forbidden_s=_FORBIDDEN_S)
+
+    builder = GraphBuilder(problem, mesh, option, folded=True, cache=cache, forbidden_s=_FORBIDDEN_S)
     try:
         sharding = builder.read(solve_graph(builder.graph(), time_limit_s=time_limit_s))
     except InfeasibleError:
         return None
 
+    # In order, so that the first place is named.
     makers = {var: eqn for eqn in _all_equations(problem.eqns) for var in eqn.outvars}
-    for move in _moves(problem, sharding):
+    for array in _resharded(problem, sharding):
         table = reshard_table(
-            shape_of(move.var), bytes_of(move.var), mesh, option.forbidden_collectives, forbidden_s=_FORBIDDEN_S
+            shape_of(array.var), bytes_of(array.var), mesh, option.forbidden_collectives, forbidden_s=_FORBIDDEN_S
         )
-        if table.cost(move.made, move.wanted) >= _FORBIDDEN_S:
-            made_by = _name_of(makers[move.var]) if move.var in makers else f"`{problem.paths.get(move.var, '')}`"
-            return forbidden_message(option, move.var, move.made, move.wanted, f", from {made_by} to {move.reader},")
+        if table.cost(array.made, array.wanted) >= _FORBIDDEN_S:
+            made_by = _name_of(makers[array.var]) if array.var in makers else f"`{problem.paths.get(array.var, '')}`"
+            return forbidden_message(
+                option, array.var, array.made, array.wanted, f", from {made_by} to {array.reader},"
+            )
     return None
 
 
-def _moves(problem: MeshEquations, sharding: MeshSharding) -> Iterator[_Move]:
+def _resharded(problem: MeshEquations, sharding: MeshSharding) -> Iterator[_Resharded]:
     """Every array of the problem, as it is made and as each reader wants it, in order."""
-    yield from _moves_of(problem.eqns, sharding.equations, sharding.specs)
+    yield from _resharded_in(problem.eqns, sharding.equations, sharding.specs)
     for var, path in problem.results:
-        yield _Move(var, sharding.specs[var], sharding.results[var], f"the result `{path}`")
+        yield _Resharded(var, sharding.specs[var], sharding.results[var], f"the result `{path}`")
 
 
-def _moves_of(eqns: Sequence[JaxprEqn], chosen: Sequence[EquationSpecs], specs: Mapping[Var, Spec]) -> Iterator[_Move]:
+def _resharded_in(
+    eqns: Sequence[JaxprEqn], chosen: Sequence[EquationSpecs], specs: Mapping[Var, Spec]
+) -> Iterator[_Resharded]:
     for eqn, own in zip(eqns, chosen, strict=True):
         for operand, wanted in zip(eqn.invars, own.operands, strict=True):
             if not is_literal(operand):
-                yield _Move(operand, specs[operand], wanted, _name_of(eqn))
+                yield _Resharded(operand, specs[operand], wanted, _name_of(eqn))
 
         if own.body:
             body = scan_body(eqn)
             assert body is not None, eqn.primitive
             inside, left = body_specs(body, own)
-            yield from _moves_of(body.flat.eqns, own.body, inside)
+            yield from _resharded_in(body.flat.eqns, own.body, inside)
             for atom, wanted in zip(body.flat.outvars, left, strict=True):
                 if not is_literal(atom):
-                    yield _Move(atom, inside[atom], wanted, _name_of(eqn))
+                    yield _Resharded(atom, inside[atom], wanted, _name_of(eqn))
 
 
 def _all_equations(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:

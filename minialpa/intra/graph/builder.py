@@ -17,7 +17,7 @@ from minialpa.intra.graph.memory_constraints import Demand, MemoryLimit, Usage, 
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.solver.cost_graph import FORBIDDEN
 from minialpa.intra.solver.solve import CostGraph, Edge, GraphSolution
-from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 
 #: Bytes of the strategies, choices and records of one equation, about, as measured.
@@ -40,7 +40,7 @@ class GraphBuilder:
         option: AutoShardingOption,
         *,
         folded: bool = False,
-        menus: Menus | None = None,
+        cache: StrategyCache | None = None,
         forbidden_s: float = math.inf,
     ) -> None:
         """Raises InfeasibleError if an option cannot be kept on `mesh`.
@@ -50,11 +50,12 @@ class GraphBuilder:
             mesh: the logical mesh.
             option: what the user asks of shardings.
             folded: whether repeated layers are sharded alike.
-            menus: strategies and prices that other problems have already computed.
+            cache: strategies and prices that other problems have already computed.
             forbidden_s: see `reshard_table`.
         """
-        menus = menus or Menus()
-        collected = collect_costs(problem, mesh, option, folded=folded, menus=menus, forbidden_s=forbidden_s)
+        cache = cache or StrategyCache()
+
+        collected = collect_costs(problem, mesh, option, folded=folded, cache=cache, forbidden_s=forbidden_s)
         self.problem, self.costs, self.folding = problem, collected.costs, collected.folding
         self._mesh_shape, self._collected = mesh.shape, collected
 
@@ -73,10 +74,12 @@ class GraphBuilder:
             for demand in self._demands(kept):
                 if demand.node is not None:
                     node_costs[demand.node] = node_costs[demand.node] + byte_s * demand.n_bytes
+
         edges = tuple(Edge(a, b, cost) for (a, b), cost in self.costs.edges.items())
         if limit is None:
             return CostGraph(node_costs=tuple(node_costs), edges=edges)
 
+        # Parameters and optimizer state stay for the whole step; the limit knows when all else is live.
         n_times = limit.n_times
         stays = [Usage(var, 1, 0, n_times) for var, role in self.problem.inputs if role in ("parameter", "state")]
         demands = self._demands([*stays, *limit.usages])

@@ -109,7 +109,7 @@ def _fractions(counter: Counter[Var]) -> tuple[tuple[Var, float], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _RepeatedStretch:
     """Equations start, ..., end - 1: `n_repeats` times the same `period` equations."""
 
     start: int
@@ -140,7 +140,7 @@ class _Labels:
         eqns: Sequence[JaxprEqn],
         inputs: Sequence[Var],
         kind_of_input: Callable[[Var], Hashable],
-        runs: Sequence[_Run],
+        runs: Sequence[_RepeatedStretch],
     ) -> None:
         self.maker: dict[Var, tuple[int, int]] = {}
         self.of_variable: dict[Var, Hashable] = {}
@@ -192,12 +192,12 @@ class _Labels:
 # ---- runs -----------------------------------------------------------------------------------------------------------
 
 #: A stretch of equations that repeats: equations saved, negative; period; start; end.
-_Stretch = tuple[int, int, int, int]
+_HeapEntry = tuple[int, int, int, int]
 
 
-def _runs(kinds: NDArray[np.int64]) -> list[_Run]:
+def _runs(kinds: NDArray[np.int64]) -> list[_RepeatedStretch]:
     """Runs that do not overlap; first come those that save most equations."""
-    heap: list[_Stretch] = []
+    heap: list[_HeapEntry] = []
     for period in _periods(kinds):
         same = np.concatenate(([False], kinds[:-period] == kinds[period:], [False]))
         edges = np.flatnonzero(same[1:] != same[:-1])
@@ -205,7 +205,7 @@ def _runs(kinds: NDArray[np.int64]) -> list[_Run]:
             _push(heap, period, start, end + period)
 
     free = np.ones(len(kinds), bool)
-    runs: list[_Run] = []
+    runs: list[_RepeatedStretch] = []
     while heap:
         saved, period, start, end = heapq.heappop(heap)
         taken = np.flatnonzero(~free[start:end]).tolist()
@@ -214,12 +214,12 @@ def _runs(kinds: NDArray[np.int64]) -> list[_Run]:
             for before, after in zip((-1, *taken), (*taken, end - start), strict=True):
                 _push(heap, period, start + before + 1, start + after)
         else:
-            runs.append(_Run(start, period, -saved // period + 1))
+            runs.append(_RepeatedStretch(start, period, -saved // period + 1))
             free[start : runs[-1].end] = False
     return runs
 
 
-def _push(heap: list[_Stretch], period: int, start: int, end: int) -> None:
+def _push(heap: list[_HeapEntry], period: int, start: int, end: int) -> None:
     """Note the run of double periods in a stretch of equations that repeats itself after `period`."""
     n_repeats = (end - start) // (2 * period)
     if n_repeats >= _LEAST_REPEATS:

@@ -14,7 +14,8 @@ from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.constraints import Constraint, constraint_of_path
 from minialpa.intra.graph.folding import Folding, fold
 from minialpa.intra.graph.problem import MeshEquations, Role
-from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.intra.strategies.loops import ScanBody, examples_inside
+from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 from minialpa.rules.factors import Factors
 from minialpa.sharding import Spec, specs_of
@@ -42,8 +43,7 @@ class OptionConstraints:
     """Constraints of `option` on the shardings of `problem` on `mesh`.
 
     Attributes:
-        example_dims: the dimension of the examples, for variables that have one; the builder of the graph adds the
-            variables of loops.
+        example_dims: the dimension of the examples, for variables that have one; `enter_loop` adds those of a loop.
         batch_axes: mesh axes that must split the examples, and no others may; None if the options leave that open.
     """
 
@@ -115,6 +115,14 @@ class OptionConstraints:
         )
 
     # ---- loops and equations --------------------------------------------------------------------------------------
+
+    def enter_loop(self, eqn: JaxprEqn, scan: ScanBody) -> None:
+        """Let `example_dims` hold for the variables inside the loop `eqn`, whose body is `scan`."""
+        inside = examples_inside(eqn, scan, self.example_dims)
+        # Another loop with this body may have split other examples.
+        for var in (*scan.flat.invars, *(var for inner in scan.flat.eqns for var in inner.outvars)):
+            self.example_dims.pop(var, None)
+        self.example_dims.update(inside)
 
     def carry_specs(self, var: Var, specs: Iterable[Spec]) -> tuple[Spec, ...]:
         """Those of `specs` that split the examples of `var`, an operand of a loop, as the options demand.
@@ -215,15 +223,15 @@ def forbidden_message(option: AutoShardingOption, var: Var, made: Spec, wanted: 
 
 
 def fold_problem(
-    problem: MeshEquations, constraints: OptionConstraints, n_together: Mapping[Var, int], menus: Menus
+    problem: MeshEquations, constraints: OptionConstraints, n_together: Mapping[Var, int], cache: StrategyCache
 ) -> Folding | None:
     """Repeated layers of a problem whose equations and inputs have the same constraints."""
 
     def kind(i: int) -> Hashable:
         eqn = problem.eqns[i]
-        flags = tuple((var in problem.whole, var in problem.equal, n_together.get(var)) for var in eqn.outvars)
+        flags = tuple((var in problem.not_partial, var in problem.equal, n_together.get(var)) for var in eqn.outvars)
         dims = tuple(None if is_literal(atom) else problem.batch_dims.get(atom) for atom in eqn.invars)
-        return menus.kind_of(eqn), problem.times[i], problem.in_update[i], flags, dims
+        return cache.kind_of(eqn), problem.times[i], problem.in_update[i], flags, dims
 
     def kind_of_input(var: Var) -> Hashable:
         constraint = constraints.fixed(var, problem.paths.get(var))

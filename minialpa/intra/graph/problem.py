@@ -25,7 +25,7 @@ class MeshEquations:
         aliases: pairs (input, result) of which the result takes the sharding of the input.
         equal: for each accumulated value, the total that has the same spec.
         batch_dims: the dimension of the examples, for variables that have one.
-        whole: variables that may not be left as partial sums, because they leave the mesh, or because they are
+        not_partial: variables that may not be left as partial sums, because they leave the mesh, or because they are
             combined over micro-batches other than by a sum.
         paths: names of inputs.
         results: results of the step that this mesh makes, and their names.
@@ -38,7 +38,7 @@ class MeshEquations:
     aliases: tuple[tuple[Var, Var], ...]
     equal: Mapping[Var, Var]
     batch_dims: Mapping[Var, int]
-    whole: frozenset[Var]
+    not_partial: frozenset[Var]
     paths: Mapping[Var, str]
     results: tuple[tuple[Var, str], ...]
 

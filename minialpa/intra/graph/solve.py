@@ -12,7 +12,7 @@ from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.solver.solve import GraphSolution, solve_graph
-from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 
 #: Largest relative gap at which repeated layers stay sharded alike; beyond it, each layer is decided on its own.
@@ -27,11 +27,11 @@ class MeshSolver:
     """Solves `problem` on `mesh` under one memory limit after the other."""
 
     def __init__(
-        self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, menus: Menus | None = None
+        self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, cache: StrategyCache | None = None
     ) -> None:
-        """`menus` are shared with other problems."""
-        self.problem, self.mesh, self.option, self.menus = problem, mesh, option, menus or Menus()
-        self.folded = GraphBuilder(problem, mesh, option, folded=True, menus=self.menus)
+        """`cache` is shared with other problems."""
+        self.problem, self.mesh, self.option, self.cache = problem, mesh, option, cache or StrategyCache()
+        self.folded = GraphBuilder(problem, mesh, option, folded=True, cache=self.cache)
         self._each: GraphBuilder | None = None  # decides on each layer; built when it is first needed
 
     def solve(
@@ -54,7 +54,7 @@ class MeshSolver:
             return self.folded.read(alike)
 
         # Memory is short. Layers that need not be alike may fit, or come closer to the bound.
-        free = self._each = self._each or GraphBuilder(self.problem, self.mesh, self.option, menus=self.menus)
+        free = self._each = self._each or GraphBuilder(self.problem, self.mesh, self.option, cache=self.cache)
         left_s = max(_LEAST_TIME_S, deadline - time.monotonic())
         try:
             each = solve_graph(free.graph(limit, kept, byte_s), time_limit_s=left_s)
@@ -71,7 +71,7 @@ class MeshSolver:
 
     def why_infeasible(self, time_limit_s: float) -> str | None:
         """Which options forbid every sharding, and at which operation; None if no forbidden collective does."""
-        return why_infeasible(self.problem, self.mesh, self.option, self.menus, time_limit_s)
+        return why_infeasible(self.problem, self.mesh, self.option, self.cache, time_limit_s)
 
     @property
     def n_bytes(self) -> float:

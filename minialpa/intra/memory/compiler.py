@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.strategies.reshard import Step
+from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.tracing.jaxprs import Atom, bytes_of, dtype_name, shape_of, source_line
 
 Shape = Sequence[int]
@@ -141,7 +141,7 @@ class CompilerModel(Generic[R]):
     address_bytes: int
     recorder: type[R]
     add_equation: Callable[[R, JaxprEqn, Sequence[int], Sequence[Shape], float], list[int]]
-    add_step: Callable[[R, int, Step, Atom, tuple[int, ...]], int]
+    add_step: Callable[[R, int, ReshardStep, Atom, tuple[int, ...]], int]
     kernels: Callable[[R, Sequence[int], Sequence[int]], list[Kernel]]
     copied_arguments: Callable[[Sequence[Kernel], Mapping[int, int], Mapping[int, int]], dict[int, int]]
 

@@ -17,9 +17,9 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.intra.memory.compiler import Compiler, Values
 from minialpa.intra.memory.packing import pack
 from minialpa.intra.memory.timeline import Timeline, timeline_of
-from minialpa.intra.spmd import Interpreter, ShardedEquations, split_axes, walk
+from minialpa.intra.spmd import ShardedEquations, ShardOps, split_axes, walk
 from minialpa.intra.strategies.loops import ScanBody
-from minialpa.intra.strategies.reshard import Step
+from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.rules.factors import Factors, localize
 from minialpa.sharding import EquationSpecs
 from minialpa.tracing.jaxprs import Atom, bytes_of, dtype_name, flatten_calls, is_literal, shape_of, sub_jaxprs
@@ -71,7 +71,7 @@ def record_program(program: ShardedEquations, compiler: Compiler) -> Recording:
         shape = program.specs[v].shard_shape(shape_of(v), mesh_shape)
         inputs.append(recorder.shard(v, shape, "argument"))
 
-    def move(value: int, step: Step, atom: Atom) -> int:
+    def move(value: int, step: ReshardStep, atom: Atom) -> int:
         return add_step(recorder, value, step, atom, mesh_shape)
 
     def run(eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[int]) -> list[int]:
@@ -86,7 +86,7 @@ def record_program(program: ShardedEquations, compiler: Compiler) -> Recording:
         shapes = [body.outer_result(r, spec).shard_shape(shape_of(v), mesh_shape) for r, (v, spec) in ends]
         return add_equation(recorder, eqn, operands, shapes, record_program(inside, compiler).temp_bytes())
 
-    results = walk(program, inputs, Interpreter(recorder.literal, move, run, loop))
+    results = walk(program, inputs, ShardOps(recorder.literal, move, run, loop))
     return Recording(compiler=compiler, recorder=recorder, inputs=inputs, results=results)
 
 

@@ -31,7 +31,7 @@ _MAX_WORK = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Factor:
+class _Table:
     """`table` has one axis for each node of `scope`; a scope is sorted by elimination order."""
 
     scope: tuple[int, ...]
@@ -90,12 +90,10 @@ def _joint_size(residual: Residual, v: int, near: set[int]) -> int:
 def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
     """Take the nodes out in this order. Each table is kept in the bucket of the first of its nodes to go."""
     place = {node: at for at, node in enumerate(order)}
-    buckets = {node: [_Factor((node,), residual.costs[node])] for node in order}
+    buckets = {node: [_Table((node,), residual.costs[node])] for node in order}
     for node in order:
         buckets[node] += [
-            _Factor((node, other), cost)
-            for other, cost in residual.adjacent[node].items()
-            if place[node] < place[other]
+            _Table((node, other), cost) for other, cost in residual.adjacent[node].items() if place[node] < place[other]
         ]
 
     for node in order:
@@ -107,12 +105,12 @@ def _eliminate_in_order(residual: Residual, order: list[int]) -> None:
 
         residual.decide(node, scope[1:], best)
         if scope[1:]:
-            buckets[scope[1]].append(_Factor(scope[1:], least))
+            buckets[scope[1]].append(_Table(scope[1:], least))
         else:
             residual.offset += float(least)
 
 
-def _join(factors: list[_Factor], scope: tuple[int, ...]) -> Floats:
+def _join(factors: list[_Table], scope: tuple[int, ...]) -> Floats:
     """The sum of `factors` as one table over `scope`."""
     joint: Floats = np.zeros((1,) * len(scope))
     for factor in factors:

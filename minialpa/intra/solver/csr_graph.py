@@ -121,6 +121,7 @@ def _usage_fields(residual: Residual, nodes: list[int], loose: bool) -> dict[str
     segments = [segment for of_node in by_node for segment in of_node]
     joined = np.concatenate([residual.base[:0], *(usage for _, _, usage in segments)])
     usage, room = _in_int64(joined, residual, loose)
+
     return {
         "segments": _offsets([len(of_node) for of_node in by_node]),
         "start": np.array([first for first, _, _ in segments], np.int64),

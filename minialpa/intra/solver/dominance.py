@@ -73,6 +73,7 @@ def _least_over_edges(cost: Floats, edges: Floats, ends: Ints) -> tuple[Floats, 
     """For each strategy: its least cost over each edge, the column with it, and the size of the numbers to add up."""
     n_strategies, n_edges = len(cost), len(ends) - 1
     least, at, size = np.empty((n_strategies, n_edges)), np.empty((n_strategies, n_edges), np.int64), np.abs(cost)
+
     for a in range(n_strategies):
         for w in range(n_edges):
             at[a, w] = ends[w]

@@ -6,7 +6,7 @@
     4. Minimise out a node of degree 0, 1 or 2 that is in no usage row (min-plus elimination):
        T[i, j] = min_s (c[s] + E_a[s, i] + E_b[s, j])                                                -> _eliminate
     5. Replace an edge with E[i, j] = f[i] + g[j] by node costs, which lowers degrees.     -> _fold_separable_edges
-Each node that is taken out leaves a `Step`, and `Residual.choices` walks the steps backwards.
+Each node that is taken out leaves a `Elimination`, and `Residual.choices` walks the steps backwards.
 
 These are the reductions of weighted constraint satisfaction and of PBQP (Scholz and Eckstein, 2002).
 
@@ -120,8 +120,10 @@ def _fold_separable_edges(residual: Residual, v: int) -> bool:
     """Formula 5; an edge is always separable if one of its nodes has a single strategy. Whether there was one."""
     folded = False
     for w, cost in list(residual.adjacent[v].items()):
+        # A forbidden pair cannot be written as a sum, unless it forbids a strategy altogether.
         if not np.isfinite(cost).all():
             continue
+
         f, g = cost[:, 0] - cost[0, 0], cost[0, :]
         if (cost == f[:, None] + g).all():
             residual.costs[v] = residual.costs[v] + f

@@ -7,6 +7,8 @@
                sum_(v in C) sum_(i: u_v[r, i] >= U_v) x_v[i] <= |C| - 1     cover C of row r             -> _Row.cover
     x binary; y >= 0, which is integral where x is. Forbidden entries of E have no y.
 
+The marginals are the relaxation of Schlesinger (1976), the covers those of knapsacks (Balas, 1975).
+
 A usage row is added once a solution exceeds it; few of them ever are. Solvers let a row be exceeded by a small fraction
 of it, but limits are exact, so solutions are checked in integers. If one still exceeds a row that the program has, some
 nodes C of it use more than the row has room for by themselves, each U_v: at most |C| - 1 of them may use that much.

@@ -9,8 +9,8 @@ Rounding and local search (local_search.py) turn priced costs into choices that 
 At the best price, two optima may be very different: one exceeds the limit, the other leaves much of it unused. To find
 choices between them, a few nodes are forced to random strategies and the messages respond.               -> _probe
 
-Example: 10 equal nodes have a cheap strategy (cost 0, usage 2) and a thrifty one (cost 1, usage 1), with room for 15.
-At price 1 both cost the same with the price, L = 10 * 2 - 15 = 5, and 5 cheap and 5 thrifty nodes reach that bound.
+Example: 10 equal nodes have a low-cost strategy (cost 0, usage 2) and a low-usage one (cost 1, usage 1), with room for
+15. At price 1 both cost the same with the price, L = 10 * 2 - 15 = 5, and 5 nodes of each kind reach that bound.
 
 Everything is counted in passes and rounds, so that the outcome does not depend on the clock unless time runs out.
 """
@@ -28,61 +28,14 @@ from minialpa.intra.solver.csr_graph import Core
 from minialpa.intra.solver.exact import MOST_BITS
 from minialpa.intra.solver.local_search import cost_of, improve_on_trees, round_choices, usage_of
 from minialpa.intra.solver.mixed_solutions import mixtures
+from minialpa.intra.solver.options import (
+    AscentOptions,
+    LocalSearchOptions,
+    ProbeOptions,
+    RoundingOptions,
+    SolverOptions,
+)
 from minialpa.intra.solver.trws import exchange_messages, pass_messages, price_usage
-
-# The ascent of the bound. A pair of passes is one forward and one back.
-#: Pairs of passes at most.
-_MAX_PAIRS = 1200
-#: Pairs of passes before prices move, so that messages settle first.
-_UNPRICED_PAIRS = 30
-#: Pairs of passes between two roundings.
-_ROUNDING_PAIRS = 20
-#: Pairs of passes between two looks at progress.
-_PROGRESS_PAIRS = 100
-#: The ascent ends when the gap shrinks by less than this part between two looks.
-_LEAST_PROGRESS = 0.03
-#: First step of the prices, as a part of |L(p)|.
-_STEP = 0.1
-#: Factor on the step when it has not raised the bound for `_PATIENCE` pairs.
-_SHRINK = 0.8
-#: Pairs of passes without a better bound before the step shrinks.
-_PATIENCE = 15
-#: The ascent ends with steps below this.
-_LEAST_STEP = 1e-4
-#: Weight of the newest choices in the running average g.
-_NEWEST = 0.1
-
-# Choices during and after the ascent.
-#: Noise on costs, as a part of the mean cost of a node.
-_NOISE = 1e-3
-#: Pairs of passes under noise.
-_NOISY_PAIRS = 20
-#: Pairs of passes at the best prices, each with two roundings.
-_LAST_PAIRS = 20
-#: Price levels for rounding where nothing keeps to the limit yet; each is ten times the one before.
-_PRICE_LEVELS = 6
-
-# Local search.
-#: Factors on the prices, in turn.
-_WEIGHTS = (1.0, 0.5, 0.0)
-#: Rounds at most; a round tries as many trees as there are nodes.
-_MAX_ROUNDS = 60
-#: Rounds without gain after which local search ends.
-_IDLE_ROUNDS = 9
-#: Trees between two looks at the clock.
-_TREES = 2000
-
-# Probes.
-#: Probes at most.
-_MAX_PROBES = 200
-#: Table entries of the core times probes, at most.
-_PROBE_ENTRIES = 10_000_000
-#: Probes without gain after which probing ends.
-_IDLE_PROBES = 40
-#: Nodes forced in a probe.
-_FORCED = 3
-#: Pairs of passes in a probe.
-_PROBE_PAIRS = 2
 
 #: Rounding error of sums of float64, as a part of the largest possible sum.
 _ROUNDING = 1e-12
@@ -152,15 +105,16 @@ class _Passes:
         round_choices(self.core, self.priced, self.messages, forward, choices)
         incumbent.offer(choices)
 
-    def improve(self, incumbent: _Incumbent, bound: float, seed: int) -> None:
+    def improve(self, incumbent: _Incumbent, bound: float, seed: int, options: RoundingOptions) -> None:
         """Rounding and local search after passes over slightly changed costs.
 
         Where several optima cost the same, rounding takes a part of each. Noise leaves one of them the cheapest.
         """
         core, choices = self.core, np.zeros_like(self.choices)
         noise = np.random.default_rng(seed).random(len(core.cost))
-        noisy, messages = self.priced + _NOISE * abs(bound) / core.n_nodes * noise, self.messages.copy()
-        exchange_messages(core, noisy, messages, choices, _NOISY_PAIRS)
+        noisy = self.priced + options.noise * abs(bound) / core.n_nodes * noise
+        messages = self.messages.copy()
+        exchange_messages(core, noisy, messages, choices, options.noisy_pairs)
 
         for forward in (True, False):
             round_choices(core, noisy, messages, forward, choices)
@@ -171,22 +125,22 @@ class _Passes:
 class _PriceSteps:
     """Moves prices by the formula of the ascent; a class because g and the step live from move to move."""
 
-    def __init__(self, core: Core) -> None:
-        self.core = core
+    def __init__(self, core: Core, options: AscentOptions) -> None:
+        self.core, self.options = core, options
         self.unit = max(float(core.room.max(initial=0)), float(core.usage.max(initial=0)))
         self.average_excess: Floats = np.zeros(len(core.room))
-        self.step, self.n_since_best = _STEP, 0
+        self.step, self.n_since_best = options.first_step, 0
 
     def move(self, passes: _Passes, bound: float, k: int) -> None:
         """Set the prices of `passes` after pair `k`, which gave `bound`."""
         excess = (usage_of(self.core, passes.choices) - self.core.room).astype(np.float64)
         average = self.average_excess
-        self.average_excess = excess if k == 0 else average + _NEWEST * (excess - average)
-        if k < _UNPRICED_PAIRS or self.unit == 0:
+        self.average_excess = excess if k == 0 else average + self.options.newest * (excess - average)
+        if k < self.options.unpriced_pairs or self.unit == 0:
             return
 
-        if self.n_since_best >= _PATIENCE:
-            self.step, self.n_since_best = self.step * _SHRINK, 0
+        if self.n_since_best >= self.options.patience:
+            self.step, self.n_since_best = self.step * self.options.shrink, 0
         passes.prices = _moved(passes.prices, self.average_excess, self.step * abs(bound) / self.unit)
 
 
@@ -201,25 +155,25 @@ def load(core: Core) -> None:
     """Compile all loops that `bracket` runs, or load them: on any `core`, for all others."""
     passes = _Passes(core, np.zeros(len(core.room)))
     passes.run(True)
-    passes.improve(_Incumbent(core), 0.0, seed=0)
+    passes.improve(_Incumbent(core), 0.0, 0, RoundingOptions())
 
 
-def bracket(core: Core, prices: Floats, deadline: float) -> Bracket:
+def bracket(core: Core, prices: Floats, deadline: float, options: SolverOptions) -> Bracket:
     """Bounds and choices for `core`, starting from `prices`. Makes a few passes even after `deadline`."""
     incumbent = _Incumbent(core)
     now = time.monotonic()
-    passes = _raise_bound(core, prices, incumbent, now + (deadline - now) / 2)
+    passes = _raise_bound(core, prices, incumbent, now + (deadline - now) / 2, options)
     equal = _ROUNDING * core.forbidden
 
     # Near the best prices, each pass rounds to other choices.
-    for _ in range(_LAST_PAIRS if time.monotonic() < deadline else 1):
+    for _ in range(options.rounding.last_pairs if time.monotonic() < deadline else 1):
         for forward in (True, False):
             bound = passes.run(forward)
             passes.round(not forward, incumbent)
         if incumbent.allowed_cost - bound <= equal:
             break
     if incumbent.excess > 0:
-        _round_under_high_prices(core, incumbent)
+        _round_under_high_prices(core, incumbent, options.rounding.price_levels)
 
     # The pass back leaves the reduced costs that belong to the bound of the pass before it.
     bound = passes.run(True) - equal
@@ -227,10 +181,10 @@ def bracket(core: Core, prices: Floats, deadline: float) -> Bracket:
 
     if incumbent.allowed_cost - bound > 2 * equal:
         if len(core.room) and incumbent.excess == 0:
-            for choices in mixtures(core, _cheapest(core), incumbent.choices):
+            for choices in mixtures(core, _cheapest(core, options), incumbent.choices, options.mixing):
                 incumbent.offer(choices)
-        _improve(core, passes.prices, incumbent, deadline)
-        _probe(passes, incumbent, deadline)
+        _improve(core, passes.prices, incumbent, deadline, options.local_search)
+        _probe(passes, incumbent, deadline, options.probes)
     return Bracket(
         choices=incumbent.choices,
         cost=incumbent.allowed_cost,
@@ -240,49 +194,50 @@ def bracket(core: Core, prices: Floats, deadline: float) -> Bracket:
     )
 
 
-def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float) -> _Passes:
+def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float, options: SolverOptions) -> _Passes:
     """Passes under moving prices; returns the prices and messages that proved the best bound."""
     passes, best = _Passes(core, prices), _Passes(core, prices)
-    steps = _PriceSteps(core)
+    ascent, rounding = options.ascent, options.rounding
+    steps = _PriceSteps(core, ascent)
     equal = _ROUNDING * core.forbidden
     best_bound, bound_before, gap_before = -np.inf, -np.inf, np.inf
 
-    for k in range(_MAX_PAIRS):
+    for k in range(ascent.max_pairs):
         bound = max(passes.run(True), passes.run(False))
         steps.n_since_best += 1
         if bound > best_bound:
             best_bound, steps.n_since_best = bound, 0
             best.prices, best.messages[:] = passes.prices, passes.messages
 
-        if k % _ROUNDING_PAIRS == _ROUNDING_PAIRS - 1:
+        if (k + 1) % ascent.rounding_pairs == 0:
             passes.round(True, incumbent)
             if incumbent.allowed_cost - best_bound <= equal:
                 break
             # Without rows there are no prices, and messages that have settled do not move again.
             if not len(core.room) and best_bound - bound_before <= equal:
-                passes.improve(incumbent, bound, seed=k)
+                passes.improve(incumbent, bound, k, rounding)
                 break
             bound_before = best_bound
 
-        if k % _PROGRESS_PAIRS == _PROGRESS_PAIRS - 1:
-            passes.improve(incumbent, bound, seed=k)
+        if (k + 1) % ascent.progress_pairs == 0:
+            passes.improve(incumbent, bound, k, rounding)
             gap = incumbent.allowed_cost - best_bound
-            if gap > (1 - _LEAST_PROGRESS) * gap_before or gap <= equal:
+            if gap > (1 - ascent.least_progress) * gap_before or gap <= equal:
                 break
             gap_before = gap
 
-        if time.monotonic() > deadline or steps.step < _LEAST_STEP:
+        if time.monotonic() > deadline or steps.step < ascent.least_step:
             break
         steps.move(passes, bound, k)
     return best
 
 
-def _round_under_high_prices(core: Core, incumbent: _Incumbent) -> None:
+def _round_under_high_prices(core: Core, incumbent: _Incumbent, n_levels: int) -> None:
     """Where nothing keeps to the limit yet: round under the same price on all rows, ten times higher each time."""
     passes = _Passes(core, np.zeros(len(core.room)))
-    for k in range(_PRICE_LEVELS):
+    for k in range(n_levels):
         unit = float(core.usage.max(initial=0)) * len(core.room) or 1.0
-        passes.prices = np.full(len(core.room), core.forbidden / unit * 10.0 ** (k - _PRICE_LEVELS // 2))
+        passes.prices = np.full(len(core.room), core.forbidden / unit * 10.0 ** (k - n_levels // 2))
         for forward in (True, False):
             passes.run(forward)
             passes.round(not forward, incumbent)
@@ -290,56 +245,58 @@ def _round_under_high_prices(core: Core, incumbent: _Incumbent) -> None:
             return
 
 
-def _cheapest(core: Core) -> Ints:
+def _cheapest(core: Core, options: SolverOptions) -> Ints:
     """Choices that cost least as if there were no limit."""
     free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
     incumbent = _Incumbent(free)
     passes = _Passes(free, np.zeros(len(core.room)))
-    for _ in range(_UNPRICED_PAIRS):
+    for _ in range(options.ascent.unpriced_pairs):
         bound = max(passes.run(True), passes.run(False))
-    passes.improve(incumbent, bound, seed=0)
+    passes.improve(incumbent, bound, 0, options.rounding)
     return incumbent.choices
 
 
-def _improve(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float) -> None:
+def _improve(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float, options: LocalSearchOptions) -> None:
     """Rounds of local search under full, half and no prices in turn; rows that are exceeded cost more each round."""
     choices = incumbent.choices.copy()
     priced = np.empty_like(core.cost)
     n_idle = 0
-    for k in range(_MAX_ROUNDS):
+    for k in range(options.max_rounds):
         before = incumbent.value
         used = usage_of(core, choices)
         penalty = core.forbidden / (float(core.usage.max(initial=0)) or 1.0) * 4.0 ** (k - 5)
-        price_usage(core, _WEIGHTS[k % len(_WEIGHTS)] * prices + penalty * (used > core.room), priced)
+        weight = options.weights[k % len(options.weights)]
+        price_usage(core, weight * prices + penalty * (used > core.room), priced)
 
         # In portions, as compiled loops do not look at the clock.
-        for first in range(0, core.n_nodes, _TREES):
+        for first in range(0, core.n_nodes, options.trees):
             if time.monotonic() > deadline:
                 return
-            improve_on_trees(core, priced, choices, min(_TREES, core.n_nodes - first), k * core.n_nodes + first)
+            n_trees = min(options.trees, core.n_nodes - first)
+            improve_on_trees(core, priced, choices, n_trees, k * core.n_nodes + first)
 
         incumbent.offer(choices)
         n_idle = 0 if incumbent.value != before else n_idle + 1
-        if n_idle >= _IDLE_ROUNDS:
+        if n_idle >= options.idle_rounds:
             return
 
 
-def _probe(passes: _Passes, incumbent: _Incumbent, deadline: float) -> None:
+def _probe(passes: _Passes, incumbent: _Incumbent, deadline: float, options: ProbeOptions) -> None:
     """Rounding and local search after a few passes in which random nodes are held at random strategies."""
     core, priced = passes.core, np.empty_like(passes.core.cost)
     messages, choices = np.empty_like(passes.messages), np.zeros_like(passes.choices)
     rng = np.random.default_rng(0)
     n_idle = 0
-    for k in range(min(_MAX_PROBES, _PROBE_ENTRIES // max(1, len(core.table)))):
-        if time.monotonic() > deadline or n_idle >= _IDLE_PROBES:
+    for k in range(min(options.max_probes, options.max_entries // max(1, len(core.table)))):
+        if time.monotonic() > deadline or n_idle >= options.idle_probes:
             return
         before = incumbent.value
 
         # Each probe starts from the messages of the bound.
         price_usage(core, passes.prices, priced)
-        forced = _with_forced_nodes(core, priced, rng)
+        forced = _with_forced_nodes(core, priced, options.forced, rng)
         messages[:] = passes.messages
-        exchange_messages(core, forced, messages, choices, _PROBE_PAIRS)
+        exchange_messages(core, forced, messages, choices, options.pairs)
         round_choices(core, forced, messages, True, choices)
 
         # Without the force, first under prices, so that the forced nodes may go back.
@@ -349,10 +306,10 @@ def _probe(passes: _Passes, incumbent: _Incumbent, deadline: float) -> None:
         n_idle = 0 if incumbent.value != before else n_idle + 1
 
 
-def _with_forced_nodes(core: Core, priced: Floats, rng: np.random.Generator) -> Floats:
-    """`priced` with all strategies but one forbidden, for a few random nodes."""
+def _with_forced_nodes(core: Core, priced: Floats, n_forced: int, rng: np.random.Generator) -> Floats:
+    """`priced` with all strategies but one forbidden, for `n_forced` random nodes."""
     forced = priced.copy()
-    for node in rng.integers(0, core.n_nodes, _FORCED):
+    for node in rng.integers(0, core.n_nodes, n_forced):
         chosen = rng.integers(core.at[node], core.at[node + 1])
         forced[core.at[node] : core.at[node + 1]] += core.forbidden
         forced[chosen] -= core.forbidden

@@ -1,12 +1,13 @@
-"""Mixes two solutions of a core: a cheap one that exceeds the limit, and an expensive one that keeps to it.
+"""Mixes two solutions of a core: a low-cost one that exceeds the limit, and a low-usage one that keeps to it.
 
 A model is a chain of equal layers, and often only some of them need to use less. Prices on usage cannot say which:
-they make all layers choose alike. So the graph is cut at a distance from one of its ends. The nodes on one side choose
-as in the cheap solution, those on the other side as in the thrifty one, and the nodes near the cut are decided anew.
+they make all layers choose alike. So the graph is cut at a distance from one of its ends. The nodes on one side
+choose as in the low-cost solution, the nodes on the other side as in the low-usage one, and the nodes near the cut are
+decided anew.
 The cut is as far from the end as the limit allows, by bisection.                               -> mixtures, _farthest
 
-Example: of 40 layers in a chain, each uses 2 cheaply or 1 for a cost of 1, and the limit is 60. The mixture has 20
-cheap layers, then 20 thrifty ones, and pays once for the change between them.
+Example: of 40 layers in a chain, each uses 2 for nothing or 1 for a cost of 1, and the limit is 60. The mixture has 20
+low-cost layers, then 20 low-usage ones, and pays once for the change between them.
 """
 
 from __future__ import annotations
@@ -19,23 +20,18 @@ import numpy as np
 from minialpa.intra.solver.cost_graph import Bools, Ints
 from minialpa.intra.solver.csr_graph import Core
 from minialpa.intra.solver.local_search import improve_on_trees, round_choices, usage_of
+from minialpa.intra.solver.options import MixingOptions
 from minialpa.intra.solver.trws import exchange_messages
 
-#: Nodes up to this distance from the cut, in edges, are decided anew.
-_BAND = 6
-#: Pairs of passes that decide them.
-_PAIRS = 10
-#: Cuts to try from each end, from the farthest that fits.
-_N_CUTS = 3
 
-
-def mixtures(core: Core, cheap: Ints, thrifty: Ints) -> Iterator[Ints]:
-    """Choices for the best cuts from either end. `thrifty` keeps to the limit; the mixtures may not, after repair."""
+def mixtures(core: Core, low_cost: Ints, low_usage: Ints, options: MixingOptions) -> Iterator[Ints]:
+    """Choices for the best cuts from either end. `low_usage` keeps to the limit; the mixtures may not, after repair."""
     distance = _distances(core, int(_distances(core, 0).argmax()))
     for side in (distance, distance.max() - distance):
-        for bound in _farthest(core, side, cheap, thrifty):
-            mixed = np.where(side < bound, cheap, thrifty)
-            yield _repaired(core, mixed, np.abs(side - bound) > _BAND)
+        farthest = _farthest(core, side, low_cost, low_usage)
+        for bound in range(farthest, max(0, farthest - options.n_cuts), -1):
+            mixed = np.where(side < bound, low_cost, low_usage)
+            yield _repaired(core, mixed, np.abs(side - bound) > options.band, options.pairs)
 
 
 def _distances(core: Core, source: int) -> Ints:
@@ -52,18 +48,18 @@ def _distances(core: Core, source: int) -> Ints:
     return np.where(distance < 0, distance.max(), distance)
 
 
-def _farthest(core: Core, side: Ints, cheap: Ints, thrifty: Ints) -> list[int]:
-    """The largest bounds on `side` for which a cut keeps to the limit, by bisection; the largest first."""
-    # At `low` the cut keeps to the limit. At `high` it does not, or all nodes are on the cheap side.
+def _farthest(core: Core, side: Ints, low_cost: Ints, low_usage: Ints) -> int:
+    """The largest bound on `side` for which a cut keeps to the limit, by bisection."""
+    # At `low` the cut keeps to the limit. At `high` it does not, or all nodes are on the low-cost side.
     low, high = 0, int(side.max()) + 1
     while high - low > 1:
         middle = (low + high) // 2
-        used = usage_of(core, np.where(side < middle, cheap, thrifty))
+        used = usage_of(core, np.where(side < middle, low_cost, low_usage))
         low, high = (middle, high) if (used <= core.room).all() else (low, middle)
-    return list(range(low, max(0, low - _N_CUTS), -1))
+    return low
 
 
-def _repaired(core: Core, choices: Ints, held: Bools) -> Ints:
+def _repaired(core: Core, choices: Ints, held: Bools, n_pairs: int) -> Ints:
     """`choices` with all nodes decided anew that are not `held`; then local search on all."""
     # A held node has all strategies but one forbidden.
     costs = core.cost.copy()
@@ -75,7 +71,7 @@ def _repaired(core: Core, choices: Ints, held: Bools) -> Ints:
 
     repaired = np.zeros_like(choices)
     messages = np.zeros(int(core.message_at[-1]))
-    exchange_messages(core, costs, messages, repaired, _PAIRS)
+    exchange_messages(core, costs, messages, repaired, n_pairs)
     round_choices(core, costs, messages, True, repaired)
     improve_on_trees(core, core.cost, repaired, core.n_nodes, 0)
     return repaired

@@ -1,9 +1,11 @@
-"""A cost graph while the solver reduces it: tables, usage rows, and the steps that lead back to the original nodes.
+"""A cost graph under reduction: tables, usage rows, and the eliminations that lead back to the original nodes.
 
 Usage over time becomes rows. A row stands for a maximal set of nodes that are live at the same time:
     base[r] + sum_v terms_v,r[s_v] <= limit                                              -> _add_usage_rows
 `base` has what every solution uses in row r, the terms what a strategy uses beyond that. All are integers (exact.py),
 so nothing here rounds. A row that cannot exceed the limit, or that another row implies, is dropped.  -> loosen_rows
+The maximal live sets are the maximal cliques of an interval graph, of which there are at most as many as intervals
+(Fulkerson and Gross, 1965).
 
 Example: two nodes are live over [0, 2) and [1, 3) and use (4, 3) and (2, 5). Only the live set at time 1 is maximal, so
 there is one row, with base 3 + 2 and the terms (1, 0) and (0, 3).
@@ -28,7 +30,7 @@ Rows = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class Elimination:
     """How the strategy of a node that was taken out follows from the choices of others.
 
     Strategies in `domains` and `best` have their numbers of the original graph. Where node `scope[i]` chose the
@@ -62,7 +64,7 @@ class Residual:
         limit: what base and terms of all nodes together may not exceed in any row.
         integer_usages: the usages that the rows are made of; None without a limit.
         offset: cost of what is already decided.
-        steps: how to decide the nodes that were taken out, in the order in which they were.
+        eliminations: how to decide the nodes that were taken out, in the order in which they were.
         alive: nodes that are not decided, in order.
     """
 
@@ -75,7 +77,7 @@ class Residual:
     limit: int
     integer_usages: IntegerUsages | None = None
     offset: float = 0.0
-    steps: list[Step] = field(default_factory=list)
+    eliminations: list[Elimination] = field(default_factory=list)
     alive: dict[int, None] = field(default_factory=dict)
 
     def choices(self, places: Mapping[int, int] | None = None) -> tuple[int, ...]:
@@ -87,7 +89,7 @@ class Residual:
             chosen[v] = int(self.kept[v][i])
 
         # The last node to go depends only on nodes that are left, the one before it on these two kinds, and so on.
-        for step in reversed(self.steps):
+        for step in reversed(self.eliminations):
             at = (int(np.searchsorted(domain, chosen[w])) for w, domain in zip(step.scope, step.domains, strict=True))
             chosen[step.node] = int(step.best[tuple(at)])
         return tuple(chosen)
@@ -97,7 +99,7 @@ class Residual:
         domains = tuple(self.kept[other] for other in scope)
         # A solve keeps all of these tables until its end: in as few bytes as their entries need.
         original = self.kept[node].astype(np.min_scalar_type(int(self.kept[node].max())))
-        self.steps.append(Step(node, scope, domains, original[best]))
+        self.eliminations.append(Elimination(node, scope, domains, original[best]))
 
         for neighbour in self.adjacent[node]:
             del self.adjacent[neighbour][node]
@@ -113,6 +115,7 @@ class Residual:
 
 def without_rows(residual: Residual) -> Residual:
     """A copy in which usage is not limited."""
+    # Reductions change the lists and dicts, but never an array in place, so the arrays are shared.
     return replace(
         residual,
         costs=list(residual.costs),
@@ -122,7 +125,7 @@ def without_rows(residual: Residual) -> Residual:
         base=np.zeros(0, np.int64),
         rows=np.zeros(0, np.int64),
         limit=0,
-        steps=list(residual.steps),
+        eliminations=list(residual.eliminations),
         alive=dict(residual.alive),
     )
 
@@ -201,7 +204,7 @@ def check_base(residual: Residual) -> None:
     if least > residual.limit:
         assert residual.integer_usages is not None
         raise InfeasibleError(
-            "Even the thriftiest strategies need a usage of "
+            "Even the strategies that use least need a usage of "
             f"{residual.integer_usages.text(int(least))} at some time and the limit is "
             f"{residual.integer_usages.given_limit:,}. Raise `usage_limit`, or offer strategies that use less."
         )

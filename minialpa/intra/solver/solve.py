@@ -25,26 +25,14 @@ from minialpa.intra.solver.cost_graph import CostGraph, Edge, Floats, GraphSolut
 from minialpa.intra.solver.csr_graph import excess_bits, flatten
 from minialpa.intra.solver.elimination import reduce_graph
 from minialpa.intra.solver.ilp_model import solve_program
+from minialpa.intra.solver.options import PhaseOptions, SolverOptions
 from minialpa.intra.solver.residual import Residual, keep, residual_of, without_rows
 
 __all__ = ["CostGraph", "Edge", "GraphSolution", "solve_graph"]
 
-#: Edge entries up to which the integer program is as quick as messages.
-_SMALL_PROGRAM = 2_000
-#: Edge entries up to which phase 2 is tried.
-_SMALL_RELAXATION = 500_000
-#: Edge entries for each second left up to which the integer program is written: a few seconds of a minute go to PuLP.
-_ENTRIES_PER_S = 2_000
-#: Rounds of phases 1 and 3 at most.
-_MAX_ROUNDS = 4
-#: A round has to remove this part of the edge entries to be followed by another one.
-_WORTHWHILE = 0.7
-#: Part of the time that the program leaves to local search where nothing was found yet.
-_RESERVED = 0.25
-#: Seconds that reductions have whatever the time limit: without them, hardly an attempt avoids all forbidden pairs.
-_REDUCTIONS_S = 10.0
 #: A gap up to this part of the cost counts as none: what sums of float64 can tell apart.
 _EQUAL = 1e-9
+_DEFAULTS = SolverOptions()
 #: A graph to load compiled loops with; any one will do.
 _TINY = CostGraph(
     node_costs=(np.zeros(2),) * 2,
@@ -56,7 +44,11 @@ _TINY = CostGraph(
 
 
 def solve_graph(
-    graph: CostGraph, *, time_limit_s: float = 60.0, solver: Literal["highs", "cbc"] = "highs"
+    graph: CostGraph,
+    *,
+    time_limit_s: float = 60.0,
+    solver: Literal["highs", "cbc"] = "highs",
+    options: SolverOptions = _DEFAULTS,
 ) -> GraphSolution:
     """The cheapest strategies; after `time_limit_s` the best ones found, with the bound that was proven by then.
 
@@ -70,7 +62,7 @@ def solve_graph(
     dominance.load()
     best = _Best(graph)
     try:
-        _solve(residual_of(graph), best, time_limit_s, solver)
+        _solve(residual_of(graph), best, time_limit_s, solver, options)
     except InfeasibleError:
         if best.choices is None:
             raise
@@ -78,30 +70,34 @@ def solve_graph(
     return best.solution()
 
 
-def _solve(residual: Residual, best: _Best, time_limit_s: float, solver: Literal["highs", "cbc"]) -> None:
+def _solve(
+    residual: Residual, best: _Best, time_limit_s: float, solver: Literal["highs", "cbc"], options: SolverOptions
+) -> None:
     """Phases 1 to 4; the results go to `best`."""
+    phases = options.phases
     start = time.monotonic()
     deadline = start + time_limit_s
     prices = np.zeros(len(residual.base))
     n_entries = np.inf
 
-    for k in range(_MAX_ROUNDS):
-        reduce_graph(residual, max(deadline, start + _REDUCTIONS_S))
+    for k in range(phases.max_rounds):
+        reduce_graph(residual, max(deadline, start + phases.reductions_s))
         eliminate_narrow_components(residual)
         if k == 0:
-            _try_without_rows(residual, best, deadline)
+            _try_without_rows(residual, best, deadline, phases.small_relaxation_entries)
 
         n_entries, n_before = _n_entries(residual), n_entries
-        if best.proven or n_entries <= _SMALL_PROGRAM or n_entries > (1 - _WORTHWHILE) * n_before:
+        is_small = not residual.alive or n_entries <= phases.small_program_entries
+        if best.proven or is_small or n_entries > (1 - phases.worthwhile) * n_before:
             break
         deadline += _loading_s() if k == 0 else 0.0
-        _bracket(residual, best, prices, deadline)
+        _bracket(residual, best, prices, deadline, options)
 
     if not best.proven:
-        _solve_rest(residual, best, solver, deadline)
+        _solve_rest(residual, best, solver, deadline, phases)
     # There was no attempt so far, or none that keeps to the limit.
     if best.choices is None and residual.alive:
-        _bracket(residual, best, prices, deadline)
+        _bracket(residual, best, prices, deadline, options)
 
 
 class _Best:
@@ -155,15 +151,17 @@ def _n_entries(residual: Residual) -> int:
     return sum(edge.size for v in residual.alive for w, edge in residual.adjacent[v].items() if v < w)
 
 
-def _try_without_rows(residual: Residual, best: _Best, deadline: float) -> None:
+def _try_without_rows(residual: Residual, best: _Best, deadline: float, most_entries: int) -> None:
     """Phase 2: if reductions alone find the optimum without usage limit, it is a bound, and perhaps the answer."""
     if not residual.alive:
         best.offer(residual.choices())
         best.raise_bound(best.cost)
-    elif len(residual.base) and _n_entries(residual) <= _SMALL_RELAXATION:
+    elif len(residual.base) and _n_entries(residual) <= most_entries:
         relaxed = without_rows(residual)
         reduce_graph(relaxed, deadline)
         eliminate_narrow_components(relaxed)
+
+        # The optimum without a limit costs no more than one with it.
         if not relaxed.alive:
             choices = relaxed.choices()
             best.offer(choices)
@@ -180,7 +178,7 @@ def _loading_s() -> float:
     return time.monotonic() - start
 
 
-def _bracket(residual: Residual, best: _Best, prices: Floats, deadline: float) -> None:
+def _bracket(residual: Residual, best: _Best, prices: Floats, deadline: float, options: SolverOptions) -> None:
     """Phase 3: offer choices, raise the bound, and drop the strategies that are not in any better solution.
 
     The passes start from `prices`, one for each row that there was at first, and move them on.
@@ -189,13 +187,13 @@ def _bracket(residual: Residual, best: _Best, prices: Floats, deadline: float) -
 
     nodes = list(residual.alive)
     core = flatten(residual, nodes)
-    found = bracket(core, prices[residual.rows], deadline)
+    found = bracket(core, prices[residual.rows], deadline, options)
     prices[residual.rows] = found.prices
     best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
 
     # Usages that were rounded up give choices that fit; for a bound that holds, they have to be rounded down.
     if excess_bits(residual):
-        found = bracket(flatten(residual, nodes, loose=True), prices[residual.rows], deadline)
+        found = bracket(flatten(residual, nodes, loose=True), prices[residual.rows], deadline, options)
         best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
 
     best.raise_bound(residual.offset + found.bound)
@@ -205,14 +203,16 @@ def _bracket(residual: Residual, best: _Best, prices: Floats, deadline: float) -
             keep(residual, node, stays[low:high])
 
 
-def _solve_rest(residual: Residual, best: _Best, solver: Literal["highs", "cbc"], deadline: float) -> None:
+def _solve_rest(
+    residual: Residual, best: _Best, solver: Literal["highs", "cbc"], deadline: float, phases: PhaseOptions
+) -> None:
     """Phase 4: the integer program, if it is small for the time that is left."""
     left_s = deadline - time.monotonic()
-    if residual.alive and _n_entries(residual) > _ENTRIES_PER_S * left_s:
+    if residual.alive and _n_entries(residual) > phases.program_entries_per_s * left_s:
         return
 
     # Covers may take all the time, so some is reserved for local search where nothing was found yet.
-    deadline -= 0.0 if best.choices else _RESERVED * left_s
+    deadline -= 0.0 if best.choices else phases.reserved * left_s
     found = solve_program(residual, solver=solver, deadline=deadline)
     if found.choices is not None:
         best.offer(residual.choices(found.choices))

@@ -21,7 +21,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from numpy.typing import NDArray
 
-from minialpa.intra.strategies.reshard import Step
+from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.rules.factors import Dims, Factors
 from minialpa.sharding import Spec
 from minialpa.tracing.jaxprs import bytes_of, is_literal, operand_vars, shape_of
@@ -30,14 +30,14 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PassedSum:
     """A partial sum that passes through an equation: `operands` hold summands, so the results do."""
 
     operands: frozenset[int]
 
 
 #: For each mesh axis the factor that it splits, a partial sum that passes, or nothing.
-Assignment = tuple[int | Pass | None, ...]
+Assignment = tuple[int | PassedSum | None, ...]
 #: A spec for each of several arrays.
 Specs = tuple[Spec, ...]
 
@@ -51,7 +51,7 @@ class Bill:
         moves: (result, spec as it is made, spec as it is left), for each result that is resharded.
     """
 
-    finish: tuple[Step | None, ...]
+    finish: tuple[ReshardStep | None, ...]
     moves: tuple[tuple[int, Spec, Spec], ...]
 
 
@@ -71,7 +71,7 @@ class _Candidate:
     made: Specs
     results: Specs
     n_shares: int
-    finish: tuple[Step | None, ...]
+    finish: tuple[ReshardStep | None, ...]
 
     @property
     def bill(self) -> Bill:
@@ -109,7 +109,7 @@ class Candidates:
     has_choice: bool
 
 
-def enumerate_ways(
+def enumerate_candidates(
     eqn: JaxprEqn,
     factors: Factors,
     mesh_shape: Shape,
@@ -122,6 +122,7 @@ def enumerate_ways(
 ) -> Candidates:
     """All candidates of `eqn`; see `enumerate_strategies`. most_splits: only those that split it in most parts."""
     assignments = list(_assignments(factors, mesh_shape, required, n_pending, kept))
+
     if most_splits:
         n_splits = [math.prod(_splits(assignment, mesh_shape).values()) for assignment in assignments]
         most = max(n_splits, default=0)
@@ -132,7 +133,7 @@ def enumerate_ways(
     for assignment in assignments:
         # A single partial operand can as well be reduced before the equation.
         eager = [axis for axis, use in enumerate(assignment)
-                 if not isinstance(use, Pass) or n_pending.get(axis, 0) > 1]  # fmt: skip
+                 if not isinstance(use, PassedSum) or n_pending.get(axis, 0) > 1]  # fmt: skip
         leave = functools.partial(_left, eqn, eager, mesh_shape, scatter)
         for candidate in _candidates_of(eqn, factors, mesh_shape, assignment, leave):
             alike.setdefault((candidate.operands, candidate.results), []).append(len(candidates))
@@ -141,10 +142,18 @@ def enumerate_ways(
 
 
 def follow_candidates(
-    eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, given: Mapping[int, Specs], n_strategies: int, *, whole: bool
+    eqn: JaxprEqn,
+    factors: Factors,
+    mesh_shape: Shape,
+    given: Mapping[int, Specs],
+    n_strategies: int,
+    *,
+    allow_partial: bool,
 ) -> Candidates:
     """For each strategy, the one candidate that follows the specs in which operands are `given`; see `follow`."""
-    leave: Callable[[Specs], Iterable[Specs]] = (lambda made: (_whole(made),)) if whole else (lambda made: (made,))
+    leave: Callable[[Specs], Iterable[Specs]] = (
+        (lambda made: (made,)) if allow_partial else (lambda made: (_without_partial(made),))
+    )
     by_size = leads(eqn, given)
     known: dict[Specs, int] = {}
     candidates: list[_Candidate] = []
@@ -165,11 +174,15 @@ def _columns(
     candidates: Sequence[_Candidate], strategies: Sequence[tuple[int, ...]], n_operands: int, n_results: int
 ) -> Candidates:
     """Candidates as columns; `strategies` has the numbers of the candidates of each strategy."""
+    # Few candidates differ in what they communicate; each way is priced once.
     bills: dict[Bill, int] = {}
     bill_of = [bills.setdefault(candidate.bill, len(bills)) for candidate in candidates]
+
+    # Candidates of one strategy read and leave the same specs, but may make different ones.
     has_choice = any(len(choice) > 1 for choice in strategies)
     firsts = [candidates[choice[0]] for choice in strategies]
     makers = candidates if has_choice else firsts
+
     return Candidates(
         operands=tuple(tuple(first.operands[k] for first in firsts) for k in range(n_operands)),
         made=tuple(tuple(maker.made[r] for maker in makers) for r in range(n_results)),
@@ -205,7 +218,7 @@ def _assignments(
     kept: frozenset[int],
 ) -> Iterator[Assignment]:
     """Every assignment such that all splits are even and contiguous."""
-    linear = Pass(frozenset(factors.linear_operands))
+    linear = PassedSum(frozenset(factors.linear_operands))
     free = [factor for factor in factors.splittable if factor not in required.values() and factor not in kept]
 
     uses: list[Assignment] = []  # for each axis, what it may do
@@ -218,6 +231,7 @@ def _assignments(
         else:
             uses.append((None, *free, *passes))
 
+    # Several axes may choose one factor, so the number of its parts is known for the whole assignment only.
     for assignment in itertools.product(*uses):
         if all(factors.may_split(factor, n_parts) for factor, n_parts in _splits(assignment, mesh_shape).items()):
             yield assignment
@@ -234,14 +248,16 @@ def _splits(assignment: Assignment, mesh_shape: Shape) -> dict[int, int]:
 
 def _followed(eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, given: Mapping[int, Spec]) -> Assignment:
     """The assignment that follows the specs of the operands `given`, of which the first ones decide."""
-    assignment: list[int | Pass | None] = []
+    assignment: list[int | PassedSum | None] = []
     for axis in range(len(mesh_shape)):
         uses = (_use_of_axis(eqn, factors, k, spec, axis) for k, spec in given.items())
         assignment.append(next((use for use in uses if use is not None), None))
     return _legal(factors, mesh_shape, assignment, reversed(range(len(assignment))))
 
 
-def _legal(factors: Factors, mesh_shape: Shape, uses: Sequence[int | Pass | None], axes: Iterable[int]) -> Assignment:
+def _legal(
+    factors: Factors, mesh_shape: Shape, uses: Sequence[int | PassedSum | None], axes: Iterable[int]
+) -> Assignment:
     """An assignment in which each axis, in the order `axes`, splits nothing if its factor may not be split so often."""
     assignment = list(uses)
     for axis in axes:
@@ -251,7 +267,7 @@ def _legal(factors: Factors, mesh_shape: Shape, uses: Sequence[int | Pass | None
     return tuple(assignment)
 
 
-def _use_of_axis(eqn: JaxprEqn, factors: Factors, k: int, spec: Spec, axis: int) -> int | Pass | None:
+def _use_of_axis(eqn: JaxprEqn, factors: Factors, k: int, spec: Spec, axis: int) -> int | PassedSum | None:
     """What `axis` does in an equation that takes operand `k` in `spec`."""
     if axis in spec.partial:
         return _passing(eqn, factors, k)
@@ -261,14 +277,14 @@ def _use_of_axis(eqn: JaxprEqn, factors: Factors, k: int, spec: Spec, axis: int)
     return None
 
 
-def _passing(eqn: JaxprEqn, factors: Factors, k: int) -> Pass | None:
+def _passing(eqn: JaxprEqn, factors: Factors, k: int) -> PassedSum | None:
     """How a partial sum in operand `k` can pass."""
     if k not in factors.linear_operands:
         return None
     if factors.linear == "joint":
-        return Pass(frozenset(factors.linear_operands))
+        return PassedSum(frozenset(factors.linear_operands))
     is_alone = sum(var is eqn.invars[k] for var in operand_vars(eqn)) == 1
-    return Pass(frozenset({k})) if factors.linear == "each" and is_alone else None
+    return PassedSum(frozenset({k})) if factors.linear == "each" and is_alone else None
 
 
 # ---- specs of an assignment -----------------------------------------------------------------------------------------
@@ -286,6 +302,7 @@ def _candidates_of(
     made = tuple(_made_spec(factors, assignment, r) for r in range(len(eqn.outvars)))
     finish = tuple(eager_reductions(factors, operands, made, mesh_shape))
     n_shares = _n_shares(factors, _splits(assignment, mesh_shape))
+
     for results in leave(made):
         yield _Candidate(operands=operands, made=made, results=results, n_shares=n_shares, finish=finish)
 
@@ -307,9 +324,10 @@ def _spec(dims: Dims, assignment: Assignment, partial: Sequence[int]) -> Spec:
 def _operand_spec(factors: Factors, assignment: Assignment, k: int) -> Spec:
     partial = []
     for axis, use in enumerate(assignment):
-        if isinstance(use, Pass):
+        if isinstance(use, PassedSum):
             is_partial = k in use.operands
         else:
+            # What counts once is kept by one device, and is zero on the others.
             is_partial = use is not None and factors.reductions.get(use) == "sum" and factors.takes_part_once(use, k)
         if is_partial:
             partial.append(axis)
@@ -319,7 +337,7 @@ def _operand_spec(factors: Factors, assignment: Assignment, k: int) -> Spec:
 def _made_spec(factors: Factors, assignment: Assignment, r: int) -> Spec:
     partial = []
     for axis, use in enumerate(assignment):
-        if isinstance(use, Pass):
+        if isinstance(use, PassedSum):
             is_partial = True
         else:
             is_partial = use is not None and factors.is_partial(use, r) and factors.reductions[use] == "sum"
@@ -330,7 +348,7 @@ def _made_spec(factors: Factors, assignment: Assignment, r: int) -> Spec:
 
 def eager_reductions(
     factors: Factors, operands: Sequence[Spec], made: Sequence[Spec], mesh_shape: Shape
-) -> list[Step | None]:
+) -> list[ReshardStep | None]:
     """For each result, the all-reduce other than of a sum that finishes it right away."""
     if all(reduction == "sum" for reduction in factors.reductions.values()):
         return [None] * len(made)
@@ -349,17 +367,19 @@ def _reduced_axes(factors: Factors, operands: Sequence[Spec]) -> dict[int, tuple
     return axes_of
 
 
-def _eager_reduction(factors: Factors, axes_of: Mapping[int, tuple[int, ...]], r: int, spec: Spec) -> Step | None:
+def _eager_reduction(
+    factors: Factors, axes_of: Mapping[int, tuple[int, ...]], r: int, spec: Spec
+) -> ReshardStep | None:
     partial = [factor for factor in axes_of if factors.is_partial(factor, r)]
     kinds = {factors.reductions[factor] for factor in partial}
     assert len(kinds) <= 1, (kinds, r)
     if not kinds:
         return None
     axes = tuple(sorted(axis for factor in partial for axis in axes_of[factor]))
-    return Step(kind="all-reduce", axes=axes, src=spec, dst=spec, reduction=kinds.pop())
+    return ReshardStep(kind="all-reduce", axes=axes, src=spec, dst=spec, reduction=kinds.pop())
 
 
-def _whole(made: Specs) -> Specs:
+def _without_partial(made: Specs) -> Specs:
     return tuple(replace(spec, partial=()) for spec in made)
 
 
@@ -371,10 +391,11 @@ def _left(eqn: JaxprEqn, eager: Sequence[int], mesh_shape: Shape, scatter: bool,
     """
     if len(made) != 1:
         yield made
-        if _whole(made) != made:
-            yield _whole(made)
+        if _without_partial(made) != made:
+            yield _without_partial(made)
         return
 
+    # What happens to each axis of a partial sum, in all combinations; some do not fit the shape.
     (spec,), shape = made, shape_of(eqn.outvars[0])
     axes = [axis for axis in spec.partial if axis in eager]
     keep, reduce = -2, -1  # beside the numbers of dimensions to scatter to
@@ -389,7 +410,7 @@ def _left(eqn: JaxprEqn, eager: Sequence[int], mesh_shape: Shape, scatter: bool,
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def nearest_way(
+def nearest_candidate(
     eqn: JaxprEqn, factors: Factors, mesh_shape: Shape, operands: Specs, made: Specs
 ) -> tuple[Specs, Specs]:
     """Operands and made results of the candidate that gives each axis to what these specs give it to first.
@@ -399,13 +420,14 @@ def nearest_way(
     """
     uses = [_first_use(eqn, factors, operands, made, axis) for axis in range(len(mesh_shape))]
     assignment = _legal(factors, mesh_shape, uses, range(len(uses)))
+
     return (
         tuple(_operand_spec(factors, assignment, k) for k in range(len(operands))),
         tuple(_made_spec(factors, assignment, r) for r in range(len(made))),
     )
 
 
-def _first_use(eqn: JaxprEqn, factors: Factors, operands: Specs, made: Specs, axis: int) -> int | Pass | None:
+def _first_use(eqn: JaxprEqn, factors: Factors, operands: Specs, made: Specs, axis: int) -> int | PassedSum | None:
     """The factor that `axis` splits in some array; else how it passes a partial sum."""
     for arrays, specs in ((factors.operands, operands), (factors.results, made)):
         for dims, spec in zip(arrays, specs, strict=True):

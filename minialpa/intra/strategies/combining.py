@@ -20,6 +20,8 @@ def n_together(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
     """For each result of a reduction, how many reductions there are of its depth."""
     depth: dict[Var, int] = {}
     sums: dict[Var, int] = {}
+
+    # In order, so the depths of all operands are known.
     for eqn in eqns:
         reduces = eqn.primitive.name.startswith("reduce_")
         own = max((depth.get(var, 0) for var in operand_vars(eqn)), default=0)

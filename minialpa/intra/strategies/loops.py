@@ -109,6 +109,7 @@ def _carried_examples(scan: ScanBody, inside: Mapping[Var, int]) -> dict[Var, in
 def _made_of_examples(eqn: JaxprEqn, dims: Mapping[Var, int]) -> dict[Var, int]:
     """Dimensions of the examples of the results: those whose factor is that of an operand's examples."""
     factors = factors_of(eqn)
+    # A dimension may have no factor of its own, hence None.
     leading = {
         factors.leading_factor(k, dims[atom])
         for k, atom in enumerate(eqn.invars)
@@ -125,6 +126,7 @@ def _made_of_examples(eqn: JaxprEqn, dims: Mapping[Var, int]) -> dict[Var, int]:
 
 def body_specs(body: ScanBody, chosen: EquationSpecs) -> tuple[dict[Var, Spec], tuple[Spec, ...]]:
     """Specs of the variables of an iteration, and of what it leaves."""
+    # Constants are part of the program, so every device has them in full.
     flat = body.flat
     specs = {var: Spec.replicated(len(shape_of(var))) for var in flat.constvars}
     for k, (var, spec) in enumerate(zip(flat.invars, chosen.operands, strict=True)):

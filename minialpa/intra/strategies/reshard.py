@@ -25,7 +25,7 @@ from minialpa.errors import ShardingError
 from minialpa.rules.factors import Reduction
 from minialpa.sharding import Spec, specs_of
 
-StepKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"]
+ReshardKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"]
 #: Seconds that every step costs besides its communication, so that of paths that cost the same the shortest is taken.
 _STEP_S = 1e-13
 #: Seconds that a mask costs on top, so that no sum is left pending without a reason.
@@ -33,7 +33,7 @@ _MASK_S = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ReshardStep:
     """One operation on the shards of an array.
 
     Attributes:
@@ -46,7 +46,7 @@ class Step:
         reduction: of an all-reduce; all others sum.
     """
 
-    kind: StepKind
+    kind: ReshardKind
     axes: tuple[int, ...]
     src: Spec
     dst: Spec
@@ -66,20 +66,20 @@ class Step:
                 return Collective(kind, n_bytes / self.src.n_shards(mesh_shape), self.axes)
 
 
-def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[Step]:
+def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[ReshardStep]:
     """Every step from `src` to another legal spec whose axes stand in ascending order in each dimension."""
     live = tuple(axis for axis, length in enumerate(mesh_shape) if length > 1)
     for axes in (*((axis,) for axis in live), *((live,) if len(live) > 1 else ())):
         if set(axes) <= set(src.partial):
             rest = _without(src.partial, axes)
-            yield Step(kind="all-reduce", axes=axes, src=src, dst=Spec(src.dims, rest))
+            yield ReshardStep(kind="all-reduce", axes=axes, src=src, dst=Spec(src.dims, rest))
             for dim, dst in _onto_dims(axes, Spec(src.dims, rest), shape, mesh_shape):
-                yield Step(kind="reduce-scatter", axes=axes, src=src, dst=dst, dim=dim)
+                yield ReshardStep(kind="reduce-scatter", axes=axes, src=src, dst=dst, dim=dim)
 
         if not set(axes) & {*src.axes, *src.partial}:
-            yield Step(kind="mask", axes=axes, src=src, dst=Spec(src.dims, tuple(sorted((*src.partial, *axes)))))
+            yield ReshardStep(kind="mask", axes=axes, src=src, dst=Spec(src.dims, tuple(sorted((*src.partial, *axes)))))
             for dim, dst in _onto_dims(axes, src, shape, mesh_shape):
-                yield Step(kind="cut", axes=axes, src=src, dst=dst, dim=dim)
+                yield ReshardStep(kind="cut", axes=axes, src=src, dst=dst, dim=dim)
 
         for dim, split in enumerate(src.dims):
             if split[-len(axes) :] == axes:
@@ -88,14 +88,14 @@ def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -
 
 def _steps_off(
     axes: tuple[int, ...], src: Spec, dim: int, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
-) -> Iterator[Step]:
+) -> Iterator[ReshardStep]:
     """Steps that take `axes`, which split dimension `dim` innermost, off that dimension."""
     gathered = Spec((*src.dims[:dim], src.dims[dim][: -len(axes)], *src.dims[dim + 1 :]), src.partial)
-    yield Step(kind="all-gather", axes=axes, src=src, dst=gathered, dim=dim)
+    yield ReshardStep(kind="all-gather", axes=axes, src=src, dst=gathered, dim=dim)
     if len(axes) == 1:
         for to, dst in _onto_dims(axes, gathered, shape, mesh_shape):
             if to != dim:
-                yield Step(kind="all-to-all", axes=axes, src=src, dst=dst, dim=to, source=dim)
+                yield ReshardStep(kind="all-to-all", axes=axes, src=src, dst=dst, dim=to, source=dim)
 
 
 def _without(axes: Sequence[int], gone: Sequence[int]) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ class ReshardTable:
     number: dict[Spec, int]
     seconds: NDArray[np.float64]
     first: NDArray[np.int64]
-    steps: tuple[Step, ...]
+    steps: tuple[ReshardStep, ...]
 
     def cost(self, src: Spec, dst: Spec) -> float:
         """Seconds to turn `src` into `dst`; inf if the options forbid every path."""
@@ -155,9 +155,9 @@ class ReshardTable:
         """`matrix`, by numbers."""
         return self.seconds[src[:, None], dst]
 
-    def way(self, src: Spec, dst: Spec) -> tuple[Step, ...]:
+    def path(self, src: Spec, dst: Spec) -> tuple[ReshardStep, ...]:
         """The steps that turn `src` into `dst`. Raises ShardingError if the options forbid every path."""
-        path: list[Step] = []
+        path: list[ReshardStep] = []
         at, end = self.number[src], self.number[dst]
         while at != end:
             if not np.isfinite(self.seconds[at, end]):
@@ -177,7 +177,7 @@ def same_divisors(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Steps:
+class _StepGraph:
     """What arrays that can be split in the same ways have in common.
 
     Attributes:
@@ -189,17 +189,17 @@ class _Steps:
     """
 
     number: dict[Spec, int]
-    steps: tuple[Step, ...]
+    steps: tuple[ReshardStep, ...]
     ends: tuple[tuple[int, int], ...]
     bill_of: tuple[int, ...]
-    bills: tuple[Step, ...]
+    bills: tuple[ReshardStep, ...]
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _steps(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> _Steps:
+def _steps(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> _StepGraph:
     number = {spec: i for i, spec in enumerate(partial_specs_of(shape, mesh_shape))}
-    steps, ends, bill_of = list[Step](), list[tuple[int, int]](), list[int]()
-    bills: dict[object, tuple[int, Step]] = {}
+    steps, ends, bill_of = list[ReshardStep](), list[tuple[int, int]](), list[int]()
+    bills: dict[object, tuple[int, ReshardStep]] = {}
 
     for i, src in enumerate(number):
         for step in steps_from(src, shape, mesh_shape):
@@ -209,7 +209,7 @@ def _steps(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> _Steps:
             ends.append((i, number[step.dst]))
             bill_of.append(bills.setdefault(bill, (len(bills), step))[0])
 
-    return _Steps(
+    return _StepGraph(
         number=number,
         steps=tuple(steps),
         ends=tuple(ends),
@@ -237,22 +237,27 @@ def reshard_table(
         n_together: number of sums that share the time to start with the sum of this array.
         forbidden_s: seconds of a forbidden step; finite, to find the paths that need fewest of them.
     """
+    # Only sums share the time to start; each other step has the time of the mesh.
     together = dataclasses.replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
+
     common = _steps(same_divisors(shape, mesh.shape), mesh.shape)
     prices = [
         forbidden_s if step.kind in forbidden
         else _price(step, n_bytes, together if step.kind in ("all-reduce", "reduce-scatter") else mesh)
         for step in common.bills
     ]  # fmt: skip
+
     seconds, first = _shortest_paths(common, prices)
     return ReshardTable(common.number, seconds, first, common.steps)
 
 
-def _shortest_paths(common: _Steps, prices: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def _shortest_paths(common: _StepGraph, prices: Sequence[float]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """`ReshardTable.seconds` and `ReshardTable.first` when each bill of `common` costs what `prices` says."""
     n_specs = len(common.number)
     direct = [[math.inf] * n_specs for _ in range(n_specs)]
     step_of = [[0] * n_specs for _ in range(n_specs)]
+
+    # Paths of at most one step.
     for i in range(n_specs):
         direct[i][i] = 0.0
     for step, ((i, j), bill) in enumerate(zip(common.ends, common.bill_of, strict=True)):
@@ -269,6 +274,6 @@ def _shortest_paths(common: _Steps, prices: Sequence[float]) -> tuple[NDArray[np
     return seconds, first
 
 
-def _price(step: Step, n_bytes: float, mesh: LogicalMesh) -> float:
+def _price(step: ReshardStep, n_bytes: float, mesh: LogicalMesh) -> float:
     collective = step.collective(n_bytes, mesh.shape)
     return _STEP_S + (_MASK_S if step.kind == "mask" else 0.0) + (collective.seconds(mesh) if collective else 0.0)

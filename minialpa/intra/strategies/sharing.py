@@ -43,6 +43,7 @@ def share_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[Pla
     copy_of = unary_equation(lambda x: checkpoint_name(x, SHARED_NAME))
     copies: dict[int, list[Placed]] = defaultdict(list)
     renamed: dict[int, dict[Var, Any]] = defaultdict(dict)
+
     for var, numbers in _shared_reads(eqns, tasks):
         eqn, copy = copy_of(var)
         first = numbers[0]
@@ -60,6 +61,7 @@ def _shared_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[t
     """Values that several contractions of one task read, each with the numbers of these."""
     made = {var for eqn, task in zip(eqns, tasks, strict=True) if task is not None for var in eqn.outvars}
     readers: dict[tuple[Var, Hashable], list[int]] = defaultdict(list)
+
     for i, (eqn, task) in enumerate(zip(eqns, tasks, strict=True)):
         if task is not None and has_contraction(eqn):
             for var in dict.fromkeys(operand_vars(eqn)):

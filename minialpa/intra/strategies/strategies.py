@@ -14,8 +14,8 @@ from jax.extend.core import JaxprEqn, Var
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
-from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_ways, follow_candidates
-from minialpa.intra.strategies.reshard import Step, reshard_table
+from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates
+from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.rules.factors import Factors
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import bytes_of, dtype_name, shape_of, sub_jaxprs
@@ -92,23 +92,32 @@ def enumerate_strategies(
         scatter: whether partial sums may be reduce-scattered.
         kept: factors that only the axes in `required` may split.
     """
-    candidates = enumerate_ways(
+    candidates = enumerate_candidates(
         eqn, factors, mesh.shape, required or {}, n_pending or {}, scatter=scatter, most_splits=splits_most(eqn, mesh),
         kept=kept,
     )  # fmt: skip
+
     return priced(eqn, factors, mesh, candidates)
 
 
 def follow(
-    eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, given: Mapping[int, Specs], n: int, *, whole: bool = False
+    eqn: JaxprEqn,
+    factors: Factors,
+    mesh: LogicalMesh,
+    given: Mapping[int, Specs],
+    n: int,
+    *,
+    allow_partial: bool = True,
 ) -> StrategySet:
     """`n` strategies, of which number s takes each operand in `given` as its spec s, as far as the rule allows.
 
     An axis that splits operands splits the same factor here; if operands disagree, the largest one decides and the
-    others are resharded. A factor that may not be split is gathered. Partial sums pass if the equation is linear; with
-    `whole`, no result is left as partial sums.
+    others are resharded. A factor that may not be split is gathered. Partial sums pass if the equation is linear;
+    without `allow_partial`, no result is left as partial sums.
     """
-    return priced(eqn, factors, mesh, follow_candidates(eqn, factors, mesh.shape, given, n, whole=whole))
+    return priced(
+        eqn, factors, mesh, follow_candidates(eqn, factors, mesh.shape, given, n, allow_partial=allow_partial)
+    )
 
 
 def splits_most(eqn: JaxprEqn, mesh: LogicalMesh) -> bool:
@@ -127,11 +136,13 @@ def priced(
     gather_s: if all-gathers are forbidden, the seconds of a reduction that no other collective can do.
     """
     compute = work_s(eqn, factors, mesh) / candidates.n_shares
+
     bills = np.array([_bill_s(eqn, bill, mesh) for bill in candidates.bills], np.float64)
     if gather_s is not None:
         bills[[any(map(_is_gathered, eqn.outvars, bill.finish)) for bill in candidates.bills]] = gather_s
     communication = bills[candidates.bill_of]
 
+    # Most equations have one candidate for each strategy, and these columns stay as they are.
     picks, made = candidates.first, candidates.made
     if candidates.has_choice:
         seconds = (compute + communication).tolist()
@@ -147,7 +158,7 @@ def priced(
     )
 
 
-def _is_gathered(result: Var, step: Step | None) -> bool:
+def _is_gathered(result: Var, step: ReshardStep | None) -> bool:
     """Whether a reduction gathers its parts on every device, as there is no other collective for it."""
     if step is None:
         return False
@@ -162,13 +173,14 @@ def _bill_s(eqn: JaxprEqn, bill: Bill, mesh: LogicalMesh) -> float:
         for step, result in zip(bill.finish, eqn.outvars, strict=True)
         if step is not None
     )
+
     for r, made, left in bill.moves:
         result = eqn.outvars[r]
         seconds += reshard_table(shape_of(result), bytes_of(result), mesh).cost(made, left)
     return seconds
 
 
-def _collective_s(step: Step, n_bytes: float, mesh: LogicalMesh) -> float:
+def _collective_s(step: ReshardStep, n_bytes: float, mesh: LogicalMesh) -> float:
     collective = step.collective(n_bytes, mesh.shape)
     return collective.seconds(mesh) if collective else 0.0
 
@@ -181,6 +193,7 @@ def work_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> float:
     """
     if mesh.device is None or _is_row(eqn):
         return 0.0
+
     dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
     written = sum(map(bytes_of, eqn.outvars))
     read = sum(map(bytes_of, eqn.invars)) if is_contraction(eqn) else 0

@@ -4,8 +4,8 @@ Models repeat themselves: most equations differ from an earlier one only in the 
 the very same `StrategySet` on a mesh. Equations of other sizes that are divided by the same numbers have the same
 `Candidates`, on all meshes of one shape. Keys hold tuples of specs by identity, which is faster than comparing them.
 
-`Menus` is the cache of all meshes and `Menu` that of one mesh. Tables that grow with the number of values or equations
-are bounded.
+`StrategyCache` is the cache for all meshes and `MeshStrategies` its part for one mesh. Tables that grow with the number
+of values or equations are bounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from minialpa.cluster import LogicalMesh
 from minialpa.intra.strategies.candidates import (
     Candidates,
     Specs,
-    enumerate_ways,
+    enumerate_candidates,
     follow_candidates,
     leads,
     same_operands,
@@ -36,7 +36,7 @@ from minialpa.tracing.jaxprs import dtype_name, is_constraint, shape_of, sub_jax
 
 T = TypeVar("T")
 
-#: Bytes of resharding tables that all menus keep together.
+#: Bytes of resharding tables that one cache keeps for all its meshes.
 _MOST_TABLE_BYTES = 2**28
 #: Number of equations whose kinds are kept.
 _MOST_EQUATIONS = 200_000
@@ -81,8 +81,8 @@ class _Memo:
         return self.once(("specs", specs), None, lambda: specs)
 
 
-class _Shape:
-    """`Candidates` on the meshes of one shape."""
+class _ShapeCandidates:
+    """The cache of `Candidates` on the meshes of one shape."""
 
     def __init__(self, shape: tuple[int, ...], all_shapes: _Memo) -> None:
         self.shape, self._all_shapes = shape, all_shapes
@@ -92,11 +92,12 @@ class _Shape:
         self, eqn: JaxprEqn, kind: EquationKind, options: tuple[Any, ...], *, most_splits: bool
     ) -> Candidates:
         required, pending, scatter, kept = options
+
         return self._memo.once(
             ("enumerate", self._alike(kind), options, most_splits),
             None,
             lambda: self._same(
-                enumerate_ways(
+                enumerate_candidates(
                     eqn, kind.factors, self.shape, dict(required), dict(pending), scatter=scatter,
                     most_splits=most_splits, kept=kept,
                 )
@@ -104,13 +105,13 @@ class _Shape:
         )  # fmt: skip
 
     def follow(
-        self, eqn: JaxprEqn, kind: EquationKind, given: Mapping[int, Specs], n: int, *, whole: bool
+        self, eqn: JaxprEqn, kind: EquationKind, given: Mapping[int, Specs], n: int, *, allow_partial: bool
     ) -> Candidates:
         lead = tuple((k, id(given[k])) for k in leads(eqn, given))
         return self._memo.once(
-            ("follow", self._alike(kind), lead, n, whole),
+            ("follow", self._alike(kind), lead, n, allow_partial),
             tuple(given.values()),
-            lambda: self._same(follow_candidates(eqn, kind.factors, self.shape, given, n, whole=whole)),
+            lambda: self._same(follow_candidates(eqn, kind.factors, self.shape, given, n, allow_partial=allow_partial)),
         )
 
     def numbers(self, table: ReshardTable, specs: Specs) -> NDArray[np.int64]:
@@ -141,8 +142,8 @@ class _Shape:
 _Tables = Recent[tuple[NDArray[np.float64], Specs, Specs]]
 
 
-class Menu:
-    """The cache of strategies and prices of resharding on one mesh, if `n_together` sums share the time to start."""
+class MeshStrategies:
+    """Strategies and prices of resharding on one mesh, if `n_together` sums share the time to start; from a cache."""
 
     def __init__(
         self,
@@ -151,12 +152,14 @@ class Menu:
         n_together: int,
         *,
         forbidden_s: float,
-        shape: _Shape,
+        shape: _ShapeCandidates,
         tables: _Tables,
     ) -> None:
-        """`shape` and `tables` are shared with other menus."""
+        """`shape` and `tables` are shared with other meshes."""
         self._mesh, self._forbidden, self._n_together, self._forbidden_s = mesh, forbidden, n_together, forbidden_s
         self._gather_s = forbidden_s if "all-gather" in forbidden else None
+
+        # Each of several sums that start together takes its part of the time to start.
         self._together = replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
         self._shape, self._tables, self._memo = shape, tables, _Memo()
 
@@ -180,16 +183,16 @@ class Menu:
         return self._memo.once(("enumerate", kind, options), None, make)
 
     def follow(
-        self, eqn: JaxprEqn, kind: EquationKind, given: Mapping[int, Specs], n: int, *, whole: bool = False
+        self, eqn: JaxprEqn, kind: EquationKind, given: Mapping[int, Specs], n: int, *, allow_partial: bool = True
     ) -> StrategySet:
         """`strategies.follow`, from the cache."""
 
         def make() -> StrategySet:
-            candidates = self._shape.follow(eqn, kind, given, n, whole=whole)
+            candidates = self._shape.follow(eqn, kind, given, n, allow_partial=allow_partial)
             return priced(eqn, kind.factors, self._together, candidates, self._gather_s)
 
         lead = tuple((k, id(specs)) for k, specs in given.items())
-        return self._memo.once(("follow", kind, lead, n, whole), tuple(given.values()), make)
+        return self._memo.once(("follow", kind, lead, n, allow_partial), tuple(given.values()), make)
 
     def reshard_s(self, shape: tuple[int, ...], n_bytes: float, made: Specs, wanted: Specs) -> NDArray[np.float64]:
         """Seconds to reshard an array, shape [len(made), len(wanted)]."""
@@ -206,21 +209,25 @@ class Menu:
         return self._tables.once(key, lambda: (make(), made, wanted))[0]
 
 
-class Menus:
-    """The menus of all meshes. Problems that use one such object share what they have in common."""
+class StrategyCache:
+    """The cache for all meshes. Problems that use one such object share what they have in common."""
 
     def __init__(self) -> None:
         self._memo = _Memo()
         self._tables: _Tables = Recent(_MOST_TABLE_BYTES, lambda table: table[0].nbytes + _KEY_BYTES)
         self._kinds: dict[int, tuple[EquationKind, JaxprEqn]] = {}  # by the identity of an equation
 
-    def of(self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, forbidden_s: float = math.inf) -> Menu:
-        """The menu of `mesh`; see `reshard_table` for the other arguments."""
-        shape = self._memo.once(("shape", mesh.shape), None, lambda: _Shape(mesh.shape, self._memo))
+    def of(
+        self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, forbidden_s: float = math.inf
+    ) -> MeshStrategies:
+        """The part for `mesh`; see `reshard_table` for the other arguments."""
+        shape = self._memo.once(("shape", mesh.shape), None, lambda: _ShapeCandidates(mesh.shape, self._memo))
         return self._memo.once(
             (mesh, forbidden, n_together, forbidden_s),
             None,
-            lambda: Menu(mesh, forbidden, n_together, forbidden_s=forbidden_s, shape=shape, tables=self._tables),
+            lambda: MeshStrategies(
+                mesh, forbidden, n_together, forbidden_s=forbidden_s, shape=shape, tables=self._tables
+            ),
         )
 
     def same(self, specs: Specs) -> Specs:

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.intra.solver import solve
 from minialpa.intra.solver.cost_graph import CostGraph, Edge
+from minialpa.intra.solver.options import SolverOptions
 from minialpa.intra.solver.solve import solve_graph
-from tests.intra.solver.test_solve import without_elimination
+from tests.intra.solver.test_solve import ALWAYS_MESSAGES, without_elimination
 
 #: Limits near which a relative tolerance, a float or an int64 would tell nothing apart.
 SCALES = (1, 147_379_961_856, 2**53 - 1, 2**62, 10**25)
@@ -51,14 +51,16 @@ def cheapest(graph: CostGraph) -> float:
 
 def near(rng: np.random.Generator, scale: int, n: int) -> list[Any]:
     """Usages about `scale` whose sums differ by next to nothing: integers, floats or both."""
-    whole = [scale + int(d) for d in rng.integers(-2, 3, n)] if scale > 2 else [int(d) for d in rng.integers(0, 5, n)]
+    integers = (
+        [scale + int(d) for d in rng.integers(-2, 3, n)] if scale > 2 else [int(d) for d in rng.integers(0, 5, n)]
+    )
     match int(rng.integers(0, 3)):
         case 0:
-            return whole
+            return integers
         case 1:
-            return [float(x) for x in whole]
+            return [float(x) for x in integers]
         case _:
-            return [float(x) * 0.1 for x in whole]
+            return [float(x) * 0.1 for x in integers]
 
 
 @st.composite
@@ -86,13 +88,14 @@ def tight_graphs(draw: st.DrawFn) -> CostGraph:
     return CostGraph(node_costs=costs, edges=tuple(edges), usages=usages, intervals=intervals, usage_limit=limit)
 
 
-def check(graph: CostGraph) -> None:
+def check(graph: CostGraph, options: SolverOptions | None = None) -> None:
+    options = options or SolverOptions()
     best = cheapest(graph)
     if np.isinf(best):
         with pytest.raises(InfeasibleError):
-            solve_graph(graph)
+            solve_graph(graph, options=options)
         return
-    solution = solve_graph(graph)
+    solution = solve_graph(graph, options=options)
     assert exact_usage(graph, solution.choices) <= Fraction(item(graph.usage_limit))
     assert solution.cost == best == graph.cost_of(solution.choices)
 
@@ -116,17 +119,18 @@ def test_solvers_that_exceed_rows_a_little_are_kept_to_them(graph: CostGraph) ->
 def test_messages_and_local_search_keep_to_the_limit(graph: CostGraph) -> None:
     with pytest.MonkeyPatch.context() as patch:
         without_elimination(patch)
-        patch.setattr(solve, "_SMALL_PROGRAM", -1)
-        check(graph)
+        check(graph, ALWAYS_MESSAGES)
 
 
 def test_bounds_hold_where_no_int64_holds_the_usages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best choices use all of the limit: rounded up, they would exceed it, and others look like the best."""
     without_elimination(monkeypatch)
-    monkeypatch.setattr(solve, "_SMALL_PROGRAM", -1)
     usages = (np.array([2**62, 2**62 - 1, 2**62 + 2]), np.array([2**62 - 1, 2**62 + 1]))
     costs = (np.array([8.0, 5.0, 2.0]), np.array([5.0, 3.0]))
-    check(CostGraph(node_costs=costs, edges=(), usages=usages, intervals=((1, 3), (1, 2)), usage_limit=2**63 + 1))
+    check(
+        CostGraph(node_costs=costs, edges=(), usages=usages, intervals=((1, 3), (1, 2)), usage_limit=2**63 + 1),
+        ALWAYS_MESSAGES,
+    )
 
 
 def test_one_unit_in_a_hundred_billion_is_too_much() -> None:
@@ -175,8 +179,8 @@ def test_sums_of_floats_are_those_of_the_numbers_they_are() -> None:
 
 def test_forbidden_is_each_cost_and_not_their_sum() -> None:
     """Allowed costs may add up to what would be forbidden by itself; no gain makes up for what is forbidden."""
-    dear = CostGraph(node_costs=(np.full(1, 9e17),) * 2, edges=())
-    assert solve_graph(dear).cost == 1.8e18
+    expensive = CostGraph(node_costs=(np.full(1, 9e17),) * 2, edges=())
+    assert solve_graph(expensive).cost == 1.8e18
     with pytest.raises(InfeasibleError):
         solve_graph(CostGraph(node_costs=(np.full(1, 1e18), np.full(1, -9e17)), edges=()))
 

@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -25,7 +25,8 @@ from minialpa.intra.solver.cost_graph import CostGraph, Edge, Floats
 from minialpa.intra.solver.csr_graph import flatten
 from minialpa.intra.solver.dominance import undominated
 from minialpa.intra.solver.elimination import reduce_graph
-from minialpa.intra.solver.residual import residual_of
+from minialpa.intra.solver.options import PhaseOptions, SolverOptions
+from minialpa.intra.solver.residual import Residual, keep, residual_of
 from minialpa.intra.solver.solve import solve_graph
 from tests.oracles import cheapest_choices
 
@@ -64,13 +65,20 @@ def cost_graphs(draw: st.DrawFn, *, max_nodes: int = 6, max_strategies: int = 4)
     )
 
 
-def check_against_search(graph: CostGraph, solver: Literal["highs", "cbc"]) -> None:
+#: Messages run on the smallest graphs, too, and after every round that removed enough.
+ALWAYS_MESSAGES = SolverOptions(phases=PhaseOptions(small_program_entries=-1))
+
+
+def check_against_search(
+    graph: CostGraph, solver: Literal["highs", "cbc"], options: SolverOptions | None = None
+) -> None:
+    options = options or SolverOptions()
     best = cheapest_choices(graph)
     if math.isinf(best):
         with pytest.raises(InfeasibleError):
-            solve_graph(graph, solver=solver)
+            solve_graph(graph, solver=solver, options=options)
         return
-    solution = solve_graph(graph, solver=solver)
+    solution = solve_graph(graph, solver=solver, options=options)
     assert solution.cost == pytest.approx(best, rel=1e-9, abs=1e-12)
     assert graph.cost_of(solution.choices) == solution.cost
     assert graph.fits(solution.choices)
@@ -96,8 +104,24 @@ def test_solution_matches_exhaustive_search(graph: CostGraph) -> None:
 def test_messages_and_program_match_exhaustive_search(graph: CostGraph) -> None:
     with pytest.MonkeyPatch.context() as patch:
         without_elimination(patch)
-        patch.setattr(solve, "_SMALL_PROGRAM", -1)
-        check_against_search(graph, "highs")
+        check_against_search(graph, "highs", ALWAYS_MESSAGES)
+
+
+def test_a_round_without_nodes_runs_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that leave each node one strategy leave later reductions no node; messages cannot run on none."""
+    n_before: list[int] = []
+
+    def keep_the_least_usage(residual: Residual, *_: Any) -> None:
+        n_before.append(len(residual.alive))
+        for v in residual.alive:
+            used = sum(residual.terms[v].values(), np.zeros(len(residual.costs[v]), np.int64))
+            keep(residual, v, np.arange(len(used)) == used.argmin())
+
+    monkeypatch.setattr(solve, "_bracket", keep_the_least_usage)
+    graph = grid(6, 4, limit=6.0)
+    solution = solve_graph(graph, options=ALWAYS_MESSAGES)
+    assert graph.fits(solution.choices)
+    assert len(n_before) == 1 and n_before[0] > 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -182,10 +206,9 @@ def test_bounds_are_honest_however_little_time_there_is(graph: CostGraph, time_l
     best = cheapest_choices(graph)
     with pytest.MonkeyPatch.context() as patch:
         without_elimination(patch)
-        patch.setattr(solve, "_SMALL_PROGRAM", -1)
-        patch.setattr(solve, "_ENTRIES_PER_S", 0)
+        options = SolverOptions(phases=PhaseOptions(small_program_entries=-1, program_entries_per_s=0))
         try:
-            solution = solve_graph(graph, time_limit_s=time_limit_s)
+            solution = solve_graph(graph, time_limit_s=time_limit_s, options=options)
         except InfeasibleError:
             return
     tolerance = 1e-9 * abs(best)
@@ -202,7 +225,7 @@ def test_reduced_costs_bound_every_strategy(graph: CostGraph) -> None:
     except InfeasibleError:
         return
     core = flatten(residual, list(residual.alive))
-    found = lagrange.bracket(core, np.zeros(len(residual.base)), math.inf)
+    found = lagrange.bracket(core, np.zeros(len(residual.base)), math.inf, SolverOptions())
     for v, costs in enumerate(graph.node_costs):
         for i in range(len(costs)):
             only = np.where(np.arange(len(costs)) == i, costs, np.inf)
@@ -322,7 +345,7 @@ def test_equal_strategies_give_the_first() -> None:
     assert solve_graph(graph).choices == (0, 0)
 
 
-def test_usage_limit_moves_a_node_to_the_thrifty_strategy() -> None:
+def test_usage_limit_moves_a_node_to_the_strategy_that_uses_less() -> None:
     costs = (np.array([1.0, 5.0]), np.array([1.0, 4.0]))
     usages = (np.array([10.0, 2.0]), np.array([10.0, 2.0]))
     together = CostGraph(node_costs=costs, edges=(), usages=usages, intervals=((0, 2), (1, 3)), usage_limit=12.0)
@@ -433,7 +456,7 @@ def test_wrong_input_is_refused(arguments: dict[str, object], message: str) -> N
 @given(st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=100)
 def test_what_dominates_costs_no_more_whatever_the_neighbours_choose(seed: int) -> None:
-    """Each strategy that goes has one that stays, is as thrifty, and never costs more; those that stay have none."""
+    """Each strategy that goes has one that stays, uses no more, and never costs more; those that stay have none."""
     rng = np.random.default_rng(seed)
     n, widths = int(rng.integers(1, 7)), rng.integers(1, 5, int(rng.integers(0, 3)))
     cost, usage = rng.integers(0, 4, n) / 8, rng.integers(0, 3, (int(rng.integers(0, 3)), n))

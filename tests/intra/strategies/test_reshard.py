@@ -23,20 +23,20 @@ SHAPE = (8, 16)
 
 
 @pytest.mark.parametrize("mesh", MESHES[:2], ids=lambda m: str(m.shape))
-def test_every_way_between_two_specs_keeps_the_values(mesh: LogicalMesh) -> None:
-    """From whole to `src`, from there to `dst`, and back to whole, for all pairs."""
+def test_every_path_between_two_specs_keeps_the_values(mesh: LogicalMesh) -> None:
+    """From replicated to `src`, from there to `dst`, and back to replicated, for all pairs."""
     table = reshard_table(SHAPE, 512.0, mesh)
-    whole = Spec.replicated(2)
+    replicated = Spec.replicated(2)
     pairs = list(itertools.product(table.number, repeat=2))
 
     def local(x: Any) -> list[Any]:
         out = []
         for src, dst in pairs:
             y = x
-            for step in (*table.way(whole, src), *table.way(src, dst)):
+            for step in (*table.path(replicated, src), *table.path(src, dst)):
                 assert y.shape == step.src.shard_shape(SHAPE, mesh.shape)
                 y = take_step(y, step, mesh.shape)
-            for step in table.way(dst, whole):
+            for step in table.path(dst, replicated):
                 y = take_step(y, step, mesh.shape)
             out.append(jnp.abs(y - x).max())
         return out
@@ -53,7 +53,7 @@ sizes = st.lists(st.sampled_from([1, 2, 3, 4, 8, 16]), min_size=0, max_size=3).m
 
 
 @given(sizes, st.sampled_from(MESHES))
-def test_no_detour_is_cheaper_than_the_way(shape: tuple[int, ...], mesh: LogicalMesh) -> None:
+def test_no_detour_is_cheaper_than_the_path(shape: tuple[int, ...], mesh: LogicalMesh) -> None:
     table = reshard_table(shape, 4096.0, mesh)
     n = len(table.number)
     assert list(table.number) == list(partial_specs_of(shape, mesh.shape))
@@ -70,15 +70,15 @@ def test_no_detour_is_cheaper_than_the_way(shape: tuple[int, ...], mesh: Logical
 def test_a_way_costs_what_its_steps_communicate(shape: tuple[int, ...], mesh: LogicalMesh) -> None:
     table = reshard_table(shape, 4096.0, mesh)
     for src, dst in itertools.product(table.number, repeat=2):
-        way = table.way(src, dst)
-        assert all(a.dst == b.src for a, b in itertools.pairwise(way))
-        collectives = [c for step in way if (c := step.collective(4096.0, mesh.shape))]
+        path = table.path(src, dst)
+        assert all(a.dst == b.src for a, b in itertools.pairwise(path))
+        collectives = [c for step in path if (c := step.collective(4096.0, mesh.shape))]
         assert table.cost(src, dst) == pytest.approx(sum(c.seconds(mesh) for c in collectives), rel=1e-6, abs=1e-11)
 
 
 def ways(mesh: LogicalMesh, src: str, dst: str) -> list[str]:
     table = reshard_table((64, 64), 16384.0, mesh)
-    return [f"{step.kind} {step.dst}" for step in table.way(Spec.parse(src), Spec.parse(dst))]
+    return [f"{step.kind} {step.dst}" for step in table.path(Spec.parse(src), Spec.parse(dst))]
 
 
 def test_one_step_is_enough_where_links_are_alike() -> None:
@@ -100,6 +100,6 @@ def test_what_is_whole_along_the_fast_axis_crosses_the_slow_one_in_parts() -> No
 def test_forbidden_collectives_are_not_taken() -> None:
     table = reshard_table((8, 8), 256.0, MESHES[0], ("all-gather", "all-to-all"))
     with pytest.raises(ShardingError, match="no way to reshard `S0,R` to `R,R`"):
-        table.way(Spec.parse("S0,R"), Spec.parse("R,R"))
+        table.path(Spec.parse("S0,R"), Spec.parse("R,R"))
     assert not np.isfinite(table.cost(Spec.parse("S0,R"), Spec.parse("R,S0")))
     assert np.isfinite(table.cost(Spec.parse("R,R+P0"), Spec.parse("R,S0")))

@@ -1,4 +1,4 @@
-"""Menus give what is worked out anew, whatever sizes and meshes they were asked for before."""
+"""The strategy cache gives what is worked out anew, whatever sizes and meshes it was asked for before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minialpa import LogicalMesh
 from minialpa.cluster import ClusterSpec
 from minialpa.intra.strategies.reshard import partial_specs_of, reshard_table
 from minialpa.intra.strategies.strategies import StrategySet, enumerate_strategies, follow
-from minialpa.intra.strategies.strategy_cache import Menus
+from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
 from minialpa.rules.factors import factors_of
 from minialpa.tracing.jaxprs import bytes_of, shape_of
@@ -56,28 +56,28 @@ def assert_same(a: StrategySet, b: StrategySet) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 @given(st.lists(st.tuples(st.sampled_from(MESHES), SIZES, SIZES), min_size=2, max_size=4))
 @settings(deadline=None, max_examples=15)
-def test_menus_give_what_is_worked_out_anew(name: str, asked: list[tuple[LogicalMesh, int, int]]) -> None:
-    menus = Menus()
+def test_the_cache_gives_what_is_worked_out_anew(name: str, asked: list[tuple[LogicalMesh, int, int]]) -> None:
+    cache = StrategyCache()
     for mesh, a, b in asked:
         eqn = equation(name, (a, b))
-        menu, kind, factors = menus.of(mesh, (), 1), menus.kind_of(eqn), factors_of(eqn).on_mesh()
+        strategies, kind, factors = cache.of(mesh, (), 1), cache.kind_of(eqn), factors_of(eqn).on_mesh()
         pending = {0: 2}
-        found = menu.enumerate(eqn, kind, {}, pending, scatter=True)
+        found = strategies.enumerate(eqn, kind, {}, pending, scatter=True)
         assert_same(found, enumerate_strategies(eqn, factors, mesh, {}, pending))
-        specs = menus.same(tuple(partial_specs_of(shape_of(eqn.invars[0]), mesh.shape)))
-        for whole in (False, True):
-            followed = menu.follow(eqn, kind, {0: specs}, len(specs), whole=whole)
-            assert_same(followed, follow(eqn, factors, mesh, {0: specs}, len(specs), whole=whole))
+        specs = cache.same(tuple(partial_specs_of(shape_of(eqn.invars[0]), mesh.shape)))
+        for allow_partial in (True, False):
+            followed = strategies.follow(eqn, kind, {0: specs}, len(specs), allow_partial=allow_partial)
+            assert_same(followed, follow(eqn, factors, mesh, {0: specs}, len(specs), allow_partial=allow_partial))
         out = eqn.outvars[0]
         table = reshard_table(shape_of(out), bytes_of(out), mesh)
-        seconds = menu.reshard_s(shape_of(out), bytes_of(out), found.results[0], followed.results[0])
+        seconds = strategies.reshard_s(shape_of(out), bytes_of(out), found.results[0], followed.results[0])
         np.testing.assert_array_equal(seconds, table.matrix(found.results[0], followed.results[0]))
 
 
 def test_equations_that_are_divided_alike_have_the_very_same_specs() -> None:
-    menus = Menus()
-    menu = menus.of(MESHES[1], (), 1)
+    cache = StrategyCache()
+    strategies = cache.of(MESHES[1], (), 1)
     small, large = (equation("dot", (n, n)) for n in (8, 24))
-    sets = [menu.enumerate(eqn, menus.kind_of(eqn), {}, {}, scatter=True) for eqn in (small, large)]
+    sets = [strategies.enumerate(eqn, cache.kind_of(eqn), {}, {}, scatter=True) for eqn in (small, large)]
     assert all(a is b for a, b in zip(sets[0].results, sets[1].results, strict=True))
     assert sets[0].seconds.max() < sets[1].seconds.max()

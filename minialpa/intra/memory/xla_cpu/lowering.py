@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn
 from minialpa.intra.memory.xla_cpu.layouts import add_convolution, add_product, product_operands
 from minialpa.intra.memory.xla_cpu.operations import Recorder
 from minialpa.intra.memory.xla_cpu.primitives import ELEMENTWISE, EXPENSIVE, FILLS, JOINS_SUM, LOOPS, MARKERS, VIEWS
-from minialpa.intra.strategies.reshard import Step
+from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.tracing.jaxprs import Atom, is_literal, shape_of
 
 
@@ -207,7 +207,7 @@ _RULES: dict[str, _Rule] = {
 # ---- steps of a resharding ------------------------------------------------------------------------------------------
 
 
-def add_step(recorder: Recorder, v: int, step: Step, atom: Atom, mesh_shape: tuple[int, ...]) -> int:
+def add_step(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, mesh_shape: tuple[int, ...]) -> int:
     """Add the operations of `step` on `v`, which is a shard of `atom`; the value after it."""
     shape = step.dst.shard_shape(shape_of(atom), mesh_shape)
     if step.kind == "mask" and v in recorder.zeros:
@@ -219,7 +219,7 @@ def add_step(recorder: Recorder, v: int, step: Step, atom: Atom, mesh_shape: tup
     return _add_collective(recorder, v, step, atom, shape)
 
 
-def _add_collective(recorder: Recorder, v: int, step: Step, atom: Atom, shape: tuple[int, ...]) -> int:
+def _add_collective(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, shape: tuple[int, ...]) -> int:
     """Collectives exchange along the outermost dimension, and what goes along another is copied before or after."""
     kind = step.kind
     is_inner = kind != "all-reduce" and any(n > 1 for n in shape[: step.dim])

@@ -1,0 +1,71 @@
+"""Edges of the cost graph: what it costs to reshard a variable from the spec of its maker to that of each reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from jax.extend.core import Var
+
+from minialpa.errors import InfeasibleError
+from minialpa.intra.graph.cost_table import CostTable
+from minialpa.intra.graph.decisions import Choice
+from minialpa.intra.graph.mesh_prices import MeshPrices
+from minialpa.intra.graph.option_constraints import forbidden_message
+from minialpa.options import AutoShardingOption
+from minialpa.sharding import Spec
+from minialpa.tracing.jaxprs import bytes_of, shape_of
+
+
+class Reader(NamedTuple):
+    """The strategies of a node that read a variable.
+
+    Attributes:
+        var: the variable.
+        node: the node that reads it; None for a reader that has one strategy.
+        wanted: the spec in which each strategy wants the variable.
+        times: how often per step the variable is resharded; a fraction for one of several that are read in turn.
+        n_sums: with how many sums, its own included, the sum of the variable starts at least.
+    """
+
+    var: Var
+    node: int | None
+    wanted: tuple[Spec, ...]
+    times: float
+    n_sums: int = 1
+
+
+class ReshardingEdges:
+    """Adds edges to `costs`, by the `choices` of the variables so far."""
+
+    def __init__(
+        self, costs: CostTable, choices: Mapping[Var, Choice], prices: MeshPrices, option: AutoShardingOption
+    ) -> None:
+        self._costs, self._choices, self._prices, self._option = costs, choices, prices, option
+        self._deferred: list[Reader] = []
+
+    def add(self, reader: Reader) -> None:
+        """Add what it costs to reshard the variable to the specs that `reader` wants.
+
+        Raises InfeasibleError if neither end has a choice and the options forbid the resharding.
+        """
+        var, node, wanted, times, n_sums = reader
+        made = self._choices[var]
+        seconds = self._prices.of((var,), n_sums).reshard_s(shape_of(var), bytes_of(var), made.specs, wanted)
+        if not seconds.any():
+            return
+
+        if made.node is None and node is None:
+            if not np.isfinite(seconds).all():
+                raise InfeasibleError(forbidden_message(self._option, var, made.specs[0], wanted[0]))
+            return
+        self._costs.add_edge(made.node, node, times * seconds)
+
+    def defer(self, reader: Reader) -> None:
+        """Add the edge in `add_deferred`, because a later equation may make the variable."""
+        self._deferred.append(reader)
+
+    def add_deferred(self) -> None:
+        for reader in self._deferred:
+            self.add(reader)

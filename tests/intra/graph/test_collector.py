@@ -1,0 +1,58 @@
+"""The costs of a mesh: what the graph of one program says must not depend on how jax shares parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from minialpa import AutoShardingOption, LogicalMesh
+from minialpa.inter.staging.mesh_problem import mesh_equations
+from minialpa.inter.staging.staged_step import stage_step
+from minialpa.intra.graph.builder import GraphBuilder
+from tests.helpers import trace
+
+MESH = LogicalMesh((2, 2), alpha=(1e-5, 1e-6), beta=(1e-9, 1e-10))
+
+
+def layer() -> Callable[..., Any]:
+    """The body of a scan with a sum that one equation reads; each call makes another function."""
+
+    def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ w) / jnp.sum(x**2), None
+
+    return body
+
+
+def costs_of(first: Callable[..., Any], second: Callable[..., Any]) -> GraphBuilder:
+    """The graph of a step with two scans, whose bodies are `first` and `second`."""
+
+    def step(params: tuple[jax.Array, jax.Array], batch: jax.Array) -> tuple[Any, jax.Array]:
+        x, _ = jax.lax.scan(first, batch, params[0])
+        x, _ = jax.lax.scan(second, x, params[1])
+        return params, x
+
+    weights = jnp.ones((3, 16, 16))
+    traced = trace(step, (weights, weights), jnp.ones((8, 16)))
+    problem = mesh_equations(stage_step(traced, 1, (), (0,)), 0)
+    return GraphBuilder(problem, MESH, AutoShardingOption())
+
+
+def n_scan_bodies(builder: GraphBuilder) -> int:
+    return len({id(eqn.params["jaxpr"]) for eqn in builder.problem.eqns if eqn.primitive.name == "scan"})
+
+
+def test_scans_that_share_a_jaxpr_cost_what_scans_with_equal_jaxprs_cost() -> None:
+    body = layer()
+    shared, apart = costs_of(body, body), costs_of(layer(), layer())
+    assert n_scan_bodies(shared) < n_scan_bodies(apart)
+
+    assert len(shared.costs.nodes) == len(apart.costs.nodes)
+    for a, b in zip(shared.costs.nodes, apart.costs.nodes, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert shared.costs.edges.keys() == apart.costs.edges.keys()
+    for key, cost in shared.costs.edges.items():
+        np.testing.assert_array_equal(cost, apart.costs.edges[key])
