@@ -69,7 +69,8 @@ class ClusterRuntime:
         self._watch = Watch(launcher)
         self._meshes: dict[tuple[int, int], MeshWorkers] = {}
         self._numbers, self._step_numbers = itertools.count(), itertools.count()
-        # The watch, and these, change under the lock.
+
+        # Threads that wait, and those that start steps, share the watch and these lists; all change under the lock.
         self._lock = threading.RLock()
         self._steps: deque[dict[Reply, WorkerHandle]] = deque()
         self._fetches: deque[dict[Reply, WorkerHandle]] = deque()
@@ -93,21 +94,21 @@ class ClusterRuntime:
     # ---- meshes ---------------------------------------------------------------------------------------------------
 
     def meshes(self, wanted: Iterable[tuple[int, int]]) -> list[MeshWorkers]:
-        """Running workers for each (first device, number of devices).
+        """Running workers for each (first device, number of devices). To be called in a turn.
 
-        Meshes of the same devices are used again. Others that share devices with those that are wanted are ended; the
-        arrays that they hold come to this process. To be called in a turn.
+        Meshes of the same devices are reused. Other meshes that share a device with a new one end; the arrays that they
+        hold come to this process.
         """
         self.check()
         keys = list(wanted)
-        if any(key not in self._meshes for key in keys):
-            self.launcher.check()
-        for key, mesh in list(self._meshes.items()):
-            if key not in keys and any(
-                first < mesh.devices.stop and mesh.first_device < first + n for first, n in keys
-            ):
-                self._retire(key, mesh)
         missing = [key for key in keys if key not in self._meshes]
+        if missing:
+            self.launcher.check()
+
+        for key, mesh in list(self._meshes.items()):
+            if key not in keys and any(_overlap(mesh, *other) for other in keys):
+                self._retire(key, mesh)
+
         for key, workers in zip(missing, self.launcher.start_meshes(missing, self._turns.check), strict=True):
             self._meshes[key] = MeshWorkers(*key, workers)
             with self._lock:
@@ -120,20 +121,24 @@ class ClusterRuntime:
         return [worker for mesh in list(self._meshes.values()) for worker in mesh.workers]
 
     def unload_dropped(self) -> None:
-        """Have workers forget the programs that nobody uses any more."""
+        """Have workers forget the programs that were dropped."""
         numbers = [self.dropped.popleft() for _ in range(len(self.dropped))]
         for number in numbers:
             self.ask(self.workers, "unload", number)
 
     def _retire(self, key: tuple[int, int], mesh: MeshWorkers) -> None:
+        """End the workers of a mesh, once nothing waits for them, and keep the values of their arrays here."""
         self.sync()
         with self._lock:
             fetches = list(self._fetches)
         for calls in fetches:  # of other threads
             self._wait(calls)
+
         self.fetch([a for a in list(mesh.arrays.values()) if not a.is_deleted() and not a.held_here])
         mesh.alive = False
         del self._meshes[key]
+
+        # First, or the watch takes the end of these workers for a failure.
         with self._lock:
             self._watch.remove(mesh.workers)
         self.launcher.end(mesh.workers)
@@ -141,7 +146,7 @@ class ClusterRuntime:
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def ask(self, workers: Sequence[WorkerHandle], method: str, *args: Any) -> list[Any]:
-        """Call a method of each worker with the same arguments and wait for the answers. Others wait for that, too."""
+        """Call a method of each worker with the same arguments and return the answers, in one turn."""
         with self.turn():
             return self.gather({w.actor.call(method, *args): w for w in workers})
 
@@ -197,27 +202,32 @@ class ClusterRuntime:
             return watched
 
     def _wait(self, calls: dict[Reply, WorkerHandle]) -> None:
-        """Wait for calls, and look at everything else: what waits behind a step that hangs is never answered.
+        """Wait until all calls are answered. Raises WorkerError if they, a step or a worker fails.
 
-        What else there is changes meanwhile: other threads start steps and meshes, and may end the session.
+        A call that is queued behind a step that hangs is never answered, so this looks at all steps and workers. These
+        change meanwhile: other threads start steps and meshes, and may end the session.
         """
-        waiting, seen = set(calls), set[Any]()
+        waiting, seen = set(calls), set[Reply]()
         with self._lock:
             self._watch.note_progress()
+
         while waiting:
             watched = {ref: worker for ref, worker in (self._watched() | calls).items() if ref not in seen}
             done = self.launcher.wait(list(watched), self._watch.interval_s)
             self._turns.check()
+
             for ref in done:
                 with self._lock:
                     self._watch.note_progress()
                 self._look_at(ref, watched[ref])
                 seen.add(ref)
                 waiting.discard(ref)
+
             if not done:
                 self._beat()
 
-    def _look_at(self, ref: Any, worker: WorkerHandle) -> None:
+    def _look_at(self, ref: Reply, worker: WorkerHandle) -> None:
+        """End the session, and raise WorkerError, if a reply tells of a failure. A retired worker may end."""
         failure = self._failure_in(ref, worker)
         with self._lock:
             was_retired = not self._watch.watches(worker)
@@ -229,7 +239,7 @@ class ClusterRuntime:
         try:
             answer = self.launcher.answer(reply)
         except CallRaised as error:
-            # Only calls of steps are nobody else's: whoever made another call sees its error.
+            # The caller of any other method gets this error itself.
             with self._lock:
                 is_of_step = any(reply in step for step in self._steps)
             if not is_of_step:
@@ -247,7 +257,7 @@ class ClusterRuntime:
             raise worker_error(failure, (), has_ended=False) from error
 
     def _status(self, worker: WorkerHandle) -> Status:
-        """Where a worker was when it last said so."""
+        """The last known status of a worker."""
         with self._lock:
             return self._placed(self._watch.status(worker))
 
@@ -260,29 +270,34 @@ class ClusterRuntime:
     # ---- arrays ---------------------------------------------------------------------------------------------------
 
     def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]:
-        """The values of arrays, with one call to each worker. The arrays keep them.
+        """The values of arrays, with one call to each worker; the arrays keep them.
 
-        They are those of this turn: other threads may donate or delete the arrays before the answers come.
+        The calls are made in one turn, so that the values belong together. Other threads may donate or delete the
+        arrays before the answers come.
         """
         calls: dict[Reply, WorkerHandle] = {}
         owners: list[list[DistributedArray]] = []
         with self._turns.in_use():
             with self.turn():
                 self.check()
-                # What another thread has fetched meanwhile, its mesh may not hold any more.
+                # Another thread may have fetched some since the caller looked, and ended their mesh.
                 values = {array.number: array.kept for array in arrays if array.held_here}
                 missing = [array for array in arrays if array.number not in values]
+
                 for mesh, mine in _by_mesh(missing):
                     for worker in mesh.workers:
                         calls[worker.actor.call("fetch", [a.number for a in mine])] = worker
                         owners.append(mine)
                 with self._lock:
                     self._fetches.append(calls)
+
+            # Other threads may have their turn while this one waits.
             try:
                 answers = self.gather(calls)
             finally:
                 with self._lock, suppress(ValueError):
                     self._fetches.remove(calls)
+
         values |= _put_together(zip(owners, answers, strict=True))
         for array in missing:
             array.keep(values[array.number])
@@ -302,7 +317,7 @@ class ClusterRuntime:
         self._turns.shutdown(WorkerError("`minialpa.shutdown()` was called."))
 
     def abandon(self, message: str) -> None:
-        """End the session. Who uses it next is told `message`. To be called in a turn."""
+        """End the session; its next use raises a WorkerError that says `message`. To be called in a turn."""
         with suppress(WorkerError):
             self._turns.end(WorkerError(message))
 
@@ -334,13 +349,17 @@ class ClusterRuntime:
         self._turns.end(session_error([first], []), lambda: session_error(*self._hear(first)))
 
     def _hear(self, first: Failure) -> tuple[list[Failure], list[Status]]:
-        """What all workers say within a moment: failures in the order in which they come, and where workers are."""
+        """All failures that workers report within a moment, in the order in which they come; the status of the rest.
+
+        One fault fails several workers, and the first report may come from a victim.
+        """
         found, statuses = [first], []
         with self._lock:
             asked = self._watch.ask({first.where.worker})
         watched = self._watched() | asked
         deadline = time.monotonic() + _GRACE_S
-        # Those who live never say so.
+
+        # The calls of `live` of workers that go on are not answered, so they are not waited for.
         while watched.keys() - self._watch.lives.keys() and (left := deadline - time.monotonic()) > 0:
             for ref in self.launcher.wait(list(watched), left):
                 worker = watched.pop(ref)
@@ -349,18 +368,24 @@ class ClusterRuntime:
                     found.append(failure)
                 elif asked.pop(ref, None) is not None:
                     statuses.append(self._placed(self.launcher.answer(ref)))
+
         known = {f.where.worker for f in found}
         found += [silent(self._status(w), _GRACE_S) for w in asked.values() if w.number not in known]
         return self._with_lost_hosts(found), statuses
 
     def _with_lost_hosts(self, found: list[Failure]) -> list[Failure]:
-        """Say of workers that are dead or silent whether that is because their host is lost."""
+        """The failures, with the fault of a dead or silent worker replaced where its host is lost."""
         lost = self.launcher.lost_hosts(f.where.host for f in found if f.fault in (Fault.DIED, Fault.SILENT))
         return [lost_host(f.where, lost[f.where.host]) if f.where.host in lost else f for f in found]
 
 
+def _overlap(mesh: MeshWorkers, first_device: int, n_devices: int) -> bool:
+    """Whether a mesh has some of the devices from `first_device` on."""
+    return first_device < mesh.devices.stop and mesh.first_device < first_device + n_devices
+
+
 def _by_mesh(arrays: Sequence[DistributedArray]) -> list[tuple[MeshWorkers, list[DistributedArray]]]:
-    """Arrays by a mesh that holds them. Raises WorkerError for those that are used up, and those that none holds."""
+    """Each mesh with the arrays to fetch from it. Raises WorkerError if an array is used up, or no mesh holds it."""
     found: dict[int, tuple[MeshWorkers, list[DistributedArray]]] = {}
     for array in arrays:
         array.check_usable()
@@ -372,17 +397,19 @@ def _by_mesh(arrays: Sequence[DistributedArray]) -> list[tuple[MeshWorkers, list
 
 
 def _put_together(answers: Iterable[tuple[Sequence[DistributedArray], Any]]) -> dict[int, Any]:
-    """Values of arrays by their number. answers: what each worker was asked for, and the shards that it sent."""
+    """Values of arrays by their number. answers: the arrays that each worker was asked for, and the shards it sent."""
     data: dict[int, Any] = {}
     types: dict[int, ArrayType] = {}
+
     for arrays, answer in answers:
         for array, shards in zip(arrays, answer, strict=True):
             types[array.number] = array.type
             for box, sent in shards:
                 shard = from_plain(sent, array.type.dtype)
+                # A shard that is all of the array is its value, without a copy.
                 if array.number not in data:
-                    whole = array.type.data_shape
-                    data[array.number] = shard if shard.shape == whole else np.empty(whole, shard.dtype)
+                    shape = array.type.data_shape
+                    data[array.number] = shard if shard.shape == shape else np.empty(shape, shard.dtype)
                 if data[array.number] is not shard:
                     data[array.number][tuple(slice(*ends) for ends in box)] = shard
     return {number: kind.typed(data[number]) for number, kind in types.items()}
