@@ -1,7 +1,7 @@
-"""A worker: the process that has the devices of one mesh on one host, and runs that mesh's programs on them.
+"""A worker: has the devices of one mesh on one host, and runs that mesh's programs on them.
 
-`Worker` knows nothing of Ray; the launcher makes an actor of it. Methods return values, and what fails in a step
-returns as a `Failure`, so that nothing has to be unpickled that only the worker knows.
+`Worker` knows nothing of Ray; the launcher makes an actor of it. Its methods return plain values. A step that fails
+returns a `Failure`, since the caller might not be able to unpickle an exception that only the worker can import.
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ _N_RECENT = 4
 
 
 class Worker:
-    """Devices of one mesh on one host. Calls come one after the other, but for `status`, `live` and `stop`."""
+    """The devices of one mesh on one host.
+
+    One thread runs the calls, one after the other. `status`, `live` and `stop` run in threads of their own.
+    """
 
     def __init__(self, settings: WorkerSettings, process: Process | None = None) -> None:
         """process: the one that the worker runs in; by default one that is the worker's own."""
         self.settings = settings
         self._process = process or OwnProcess(settings)
+        self._devices: list[Any] = []
+
+        # By the numbers that the driver gives. Programs share compiled functions, which go with the last of them.
         self._arrays: dict[int, Any] = {}
         self._programs: dict[int, Any] = {}
-        # What no program of this worker uses any more goes with the program.
+        self._transports: dict[int, Any] = {}
         self._compiled: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
-        self._running: Any = None
+
+        self._running: Any = None  # the program of the last step
         self._failure: Failure | None = None
         self._trace: Any = None
-        self._devices: list[Any] = []
-        self._transports: dict[int, Any] = {}
 
     # ---- start ----------------------------------------------------------------------------------------------------
 
@@ -53,7 +58,7 @@ class Worker:
     # ---- programs -------------------------------------------------------------------------------------------------
 
     def open_transport(self, number: int, me: int) -> Any:
-        """Prepare for program `number`, as its worker `me`; returns the address at which its other workers find it."""
+        """Open a transport for program `number`, as its worker `me`; returns the address for its other workers."""
         self.unload(number)  # of an earlier attempt that was broken off
         self._transports[number] = self._process.open_transport(me)
         return self._transports[number].address
@@ -73,12 +78,14 @@ class Worker:
     ) -> None:
         """Compile program `number` and connect to its other workers. places, me: as in `WorkerProgram`.
 
-        links: ways between GPUs of all workers, in the order of `mesh_program.links`; none to send through the hosts.
+        links: connections between GPUs of all workers, as `mesh_program.links` lists them; none to send through the
+        hosts.
         """
         from minialpa.runtime.worker_program import WorkerProgram
 
         transport = self._transports[number]
         transport.connect(addresses, self.settings.timeout_s)
+
         if links:
             import jax
 
@@ -87,6 +94,7 @@ class Worker:
             mine = [device for device in self._devices if device.process_index == jax.process_index()]
             transport = NcclTransport(transport, mine, [DeviceLink(*link) for link in links])
             self._transports[number] = transport
+
         self._programs[number] = WorkerProgram(
             program=program,
             places=places,
@@ -114,28 +122,38 @@ class Worker:
         traced: bool,
         *shared: Any,
     ) -> Failure | None:
-        """Run a step of a program.
+        """Run a step of a program. Returns the failure of the worker, now or in an earlier step, or None.
 
-        arguments: an `Argument` for each input of the program. results: result number -> number under which the array
-        is kept. donated: arrays that the step uses up. freed: arrays that nobody needs any more. traced: keep notes for
-        `timeline`. shared: arrays whose places are shards of arguments.
+        Args:
+            program: its number.
+            step: number of the step, the same on all workers.
+            arguments: an `Argument` for each input of the program.
+            results: number under which to keep each result, by the number of the result.
+            donated: numbers of arrays that the step uses up.
+            freed: numbers of arrays that nothing refers to any more.
+            traced: keep notes for `timeline`.
+            shared: arrays that shards of arguments refer to by position.
         """
         if self._failure is not None:
             return self._failure
+
         try:
-            interpreter = self._running = self._programs[program]
-            interpreter.begin(step)
+            running = self._running = self._programs[program]
+            running.begin(step)
             trace = self._new_trace() if traced else None
+
+            # Only the step holds what it uses up, so that its memory is free as soon as it has been read.
             self.free(freed)
-            inputs = self._inputs(interpreter, arguments, set(donated), shared)
+            inputs = self._inputs(running, arguments, set(donated), shared)
             self.free(donated)
-            made = interpreter.run(inputs, trace)
+
+            made = running.run(inputs, trace)
             self._arrays.update((results[number], array) for number, array in made.items() if number in results)
         except Exception as error:
             self._failure = Failure(
                 fault_of(error), self.status(), f"{type(error).__name__}: {error}", traceback.format_exc()
             )
-            # Those who wait for this worker know then. The caller is not kept waiting for it.
+            # Peers that wait for this worker learn of it now. The caller need not wait until transports have closed.
             for transport in self._transports.values():
                 threading.Thread(target=transport.close, daemon=True).start()
         return self._failure
@@ -146,17 +164,17 @@ class Worker:
         self._trace = StepTrace(self.settings.host)
         return self._trace
 
-    def _inputs(
-        self, interpreter: Any, arguments: Sequence[Any], donated: set[int], shared: Sequence[Any]
-    ) -> list[Any]:
+    def _inputs(self, running: Any, arguments: Sequence[Any], donated: set[int], shared: Sequence[Any]) -> list[Any]:
+        """An array for each input of the program that is about to run."""
         inputs: list[Any] = []
         seen: set[int] = set()
         for i, argument in enumerate(arguments):
             if not isinstance(argument, int):
-                inputs.append(interpreter.argument(i, argument, shared, for_one_step=True))
+                inputs.append(running.argument(i, argument, shared, for_one_step=True))
                 continue
+
             array = self._arrays[argument]
-            # One array for two arguments: only one of them can be taken over.
+            # One array given for two donated arguments: only one of them can take over its memory.
             inputs.append(array.copy() if argument in donated & seen else array)
             seen.add(argument)
         return inputs
@@ -190,11 +208,12 @@ class Worker:
     def put(self, program: int, numbers: Mapping[int, int], arguments: Sequence[Any], *shared: Any) -> Failure | None:
         """Keep arrays, laid out as inputs of a program.
 
-        numbers: input -> number under which it is kept, in the order of arguments. arguments, shared: as in `step`.
+        numbers: number under which to keep the array of each input, in the order of arguments. arguments, shared: as in
+        `step`.
         """
-        interpreter = self._programs[program]
+        loaded = self._programs[program]
         for (i, number), given in zip(numbers.items(), arguments, strict=True):
-            self._arrays[number] = interpreter.argument(i, given, shared)
+            self._arrays[number] = loaded.argument(i, given, shared)
         return None
 
     def fetch(self, numbers: Sequence[int]) -> list[list[tuple[Box, Any]]] | Failure:
@@ -222,26 +241,28 @@ class Worker:
         """Host, devices, settings and instructions of this worker, as text."""
         import jax
 
-        interpreter, own = self._programs[program], self.settings
+        loaded, own = self._programs[program], self.settings
         lines = [
-            f"worker {own.number} of stage {interpreter.program.mesh}, host {own.host} ({own.ip})",
+            f"worker {own.number} of stage {loaded.program.mesh}, host {own.host} ({own.ip})",
             f"jax {jax.__version__}, {own.platform}, process {jax.process_index()} of {jax.process_count()}, "
             f"coordinator {self._process.coordinator}",
-            f"devices {[str(d) for d in jax.local_devices()]} of mesh {interpreter.mesh.devices.tolist()}",
+            f"devices {[str(d) for d in jax.local_devices()]} of mesh {loaded.mesh.devices.tolist()}",
             *(f"{k}={os.environ.get(k, '')}" for k in ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")),
-            *(interpreter.describe(i) for i in range(len(interpreter.program.instructions))),
+            *(loaded.describe(i) for i in range(len(loaded.program.instructions))),
         ]
         return "\n".join(lines)
 
     def function_seconds(self, program: int, repeats: int) -> list[float]:
-        """Seconds of each function by itself, in `repeats` calls. All workers of a mesh have to be asked at once."""
+        """Seconds of each function by itself, in `repeats` calls. All workers of a mesh have to run this at once."""
         from minialpa.runtime.task_times import function_seconds
 
         return [function_seconds(compiled, repeats) for compiled in self._programs[program].functions]
 
     def timeline(self) -> list[Any]:
-        """The `TaskTime`s of the last traced step, in the time of the clock on the wall, with instruction numbers of
-        the mesh program. Forgets them."""
+        """The `TaskTime`s of the last traced step, once.
+
+        Times are those of this host's clock, and instructions have the numbers of the mesh program.
+        """
         trace, self._trace = self._trace, None
         assert trace is not None, "no step was traced"
         tasks: list[Any] = trace.tasks()
@@ -256,6 +277,7 @@ class Worker:
 
 
 def _shards(array: Any) -> list[tuple[Box, Any]]:
+    """The shards of an array on this worker's devices, one copy of each, with their places in the array."""
     import jax
     import numpy as np
 
