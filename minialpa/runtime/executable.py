@@ -14,12 +14,15 @@ import numpy as np
 from minialpa.plan import Plan
 from minialpa.programs.mesh_program import KEY_NAMES
 from minialpa.programs.program import Accumulate, Program, Run
+from minialpa.runtime.leaf_border import BlockedCalls
 from minialpa.runtime.step_trace import TaskTime, write_tasks
 from minialpa.support.files import write_text
 
 
 class Runner(Protocol):
     """A program on devices. A call runs a step on argument leaves and returns result leaves, without waiting.
+
+    Leaves are those of the program: each block of rows is one.
 
     traced: note what the step does when, for `timeline`. The first such call compiles every function a second time.
     Threads may call it at the same time: steps have one order. A step that another one has robbed of an argument, by
@@ -66,8 +69,10 @@ class Executable:
         self._program = program
         self.runner = runner
         self._costs: list[float] = []
-        self.run = runner.__call__
-        self.place = runner.place
+        # Programs without leaves in blocks do not pay for the border.
+        calls = BlockedCalls(runner, program.blocks) if program.blocks else runner
+        self.run = calls.__call__
+        self.place = calls.place
 
     def get_parallel_plan(self) -> Plan:
         return self._plan
@@ -137,7 +142,7 @@ class Executable:
         """
         with self.runner.in_order():
             for _ in range(2):
-                self.runner(self._dummy_inputs(), traced=True)
+                self.run(self._dummy_inputs(), traced=True)
                 tasks = self.runner.timeline()
         return tasks
 

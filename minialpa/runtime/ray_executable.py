@@ -17,7 +17,6 @@ from minialpa.arrays import RemoteArray
 from minialpa.programs.mesh_program import ArrayType, MeshProgram, Place, links, worker_places
 from minialpa.programs.program import Accumulate, InputSlot, Program, Run
 from minialpa.programs.resharding import Box, shard_boxes
-from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.distributed_array import Copy, DistributedArray, MeshWorkers
 from minialpa.runtime.numpy_wire import to_plain
 from minialpa.runtime.ray_cluster import WorkerHandle
@@ -54,7 +53,7 @@ class RayExecutable:
         self._calls = _calls_by_mesh(program)
         self._keys = [(shape.first_device, math.prod(shape.logical_shape)) for shape in program.meshes]
         self._cuts = [_cuts(own, [p for p in self.places if p.mesh == own.mesh]) for own in self.programs]
-        self._outputs = program.outputs
+        self._n_results = len(program.outputs)
         self._donated_leaves = program.donated_leaves
         self._meshes: list[MeshWorkers] = []
         weakref.finalize(self, runtime.dropped.append, self.number)  # also of what fails to load
@@ -64,18 +63,16 @@ class RayExecutable:
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
-        """Start a step on argument leaves; returns an array for each result at once, or a BlockedArray where the
-        program leaves it in blocks. traced: see `Runner`."""
+        """Start a step on argument leaves; returns an array for each result at once. traced: see `Runner`."""
         self.runtime.make_room()
         with self.runtime.ordered():
             self.runtime.check()
             self._check_usable(leaves)
             self._load()
             self._bring(leaves)
-            numbers = [self.runtime.new_number() for slot in self._outputs for _ in slot.blocks]
+            numbers = [self.runtime.new_number() for _ in range(self._n_results)]
             self._start(leaves, numbers, traced)
-            arrays = iter(self._results(numbers))
-        return [BlockedArray([next(arrays) for _ in x.blocks]) if x.rows else next(arrays) for x in self._outputs]
+            return self._results(numbers)
 
     def in_order(self) -> AbstractContextManager[None]:
         """See `Runner`."""
@@ -97,17 +94,17 @@ class RayExecutable:
             for own, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True)
             for k in range(len(mesh.workers))
         ]
-        given = iter(_share(arguments))
+        given, used_up = iter(_share(arguments)), self._given_away(leaves)
         calls: dict[Any, WorkerHandle] = {}
         try:
             for own, mesh in zip(self.programs, self._meshes, strict=True):
                 results = {number: numbers[number] for number, _ in own.outputs}
-                freed, donated = mesh.take_freed(), self._donated(mesh, leaves)
+                freed, donated = mesh.take_freed(), [x.number for x in used_up if any(c.mesh is mesh for c in x.copies)]
                 for worker in mesh.workers:
                     mine, shared = next(given)
                     ref = worker.actor.step.remote(self.number, step, mine, results, donated, freed, traced, *shared)
                     calls[ref] = worker
-            for array in self._given_away(leaves):
+            for array in used_up:
                 self._use_up(array)
             self.runtime.note_step(calls)
         except BaseException:  # Ctrl-C, say
@@ -134,19 +131,19 @@ class RayExecutable:
 
     def _place(self, leaves: Sequence[Any]) -> list[Any]:
         values = _Values(leaves)
-        slots = [(own, slot) for own in self.programs for slot in own.inputs if _is_state(slot)]
+        slots = [(own, slot) for own in self.programs for slot in own.inputs if slot.rows is None]
         moved = {slot.leaf for own, slot in slots if not _lies(leaves, own, slot)}
-        copies: dict[_Part, list[Copy]] = {}
-        types: dict[_Part, ArrayType] = {}
-        numbers: dict[_Part, int] = {}
+        copies: dict[int, list[Copy]] = {}
+        types: dict[int, ArrayType] = {}
+        numbers: dict[int, int] = {}
         puts: list[tuple[WorkerHandle, dict[int, int], list[Argument]]] = []
         for own, mesh, cuts in zip(self.programs, self._meshes, self._cuts, strict=True):
-            mine = [i for i, slot in enumerate(own.inputs) if slot.leaf in moved and _is_state(slot)]
+            mine = [i for i, slot in enumerate(own.inputs) if slot.leaf in moved and slot.rows is None]
             for slot in (own.inputs[i] for i in mine):
-                numbers.setdefault(_part(slot), self.runtime.new_number())
-                types[_part(slot)] = own.types[slot.buffer]
-                copies.setdefault(_part(slot), []).append(Copy(mesh, own.shape, slot.spec))
-            kept = {i: numbers[_part(own.inputs[i])] for i in mine}
+                numbers.setdefault(slot.leaf, self.runtime.new_number())
+                types[slot.leaf] = own.types[slot.buffer]
+                copies.setdefault(slot.leaf, []).append(Copy(mesh, own.shape, slot.spec))
+            kept = {i: numbers[own.inputs[i].leaf] for i in mine}
             for k, worker in enumerate(mesh.workers):
                 puts.append((worker, kept, [values.given(own.inputs[i], own, cuts[i][k]) for i in mine]))
         calls = {
@@ -155,16 +152,17 @@ class RayExecutable:
             if kept
         }
         self.runtime.gather(calls)
-        arrays = {p: DistributedArray(self.runtime, n, types[p], tuple(copies[p])) for p, n in numbers.items()}
-        return _with_arrays(leaves, arrays)
+        out = list(leaves)
+        for leaf, number in numbers.items():
+            out[leaf] = DistributedArray(self.runtime, number, types[leaf], tuple(copies[leaf]))
+        return out
 
     @staticmethod
     def _check_usable(leaves: Sequence[Any]) -> None:
         """Raise WorkerError if an argument is used up: another thread may have donated it since the call began."""
         for leaf in leaves:
-            for part in leaf.blocks if isinstance(leaf, BlockedArray) else (leaf,):
-                if isinstance(part, DistributedArray):
-                    part.check_usable()
+            for array in _arrays_on_workers(leaf):
+                array.check_usable()
 
     def _bring(self, leaves: Sequence[Any]) -> None:
         """Have workers send each other what lies elsewhere, or in another layout, than the step reads it."""
@@ -192,14 +190,9 @@ class RayExecutable:
         return values.given(slot, own, cut)
 
     def _given_away(self, leaves: Sequence[Any]) -> list[DistributedArray]:
-        """Arrays on workers that the step uses up: arguments, and blocks of arguments."""
-        given = [leaves[leaf] for leaf in sorted(self._donated_leaves)]
-        parts = [part for x in given for part in (x.blocks if isinstance(x, BlockedArray) else (x,))]
-        return [part for part in parts if isinstance(part, DistributedArray)]
-
-    def _donated(self, mesh: MeshWorkers, leaves: Sequence[Any]) -> list[int]:
-        """Those of them that are on `mesh`."""
-        return [x.number for x in self._given_away(leaves) if any(c.mesh is mesh for c in x.copies)]
+        """Arrays on workers that the step uses up, each once."""
+        arrays = (array for leaf in sorted(self._donated_leaves) for array in _arrays_on_workers(leaves[leaf]))
+        return list({id(array): array for array in arrays}.values())
 
     def _use_up(self, array: DistributedArray) -> None:
         """Mark a donated array; copies on meshes that do not take part are freed."""
@@ -292,8 +285,8 @@ class _Values:
         kind = program.types[slot.buffer]
         if slot.leaf not in self._known:
             leaf = self._leaves[slot.leaf]
-            leaf = leaf[...] if isinstance(leaf, RemoteArray) else leaf
-            self._known[slot.leaf] = np.asarray(kind.data(leaf), kind.dtype)
+            data = leaf if kind.key is None else kind.data(leaf[...])
+            self._known[slot.leaf] = np.asarray(data, kind.dtype)
         return Given(tuple(self._shard(slot, box) for box in cut.boxes), cut.shard_of_device)
 
     def _shard(self, slot: InputSlot, box: Box) -> np.ndarray[Any, Any]:
@@ -341,40 +334,18 @@ def _calls_by_mesh(program: Program) -> list[list[int]]:
     return calls
 
 
-_Part = tuple[int, tuple[int, int, int] | None]  # an argument leaf, or rows of it
-
-
-def _part(slot: InputSlot) -> _Part:
-    return slot.leaf, slot.rows
-
-
-def _is_state(slot: InputSlot) -> bool:
-    """Whether what an input reads may stay on the workers between calls; else it is cut into micro-batches."""
-    return slot.rows is None or slot.is_block
-
-
-def _with_arrays(leaves: Sequence[Any], arrays: Mapping[_Part, DistributedArray]) -> list[Any]:
-    """The leaves, with arrays in the place of those that they are, or that they are all rows of."""
-    out = list(leaves)
-    blocks: dict[int, list[DistributedArray]] = {}
-    for (leaf, rows), array in sorted(arrays.items(), key=lambda item: item[0]):
-        if rows is None:
-            out[leaf] = array
-        else:
-            blocks.setdefault(leaf, []).append(array)
-    for leaf, found in blocks.items():
-        blocked = BlockedArray(found)
-        if blocked.shape == np.shape(leaves[leaf]):  # else some rows are not read
-            out[leaf] = blocked
-    return out
+def _arrays_on_workers(leaf: Any) -> list[DistributedArray]:
+    """The arrays on workers that hold the data of an argument; none if it is in this process."""
+    if isinstance(leaf, DistributedArray):
+        return [leaf]
+    stored = leaf.stored_as if isinstance(leaf, RemoteArray) else ()
+    return [array for array in stored if isinstance(array, DistributedArray)]
 
 
 def _array(leaves: Sequence[Any], slot: InputSlot) -> DistributedArray | None:
-    """The array on workers that an input is: an argument, or a block of one."""
+    """The array on workers that an input is, unless it is cut into micro-batches."""
     leaf = leaves[slot.leaf]
-    if slot.rows is not None:
-        leaf = leaf.block(*slot.rows[:2]) if slot.is_block and isinstance(leaf, BlockedArray) else None
-    return leaf if isinstance(leaf, DistributedArray) else None
+    return leaf if slot.rows is None and isinstance(leaf, DistributedArray) else None
 
 
 def _lies(leaves: Sequence[Any], own: MeshProgram, slot: InputSlot) -> bool:

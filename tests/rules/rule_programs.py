@@ -122,9 +122,7 @@ _program(
 )
 _program("names", lambda x: checkpoint_name(x, "residual"), (4, 6))
 _program("gradients add up", vjp(lambda x: lax.sin(x) * x + lax.exp(x)), (4, 6))
-_program(
-    "minialpa_per_micro_batch", lambda x: per_micro_batch_p.bind(x, number=0, cotangent_of=False), (4, 6)
-)
+_program("minialpa_per_micro_batch", lambda x: per_micro_batch_p.bind(x, number=0, cotangent_of=False), (4, 6))
 if hasattr(lax, "polynomial"):
     _program("polynomial", lambda x: lax.polynomial(x, [1.0, 2.0, 3.0]), (4,))
 

@@ -18,7 +18,7 @@ from minialpa.inter.lower import task_functions
 from minialpa.inter.microbatch.split_step import Stack, is_loop
 from minialpa.inter.schedule.chunks import plan_schedule
 from minialpa.inter.schedule.schedules import global_order
-from minialpa.inter.staging.leaf_placement import values_of_parts
+from minialpa.inter.staging.leaf_placement import leaf_blocks, values_of_parts
 from minialpa.inter.staging.mesh_problem import ShardedView, task_program
 from minialpa.inter.staging.staged_step import bind_specs, final_specs, mesh_problems, realise
 from minialpa.inter.staging.tasks import StagedStep, Task
@@ -45,7 +45,7 @@ from minialpa.programs.program import (
 )
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, shape_of
-from minialpa.tracing.trace import Part, TracedStep
+from minialpa.tracing.trace import TracedStep
 
 Name = tuple[Var, int | None, int]  # variable, micro-batch, mesh
 
@@ -109,9 +109,10 @@ class _Emitter:
             inputs=tuple(self.input_slots),
             constants=tuple(self.constants),
             instructions=tuple(self.instructions),
-            outputs=tuple(_merged(outputs, self.split.traced.out_parts)),
+            outputs=tuple(outputs),
             donated_leaves=self._donated_leaves(),
             n_buffers=self.n_buffers,
+            blocks=leaf_blocks(self.split.traced),
         )
 
     def _send_arguments(self) -> None:
@@ -130,8 +131,7 @@ class _Emitter:
             self._run_task(task, number[id(task)], None)
 
     def _donated_leaves(self) -> frozenset[int]:
-        traced = self.split.traced
-        return frozenset(traced.argument(a).leaf for a in traced.aliases if a is not None)
+        return frozenset(a for a in self.split.traced.aliases if a is not None)
 
     # ---- functions ------------------------------------------------------------------------------------------------
 
@@ -181,11 +181,10 @@ class _Emitter:
     def _fill_before_call(self, var: Var, micro: int, mesh: int, buffer: int) -> None:
         """Let a constant, an argument or the rows of a micro-batch fill `buffer`."""
         spec = self.specs[mesh].get(var, Spec.replicated(len(shape_of(var)))).partition_spec()
-        traced = self.split.traced
         if var is self.split.micro_index:
             self.constants.append(ConstantSlot(buffer, np.int32(micro), mesh, spec))
         elif var in self.micro_source:
-            leaf = traced.argument(self.number_of_input[self.micro_source[var]]).leaf
+            leaf = self.number_of_input[self.micro_source[var]]
             dim = self.split.batch_dims[var]
             size = shape_of(var)[dim]
             rows = (micro * size, (micro + 1) * size, dim)
@@ -194,12 +193,8 @@ class _Emitter:
             self.constants.append(ConstantSlot(buffer, self.consts[var], mesh, spec))
         else:
             assert var in self.number_of_input, f"{var} is not on mesh {mesh}"
-            part = traced.argument(self.number_of_input[var])
-            block = None if part.rows is None else (*part.rows, 0)
-            slot = InputSlot(
-                buffer=buffer, leaf=part.leaf, rows=block, mesh=mesh, spec=spec, is_block=block is not None
-            )
-            self.input_slots.append(slot)
+            leaf = self.number_of_input[var]
+            self.input_slots.append(InputSlot(buffer=buffer, leaf=leaf, rows=None, mesh=mesh, spec=spec))
 
     # ---- instructions ---------------------------------------------------------------------------------------------
 
@@ -380,7 +375,7 @@ class _Emitter:
 
     def _donate(self, ends: dict[int, list[int]]) -> None:
         aliased = self._donated_leaves()
-        is_micro = {s.buffer for s in self.input_slots if s.rows is not None and not s.is_block}
+        is_micro = {s.buffer for s in self.input_slots if s.rows is not None}
         foreign = {s.buffer for s in self.input_slots if s.leaf not in aliased} - is_micro
         given = {s.buffer for s in self.input_slots if s.leaf in aliased}
 
@@ -401,19 +396,6 @@ class _Emitter:
             first = sorted(positions, key=lambda k: (k not in arguments[number], k))
             usable = _usable_donations(function, first)
             self.functions[number] = dataclasses.replace(function, donated=usable)
-
-
-def _merged(slots: Sequence[OutputSlot], parts: Sequence[Part]) -> list[OutputSlot]:
-    """One slot for each result leaf, from those of its blocks."""
-    if not parts:
-        return list(slots)
-
-    of_leaf: dict[int, OutputSlot] = {}
-    for slot, part in zip(slots, parts, strict=True):
-        old = of_leaf.get(part.leaf, OutputSlot((), ()))
-        rows = () if part.rows is None else (part.rows,) * len(slot.buffers)
-        of_leaf[part.leaf] = OutputSlot(old.buffers + slot.buffers, old.meshes + slot.meshes, old.rows + rows)
-    return [of_leaf[leaf] for leaf in sorted(of_leaf)]
 
 
 def _usable_donations(function: Function, positions: list[int]) -> tuple[int, ...]:

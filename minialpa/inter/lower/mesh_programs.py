@@ -7,7 +7,6 @@ and for nothing else. What arrives in the meantime is kept by the transport.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import TraceError
 from minialpa.inter.lower.cross_mesh import plan_resharding
+from minialpa.programs.leaf_blocks import numbered_leaves
 from minialpa.programs.mesh_program import (
     KEY_SHAPES,
     STAND_INS,
@@ -63,9 +63,13 @@ def array_type(aval: Any) -> ArrayType:
 
 def input_types(program: Program, traced: TracedStep) -> dict[int, ArrayType]:
     """Types of the inputs of the program of a step, whether a function reads them or not."""
+    leaves = [
+        aval if rows is None else aval.update(shape=(rows[1] - rows[0], *aval.shape[1:]))
+        for aval, rows in numbered_leaves([aval_of(v) for v in traced.flat.invars], program.blocks.arguments)
+    ]
     types = {}
     for slot in program.inputs:
-        kind = array_type(aval_of(traced.flat.invars[slot.leaf]))
+        kind = array_type(leaves[slot.leaf])
         if slot.rows is not None:
             start, stop, dim = slot.rows
             kind = dataclasses.replace(kind, shape=(*kind.shape[:dim], stop - start, *kind.shape[dim + 1 :]))
@@ -196,11 +200,10 @@ class _Splitter:
         return self.n_buffers - 1
 
     def _mesh_program(self, mesh: int) -> MeshProgram:
-        firsts = itertools.accumulate((len(slot.blocks) for slot in self.program.outputs), initial=0)
         outputs = tuple(
-            (first + block, buffer)
-            for first, slot in zip(firsts, self.program.outputs, strict=False)
-            for block, buffer, home in zip(slot.block_of_buffer, slot.buffers, slot.meshes, strict=True)
+            (number, buffer)
+            for number, slot in enumerate(self.program.outputs)
+            for buffer, home in zip(slot.buffers, slot.meshes, strict=True)
             if home == mesh
         )
         mine = tuple(slot for slot in self.program.inputs if slot.mesh == mesh)
