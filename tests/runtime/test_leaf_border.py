@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,13 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from minialpa.arrays import RemoteArray
 from minialpa.errors import WorkerError
 from minialpa.programs.leaf_blocks import LeafBlocks
-from minialpa.programs.program import Free, Function, InputSlot, MeshShape, OutputSlot, Program, Run
 from minialpa.runtime.arrays import BlockedArray, LeafRows
 from minialpa.runtime.leaf_border import BlockedCalls, joined_leaves, split_leaves
 from minialpa.runtime.local import LocalExecutable
+from tests.runtime.block_programs import LEAF, ROWS, of_four_leaves, program
 
-ROWS = ((0, 2), (2, 5))
-LEAF = np.arange(10, dtype=np.float32).reshape(5, 2)
 #: Leaf 0 is in blocks, leaf 1 is not.
 BLOCKS = (ROWS, None)
 
@@ -121,39 +118,6 @@ def test_results_in_blocks_are_joined() -> None:
 # ---- calls of a program ----------------------------------------------------------------------------------------------
 
 
-def program(*, n_devices: int = 1, donated: Sequence[int] = (0, 1), read: Sequence[int] = (0, 1)) -> Program:
-    """Adds 1 to each block of leaf 0: block i on a mesh of its own, of `n_devices` each."""
-    spec = PartitionSpec()
-    avals = [jax.ShapeDtypeStruct((stop - start, 2), jnp.float32) for start, stop in ROWS]
-    functions = [
-        Function(
-            name=f"add {i}",
-            mesh=i,
-            fun=lambda x: (x + 1,),
-            in_avals=(avals[i],),
-            in_specs=(spec,),
-            out_avals=(avals[i],),
-            out_specs=(spec,),
-            donated=(0,) if i in donated else (),
-        )
-        for i in read
-    ]
-    instructions: list[Any] = []
-    for k, i in enumerate(read):
-        instructions += [Run(k, (i,), (2 + i,)), Free((i,))]
-    return Program(
-        meshes=tuple(MeshShape(i * n_devices, (n_devices,)) for i in range(2)),
-        functions=tuple(functions),
-        inputs=tuple(InputSlot(buffer=i, leaf=i, rows=None, mesh=i, spec=spec) for i in read),
-        constants=(),
-        instructions=tuple(instructions),
-        outputs=tuple(OutputSlot((2 + i,), (i,)) for i in read),
-        donated_leaves=frozenset(donated),
-        n_buffers=4,
-        blocks=LeafBlocks(arguments=(ROWS,), results=(ROWS,) if len(read) == 2 else ()),
-    )
-
-
 def calls(**changes: Any) -> BlockedCalls:
     made = program(**changes)
     return BlockedCalls(LocalExecutable(made, jax.devices()), made.blocks)
@@ -198,37 +162,12 @@ def test_blocks_that_are_not_donated_stay() -> None:
 
 def test_one_block_may_be_in_two_arguments() -> None:
     """A donated block has one memory, which only one result can take over."""
-    runner = LocalExecutable(_of_four_leaves(), jax.devices())
+    runner = LocalExecutable(of_four_leaves(), jax.devices())
     step = BlockedCalls(runner, LeafBlocks(arguments=(((0, 2), (2, 4)),) * 2))
     block = jax.device_put(LEAF[:2], NamedSharding(runner.meshes[0], PartitionSpec()))
     leaf = BlockedArray([block, block])
     for result in step([leaf, leaf]):
         np.testing.assert_array_equal(result, LEAF[:2] + 1)
-
-
-def _of_four_leaves() -> Program:
-    """Adds 1 to four leaves, which are donated, on one device."""
-    spec, aval = PartitionSpec(), jax.ShapeDtypeStruct((2, 2), jnp.float32)
-    function = Function(
-        name="add",
-        mesh=0,
-        fun=lambda *xs: tuple(x + 1 for x in xs),
-        in_avals=(aval,) * 4,
-        in_specs=(spec,) * 4,
-        out_avals=(aval,) * 4,
-        out_specs=(spec,) * 4,
-        donated=(0, 1, 2, 3),
-    )
-    return Program(
-        meshes=(MeshShape(0, (1,)),),
-        functions=(function,),
-        inputs=tuple(InputSlot(buffer=i, leaf=i, rows=None, mesh=0, spec=spec) for i in range(4)),
-        constants=(),
-        instructions=(Run(0, (0, 1, 2, 3), (4, 5, 6, 7)), Free((0, 1, 2, 3))),
-        outputs=tuple(OutputSlot((4 + i,), (0,)) for i in range(4)),
-        donated_leaves=frozenset(range(4)),
-        n_buffers=8,
-    )
 
 
 def test_placed_blocks_are_where_the_stages_read_them() -> None:
@@ -267,3 +206,15 @@ def test_a_remote_array_that_was_given_away_is_refused() -> None:
     leaf.deleted = True
     with pytest.raises(WorkerError, match="has been deleted"):
         step([leaf])
+
+
+def test_a_program_that_knows_no_blocks_leaves_them_to_the_caller() -> None:
+    runner = LocalExecutable(program(rows=((0, 5),), read=(0,), donated=(0,)), jax.devices())
+    state = blocked(LEAF, 2, 3)
+    for _ in range(2):  # the second call must not take the way of leaves that need nothing
+        np.testing.assert_array_equal(runner([state])[0], LEAF + 1)
+        np.testing.assert_array_equal(runner.place([state])[0], LEAF)
+    assert not state.is_deleted()
+    keeps = LocalExecutable(program(rows=((0, 5),), read=(0,), donated=()), jax.devices())
+    for _ in range(2):
+        np.testing.assert_array_equal(keeps([state])[0], LEAF + 1)
