@@ -2,8 +2,8 @@
 
 Where a stage ends inside a scan over layers, each stacked leaf is cut into blocks of rows, one or more for each stage.
 Inside a program a block is a leaf like any other, with a number of its own: a leaf that is not cut has one number, a
-leaf that is cut has one for each block, in the order of the leaves and of their rows. Only `runtime/leaf_border.py`
-looks at the blocks: it splits the arguments of a call and joins its results.
+leaf that is cut has one for each block, in the order of the leaves and of their rows. In the runtime, only
+`leaf_border.py` looks at the blocks: it splits the arguments of a call and joins its results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class LeafBlocks:
     """The blocks of the leaves of a step, numbered as its caller sees them.
 
-    Raises VerifyError unless the blocks of each leaf are its rows in order, without gaps or overlaps.
+    Raises VerifyError unless each cut leaf has several blocks, which are its rows in order, without gaps or overlaps.
 
     Attributes:
         arguments: for each argument leaf, its blocks; None if it is not cut. Empty if no argument leaf is cut.
@@ -38,7 +38,7 @@ class LeafBlocks:
         for kind, leaves in (("Argument", self.arguments), ("Result", self.results)):
             for number, blocks in enumerate(leaves):
                 if blocks is not None and not _make_a_leaf(blocks):
-                    raise VerifyError(f"{kind} leaf {number} has blocks of the rows {blocks}, which make no leaf.")
+                    raise VerifyError(f"{kind} leaf {number} is cut into the rows {blocks}, which do not make a leaf.")
 
     def __bool__(self) -> bool:
         """Whether any leaf is cut."""
@@ -47,7 +47,7 @@ class LeafBlocks:
 
 def _make_a_leaf(blocks: BlockRows) -> bool:
     stops = [0, *(stop for _, stop in blocks)]
-    return len(blocks) > 0 and all(start == before < stop for before, (start, stop) in zip(stops, blocks, strict=False))
+    return len(blocks) > 1 and all(start == before < stop for before, (start, stop) in zip(stops, blocks, strict=False))
 
 
 def numbered_leaves(

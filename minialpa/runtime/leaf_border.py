@@ -8,7 +8,7 @@ which the next call takes apart again without a copy. Behind the border, runtime
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,9 +16,7 @@ import numpy as np
 from minialpa.arrays import RemoteArray
 from minialpa.programs.leaf_blocks import BlockRows, LeafBlocks
 from minialpa.runtime.arrays import BlockedArray, LeafRows
-
-if TYPE_CHECKING:
-    from minialpa.runtime.executable import Runner
+from minialpa.runtime.runner import Runner
 
 
 class BlockedCalls:

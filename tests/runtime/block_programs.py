@@ -27,7 +27,7 @@ def program(
 ) -> Program:
     """Adds 1 to leaf 0, in blocks.
 
-    rows: those of each block.
+    rows: those of each block; a single one is all of the leaf.
     meshes: the mesh of each block, of `n_devices` each.
     donated: the blocks that a call may take over.
     read: the blocks that are read; unless both are, results are not in blocks.
@@ -59,7 +59,7 @@ def program(
         outputs=tuple(OutputSlot((2 + i,), (meshes[i],)) for i in read),
         donated_leaves=frozenset(donated),
         n_buffers=4,
-        blocks=LeafBlocks(arguments=(rows,), results=(rows,) if len(read) == 2 else ()),
+        blocks=LeafBlocks(arguments=(rows,) if len(rows) == 2 else (), results=(rows,) if len(read) == 2 else ()),
     )
 
 

@@ -104,7 +104,9 @@ def test_typed_keys_have_rows() -> None:
     keys = jax.random.split(jax.random.key(0), 5)
     first, second = split_leaves([keys], (ROWS,))
     assert first.dtype == keys.dtype and second.shape == (3,)
-    assert jnp.array_equal(jax.random.key_data(second[...]), jax.random.key_data(keys[2:]))
+    (joined,) = joined_leaves([first[...], second[...]], (ROWS,))
+    assert joined.dtype == keys.dtype and joined.shape == (5,)
+    assert jnp.array_equal(jax.random.key_data(joined[...]), jax.random.key_data(keys))
 
 
 def test_results_in_blocks_are_joined() -> None:
