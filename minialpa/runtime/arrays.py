@@ -51,7 +51,8 @@ class BlockedArray(RemoteArray):
             for block, (first, behind) in zip(self.blocks, self.ranges, strict=True)
             if first < stop and start < behind
         ]
-        prefetch([block for block, _, _ in read])
+        # All at once, whatever is read first: a step reads the rows of a leaf one block after the other.
+        prefetch(self.blocks)
 
         is_whole = [(a, b) == (0, block.shape[0]) and isinstance(block, jax.Array) for block, a, b in read]
         parts = [block if whole else block[a:b] for (block, a, b), whole in zip(read, is_whole, strict=True)]

@@ -59,7 +59,7 @@ def split_leaves(leaves: Sequence[Any], blocks: Sequence[BlockRows | None]) -> l
 
 
 def _block(leaf: Any, rows: tuple[int, int]) -> Any:
-    """One block of a leaf that is not in the blocks of the program: a block that it has by chance, or a view."""
+    """One block of a leaf that is not in the blocks of the program: one of its own that has these rows, or a view."""
     if isinstance(leaf, BlockedArray) and rows in leaf.ranges:
         return leaf.blocks[leaf.ranges.index(rows)]
     if isinstance(leaf, jax.Array | RemoteArray):
