@@ -141,7 +141,7 @@ class _Case:
         n_state = len(jax.tree.leaves(self.state))
 
         def step(traced: bool = False) -> Any:
-            results = executable.runner(leaves, traced=traced)
+            results = executable.run(leaves, traced=traced)
             leaves[:n_state] = results[:n_state]
             return results[n_state:]
 

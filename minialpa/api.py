@@ -31,7 +31,8 @@ from minialpa.support.progress import ProgressBar
 from minialpa.tracing.trace import TracedStep, trace_step
 
 if TYPE_CHECKING:
-    from minialpa.runtime.executable import Executable, Runner
+    from minialpa.runtime.executable import Executable
+    from minialpa.runtime.runner import Runner
 
 OnStale = Literal["refuse", "replan"]
 #: What a call needs: the program on its devices, and the pytree of its results.

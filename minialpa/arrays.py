@@ -66,6 +66,11 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
         """Whether the array was donated to a step."""
 
     @property
+    def stored_as(self) -> tuple[Any, ...]:
+        """The arrays that hold the data: this one, or those that it is made of."""
+        return (self,)
+
+    @property
     def ndim(self) -> int:
         return len(self.shape)
 

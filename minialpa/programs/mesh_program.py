@@ -143,8 +143,7 @@ class MeshProgram:
         instructions: in order; all workers execute the same ones.
         inputs: buffers that hold argument leaves when the step begins.
         constants: buffers that hold constants when the step begins.
-        outputs: (number of the result, buffer) for each result, or copy of one, on this mesh. Each block of rows of a
-            result counts as a result.
+        outputs: (number of the result, buffer) for each result, or copy of one, on this mesh.
         transfers: the transfers that this mesh takes part in, by number.
         types: type of each buffer.
         specs: sharding of each buffer.

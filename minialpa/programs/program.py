@@ -7,15 +7,15 @@ one order that respects every dependency, so one thread can issue them one after
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from minialpa.errors import VerifyError
+from minialpa.programs.leaf_blocks import LeafBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +91,14 @@ Instruction = Run | Accumulate | Transfer | Free
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSlot:
-    """A buffer that each call fills with an argument leaf, or with some of its rows.
+    """A buffer that each call fills with an argument leaf, or with the rows of it that one micro-batch reads.
 
     Attributes:
         buffer: number of the buffer.
-        leaf: number of the argument leaf.
-        rows: (start, stop, dimension) of the rows in the buffer; None for the whole leaf.
+        leaf: number of the argument leaf, as the program numbers them (`Program.blocks`).
+        rows: (start, stop, dimension) of the rows of a micro-batch; None for the whole leaf.
         mesh: number of the mesh that holds the buffer.
         spec: sharding of the buffer.
-        is_block: whether the leaf is kept between calls as several blocks of rows, and the buffer is one of them.
-            Otherwise `rows` are those of a micro-batch.
     """
 
     buffer: int
@@ -108,7 +106,6 @@ class InputSlot:
     rows: tuple[int, int, int] | None
     mesh: int
     spec: PartitionSpec
-    is_block: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,25 +123,12 @@ class OutputSlot:
     """The buffers that hold one result at the end of a call, in the shardings that the plan says.
 
     Attributes:
-        buffers: numbers of the buffers.
+        buffers: numbers of the buffers; each holds the whole result.
         meshes: the mesh of each buffer.
-        rows: the rows (start, stop) of dimension 0 in each buffer, which together are the whole result; empty if each
-            buffer holds the whole result.
     """
 
     buffers: tuple[int, ...]
     meshes: tuple[int, ...]
-    rows: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def blocks(self) -> tuple[tuple[int, int] | None, ...]:
-        """The rows of each block, in order; `(None,)` for a result that is not divided into blocks."""
-        return tuple(sorted(set(self.rows))) or (None,)
-
-    @property
-    def block_of_buffer(self) -> tuple[int, ...]:
-        """For each buffer, the position in `blocks` of the block that it holds."""
-        return tuple(self.blocks.index(rows) for rows in self.rows or (None,) * len(self.buffers))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -160,6 +144,7 @@ class Program:
         outputs: one slot for each result leaf, in order.
         donated_leaves: numbers of the argument leaves that a call invalidates.
         n_buffers: buffers have the numbers 0 to n_buffers - 1.
+        blocks: the leaves of the step that are cut into blocks of rows. Above, each of these blocks is a leaf.
     """
 
     meshes: tuple[MeshShape, ...]
@@ -170,6 +155,7 @@ class Program:
     outputs: tuple[OutputSlot, ...]
     donated_leaves: frozenset[int]
     n_buffers: int
+    blocks: LeafBlocks = field(default_factory=LeafBlocks)
 
 
 def reads(instruction: Instruction) -> tuple[int, ...]:
@@ -203,7 +189,7 @@ def verify_program(program: Program) -> None:
 
     * every buffer is written before it is read, and not read after it was freed or donated;
     * every buffer is freed at most once, and only after it was written;
-    * every result is in a live buffer at the end, and the blocks of a result in blocks cover all of its rows;
+    * every result is in a live buffer at the end;
     * the number of inputs and outputs of every run is that of its function.
     """
     live = {slot.buffer for slot in program.inputs} | {slot.buffer for slot in program.constants}
@@ -220,8 +206,6 @@ def verify_program(program: Program) -> None:
         if isinstance(instruction, Run):
             _check_donated(program, i, instruction)
 
-    for slot in program.outputs:
-        _check_rows(slot)
     lost = [buffer for slot in program.outputs for buffer in slot.buffers if buffer not in live]
     if lost:
         raise VerifyError(f"Result buffers {lost} hold nothing at the end.")
@@ -253,13 +237,3 @@ def _check_donated(program: Program, i: int, run: Run) -> None:
     following = program.instructions[i + 1] if i + 1 < len(program.instructions) else None
     if donated and not (isinstance(following, Free) and donated <= set(following.buffers)):
         raise VerifyError(f"Instruction {i} donates buffers {sorted(donated)}, which are not freed behind it.")
-
-
-def _check_rows(slot: OutputSlot) -> None:
-    """Blocks of rows must cover dimension 0 without gaps or overlaps."""
-    if not slot.rows:
-        return
-    blocks = sorted(set(slot.rows))
-    are_adjacent = blocks[0][0] == 0 and all(stop == start for (_, stop), (start, _) in itertools.pairwise(blocks))
-    if len(slot.rows) != len(slot.buffers) or not are_adjacent:
-        raise VerifyError(f"Result buffers {slot.buffers} hold the rows {slot.rows}, which make no whole result.")

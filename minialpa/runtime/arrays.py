@@ -1,7 +1,12 @@
-"""Arrays that live in blocks of rows, each where it is used. They go from one call to the next as they are."""
+"""Arrays in blocks of rows, each on the devices that use it, and rows of arrays that a program reads in other blocks.
+
+A `BlockedArray` is what a caller holds of a leaf in blocks; it goes from one call to the next without a copy. Where the
+caller's leaf is not in the blocks of the program, `LeafRows` stand for these until a runtime asks for their values.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,35 +28,34 @@ class BlockedArray(RemoteArray):
         """`blocks`: jax arrays or remote arrays, alike but for their number of rows."""
         assert blocks and len({(x.shape[1:], x.dtype) for x in blocks}) == 1, [(x.shape, x.dtype) for x in blocks]
         self.blocks = tuple(blocks)
-        self.shape = (sum(x.shape[0] for x in blocks), *blocks[0].shape[1:])
-        self.dtype, self.weak_type = blocks[0].dtype, blocks[0].weak_type
+        self.ranges = tuple(itertools.pairwise(itertools.accumulate((x.shape[0] for x in blocks), initial=0)))
+        self.shape = (self.ranges[-1][1], *blocks[0].shape[1:])
+        self.dtype, self.weak_type = blocks[0].dtype, _is_weak(blocks[0])
 
     @property
     def sharding(self) -> tuple[Any, ...]:
         """That of each block; blocks of remote arrays have none."""
         return tuple(x.sharding for x in self.blocks)
 
-    def block(self, start: int, stop: int) -> Any:
-        """The block of rows `start` to `stop`, None if these are no block."""
-        at = 0
-        for block in self.blocks:
-            if (start, stop) == (at, at + block.shape[0]):
-                return block
-            at += block.shape[0]
-        return None
+    @property
+    def stored_as(self) -> tuple[Any, ...]:
+        return self.blocks
 
     def rows(self, start: int, stop: int) -> Any:
         """Rows `start` to `stop`: a block itself, or parts of blocks put together on the devices of the first.
 
         Those of remote blocks are fetched.
         """
-        parts, at = [], 0
-        for block in self.blocks:
-            a, b = max(start - at, 0), min(stop - at, block.shape[0])
-            if a < b:
-                whole = (a, b) == (0, block.shape[0]) and isinstance(block, jax.Array)
-                parts.append(block if whole else block[a:b])
-            at += block.shape[0]
+        read = [
+            (block, max(start - first, 0), min(stop, behind) - first)
+            for block, (first, behind) in zip(self.blocks, self.ranges, strict=True)
+            if first < stop and start < behind
+        ]
+        # All at once, whatever is read first: a step reads the rows of a leaf one block after the other.
+        prefetch(self.blocks)
+
+        is_whole = [(a, b) == (0, block.shape[0]) and isinstance(block, jax.Array) for block, a, b in read]
+        parts = [block if whole else block[a:b] for (block, a, b), whole in zip(read, is_whole, strict=True)]
         if len(parts) == 1:
             return parts[0]
         if any(isinstance(x, np.ndarray) for x in parts):
@@ -96,3 +100,42 @@ class BlockedArray(RemoteArray):
     def __repr__(self) -> str:
         rows = ", ".join(str(block.shape[0]) for block in self.blocks)
         return f"BlockedArray({self.dtype}{list(self.shape)} in blocks of {rows} rows)"
+
+
+class LeafRows(RemoteArray):
+    """Rows of an array that a caller holds, as a step reads them.
+
+    The value is made anew each time that it is asked for and shares no memory with a jax array, so a step may take it
+    over. Nothing is copied for rows that no stage reads.
+    """
+
+    def __init__(self, leaf: jax.Array | RemoteArray, rows: tuple[int, int]) -> None:
+        self._leaf, self._rows = leaf, rows
+        self.shape = (rows[1] - rows[0], *leaf.shape[1:])
+        self.dtype, self.weak_type = leaf.dtype, _is_weak(leaf)
+
+    @property
+    def stored_as(self) -> tuple[Any, ...]:
+        """Those of all rows: a step that uses up some of them uses up the array."""
+        return self._leaf.stored_as if isinstance(self._leaf, RemoteArray) else (self._leaf,)
+
+    def _fetch(self) -> Any:
+        return self._leaf.rows(*self._rows) if isinstance(self._leaf, BlockedArray) else self._leaf[slice(*self._rows)]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        # A jax array in the memory of the host is read there in place; a slice of it would be a copy.
+        if isinstance(self._leaf, jax.Array) and not jnp.issubdtype(self.dtype, jax.dtypes.extended):
+            return np.array(np.asarray(self._leaf)[slice(*self._rows)], dtype=dtype, copy=copy)
+        return super().__array__(dtype, copy)
+
+    def block_until_ready(self) -> LeafRows:
+        self._leaf.block_until_ready()
+        return self
+
+    def is_deleted(self) -> bool:
+        return self._leaf.is_deleted()
+
+
+def _is_weak(array: Any) -> bool:
+    """Whether an array is weakly typed. Arrays of random keys do not say."""
+    return bool(getattr(array, "weak_type", False))

@@ -7,13 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from minialpa.programs.mesh_program import ArrayType, MeshProgram
 from minialpa.programs.program import Accumulate, InputSlot, Program, Run
 from minialpa.runtime.array_moves import Move, move_arrays
-from minialpa.runtime.arrays import BlockedArray
-from minialpa.runtime.cluster_program import ClusterProgram, Values, array_of, share
+from minialpa.runtime.cluster_program import ClusterProgram, Values, array_of, arrays_on_workers, share
 from minialpa.runtime.cluster_runtime import ClusterRuntime
 from minialpa.runtime.distributed_array import Copy, DistributedArray
 from minialpa.runtime.launcher import WorkerHandle
@@ -34,25 +31,23 @@ class ClusterExecutable:
         self._program = ClusterProgram(runtime, program, types or {})
         self._mesh_of_function = [function.mesh for function in program.functions]
         self._calls = _calls_by_mesh(program)
-        self._outputs = program.outputs
+        self._n_results = len(program.outputs)
         with runtime.turn():
             self._program.load()
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
-        """Start a step on argument leaves; returns an array for each result at once, or a BlockedArray where the
-        program leaves it in blocks. traced: see `Runner`."""
+        """Start a step on argument leaves; returns an array for each result at once. traced: see `Runner`."""
         self.runtime.make_room()
         with self.runtime.turn():
             self.runtime.check()
             self._check_usable(leaves)
             self._program.load()
             self._bring(leaves)
-            numbers = [self.runtime.new_number() for slot in self._outputs for _ in slot.blocks]
+            numbers = [self.runtime.new_number() for _ in range(self._n_results)]
             self._program.start(leaves, numbers, traced)
-            arrays = iter(self._results(numbers))
-        return [BlockedArray([next(arrays) for _ in x.blocks]) if x.rows else next(arrays) for x in self._outputs]
+            return self._results(numbers)
 
     def turn(self) -> AbstractContextManager[None]:
         """See `Runner`."""
@@ -76,22 +71,21 @@ class ClusterExecutable:
             return self._place(leaves)
 
     def _place(self, leaves: Sequence[Any]) -> list[Any]:
+        """As `place`, in a turn, on loaded meshes."""
+        programs, meshes = self._program.programs, self._program.meshes
+        slots = [(own, slot) for own in programs for slot in own.inputs if slot.rows is None]
+        moved = sorted({slot.leaf for own, slot in slots if not _is_placed(leaves, own, slot)})
+        numbers = {leaf: self.runtime.new_number() for leaf in moved}
+
+        # What each worker is to keep, and under which number.
         values = Values(leaves)
-        slots = [(own, slot) for own in self._program.programs for slot in own.inputs if _is_state(slot)]
-        moved = {slot.leaf for own, slot in slots if not _lies(leaves, own, slot)}
-        copies: dict[_Part, list[Copy]] = {}
-        types: dict[_Part, ArrayType] = {}
-        numbers: dict[_Part, int] = {}
         puts: list[tuple[WorkerHandle, dict[int, int], list[Argument]]] = []
-        for own, mesh, cuts in zip(self._program.programs, self._program.meshes, self._program.cuts, strict=True):
-            mine = [i for i, slot in enumerate(own.inputs) if slot.leaf in moved and _is_state(slot)]
-            for slot in (own.inputs[i] for i in mine):
-                numbers.setdefault(_part(slot), self.runtime.new_number())
-                types[_part(slot)] = own.types[slot.buffer]
-                copies.setdefault(_part(slot), []).append(Copy(mesh, own.shape, slot.spec))
-            kept = {i: numbers[_part(own.inputs[i])] for i in mine}
+        for own, mesh, shards in zip(programs, meshes, self._program.shards, strict=True):
+            mine = [i for i, slot in enumerate(own.inputs) if slot.leaf in numbers and slot.rows is None]
+            kept = {i: numbers[own.inputs[i].leaf] for i in mine}
             for k, worker in enumerate(mesh.workers):
-                puts.append((worker, kept, [values.given(own.inputs[i], own, cuts[i][k]) for i in mine]))
+                puts.append((worker, kept, [values.given(own.inputs[i], own, shards[i][k]) for i in mine]))
+
         arguments = share(self.runtime.launcher, [given for *_, given in puts])
         calls = {
             worker.actor.call("put", self._program.number, kept, given, *shared): worker
@@ -99,24 +93,36 @@ class ClusterExecutable:
             if kept
         }
         self.runtime.gather(calls)
-        arrays = {p: DistributedArray(self.runtime, n, types[p], tuple(copies[p])) for p, n in numbers.items()}
-        return _with_arrays(leaves, arrays)
+
+        out = list(leaves)
+        for leaf, number in numbers.items():
+            out[leaf] = self._placed(leaf, number)
+        return out
+
+    def _placed(self, leaf: int, number: int) -> DistributedArray:
+        """The array of a leaf that the workers of all its readers keep under a number."""
+        copies, types = [], []
+        for own, mesh in zip(self._program.programs, self._program.meshes, strict=True):
+            for slot in own.inputs:
+                if slot.leaf == leaf and slot.rows is None:
+                    copies.append(Copy(mesh, own.shape, slot.spec))
+                    types.append(own.types[slot.buffer])
+        return DistributedArray(self.runtime, number, types[-1], tuple(copies))
 
     @staticmethod
     def _check_usable(leaves: Sequence[Any]) -> None:
         """Raise WorkerError if an argument is used up: another thread may have donated it since the call began."""
         for leaf in leaves:
-            for part in leaf.blocks if isinstance(leaf, BlockedArray) else (leaf,):
-                if isinstance(part, DistributedArray):
-                    part.check_usable()
+            for array in arrays_on_workers(leaf):
+                array.check_usable()
 
     def _bring(self, leaves: Sequence[Any]) -> None:
-        """Have workers send each other what lies elsewhere, or in another layout, than the step reads it."""
+        """Have workers send each other the arguments that the step reads on another mesh, or in another sharding."""
         wanted: dict[tuple[int, Any, Any], Move] = {}
         for own in self._program.programs:
             for slot in own.inputs:
                 array = array_of(leaves, slot)
-                if array is None or _lies(leaves, own, slot) or array.held_here:
+                if array is None or _is_placed(leaves, own, slot) or array.held_here:
                     continue
                 copy = next((copy for copy in array.copies if copy.mesh.alive), None)
                 if copy is not None:
@@ -187,35 +193,7 @@ def _calls_by_mesh(program: Program) -> list[list[int]]:
     return calls
 
 
-_Part = tuple[int, tuple[int, int, int] | None]  # an argument leaf, or rows of it
-
-
-def _part(slot: InputSlot) -> _Part:
-    return slot.leaf, slot.rows
-
-
-def _is_state(slot: InputSlot) -> bool:
-    """Whether what an input reads may stay on the workers between calls; else it is cut into micro-batches."""
-    return slot.rows is None or slot.is_block
-
-
-def _with_arrays(leaves: Sequence[Any], arrays: Mapping[_Part, DistributedArray]) -> list[Any]:
-    """The leaves, with arrays in the place of those that they are, or that they are all rows of."""
-    out = list(leaves)
-    blocks: dict[int, list[DistributedArray]] = {}
-    for (leaf, rows), array in sorted(arrays.items(), key=lambda item: item[0]):
-        if rows is None:
-            out[leaf] = array
-        else:
-            blocks.setdefault(leaf, []).append(array)
-    for leaf, found in blocks.items():
-        blocked = BlockedArray(found)
-        if blocked.shape == np.shape(leaves[leaf]):  # else some rows are not read
-            out[leaf] = blocked
-    return out
-
-
-def _lies(leaves: Sequence[Any], own: MeshProgram, slot: InputSlot) -> bool:
-    """Whether the argument of an input lies on the mesh of the program as the program reads it."""
+def _is_placed(leaves: Sequence[Any], own: MeshProgram, slot: InputSlot) -> bool:
+    """Whether the argument of an input is on the mesh of the program, in the sharding that the program reads."""
     array = array_of(leaves, slot)
     return array is not None and array.lies(own.shape, slot.spec)

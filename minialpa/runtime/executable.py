@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,43 +12,10 @@ import numpy as np
 from minialpa.plan import Plan
 from minialpa.programs.mesh_program import KEY_NAMES
 from minialpa.programs.program import Accumulate, Program, Run
+from minialpa.runtime.leaf_border import BlockedCalls
+from minialpa.runtime.runner import Runner
 from minialpa.runtime.step_trace import TaskTime, write_tasks
 from minialpa.support.files import write_text
-
-
-class Runner(Protocol):
-    """A program on devices. A call runs a step on argument leaves and returns result leaves, without waiting.
-
-    traced: note what the step does when, for `timeline`. The first such call compiles every function a second time.
-    Threads may call it at the same time: steps have one order. A step that another one has robbed of an argument, by
-    donating it, raises a WorkerError and does nothing.
-    """
-
-    def __call__(self, leaves: Sequence[Any], /, *, traced: bool = False) -> list[Any]: ...
-
-    def turn(self) -> AbstractContextManager[None]:
-        """While this is open, no step of another thread begins on these devices."""
-
-    def timeline(self) -> tuple[TaskTime, ...]:
-        """What the last traced step did when, in order of its start. Waits for the end of the step."""
-
-    def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Argument leaves laid out as the step wants them. What the step donates never shares memory with `leaves`."""
-
-    def hlo_texts(self) -> list[str]:
-        """Compiled HLO of each function of the program."""
-
-    def allocation_sizes(self) -> list[int]:
-        """Bytes per device of each function of the program: arguments, results and temporaries."""
-
-    def function_seconds(self, repeats: int = 5) -> list[float]:
-        """Seconds of each function of the program by itself: median of `repeats` calls."""
-
-    def descriptions(self) -> Mapping[str, str]:
-        """What there is to know of each process that takes part, by a name for it."""
-
-    def sync(self) -> None:
-        """Wait until everything that was started has ended."""
 
 
 class Executable:
@@ -66,8 +31,10 @@ class Executable:
         self._program = program
         self.runner = runner
         self._costs: list[float] = []
-        self.run = runner.__call__
-        self.place = runner.place
+        # Programs without leaves in blocks do not pay for the border.
+        calls = BlockedCalls(runner, program.blocks) if program.blocks else runner
+        self.run = calls.__call__
+        self.place = calls.place
 
     def get_parallel_plan(self) -> Plan:
         return self._plan
@@ -137,7 +104,7 @@ class Executable:
         """
         with self.runner.turn():
             for _ in range(2):
-                self.runner(self._dummy_inputs(), traced=True)
+                self.run(self._dummy_inputs(), traced=True)
                 tasks = self.runner.timeline()
         return tasks
 

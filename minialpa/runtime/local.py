@@ -21,8 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import ShardingError, WorkerError
-from minialpa.programs.program import ConstantSlot, InputSlot, OutputSlot, Program, Run, Transfer
-from minialpa.runtime.arrays import BlockedArray
+from minialpa.programs.program import ConstantSlot, InputSlot, Program, Run, Transfer
 from minialpa.runtime.compiled import allocation_size, compile_all, lower
 from minialpa.runtime.interpreter import Action, Buffers, Callee, Interpreter
 from minialpa.runtime.local_arguments import LocalArguments
@@ -70,8 +69,8 @@ class LocalExecutable:
         self._trace: StepTrace | None = None
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
-        """Run the program on argument leaves; returns one array for each result, on the result's first mesh, or a
-        BlockedArray where the program leaves it in blocks. traced: see `Runner`."""
+        """Run the program on argument leaves; returns one array for each result, on the result's first mesh. traced:
+        see `Runner`."""
         with _order:
             _check_usable(leaves)
             return self._step(leaves, traced)
@@ -89,10 +88,10 @@ class LocalExecutable:
             self._interpreter.run(buffers, trace)
         except Exception as error:
             raise self._failure(error) from error
-        return [_result(slot, buffers) for slot in self.program.outputs]
+        return [buffers[slot.buffers[0]] for slot in self.program.outputs]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """See `Runner`: lays out each leaf that the program reads whole on one mesh, or in blocks."""
+        """See `Runner`: lays out each leaf that is not cut into micro-batches."""
         with _order:
             _check_usable(leaves)
             return self._arguments.kept(leaves)
@@ -206,13 +205,6 @@ def _homes(program: Program) -> dict[int, int]:
             case Transfer(_, target, mesh):
                 homes[target] = mesh
     return homes
-
-
-def _result(slot: OutputSlot, buffers: Buffers) -> Any:
-    if not slot.rows:
-        return buffers[slot.buffers[0]]
-    first = {rows: buffers[b] for rows, b in reversed(list(zip(slot.rows, slot.buffers, strict=True)))}
-    return BlockedArray([first[rows] for rows in sorted(first)])
 
 
 def _compile(program: Program, meshes: Sequence[Mesh], *, with_flag: bool) -> list[Any]:

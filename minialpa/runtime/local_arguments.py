@@ -7,7 +7,7 @@ that the caller keeps, and nothing does with a NumPy array.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from minialpa.arrays import RemoteArray, own_copy
 from minialpa.programs.program import InputSlot, Program, Run, reads
-from minialpa.runtime.arrays import BlockedArray
 from minialpa.support.private_jax import addresses_of
 
 
@@ -32,57 +31,41 @@ class LocalArguments:
         self._inputs, self._donated_leaves = program.inputs, program.donated_leaves
         self._shardings = [NamedSharding(meshes[slot.mesh], slot.spec) for slot in program.inputs]
         self._read_as_numpy = _read_by_one_call(program)
+        self._read = {slot.leaf for slot in program.inputs}
         self.buffers = tuple(slot.buffer for slot in program.inputs)
+        self._may_settle = all(slot.rows is None for slot in program.inputs)
         #: Shardings of the last leaves that needed nothing.
         self._settled: list[Any] = []
 
     def of_step(self, leaves: Sequence[Any]) -> list[Any]:
         """The array of each input slot. Leaves that already have the right sharding are used as they are.
 
-        If all leaves have, and each is read as one array, later leaves with the same shardings skip the checks.
+        If all leaves have, and none is cut into micro-batches, later leaves with the same shardings skip the checks.
         """
         shardings = [getattr(leaf, "sharding", type(leaf)) for leaf in leaves]
         if shardings == self._settled and len(set(map(id, leaves))) == len(leaves):
             return [_owned_here(leaves[slot.leaf]) for slot in self._inputs]
 
-        values = [_value(leaves[slot.leaf], slot) for slot in self._inputs]
+        here = {leaf: _in_this_process(leaves[leaf]) for leaf in self._read}
+        values = [_value(here[slot.leaf], slot) for slot in self._inputs]
         missing = [i for i, value in enumerate(values) if not self._is_placed(i, value)]
         copied = self._copy_for_donation(values, set(missing))
         if missing:
             self._put(values, missing, leaves)
-        elif not copied and all(slot.rows is None for slot in self._inputs):
+        elif not copied and self._may_settle and not any(isinstance(leaf, RemoteArray) for leaf in leaves):
             self._settled = shardings
         return values
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves, laid out as the first of their readers wants them; batches, of which micro-batches are cut, stay
+        as they are."""
         out = list(leaves)
-        blocks: dict[int, dict[int, tuple[InputSlot, NamedSharding]]] = defaultdict(dict)
         for slot, sharding in zip(self._inputs, self._shardings, strict=True):
             leaf = leaves[slot.leaf]
-            if slot.is_block and slot.rows is not None:
-                blocks[slot.leaf].setdefault(slot.rows[0], (slot, sharding))
-            elif slot.rows is None and out[slot.leaf] is leaf and getattr(leaf, "sharding", None) != sharding:
-                placed = jax.device_put(_owned_here(_in_one(leaf)), sharding)
-                is_shared = isinstance(leaf, jax.Array) and slot.leaf in self._donated_leaves
-                out[slot.leaf] = placed.copy() if is_shared else placed
-        for i, found in blocks.items():
-            out[i] = self._in_blocks(leaves[i], [found[start] for start in sorted(found)])
+            if slot.rows is None and out[slot.leaf] is leaf and getattr(leaf, "sharding", None) != sharding:
+                placed = jax.device_put(_owned_here(_in_this_process(leaf)), sharding)
+                out[slot.leaf] = self._owned(placed, leaf, slot)
         return out
-
-    def _in_blocks(self, leaf: Any, wanted: Sequence[tuple[InputSlot, NamedSharding]]) -> Any:
-        """A leaf in blocks laid out as wanted; the leaf itself where it is that, or where some rows are not read."""
-        values = [_rows(leaf, slot) for slot, _ in wanted]
-        blocks = leaf.blocks if isinstance(leaf, BlockedArray) else ()
-        lies = bool(blocks) and all(
-            x is block and getattr(x, "sharding", None) == sharding
-            for x, block, (_, sharding) in zip(values, blocks, wanted, strict=False)
-        )
-        if lies or sum(x.shape[0] for x in values) < np.shape(leaf)[0]:
-            return leaf
-        return BlockedArray([
-            self._owned(jax.device_put(_owned_here(x), sharding), x if blocks else leaf, slot)
-            for x, (slot, sharding) in zip(values, wanted, strict=True)
-        ])  # fmt: skip
 
     def _is_placed(self, i: int, value: Any) -> bool:
         """Whether input `i` needs no `device_put`: its sharding is right, or its readers take NumPy arrays."""
@@ -111,10 +94,7 @@ class LocalArguments:
         """Put the inputs `missing` where the program reads them, in place."""
         shardings = [self._shardings[i] for i in missing]
         for i, array in zip(missing, jax.device_put([values[i] for i in missing], shardings), strict=True):
-            slot = self._inputs[i]
-            leaf = leaves[slot.leaf]
-            source = values[i] if isinstance(leaf, BlockedArray) else leaf
-            values[i] = self._owned(array, source, slot)
+            values[i] = self._owned(array, leaves[self._inputs[i].leaf], self._inputs[i])
 
     def _owned(self, array: Any, leaf: Any, slot: InputSlot) -> Any:
         """`array`, not sharing memory with the caller's `leaf` if the program would donate it.
@@ -142,8 +122,12 @@ def _read_by_one_call(program: Program) -> frozenset[int]:
 
 
 def _value(leaf: Any, slot: InputSlot) -> Any:
-    """What an input slot is of a leaf."""
-    return _owned_here(_in_one(leaf) if slot.rows is None else _rows(leaf, slot))
+    """What an input slot is of a leaf in this process."""
+    if slot.rows is None:
+        return _owned_here(leaf)
+    start, stop, dim = slot.rows
+    index = (slice(None),) * dim + (slice(start, stop),)
+    return _owned_here(leaf[index] if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)[index])
 
 
 def _owned_here(value: Any) -> Any:
@@ -151,20 +135,9 @@ def _owned_here(value: Any) -> Any:
     return own_copy(value) if isinstance(value, np.ndarray) else value
 
 
-def _in_one(leaf: Any) -> Any:
-    """An array that is in blocks and wanted whole is put together on the host: no device need have room for it. One of
-    another session comes from there."""
+def _in_this_process(leaf: Any) -> Any:
+    """The value of a remote array, put together on the host: no device need have room for it."""
     return leaf[...] if isinstance(leaf, RemoteArray) else leaf
-
-
-def _rows(leaf: Any, slot: InputSlot) -> Any:
-    assert slot.rows is not None
-    start, stop, dim = slot.rows
-    if isinstance(leaf, BlockedArray) and dim == 0:
-        return leaf.rows(start, stop)
-    leaf = _in_one(leaf)
-    index = (slice(None),) * dim + (slice(start, stop),)
-    return leaf[index] if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)[index]
 
 
 def _lies(value: Any, sharding: NamedSharding) -> bool:

@@ -112,14 +112,3 @@ def test_specs_name_axes_of_the_mesh(program: Program) -> None:
         for spec in (*function.in_specs, *function.out_specs):
             assert isinstance(spec, P)
             assert {name for part in spec for name in (part if isinstance(part, tuple) else (part,)) if name} <= names
-
-
-@pytest.mark.parametrize("rows", [((0, 2), (3, 5)), ((1, 2),), ((0, 1), (0, 2)), ()])
-def test_results_in_blocks_have_all_rows(program: Program, rows: tuple[tuple[int, int], ...]) -> None:
-    old = program.outputs[0]
-    blocks = dataclasses.replace(old, buffers=old.buffers * len(rows or (0,)), rows=rows)
-    changed = dataclasses.replace(program, outputs=(blocks, *program.outputs[1:]))
-    if not rows:
-        return verify_program(changed)
-    with pytest.raises(VerifyError, match="make no whole result"):
-        verify_program(changed)

@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from minialpa.runtime.ray_executable import RayExecutable
 from ray.cluster_utils import Cluster
 
 import minialpa
-from minialpa import PipeshardParallel, ShardParallel, UniformStageOption
+from minialpa import PipeshardParallel, ShardParallel, UniformStageOption, WorkerError
 from minialpa.runtime.arrays import BlockedArray
 from minialpa.runtime.distributed_array import DistributedArray
+from minialpa.runtime.leaf_border import BlockedCalls
+from minialpa.session import current_session
 from minialpa.testing import assert_allclose
+from tests.runtime.block_programs import LEAF, program
 from tests.runtime.ray_cluster import WORKER_ENV
 from tests.test_unstacked_training import Perceptron, by_hand, pipeline
 
@@ -118,3 +124,81 @@ def test_workers_hold_one_state(key: jax.Array) -> None:
         workers = [worker for mesh in runtime._meshes.values() for worker in mesh.workers]
         held.append([counts["arrays"] for counts in runtime.ask(workers, "counts")])
     assert held[2] == held[5], held
+
+
+# ---- programs made by hand -------------------------------------------------------------------------------------------
+
+
+def on_workers(**changes: Any) -> BlockedCalls:
+    made = program(**changes)
+    return BlockedCalls(RayExecutable(current_session().runtime, made), made.blocks)
+
+
+def is_held_here(leaf: BlockedArray) -> bool:
+    return any(block.held_here for block in leaf.blocks)
+
+
+def test_donated_blocks_never_leave_the_workers() -> None:
+    step = on_workers()
+    (state,) = step.place([LEAF])
+    for _ in range(3):
+        (new,) = step([state])
+        assert state.is_deleted() and not is_held_here(state) and not is_held_here(new)
+        state = new
+    assert [block.mesh_ids for block in state.blocks] == [(0,), (1,)]
+    np.testing.assert_array_equal(state, LEAF + 3)
+    assert step.place([state])[0] is state
+
+
+@pytest.mark.parametrize("leaf", [LEAF, jnp.asarray(LEAF)], ids=["numpy", "jax"])
+def test_arrays_of_this_process_are_sent_in_blocks(leaf: Any) -> None:
+    step = on_workers()
+    for _ in range(2):
+        np.testing.assert_array_equal(step([leaf])[0], LEAF + 1)
+    np.testing.assert_array_equal(leaf, LEAF)
+
+
+@pytest.mark.parametrize("is_donated", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "is_fetched"),
+    [({"meshes": (1, 0)}, False), ({"rows": ((0, 4), (4, 5))}, True)],
+    ids=["blocks on other stages", "blocks of other rows"],
+)
+def test_blocks_that_another_program_left(changes: dict[str, Any], is_fetched: bool, is_donated: bool) -> None:
+    (state,) = on_workers().place([LEAF])
+    (result,) = on_workers(**changes, donated=(0, 1) if is_donated else ())([state])
+    assert state.is_deleted() == is_donated
+    assert is_donated or is_held_here(state) == is_fetched
+    np.testing.assert_array_equal(result, LEAF + 1)
+
+
+@pytest.mark.parametrize("is_donated", [False, True])
+def test_an_array_in_one_piece_is_cut(is_donated: bool) -> None:
+    one_piece = on_workers(rows=((0, 5),), read=(0,), donated=())
+    (leaf,) = one_piece([LEAF - 1])
+    assert isinstance(leaf, DistributedArray)
+    (result,) = on_workers(donated=(0, 1) if is_donated else ())([leaf])
+    assert leaf.is_deleted() == is_donated
+    np.testing.assert_array_equal(result, LEAF + 1)
+
+
+def test_rows_that_no_stage_reads_stay_where_they_are() -> None:
+    step = on_workers(read=(1,), donated=())
+    assert step.place([LEAF])[0] is LEAF
+    np.testing.assert_array_equal(step([LEAF])[0], LEAF[2:] + 1)
+
+
+def test_blocks_that_were_given_away_are_refused() -> None:
+    step = on_workers()
+    (state,) = step.place([LEAF])
+    step([state])
+    for use in (step, step.place):
+        with pytest.raises(WorkerError, match="deleted or donated"):
+            use([state])
+
+
+def test_a_program_that_knows_no_blocks_uses_them_up() -> None:
+    (state,) = on_workers().place([LEAF])
+    one_piece = RayExecutable(current_session().runtime, program(rows=((0, 5),), read=(0,), donated=(0,)))
+    np.testing.assert_array_equal(one_piece([state])[0], LEAF + 1)
+    assert state.is_deleted() and all(block.is_deleted() for block in state.blocks)

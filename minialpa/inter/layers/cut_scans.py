@@ -1,5 +1,13 @@
 """Where the scans of a step are cut: between the layers that a layer option asks for.
 
+From end to end, a scan over layers is cut like this:
+
+    find_stacks    finds the scans over layers and the arrays with a row for each layer       stacks.py
+    cut_scans      decides the rows of each block, which the plan keeps (`Plan.row_blocks`)   here
+    unstack        rewrites the step: a scan, argument and result for each block (`Part`)     unstack.py
+    emit_program   numbers blocks as leaves, and says what they are rows of                   Program.blocks
+    BlockedCalls   splits the arguments of each call into blocks, and joins the results       leaf_border.py
+
 At first every row is a forward group of its own, and layers are assigned to these groups. Neighbouring rows of the same
 layers then become one scan, unless layers compute values again: a layer that keeps only the inputs of each row needs
 the rows one by one.
@@ -38,7 +46,7 @@ def cut_scans(whole: LayeredStep, option: LayerOption) -> CutStep | None:
 
 
 def with_longer_scans(cut: CutStep, chunk_of_layer: Sequence[int]) -> CutStep:
-    """The same step with one layer for each chunk, and the rows of a chunk in one block."""
+    """The same step with one layer for each chunk, and neighbouring rows of a chunk in one block."""
     stacks = find_stacks(cut.whole.step)
     chunk_of = {key: chunk_of_layer[layer] for key, layer in zip(cut.groups, cut.of_group, strict=True)}
     blocks = tuple(_joined(stacks, stack, sizes, chunk_of) for stack, sizes in enumerate(cut.row_blocks))

@@ -29,8 +29,13 @@ RowBlocks = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What a new equation belongs to: the origin of the old equation, and the forward group of the new step, if any."""
+class Owner:
+    """What a new equation belongs to.
+
+    Attributes:
+        origin: that of the old equation.
+        group: the forward group of the new step; None for an equation of no group.
+    """
 
     origin: Origin
     group: GroupKey | None
@@ -57,18 +62,18 @@ class BlockLayout:
     def ranges_of(self, v: Var) -> tuple[tuple[int, int], ...]:
         return self.ranges[self.stacks.stack_of[v]]
 
-    def place(self, origin: Origin) -> Place:
-        """Where equations for all rows belong."""
-        return Place(origin, None if origin.group is None else (origin.group, 0))
+    def owner(self, origin: Origin) -> Owner:
+        """What equations for all rows belong to."""
+        return Owner(origin, None if origin.group is None else (origin.group, 0))
 
-    def place_of_block(self, origin: Origin, stack: int, block: int) -> Place:
-        """Where equations for one block of a stack belong. What prepares weights belongs to their scan."""
+    def owner_of_block(self, origin: Origin, stack: int, block: int) -> Owner:
+        """What equations for one block of a stack belong to. What prepares weights belongs to the scan of these."""
         group, (first_row, _) = origin.group, self.ranges[stack][block]
         if group is not None and group in self.stacks.weight_groups:
-            return Place(origin, (self.stacks.first_groups[stack], first_row))
+            return Owner(origin, (self.stacks.first_groups[stack], first_row))
         if group is not None and group in self.stacks.scan_groups:
-            return Place(origin, (group, first_row))
-        return self.place(origin)
+            return Owner(origin, (group, first_row))
+        return self.owner(origin)
 
 
 def block_layout(stacks: Stacks, sizes: Sequence[Sequence[int]]) -> BlockLayout:
@@ -80,12 +85,12 @@ def block_layout(stacks: Stacks, sizes: Sequence[Sequence[int]]) -> BlockLayout:
 
 
 class BlockedProgram:
-    """The equations of the new program, and its variables for those of the old one.
+    """The new program, while its equations are added, and its variables for those of the old one.
 
     Attributes:
         layout: how the stacks are cut.
         eqns: the equations so far.
-        places: what each of them belongs to.
+        owners: what each of them belongs to.
         constvars: constants of the program.
         consts: their values.
     """
@@ -93,7 +98,7 @@ class BlockedProgram:
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
         self.eqns: list[JaxprEqn] = []
-        self.places: list[Place] = []
+        self.owners: list[Owner] = []
         self.constvars: list[Var] = []
         self.consts: list[Any] = []
 
@@ -114,28 +119,28 @@ class BlockedProgram:
 
     # ---- equations ------------------------------------------------------------------------------------------------
 
-    def add(self, eqn: JaxprEqn, place: Place) -> list[Var]:
+    def add(self, eqn: JaxprEqn, owner: Owner) -> list[Var]:
         """Appends an equation; returns its results."""
         self.eqns.append(eqn)
-        self.places.append(place)
+        self.owners.append(owner)
         return list(eqn.outvars)
 
     def add_like(
-        self, eqn: JaxprEqn, operands: Sequence[Atom], place: Place, params: dict[str, Any] | None = None
+        self, eqn: JaxprEqn, operands: Sequence[Atom], owner: Owner, params: dict[str, Any] | None = None
     ) -> list[Var]:
         """Appends the same primitive on operands of other shapes; returns its results."""
-        return self.add(self._maker.rebuild(eqn, operands, params), place)
+        return self.add(self._maker.rebuild(eqn, operands, params), owner)
 
-    def add_copy(self, eqn: JaxprEqn, operands: Sequence[Atom], place: Place) -> list[Var]:
+    def add_copy(self, eqn: JaxprEqn, operands: Sequence[Atom], owner: Owner) -> list[Var]:
         """Appends the same equation on other operands of the same shapes; returns its results."""
         outvars = [fresh_var(aval_of(v)) for v in eqn.outvars]
-        return self.add(eqn.replace(invars=list(operands), outvars=outvars), place)
+        return self.add(eqn.replace(invars=list(operands), outvars=outvars), owner)
 
-    def compute(self, key: Hashable, fun: Callable[..., Any], *operands: Atom, place: Place) -> Atom:
+    def compute(self, key: Hashable, fun: Callable[..., Any], *operands: Atom, owner: Owner) -> Atom:
         """Appends the equations of `fun`; returns its result. Functions with the same `key` have to do the same."""
         eqns, (result,) = self._maker.compute(key, fun, *operands)
         for eqn in eqns:
-            self.add(eqn, place)
+            self.add(eqn, owner)
         return result
 
     # ---- variables ------------------------------------------------------------------------------------------------
@@ -146,58 +151,58 @@ class BlockedProgram:
     def rename(self, v: Var, new: Atom) -> None:
         self._joined[v] = new
 
-    def joined(self, v: Atom, place: Place) -> Atom:
+    def joined(self, v: Atom, owner: Owner) -> Atom:
         """All rows of `v` in one variable."""
         if is_literal(v):
             return v
         if v in self._blocks and v not in self._joined:
             blocks = self._blocks[v]
-            self._joined[v] = self.compute("joined", lambda *xs: lax.concatenate(xs, 0), *blocks, place=place)
+            self._joined[v] = self.compute("joined", lambda *xs: lax.concatenate(xs, 0), *blocks, owner=owner)
         return self._joined.get(v, v)
 
-    def blocks(self, v: Var, place: Place) -> tuple[Atom, ...]:
+    def blocks(self, v: Var, owner: Owner) -> tuple[Atom, ...]:
         """The blocks of a stacked variable. Where it is one variable so far, slices of that are added."""
         if v in self._blocks:
             return self._blocks[v]
 
-        stack, joined = self.layout.stacks.stack_of[v], self.joined(v, place)
+        stack, joined = self.layout.stacks.stack_of[v], self.joined(v, owner)
         blocks = []
         for block, (start, stop) in enumerate(self.layout.ranges[stack]):
             rows = functools.partial(lax.slice_in_dim, start_index=start, limit_index=stop)
-            here = self.layout.place_of_block(place.origin, stack, block)
-            blocks.append(self.compute((start, stop), rows, joined, place=here))
+            here = self.layout.owner_of_block(owner.origin, stack, block)
+            blocks.append(self.compute((start, stop), rows, joined, owner=here))
         self._blocks[v] = tuple(blocks)
         return self._blocks[v]
 
-    def near(self, v: Atom, stack: int, block: int, place: Place) -> Atom:
+    def near(self, v: Atom, stack: int, block: int, owner: Owner) -> Atom:
         """All rows of `v`; of a constant, a copy that is computed for this block.
 
         A constant that all layers share would be kept in memory from the first of them to the last.
         """
-        if is_literal(v) or v not in self.layout.stacks.constants or place.group is None:
-            return self.joined(v, place)
+        if is_literal(v) or v not in self.layout.stacks.constants or owner.group is None:
+            return self.joined(v, owner)
 
         if (v, stack, block) not in self._near:
             eqn = self.layout.stacks.constants[v]
-            operands = [self.near(operand, stack, block, place) for operand in eqn.invars]
-            copies = self.add_copy(eqn, operands, place)
+            operands = [self.near(operand, stack, block, owner) for operand in eqn.invars]
+            copies = self.add_copy(eqn, operands, owner)
             self._near.update(((result, stack, block), copy) for result, copy in zip(eqn.outvars, copies, strict=True))
         return self._near[v, stack, block]
 
-    def only_row(self, block: Atom, place: Place) -> Atom:
+    def only_row(self, block: Atom, owner: Owner) -> Atom:
         """The row of a block of one row, without dimension 0."""
         assert not is_literal(block)
         if block not in self._row:
             eqn, self._row[block] = self._squeeze(block)
-            self.add(eqn, place)
+            self.add(eqn, owner)
         return self._row[block]
 
-    def as_block(self, row: Atom, place: Place) -> Atom:
+    def as_block(self, row: Atom, owner: Owner) -> Atom:
         """The block that has this row only."""
         if is_literal(row):
-            return self.compute("expand", _as_one_row, row, place=place)
+            return self.compute("expand", _as_one_row, row, owner=owner)
         eqn, block = self._expand(row)
-        self.add(eqn, place)
+        self.add(eqn, owner)
         self._row[block] = row
         return block
 

@@ -23,8 +23,8 @@ from minialpa.tracing.trace import TracedStep
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """An equation that can be computed in blocks of the rows of a stack.
+class BlockwiseEquation:
+    """How an equation is computed in blocks of the rows of a stack.
 
     Attributes:
         stack: the stack.
@@ -42,7 +42,7 @@ class Stacks:
     Attributes:
         lengths: the number of rows of each stack.
         stack_of: the stack of each stacked variable.
-        cuts: how each equation that can be computed in blocks of rows is cut, by the number of the equation.
+        blockwise: the equations that can be computed in blocks of rows, by their numbers.
         first_groups: the forward group of the first scan of each stack.
         scan_groups: the stack of each forward group that has a scan.
         weight_groups: the stack of each forward group that computes rows from weights alone, such as a cast.
@@ -52,7 +52,7 @@ class Stacks:
 
     lengths: tuple[int, ...] = ()
     stack_of: Mapping[Var, int] = field(default_factory=dict)
-    cuts: Mapping[int, Cut] = field(default_factory=dict)
+    blockwise: Mapping[int, BlockwiseEquation] = field(default_factory=dict)
     first_groups: tuple[int, ...] = ()
     scan_groups: Mapping[int, int] = field(default_factory=dict)
     weight_groups: Mapping[int, int] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Stacks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Link:
+class _SharedRows:
     """Operands and results of one equation whose first dimensions count the same rows, along `factor` if it has one."""
 
     factor: int | None
@@ -76,19 +76,19 @@ def find_stacks(traced: TracedStep) -> Stacks:
         return Stacks()
 
     lengths = {eqns[i].params["length"] for i in scans}
-    links = {i: found for i, eqn in enumerate(eqns) if (found := _links(eqn, lengths))}
-    row_sets = _joined(traced, links, lengths)
+    shared = {i: found for i, eqn in enumerate(eqns) if (found := _shared_rows(eqn, lengths))}
+    row_sets = _joined(traced, shared, lengths)
     first_scans = _first_scans(traced, scans, row_sets)
     number = {root: stack for stack, root in enumerate(first_scans)}
 
     stack_of = {v: number[root] for v in row_sets if (root := row_sets.find(v)) in number}
     n_rows = {stack: shape_of(v)[0] for v, stack in stack_of.items()}
-    cuts = _cuts(links, stack_of)
-    scan_groups, weight_groups = _stacks_of_groups(traced, cuts, varying)
+    blockwise = _blockwise(shared, stack_of)
+    scan_groups, weight_groups = _stacks_of_groups(traced, blockwise, varying)
     return Stacks(
         lengths=tuple(n_rows[stack] for stack in range(len(number))),
         stack_of=stack_of,
-        cuts=cuts,
+        blockwise=blockwise,
         first_groups=tuple(_forward_group(traced, i) for i in first_scans.values()),
         scan_groups=scan_groups,
         weight_groups=weight_groups,
@@ -157,19 +157,19 @@ def _multiplies(eqns: Sequence[JaxprEqn], weights: set[Var], shared: set[Var]) -
 # ---- arrays with the same rows ---------------------------------------------------------------------------------------
 
 
-def _links(eqn: JaxprEqn, lengths: Container[int]) -> list[_Link]:
+def _shared_rows(eqn: JaxprEqn, lengths: Container[int]) -> list[_SharedRows]:
     """Operands and results of an equation whose first dimensions are the same rows, of one of the `lengths`."""
     if eqn.primitive.name == "scan":
         stacked = _stacked(eqn)
-        return [_Link(None, stacked)] if eqn.params["length"] in lengths and stacked else []
+        return [_SharedRows(None, stacked)] if eqn.params["length"] in lengths and stacked else []
 
     atoms = (*eqn.invars, *eqn.outvars)
     if eqn.effects or sub_jaxprs(eqn) or not any(_has_rows(atom, lengths) for atom in atoms):
         return []
     if is_barrier(eqn):
         pairs = zip(eqn.invars, eqn.outvars, strict=True)
-        return [_Link(None, (v, out)) for v, out in pairs if not is_literal(v) and _has_rows(v, lengths)]
-    return _factor_links(factors_of(eqn), atoms, lengths)
+        return [_SharedRows(None, (v, out)) for v, out in pairs if not is_literal(v) and _has_rows(v, lengths)]
+    return _rows_shared_by_factors(factors_of(eqn), atoms, lengths)
 
 
 def _stacked(eqn: JaxprEqn) -> tuple[Var, ...]:
@@ -184,12 +184,14 @@ def _has_rows(atom: Atom, lengths: Container[int]) -> bool:
     return bool(shape) and shape[0] in lengths
 
 
-def _factor_links(factors: Factors, atoms: Sequence[Atom], lengths: Container[int]) -> list[_Link]:
+def _rows_shared_by_factors(factors: Factors, atoms: Sequence[Atom], lengths: Container[int]) -> list[_SharedRows]:
     """Arrays with the same rows: those whose dimension 0 is the same factor, if the equation can be cut along it."""
     arrays = (*factors.operands, *factors.results)
     firsts = dict.fromkeys(dims[0][0] for dims in arrays if dims and len(dims[0]) == 1)
     return [
-        _Link(f, tuple(v for v, dims in zip(atoms, arrays, strict=True) if dims[:1] == ((f,),) and not is_literal(v)))
+        _SharedRows(
+            f, tuple(v for v, dims in zip(atoms, arrays, strict=True) if dims[:1] == ((f,),) and not is_literal(v))
+        )
         for f in firsts
         if factors.sizes[f] in lengths and _can_be_cut(factors, f)
     ]
@@ -209,13 +211,15 @@ def _can_be_cut(factors: Factors, f: int) -> bool:
     )
 
 
-def _joined(traced: TracedStep, links: Mapping[int, Sequence[_Link]], lengths: Container[int]) -> DisjointSets[Var]:
+def _joined(
+    traced: TracedStep, shared: Mapping[int, Sequence[_SharedRows]], lengths: Container[int]
+) -> DisjointSets[Var]:
     """Sets of arrays whose first dimensions count the same rows."""
     row_sets: DisjointSets[Var] = DisjointSets()
-    for found in links.values():
-        for link in found:
-            for array in link.arrays:
-                row_sets.join(link.arrays[0], array)
+    for found in shared.values():
+        for rows in found:
+            for array in rows.arrays:
+                row_sets.join(rows.arrays[0], array)
 
     # A result that replaces an argument has its rows, whatever lies between the two.
     for result, replaced in zip(traced.flat.outvars, traced.layouts, strict=True):
@@ -247,23 +251,25 @@ def _forward_group(traced: TracedStep, i: int) -> int:
     return group
 
 
-def _cuts(links: Mapping[int, Sequence[_Link]], stack_of: Mapping[Var, int]) -> dict[int, Cut]:
-    """How equations are cut. One that links rows of several stacks is cut along the first of them."""
-    cuts: dict[int, Cut] = {}
-    for i, found in links.items():
-        stacked = [link for link in found if link.arrays[0] in stack_of]
+def _blockwise(
+    shared: Mapping[int, Sequence[_SharedRows]], stack_of: Mapping[Var, int]
+) -> dict[int, BlockwiseEquation]:
+    """The equations that are computed in blocks; one with rows of several stacks in blocks of the first of them."""
+    blockwise: dict[int, BlockwiseEquation] = {}
+    for i, found in shared.items():
+        stacked = [rows for rows in found if rows.arrays[0] in stack_of]
         if stacked:
-            cuts[i] = Cut(stack_of[stacked[0].arrays[0]], stacked[0].factor)
-    return cuts
+            blockwise[i] = BlockwiseEquation(stack_of[stacked[0].arrays[0]], stacked[0].factor)
+    return blockwise
 
 
 def _stacks_of_groups(
-    traced: TracedStep, cuts: Mapping[int, Cut], varying: Container[Var]
+    traced: TracedStep, blockwise: Mapping[int, BlockwiseEquation], varying: Container[Var]
 ) -> tuple[dict[int, int], dict[int, int]]:
     """The stacks of the forward groups with a scan, and of those that compute rows from weights alone."""
     scan_groups: dict[int, int] = {}
     from_weights: dict[int, int] = {}
-    for i, cut in cuts.items():
+    for i, cut in blockwise.items():
         eqn, origin = traced.flat.eqns[i], traced.origins[i]
         if origin.direction != "forward" or origin.group is None:
             continue

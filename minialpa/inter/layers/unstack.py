@@ -5,7 +5,7 @@ A scan is one equation, and stacked weights are single arrays, so a stage cannot
     carry_1, ys[0:3] = scan(carry_0, xs[0:3])        carry_2, ys[3:5] = scan(carry_1, xs[3:5])
 
 for blocks of 3 and 2 rows, every stacked array (argument, residual, gradient, moment of the optimizer, new weight) is
-one array for each block, and blocks go to stages like other equations. A block of one row has no scan.
+one array for each block, and stages take blocks as they take other equations. A block of one row has no scan.
 
     scans                                    one for each block, by its carry behind the one before     -> _cut_scan
     barriers                                 one for each block, and one for what is not stacked        -> _cut_barrier
@@ -29,8 +29,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import VerifyError
-from minialpa.inter.layers.row_blocks import BlockedProgram, GroupKey, Place, RowBlocks, block_layout
-from minialpa.inter.layers.stacks import Cut, Stacks, find_stacks
+from minialpa.inter.layers.row_blocks import BlockedProgram, GroupKey, Owner, RowBlocks, block_layout
+from minialpa.inter.layers.stacks import BlockwiseEquation, Stacks, find_stacks
 from minialpa.rules.control import scan_counts
 from minialpa.rules.factors import Reduction, factors_of, localize
 from minialpa.support.private_jax import changed_aval
@@ -55,8 +55,8 @@ _COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
     "prod": operator.mul,
     "sum": operator.add,
 }
-#: The place of equations that join or cut the results of the step: they belong to no forward group.
-_OF_RESULTS = Place(Origin(direction="other", group=None, layer=0), None)
+#: The owner of equations that join or cut the results of the step: they belong to no forward group.
+_OF_RESULTS = Owner(Origin(direction="other", group=None, layer=0), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def unstack(traced: TracedStep, stacks: Stacks, blocks: Sequence[Sequence[int]],
 
     inputs = _inputs(program, traced)
     for i, (eqn, origin) in enumerate(zip(traced.flat.eqns, traced.origins, strict=True)):
-        _cut(program, eqn, origin, stacks.cuts.get(i), inline=inline)
+        _cut(program, eqn, origin, stacks.blockwise.get(i), inline=inline)
     outputs = _outputs(program, traced)
     gradients = _gradients(program, traced)
 
@@ -103,11 +103,13 @@ def with_row_blocks(traced: TracedStep, row_blocks: RowBlocks) -> Unstacked:
 # ---- equations -------------------------------------------------------------------------------------------------------
 
 
-def _cut(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, cut: Cut | None, *, inline: bool) -> None:
+def _cut(
+    program: BlockedProgram, eqn: JaxprEqn, origin: Origin, cut: BlockwiseEquation | None, *, inline: bool
+) -> None:
     """Appends to `program` what computes the results of one equation of the old program."""
     if cut is None or len(program.layout.sizes[cut.stack]) == 1:
-        place = program.layout.place(origin)
-        program.add(eqn.replace(invars=[program.joined(v, place) for v in eqn.invars]), place)
+        owner = program.layout.owner(origin)
+        program.add(eqn.replace(invars=[program.joined(v, owner) for v in eqn.invars]), owner)
     elif eqn.primitive.name == "scan":
         _cut_scan(program, eqn, origin, cut.stack, inline=inline)
     elif cut.factor is None:
@@ -117,17 +119,18 @@ def _cut(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, cut: Cut | None
 
 
 def _cut_scan(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int, *, inline: bool) -> None:
+    """A scan for each block, or its body alone where the block has one row."""
     n_consts, n_carry = scan_counts(eqn)
     sizes = program.layout.sizes[stack]
-    place = program.layout.place(origin)
-    carry = [program.joined(v, place) for v in eqn.invars[n_consts : n_consts + n_carry]]
-    stacked = [_blocks_of_operand(program, v, stack, place) for v in eqn.invars[n_consts + n_carry :]]
+    owner = program.layout.owner(origin)
+    carry = [program.joined(v, owner) for v in eqn.invars[n_consts : n_consts + n_carry]]
+    stacked = [_blocks_of_operand(program, v, stack, owner) for v in eqn.invars[n_consts + n_carry :]]
     body = _body(program, eqn) if inline and 1 in sizes else None
 
     # The carry passes through the blocks in the order of the scan's iterations.
     results: list[Sequence[Atom]] = [() for _ in sizes]
     for block in reversed(range(len(sizes))) if eqn.params["reverse"] else range(len(sizes)):
-        here = program.layout.place_of_block(origin, stack, block)
+        here = program.layout.owner_of_block(origin, stack, block)
         consts = [program.near(v, stack, block, here) for v in eqn.invars[:n_consts]]
         operands = [*consts, *carry, *(blocks[block] for blocks in stacked)]
         if sizes[block] == 1 and body is not None:
@@ -143,9 +146,9 @@ def _cut_scan(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int
         program.set_blocks(v, [of_block[k] for of_block in results])
 
 
-def _blocks_of_operand(program: BlockedProgram, v: Atom, stack: int, place: Place) -> tuple[Atom, ...]:
+def _blocks_of_operand(program: BlockedProgram, v: Atom, stack: int, owner: Owner) -> tuple[Atom, ...]:
     assert not is_literal(v) and program.layout.stacks.stack_of[v] == stack, v
-    return program.blocks(v, place)
+    return program.blocks(v, owner)
 
 
 def _body(program: BlockedProgram, eqn: JaxprEqn) -> FlatJaxpr:
@@ -159,15 +162,15 @@ def _body(program: BlockedProgram, eqn: JaxprEqn) -> FlatJaxpr:
 
 
 def _one_iteration(
-    program: BlockedProgram, body: FlatJaxpr, operands: Sequence[Atom], n_plain: int, n_carry: int, place: Place
+    program: BlockedProgram, body: FlatJaxpr, operands: Sequence[Atom], n_plain: int, n_carry: int, owner: Owner
 ) -> list[Atom]:
     """The results of a scan of one row, computed by its body alone. The first `n_plain` operands have no rows."""
-    rows = [program.only_row(block, place) for block in operands[n_plain:]]
-    results = _inlined(program, body, [*operands[:n_plain], *rows], place)
-    return [*results[:n_carry], *(program.as_block(row, place) for row in results[n_carry:])]
+    rows = [program.only_row(block, owner) for block in operands[n_plain:]]
+    results = _inlined(program, body, [*operands[:n_plain], *rows], owner)
+    return [*results[:n_carry], *(program.as_block(row, owner) for row in results[n_carry:])]
 
 
-def _inlined(program: BlockedProgram, body: FlatJaxpr, operands: Sequence[Atom], place: Place) -> list[Atom]:
+def _inlined(program: BlockedProgram, body: FlatJaxpr, operands: Sequence[Atom], owner: Owner) -> list[Atom]:
     """The results of a body on these operands."""
     env: dict[Var, Atom] = dict(zip(body.invars, operands, strict=True))
 
@@ -175,31 +178,31 @@ def _inlined(program: BlockedProgram, body: FlatJaxpr, operands: Sequence[Atom],
         return v if is_literal(v) else env.get(v, v)
 
     for eqn in body.eqns:
-        env.update(zip(eqn.outvars, program.add_copy(eqn, [read(v) for v in eqn.invars], place), strict=True))
+        env.update(zip(eqn.outvars, program.add_copy(eqn, [read(v) for v in eqn.invars], owner), strict=True))
     return [read(v) for v in body.outvars]
 
 
 def _cut_barrier(program: BlockedProgram, eqn: JaxprEqn, origin: Origin) -> None:
     """A barrier for each block of each stack, and one for what is not in blocks."""
-    place = program.layout.place(origin)
+    owner = program.layout.owner(origin)
     stacked: dict[int, list[tuple[tuple[Atom, ...], Var]]] = {}
     others: list[tuple[Atom, Var]] = []
     for v, result in zip(eqn.invars, eqn.outvars, strict=True):
         if program.layout.is_cut(v):
-            stacked.setdefault(program.layout.stacks.stack_of[v], []).append((program.blocks(v, place), result))
+            stacked.setdefault(program.layout.stacks.stack_of[v], []).append((program.blocks(v, owner), result))
         else:
-            others.append((program.joined(v, place), result))
+            others.append((program.joined(v, owner), result))
 
     for stack, operands in stacked.items():
         behind = [
-            program.add_like(eqn, list(of_block), program.layout.place_of_block(origin, stack, block))
+            program.add_like(eqn, list(of_block), program.layout.owner_of_block(origin, stack, block))
             for block, of_block in enumerate(zip(*(blocks for blocks, _ in operands), strict=True))
         ]
         for k, (_, result) in enumerate(operands):
             program.set_blocks(result, [of_block[k] for of_block in behind])
 
     if others:
-        program.add(eqn.replace(invars=[v for v, _ in others], outvars=[result for _, result in others]), place)
+        program.add(eqn.replace(invars=[v for v, _ in others], outvars=[result for _, result in others]), owner)
 
 
 def _cut_rows(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int, factor: int) -> None:
@@ -207,27 +210,29 @@ def _cut_rows(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int
     factors = factors_of(eqn)
     results: list[list[Var]] = []
     for block, n_rows in enumerate(program.layout.sizes[stack]):
-        place = program.layout.place_of_block(origin, stack, block)
+        owner = program.layout.owner_of_block(origin, stack, block)
         operands = [
-            program.blocks(v, place)[block]
+            program.blocks(v, owner)[block]
             if not is_literal(v) and dims[:1] == ((factor,),)
-            else program.joined(v, place)
+            else program.joined(v, owner)
             for v, dims in zip(eqn.invars, factors.operands, strict=True)
         ]
+        # The primitive on as many rows as the block has: slices, for example, name their sizes in parameters.
         sizes = (*factors.sizes[:factor], n_rows, *factors.sizes[factor + 1 :])
-        results.append(program.add_like(eqn, operands, place, localize(eqn, replace(factors, sizes=sizes), {})))
+        results.append(program.add_like(eqn, operands, owner, localize(eqn, replace(factors, sizes=sizes), {})))
 
     for r, (v, dims) in enumerate(zip(eqn.outvars, factors.results, strict=True)):
         blocks = [of_block[r] for of_block in results]
         if dims[:1] == ((factor,),):
             program.set_blocks(v, blocks)
         else:
-            program.rename(v, _combined(program, factors.reductions[factor], blocks, program.layout.place(origin)))
+            program.rename(v, _combined(program, factors.reductions[factor], blocks, program.layout.owner(origin)))
 
 
-def _combined(program: BlockedProgram, reduction: Reduction, partial_results: Sequence[Atom], place: Place) -> Atom:
+def _combined(program: BlockedProgram, reduction: Reduction, partial_results: Sequence[Atom], owner: Owner) -> Atom:
+    """The reduction over all rows, from that of each block."""
     combine = _COMBINE[reduction]
-    return program.compute(reduction, lambda *xs: functools.reduce(combine, xs), *partial_results, place=place)
+    return program.compute(reduction, lambda *xs: functools.reduce(combine, xs), *partial_results, owner=owner)
 
 
 # ---- arguments and results -------------------------------------------------------------------------------------------
@@ -243,6 +248,7 @@ class _Leaf:
 
 
 def _inputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
+    """The arguments of the new step. From here on, each block of a stacked argument is an argument by itself."""
     inputs = []
     for i, (v, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
         if not program.layout.is_cut(v):
@@ -256,6 +262,7 @@ def _inputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
 
 
 def _outputs(program: BlockedProgram, traced: TracedStep) -> list[_Leaf]:
+    """The results of the new step: stacked ones stay in blocks, for the next call takes them as arguments."""
     outputs = []
     for i, (v, path) in enumerate(zip(traced.flat.outvars, traced.out_paths, strict=True)):
         if not program.layout.is_cut(v):
@@ -293,21 +300,21 @@ def _unstacked(
 ) -> Unstacked:
     """The new step, without equations that no result needs; its forward groups are in the order of their keys."""
     is_live = live_equations(program.eqns, [leaf.atom for leaf in outputs])
-    places = tuple(itertools.compress(program.places, is_live))
-    groups = tuple(sorted({place.group for place in places if place.group is not None}))
+    owners = tuple(itertools.compress(program.owners, is_live))
+    groups = tuple(sorted({owner.group for owner in owners if owner.group is not None}))
 
     flat = FlatJaxpr(
         constvars=tuple(program.constvars),
         consts=tuple(program.consts),
         invars=tuple(leaf.atom for leaf in inputs),
         eqns=tuple(itertools.compress(program.eqns, is_live)),
-        scopes=("",) * len(places),
+        scopes=("",) * len(owners),
         outvars=tuple(leaf.atom for leaf in outputs),
     )
     step = replace(
         traced,
         flat=flat,
-        origins=_origins(places, groups),
+        origins=_origins(owners, groups),
         in_paths=tuple(leaf.path for leaf in inputs),
         out_paths=tuple(leaf.path for leaf in outputs),
         batch_dims=tuple(traced.batch_dims[leaf.part.leaf] for leaf in inputs),
@@ -320,8 +327,8 @@ def _unstacked(
     return Unstacked(step, groups)
 
 
-def _origins(places: Sequence[Place], groups: Sequence[GroupKey]) -> tuple[Origin, ...]:
-    """Origins of the equations at these places, with the numbers of the new forward groups."""
+def _origins(owners: Sequence[Owner], groups: Sequence[GroupKey]) -> tuple[Origin, ...]:
+    """Origins of the equations of these owners, with the numbers of the new forward groups."""
     number: dict[GroupKey | None, int | None] = {group: i for i, group in enumerate(groups)}
     number[None] = None
-    return tuple(replace(place.origin, group=number[place.group]) for place in places)
+    return tuple(replace(owner.origin, group=number[owner.group]) for owner in owners)

@@ -19,6 +19,7 @@ from minialpa.inter.lower.planned_step import PlannedStep, planned_step
 from minialpa.inter.microbatch.split_step import Stack, is_loop
 from minialpa.inter.schedule.chunks import plan_schedule
 from minialpa.inter.schedule.schedules import global_order
+from minialpa.inter.staging.leaf_placement import leaf_blocks
 from minialpa.inter.staging.staged_step import mesh_problems, realise
 from minialpa.inter.staging.tasks import Task
 from minialpa.inter.staging.verify_fit import verify_staged
@@ -38,7 +39,7 @@ from minialpa.programs.program import (
 )
 from minialpa.sharding import Spec
 from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, shape_of
-from minialpa.tracing.trace import Part, TracedStep
+from minialpa.tracing.trace import TracedStep
 
 _Name = tuple[Var, int | None, int]
 """What a buffer holds: a variable, of a micro-batch (None for a value of the whole step), on a mesh."""
@@ -104,9 +105,10 @@ class _Emitter:
             inputs=tuple(self.input_slots),
             constants=tuple(self.constants),
             instructions=tuple(with_frees(self.instructions, ends)),
-            outputs=tuple(_merged(outputs, self.split.traced.out_parts)),
+            outputs=tuple(outputs),
             donated_leaves=self.step.donated_leaves,
             n_buffers=self.n_buffers,
+            blocks=leaf_blocks(self.split.traced),
         )
 
     def _send_arguments(self) -> None:
@@ -158,11 +160,10 @@ class _Emitter:
     def _fill_before_call(self, var: Var, micro: int, mesh: int, buffer: int) -> None:
         """Let a constant, an argument or the rows of a micro-batch fill `buffer`."""
         spec = self.specs[mesh].get(var, Spec.replicated(len(shape_of(var)))).partition_spec()
-        traced = self.split.traced
         if var is self.split.micro_index:
             self.constants.append(ConstantSlot(buffer, np.int32(micro), mesh, spec))
         elif var in self.step.full_of_micro:
-            leaf = traced.argument(self.step.number_of_argument[self.step.full_of_micro[var]]).leaf
+            leaf = self.step.number_of_argument[self.step.full_of_micro[var]]
             dim = self.split.batch_dims[var]
             size = shape_of(var)[dim]
             rows = (micro * size, (micro + 1) * size, dim)
@@ -171,12 +172,8 @@ class _Emitter:
             self.constants.append(ConstantSlot(buffer, self.step.constants[var], mesh, spec))
         else:
             assert var in self.step.number_of_argument, f"{var} is not on mesh {mesh}"
-            part = traced.argument(self.step.number_of_argument[var])
-            block = None if part.rows is None else (*part.rows, 0)
-            slot = InputSlot(
-                buffer=buffer, leaf=part.leaf, rows=block, mesh=mesh, spec=spec, is_block=block is not None
-            )
-            self.input_slots.append(slot)
+            leaf = self.step.number_of_argument[var]
+            self.input_slots.append(InputSlot(buffer=buffer, leaf=leaf, rows=None, mesh=mesh, spec=spec))
 
     # ---- instructions ---------------------------------------------------------------------------------------------
 
@@ -339,16 +336,3 @@ class _Emitter:
         buffer = self._new()
         self.constants.append(ConstantSlot(buffer, np.asarray(value, dtype), mesh, spec.partition_spec()))
         return buffer
-
-
-def _merged(slots: Sequence[OutputSlot], parts: Sequence[Part]) -> list[OutputSlot]:
-    """One slot for each result leaf, from those of its blocks."""
-    if not parts:
-        return list(slots)
-
-    of_leaf: dict[int, OutputSlot] = {}
-    for slot, part in zip(slots, parts, strict=True):
-        old = of_leaf.get(part.leaf, OutputSlot((), ()))
-        rows = () if part.rows is None else (part.rows,) * len(slot.buffers)
-        of_leaf[part.leaf] = OutputSlot(old.buffers + slot.buffers, old.meshes + slot.meshes, old.rows + rows)
-    return [of_leaf[leaf] for leaf in sorted(of_leaf)]

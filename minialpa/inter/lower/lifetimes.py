@@ -42,7 +42,7 @@ def with_donations(
     ends: see `last_uses`.
     input_slots: the inputs of the step. The caller keeps all whose leaves are not among `donated_leaves`.
     """
-    is_micro = {s.buffer for s in input_slots if s.rows is not None and not s.is_block}
+    is_micro = {s.buffer for s in input_slots if s.rows is not None}
     foreign = {s.buffer for s in input_slots if s.leaf not in donated_leaves} - is_micro
     given = {s.buffer for s in input_slots if s.leaf in donated_leaves}
 

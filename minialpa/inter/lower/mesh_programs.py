@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from minialpa.cluster import ClusterSpec
 from minialpa.inter.lower.cross_mesh import Crossing, plan_resharding
 from minialpa.inter.lower.exported_functions import array_type, export_function
+from minialpa.programs.leaf_blocks import numbered_leaves
 from minialpa.programs.mesh_program import (
     ArrayType,
     MeshFunction,
@@ -53,9 +54,13 @@ def split_by_mesh(
 
 def input_types(program: Program, traced: TracedStep) -> dict[int, ArrayType]:
     """Types of the inputs of the program of a step, whether a function reads them or not."""
+    leaves = [
+        aval if rows is None else aval.update(shape=(rows[1] - rows[0], *aval.shape[1:]))
+        for aval, rows in numbered_leaves([aval_of(v) for v in traced.flat.invars], program.blocks.arguments)
+    ]
     types = {}
     for slot in program.inputs:
-        kind = array_type(aval_of(traced.flat.invars[slot.leaf]))
+        kind = array_type(leaves[slot.leaf])
         if slot.rows is not None:
             start, stop, dim = slot.rows
             kind = dataclasses.replace(kind, shape=(*kind.shape[:dim], stop - start, *kind.shape[dim + 1 :]))
@@ -261,12 +266,10 @@ def _numbers_on_meshes(program: Program) -> list[int]:
 
 
 def _mesh_program(program: Program, mesh: int, functions: Sequence[MeshFunction], draft: _MeshDraft) -> MeshProgram:
-    # Results are numbered by their blocks of rows: each result begins behind the blocks of those before it.
-    firsts = itertools.accumulate((len(slot.blocks) for slot in program.outputs), initial=0)
     outputs = tuple(
-        (first + block, buffer)
-        for first, slot in zip(firsts, program.outputs, strict=False)
-        for block, buffer, home in zip(slot.block_of_buffer, slot.buffers, slot.meshes, strict=True)
+        (number, buffer)
+        for number, slot in enumerate(program.outputs)
+        for buffer, home in zip(slot.buffers, slot.meshes, strict=True)
         if home == mesh
     )
 

@@ -55,8 +55,7 @@ class PlannedStep:
     @property
     def donated_leaves(self) -> frozenset[int]:
         """Numbers of the argument leaves that a step uses up."""
-        traced = self.split.traced
-        return frozenset(traced.argument(a).leaf for a in traced.aliases if a is not None)
+        return frozenset(a for a in self.split.traced.aliases if a is not None)
 
     def home_of(self, var: Var, mesh: int) -> int:
         """The mesh from which `mesh` gets an argument: the one that holds a state between steps, or itself."""

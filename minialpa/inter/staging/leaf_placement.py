@@ -12,9 +12,10 @@ from jax.extend.core import Var
 
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.plan import PlacedValue
+from minialpa.programs.leaf_blocks import BlockRows, LeafBlocks
 from minialpa.sharding import Spec
 from minialpa.tracing.jaxprs import Atom, dtype_name, is_literal, shape_of
-from minialpa.tracing.trace import Part
+from minialpa.tracing.trace import Part, TracedStep
 
 
 def merged_values(values: Sequence[PlacedValue], parts: Sequence[Part]) -> tuple[PlacedValue, ...]:
@@ -59,6 +60,18 @@ def _part(value: PlacedValue, part: Part) -> PlacedValue:
         specs=tuple(value.specs[i] for i in mine),
         rows=(),
     )
+
+
+def leaf_blocks(traced: TracedStep) -> LeafBlocks:
+    """The leaves of a step that are cut into blocks of rows, by its parts."""
+    return LeafBlocks(_blocks(traced.in_parts), _blocks(traced.out_parts))
+
+
+def _blocks(parts: Sequence[Part]) -> tuple[BlockRows | None, ...]:
+    rows: dict[int, tuple[tuple[int, int], ...]] = {}
+    for part in parts:
+        rows[part.leaf] = (*rows.get(part.leaf, ()), *((part.rows,) if part.rows else ()))
+    return tuple(rows[leaf] or None for leaf in sorted(rows)) if any(rows.values()) else ()
 
 
 def _placed(path: str, atom: Atom, specs: Mapping[int, Spec | None]) -> PlacedValue:

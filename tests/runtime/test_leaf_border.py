@@ -1,0 +1,222 @@
+"""The border between the leaves of a step and those of its program: blocks are split off without copies, and joined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from minialpa.arrays import RemoteArray
+from minialpa.errors import WorkerError
+from minialpa.programs.leaf_blocks import LeafBlocks
+from minialpa.runtime.arrays import BlockedArray, LeafRows
+from minialpa.runtime.leaf_border import BlockedCalls, joined_leaves, split_leaves
+from minialpa.runtime.local import LocalExecutable
+from tests.runtime.block_programs import LEAF, ROWS, of_four_leaves, program
+
+#: Leaf 0 is in blocks, leaf 1 is not.
+BLOCKS = (ROWS, None)
+
+
+class Elsewhere(RemoteArray):
+    """A remote array that counts how often its value is fetched."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.shape, self.dtype = value, value.shape, value.dtype
+        self.n_fetched, self.deleted = 0, False
+
+    def _fetch(self) -> Any:
+        self.n_fetched += 1
+        return self.value
+
+    def block_until_ready(self) -> Elsewhere:
+        return self
+
+    def is_deleted(self) -> bool:
+        return self.deleted
+
+
+def blocked(array: Any, *lengths: int) -> BlockedArray:
+    stops = np.cumsum(lengths)
+    return BlockedArray([jnp.asarray(array[stop - n : stop]) for n, stop in zip(lengths, stops, strict=True)])
+
+
+# ---- splitting and joining -------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_the_program_are_taken_as_they_are() -> None:
+    leaf = blocked(LEAF, 2, 3)
+    other = jnp.ones(3)
+    first, second, third = split_leaves([leaf, other], BLOCKS)
+    assert first is leaf.blocks[0] and second is leaf.blocks[1] and third is other
+
+
+def test_a_block_that_fits_is_taken_where_others_do_not() -> None:
+    leaf = blocked(LEAF, 2, 1, 2)
+    first, second, _ = split_leaves([leaf, LEAF], BLOCKS)
+    assert first is leaf.blocks[0] and isinstance(second, LeafRows)
+    np.testing.assert_array_equal(second, LEAF[2:])
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray, Elsewhere, lambda x: blocked(x, 1, 3, 1)])
+def test_rows_of_any_array_are_blocks(make: Any) -> None:
+    leaf = make(LEAF)
+    parts = split_leaves([leaf, leaf], BLOCKS)
+    assert [part.shape for part in parts] == [(2, 2), (3, 2), (5, 2)] and parts[2] is leaf
+    for part, (start, stop) in zip(parts, ROWS, strict=False):
+        np.testing.assert_array_equal(np.asarray(part), LEAF[start:stop])
+        assert part.dtype == LEAF.dtype
+
+
+def test_rows_of_numpy_and_host_arrays_are_not_copied() -> None:
+    for leaf in (LEAF, jnp.asarray(LEAF)):
+        parts = split_leaves([leaf, leaf], BLOCKS)[:2]
+        assert all(np.shares_memory(np.asarray(part), np.asarray(leaf)) for part in parts)
+
+
+def test_splitting_fetches_nothing() -> None:
+    leaf = Elsewhere(LEAF)
+    split_leaves([leaf, leaf], BLOCKS)
+    assert leaf.n_fetched == 0
+
+
+def test_the_value_of_rows_shares_no_memory_with_the_array() -> None:
+    leaf = jnp.asarray(LEAF)
+    value = LeafRows(leaf, (2, 5))[...]
+    assert isinstance(value, jax.Array)
+    value.delete()
+    np.testing.assert_array_equal(leaf, LEAF)
+
+
+def test_rows_are_of_the_arrays_that_hold_the_data() -> None:
+    leaf, local = Elsewhere(LEAF), jnp.asarray(LEAF)
+    assert LeafRows(leaf, (0, 2)).stored_as == (leaf,)
+    assert LeafRows(local, (0, 2)).stored_as == (local,)
+    both = blocked(LEAF, 1, 4)
+    assert LeafRows(both, (0, 2)).stored_as == both.blocks == both.stored_as
+
+
+def test_typed_keys_have_rows() -> None:
+    keys = jax.random.split(jax.random.key(0), 5)
+    first, second = split_leaves([keys], (ROWS,))
+    assert first.dtype == keys.dtype and second.shape == (3,)
+    (joined,) = joined_leaves([first[...], second[...]], (ROWS,))
+    assert joined.dtype == keys.dtype and joined.shape == (5,)
+    assert jnp.array_equal(jax.random.key_data(joined[...]), jax.random.key_data(keys))
+
+
+def test_results_in_blocks_are_joined() -> None:
+    parts = [jnp.zeros((2, 2)), jnp.ones((3, 2)), jnp.ones(4)]
+    leaf, other = joined_leaves(parts, BLOCKS)
+    assert isinstance(leaf, BlockedArray) and leaf.blocks == tuple(parts[:2]) and leaf.ranges == ROWS
+    assert other is parts[2]
+    assert joined_leaves(parts, ()) == parts
+
+
+# ---- calls of a program ----------------------------------------------------------------------------------------------
+
+
+def calls(**changes: Any) -> BlockedCalls:
+    made = program(**changes)
+    return BlockedCalls(LocalExecutable(made, jax.devices()), made.blocks)
+
+
+def pointers(array: BlockedArray) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for block in array.blocks for shard in block.addressable_shards]
+
+
+@pytest.mark.parametrize("n_devices", [1, 2])
+@pytest.mark.parametrize(
+    "make", [np.array, jnp.array, Elsewhere, lambda x: blocked(x, 2, 3), lambda x: blocked(x, 4, 1)]
+)
+def test_no_call_takes_over_an_array_in_another_layout(make: Any, n_devices: int) -> None:
+    leaf = make(LEAF)
+    step = calls(n_devices=n_devices)
+    for given in (leaf, leaf, step.place([leaf])[0]):
+        (result,) = step([given])
+        assert isinstance(result, BlockedArray) and result.ranges == ROWS
+        np.testing.assert_array_equal(result, LEAF + 1)
+        assert not isinstance(leaf, jax.Array | RemoteArray) or not leaf.is_deleted()
+        np.testing.assert_array_equal(np.asarray(leaf), LEAF)
+
+
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_donated_blocks_are_used_in_place(n_devices: int) -> None:
+    step = calls(n_devices=n_devices)
+    (state,) = step.place([jnp.array(LEAF)])
+    for _ in range(3):
+        where = pointers(state)
+        (new,) = step([state])
+        assert state.is_deleted() and pointers(new) == where
+        state = new
+
+
+def test_blocks_that_are_not_donated_stay() -> None:
+    step = calls(donated=())
+    (state,) = step.place([LEAF])
+    for _ in range(2):
+        np.testing.assert_array_equal(step([state])[0], LEAF + 1)
+
+
+def test_one_block_may_be_in_two_arguments() -> None:
+    """A donated block has one memory, which only one result can take over."""
+    runner = LocalExecutable(of_four_leaves(), jax.devices())
+    step = BlockedCalls(runner, LeafBlocks(arguments=(((0, 2), (2, 4)),) * 2))
+    block = jax.device_put(LEAF[:2], NamedSharding(runner.meshes[0], PartitionSpec()))
+    leaf = BlockedArray([block, block])
+    for result in step([leaf, leaf]):
+        np.testing.assert_array_equal(result, LEAF[:2] + 1)
+
+
+def test_placed_blocks_are_where_the_stages_read_them() -> None:
+    step = calls(n_devices=2)
+    (state,) = step.place([LEAF])
+    assert isinstance(state, BlockedArray)
+    assert [block.sharding.device_set for block in state.blocks] == [set(jax.devices()[:2]), set(jax.devices()[2:4])]
+    np.testing.assert_array_equal(state, LEAF)
+    assert step.place([state])[0] is state
+
+
+@pytest.mark.parametrize("make", [np.array, jnp.array, Elsewhere, lambda x: blocked(x, 4, 1)])
+def test_a_leaf_with_rows_that_no_stage_reads(make: Any) -> None:
+    step = calls(read=(1,), donated=(1,))
+    leaf = make(LEAF)
+    assert step.place([leaf])[0] is leaf
+    (result,) = step([leaf])
+    np.testing.assert_array_equal(result, LEAF[2:] + 1)
+    state = blocked(LEAF, 2, 3)
+    (placed,) = step.place([state])
+    assert placed.blocks[0] is state.blocks[0]
+    np.testing.assert_array_equal(placed, LEAF)
+
+
+@pytest.mark.parametrize("make", [jnp.array, lambda x: blocked(x, 2, 3), lambda x: blocked(x, 4, 1)])
+def test_deleted_arrays_are_refused(make: Any) -> None:
+    step, leaf = calls(), make(LEAF)
+    leaf.delete()
+    for use in (step, step.place):
+        with pytest.raises(WorkerError, match="has been deleted: it was donated to another call"):
+            use([leaf])
+
+
+def test_a_remote_array_that_was_given_away_is_refused() -> None:
+    step, leaf = calls(), Elsewhere(LEAF)
+    leaf.deleted = True
+    with pytest.raises(WorkerError, match="has been deleted"):
+        step([leaf])
+
+
+def test_a_program_that_knows_no_blocks_leaves_them_to_the_caller() -> None:
+    runner = LocalExecutable(program(rows=((0, 5),), read=(0,), donated=(0,)), jax.devices())
+    state = blocked(LEAF, 2, 3)
+    for _ in range(2):  # the second call must not take the way of leaves that need nothing
+        np.testing.assert_array_equal(runner([state])[0], LEAF + 1)
+        np.testing.assert_array_equal(runner.place([state])[0], LEAF)
+    assert not state.is_deleted()
+    keeps = LocalExecutable(program(rows=((0, 5),), read=(0,), donated=()), jax.devices())
+    for _ in range(2):
+        np.testing.assert_array_equal(keeps([state])[0], LEAF + 1)
