@@ -24,9 +24,9 @@ import numpy as np
 from benchmarks.registry import Rows
 from benchmarks.run import table
 from minialpa.errors import WorkerError
-from minialpa.runtime.host_transport import HostTransport
-from minialpa.runtime.nccl import DeviceLink, Endpoint, NcclTransport, exchange, new_id
-from minialpa.runtime.transport import Part, Piece
+from minialpa.runtime.transports.host_transport import HostTransport
+from minialpa.runtime.transports.nccl import DeviceLink, Endpoint, NcclTransport, exchange, new_id
+from minialpa.runtime.transports.transport import Part, Piece
 
 DTYPES = ("bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64", "float8_e4m3fn")
 SHAPES = ((), (1,), (0, 3), (7, 5, 3), (1000, 1001))

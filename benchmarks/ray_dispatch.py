@@ -31,7 +31,7 @@ import minialpa
 from benchmarks.ray_session import ONE_CORE, ray_session
 from benchmarks.registry import Rows, Size, benchmark
 from minialpa.programs.program import Accumulate, Program, Run, Transfer, reads
-from minialpa.runtime.step_trace import TaskTime
+from minialpa.runtime.steps.step_trace import TaskTime
 
 N_STAGES = 2
 #: Turns before those that count: memory of Ray's object store that was never used takes twenty times as long to write.

@@ -19,7 +19,7 @@ import minialpa
 from benchmarks.ray_session import ray_session
 from benchmarks.registry import Rows, Size, benchmark
 from minialpa.errors import MinialpaError
-from minialpa.runtime.resource_usage import process_usage, resident_memory
+from minialpa.runtime.workers.resource_usage import process_usage, resident_memory
 
 N_MESHES = 2
 WARM_UP = 50

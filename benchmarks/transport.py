@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.timing import interleaved
 from minialpa.errors import WorkerError
-from minialpa.runtime.host_transport import HostTransport
-from minialpa.runtime.transport import Part, Piece
+from minialpa.runtime.transports.host_transport import HostTransport
+from minialpa.runtime.transports.transport import Part, Piece
 
 _TIMEOUT_S = 60.0
 #: Sent behind an array: whether others follow before anything comes back.

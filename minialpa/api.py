@@ -328,7 +328,7 @@ def _make_runner(program: Program, traced: TracedStep, target: Target, session: 
             "`devices` lists devices of this process, and the session runs on a Ray cluster. Leave `devices` out, or "
             "give a ClusterSpec or a LogicalMesh."
         )
-    from minialpa.runtime.cluster_executable import ClusterExecutable
+    from minialpa.runtime.cluster.cluster_executable import ClusterExecutable
 
     return ClusterExecutable(session.runtime, program, input_types(program, traced))
 

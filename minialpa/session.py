@@ -188,8 +188,8 @@ def current_session() -> Session:
 def _ray_session(arguments: InitArguments) -> Session:
     # Ray is an optional dependency, and takes a second to import.
     try:
-        from minialpa.runtime.cluster_runtime import ClusterRuntime
-        from minialpa.runtime.ray_cluster import RayCluster, Request
+        from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
+        from minialpa.runtime.ray.ray_cluster import RayCluster, Request
     except ImportError as error:
         raise MinialpaError(
             f'`init(cluster="ray")` needs Ray ({error}). Install it with `pip install "minialpa[ray]"`.'

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import minialpa
 from minialpa.arrays import own_copy
 from minialpa.inter.lower.exported_functions import array_type
-from minialpa.runtime.distributed_array import DistributedArray
+from minialpa.runtime.cluster.distributed_array import DistributedArray
 from minialpa.tracing.jaxprs import trace_flat
 
 WIDTH = 64

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "minialpa"
 #: The modules that may use private names, each of one library.
-DOORS = {"jax": "support/private_jax.py", "ray": "runtime/private_ray.py"}
+DOORS = {"jax": "support/private_jax.py", "ray": "runtime/ray/private_ray.py"}
 LIBRARIES = {"jax": ("jax", "jaxlib"), "ray": ("ray",)}
 #: Names without an underscore that are in no reference: modules, and attributes of equations, primitives and arrays.
 UNDOCUMENTED_MODULES = ("jax.interpreters",)

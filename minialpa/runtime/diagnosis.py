@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from minialpa.errors import WorkerError
-from minialpa.runtime.host_transport import HostTransport
-from minialpa.runtime.transport import Part, Piece
+from minialpa.runtime.transports.host_transport import HostTransport
+from minialpa.runtime.transports.transport import Part, Piece
 
 _TIMEOUT_S = 10.0
 
@@ -64,7 +64,7 @@ def _through_nccl() -> bool:
     devices = [device for device in jax.local_devices() if device.platform in ("gpu", "cuda")]
     if not devices:
         raise WorkerError("jax sees no GPU here")
-    from minialpa.runtime.nccl import Endpoint, exchange, new_id
+    from minialpa.runtime.transports.nccl import Endpoint, exchange, new_id
 
     end = Endpoint(devices[0], new_id(), rank=0, n_ranks=1)
     sent, got = jax.device_put((np.arange(1 << 16), np.zeros(1 << 16, int)), devices[0])

@@ -14,7 +14,7 @@ from minialpa.programs.mesh_program import KEY_NAMES
 from minialpa.programs.program import Accumulate, Program, Run
 from minialpa.runtime.leaf_border import BlockedCalls
 from minialpa.runtime.runner import Runner
-from minialpa.runtime.step_trace import TaskTime, write_tasks
+from minialpa.runtime.steps.step_trace import TaskTime, write_tasks
 from minialpa.support.files import write_text
 
 

@@ -22,11 +22,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from minialpa.arrays import RemoteArray
 from minialpa.errors import ShardingError, WorkerError
 from minialpa.programs.program import ConstantSlot, InputSlot, Program, Run, Transfer
-from minialpa.runtime.compiled import allocation_size, compile_all, lower
-from minialpa.runtime.interpreter import Action, Buffers, Callee, Interpreter
 from minialpa.runtime.local_arguments import LocalArguments
-from minialpa.runtime.step_trace import StepTrace, TaskTime, from_start
-from minialpa.runtime.task_times import function_seconds
+from minialpa.runtime.steps.compiled import allocation_size, compile_all, lower
+from minialpa.runtime.steps.interpreter import Action, Buffers, Callee, Interpreter
+from minialpa.runtime.steps.step_trace import StepTrace, TaskTime, from_start
+from minialpa.runtime.steps.task_times import function_seconds
 from minialpa.sharding import device_mesh
 
 #: Held by the thread that issues a step. All executables share the devices of this process, so there is one lock.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from minialpa.runtime.step_trace import TaskTime
+from minialpa.runtime.steps.step_trace import TaskTime
 
 
 class Runner(Protocol):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def running_cluster() -> Iterator[Cluster]:
-    from tests.runtime.ray_cluster import ray_nodes  # Ray may be missing
+    from tests.runtime.ray.ray_cluster import ray_nodes  # Ray may be missing
 
     with ray_nodes() as cluster:
         yield cluster
@@ -25,7 +25,7 @@ def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
     import ray
 
     import minialpa
-    from tests.runtime.ray_cluster import N_NODES, resize
+    from tests.runtime.ray.ray_cluster import N_NODES, resize
 
     resize(running_cluster, N_NODES)
     yield running_cluster

@@ -1,0 +1,199 @@
+"""The cluster's `Runner`: steps on argument leaves, whose results stay on the workers of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from minialpa.programs.mesh_program import ArrayType, MeshProgram
+from minialpa.programs.program import Accumulate, InputSlot, Program, Run
+from minialpa.runtime.cluster.array_moves import Move, move_arrays
+from minialpa.runtime.cluster.cluster_program import ClusterProgram, Values, array_of, arrays_on_workers, share
+from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
+from minialpa.runtime.cluster.distributed_array import Copy, DistributedArray
+from minialpa.runtime.cluster.launcher import WorkerHandle
+from minialpa.runtime.steps.step_trace import TaskTime, from_start
+from minialpa.runtime.workers.worker_program import Argument
+
+
+class ClusterExecutable:
+    """A program on the workers of a session: a `Runner`.
+
+    Its meshes start, and its functions are compiled, when it is made; and again if another program with meshes of other
+    shapes has ended them since.
+    """
+
+    def __init__(self, runtime: ClusterRuntime, program: Program, types: Mapping[int, ArrayType] | None = None) -> None:
+        """types: of buffers that no function of the program reads or writes."""
+        self.runtime = runtime
+        self._program = ClusterProgram(runtime, program, types or {})
+        self._mesh_of_function = [function.mesh for function in program.functions]
+        self._calls = _calls_by_mesh(program)
+        self._n_results = len(program.outputs)
+        with runtime.turn():
+            self._program.load()
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
+        """Start a step on argument leaves; returns an array for each result at once. traced: see `Runner`."""
+        self.runtime.make_room()
+        with self.runtime.turn():
+            self.runtime.check()
+            self._check_usable(leaves)
+            self._program.load()
+            self._bring(leaves)
+            numbers = [self.runtime.new_number() for _ in range(self._n_results)]
+            self._program.start(leaves, numbers, traced)
+            return self._results(numbers)
+
+    def turn(self) -> AbstractContextManager[None]:
+        """See `Runner`."""
+        return self.runtime.turn()
+
+    def timeline(self) -> tuple[TaskTime, ...]:
+        """See `Runner`. Times of workers are those of the clocks of their hosts, counted from the earliest."""
+        workers = [worker for mesh in self._program.meshes for worker in mesh.workers]
+        tasks = []
+        for place, mine in zip(self._program.places, self.runtime.ask(workers, "timeline"), strict=True):
+            numbers = iter(self._calls[place.mesh])
+            tasks += [task if task.instruction is None else replace(task, instruction=next(numbers)) for task in mine]
+        return from_start(tasks)
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Argument leaves on the workers, laid out as the step reads them; what is cut into micro-batches stays."""
+        with self.runtime.turn():
+            self.runtime.check()
+            self._check_usable(leaves)
+            self._program.load()
+            return self._place(leaves)
+
+    def _place(self, leaves: Sequence[Any]) -> list[Any]:
+        """As `place`, in a turn, on loaded meshes."""
+        programs, meshes = self._program.programs, self._program.meshes
+        slots = [(own, slot) for own in programs for slot in own.inputs if slot.rows is None]
+        moved = sorted({slot.leaf for own, slot in slots if not _is_placed(leaves, own, slot)})
+        numbers = {leaf: self.runtime.new_number() for leaf in moved}
+
+        # What each worker is to keep, and under which number.
+        values = Values(leaves)
+        puts: list[tuple[WorkerHandle, dict[int, int], list[Argument]]] = []
+        for own, mesh, shards in zip(programs, meshes, self._program.shards, strict=True):
+            mine = [i for i, slot in enumerate(own.inputs) if slot.leaf in numbers and slot.rows is None]
+            kept = {i: numbers[own.inputs[i].leaf] for i in mine}
+            for k, worker in enumerate(mesh.workers):
+                puts.append((worker, kept, [values.given(own.inputs[i], own, shards[i][k]) for i in mine]))
+
+        arguments = share(self.runtime.launcher, [given for *_, given in puts])
+        calls = {
+            worker.actor.call("put", self._program.number, kept, given, *shared): worker
+            for (worker, kept, _), (given, shared) in zip(puts, arguments, strict=True)
+            if kept
+        }
+        self.runtime.gather(calls)
+
+        out = list(leaves)
+        for leaf, number in numbers.items():
+            out[leaf] = self._placed(leaf, number)
+        return out
+
+    def _placed(self, leaf: int, number: int) -> DistributedArray:
+        """The array of a leaf that the workers of all its readers keep under a number."""
+        copies, types = [], []
+        for own, mesh in zip(self._program.programs, self._program.meshes, strict=True):
+            for slot in own.inputs:
+                if slot.leaf == leaf and slot.rows is None:
+                    copies.append(Copy(mesh, own.shape, slot.spec))
+                    types.append(own.types[slot.buffer])
+        return DistributedArray(self.runtime, number, types[-1], tuple(copies))
+
+    @staticmethod
+    def _check_usable(leaves: Sequence[Any]) -> None:
+        """Raise WorkerError if an argument is used up: another thread may have donated it since the call began."""
+        for leaf in leaves:
+            for array in arrays_on_workers(leaf):
+                array.check_usable()
+
+    def _bring(self, leaves: Sequence[Any]) -> None:
+        """Have workers send each other the arguments that the step reads on another mesh, or in another sharding."""
+        wanted: dict[tuple[int, Any, Any], Move] = {}
+        for own in self._program.programs:
+            for slot in own.inputs:
+                array = array_of(leaves, slot)
+                if array is None or _is_placed(leaves, own, slot) or array.held_here:
+                    continue
+                copy = next((copy for copy in array.copies if copy.mesh.alive), None)
+                if copy is not None:
+                    wanted[array.number, own.shape, slot.spec] = Move(array, copy, own.shape, slot.spec)
+
+        # One group of workers that is seen in two shapes: such an array comes through this process.
+        moves = list(wanted.values())
+        shapes = {move.copy.shape for move in moves} | {move.shape for move in moves}
+        if moves and len({shape.first_device for shape in shapes}) == len(shapes):
+            move_arrays(self.runtime, moves)
+
+    def _results(self, numbers: Sequence[int]) -> list[DistributedArray]:
+        held: dict[int, list[Copy]] = {}
+        types: dict[int, Any] = {}
+        for program, mesh in zip(self._program.programs, self._program.meshes, strict=True):
+            for number, buffer in program.outputs:
+                held.setdefault(number, []).append(Copy(mesh, program.shape, program.specs[buffer]))
+                types[number] = program.types[buffer]
+        return [DistributedArray(self.runtime, n, types[i], tuple(held[i])) for i, n in enumerate(numbers)]
+
+    # ---- programs on workers --------------------------------------------------------------------------------------
+
+    def hlo_texts(self) -> list[str]:
+        """Compiled HLO of each function of the program."""
+        return self._per_function("hlo_texts")
+
+    def allocation_sizes(self) -> list[int]:
+        """Bytes per device of each function of the program."""
+        return self._per_function("allocation_sizes")
+
+    def descriptions(self) -> dict[str, str]:
+        """Host, devices and instructions of every worker."""
+        out = {}
+        with self.runtime.turn():
+            self._program.load()
+            for number, mesh in enumerate(self._program.meshes):
+                texts = self.runtime.ask(mesh.workers, "description", self._program.number)
+                for worker, text in zip(mesh.workers, texts, strict=True):
+                    out[f"stage{number}-host{worker.host}-worker"] = text
+        return out
+
+    def function_seconds(self, repeats: int = 5) -> list[float]:
+        """Seconds of each function of the program by itself: median of `repeats` calls."""
+        return self._per_function("function_seconds", repeats)
+
+    def _per_function(self, method: str, *args: Any) -> list[Any]:
+        """Answers of the first worker of each mesh, a list for its functions, in the order of the whole program.
+
+        One mesh after the other, and all workers of a mesh at once.
+        """
+        with self.runtime.turn():
+            self._program.load()
+            number, meshes = self._program.number, self._program.meshes
+            answers = [iter(self.runtime.ask(mesh.workers, method, number, *args)[0]) for mesh in meshes]
+        return [next(answers[mesh]) for mesh in self._mesh_of_function]
+
+    def sync(self) -> None:
+        """Wait until all steps that were started have ended."""
+        self.runtime.sync()
+
+
+def _calls_by_mesh(program: Program) -> list[list[int]]:
+    """For each mesh, the instructions of the program that call its functions: it makes these calls in this order."""
+    calls: list[list[int]] = [[] for _ in program.meshes]
+    for i, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Run | Accumulate):
+            calls[program.functions[instruction.function].mesh].append(i)
+    return calls
+
+
+def _is_placed(leaves: Sequence[Any], own: MeshProgram, slot: InputSlot) -> bool:
+    """Whether the argument of an input is on the mesh of the program, in the sharding that the program reads."""
+    array = array_of(leaves, slot)
+    return array is not None and array.lies(own.shape, slot.spec)

@@ -1,0 +1,230 @@
+"""One program on the workers of a session: loaded where its meshes run, and started step by step."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import ChainMap, Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minialpa.arrays import RemoteArray
+from minialpa.programs.mesh_program import ArrayType, MeshProgram, Place, links, worker_places
+from minialpa.programs.program import InputSlot, Program
+from minialpa.programs.resharding import Box, shard_boxes
+from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
+from minialpa.runtime.cluster.distributed_array import DistributedArray, MeshWorkers
+from minialpa.runtime.cluster.launcher import Launcher, Reply, WorkerHandle
+from minialpa.runtime.workers.numpy_wire import to_plain
+from minialpa.runtime.workers.worker_program import Argument, Given
+from minialpa.sharding import Spec
+
+#: Shards of this size, where several workers get them, are sent to each host once.
+_SHARE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShards:
+    """The distinct shards of an input that one worker gets, and which of them each of its devices has."""
+
+    boxes: tuple[Box, ...]
+    shard_of_device: tuple[int, ...]
+
+
+class ClusterProgram:
+    """A program, split by mesh.
+
+    Attributes:
+        runtime: that of the session.
+        number: by which workers know the program.
+        programs: what each mesh does.
+        places: the workers of all meshes, in order.
+        meshes: the running workers of each mesh; empty until `load`.
+        shards: for each mesh, input and worker, what the worker gets of an argument that this process sends.
+    """
+
+    def __init__(self, runtime: ClusterRuntime, program: Program, types: Mapping[int, ArrayType]) -> None:
+        """types: of buffers that no function of the program reads or writes."""
+        self.runtime = runtime
+        self.programs = runtime.split(program, types)
+        self.number = runtime.new_number()
+        self.places = worker_places(program.meshes, runtime.launcher.devices_per_host)
+        self.meshes: list[MeshWorkers] = []
+        self.shards = [_worker_shards(own, [p for p in self.places if p.mesh == own.mesh]) for own in self.programs]
+        self._keys = [(shape.first_device, math.prod(shape.logical_shape)) for shape in program.meshes]
+        self._donated_leaves = program.donated_leaves
+        weakref.finalize(self, runtime.dropped.append, self.number)  # also of what fails to load
+
+    def load(self) -> None:
+        """Start the meshes that do not run, and compile the program on workers that do not have it.
+
+        To be called in a turn, in which the meshes are also used: another turn may end them.
+        """
+        if self.meshes and all(mesh.alive for mesh in self.meshes):
+            return
+        meshes = self.runtime.meshes(self._keys)
+        self.runtime.unload_dropped()
+        launcher = self.runtime.launcher
+        workers = [
+            (worker, program)
+            for program, mesh in zip(self.programs, meshes, strict=True)
+            for worker in mesh.workers
+        ]  # fmt: skip
+
+        # Every worker connects to all others, so each has to be listening before the first one loads.
+        addresses = self.runtime.gather(
+            {w.actor.call("open_transport", self.number, i): w for i, (w, _) in enumerate(workers)}
+        )
+        device_links: tuple[tuple[int, int, int, int], ...] = ()
+        if launcher.platform == "cuda" and all(self.runtime.ask([w for w, _ in workers], "has_nccl")):
+            device_links = links(self.programs, self.places)
+
+        shared = {program.mesh: launcher.share(program) for program in self.programs}
+        self.runtime.gather({
+            w.actor.call("load", self.number, shared[program.mesh], self.places, i, addresses, device_links): w
+            for i, (w, program) in enumerate(workers)
+        })  # fmt: skip
+        self.meshes = meshes
+
+    def start(self, leaves: Sequence[Any], numbers: Sequence[int], traced: bool = False) -> None:
+        """Start a step whose results the workers keep under `numbers`, in the turn of this thread."""
+        step = self.runtime.new_step()
+        # Before the first call: fetching an argument waits for earlier steps, and must not wait for part of this one.
+        arguments = iter(share(self.runtime.launcher, self._arguments(leaves)))
+        used_up = self._used_up(leaves)
+
+        calls: dict[Reply, WorkerHandle] = {}
+        try:
+            for own, mesh in zip(self.programs, self.meshes, strict=True):
+                results = {number: numbers[number] for number, _ in own.outputs}
+                donated = [array.number for array in used_up if any(copy.mesh is mesh for copy in array.copies)]
+                freed = mesh.take_freed()
+                for worker in mesh.workers:
+                    mine, shared = next(arguments)
+                    call = worker.actor.call("step", self.number, step, mine, results, donated, freed, traced, *shared)
+                    calls[call] = worker
+            for array in used_up:
+                self._use_up(array)
+            self.runtime.note_step(calls)
+        except BaseException:  # Ctrl-C, say
+            if calls:
+                self.runtime.abandon("A step was interrupted when only some workers had been told of it.")
+            raise
+
+    def _arguments(self, leaves: Sequence[Any]) -> list[list[Argument]]:
+        """What each worker gets for each input: the number of an array that it holds, or shards."""
+        values = Values(leaves)
+        return [
+            [
+                self._argument(slot, own, of_slot[k], leaves, values)
+                for slot, of_slot in zip(own.inputs, shards, strict=True)
+            ]
+            for own, mesh, shards in zip(self.programs, self.meshes, self.shards, strict=True)
+            for k in range(len(mesh.workers))
+        ]
+
+    def _argument(
+        self, slot: InputSlot, own: MeshProgram, shards: WorkerShards, leaves: Sequence[Any], values: Values
+    ) -> Argument:
+        array = array_of(leaves, slot)
+        if array is not None and array.lies(own.shape, slot.spec):
+            return array.number
+        return values.given(slot, own, shards)
+
+    def _used_up(self, leaves: Sequence[Any]) -> list[DistributedArray]:
+        """Arrays on workers that the step uses up, each once."""
+        arrays = (array for leaf in sorted(self._donated_leaves) for array in arrays_on_workers(leaves[leaf]))
+        return list({id(array): array for array in arrays}.values())
+
+    def _use_up(self, array: DistributedArray) -> None:
+        """Mark a donated array as deleted, and free its copies on meshes that do not take part in the step."""
+        for copy in array.copies:
+            if copy.mesh.alive and all(copy.mesh is not mesh for mesh in self.meshes):
+                copy.mesh.freed.append(array.number)
+        array.used_up()
+
+
+class Values:
+    """Leaves as NumPy arrays and their shards, each converted and cut once."""
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self._leaves = leaves
+        self._known: dict[int, Any] = {}
+        self._shards: dict[tuple[Any, ...], np.ndarray[Any, Any]] = {}
+
+    def given(self, slot: InputSlot, program: MeshProgram, shards: WorkerShards) -> Given:
+        """The shards of input `slot` that one worker gets."""
+        kind = program.types[slot.buffer]
+        if slot.leaf not in self._known:
+            leaf = self._leaves[slot.leaf]
+            data = leaf if kind.key is None else kind.data(leaf[...])
+            self._known[slot.leaf] = np.asarray(data, kind.dtype)
+        return Given(tuple(self._shard(slot, box) for box in shards.boxes), shards.shard_of_device)
+
+    def _shard(self, slot: InputSlot, box: Box) -> np.ndarray[Any, Any]:
+        key = (slot.leaf, slot.rows, box)
+        if key not in self._shards:
+            value = self._known[slot.leaf]
+            if slot.rows is not None:
+                start, stop, dim = slot.rows
+                value = value[(slice(None),) * dim + (slice(start, stop),)]
+            shard = np.asarray(value[tuple(slice(*ends) for ends in box)], order="C")
+            self._shards[key] = to_plain(shard)
+        return self._shards[key]
+
+
+def share(launcher: Launcher, arguments: Sequence[Sequence[Argument]]) -> list[tuple[Sequence[Argument], list[Any]]]:
+    """The arguments of each worker, and the large shards that it shares with others.
+
+    The launcher copies such a shard to each host once. It goes beside the arguments, which refer to it by position.
+    """
+    large = [
+        {id(s): s for x in mine if isinstance(x, Given) for s in x.shards if np.asarray(s).nbytes >= _SHARE_BYTES}
+        for mine in arguments
+    ]
+    users = Counter(key for shards in large for key in shards)
+    refs = {key: launcher.share(shard) for key, shard in ChainMap(*large).items() if users[key] > 1}
+
+    out: list[tuple[Sequence[Argument], list[Any]]] = []
+    for mine, shards in zip(arguments, large, strict=True):
+        shared = [key for key in shards if key in refs]
+        numbers = {key: i for i, key in enumerate(shared)}
+        if shared:
+            mine = [
+                Given(tuple(numbers.get(id(s), s) for s in x.shards), x.shard_of_device) if isinstance(x, Given) else x
+                for x in mine
+            ]
+        out.append((mine, [refs[key] for key in shared]))
+    return out
+
+
+def arrays_on_workers(leaf: Any) -> list[DistributedArray]:
+    """The arrays on workers that hold the data of an argument; none if it is in this process."""
+    if isinstance(leaf, DistributedArray):
+        return [leaf]
+    stored = leaf.stored_as if isinstance(leaf, RemoteArray) else ()
+    return [array for array in stored if isinstance(array, DistributedArray)]
+
+
+def array_of(leaves: Sequence[Any], slot: InputSlot) -> DistributedArray | None:
+    """The array on workers that an input is, unless it is cut into micro-batches."""
+    leaf = leaves[slot.leaf]
+    return leaf if slot.rows is None and isinstance(leaf, DistributedArray) else None
+
+
+def _worker_shards(program: MeshProgram, places: Sequence[Place]) -> list[list[WorkerShards]]:
+    """For each input of a mesh and each of its workers, the shards of that worker."""
+    out = []
+    for slot in program.inputs:
+        shape = program.types[slot.buffer].data_shape
+        boxes = shard_boxes(shape, Spec.of(slot.spec, len(shape)), program.shape)
+        shards = []
+        for place in places:
+            mine = [boxes[device] for device in place.devices]
+            distinct = tuple(dict.fromkeys(mine))
+            shards.append(WorkerShards(distinct, tuple(distinct.index(box) for box in mine)))
+        out.append(shards)
+    return out

@@ -1,0 +1,415 @@
+"""The runtime of a session on a cluster: meshes of workers, the steps that they run, and the arrays that they hold.
+
+A step is one call to each worker. Calls return at once; what goes wrong shows in the answers, which every wait looks
+at, whatever it waits for. A failed step, and a worker that is lost, end the session: all workers are ended, the hosts
+are given back, and whoever calls gets one WorkerError. Other calls may fail, as for want of memory, without that.
+
+Threads take turns (`Turns`) at telling workers something, and wait for answers at the same time. What they all look at
+while they wait, the steps under way and the watch over the workers, changes under a lock that nobody holds for long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any, NoReturn
+
+import numpy as np
+
+from minialpa.errors import WorkerError
+from minialpa.programs.mesh_program import ArrayType, MeshProgram
+from minialpa.programs.program import MeshShape, Program
+from minialpa.runtime.cluster.distributed_array import DistributedArray, MeshWorkers
+from minialpa.runtime.cluster.launcher import CallRaised, Launcher, Reply, WorkerEnded, WorkerHandle
+from minialpa.runtime.cluster.turns import Turns
+from minialpa.runtime.cluster.watch import Watch
+from minialpa.runtime.workers.failures import (
+    Failure,
+    Fault,
+    Status,
+    call_raised,
+    died,
+    lost_host,
+    session_error,
+    silent,
+    with_stage,
+    worker_error,
+)
+from minialpa.runtime.workers.numpy_wire import from_plain
+
+#: Steps that may be under way when a thread starts another one: one runs, one waits at the workers.
+_STEPS_AHEAD = 2
+#: Seconds that other workers have to say what they know of a failure.
+_GRACE_S = 2.0
+
+
+class ClusterRuntime:
+    """Meshes, steps and arrays of one session. Usable until `shutdown`, or until a worker fails.
+
+    Attributes:
+        launcher: starts the workers and takes their calls.
+        split: what each mesh of a program does, given the types of buffers that no function reads or writes.
+        dropped: numbers of programs that nothing uses any more.
+        movers: programs that move arrays between meshes, for `array_moves` to use again; the last used one at the end.
+    """
+
+    def __init__(
+        self, launcher: Launcher, split: Callable[[Program, Mapping[int, ArrayType]], Sequence[MeshProgram]]
+    ) -> None:
+        self.launcher, self.split = launcher, split
+        self.dropped: deque[int] = deque()
+        self.movers: dict[Any, Any] = {}
+        self._turns = Turns(self._stop, self._release)
+        self._watch = Watch(launcher)
+        self._meshes: dict[tuple[int, int], MeshWorkers] = {}
+        self._numbers, self._step_numbers = itertools.count(), itertools.count()
+
+        # Threads that wait, and those that start steps, share the watch and these lists; all change under the lock.
+        self._lock = threading.RLock()
+        self._steps: deque[dict[Reply, WorkerHandle]] = deque()
+        self._fetches: deque[dict[Reply, WorkerHandle]] = deque()
+
+    def turn(self) -> AbstractContextManager[None]:
+        """No other thread has its turn in this context. Raises WorkerError if the session has ended."""
+        return self._turns.turn()
+
+    def turn_even_if_ended(self) -> AbstractContextManager[None]:
+        """As `turn`, but does not raise: for changes of arrays that need no worker."""
+        return self._turns.turn_even_if_ended()
+
+    def new_number(self) -> int:
+        """A number for an array or a program; never given twice."""
+        return next(self._numbers)
+
+    def new_step(self) -> int:
+        """The number of the next step, from 0. Moves of arrays count too."""
+        return next(self._step_numbers)
+
+    # ---- meshes ---------------------------------------------------------------------------------------------------
+
+    def meshes(self, wanted: Iterable[tuple[int, int]]) -> list[MeshWorkers]:
+        """Running workers for each (first device, number of devices). To be called in a turn.
+
+        Meshes of the same devices are reused. Other meshes that share a device with a new one end; the arrays that they
+        hold come to this process.
+        """
+        self.check()
+        keys = list(wanted)
+        missing = [key for key in keys if key not in self._meshes]
+        if missing:
+            self.launcher.check()
+
+        for key, mesh in list(self._meshes.items()):
+            if key not in keys and any(_overlap(mesh, *other) for other in keys):
+                self._retire(key, mesh)
+
+        for key, workers in zip(missing, self.launcher.start_meshes(missing, self._turns.check), strict=True):
+            self._meshes[key] = MeshWorkers(*key, workers)
+            with self._lock:
+                self._watch.add(workers)
+        return [self._meshes[key] for key in keys]
+
+    @property
+    def workers(self) -> list[WorkerHandle]:
+        """All workers of the session."""
+        return [worker for mesh in list(self._meshes.values()) for worker in mesh.workers]
+
+    def unload_dropped(self) -> None:
+        """Have workers forget the programs that were dropped."""
+        numbers = [self.dropped.popleft() for _ in range(len(self.dropped))]
+        for number in numbers:
+            self.ask(self.workers, "unload", number)
+
+    def _retire(self, key: tuple[int, int], mesh: MeshWorkers) -> None:
+        """End the workers of a mesh, once nothing waits for them, and keep the values of their arrays here."""
+        self.sync()
+        with self._lock:
+            fetches = list(self._fetches)
+        for calls in fetches:  # of other threads
+            self._wait(calls)
+
+        self.fetch([a for a in list(mesh.arrays.values()) if not a.is_deleted() and not a.held_here])
+        mesh.alive = False
+        del self._meshes[key]
+
+        # First, or the watch takes the end of these workers for a failure.
+        with self._lock:
+            self._watch.remove(mesh.workers)
+        self.launcher.end(mesh.workers)
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def ask(self, workers: Sequence[WorkerHandle], method: str, *args: Any) -> list[Any]:
+        """Call a method of each worker with the same arguments and return the answers, in one turn."""
+        with self.turn():
+            return self.gather({w.actor.call(method, *args): w for w in workers})
+
+    def gather(self, calls: dict[Reply, WorkerHandle]) -> list[Any]:
+        """Answers of calls, in order. Raises WorkerError if one of them, or of the steps under way, fails."""
+        with self._turns.in_use():
+            self._wait(calls)
+            return [self._answer(ref, worker) for ref, worker in calls.items()]
+
+    def make_room(self) -> None:
+        """Wait while too many steps are under way. To be called before the turn of the next one, not in it."""
+        with self._turns.in_use():
+            while True:
+                with self._lock:
+                    oldest = self._steps[0] if len(self._steps) > _STEPS_AHEAD else None
+                if oldest is None:
+                    return
+                self._finish(oldest)
+
+    def note_step(self, calls: dict[Reply, WorkerHandle]) -> None:
+        """A step is under way."""
+        with self._lock:
+            self._steps.append(calls)
+
+    def sync(self) -> None:
+        """Wait until every step that was started before has ended."""
+        with self._turns.in_use():
+            self.check()
+            with self._lock:
+                steps = list(self._steps)
+            for step in steps:
+                self._finish(step)
+
+    def _finish(self, step: dict[Reply, WorkerHandle]) -> None:
+        """Wait until a step has ended."""
+        self._wait(step)
+        with self._lock, suppress(ValueError):  # another thread has waited for it, too
+            self._steps.remove(step)
+
+    def check(self) -> None:
+        """Raise WorkerError if the session has ended, or if a worker was lost or a step failed meanwhile."""
+        with self._turns.in_use():
+            watched = self._watched()
+            for reply in self.launcher.ready(list(watched)):
+                self._look_at(reply, watched[reply])
+
+    def _watched(self) -> dict[Reply, WorkerHandle]:
+        """Calls that tell of failures: the lives of the workers, and the steps under way."""
+        with self._lock:
+            watched = dict(self._watch.lives)
+            for step in self._steps:
+                watched.update(step)
+            return watched
+
+    def _wait(self, calls: dict[Reply, WorkerHandle]) -> None:
+        """Wait until all calls are answered. Raises WorkerError if they, a step or a worker fails.
+
+        A call that is queued behind a step that hangs is never answered, so this looks at all steps and workers. These
+        change meanwhile: other threads start steps and meshes, and may end the session.
+        """
+        waiting, seen = set(calls), set[Reply]()
+        with self._lock:
+            self._watch.note_progress()
+
+        while waiting:
+            watched = {ref: worker for ref, worker in (self._watched() | calls).items() if ref not in seen}
+            done = self.launcher.wait(list(watched), self._watch.interval_s)
+            self._turns.check()
+
+            for ref in done:
+                with self._lock:
+                    self._watch.note_progress()
+                self._look_at(ref, watched[ref])
+                seen.add(ref)
+                waiting.discard(ref)
+
+            if not done:
+                self._beat()
+
+    def _look_at(self, ref: Reply, worker: WorkerHandle) -> None:
+        """End the session, and raise WorkerError, if a reply tells of a failure. A retired worker may end."""
+        failure = self._failure_in(ref, worker)
+        with self._lock:
+            was_retired = not self._watch.watches(worker)
+        if failure is not None and not was_retired:
+            self._fail(failure)
+
+    def _failure_in(self, reply: Reply, worker: WorkerHandle) -> Failure | None:
+        """The failure that a reply tells of, or None: what a step returned, or the end of the worker."""
+        try:
+            answer = self.launcher.answer(reply)
+        except CallRaised as error:
+            # The caller of any other method gets this error itself.
+            with self._lock:
+                is_of_step = any(reply in step for step in self._steps)
+            if not is_of_step:
+                return None
+            return call_raised(self._status(worker), error.method, error.message, error.traceback)
+        except WorkerEnded as error:
+            return died(self._status(worker), str(error))
+        return answer if isinstance(answer, Failure) else None
+
+    def _answer(self, reply: Reply, worker: WorkerHandle) -> Any:
+        try:
+            return self.launcher.answer(reply)
+        except CallRaised as error:
+            failure = call_raised(self._status(worker), error.method, error.message, error.traceback)
+            raise worker_error(failure, (), has_ended=False) from error
+
+    def _status(self, worker: WorkerHandle) -> Status:
+        """The last known status of a worker."""
+        with self._lock:
+            return self._placed(self._watch.status(worker))
+
+    def _placed(self, status: Status) -> Status:
+        """`status`, with the stage of a worker that has not run a step."""
+        meshes = sorted(list(self._meshes.values()), key=lambda mesh: mesh.first_device)
+        numbers = [[worker.number for worker in mesh.workers] for mesh in meshes]
+        return with_stage(status, next((i for i, mesh in enumerate(numbers) if status.worker in mesh), -1))
+
+    # ---- arrays ---------------------------------------------------------------------------------------------------
+
+    def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]:
+        """The values of arrays, with one call to each worker; the arrays keep them.
+
+        The calls are made in one turn, so that the values belong together. Other threads may donate or delete the
+        arrays before the answers come.
+        """
+        calls: dict[Reply, WorkerHandle] = {}
+        owners: list[list[DistributedArray]] = []
+        with self._turns.in_use():
+            with self.turn():
+                self.check()
+                # Another thread may have fetched some since the caller looked, and ended their mesh.
+                values = {array.number: array.kept for array in arrays if array.held_here}
+                missing = [array for array in arrays if array.number not in values]
+
+                for mesh, mine in _by_mesh(missing):
+                    for worker in mesh.workers:
+                        calls[worker.actor.call("fetch", [a.number for a in mine])] = worker
+                        owners.append(mine)
+                with self._lock:
+                    self._fetches.append(calls)
+
+            # Other threads may have their turn while this one waits.
+            try:
+                answers = self.gather(calls)
+            finally:
+                with self._lock, suppress(ValueError):
+                    self._fetches.remove(calls)
+
+        values |= _put_together(zip(owners, answers, strict=True))
+        for array in missing:
+            array.keep(values[array.number])
+        return [values[array.number] for array in arrays]
+
+    def mesh_of(self, shape: MeshShape) -> MeshWorkers:
+        """The running workers of these devices."""
+        return self._meshes[shape.first_device, math.prod(shape.logical_shape)]
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End all workers and give the hosts back. Arrays that were not fetched are lost. Calling it twice is fine.
+
+        Other threads get a WorkerError from what they wait for.
+        """
+        self._turns.shutdown(WorkerError("`minialpa.shutdown()` was called."))
+
+    def abandon(self, message: str) -> None:
+        """End the session; its next use raises a WorkerError that says `message`. To be called in a turn."""
+        with suppress(WorkerError):
+            self._turns.end(WorkerError(message))
+
+    def _stop(self) -> None:
+        """End the workers, so that nobody waits for them any more."""
+        for mesh in list(self._meshes.values()):
+            mesh.alive = False
+        self.launcher.end(self.workers)
+
+    def _release(self) -> None:
+        with self._lock:
+            self._watch.remove(list(self._watch.lives.values()))
+            self._steps.clear()
+        self._meshes.clear()
+        self.launcher.release()
+
+    def _beat(self) -> None:
+        """Raise WorkerError if a worker hangs, or the cluster is lost."""
+        with self._lock:
+            failure = self._watch.heartbeat(bool(self._steps))
+        if failure is not None:
+            self._fail(dataclasses.replace(failure, where=self._placed(failure.where)))
+        fault = self.launcher.fault()
+        if fault is not None:
+            self._turns.end(WorkerError(fault))
+
+    def _fail(self, first: Failure) -> NoReturn:
+        """End the session for what `first` says, or for what turns out to be its cause; raises WorkerError."""
+        self._turns.end(session_error([first], []), lambda: session_error(*self._hear(first)))
+
+    def _hear(self, first: Failure) -> tuple[list[Failure], list[Status]]:
+        """All failures that workers report within a moment, in the order in which they come; the status of the rest.
+
+        One fault fails several workers, and the first report may come from a victim.
+        """
+        found, statuses = [first], []
+        with self._lock:
+            asked = self._watch.ask({first.where.worker})
+        watched = self._watched() | asked
+        deadline = time.monotonic() + _GRACE_S
+
+        # The calls of `live` of workers that go on are not answered, so they are not waited for.
+        while watched.keys() - self._watch.lives.keys() and (left := deadline - time.monotonic()) > 0:
+            for ref in self.launcher.wait(list(watched), left):
+                worker = watched.pop(ref)
+                failure = self._failure_in(ref, worker)
+                if failure is not None:
+                    found.append(failure)
+                elif asked.pop(ref, None) is not None:
+                    statuses.append(self._placed(self.launcher.answer(ref)))
+
+        known = {f.where.worker for f in found}
+        found += [silent(self._status(w), _GRACE_S) for w in asked.values() if w.number not in known]
+        return self._with_lost_hosts(found), statuses
+
+    def _with_lost_hosts(self, found: list[Failure]) -> list[Failure]:
+        """The failures, with the fault of a dead or silent worker replaced where its host is lost."""
+        lost = self.launcher.lost_hosts(f.where.host for f in found if f.fault in (Fault.DIED, Fault.SILENT))
+        return [lost_host(f.where, lost[f.where.host]) if f.where.host in lost else f for f in found]
+
+
+def _overlap(mesh: MeshWorkers, first_device: int, n_devices: int) -> bool:
+    """Whether a mesh has some of the devices from `first_device` on."""
+    return first_device < mesh.devices.stop and mesh.first_device < first_device + n_devices
+
+
+def _by_mesh(arrays: Sequence[DistributedArray]) -> list[tuple[MeshWorkers, list[DistributedArray]]]:
+    """Each mesh with the arrays to fetch from it. Raises WorkerError if an array is used up, or no mesh holds it."""
+    found: dict[int, tuple[MeshWorkers, list[DistributedArray]]] = {}
+    for array in arrays:
+        array.check_usable()
+        mesh = next((copy.mesh for copy in array.copies if copy.mesh.alive), None)
+        if mesh is None:
+            raise WorkerError(f"The session that held an array of shape {array.shape} has ended.")
+        found.setdefault(id(mesh), (mesh, []))[1].append(array)
+    return list(found.values())
+
+
+def _put_together(answers: Iterable[tuple[Sequence[DistributedArray], Any]]) -> dict[int, Any]:
+    """Values of arrays by their number. answers: the arrays that each worker was asked for, and the shards it sent."""
+    data: dict[int, Any] = {}
+    types: dict[int, ArrayType] = {}
+
+    for arrays, answer in answers:
+        for array, shards in zip(arrays, answer, strict=True):
+            types[array.number] = array.type
+            for box, sent in shards:
+                shard = from_plain(sent, array.type.dtype)
+                # A shard that is all of the array is its value, without a copy.
+                if array.number not in data:
+                    shape = array.type.data_shape
+                    data[array.number] = shard if shard.shape == shape else np.empty(shape, shard.dtype)
+                if data[array.number] is not shard:
+                    data[array.number][tuple(slice(*ends) for ends in box)] = shard
+    return {number: kind.typed(data[number]) for number, kind in types.items()}

@@ -1,0 +1,174 @@
+"""Arrays that workers hold: a number, by which workers know the array, and the meshes that have copies of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from minialpa.arrays import RemoteArray
+from minialpa.errors import WorkerError
+from minialpa.programs.mesh_program import ArrayType
+from minialpa.programs.program import MeshShape
+from minialpa.runtime.cluster.launcher import WorkerHandle
+
+
+class Holder(Protocol):
+    """The runtime that arrays belong to."""
+
+    def fetch(self, arrays: Sequence[DistributedArray]) -> list[Any]:
+        """The values of arrays, which keep them."""
+
+    def turn_even_if_ended(self) -> AbstractContextManager[None]:
+        """While this is open, no other thread tells the workers anything."""
+
+    def sync(self) -> None:
+        """Wait until every step has ended."""
+
+
+@dataclass(slots=True, eq=False)
+class MeshWorkers:
+    """The workers of some devices. freed: arrays that nobody uses any more and that they have not been told of."""
+
+    first_device: int
+    n_devices: int
+    workers: list[WorkerHandle]
+    alive: bool = True
+    freed: deque[int] = field(default_factory=deque)
+    arrays: weakref.WeakValueDictionary[int, DistributedArray] = field(default_factory=weakref.WeakValueDictionary)
+
+    @property
+    def devices(self) -> range:
+        return range(self.first_device, self.first_device + self.n_devices)
+
+    def take_freed(self) -> list[int]:
+        """Arrays to free with the next call."""
+        return [self.freed.popleft() for _ in range(len(self.freed))]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """The array on the workers of one mesh, seen in `shape` and laid out by `spec`."""
+
+    mesh: MeshWorkers
+    shape: MeshShape
+    spec: PartitionSpec
+
+
+class DistributedArray(RemoteArray):
+    """An array on the meshes of a session; on several of them if it is replicated over meshes.
+
+    A step takes it without a copy through this process where it lies as the step wants it. Its memory is freed on the
+    workers when the last reference goes.
+    """
+
+    def __init__(self, runtime: Holder, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> None:
+        self._runtime, self.number, self.type, self.copies = runtime, number, type, copies
+        self.shape, self.dtype, self.weak_type = type.shape, type.jax_dtype, type.weak_type
+        for copy in copies:
+            copy.mesh.arrays[number] = self
+        self._host: Any = None
+        self._deleted = False
+
+    @property
+    def mesh_ids(self) -> tuple[int, ...]:
+        """First device of each mesh that holds a copy."""
+        return tuple(copy.mesh.first_device for copy in self.copies)
+
+    @property
+    def specs(self) -> tuple[PartitionSpec, ...]:
+        """How it lies on each of these meshes."""
+        return tuple(copy.spec for copy in self.copies)
+
+    def lies(self, shape: MeshShape, spec: PartitionSpec) -> bool:
+        """Whether a mesh that runs holds it as `spec` lays it out on `shape`."""
+        return any(copy.mesh.alive and copy.shape == shape and copy.spec == spec for copy in self.copies)
+
+    def add(self, copy: Copy) -> None:
+        """Note another copy, under the same number."""
+        self.copies = (*self.copies, copy)
+        copy.mesh.arrays[self.number] = self
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several meshes have a copy."""
+        return len(self.copies) > 1
+
+    def is_deleted(self) -> bool:
+        return self._deleted
+
+    def delete(self) -> None:
+        """Free the memory now. The array cannot be used any more."""
+        with self._runtime.turn_even_if_ended():  # no step is being told of this array
+            if not self._deleted:
+                self._deleted = True
+                self._host = None
+                self._release()
+
+    def used_up(self) -> None:
+        """A step has taken over the memory."""
+        self._deleted = True
+        self._host = None
+
+    def keep(self, value: Any) -> None:
+        """Hold the value in this process too, unless the array is used up by now. Nobody writes to it: `np.asarray`
+        hands it out, and steps may read it."""
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+        if not self._deleted:
+            self._host = value
+
+    @property
+    def kept(self) -> Any:
+        """The value in this process; None if it was not fetched, or the array is used up."""
+        return self._host
+
+    @property
+    def held_here(self) -> bool:
+        """Whether this process has the value."""
+        return self._host is not None
+
+    def block_until_ready(self) -> DistributedArray:
+        self.check_usable()
+        if self._host is None:
+            self._runtime.sync()
+            is_lost = not any(copy.mesh.alive for copy in self.copies)
+            if is_lost and self._host is None:
+                raise WorkerError(f"The session that held an array of shape {self.shape} has ended.")
+        return self
+
+    def _fetch(self) -> Any:
+        self.check_usable()
+        value = self._host  # another thread may donate the array at any time
+        return self._runtime.fetch([self])[0] if value is None else value
+
+    @classmethod
+    def _fetch_all(cls, arrays: Sequence[Any]) -> None:
+        for array in arrays:
+            array.check_usable()
+        missing = [array for array in arrays if not array.held_here]
+        if missing:
+            missing[0]._runtime.fetch(missing)
+
+    def check_usable(self) -> None:
+        """Raise WorkerError if the array was deleted or donated."""
+        if self._deleted:
+            raise WorkerError(
+                f"An array of shape {self.shape} was deleted or donated to a step. Use that step's result, or keep "
+                "arguments alive with `donate_argnums=()`."
+            )
+
+    def _release(self) -> None:
+        for copy in self.copies:
+            if copy.mesh.alive:
+                copy.mesh.freed.append(self.number)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_deleted", True):
+            self._release()

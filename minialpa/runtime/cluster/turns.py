@@ -1,0 +1,146 @@
+"""Turns of the threads that share a session: only one at a time tells workers what to run, and the session ends once.
+
+Workers run calls in the order in which they get them. If two workers got two steps in different orders, each would
+wait for a step that the other has not begun. So a thread takes its *turn*, makes the calls to all workers, and gives
+the turn up before it waits for results.
+
+Any thread may find that the session has failed, or may shut it down. The first one that does determines the cause, and
+all others raise the same WorkerError. That first thread also releases the session, once the others have left it: until
+then they may still use its connection to the cluster.
+
+There are three locks. `_turn` is held during a turn. `_changed` protects the counts and the failure, and is held for an
+instant only. `_closing` is held while the session is released; `stop` and `release` are called under it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from minialpa.errors import WorkerError
+from minialpa.runtime.workers.failures import ended
+
+#: Seconds that threads have to leave a session that has ended. While they wait, they check about once a second.
+_LEAVE_S = 10.0
+
+
+class Turns:
+    """The turns of one session, and its end.
+
+    `stop` ends the workers, which wakes the threads that wait for them. `release` returns what the session has
+    reserved.
+
+    Attributes:
+        failure: What has ended the session, or None.
+    """
+
+    def __init__(self, stop: Callable[[], None], release: Callable[[], None]) -> None:
+        self._stop, self._release = stop, release
+        self._turn = threading.RLock()
+        self._closing = threading.RLock()
+        self._is_closed = False
+
+        # How often each thread is in `in_use`, and the thread that ends the session. These change under this lock only.
+        self._changed = threading.Condition()
+        self._users: Counter[int] = Counter()
+        self._ender: int | None = None
+        self.failure: WorkerError | None = None
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """The session is not released in this context. Raises WorkerError if it has ended."""
+        me = threading.get_ident()
+        with self._changed:
+            self.check()
+            self._users[me] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._users[me] -= 1
+                has_left = not self._users[me]
+                if has_left:
+                    del self._users[me]
+                    self._changed.notify_all()
+
+            # Only now: the thread that ends the session may itself be several contexts deep in it.
+            if has_left and self._ender == me:
+                self._close()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """No other thread has its turn in this context. Raises WorkerError if the session has ended."""
+        with self.in_use(), self._turn:
+            self.check()
+            yield
+
+    @contextmanager
+    def turn_even_if_ended(self) -> Iterator[None]:
+        """As `turn`, but does not raise: for changes of arrays that need no worker."""
+        with self._turn:
+            yield
+
+    def check(self) -> None:
+        """Raise WorkerError if the session has ended."""
+        if self.failure is not None:
+            raise ended(self.failure)
+
+    def end(self, first: WorkerError, find_cause: Callable[[], WorkerError] | None = None) -> NoReturn:
+        """End the session, from within `in_use`. Raises what `find_cause` returns, or `first` without it.
+
+        If another thread is ending the session already, wait until it knows the cause, and raise that. An interrupt of
+        `find_cause` is raised as it is; `first` is then what the session has ended with.
+        """
+        if not self._is_ender():
+            self._await_failure()
+            self.check()
+
+        cause = first
+        try:
+            cause = find_cause() if find_cause is not None else first
+        finally:
+            with self._changed:
+                self.failure = cause
+                self._changed.notify_all()
+        raise cause
+
+    def shutdown(self, reason: WorkerError) -> None:
+        """End the session for `reason` if it has not ended yet, and release it. Calling it twice is fine.
+
+        To be called outside `in_use`.
+        """
+        if self._is_ender():
+            with self._changed:
+                self.failure = reason
+                self._changed.notify_all()
+        self._await_failure()
+        self._close()
+
+    def _is_ender(self) -> bool:
+        """Whether this thread is the first one that ends the session, and has not said why yet."""
+        me = threading.get_ident()
+        with self._changed:
+            self._ender = self._ender or me
+            return self._ender == me and self.failure is None
+
+    def _await_failure(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None)
+
+    def _close(self) -> None:
+        """Stop the workers, wait until all other threads have left, and release the session, once.
+
+        If an earlier call was interrupted, this one does what is left.
+        """
+        with self._closing:
+            if self._is_closed:
+                return
+            self._stop()
+            me = threading.get_ident()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._users.keys() - {me}, _LEAVE_S)
+            self._release()
+            self._is_closed = True

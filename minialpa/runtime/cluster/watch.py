@@ -1,0 +1,103 @@
+"""The watch over the workers of a session: whether they live, answer and make progress.
+
+A call of `Worker.live` ends when its process does, so every wait of the runtime also waits for these calls. While a
+wait takes long, the runtime calls `heartbeat` about once a second: it asks all workers for their status, which shows
+which worker hangs, and where one was that dies later. `failures.hung_worker` and `failures.stalled_step` decide what
+the answers mean; this module only makes the calls and keeps the times.
+
+A watch is not thread-safe: the runtime uses it under its lock. It raises nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+
+from minialpa.runtime.cluster.launcher import CallRaised, Launcher, Reply, WorkerEnded, WorkerHandle
+from minialpa.runtime.workers.failures import Failure, Status, hung_worker, stalled_step
+
+
+class Watch:
+    """The watch over some workers, none at first.
+
+    Attributes:
+        timeout_s: Seconds that a worker has to answer, and that a step has to make progress.
+        interval_s: Seconds between two heartbeats.
+        lives: The calls of `Worker.live`, which end when the process of their worker does.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.timeout_s = launcher.timeout_s
+        self.interval_s = min(1.0, self.timeout_s / 4)
+        self.lives: dict[Reply, WorkerHandle] = {}
+        self._launcher = launcher
+        self._known: dict[int, Status] = {}  # The last status of each worker.
+        self._asked: dict[Reply, tuple[WorkerHandle, float]] = {}  # Unanswered calls, and when they were made.
+        self._last_progress_s = time.monotonic()
+
+    def add(self, workers: Iterable[WorkerHandle]) -> None:
+        """Watch workers that have just started."""
+        started = list(workers)
+        self.lives.update((w.actor.call_aside("live"), w) for w in started)
+        # Their first status says which process each of them is.
+        now = time.monotonic()
+        self._asked.update((_ask(w), (w, now)) for w in started)
+
+    def remove(self, workers: Iterable[WorkerHandle]) -> None:
+        """Stop watching workers that are about to end."""
+        removed = {w.number for w in workers}
+        self.lives = {ref: w for ref, w in self.lives.items() if w.number not in removed}
+        self._asked = {ref: asked for ref, asked in self._asked.items() if asked[0].number not in removed}
+
+    def watches(self, worker: WorkerHandle) -> bool:
+        """Whether the worker was added and not removed."""
+        return any(w.number == worker.number for w in self.lives.values())
+
+    def status(self, worker: WorkerHandle) -> Status:
+        """The last known status of the worker."""
+        self._read_answers()
+        return self._last_status(worker)
+
+    def note_progress(self) -> None:
+        """Note that a call was answered, or that a wait begins: the time for progress starts again."""
+        self._last_progress_s = time.monotonic()
+
+    def ask(self, but: Collection[int] = ()) -> dict[Reply, WorkerHandle]:
+        """Ask all workers for their status, except those with the numbers `but`; the calls."""
+        asked = [w for w in self.lives.values() if w.number not in but]
+        return {_ask(w): w for w in asked}
+
+    def heartbeat(self, is_stepping: bool) -> Failure | None:
+        """Read the answers to the last heartbeat and ask again; the failure that the answers show, or None.
+
+        `is_stepping` says whether a step is under way: only then do workers have to make progress.
+        """
+        self._read_answers()
+        now = time.monotonic()
+        waiting = {w.number for w, _ in self._asked.values()}
+        self._asked.update((ref, (w, now)) for ref, w in self.ask(waiting).items())
+
+        unanswered = [(self._last_status(w), now - asked_s) for w, asked_s in self._asked.values()]
+        failure = hung_worker(unanswered, self.timeout_s)
+        if failure is None and is_stepping:
+            failure = stalled_step(list(self._known.values()), now - self._last_progress_s, self.timeout_s)
+        return failure
+
+    def _last_status(self, worker: WorkerHandle) -> Status:
+        return self._known.get(worker.number) or Status(worker=worker.number, host=worker.host)
+
+    def _read_answers(self) -> None:
+        """Read the answers that have come. One that differs from the last shows that its worker makes progress."""
+        for ref in self._launcher.ready(list(self._asked)):
+            del self._asked[ref]
+            try:
+                status = self._launcher.answer(ref)
+            except (CallRaised, WorkerEnded):
+                continue  # The worker has died, and its call of `live` says so.
+            if self._known.get(status.worker) != status:
+                self._known[status.worker] = status
+                self.note_progress()
+
+
+def _ask(worker: WorkerHandle) -> Reply:
+    return worker.actor.call_aside("status")

@@ -1,0 +1,73 @@
+"""Workers as Ray actors: calls, replies and errors of Ray in the terms of `launcher`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from minialpa.runtime.cluster.launcher import CallRaised, Reply, WorkerEnded
+from minialpa.runtime.workers.worker import Worker
+
+#: Calls of a concurrency group have a thread of their own in the actor. One of `live` never returns.
+_GROUP_OF_METHOD = {"status": "control", "stop": "control", "live": "life"}
+
+_ACTOR: Any = ray.remote(concurrency_groups={"control": 1, "life": 1})(Worker)  # type: ignore[call-overload]
+
+#: Beginnings of lines in Ray's errors that say nothing of the reason.
+_LABELS = ("actor_id:", "class_name:", "ip:", "name:", "namespace:", "pid:")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RayActor:
+    """A worker in a process that Ray has started. See `launcher.Actor`."""
+
+    handle: Any
+
+    def call(self, method: str, *args: Any) -> Reply:
+        return getattr(self.handle, method).remote(*args)
+
+    def call_aside(self, method: str, *args: Any) -> Reply:
+        return getattr(self.handle, method).options(concurrency_group=_GROUP_OF_METHOD[method]).remote(*args)
+
+
+def start_actor(options: dict[str, Any], *args: Any) -> RayActor:
+    """Start a `Worker(*args)` with these options of Ray."""
+    return RayActor(_ACTOR.options(**options).remote(*args))
+
+
+class RayCalls:
+    """The calls of a `Launcher`, for `RayActor`s."""
+
+    def share(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def wait(self, replies: Sequence[Reply], timeout_s: float) -> list[Reply]:
+        return list(ray.wait(list(replies), num_returns=1, timeout=timeout_s)[0])
+
+    def ready(self, replies: Sequence[Reply]) -> list[Reply]:
+        return list(ray.wait(list(replies), num_returns=len(replies), timeout=0)[0]) if replies else []
+
+    def answer(self, reply: Reply) -> Any:
+        try:
+            return ray.get(reply)
+        except RayTaskError as error:
+            raise _call_raised(error) from error
+        except RayError as error:
+            raise WorkerEnded(_reason(error)) from error
+
+
+def _call_raised(error: RayTaskError) -> CallRaised:
+    text = re.sub(r"\x1b\[\d+m", "", str(error))  # colours
+    called = re.search(r"ray::(?:\w+\.)?(\w+)", text)  # the error that `ray.get` raises keeps no name
+    return CallRaised(called[1] if called else None, f"{error.cause!r}" if error.cause else text, text)
+
+
+def _reason(error: RayError) -> str:
+    """Why an actor has ended, in one line."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return " ".join(line for line in lines if line and not line.startswith(_LABELS))[:600]

@@ -1,0 +1,364 @@
+"""Hosts of a Ray cluster: a session reserves them here and starts worker processes on them.
+
+`node_choice.py` chooses the Ray nodes that become hosts.
+
+`RayCluster` owns the reservation (a placement group), the processes of the workers, and the connection to Ray if it
+has made that itself; `release` returns all of them. It starts no thread that outlives a call. One thread at a time
+starts and ends workers (see `turns.py`); `fault` and `lost_hosts` may be called from any thread. Ray can
+end this process if its head is gone, so calls that would do that look first whether the head answers.
+
+Errors are ShardingError if the cluster has too few hosts or devices, MinialpaError if it cannot be used, and
+WorkerError if workers do not start.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from minialpa.cluster import ClusterSpec, PresetName, gpu_preset
+from minialpa.errors import MinialpaError
+from minialpa.runtime.cluster.launcher import CallRaised, WorkerEnded, WorkerHandle
+from minialpa.runtime.ray.node_choice import choose_nodes, ip_key
+from minialpa.runtime.ray.ray_actors import RayActor, RayCalls, start_actor
+from minialpa.runtime.ray.ray_connection import answers, connect, fault_of_head
+from minialpa.runtime.workers.failures import Failure, Fault, Status, call_raised, died, worker_error
+from minialpa.runtime.workers.worker_process import WorkerSettings
+
+#: Seconds that the cluster has to reserve the hosts.
+_RESERVE_TIMEOUT_S = 60.0
+#: Seconds that the workers of a mesh have to start.
+_START_TIMEOUT_S = 180.0
+#: Seconds that the head of the cluster may be unreachable. Ray itself would end this process after a minute.
+_HEAD_TIMEOUT_S = 6.0
+#: Seconds between two checks of whether the session has ended, while workers start.
+_CHECK_INTERVAL_S = 1.0
+#: Times that workers are started if the port of a coordinator is taken meanwhile.
+_START_ATTEMPTS = 3
+_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a session asks of Ray. None leaves a value to the cluster.
+
+    Attributes:
+        address: The address of a running cluster; None as `ray_connection.connect` says.
+        num_hosts: The number of hosts; None for all.
+        devices_per_host: The number of devices of each host; None for as many as every host has.
+        namespace: The Ray namespace.
+        timeout_s: Seconds that a worker waits for another one.
+        env: Environment variables of the workers.
+    """
+
+    address: str | None
+    num_hosts: int | None
+    devices_per_host: int | None
+    namespace: str
+    timeout_s: float
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A reserved host.
+
+    Attributes:
+        node_id: Its Ray node.
+        ip: Its address.
+        port: The port at which its Ray node answers.
+        bundle: Its bundle in the placement group.
+    """
+
+    node_id: str
+    ip: str
+    port: int
+    bundle: int
+
+
+class RayCluster(RayCalls):
+    """The hosts that a session has reserved, from the making of this object until `release`. See `launcher.Launcher`.
+
+    Attributes:
+        request: What the session has asked for.
+        owns_ray: Whether this object has connected the process to Ray, and will disconnect it.
+        head: The address of the cluster's head.
+        devices_per_host: The number of devices of each host.
+        platform: "cuda" or "cpu".
+        hosts: The hosts, in the order of their addresses.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.timeout_s = request.timeout_s
+        self.owns_ray = not ray.is_initialized()
+        if self.owns_ray:
+            connect(request.address, request.namespace)
+
+        try:
+            self.head = ray.get_runtime_context().gcs_address
+            self.check()
+            choice = choose_nodes(ray.nodes(), request.num_hosts, request.devices_per_host)
+            self._resource = choice.resource
+            self.devices_per_host = choice.devices_per_host
+            self.platform = "cuda" if choice.resource == "GPU" else "cpu"
+            self._resource_per_device = choice.resource_per_device
+            bundle = {choice.resource: self._resource_per_device * choice.devices_per_host}
+            self._group = _reserve(len(choice.nodes), bundle)
+            self.hosts = _hosts(self._group)
+        except BaseException:
+            if self.owns_ray:
+                ray.shutdown()
+            raise
+
+        self._secret = secrets.token_bytes(32)
+        self._n_workers = 0
+        self._released = False
+        self._head_lost_at_s: float | None = None
+
+    def release(self) -> None:
+        """Return the hosts, which ends the workers on them. Calling it twice is fine."""
+        if self._released:
+            return
+        self._released = True
+        if not ray.is_initialized():
+            return
+
+        try:
+            # Without the head, the removal would make Ray end this process.
+            if fault_of_head(self.head) is None:
+                remove_placement_group(self._group)
+        finally:
+            if self.owns_ray:
+                ray.shutdown()
+
+    def check(self) -> None:
+        """Raise MinialpaError if the head is unreachable, or was restarted after this process had connected to it."""
+        fault = fault_of_head(self.head)
+        if fault is not None:
+            raise MinialpaError(
+                f"The head of the Ray cluster at {self.head} {fault}, so nothing can start there. Fetch what you need "
+                "of a session that runs and end it with `minialpa.shutdown()`; call `ray.shutdown()`, if you have "
+                "called `ray.init`; then start again on a cluster that runs."
+            )
+
+    def fault(self) -> str | None:
+        """What to tell the user if the head has been unreachable for too long, since the first failed probe."""
+        if answers(self.head):
+            self._head_lost_at_s = None
+            return None
+        now_s = time.monotonic()
+        # One assignment, since another thread may have got an answer, and set this to None, at any time.
+        lost_at_s = self._head_lost_at_s = self._head_lost_at_s or now_s
+        if now_s - lost_at_s <= _HEAD_TIMEOUT_S:
+            return None
+        return (
+            f"The head of the Ray cluster at {self.head} has not answered for {_HEAD_TIMEOUT_S:.0f} s. Start a cluster "
+            "and call `minialpa.init` again; restore the state from a checkpoint."
+        )
+
+    def lost_hosts(self, numbers: Iterable[int]) -> dict[int, str]:
+        """The hosts, of those with these numbers, on which nothing answers, and their addresses. Ray itself takes some
+        time to notice."""
+        asked = [(number, self.hosts[number]) for number in sorted(set(numbers))]
+        with ThreadPoolExecutor(max_workers=max(1, len(asked))) as pool:
+            found = pool.map(answers, [f"{host.ip}:{host.port}" for _, host in asked])
+            return {number: host.ip for (number, host), is_there in zip(asked, found, strict=True) if not is_there}
+
+    def describe(self) -> ClusterSpec:
+        """The cluster for the planner. Links are those of the first host's kind of GPU.
+
+        The memory of a GPU is the part of it that jax takes.
+        """
+        presets: Sequence[PresetName] = self._gpu_presets() if self.platform == "cuda" else ("cpu",)
+        specs = [
+            ClusterSpec.preset(preset, num_hosts=len(self.hosts), devices_per_host=self.devices_per_host)
+            for preset in presets
+        ]
+
+        devices = [spec.device for spec in specs]
+        if self.platform == "cuda":
+            fraction = _memory_fraction(self.request.env)
+            devices = [replace(device, memory_bytes=fraction * device.memory_bytes) for device in devices]
+        return replace(specs[0], device=devices[0], host_devices=tuple(devices) if len(set(devices)) > 1 else ())
+
+    def _gpu_presets(self) -> list[PresetName]:
+        """The preset of each host."""
+        resources = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
+        label = "accelerator_type:"
+        kinds = [
+            next((name.removeprefix(label) for name in resources[host.node_id] if name.startswith(label)), "unknown")
+            for host in self.hosts
+        ]
+        presets = {kind: gpu_preset(kind) for kind in kinds}
+        return [presets[kind] for kind in kinds]
+
+    # ---- workers --------------------------------------------------------------------------------------------------
+
+    def start_meshes(self, keys: Sequence[tuple[int, int]], check: Callable[[], None]) -> list[list[WorkerHandle]]:
+        """Start workers for each (first device, number of devices): one on each host, in one jax runtime per mesh.
+
+        `check` is called about once a second meanwhile. If it raises, all of these workers end. Raises WorkerError if
+        they do not start.
+        """
+        for attempt in range(_START_ATTEMPTS):
+            meshes: list[list[WorkerHandle]] = []
+            try:
+                meshes.extend(self._spawn(*key) for key in keys)
+                failure = self._join(meshes, check)
+            except BaseException:
+                self.end(list(itertools.chain(*meshes)))
+                raise
+            if failure is None:
+                return meshes
+
+            self.end(list(itertools.chain(*meshes)))
+            if attempt + 1 == _START_ATTEMPTS or not _port_was_taken(failure):
+                hint = (
+                    f"{failure.message}\nIs minialpa installed on every host, with the same versions of jax and Python?"
+                )
+                raise worker_error(replace(failure, message=hint), (), has_ended=False)
+        raise AssertionError("unreachable")
+
+    def end(self, workers: Sequence[WorkerHandle]) -> None:
+        """End the processes of workers. It is no error if some have ended already."""
+        if not workers or not ray.is_initialized():
+            return
+        # `ray.kill` works through the head. Without it, the workers have to end themselves.
+        if fault_of_head(self.head) is not None:
+            for worker in workers:
+                worker.actor.call_aside("stop")
+        for worker in workers:
+            assert isinstance(worker.actor, RayActor)
+            ray.kill(worker.actor.handle, no_restart=True)
+
+    def _spawn(self, first_device: int, n_devices: int) -> list[WorkerHandle]:
+        """Start a process on each host that has some of the devices. Returns at once."""
+        per_host = self.devices_per_host
+        workers = []
+        for host in range(first_device // per_host, (first_device + n_devices - 1) // per_host + 1):
+            begin = max(first_device, host * per_host)
+            count = min(first_device + n_devices, (host + 1) * per_host) - begin
+            number = self._n_workers
+            self._n_workers += 1
+
+            settings = WorkerSettings(
+                number=number,
+                host=host,
+                ip=self.hosts[host].ip,
+                secret=self._secret,
+                timeout_s=self.request.timeout_s,
+                platform=self.platform,
+                n_devices=count,
+            )
+            actor = start_actor(self._options(host, count), settings)
+            workers.append(WorkerHandle(number=number, host=host, first_device=begin, n_devices=count, actor=actor))
+        return workers
+
+    def _join(self, meshes: Sequence[Sequence[WorkerHandle]], check: Callable[[], None]) -> Failure | None:
+        """Join the workers of each mesh in one jax runtime, and wait until all have; the first failure, or None.
+
+        `check` is called about once a second, and may raise.
+        """
+        # The coordinator of a mesh runs on its first worker, which finds a free port for it.
+        ports = [workers[0].actor.call("reserve_port") for workers in meshes]
+        pending = {
+            worker.actor.call("join", port, len(workers), rank): Status(
+                worker=worker.number, host=worker.host, stage=mesh
+            )
+            for mesh, (workers, port) in enumerate(zip(meshes, ports, strict=True))
+            for rank, worker in enumerate(workers)
+        }
+
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while pending:
+            left_s = max(0.0, deadline - time.monotonic())
+            done = self.wait(list(pending), min(_CHECK_INTERVAL_S, left_s))
+            check()
+
+            for ref in done:
+                status = pending.pop(ref)
+                try:
+                    self.answer(ref)
+                except CallRaised as error:
+                    return call_raised(status, error.method, error.message, error.traceback)
+                except WorkerEnded as error:
+                    return died(status, str(error))
+
+            # This wait lasted until the deadline, and nobody answered.
+            if not done and left_s <= _CHECK_INTERVAL_S:
+                late = next(iter(pending.values()))
+                return Failure(Fault.SILENT, late, f"it did not start within {_START_TIMEOUT_S:.0f} s.")
+        return None
+
+    def _options(self, host: int, n_devices: int) -> dict[str, Any]:
+        """The options of the actor of a worker with some devices of a host."""
+        amount = self._resource_per_device * n_devices
+        resources: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, "resources": {}}
+        match self._resource:
+            case "GPU":
+                resources["num_gpus"] = n_devices
+            case "CPU":
+                resources["num_cpus"] = amount
+            case custom:
+                resources["resources"] = {custom: amount}
+
+        placed = PlacementGroupSchedulingStrategy(self._group, self.hosts[host].bundle)
+        env = {**_worker_env(self.platform), **self.request.env}
+        return {**resources, "scheduling_strategy": placed, "runtime_env": {"env_vars": env}, "max_restarts": 0}
+
+
+def _worker_env(platform: str) -> dict[str, str]:
+    """The environment variables that every worker has, whatever the environment of this process is."""
+    env = {"XLA_FLAGS": "", "JAX_PLATFORMS": platform}
+    if platform == "cuda":
+        env[_MEMORY_FRACTION] = "0.9"
+    return env
+
+
+def _memory_fraction(env: Mapping[str, str]) -> float:
+    """The part of a GPU's memory that jax takes in a worker. `env` is the user's `worker_env`."""
+    text = {**_worker_env("cuda"), **env}[_MEMORY_FRACTION]
+    try:
+        return float(text)
+    except ValueError:
+        raise MinialpaError(f"`{_MEMORY_FRACTION}` in `worker_env` is a number such as 0.8; got {text!r}.") from None
+
+
+def _reserve(n_hosts: int, bundle: dict[str, float]) -> Any:
+    """A placement group with the resources of `bundle` on each of `n_hosts` nodes."""
+    group = placement_group([dict(bundle) for _ in range(n_hosts)], strategy="STRICT_SPREAD")
+    if not group.wait(_RESERVE_TIMEOUT_S):
+        remove_placement_group(group)
+        raise MinialpaError(
+            f"The Ray cluster did not reserve {bundle} on each of {n_hosts} hosts within {_RESERVE_TIMEOUT_S:.0f} s: "
+            "something else uses them. Wait for it to end, or ask for fewer hosts or devices."
+        )
+    return group
+
+
+def _hosts(group: Any) -> tuple[Host, ...]:
+    """The reserved hosts in the order of their addresses."""
+    nodes = {node["NodeID"]: (node["NodeManagerAddress"], int(node["NodeManagerPort"])) for node in ray.nodes()}
+    table = placement_group_table(group)["bundles_to_node_id"]
+    hosts = [Host(node, *nodes[node], int(bundle)) for bundle, node in table.items()]
+    return tuple(sorted(hosts, key=lambda host: (ip_key(host.ip), host.node_id)))
+
+
+def _port_was_taken(failure: Failure) -> bool:
+    """Whether another process may have taken the port of a coordinator, so that another try makes sense.
+
+    Some versions of jax crash in that case, so a death counts, too.
+    """
+    text = failure.message.lower()
+    signs = ("address already in use", "failed to bind", "failed to start rpc server")
+    return failure.fault is Fault.DIED or any(sign in text for sign in signs)

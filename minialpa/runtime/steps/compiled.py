@@ -1,0 +1,93 @@
+"""Compiles the functions of a program for a mesh; both runtimes do it here.
+
+`jax.jit` lowers a function with the shardings that the program gives; XLA compiles several lowered functions at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from minialpa.runtime.steps.step_trace import flagged
+
+#: Elements of less than a byte. The function that `lower(...).compile()` gives takes no arrays of these on CPU: it asks
+#: for a packed layout, which such arrays never have there. Calls of the jitted function pack and unpack them.
+_NARROW = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+
+
+def lower(
+    function: Callable[..., Any],
+    avals: Sequence[Any],
+    *,
+    mesh: Mesh,
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Sequence[PartitionSpec],
+    donated: Sequence[int],
+    with_flag: bool = False,
+) -> tuple[Any, Any]:
+    """The function jitted for a mesh, and lowered.
+
+    Args:
+        function: of all inputs; returns a sequence of outputs.
+        avals: shape and dtype of each input.
+        mesh: the devices.
+        in_specs: sharding of each input.
+        out_specs: sharding of each output.
+        donated: positions of the inputs whose buffers the outputs may reuse.
+        with_flag: add the output by which traced steps see the end of a call (`step_trace.flagged`).
+    """
+    specs = (*out_specs, PartitionSpec()) if with_flag else out_specs
+    jitted = jax.jit(
+        flagged(function) if with_flag else function,
+        in_shardings=tuple(NamedSharding(mesh, spec) for spec in in_specs),
+        out_shardings=tuple(NamedSharding(mesh, spec) for spec in specs),
+        donate_argnums=tuple(donated),
+        keep_unused=True,
+    )
+    return jitted, jitted.lower(*avals)
+
+
+def compile_all(lowered: Iterable[tuple[Any, Any]]) -> list[Any]:
+    """Compile what `lower` gives. An iterable that lowers as it goes overlaps with the compiler, which runs in other
+    threads: lowering holds Python's interpreter lock, compiling does not."""
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        pending = [pool.submit(_compile, *each) for each in lowered]
+        return [future.result() for future in pending]
+
+
+def allocation_size(compiled: Any) -> int:
+    """Bytes per device that a compiled function needs: arguments, results and temporaries."""
+    stats = compiled.memory_analysis()
+    used = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    return int(used - stats.alias_size_in_bytes)
+
+
+def _compile(jitted: Any, lowered: Any) -> Any:
+    avals = jax.tree.leaves(lowered.in_avals)
+    return NarrowCall(jitted, lowered) if any(str(aval.dtype) in _NARROW for aval in avals) else lowered.compile()
+
+
+class NarrowCall:
+    """A compiled function that takes arrays of narrow elements.
+
+    Its first call compiles it. The methods of `jax.stages.Compiled` compile it once more, to look into it.
+    """
+
+    def __init__(self, jitted: Any, lowered: Any) -> None:
+        self._jitted, self._lowered = jitted, lowered
+
+    def __call__(self, *args: Any) -> Any:
+        return self._jitted(*args)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return self._lowered.compile()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)

@@ -1,0 +1,134 @@
+"""The transport through host memory: NumPy arrays between processes of one machine, or over TCP between machines.
+
+Each pair of workers has one connection (`Channel`), with two threads at each end. On one machine, the sender copies
+into memory that both processes map, and the receiver reads it in place. A mailbox keeps messages until they are
+received.
+
+Arrays that `receive` returns are views of transport memory, which is reused once nothing refers to them. jax on CPU
+uses them without a copy: `jax.device_put` to any of the devices, `jax.dlpack.from_dlpack` to the first one. It never
+writes to such memory, not even when the array is donated: the result then gets memory of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from queue import Empty
+from typing import Any
+
+import numpy as np
+
+from minialpa.errors import WorkerError
+from minialpa.runtime.transports.channel import Channel
+from minialpa.runtime.transports.handshake import Address, Listener, connect
+from minialpa.runtime.transports.mailbox import Mailbox, ReceivedBytes
+from minialpa.runtime.transports.transport import Part, Piece, lay_out
+
+#: Seconds that `close` waits for sends under way.
+_FLUSH_S = 2.0
+
+
+class HostTransport:
+    """The transport of worker `number`. Make it, tell all peers its `address`, then call `connect`.
+
+    It listens only on `host`, the address of this machine that peers connect to.
+
+    Its threads need Python's interpreter a few times for each message. If other threads keep it busy, each time takes
+    up to `sys.getswitchinterval()`, which is 5 ms unless the worker sets it lower.
+
+    Attributes:
+        number: The number of this worker.
+        mailbox: Messages that have arrived, and the error that has ended the transport.
+    """
+
+    def __init__(self, secret: bytes, number: int, host: str = "127.0.0.1") -> None:
+        self.number = number
+        self._secret = secret
+        self._listener = Listener(secret, number, host)
+        self.mailbox = Mailbox[ReceivedBytes](number)
+        self._channels: dict[int, Channel] = {}
+
+    @property
+    def address(self) -> Address:
+        """Where peers connect to this worker."""
+        return self._listener.address
+
+    def connect(self, addresses: Sequence[Address], timeout_s: float = 60.0) -> None:
+        """Connect to all peers, worker i at `addresses[i]`. Raises WorkerError after `timeout_s` seconds.
+
+        Every worker connects to those with higher numbers and is connected to by the others. No worker waits for
+        another to reach this call, since all listen from the start. They stop listening here.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            for peer in range(self.number + 1, len(addresses)):
+                sock = connect(addresses[peer], secret=self._secret, number=self.number, peer=peer, deadline=deadline)
+                self._add(peer, sock)
+            while len(self._channels) < len(addresses) - 1:
+                try:
+                    self._add(*self._listener.authenticated.get(timeout=max(0.0, deadline - time.monotonic())))
+                except Empty:
+                    missing = sorted(set(range(self.number)) - set(self._channels))
+                    raise WorkerError(
+                        f"Worker {self.number} waited {timeout_s:g} s for connections from workers {missing}."
+                    ) from None
+        finally:
+            self._listener.close()
+
+    def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
+        """See `Transport.send`."""
+        self.mailbox.check()
+        return self._channel(peer).send(tag, parts)
+
+    def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> list[np.ndarray[Any, Any]]:
+        """See `Transport.receive`. The arrays are aligned to ALIGNMENT, and must not be written to.
+
+        They share the memory of the message, which is reused when nothing refers to any of them.
+        """
+        message = self.take(peer, tag, timeout_s)
+        layout = lay_out(tuple(pieces))
+        if (message.payload.size, message.digest) != (layout.size_bytes, layout.digest):
+            raise WorkerError(
+                f"Worker {self.number} awaited {layout.size_bytes} bytes as message {tag} of worker {peer}, {pieces}, "
+                f"and got {message.payload.size} bytes with another layout. The two run different programs."
+            )
+        return [
+            message.payload[offset : offset + piece.size_bytes].view(piece.dtype).reshape(piece.shape)
+            for offset, piece in zip(layout.offsets, pieces, strict=True)
+        ]
+
+    def take(self, peer: int, tag: int, timeout_s: float | None) -> ReceivedBytes:
+        """The bytes of a message. Waits as `receive` does, and without a timeout for ever."""
+        self._channel(peer)
+        return self.mailbox.take(peer, tag, timeout_s)
+
+    def close(self) -> None:
+        """See `Transport.close`. Waits up to `_FLUSH_S` seconds for sends under way."""
+        self._listener.close()
+
+        # All say goodbye before any closes, so that they share the time.
+        for channel in self._channels.values():
+            channel.say_goodbye()
+        deadline = time.monotonic() + _FLUSH_S
+        for channel in self._channels.values():
+            channel.close(max(0.0, deadline - time.monotonic()))
+
+        # Peers that have connected, and that `connect` has not taken.
+        while not self._listener.authenticated.empty():
+            self._listener.authenticated.get()[1].close()
+        self.mailbox.fail(WorkerError(f"Worker {self.number} has closed its transport."))
+
+    def _add(self, peer: int, sock: socket.socket) -> None:
+        # A second connection of one worker can only be a mistake: the first one stays.
+        if peer in self._channels or peer == self.number:
+            sock.close()
+            return
+        self._channels[peer] = Channel(peer, sock, self.mailbox)
+
+    def _channel(self, peer: int) -> Channel:
+        channel = self._channels.get(peer)
+        if channel is None:
+            raise WorkerError(f"Worker {self.number} is not connected to {peer}, but to {sorted(self._channels)}.")
+        return channel

@@ -1,0 +1,373 @@
+"""The transport between GPUs: jax arrays from device to device by NCCL, through CuPy.
+
+There is one communicator of two ranks for each *device link*: from a device of one worker to a device of another.
+NCCL matches sends and receives by their order, and its kernels occupy the GPU while they wait for the other rank. So
+neither rank posts anything before both are ready. The sender waits until its arrays are ready, announces the message
+over the host transport, and posts its sends. The receiver reads announcements in order and posts the receives. Hence
+a program may receive tags in any order, both ranks of a communicator see one order, and no kernel waits for a worker
+that is busy with other things.
+
+Each worker has a writer thread for every peer that it sends to, a reader thread for every peer that it receives from,
+and one that waits for the host transport to fail. Calls of the program only put messages into the queue of a writer
+and take arrays from the mailbox. If anything fails, all communicators are aborted, which ends kernels that wait for a
+peer, and every call raises a WorkerError.
+
+NCCL is given addresses and bytes only, so every dtype works alike. Messages are received into arrays that jax has
+allocated: they come from jax's own memory pool, and may be donated like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from minialpa.errors import WorkerError
+from minialpa.runtime.transports.host_transport import HostTransport
+from minialpa.runtime.transports.mailbox import Mailbox
+from minialpa.runtime.transports.transport import Part, Piece
+from minialpa.support.private_jax import memory_of
+
+#: Seconds to wait for the peer while a communicator is made.
+_SETUP_TIMEOUT_S = 120.0
+#: Seconds that `close` waits for messages under way.
+_FLUSH_S = 2.0
+#: The tag, on the host transport, of the first announcement to a peer; later ones count up. Smaller tags are numbers of
+#: links, which are used once, while communicators are made.
+_FIRST_ANNOUNCEMENT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DeviceLink:
+    """The direction from a device of one worker to a device of another.
+
+    Attributes:
+        source: The worker that sends.
+        source_device: The device that sends, as that worker numbers its own.
+        target: The worker that receives.
+        target_device: The device that receives, as that worker numbers its own.
+    """
+
+    source: int
+    source_device: int
+    target: int
+    target_device: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _QueuedSend:
+    """A message for the writer thread of a peer.
+
+    Attributes:
+        tag: The tag of the message.
+        arrays: What it holds, each array on one device.
+        links: The device link that each array takes.
+        sent: Done when NCCL has sent the arrays, or when that has failed.
+    """
+
+    tag: int
+    arrays: tuple[jax.Array, ...]
+    links: tuple[DeviceLink, ...]
+    sent: Future[None]
+
+
+class NcclTransport:
+    """The transport between the GPUs `devices` of this worker and those of its peers.
+
+    `control` is connected already, and is closed with this transport. `links` are all device links that are used
+    between any workers, the same list at each worker; each takes time to set up, and memory of two GPUs.
+
+    Making a transport blocks until the peers make theirs. Every worker makes its communicators in the one order of all
+    links, so no two wait for each other. The launcher has to notice a peer that dies meanwhile.
+    """
+
+    def __init__(self, control: HostTransport, devices: Sequence[jax.Device], links: Sequence[DeviceLink]) -> None:
+        self._control = control
+        self._number = control.number
+        self._devices = tuple(devices)
+        self._mailbox = Mailbox[list[jax.Array]](control.number)
+        self._closing = False
+
+        # The thread that ends the communicators takes them out of this dictionary, under the lock.
+        self._lock = threading.Lock()
+        self._ends: dict[DeviceLink, Endpoint] = {}
+        for i, link in enumerate(sorted(set(links))):
+            if self._number in (link.source, link.target):
+                self._ends[link] = self._make_end(i, link)
+
+        targets = sorted({link.target for link in self._ends} - {self._number})
+        sources = sorted({link.source for link in self._ends} - {self._number})
+        self._queues: dict[int, SimpleQueue[_QueuedSend | None]] = {peer: SimpleQueue() for peer in targets}
+        self._writers = [self._start(self._write_all, peer) for peer in targets]
+        self._readers = [self._start(self._read_all, peer) for peer in sources]
+        self._watcher = self._start(self._watch)
+
+    def send(self, peer: int, tag: int, parts: Sequence[Part]) -> Future[None]:
+        """See `Transport.send`. Slices are copied on the device of their array."""
+        self._mailbox.check()
+        if peer not in self._queues:
+            raise WorkerError(f"Worker {self._number} has no link to {peer}, but to {sorted(self._queues)}.")
+
+        arrays = tuple(jnp.asarray(part.array if part.index is None else part.array[part.index]) for part in parts)
+        links = tuple(
+            DeviceLink(self._number, self._device_of(array), peer, part.device)
+            for array, part in zip(arrays, parts, strict=True)
+        )
+        if missing := sorted(set(links) - set(self._ends)):
+            raise WorkerError(f"Message {tag} needs links that were not made: {missing}.")
+
+        sent: Future[None] = Future()
+        sent.set_running_or_notify_cancel()
+        self._queues[peer].put(_QueuedSend(tag, arrays, links, sent))
+        return sent
+
+    def receive(self, peer: int, tag: int, pieces: Sequence[Piece], timeout_s: float) -> list[jax.Array]:
+        """See `Transport.receive`. The arrays are on the devices that `pieces` say, and their values have arrived."""
+        arrays = self._mailbox.take(peer, tag, timeout_s)
+        got = [(array.shape, str(array.dtype), self._device_of(array)) for array in arrays]
+        expected = [(piece.shape, str(piece.dtype), piece.device) for piece in pieces]
+        if got != expected:
+            raise WorkerError(
+                f"Worker {self._number} awaited {expected} (shape, dtype, device) as message {tag} of worker {peer}, "
+                f"and got {got}. The two run different programs."
+            )
+        return arrays
+
+    def close(self) -> None:
+        """See `Transport.close`. Waits up to `_FLUSH_S` seconds for messages under way."""
+        self._closing = True
+
+        # Writers end when their queues are empty, unless NCCL keeps one waiting for its peer.
+        for queue in self._queues.values():
+            queue.put(None)
+        deadline = time.monotonic() + _FLUSH_S
+        _join(self._writers, deadline)
+
+        # Closing the host transport ends the watcher and the readers, except one that NCCL keeps waiting for its peer.
+        failed = self._mailbox.failed or self._control.mailbox.failed
+        self._control.close()
+        _join(self._readers, time.monotonic() if failed else deadline)
+
+        # Aborting the communicators ends the threads that NCCL keeps waiting.
+        busy = any(thread.is_alive() for thread in (*self._writers, *self._readers))
+        self._end(WorkerError(f"Worker {self._number} has closed its transport."), abort=failed or busy)
+        _join((*self._writers, *self._readers, self._watcher), time.monotonic() + _FLUSH_S)
+
+    def _make_end(self, i: int, link: DeviceLink) -> Endpoint:
+        """This worker's end of the communicator of link number `i`, after a first byte was sent over it."""
+        if link.source == link.target:
+            raise WorkerError(f"{link} stays within a worker, where jax moves arrays itself.")
+
+        # The sender makes the id of the communicator, and is rank 0.
+        if self._number == link.source:
+            unique_id = new_id()
+            self._control.send(link.target, i, [Part(np.frombuffer(unique_id, np.uint8))])
+            end = Endpoint(self._devices[link.source_device], unique_id, rank=0)
+        else:
+            unique_id = self._control.take(link.source, i, _SETUP_TIMEOUT_S).payload.tobytes()
+            end = Endpoint(self._devices[link.target_device], unique_id, rank=1)
+
+        # NCCL connects the two ranks at first use, and waits for the peer meanwhile. All workers use their links in one
+        # order here, so that cannot deadlock.
+        probe = jnp.empty((1,), jnp.uint8, device=end.device).block_until_ready()
+        exchange([(end, probe)], []) if self._number == link.source else exchange([], [(end, probe)])
+        return end
+
+    def _device_of(self, array: jax.Array) -> int:
+        (device,) = array.devices()
+        if device not in self._devices:
+            raise WorkerError(f"An array is on {device}, which is not one of worker {self._number}: {self._devices}.")
+        return self._devices.index(device)
+
+    def _start(self, run: Any, *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=run, args=args, name="minialpa-nccl", daemon=True)
+        thread.start()
+        return thread
+
+    # Writing: a thread for each peer, one message at a time.
+
+    def _write_all(self, peer: int) -> None:
+        n_announced = 0
+        while (send := self._queues[peer].get()) is not None:
+            try:
+                self._mailbox.check()
+                self._announce(peer, n_announced, send)
+                n_announced += 1
+                exchange([(self._ends[link], array) for link, array in zip(send.links, send.arrays, strict=True)], [])
+                # An aborted communicator makes `exchange` return as if it had sent.
+                self._mailbox.check()
+                send.sent.set_result(None)
+            except Exception as error:
+                failure = WorkerError(f"Message {send.tag} to worker {peer} was not sent: {str(error) or repr(error)}")
+                failure.__cause__ = error
+                send.sent.set_exception(failure)
+                self._fail(failure)
+            del send  # Otherwise its arrays would live until the next message.
+
+    def _announce(self, peer: int, n_announced: int, send: _QueuedSend) -> None:
+        """Tell `peer` what comes next, once it is ready, so that no kernel of the peer waits for a computation here."""
+        jax.block_until_ready(send.arrays)
+        entries = [_describe(array, link) for array, link in zip(send.arrays, send.links, strict=True)]
+        text = json.dumps([send.tag, entries])
+        announcement = Part(np.frombuffer(text.encode(), np.uint8))
+        self._control.send(peer, _FIRST_ANNOUNCEMENT + n_announced, [announcement]).result()
+
+    # Reading: a thread for each peer.
+
+    def _read_all(self, peer: int) -> None:
+        n_read = 0
+        while True:
+            try:
+                announcement = self._control.take(peer, _FIRST_ANNOUNCEMENT + n_read, None)
+            except WorkerError as error:
+                if self._control.mailbox.has_left(peer):
+                    self._mailbox.leave(peer)
+                else:
+                    self._fail(error)
+                return
+
+            try:
+                n_read += 1
+                tag, entries = json.loads(announcement.payload.tobytes())
+                self._mailbox.put(peer, int(tag), self._receive_all(peer, entries))
+            except Exception as error:
+                failure = WorkerError(f"A message of worker {peer} could not be received: {str(error) or repr(error)}")
+                failure.__cause__ = error
+                self._fail(failure)
+                return
+
+    def _receive_all(self, peer: int, entries: list[Any]) -> list[jax.Array]:
+        """The arrays of an announced message. Entries are as `_describe` makes them."""
+        links = [
+            DeviceLink(peer, source_device, self._number, target_device)
+            for source_device, target_device, _, _ in entries
+        ]
+        arrays = [
+            jnp.empty(shape, jnp.dtype(dtype), device=self._devices[link.target_device])
+            for link, (_, _, dtype, shape) in zip(links, entries, strict=True)
+        ]
+        # jax fills the arrays with zeros asynchronously. That must be over, or it would overwrite what arrives.
+        jax.block_until_ready(arrays)
+        exchange([], [(self._ends[link], array) for link, array in zip(links, arrays, strict=True)])
+        return arrays
+
+    # Ending
+
+    def _watch(self) -> None:
+        """Fail when the host transport does: it notices that a peer has died, and NCCL would wait for it for ever."""
+        self._fail(self._control.mailbox.wait_for_failure())
+
+    def _fail(self, error: WorkerError) -> None:
+        if not self._closing:
+            self._end(error, abort=True)
+            # The host transport then closes without a goodbye, by which the peers notice.
+            self._control.mailbox.fail(error)
+
+    def _end(self, error: WorkerError, abort: bool) -> None:
+        """Have every call raise `error`, and free the communicators. Only the first call finds any."""
+        self._mailbox.fail(error)
+        with self._lock:
+            ends, self._ends = self._ends, {}
+        for end in ends.values():
+            end.close(abort)
+
+
+def new_id() -> bytes:
+    """The id by which both ranks of a new communicator find each other."""
+    return bytes(_cuda().nccl.get_unique_id())
+
+
+class Endpoint:
+    """One end of a communicator, with a stream of its own on `device`. A communicator of one rank is its own peer.
+
+    Attributes:
+        device: The device of this end.
+        peer: The rank of the other end.
+        stream: The CUDA stream on which this end sends or receives.
+        communicator: NCCL's communicator.
+    """
+
+    def __init__(self, device: jax.Device, unique_id: bytes, rank: int, n_ranks: int = 2) -> None:
+        self.device = device
+        self.peer = n_ranks - 1 - rank
+        with self.current():
+            # A blocking stream would wait for the default stream, and so for other kernels.
+            self.stream = _cuda().Stream(non_blocking=True)
+            self.communicator = _cuda().nccl.NcclCommunicator(n_ranks, unique_id, rank)
+
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the device of this end the current one of the calling thread."""
+        context: contextlib.AbstractContextManager[Any] = _cuda().Device(self.device.local_hardware_id)
+        return context
+
+    def close(self, abort: bool) -> None:
+        """Free the communicator. With `abort`, also end kernels that still wait for the peer."""
+        with contextlib.suppress(Exception), self.current():
+            if abort:
+                self.communicator.abort()
+            else:
+                self.communicator.destroy()
+
+
+Transfers = Sequence[tuple[Endpoint, jax.Array]]
+
+
+def exchange(sends: Transfers, receives: Transfers) -> None:
+    """Send arrays and overwrite others with what arrives. All of them are ready; returns when all transfers are done.
+
+    The arrays in `receives` are written in place, so nobody else may hold them yet.
+    """
+    posts = [(end, end.communicator.send, array) for end, array in sends if array.size]
+    posts += [(end, end.communicator.recv, array) for end, array in receives if array.size]
+
+    with _group():
+        for end, post, array in posts:
+            pointer, n_bytes = memory_of(array)
+            with end.current():
+                post(pointer, n_bytes, _cuda().nccl.NCCL_UINT8, end.peer, end.stream.ptr)
+
+    # jax knows nothing of these streams. So the host waits for them: then every later kernel of jax sees what was
+    # written, and arrays that were read may be freed.
+    for end in dict.fromkeys(end for end, _, _ in posts):
+        end.stream.synchronize()
+
+
+def _join(threads: Iterable[threading.Thread], deadline: float) -> None:
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+@contextlib.contextmanager
+def _group() -> Iterator[None]:
+    """Sends and receives posted in this context start together, at its end."""
+    nccl = _cuda().nccl
+    nccl.groupStart()
+    try:
+        yield
+    finally:
+        nccl.groupEnd()
+
+
+def _describe(array: jax.Array, link: DeviceLink) -> tuple[int, int, str, tuple[int, ...]]:
+    """The entry of an array in an announcement: source and target device, dtype, shape."""
+    return link.source_device, link.target_device, str(array.dtype), array.shape
+
+
+def _cuda() -> Any:
+    """`cupy.cuda`, which only workers with GPUs have."""
+    try:
+        import cupy.cuda
+        import cupy.cuda.nccl  # noqa: F401 - `cupy.cuda` does not import it
+    except ImportError as error:
+        raise WorkerError("Workers with GPUs need CuPy and NCCL: pip install 'minialpa[gpu]'.") from error
+    return cupy.cuda

@@ -1,0 +1,203 @@
+"""Exchange: how the arrays of a mesh program leave and reach one worker, as the back end of its interpreter.
+
+`Send` starts in the background and keeps its array until the transport has read it. `Receive` waits for the messages of
+its transfer, joins what they bring into the shard of each device, and passes on what other workers of this mesh are to
+get from here. `Relayout` stays on the mesh and is a jitted identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from minialpa.programs.mesh_program import ArrayType, MeshProgram, Message, Place, Receive, Relayout, Send, messages
+from minialpa.programs.resharding import Box
+from minialpa.runtime.steps.interpreter import Action, Buffers
+from minialpa.runtime.steps.step_trace import FUNCTIONS, StepTrace
+from minialpa.runtime.transports.transport import Part, Piece, Transport
+
+#: The track of a timeline that shows the thread that issues instructions.
+INSTRUCTIONS = "instructions"
+
+
+class Exchange:
+    """The transfers of one worker in one mesh program.
+
+    Attributes:
+        step: number of the step that runs; part of the tag of every message.
+    """
+
+    def __init__(
+        self,
+        *,
+        program: MeshProgram,
+        places: Sequence[Place],
+        me: int,
+        devices: Sequence[jax.Device],
+        mesh: Mesh,
+        transport: Transport,
+        read_as_numpy: frozenset[int],
+        compiled: MutableMapping[Any, Any],
+        timeout_s: float,
+    ) -> None:
+        """places, me: all workers of the program, and which of them this is; the transport numbers them so too.
+        devices: of this worker, in the order of its place. read_as_numpy: buffers that may stay the NumPy arrays that
+        the transport gives. compiled: relayouts of this worker by sharding, which are used again."""
+        self.step = -1
+        self._program, self._places, self._me = program, tuple(places), me
+        self._local = dict(zip(places[me].devices, devices, strict=True))
+        self._mesh, self._transport = mesh, transport
+        self._read_as_numpy, self._compiled, self._timeout_s = read_as_numpy, compiled, timeout_s
+        self._messages = {number: messages(t, places) for number, t in program.transfers.items()}
+        self._sending: dict[int, list[Future[None]]] = {}
+
+    def begin(self, step: int) -> None:
+        """Step number `step` is the next one to run. Forgets sends of a step that failed."""
+        self.step = step
+        self._sending.clear()
+
+    # ---- the back end of an interpreter: see `interpreter.Backend` --------------------------------------------------
+
+    def action(self, instruction: Any) -> Action:
+        match instruction:
+            case Send(source, number):
+                return lambda buffers: self._send(number, source, buffers[source])
+            case Receive(target, number):
+                return _fill(target, lambda _: self._receive(number, target in self._read_as_numpy))
+            case Relayout(source, target, spec):
+                relayout = self._relayout(NamedSharding(self._mesh, spec))
+                return _fill(target, lambda buffers: relayout(buffers[source]))
+        raise AssertionError(instruction)
+
+    def settle(self, buffers: Sequence[int]) -> None:
+        for b in buffers:
+            for sent in self._sending.pop(b, ()):
+                sent.result()
+
+    def settle_all(self) -> None:
+        """Wait until everything that was sent has left."""
+        self.settle(list(self._sending))
+
+    def describe(self, instruction: Any) -> str:
+        match instruction:
+            case Send(_, number):
+                return f"to stage {self._program.transfers[number].target}"
+            case Receive(_, number):
+                return f"from stage {self._program.transfers[number].source}"
+        return "on its mesh"
+
+    def note(
+        self, trace: StepTrace, instruction: Any, buffers: Buffers, *, name: str, begun_s: float, issued_s: float
+    ) -> None:
+        mesh = self._program.mesh
+        if isinstance(instruction, Relayout):
+            trace.note_array(mesh, FUNCTIONS, "relayout", issued_s, buffers[instruction.target])
+        trace.note(mesh, INSTRUCTIONS, name, begun_s)
+
+    # ---- transfers ------------------------------------------------------------------------------------------------
+
+    def _send(self, number: int, source: int, array: jax.Array) -> None:
+        transfer = self._program.transfers[number]
+        shards = self._shards(array, transfer.type)
+        boxes = dict(transfer.resharding.source_boxes)
+        self._sending.setdefault(source, []).extend(
+            self._post(number, message, shards, boxes)
+            for message in self._messages[number]
+            if message.source == self._me and not message.moves[0].relayed
+        )
+
+    def _post(self, number: int, message: Message, shards: dict[int, Any], boxes: dict[int, Box]) -> Future[None]:
+        first = self._places[message.target].first_device
+        parts = [Part(shards[m.source], _index_in(m.box, boxes[m.source]), m.targets[0] - first) for m in message.moves]
+        return self._transport.send(message.target, self._tag(number), parts)
+
+    def _receive(self, number: int, stays_numpy: bool) -> Any:
+        """The array of a transfer; a NumPy array if its readers take that."""
+        transfer = self._program.transfers[number]
+        boxes = {d: box for d, box in transfer.resharding.landing_boxes if d in self._local}
+        arrived: dict[int, list[tuple[Box, Any]]] = {d: [] for d in boxes}
+        for message in self._messages[number]:
+            if message.target == self._me:
+                self._take(number, message, np.dtype(transfer.type.dtype), arrived)
+
+        landed = [_joined(arrived[d], boxes[d], transfer.type.dtype) for d in boxes]
+        if stays_numpy:
+            return landed[0]
+        shards = jax.device_put(landed, [self._local[d] for d in boxes])
+
+        # Other workers of this mesh get what one transfer brings them all from one of them, over the faster links.
+        for message in self._messages[number]:
+            if message.source == self._me and message.moves[0].relayed:
+                self._post(number, message, dict(zip(boxes, shards, strict=True)), boxes)
+
+        sharding = NamedSharding(self._mesh, transfer.resharding.landing)
+        data = jax.make_array_from_single_device_arrays(transfer.type.data_shape, sharding, shards)
+        typed: jax.Array = transfer.type.typed(data)
+        return typed
+
+    def _take(
+        self, number: int, message: Message, dtype: np.dtype[Any], arrived: dict[int, list[tuple[Box, Any]]]
+    ) -> None:
+        """Wait for a message; adds its parts to those that have arrived for each device."""
+        first = min(self._local)
+        pieces = [Piece(_shape(m.box), dtype, m.targets[0] - first) for m in message.moves]
+        arrays = self._transport.receive(message.source, self._tag(number), pieces, self._timeout_s)
+        for move, array in zip(message.moves, arrays, strict=True):
+            for device in move.targets:
+                # A transport between GPUs gives arrays on the first of them.
+                mine = jax.device_put(array, self._local[device]) if isinstance(array, jax.Array) else array
+                arrived[device].append((move.box, mine))
+
+    def _tag(self, number: int) -> int:
+        return self.step << 32 | number
+
+    def _shards(self, array: jax.Array, type_: ArrayType) -> dict[int, Any]:
+        """The shard of each device of this worker, by device number."""
+        by_device = {shard.device: shard.data for shard in type_.data(array).addressable_shards}
+        return {number: by_device[device] for number, device in self._local.items()}
+
+    def _relayout(self, sharding: NamedSharding) -> Any:
+        made = self._compiled.get(sharding) or jax.jit(lambda x: x, out_shardings=sharding)
+        self._compiled[sharding] = made
+        return made
+
+
+def _fill(target: int, value: Callable[[Buffers], Any]) -> Action:
+    def fill(buffers: Buffers) -> None:
+        buffers[target] = value(buffers)
+
+    return fill
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def _index_in(box: Box, outer: Box) -> tuple[slice, ...] | None:
+    """`box` as an index of the part of the array that `outer` is; None for all of it."""
+    if box == outer:
+        return None
+    return tuple(slice(start - base, stop - base) for (start, stop), (base, _) in zip(box, outer, strict=True))
+
+
+def _joined(parts: list[tuple[Box, Any]], outer: Box, dtype: str) -> Any:
+    """The part `outer` of an array, from the parts that it is made of."""
+    if len(parts) == 1 and parts[0][0] == outer:
+        return parts[0][1]
+
+    if parts and isinstance(parts[0][1], jax.Array):
+        joined = jnp.zeros(_shape(outer), dtype, device=parts[0][1].device)
+        for box, array in parts:
+            joined = joined.at[_index_in(box, outer) or ...].set(array)
+        return joined
+
+    out = np.empty(_shape(outer), dtype)
+    for box, array in parts:
+        out[_index_in(box, outer) or ...] = array
+    return out

@@ -1,0 +1,293 @@
+"""A worker: has the devices of one mesh on one host, and runs that mesh's programs on them.
+
+`Worker` knows nothing of Ray; the launcher makes an actor of it. Its methods return plain values. A step that fails
+returns a `Failure`, since the caller might not be able to unpickle an exception that only the worker can import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+import traceback
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minialpa.programs.mesh_program import MeshProgram, Place
+from minialpa.programs.resharding import Box
+from minialpa.runtime.workers.failures import Failure, Status, fault_of
+from minialpa.runtime.workers.worker_process import OwnProcess, Process, WorkerSettings
+
+#: Instructions before the present one that a status tells.
+_N_RECENT = 4
+
+
+class Worker:
+    """The devices of one mesh on one host.
+
+    One thread runs the calls, one after the other. `status`, `live` and `stop` run in threads of their own.
+    """
+
+    def __init__(self, settings: WorkerSettings, process: Process | None = None) -> None:
+        """process: the one that the worker runs in; by default one that is the worker's own."""
+        self.settings = settings
+        self._process = process or OwnProcess(settings)
+        self._devices: list[Any] = []
+
+        # By the numbers that the driver gives. Programs share compiled functions, which go with the last of them.
+        self._arrays: dict[int, Any] = {}
+        self._programs: dict[int, Any] = {}
+        self._transports: dict[int, Any] = {}
+        self._compiled: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+        self._running: Any = None  # the program of the last step
+        self._failure: Failure | None = None
+        self._trace: Any = None
+
+    # ---- start ----------------------------------------------------------------------------------------------------
+
+    def reserve_port(self) -> tuple[str, int] | None:
+        """See `Process`."""
+        return self._process.reserve_port()
+
+    def join(self, coordinator: tuple[str, int] | None, n_workers: int, rank: int) -> None:
+        """Start jax, as process `rank` of the mesh's workers."""
+        self._devices = self._process.start_jax(coordinator, n_workers, rank)
+
+    # ---- programs -------------------------------------------------------------------------------------------------
+
+    def open_transport(self, number: int, me: int) -> Any:
+        """Open a transport for program `number`, as its worker `me`; returns the address for its other workers."""
+        self.unload(number)  # of an earlier attempt that was broken off
+        self._transports[number] = self._process.open_transport(me)
+        return self._transports[number].address
+
+    def has_nccl(self) -> bool:
+        """Whether this worker can send arrays from GPU to GPU."""
+        return self.settings.platform == "cuda" and importlib.util.find_spec("cupy") is not None
+
+    def load(
+        self,
+        number: int,
+        program: MeshProgram,
+        places: Sequence[Place],
+        me: int,
+        addresses: Sequence[Any],
+        links: Sequence[tuple[int, int, int, int]],
+    ) -> None:
+        """Compile program `number` and connect to its other workers. places, me: as in `WorkerProgram`.
+
+        links: connections between GPUs of all workers, as `mesh_program.links` lists them; none to send through the
+        hosts.
+        """
+        from minialpa.runtime.workers.worker_program import WorkerProgram
+
+        transport = self._transports[number]
+        transport.connect(addresses, self.settings.timeout_s)
+
+        if links:
+            import jax
+
+            from minialpa.runtime.transports.nccl import DeviceLink, NcclTransport
+
+            mine = [device for device in self._devices if device.process_index == jax.process_index()]
+            transport = NcclTransport(transport, mine, [DeviceLink(*link) for link in links])
+            self._transports[number] = transport
+
+        self._programs[number] = WorkerProgram(
+            program=program,
+            places=places,
+            me=me,
+            devices=self._devices,
+            transport=transport,
+            compiled=self._compiled,
+            timeout_s=self.settings.timeout_s,
+        )
+
+    def unload(self, number: int) -> None:
+        """Forget a program. Unknown numbers are no error."""
+        self._programs.pop(number, None)
+        if number in self._transports:
+            self._transports.pop(number).close()
+
+    def step(
+        self,
+        program: int,
+        step: int,
+        arguments: Sequence[Any],
+        results: Mapping[int, int],
+        donated: Sequence[int],
+        freed: Sequence[int],
+        traced: bool,
+        *shared: Any,
+    ) -> Failure | None:
+        """Run a step of a program. Returns the failure of the worker, now or in an earlier step, or None.
+
+        Args:
+            program: its number.
+            step: number of the step, the same on all workers.
+            arguments: an `Argument` for each input of the program.
+            results: number under which to keep each result, by the number of the result.
+            donated: numbers of arrays that the step uses up.
+            freed: numbers of arrays that nothing refers to any more.
+            traced: keep notes for `timeline`.
+            shared: arrays that shards of arguments refer to by position.
+        """
+        if self._failure is not None:
+            return self._failure
+
+        try:
+            running = self._running = self._programs[program]
+            running.begin(step)
+            trace = self._new_trace() if traced else None
+
+            # Only the step holds what it uses up, so that its memory is free as soon as it has been read.
+            self.free(freed)
+            inputs = self._inputs(running, arguments, set(donated), shared)
+            self.free(donated)
+
+            made = running.run(inputs, trace)
+            self._arrays.update((results[number], array) for number, array in made.items() if number in results)
+        except Exception as error:
+            self._failure = Failure(
+                fault_of(error), self.status(), f"{type(error).__name__}: {error}", traceback.format_exc()
+            )
+            # Peers that wait for this worker learn of it now. The caller need not wait until transports have closed.
+            for transport in self._transports.values():
+                threading.Thread(target=transport.close, daemon=True).start()
+        return self._failure
+
+    def _new_trace(self) -> Any:
+        from minialpa.runtime.steps.step_trace import StepTrace
+
+        self._trace = StepTrace(self.settings.host)
+        return self._trace
+
+    def _inputs(self, running: Any, arguments: Sequence[Any], donated: set[int], shared: Sequence[Any]) -> list[Any]:
+        """An array for each input of the program that is about to run."""
+        inputs: list[Any] = []
+        seen: set[int] = set()
+        for i, argument in enumerate(arguments):
+            if not isinstance(argument, int):
+                inputs.append(running.argument(i, argument, shared, for_one_step=True))
+                continue
+
+            array = self._arrays[argument]
+            # One array given for two donated arguments: only one of them can take over its memory.
+            inputs.append(array.copy() if argument in donated & seen else array)
+            seen.add(argument)
+        return inputs
+
+    def status(self) -> Status:
+        """Where the worker is now. Answers while a step runs."""
+        own, at = self.settings, self._running
+        if at is None:
+            return Status(worker=own.number, host=own.host, pid=os.getpid())
+        recent = tuple(at.describe(k) for k in range(max(0, at.position - _N_RECENT), at.position))
+        return Status(
+            worker=own.number,
+            host=own.host,
+            pid=os.getpid(),
+            stage=at.program.mesh,
+            step=at.step,
+            instruction=at.describe(at.position),
+            recent=recent,
+        )
+
+    def live(self) -> None:
+        """Never returns: a call of this ends when the process does."""
+        threading.Event().wait()
+
+    def stop(self) -> None:
+        """End the worker, whatever it does."""
+        self._process.end()
+
+    # ---- arrays ---------------------------------------------------------------------------------------------------
+
+    def put(self, program: int, numbers: Mapping[int, int], arguments: Sequence[Any], *shared: Any) -> Failure | None:
+        """Keep arrays, laid out as inputs of a program.
+
+        numbers: number under which to keep the array of each input, in the order of arguments. arguments, shared: as in
+        `step`.
+        """
+        loaded = self._programs[program]
+        for (i, number), given in zip(numbers.items(), arguments, strict=True):
+            self._arrays[number] = loaded.argument(i, given, shared)
+        return None
+
+    def fetch(self, numbers: Sequence[int]) -> list[list[tuple[Box, Any]]] | Failure:
+        """The distinct shards of arrays that this worker has, as `to_plain` makes them; integers for typed keys."""
+        if self._failure is not None:
+            return self._failure
+        return [_shards(self._arrays[number]) for number in numbers]
+
+    def free(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._arrays.pop(number, None)
+
+    # ---- inspection -----------------------------------------------------------------------------------------------
+
+    def hlo_texts(self, program: int) -> list[str]:
+        return [compiled.as_text() for compiled in self._programs[program].functions]
+
+    def allocation_sizes(self, program: int) -> list[int]:
+        """Bytes per device of each function: arguments, results and temporaries."""
+        from minialpa.runtime.steps.compiled import allocation_size
+
+        return [allocation_size(compiled) for compiled in self._programs[program].functions]
+
+    def description(self, program: int) -> str:
+        """Host, devices, settings and instructions of this worker, as text."""
+        import jax
+
+        loaded, own = self._programs[program], self.settings
+        lines = [
+            f"worker {own.number} of stage {loaded.program.mesh}, host {own.host} ({own.ip})",
+            f"jax {jax.__version__}, {own.platform}, process {jax.process_index()} of {jax.process_count()}, "
+            f"coordinator {self._process.coordinator}",
+            f"devices {[str(d) for d in jax.local_devices()]} of mesh {loaded.mesh.devices.tolist()}",
+            *(f"{k}={os.environ.get(k, '')}" for k in ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")),
+            *(loaded.describe(i) for i in range(len(loaded.program.instructions))),
+        ]
+        return "\n".join(lines)
+
+    def function_seconds(self, program: int, repeats: int) -> list[float]:
+        """Seconds of each function by itself, in `repeats` calls. All workers of a mesh have to run this at once."""
+        from minialpa.runtime.steps.task_times import function_seconds
+
+        return [function_seconds(compiled, repeats) for compiled in self._programs[program].functions]
+
+    def timeline(self) -> list[Any]:
+        """The `TaskTime`s of the last traced step, once.
+
+        Times are those of this host's clock, and instructions have the numbers of the mesh program.
+        """
+        trace, self._trace = self._trace, None
+        assert trace is not None, "no step was traced"
+        tasks: list[Any] = trace.tasks()
+        return tasks
+
+    def counts(self) -> dict[str, int]:
+        """What this worker holds: arrays of the session, programs, their functions, and what `process_usage` counts."""
+        from minialpa.runtime.workers.resource_usage import process_usage
+
+        own = {"arrays": self._arrays, "programs": self._programs, "compiled": self._compiled}
+        return {name: len(held) for name, held in own.items()} | process_usage()
+
+
+def _shards(array: Any) -> list[tuple[Box, Any]]:
+    """The shards of an array on this worker's devices, one copy of each, with their places in the array."""
+    import jax
+    import numpy as np
+
+    from minialpa.runtime.workers.numpy_wire import to_plain
+
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
+        array = jax.random.key_data(array)
+    found: list[tuple[Box, Any]] = []
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            ends = [cut.indices(size)[:2] for cut, size in zip(shard.index, array.shape, strict=True)]
+            found.append((tuple(ends), to_plain(np.asarray(shard.data))))
+    return found

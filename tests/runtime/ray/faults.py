@@ -1,0 +1,262 @@
+"""Faults of a cluster, for tests: training that they stop, what the caller is told of them, and what stays behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ray
+
+import minialpa
+from minialpa import AutoShardingOption, PipeshardParallel, ShardParallel, WorkerError
+from minialpa.session import current_session
+from minialpa.testing import assert_allclose
+from tests.runtime.ray.ray_cluster import WORKER_ENV
+
+#: Seconds within which an error has to come, once there are signs of it.
+SOON_S = 10.0
+#: A time-out for workers that hang; their first steps take less, on a busy machine too.
+PATIENCE_S = 5.0
+FOREVER = 2**31 - 1
+AT_ONCE = np.zeros(3, np.int32)
+
+
+def spin(w: jax.Array, n: jax.Array) -> jax.Array:
+    """`w`, after `n` iterations of a loop."""
+    spun = jax.lax.fori_loop(0, n, lambda _, x: jnp.sin(x), jax.lax.stop_gradient(jnp.sum(w)))
+    return w + 0.0 * spun
+
+
+def train_step(value_and_grad: Any) -> Callable[[Any, Any, Any], Any]:
+    """A step of two stages. spins: iterations in the first stage, in the second one, and in the update of the first."""
+
+    def step(params: Any, batch: Any, spins: Any) -> Any:
+        def loss_fn(params: Any, batch: Any) -> jax.Array:
+            h = jax.nn.relu(batch["x"] @ spin(params["first"], spins[0]))
+            minialpa.mark_pipeline_boundary()
+            return jnp.mean((h @ spin(params["last"], spins[1]) - batch["y"]) ** 2)
+
+        loss, grads = value_and_grad(loss_fn)(params, batch)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return {**params, "first": spin(params["first"], spins[2])}, loss
+
+    return step
+
+
+def greedy_step(n_bytes: int) -> Callable[[Any, Any], jax.Array]:
+    """A step whose second stage fills more memory than `n_bytes`."""
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        h = jax.nn.relu(batch["x"] @ params["first"])
+        minialpa.mark_pipeline_boundary()
+        big = jnp.sort(jnp.sin(jax.lax.iota(jnp.float32, n_bytes // 4) * jnp.sum(params["last"])))
+        return jnp.mean((h @ params["last"] * big[-1] - batch["y"]) ** 2)
+
+    return minialpa.parallelize(loss_fn, method=GREEDY)
+
+
+def make_params() -> Any:
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=(8, 8)).astype(np.float32) for name in ("first", "last")}
+
+
+def make_batch(step: int) -> Any:
+    rng = np.random.default_rng(100 + step)
+    return {name: rng.normal(size=(8, 8)).astype(np.float32) for name in ("x", "y")}
+
+
+PIPELINE = PipeshardParallel(num_micro_batches=2, layer_option="manual")
+METHODS = {1: PIPELINE, 2: ShardParallel()}
+#: A plan for steps that need more memory than there is.
+GREEDY = dataclasses.replace(PIPELINE, default_auto_sharding_option=AutoShardingOption(memory_limit_bytes=2**60))
+
+
+@dataclass(eq=False)
+class Training:
+    """Training on sessions of one cluster, beside the serial run of the same steps."""
+
+    address: str
+    state: Any = field(default_factory=make_params)
+    n_steps: int = 0
+    hosts: int = 0
+    steps: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.serial = jax.jit(train_step(jax.value_and_grad))
+
+    def start(self, hosts: int, timeout_s: float = 300.0, env: Any = None) -> None:
+        """A session of a pipeline of two meshes on one host, or of one mesh over two hosts; a like one goes on."""
+        if hosts != self.hosts:
+            minialpa.shutdown()
+        self.hosts = hosts
+        minialpa.init(
+            cluster="ray", address=self.address, num_hosts=hosts, devices_per_host=2 // hosts,
+            worker_timeout_s=timeout_s, worker_env={**WORKER_ENV, **(env or {})},
+        )  # fmt: skip
+        self.steps.setdefault(hosts, minialpa.parallelize(train_step(minialpa.value_and_grad), method=METHODS[hosts]))
+
+    def run(self, spins: Any = AT_ONCE) -> tuple[Any, Any]:
+        """Start a step on the NumPy state."""
+        return self.steps[self.hosts](self.state, make_batch(self.n_steps), spins)
+
+    def advance(self) -> tuple[Any, Any]:
+        """A step that agrees with the serial run; its results, of which the state is a NumPy copy."""
+        params, loss = self.run()
+        self.state, expected = jax.tree.map(np.asarray, self.serial(self.state, make_batch(self.n_steps), AT_ONCE))
+        self.n_steps += 1
+        assert_allclose((params, loss), (self.state, expected), rtol=1e-5, atol=1e-6)
+        return params, loss
+
+
+@dataclass
+class Traces:
+    """What a session has on this machine: processes, ports on which they listen, its placement group."""
+
+    pids: list[int]
+    ports: list[int]
+    group: Any
+    memfds: frozenset[str]
+
+    @staticmethod
+    def of_session() -> Traces:
+        runtime = current_session().runtime
+        pids = [status.pid for status in runtime.ask(runtime.workers, "status")]
+        return Traces(pids, [port for pid in pids for port in listening_ports(pid)], runtime.launcher._group, memfds())
+
+    def assert_gone(self) -> None:
+        """Within seconds: Ray gives a process that is stopped five of them."""
+        wait_until(lambda: not any(lives(pid) for pid in self.pids))
+        wait_until(lambda: not any(answers(port) for port in self.ports))
+        assert ray.util.placement_group_table(self.group)["state"] == "REMOVED"
+        assert not [thread for thread in threading.enumerate() if "minialpa" in thread.name]
+        assert memfds() <= self.memfds
+
+
+def memfds() -> frozenset[str]:
+    """Shared memory of transports that this process has open."""
+    return frozenset(fd for fd in os.listdir("/proc/self/fd") if "memfd:minialpa" in read_link(f"/proc/self/fd/{fd}"))
+
+
+def read_link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def lives(pid: int) -> bool:
+    try:
+        return process_stat(pid)[0] != "Z"
+    except OSError:
+        return False
+
+
+def cluster_ip() -> str:
+    return str(ray.nodes()[0]["NodeManagerAddress"])
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def listening_ports(pid: int) -> list[int]:
+    """TCP ports on which a process listens, without those that it has from its parent."""
+    own = sockets(pid) - sockets(int(process_stat(pid)[1]))
+    rows = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
+    ]
+    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+
+
+def sockets(pid: int) -> set[str]:
+    return {read_link(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+
+
+def process_stat(pid: int) -> list[str]:
+    """State, parent, and so on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = SOON_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, f"not so within {seconds} s"
+        time.sleep(0.05)
+
+
+@dataclass
+class Told:
+    """What the caller was told of a fault, and how long that took."""
+
+    error: WorkerError
+    seconds: float
+
+
+def told_of(fault: Callable[[], None], call: Callable[[], Any], after_s: float = 0.0) -> Told:
+    """The error of `call`, in which `fault` happens after some seconds; before it if that is 0."""
+    at = [0.0]
+
+    def make_fault() -> None:
+        time.sleep(after_s)
+        at[0] = time.monotonic()
+        fault()
+
+    thread = threading.Thread(target=make_fault)
+    thread.start()
+    if not after_s:
+        thread.join()
+    with pytest.raises(WorkerError) as caught:
+        call()
+    thread.join()
+    return Told(caught.value, time.monotonic() - at[0])
+
+
+def worker_pid(place: int) -> int:
+    """The process of the worker at a place: the first stage or host, or the second one."""
+    runtime = current_session().runtime
+    workers = sorted(runtime.workers, key=lambda worker: worker.first_device)
+    return int(runtime.ask([workers[place]], "status")[0].pid)
+
+
+def kill(pid: int) -> Callable[[], None]:
+    return lambda: os.kill(pid, signal.SIGKILL)
+
+
+def long_step(training: Training, where: int) -> Callable[[], Any]:
+    """A step that never ends: in the first stage, in the second one, or in the update of the first."""
+    spins = AT_ONCE.copy()
+    spins[where] = FOREVER
+    return lambda: np.asarray(training.run(spins)[0]["first"])
+
+
+@contextmanager
+def memory_limit(pid: int, n_bytes: int) -> Iterator[None]:
+    """A control group that gives a process so much memory more. Beyond that, the kernel kills it."""
+    v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    root, limit = (v1, "memory.limit_in_bytes") if (v1 / "cgroup.procs").exists() else (v2, "memory.max")
+    group = root / f"minialpa-test-{pid}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(n_bytes))
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError as error:
+        pytest.skip(f"this process may not limit the memory of others: {error}")
+    try:
+        yield
+    finally:
+        wait_until(lambda: not (group / "cgroup.procs").read_text().split())
+        group.rmdir()

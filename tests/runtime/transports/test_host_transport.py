@@ -1,0 +1,556 @@
+"""The transport through host memory, between real processes: over shared memory, and over TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import replace
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minialpa.errors import WorkerError
+from minialpa.runtime.transports import channel, handshake, host_transport
+from minialpa.runtime.transports.channel import INLINE_BYTES
+from minialpa.runtime.transports.handshake import Address
+from minialpa.runtime.transports.host_transport import HostTransport
+from minialpa.runtime.transports.shared_memory import Pool, segment_bytes
+from minialpa.runtime.transports.transport import ALIGNMENT, Part, Piece, Transport
+from tests.runtime.transports.peers import (
+    SECRET,
+    TIMEOUT_S,
+    Peer,
+    mappings,
+    open_descriptors,
+    peer_process,
+    resident_bytes,
+)
+
+DTYPES = [np.dtype(d) for d in (bool, "i1", "u2", "i4", "f2", "f4", "f8", "c8", "c16", ml_dtypes.bfloat16)]
+DTYPES += [np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.int4)]
+BYTES = np.dtype(np.uint8)
+BIG = INLINE_BYTES * 4
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["shared", "tcp"])
+def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
+    """One process for all tests that leave it alive."""
+    with peer_process(request.param) as peer:
+        yield peer
+
+
+_tags = iter(range(1 << 32, 1 << 62))
+
+
+def pieces_of(arrays: list[np.ndarray[Any, Any]]) -> list[Piece]:
+    return [Piece(array.shape, array.dtype) for array in arrays]
+
+
+def send_back(transport: Transport, tag: int, pieces: list[Piece]) -> None:
+    """What the peer does with a message: return its parts in one of the same tag."""
+    transport.send(0, tag, [Part(array) for array in transport.receive(0, tag, pieces, TIMEOUT_S)])
+
+
+# What arrives
+
+
+@st.composite
+def slices(draw: st.DrawFn, n: int) -> slice:
+    start, stop = sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))
+    return slice(start, stop, draw(st.sampled_from([None, 1, 2, 3])))
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> Part:
+    """Any dtype, shape and slices. Some are jax arrays, and some are larger than what follows a header."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.one_of(st.lists(st.integers(0, 7), max_size=4).map(tuple), st.just((200, 300))))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    array: Any = rng.integers(0, 2, size=shape).astype(dtype)
+    if dtype.itemsize < 8 and draw(st.booleans()):
+        array = jax.device_put(array, draw(st.sampled_from(jax.devices())))
+    index = tuple(draw(slices(n)) for n in shape) if draw(st.booleans()) else None
+    return Part(array, index)
+
+
+@hypothesis.settings(max_examples=40)
+@given(sent=st.lists(parts(), max_size=5))
+def test_every_part_arrives_bit_by_bit(peer: Peer, sent: list[Part]) -> None:
+    expected = [np.asarray(part.array)[() if part.index is None else part.index] for part in sent]
+    expected = [np.asarray(array) for array in expected]
+    tag = next(_tags)
+    peer.start(send_back, tag, pieces_of(expected))
+    peer.mine.send(1, tag, sent).result(TIMEOUT_S)
+    received = peer.mine.receive(1, tag, pieces_of(expected), TIMEOUT_S)
+    peer.result()
+    for array, other in zip(received, expected, strict=True):
+        assert (array.shape, array.dtype, array.tobytes()) == (other.shape, other.dtype, other.tobytes())
+        assert array.size == 0 or array.ctypes.data % ALIGNMENT == 0
+
+
+def test_messages_can_be_received_in_any_order(peer: Peer) -> None:
+    tags = [next(_tags) for _ in range(40)]
+    arrays = {tag: np.full(BIG if i % 3 == 0 else i, i, np.uint8) for i, tag in enumerate(tags)}
+    for tag in tags:
+        peer.mine.send(1, tag, [Part(arrays[tag])])
+    shuffled = random.Random(0).sample(tags, len(tags))
+    for tag in shuffled:
+        peer.call(send_back, tag, pieces_of([arrays[tag]]))
+    for tag in reversed(shuffled):
+        (array,) = peer.mine.receive(1, tag, pieces_of([arrays[tag]]), TIMEOUT_S)
+        assert np.array_equal(array, arrays[tag])
+
+
+def test_arrays_that_are_not_ready_do_not_hold_up_the_caller(peer: Peer) -> None:
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: jnp.sin(y), x))
+    x = slow(jnp.ones((300, 300), jnp.float32))
+    tag = next(_tags)
+    peer.start(send_back, tag, [Piece(x.shape, x.dtype)])
+    peer.mine.send(1, tag, [Part(x)])
+    (back,) = peer.mine.receive(1, tag, [Piece(x.shape, x.dtype)], TIMEOUT_S)
+    assert np.array_equal(back, x)
+    peer.result()
+
+
+def test_messages_from_several_threads_that_no_socket_holds_arrive_whole(peer: Peer) -> None:
+    # Sizes around those that the caller writes itself. The peer reads nothing until all have been sent.
+    sizes = [30_000, 100, BIG, 7, 2 << 20, INLINE_BYTES, INLINE_BYTES + 1, 3]
+    arrays = {next(_tags): np.full(sizes[i % len(sizes)], i % 251, np.uint8) for i in range(240)}
+
+    def send(tags: list[int]) -> None:
+        for tag in tags:
+            peer.mine.send(1, tag, [Part(arrays[tag])])
+
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    try:
+        threads = [threading.Thread(target=send, args=(list(arrays)[i::3],)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        os.kill(peer.process.pid, signal.SIGCONT)
+    for tag, array in arrays.items():
+        peer.call(send_back, tag, pieces_of([array]))
+        (back,) = peer.mine.receive(1, tag, pieces_of([array]), TIMEOUT_S)
+        assert np.array_equal(back, array)
+
+
+def test_another_layout_than_was_sent_is_an_error(peer: Peer) -> None:
+    tag = next(_tags)
+    peer.mine.send(1, tag, [Part(np.zeros((2, 3), np.float32))])
+    with pytest.raises(WorkerError, match=rf"awaited 24 bytes as message {tag} of worker 0.*another layout"):
+        peer.call(send_back, tag, [Piece((3, 2), np.dtype(np.float32))])
+
+
+# Memory
+
+
+def ping_pong(peer: Peer, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    tag = next(_tags)
+    peer.start(send_back, tag, pieces_of([array]))
+    peer.mine.send(1, tag, [Part(array)])
+    (back,) = peer.mine.receive(1, tag, pieces_of([array]), TIMEOUT_S)
+    peer.result()
+    return back
+
+
+def test_memory_is_used_again_when_nobody_refers_to_it(peer: Peer) -> None:
+    seen = set()
+    for i in range(50):
+        back = ping_pong(peer, np.full(BIG, i, np.uint8))
+        seen.add(back.ctypes.data)
+        del back
+    assert len(seen) <= 2
+
+
+@pytest.mark.parametrize("keep", [lambda a: a, lambda a: a[5:9], lambda a: a.reshape(4, -1).view(np.int32)[2:, 1::3]])
+def test_memory_that_a_view_refers_to_is_left_alone(peer: Peer, keep: Callable[[Any], Any]) -> None:
+    kept = keep(ping_pong(peer, np.arange(BIG).astype(np.uint8)))
+    before = kept.copy()
+    for i in range(5):
+        ping_pong(peer, np.full(BIG, i, np.uint8))
+    assert np.array_equal(kept, before)
+
+
+@pytest.mark.parametrize("device", range(4))
+def test_jax_takes_received_arrays_over_without_a_copy(peer: Peer, device: int) -> None:
+    # `jax.dlpack.from_dlpack` does the same on the first device; to others it copies.
+    back = ping_pong(peer, np.ones(BIG, np.float32))
+    array = jax.device_put(back, jax.devices()[device])
+    assert array.unsafe_buffer_pointer() == back.ctypes.data
+
+
+@pytest.mark.parametrize("device", range(2))
+def test_jax_arrays_survive_later_messages_donated_or_not(peer: Peer, device: int) -> None:
+    expected = np.arange(BIG, dtype=np.float32)
+    add = jax.jit(lambda x: x + jnp.float32(1), donate_argnums=0)
+    array = jax.device_put(ping_pong(peer, expected), jax.devices()[device])
+    pointer = array.unsafe_buffer_pointer()
+    other = jax.device_put(ping_pong(peer, expected), jax.devices()[device])
+    result = add(other).block_until_ready()
+    # jax does not write to memory that it was lent: the result is elsewhere.
+    assert other.is_deleted()
+    del other
+    seen = {ping_pong(peer, np.zeros(BIG, np.float32)).ctypes.data for _ in range(6)}
+    assert pointer not in seen and result.unsafe_buffer_pointer() not in seen
+    assert np.array_equal(array, expected) and np.array_equal(result, expected + 1)
+
+
+def test_memory_that_jax_took_over_is_used_again(peer: Peer) -> None:
+    # jax lets go of the last reference in its next call, so there is always one in between.
+    seen = set()
+    for i in range(30):
+        array = jax.device_put(ping_pong(peer, np.full(BIG, i, np.float32)), jax.devices()[1])
+        seen.add(array.unsafe_buffer_pointer())
+        del array
+    assert len(seen) <= 4
+
+
+def test_an_array_may_be_donated_when_it_is_sent(peer: Peer) -> None:
+    add = jax.jit(lambda x: x + jnp.float32(1), donate_argnums=0)
+    x = jnp.zeros(BIG, jnp.float32)
+    tags = [next(_tags) for _ in range(8)]
+    for tag in tags:
+        peer.mine.send(1, tag, [Part(x)]).result(TIMEOUT_S)
+        x = add(x)
+    for i, tag in enumerate(tags):
+        peer.call(send_back, tag, [Piece(x.shape, x.dtype)])
+        (back,) = peer.mine.receive(1, tag, [Piece(x.shape, x.dtype)], TIMEOUT_S)
+        assert np.all(back == i)
+
+
+def bounce(transport: Transport, tags: list[int], sizes: list[int]) -> tuple[int, int, int]:
+    """Send back many messages; then the descriptors, mappings and resident bytes of this process."""
+    for tag, size in zip(tags, sizes, strict=True):
+        (array,) = transport.receive(0, tag, [Piece((size,), BYTES)], TIMEOUT_S)
+        transport.send(0, tag, [Part(array)])
+    del array
+    return usage()
+
+
+def usage() -> tuple[int, int, int]:
+    return open_descriptors(), mappings(), resident_bytes()
+
+
+def test_ten_thousand_messages_leave_nothing_behind(peer: Peer) -> None:
+    rng = random.Random(0)
+    data = np.arange(1 << 18, dtype=np.uint32).view(np.uint8)
+
+    def some(n_messages: int) -> list[tuple[int, int, int]]:
+        tags = [next(_tags) for _ in range(n_messages)]
+        sizes = [int(2 ** rng.uniform(0, 18.5)) for _ in tags]
+        peer.start(bounce, tags, sizes)
+        for start in range(0, n_messages, 50):
+            batch = range(start, min(start + 50, n_messages))
+            for i in batch:
+                peer.mine.send(1, tags[i], [Part(data[: sizes[i]])])
+            for i in batch:
+                (back,) = peer.mine.receive(1, tags[i], [Piece((sizes[i],), BYTES)], TIMEOUT_S)
+                assert back.tobytes() == data[: sizes[i]].tobytes()
+        del back
+        return [usage(), peer.result()]
+
+    before = some(3000)
+    after = some(7000)
+    for (fds, maps, resident), (fds_later, maps_later, resident_later) in zip(before, after, strict=True):
+        assert fds_later <= fds + 2
+        assert maps_later <= maps + 100
+        assert resident_later <= resident + (64 << 20)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_pool_keeps_no_more_free_memory_than_it_may(shared: bool) -> None:
+    pool = Pool(shared, idle_bytes=1 << 20)
+    lent = []
+    for _ in range(8):
+        _, segment, descriptor = pool.take(300_000)
+        if descriptor is not None:
+            os.close(descriptor)
+        segment.take(300_000)
+        lent.append(segment.lend(300_000))
+        assert pool.drop_idle() == []
+    del segment
+    lent[2:] = []
+    # Six are free, of which three fit; the two that are lent stay.
+    assert pool.drop_idle() == [2, 3, 4]
+    number, segment, _ = pool.take(300_000)
+    assert number == 7
+    segment.take(1)
+    assert [pool.take(n)[0] for n in (300_000, 301_000, 3)] == [6, 6, 8]
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_segments_of_sizes_that_are_not_used_again_are_unmapped(local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_IDLE_BYTES", 1 << 20)
+    before = mappings()
+    a, b = transports = group(2)
+    connect_all(transports, addresses_of(transports, local))
+    sizes = range(INLINE_BYTES + 1, 1 << 20, 9973)
+    for tag, size in enumerate(sizes):
+        a.send(1, tag, [Part(np.full(size, tag, np.uint8))])
+        (array,) = b.receive(0, tag, [Piece((size,), BYTES)], TIMEOUT_S)
+        assert int(array[0]) == int(array[-1]) == tag % 256
+        del array
+    # Less than 1 MB each: a few that are idle, and some that the kernel has put together or apart.
+    assert len(sizes) > 100 and mappings() - before < 60
+    for transport in transports:
+        transport.close()
+
+
+def test_a_forked_child_does_not_free_memory() -> None:
+    _, segment, _ = Pool(shared=False, idle_bytes=0).take(1000)
+    segment.take(1000)
+    lent = segment.lend(1000)
+    lent.base._process += 1  # type: ignore[union-attr]
+    del lent
+    assert not segment.free
+
+
+@given(st.integers(0, 1 << 34))
+def test_segments_are_at_most_an_eighth_or_two_pages_too_large(size_bytes: int) -> None:
+    assert 0 <= segment_bytes(size_bytes) - size_bytes - ALIGNMENT <= max(size_bytes / 8 + 8, 4096)
+
+
+# What goes wrong
+
+
+def test_a_message_that_does_not_come_is_an_error_that_says_what_did(peer: Peer) -> None:
+    tag = next(_tags)
+    peer.mine.send(1, tag, [Part(np.zeros(3))])
+    peer.call(send_back, tag, [Piece((3,), np.dtype(np.float64))])
+    peer.mine.take(1, tag, TIMEOUT_S)
+    peer.mine.send(1, tag, [Part(np.zeros(3))])
+    peer.call(send_back, tag, [Piece((3,), np.dtype(np.float64))])
+    with pytest.raises(WorkerError, match=r"message 17 of worker 1, which did not come within 0\.2 s.*There are 1 "):
+        peer.mine.receive(1, 17, [], timeout_s=0.2)
+    peer.mine.take(1, tag, TIMEOUT_S)
+    with pytest.raises(WorkerError, match=r"Worker 0 is not connected to 5, but to \[1\]"):
+        peer.mine.receive(5, 17, [], timeout_s=0.2)
+
+
+def hold_still(transport: Transport) -> None:
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_killed_peer_ends_every_wait(shared: bool) -> None:
+    with peer_process(shared) as peer:
+        peer.start(hold_still)
+        errors = []
+
+        def wait(tag: int) -> None:
+            with pytest.raises(WorkerError) as caught:
+                peer.mine.receive(1, tag, [], TIMEOUT_S)
+            errors.append(str(caught.value))
+
+        threads = [threading.Thread(target=wait, args=(tag,)) for tag in range(3)]
+        for thread in threads:
+            thread.start()
+        os.kill(peer.process.pid, signal.SIGKILL)
+        for thread in threads:
+            thread.join()
+        assert len(errors) == 3 and all(e.startswith("Worker 1 is lost: ") for e in errors)
+        with pytest.raises(WorkerError, match="Worker 1 is lost"):
+            peer.mine.send(1, 9, [])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_peer_that_stops_reading_does_not_hold_up_close(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_transport, "_FLUSH_S", 0.1)
+    before = set(threading.enumerate())
+    with peer_process(shared) as peer:
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        try:
+            messages = [peer.mine.send(1, tag, [Part(np.zeros(32 << 10, np.uint8))]) for tag in range(500)]
+            peer.mine.close()
+            assert not futures.wait(messages, TIMEOUT_S).not_done
+            assert any(message.exception() for message in messages)
+            for thread in set(threading.enumerate()) - before:
+                thread.join(TIMEOUT_S)
+                assert not thread.is_alive()
+        finally:
+            os.kill(peer.process.pid, signal.SIGKILL)
+
+
+def test_what_cannot_be_computed_is_an_error_of_the_transport() -> None:
+    transports = group(2)
+    connect_all(transports, [t.address for t in transports])
+    x = jnp.zeros(4)
+    x.delete()
+    with pytest.raises(WorkerError, match=r"Message 5 to worker 1 was not sent: .*deleted"):
+        transports[0].send(1, 5, [Part(x)]).result(TIMEOUT_S)
+    with pytest.raises(WorkerError, match="Message 5 to worker 1 was not sent"):
+        transports[0].receive(1, 6, [], TIMEOUT_S)
+    transports[0].close()
+    with pytest.raises(WorkerError, match="Worker 0 is lost"):
+        transports[1].receive(0, 5, [], TIMEOUT_S)
+    transports[1].close()
+
+
+# Who may connect
+
+
+def group(n: int, secrets: list[bytes] | None = None) -> list[HostTransport]:
+    return [HostTransport(secrets[i] if secrets else SECRET, i) for i in range(n)]
+
+
+def addresses_of(transports: list[HostTransport], local: bool) -> list[Address]:
+    """With `local`, of the sockets through which memory is shared, too."""
+    return [t.address if local else replace(t.address, local_name="") for t in transports]
+
+
+def connect_all(transports: list[HostTransport], addresses: list[Address], timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """The error of each, or None."""
+    errors: list[Any] = [None] * len(transports)
+
+    def connect(i: int) -> None:
+        try:
+            transports[i].connect(addresses, timeout_s)
+        except WorkerError as error:
+            errors[i] = error
+
+    threads = [threading.Thread(target=connect, args=(i,)) for i in range(len(transports))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_close_leaves_no_thread_and_no_descriptor() -> None:
+    gc.collect()
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    transports = group(4)
+    addresses = [t.address for t in transports]
+    addresses[3] = replace(addresses[3], local_name="")
+    assert connect_all(transports, addresses) == [None] * 4
+    kept = []
+    for i in range(4):
+        for j in {0, 1, 2, 3} - {i}:
+            transports[i].send(j, i, [Part(np.full(8 << 20, i, np.uint8))])
+    for i in range(4):
+        for j in {0, 1, 2, 3} - {i}:
+            kept += transports[i].receive(j, j, [Piece((8 << 20,), BYTES)], TIMEOUT_S)
+    for transport in transports:
+        transport.close()
+    assert set(threading.enumerate()) == threads and open_descriptors() == descriptors
+    # Arrays outlive their transport.
+    assert [int(a[0]) for a in kept] == [int(a[-1]) for a in kept] == [1, 2, 3, 0, 2, 3, 0, 1, 3, 0, 1, 2]
+    with pytest.raises(WorkerError, match="closed its transport"):
+        transports[0].send(1, 50, [])
+
+
+def test_what_was_sent_before_goodbye_can_be_received() -> None:
+    a, b = transports = group(2)
+    connect_all(transports, [t.address for t in transports])
+    a.send(1, 3, [Part(np.arange(9))])
+    a.close()
+    (array,) = b.receive(0, 3, [Piece((9,), np.dtype(int))], TIMEOUT_S)
+    assert np.array_equal(array, np.arange(9))
+    with pytest.raises(WorkerError, match="message 4 of worker 0, which has closed its transport"):
+        b.receive(0, 4, [], TIMEOUT_S)
+    b.close()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_another_secret_is_refused(local: bool) -> None:
+    transports = group(2, [SECRET, SECRET + b"?"])
+    addresses = addresses_of(transports, local)
+    errors = connect_all(transports, addresses, timeout_s=0.5)
+    for transport in transports:
+        transport.close()
+    assert "does not know the workers' secret" in str(errors[0])
+    assert "waited 0.5 s for connections from workers [0]" in str(errors[1])
+
+
+def test_a_peer_that_cannot_prove_the_secret_is_dropped() -> None:
+    transport = HostTransport(SECRET, 1)
+    try:
+        hello = handshake._HELLO.pack(b"minialp1", 0, 1, bytes(32))
+        with socket.create_connection((transport.address.host, transport.address.port)) as connection:
+            connection.settimeout(TIMEOUT_S)
+            connection.sendall(hello + bytes(32))
+            answer = b""
+            while received := connection.recv(1000):
+                answer += received
+        # A nonce and a MAC, and no welcome.
+        assert len(answer) == 64
+        assert transport._listener.authenticated.empty()
+    finally:
+        transport.close()
+
+
+def test_a_short_secret_is_refused() -> None:
+    with pytest.raises(WorkerError, match="has 3 bytes"):
+        HostTransport(b"abc", 0)
+
+
+def test_strangers_do_no_harm_and_keep_nobody_waiting() -> None:
+    transports = group(2)
+    strangers = []
+    for transport in transports:
+        for _ in range(5):
+            strangers.append(socket.create_connection((transport.address.host, transport.address.port)))  # Silent.
+            strangers.append(socket.create_connection((transport.address.host, transport.address.port)))
+            strangers[-1].sendall(np.random.default_rng(0).bytes(5000))
+            strangers.append(socket.socket(socket.AF_UNIX))
+            strangers[-1].connect("\0" + transport.address.local_name)
+    assert connect_all(transports, [t.address for t in transports]) == [None, None]
+    transports[0].send(1, 0, [Part(np.arange(3))])
+    assert transports[1].receive(0, 0, [Piece((3,), np.dtype(int))], TIMEOUT_S)[0].tolist() == [0, 1, 2]
+    for open_socket in (*transports, *strangers):
+        open_socket.close()
+
+
+def test_a_silent_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.1)
+    transport = HostTransport(SECRET, 0)
+    with socket.create_connection((transport.address.host, transport.address.port)) as connection:
+        connection.settimeout(TIMEOUT_S)
+        assert connection.recv(1) == b""
+    transport.close()
+
+
+def test_silent_connections_do_not_hold_up_a_peer() -> None:
+    transports = group(2)
+    listening = transports[1].address  # to which worker 0 connects
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * handshake._MAX_PENDING):
+            stack.enter_context(socket.create_connection((listening.host, listening.port)))
+        begun_s = time.monotonic()
+        assert connect_all(transports, addresses_of(transports, local=False)) == [None, None]
+        assert time.monotonic() - begun_s < 2.0
+    for transport in transports:
+        transport.close()
+
+
+def test_only_the_given_address_is_listened_on() -> None:
+    transport = HostTransport(SECRET, 0, "127.0.0.2")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", transport.address.port), timeout=TIMEOUT_S)
+    transport.close()
+
+
+def test_a_worker_that_is_missing_is_named() -> None:
+    (transport,) = group(1)
+    missing = HostTransport(SECRET, 1)
+    missing.close()
+    with pytest.raises(WorkerError, match=r"Worker 0 cannot connect to worker 1 at 127\.0\.0\.1, port \d+: .*refused"):
+        transport.connect([transport.address, missing.address], timeout_s=0.2)
+    transport.close()
