@@ -196,4 +196,4 @@ def _calls_by_mesh(program: Program) -> list[list[int]]:
 def _is_placed(leaves: Sequence[Any], own: MeshProgram, slot: InputSlot) -> bool:
     """Whether the argument of an input is on the mesh of the program, in the sharding that the program reads."""
     array = array_of(leaves, slot)
-    return array is not None and array.lies(own.shape, slot.spec)
+    return array is not None and array.is_on(own.shape, slot.spec)

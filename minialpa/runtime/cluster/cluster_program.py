@@ -130,7 +130,7 @@ class ClusterProgram:
         self, slot: InputSlot, own: MeshProgram, shards: WorkerShards, leaves: Sequence[Any], values: Values
     ) -> Argument:
         array = array_of(leaves, slot)
-        if array is not None and array.lies(own.shape, slot.spec):
+        if array is not None and array.is_on(own.shape, slot.spec):
             return array.number
         return values.given(slot, own, shards)
 

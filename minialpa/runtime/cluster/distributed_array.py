@@ -1,4 +1,4 @@
-"""Arrays that workers hold: a number, by which workers know the array, and the meshes that have copies of it."""
+"""Arrays that workers hold: each has a number, under which workers keep it, and the meshes that have a copy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,16 @@ class Holder(Protocol):
 
 @dataclass(slots=True, eq=False)
 class MeshWorkers:
-    """The workers of some devices. freed: arrays that nobody uses any more and that they have not been told of."""
+    """The workers of consecutive devices.
+
+    Attributes:
+        first_device: number of their first device in the cluster.
+        n_devices: how many devices they have.
+        workers: in the order of their devices.
+        alive: whether they run.
+        freed: numbers of arrays that nothing refers to any more; the next call tells the workers.
+        arrays: those that they hold, by number.
+    """
 
     first_device: int
     n_devices: int
@@ -64,8 +73,8 @@ class Copy:
 class DistributedArray(RemoteArray):
     """An array on the meshes of a session; on several of them if it is replicated over meshes.
 
-    A step takes it without a copy through this process where it lies as the step wants it. Its memory is freed on the
-    workers when the last reference goes.
+    A step that reads it on one of these meshes, in the same sharding, takes it in place. The next call frees its memory
+    on the workers once nothing refers to it.
     """
 
     def __init__(self, runtime: Holder, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> None:
@@ -83,11 +92,11 @@ class DistributedArray(RemoteArray):
 
     @property
     def specs(self) -> tuple[PartitionSpec, ...]:
-        """How it lies on each of these meshes."""
+        """Its sharding on each of these meshes."""
         return tuple(copy.spec for copy in self.copies)
 
-    def lies(self, shape: MeshShape, spec: PartitionSpec) -> bool:
-        """Whether a mesh that runs holds it as `spec` lays it out on `shape`."""
+    def is_on(self, shape: MeshShape, spec: PartitionSpec) -> bool:
+        """Whether a running mesh of this shape has a copy in the sharding `spec`."""
         return any(copy.mesh.alive and copy.shape == shape and copy.spec == spec for copy in self.copies)
 
     def add(self, copy: Copy) -> None:
@@ -117,7 +126,7 @@ class DistributedArray(RemoteArray):
         self._host = None
 
     def keep(self, value: Any) -> None:
-        """Hold the value in this process too, unless the array is used up by now. Nobody writes to it: `np.asarray`
+        """Hold the value in this process too, unless the array is used up by now. It is read-only: `np.asarray`
         hands it out, and steps may read it."""
         if isinstance(value, np.ndarray):
             value.flags.writeable = False

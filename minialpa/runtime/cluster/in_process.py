@@ -1,10 +1,10 @@
 """Workers as threads of this process: the runtime of a cluster without a cluster.
 
 Everything but the processes is real: workers compile mesh programs, exchange messages, keep arrays and fail as they do
-on Ray, on devices of this process. A mesh lies on one host here, as jax joins only processes. Tests of what the
+on Ray, on devices of this process. A mesh is on one host here, since jax can join only processes. Tests of what the
 cluster's runtime does run on this; those of processes, networks and hosts run on Ray.
 
-Arguments and answers are pickled on their way, as between processes, so that nobody shares memory by accident.
+Arguments and answers are pickled on their way, as between processes, so that no two sides share memory by accident.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the runtime of a cluster asks of whoever launches its workers: Ray (`ray_cluster`), or threads (`in_process`).
+"""What the runtime of a cluster needs from a launcher of workers. Ray is one (`ray_cluster`), threads are another
+(`in_process`).
 
 A worker is launched as an actor: calls of one actor run one after the other, and each returns a reply at once. A reply
 is later a value, an error that the call raised (`CallRaised`), or the end of the worker (`WorkerEnded`).

@@ -1,8 +1,8 @@
-"""What a step did when: notes of the thread that issues instructions and of when devices were done; a timeline out.
+"""Measures when a step did what: collects notes while it runs, and makes a timeline of them.
 
 jax returns before devices are done. A traced step therefore runs each function with one more result, a flag that is
-there when the others are (`flagged`), and threads wait for the flags, one thread for all that happens in one order.
-Flags are never donated, and the results themselves are freed and donated as ever.
+ready when the others are (`flagged`), and threads wait for the flags, one thread for each track. Flags are never donated;
+the results themselves are freed and donated as in any step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from minialpa.programs.program import MeshShape
 from minialpa.support.perfetto import interval, process_name, thread_name, write_trace
 
-#: The track of what devices compute. Others are of instructions of a worker, and of arrays on their way.
+#: The track of what devices compute. Other tracks show the instructions of a worker, and transfers.
 FUNCTIONS = "functions"
 
 
@@ -32,8 +32,8 @@ class TaskTime:
     Attributes:
         mesh: number of the mesh.
         host: number of the host.
-        track: what did it. Tasks on one track of one mesh and host do not overlap.
-        name: of the function, or what else was done.
+        track: of the timeline. Tasks on one track of one mesh and host do not overlap.
+        name: of the function, instruction or transfer.
         start_s: seconds from the first task of the step.
         stop_s: seconds from the first task of the step.
         instruction: number of the instruction if it is a call of a function, else None.
@@ -48,22 +48,33 @@ class TaskTime:
     instruction: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Note:
-    """issued_s: when it might begin. done: when it had ended, None if nobody could see. reads, writes: buffers."""
+    """One thing that a step did.
+
+    Attributes:
+        mesh: number of the mesh.
+        track: of the timeline.
+        name: of the function, instruction or transfer.
+        issued_s: when it could begin at the earliest.
+        done: when it had ended; None if its array was donated before that was seen.
+        instruction: number of the instruction if it is a call of a function, else None.
+        reads: buffers that it reads.
+        writes: buffers that it fills.
+    """
 
     mesh: int
     track: str
     name: str
     issued_s: float
     done: Future[float | None]
-    instruction: int | None
-    reads: Sequence[int]
-    writes: Sequence[int]
+    instruction: int | None = None
+    reads: Sequence[int] = ()
+    writes: Sequence[int] = ()
 
 
 class StepTrace:
-    """Notes of one step on one process, whose devices are on `host`. Begins when it is made."""
+    """The notes of one step in one process, whose devices are on `host`. The step begins when this is made."""
 
     def __init__(self, host: int = 0) -> None:
         self.host = host
@@ -74,7 +85,7 @@ class StepTrace:
         self._flag: Any = None
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., list[Any]]:
-        """A flagged function that gives its results only. `take_flag` has that of its last call."""
+        """A flagged function without its flag, which `take_flag` returns after the call."""
 
         def call(*args: Any) -> list[Any]:
             results: list[Any]
@@ -99,28 +110,39 @@ class StepTrace:
         reads: Sequence[int] = (),
         writes: Sequence[int] = (),
     ) -> None:
-        """Note what ends when `array`, which is held until then, is ready.
+        """Note something that ends when `array` is ready; holds the array until then.
 
-        It began when it was issued, what was noted before it on this track had ended, and what other notes wrote of
-        `reads` was there.
+        It began when it had been issued, the note before it on this track had ended, and the notes that wrote `reads`
+        had, too.
         """
         key = mesh, track
         if key not in self._waiters:
             self._waiters[key] = ThreadPoolExecutor(1, f"trace-{track}")
         done = self._waiters[key].submit(_ready_s, array)
-        self._notes.append(_Note(mesh, track, name, issued_s, done, instruction, reads, writes))
+        note = _Note(
+            mesh=mesh,
+            track=track,
+            name=name,
+            issued_s=issued_s,
+            done=done,
+            instruction=instruction,
+            reads=reads,
+            writes=writes,
+        )
+        self._notes.append(note)
 
     def note(self, mesh: int, track: str, name: str, start_s: float) -> None:
-        """Note what the thread that calls this has done since `start_s`."""
+        """Note what the calling thread has done since `start_s`, a time of `time.perf_counter`."""
         done = Future[float | None]()
         done.set_result(time.perf_counter())
-        self._notes.append(_Note(mesh, track, name, start_s, done, None, (), ()))
+        self._notes.append(_Note(mesh=mesh, track=track, name=name, issued_s=start_s, done=done))
 
     def tasks(self) -> list[TaskTime]:
-        """What was noted, in order; waits for its end. Times are those of the clock on the wall, in seconds."""
+        """All notes in order, once the last has ended. Times are seconds of this host's clock."""
         free: dict[tuple[int, str], float] = defaultdict(float)
         ready: dict[int, float] = {}
         tasks = []
+
         for note in self._notes:
             # It began when it was issued, its track was free, and what it reads was ready.
             key = note.mesh, note.track
@@ -128,6 +150,7 @@ class StepTrace:
             stop_s = max(start_s, note.done.result() or start_s)
             free[key] = stop_s
             ready.update(dict.fromkeys(note.writes, stop_s))
+
             tasks.append(
                 TaskTime(
                     mesh=note.mesh,
@@ -162,15 +185,18 @@ def from_start(tasks: Iterable[TaskTime]) -> tuple[TaskTime, ...]:
 def write_tasks(path: str | Path, tasks: Sequence[TaskTime], meshes: Sequence[MeshShape]) -> None:
     """Write a trace for Perfetto: a process for each mesh, with a thread for each track of each host.
 
-    Calls of a function are counted from 0, which for the passes of a stage is the micro-batch.
+    Each call of a function gets its count from 0. For the passes of a stage that is the micro-batch.
     """
     tracks = sorted({(t.mesh, t.host, t.track) for t in tasks}, key=lambda x: (x[0], x[1], x[2] != FUNCTIONS, x[2]))
     threads = {track: number for number, track in enumerate(tracks)}
+
+    # Names first: the viewer shows processes and threads under them.
     events = [
         process_name(k, f"stage {k}, from device {mesh.first_device}, {'x'.join(map(str, mesh.logical_shape))}")
         for k, mesh in enumerate(meshes)
     ]
     events += [thread_name(mesh, threads[mesh, host, track], f"host {host}, {track}") for mesh, host, track in tracks]
+
     calls: Counter[tuple[int, int, str]] = Counter()
     for task in tasks:
         args = {}
@@ -194,7 +220,7 @@ def write_tasks(path: str | Path, tasks: Sequence[TaskTime], meshes: Sequence[Me
 
 
 def _ready_s(array: Any) -> float | None:
-    """Waits for an array; the time then. None if it was donated before anybody looked."""
+    """Wait for an array, and return the time; None if it was donated before it was seen to be ready."""
     try:
         array.block_until_ready()
     except RuntimeError:

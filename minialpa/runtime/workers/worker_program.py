@@ -88,6 +88,7 @@ class WorkerProgram:
         first = program.shape.first_device
         self._devices = [devices[device - first] for device in places[me].devices]
         self._read_as_numpy = _read_as_numpy(program, self.mesh)
+
         self._exchange = Exchange(
             program=program,
             places=places,
@@ -211,6 +212,7 @@ class WorkerProgram:
         return [made[key] for key in keys]
 
     def _lower(self, function: MeshFunction, with_flag: bool) -> tuple[Any, Any]:
+        """The function lowered; elements that `jax.export` has no name for have their own types again."""
         exported = jax.export.deserialize(bytearray(function.code))
         narrow = any(kind.dtype in STAND_INS for kind in (*function.in_types, *function.out_types))
         avals = [

@@ -16,7 +16,7 @@ from minialpa.intra.memory.compiler import CompilerModel, Kernel, Values
 from minialpa.intra.memory.liveness import lifetimes, peak_bytes
 from minialpa.intra.memory.xla_cpu.model import XLA_CPU
 from minialpa.intra.spmd import ShardedEquations
-from minialpa.intra.strategies.reshard import Step
+from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import Atom, shape_of, trace_flat
 
@@ -44,7 +44,7 @@ def add_equation(
     return writes
 
 
-def add_step(recorder: PlainRecorder, v: int, step: Step, atom: Atom, mesh_shape: tuple[int, ...]) -> int:
+def add_step(recorder: PlainRecorder, v: int, step: ReshardStep, atom: Atom, mesh_shape: tuple[int, ...]) -> int:
     result = recorder.shard(atom, step.dst.shard_shape(shape_of(atom), mesh_shape), step.kind)
     recorder.kernels.append(Kernel(reads=(v,), writes=(result,)))
     return result
