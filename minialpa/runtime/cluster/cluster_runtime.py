@@ -1,12 +1,12 @@
 """The runtime of a session on a cluster: meshes of workers, the steps that they run, and the arrays that they hold.
 
-A step is one call to each worker. Calls return at once, and every wait, whatever it waits for, also looks at the answers
-of all steps under way and at the lives of all workers. A step that fails, or a worker that is lost, ends the session: the
-runtime ends all workers, gives the hosts back and raises one WorkerError that names the cause. Other calls may fail, for
-want of memory for example, and leave the session as it is.
+A step is one call to each worker. Calls return at once, and every wait, whatever it waits for, also looks at the
+answers of all steps under way and at the lives of all workers. A step that fails, or a worker that is lost, ends the
+session: the runtime ends all workers, gives the hosts back and raises one WorkerError that names the cause. Other calls
+may fail, for want of memory for example, and leave the session as it is.
 
-Threads take turns (`Turns`) to make calls, and wait for answers at the same time. The steps under way and the watch over
-the workers, which all waits share, change under a lock that is held for moments only.
+Threads take turns (`Turns`) to make calls, and wait for answers at the same time. The steps under way and the watch
+over the workers, which all waits share, change under a lock that is held for moments only.
 """
 
 from __future__ import annotations

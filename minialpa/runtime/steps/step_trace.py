@@ -1,8 +1,8 @@
 """Measures when a step did what: collects notes while it runs, and makes a timeline of them.
 
 jax returns before devices are done. A traced step therefore runs each function with one more result, a flag that is
-ready when the others are (`flagged`), and threads wait for the flags, one thread for each track. Flags are never donated;
-the results themselves are freed and donated as in any step.
+ready when the others are (`flagged`), and threads wait for the flags, one thread for each track. Flags are never
+donated; the results themselves are freed and donated as in any step.
 """
 
 from __future__ import annotations
