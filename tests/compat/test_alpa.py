@@ -160,6 +160,9 @@ def test_methods_are_minialpas_and_survive_copies() -> None:
         assert pickle.loads(pickle.dumps(method)) == method
     assert isinstance(alpa.DataParallel(), alpa.ShardParallel)
     assert isinstance(alpa.DataParallel(), minialpa.DataParallel)
+    assert alpa.ShardParallel(logical_shape=(2, 4)).options().logical_shape == (2, 4)
+    with pytest.raises(TypeError, match="num_microbatches"):
+        alpa.ShardParallel(num_microbatches=2)
     cluster = minialpa.ClusterSpec.preset("h100")
     assert minialpa.plan(step_with(alpa.value_and_grad), make_state_and_batch(), cluster=cluster, method=method).stages
 
@@ -213,6 +216,13 @@ def test_each_field_has_a_meaning_here_or_a_sentence(owner: type[Adjustable]) ->
     known = {field.name for field in dataclasses.fields(ours)} if ours else set()
     for field in dataclasses.fields(owner):  # type: ignore[arg-type]
         assert field.name in known | set(owner.SETTINGS) or f"    {field.name}:" in str(owner.__doc__), field.name
+
+
+@pytest.mark.parametrize("owner", [alpa.AutoShardingOption, alpa.AutoStageOption, alpa.UniformStageOption])
+def test_an_option_has_the_fields_of_minialpas(owner: type[Adjustable]) -> None:
+    """So that a field which minialpa gets is added here, too."""
+    ours = {field.name for field in dataclasses.fields(getattr(minialpa, owner.__name__))}
+    assert ours <= {field.name for field in dataclasses.fields(owner)}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

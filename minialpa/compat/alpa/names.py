@@ -11,8 +11,8 @@ from minialpa.errors import MinialpaError
 #: Names that work, and what differs from Alpa, if anything does.
 WORKS = {
     "AutoLayerOption": "`fine_grained_remat` recomputes every pipeline layer, as `coarse_grained_remat` does.",
-    "AutoShardingOption": "",
-    "AutoStageOption": "Costs are computed and not profiled.",
+    "AutoShardingOption": "`allow_mixed_mesh_shape` is always on; `fixed_specs` takes PartitionSpecs.",
+    "AutoStageOption": "Costs are computed and not profiled; `single_node_model_parallel` is taken as `all`.",
     "DataParallel": "",
     "DeviceCluster": "The hosts of the session.",
     "DistributedArray": "Arrays on workers; in one process, arrays are jax's own.",

@@ -45,13 +45,12 @@ class ShardParallel(minialpa.ShardParallel):
         num_micro_batches: int | None = None,
         auto_sharding_option: Any = None,
         manual_sharding_option: Any = None,
-        *,
-        logical_shape: tuple[int, ...] | None = None,
-        submesh: tuple[int, int] | None = None,
+        **others: Any,
     ) -> None:
+        """`others` are fields that only minialpa's method has."""
         _refuse_manual_sharding(manual_sharding_option)
         option: Any = AutoShardingOption() if auto_sharding_option is None else auto_sharding_option
-        super().__init__(devices, num_micro_batches, option, logical_shape, submesh)
+        super().__init__(devices, num_micro_batches, option, **others)
 
     @property
     def as_option(self) -> Any:
@@ -97,7 +96,9 @@ class PipeshardParallel(minialpa.PipeshardParallel):
         stage_option: Any = None,
         stage_input_shardings: Any = None,
         manual_sharding_option: Any = None,
+        **others: Any,
     ) -> None:
+        """`others` are fields that only minialpa's method has."""
         _refuse_manual_sharding(manual_sharding_option)
         if stage_input_shardings is not None:
             raise ShardingError(
@@ -111,7 +112,7 @@ class PipeshardParallel(minialpa.PipeshardParallel):
         if option is None:
             # Alpa's default, unlike minialpa's.
             option = AutoShardingOption(prefer_reduce_scatter=True)
-        super().__init__(devices, num_micro_batches, pipeline_schedule, layer_option, stage_option, option)
+        super().__init__(devices, num_micro_batches, pipeline_schedule, layer_option, stage_option, option, **others)
 
     @property
     def as_option(self) -> Any:
