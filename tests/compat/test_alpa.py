@@ -410,7 +410,9 @@ def test_the_execution_of_stages_is_measured() -> None:
     assert len(info) == len(set(executable.function_names))
     runs = [run for stage in info for run in stage]
     assert {tuple(devices) for _, _, _, devices in runs} == {(0, 1), (2, 3)}
-    assert all(start < stop and nodes == (0,) for start, stop, nodes, _ in runs)
+    # A program that was done when its turn came takes no time.
+    assert all(0 <= start <= stop and nodes == (0,) for start, stop, nodes, _ in runs)
+    assert any(start < stop for start, stop, *_ in runs)
     # Each pass runs once for each micro-batch.
     assert max(map(len, info)) == 2
 
