@@ -24,7 +24,7 @@ HOUSES = ("inter", "intra", "intra.memory", "runtime")
 #: What the runtime may know of the rest.
 RUNTIME_MAY = {"arrays", "cluster", "errors", "options", "plan", "programs", "runtime", "sharding", "support"}
 #: What a user starts, or sees in front of the machinery.
-FRONT = {"__init__", "cli", "demo", "models", "testing", "util"}
+FRONT = {"__init__", "cli", "compat", "demo", "models", "testing", "util"}
 PLANNING = {"cluster", "cost", "inter", "intra", "options", "plan", "programs", "rules", "sharding", "tracing"}
 STDLIB = sys.stdlib_module_names
 
@@ -212,6 +212,15 @@ def test_planning_reads_no_environment() -> None:
         if path.relative_to(PACKAGE).with_suffix("").parts[0] in PLANNING:
             names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
             assert not names & {"environ", "getenv"}, path
+
+
+def test_nothing_stands_on_the_interfaces_of_other_systems() -> None:
+    assert not _lines([i for i in IMPORTS if i.inner == "compat" and i.part != "compat"])
+
+
+def test_interfaces_of_other_systems_stand_on_modules_that_users_know() -> None:
+    public = {"__init__", "arrays", "compat", "errors", "session", "testing", "util"}
+    assert {i.inner for i in IMPORTS if i.part == "compat" and i.inner is not None} <= public
 
 
 def test_only_machine_code_knows_numba() -> None:

@@ -1,0 +1,234 @@
+"""Alpa's session and `parallelize`: minialpa's, with Alpa's arguments, defaults and executables."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+import minialpa
+from minialpa.compat.alpa.device_mesh import set_global_virtual_physical_mesh
+from minialpa.compat.alpa.global_env import global_config
+from minialpa.compat.alpa.parallel_method import ShardParallel
+from minialpa.errors import MinialpaError
+
+
+def init(
+    cluster: Any = "ray",
+    cluster_address: str | None = None,
+    num_nodes: int | None = None,
+    num_devices_per_node: int | None = None,
+    namespace: str = "alpa_default_space",
+    **options: Any,
+) -> None:
+    """`minialpa.init`, with Alpa's arguments and defaults; `options` are others of `minialpa.init`."""
+    minialpa.init(
+        cluster,
+        cluster_address=cluster_address,
+        num_nodes=num_nodes,
+        num_devices_per_node=num_devices_per_node,
+        namespace=namespace,
+        **options,
+    )
+
+
+def shutdown() -> None:
+    """`minialpa.shutdown`; methods without `devices` no longer use the global mesh that the script chose."""
+    set_global_virtual_physical_mesh(None)
+    minialpa.shutdown()
+
+
+def set_seed(seed: int) -> None:
+    """Keeps the seed in `global_config` and warns: random numbers depend on the keys of the step alone."""
+    warnings.warn(
+        "`set_seed` has no effect: a step draws the random numbers that its keys determine, as on one device. Pass "
+        "keys to the step.",
+        stacklevel=2,
+    )
+    object.__setattr__(global_config, "runtime_random_seed", seed)
+
+
+def clear_executable_cache() -> None:
+    """Warns: compiled programs belong to their parallelized function, and are released with it."""
+    warnings.warn(
+        "`clear_executable_cache` has no effect: each parallelized function holds its own programs. Delete the "
+        "function to release them.",
+        stacklevel=2,
+    )
+
+
+class PlacementSpec(minialpa.PlacementSpec):
+    """`minialpa.PlacementSpec` with Alpa's arguments and attributes."""
+
+    def __init__(self, aval: Any, mesh_ids: Sequence[int], sharding_specs: Sequence[PartitionSpec]) -> None:
+        """`aval` has a shape and a dtype; `sharding_specs` are PartitionSpecs, one for each mesh."""
+        super().__init__(
+            path="",
+            shape=tuple(aval.shape),
+            dtype=str(aval.dtype),
+            mesh_ids=tuple(mesh_ids),
+            partition_specs=tuple(sharding_specs),
+        )
+
+    @staticmethod
+    def of(spec: minialpa.PlacementSpec) -> PlacementSpec:
+        """`spec`, with Alpa's attributes."""
+        new = object.__new__(PlacementSpec)
+        minialpa.PlacementSpec.__init__(
+            new,
+            path=spec.path,
+            shape=spec.shape,
+            dtype=spec.dtype,
+            mesh_ids=spec.mesh_ids,
+            partition_specs=spec.partition_specs,
+            rows=spec.rows,
+        )
+        return new
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    @property
+    def sharding_specs(self) -> tuple[PartitionSpec, ...]:
+        return self.partition_specs
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """One run of a stage program, measured. It unpacks as Alpa's tuple does.
+
+    Attributes:
+        start: seconds from the start of the step.
+        stop: seconds from the start of the step.
+        node_ids: numbers of the hosts.
+        devices: numbers of the devices in the session.
+    """
+
+    start: float
+    stop: float
+    node_ids: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    def __iter__(self) -> Any:
+        return iter((self.start, self.stop, self.node_ids, self.devices))
+
+
+class Executable:
+    """minialpa's executable with what Alpa's has; any other attribute is that of minialpa's.
+
+    runtime: the executable. costs: seconds of the steps that were timed.
+    """
+
+    def __init__(self, runtime: Any, costs: list[float]) -> None:
+        self._runtime, self._costs = runtime, costs
+
+    def __getattr__(self, name: str) -> Any:
+        # Without these two there is nothing to ask, as while a copy is made.
+        if name in ("_runtime", "_costs"):
+            raise AttributeError(name)
+        if name in EXECUTABLE_INSTEAD:
+            raise AttributeError(f"`executable.{name}` of Alpa is not here. {EXECUTABLE_INSTEAD[name]}")
+        return getattr(self._runtime, name)
+
+    def get_hlo_text(self, status: Any = None) -> str | list[str]:
+        """Compiled HLO: one text if there is one mesh, else a list with one for each stage program."""
+        texts: list[str] = self._runtime.get_hlo_text()
+        return "\n".join(texts) if len(self.get_parallel_plan().stages) == 1 else texts
+
+    def get_input_placement_specs(self) -> Any:
+        """The arguments, as a tuple, with a `PlacementSpec` in place of every leaf."""
+        return jax.tree.map(PlacementSpec.of, self._runtime.get_input_placement_specs())
+
+    def get_output_placement_specs(self) -> Any:
+        """The results with a `PlacementSpec` in place of every leaf."""
+        return jax.tree.map(PlacementSpec.of, self._runtime.get_output_placement_specs())
+
+    def get_execution_time_costs(self) -> list[float]:
+        """Seconds of the steps that were timed, or else of those that `profile_with_dummy_inputs` ran."""
+        costs: list[float] = self._costs or self._runtime.get_execution_time_costs()
+        if not costs:
+            raise MinialpaError(
+                "No step was timed. Set `global_config.shard_parallel_sync_for_timer` or "
+                "`global_config.pipeline_sync_for_timer` to True before the steps, or call "
+                "`profile_with_dummy_inputs()`."
+            )
+        return list(costs)
+
+    def get_stage_execution_info(self) -> list[list[Invocation]]:
+        """Runs one step on zeros and returns, for each name in `function_names`, when stage programs of it ran."""
+        stages = self.get_parallel_plan().stages
+        per_host = self.get_parallel_plan().cluster.devices_per_host
+        runs: dict[str, list[Invocation]] = {name: [] for name in self.function_names}
+        for task in self.stage_timeline():
+            if task.instruction is not None:
+                stage = stages[task.mesh]
+                devices = tuple(range(stage.first_device, stage.first_device + stage.n_devices))
+                hosts = tuple(sorted({device // per_host for device in devices}))
+                runs.setdefault(task.name, []).append(Invocation(task.start_s, task.stop_s, hosts, devices))
+        return list(runs.values())
+
+
+#: Attributes of Alpa's executables that minialpa's do not have, and what to use instead.
+EXECUTABLE_INSTEAD = {
+    "auto_sharding_objective": "Use `executable.get_parallel_plan().cost`, in seconds.",
+    "launch_on_driver": "Call the parallelized function.",
+    "mesh_group": "Use `executable.get_parallel_plan().stages`, and `executable.sync()` to wait.",
+    "physical_mesh": "Use `get_global_physical_mesh()`, and `executable.sync()` to wait.",
+    "profile_all_executable_with_dummy_inputs": "Use `executable.stage_timeline()`, which times every stage program.",
+}
+
+
+class ParallelizedFunc(minialpa.ParallelizedFunc):
+    """`minialpa.ParallelizedFunc` whose executables have what Alpa's have."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (global_config.shard_parallel_sync_for_timer or global_config.pipeline_sync_for_timer):
+            return super().__call__(*args, **kwargs)
+        return self._timed_call(args, kwargs)
+
+    def _timed_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Compiling is no part of a step.
+        executable = self.get_executable(*args, **kwargs)
+        executable.sync()
+        start = time.perf_counter()
+        results = super().__call__(*args, **kwargs)
+        executable.sync()
+        executable._costs.append(time.perf_counter() - start)
+        return results
+
+    def get_executable(self, *args: Any, **kwargs: Any) -> Any:
+        """Plan and compile for these arguments, arrays or `jax.ShapeDtypeStruct`s, without running."""
+        return self._with_costs(super().get_executable(*args, **kwargs))
+
+    def get_last_executable(self) -> Any:
+        """The executable of the last call; None before the first."""
+        runtime = super().get_last_executable()
+        return None if runtime is None else self._with_costs(runtime)
+
+    def _with_costs(self, runtime: Any) -> Executable:
+        # One object for each executable of minialpa, so that what was timed is found again.
+        known: dict[int, Executable] = vars(self).setdefault("_alpa_executables", {})
+        return known.setdefault(id(runtime), Executable(runtime, []))
+
+
+def parallelize(
+    fun: Callable[..., Any] | None = None,
+    *,
+    static_argnums: Any = "auto",
+    donate_argnums: Any = "auto",
+    batch_argnums: Any = (1,),
+    method: Any = None,
+) -> Any:
+    """`minialpa.parallelize` with Alpa's default method, `ShardParallel`."""
+    options = {"static_argnums": static_argnums, "donate_argnums": donate_argnums, "batch_argnums": batch_argnums}
+    chosen = ShardParallel() if method is None else method
+    if fun is None:
+        return functools.partial(parallelize, method=chosen, **options)
+    return ParallelizedFunc(fun, chosen, **options)

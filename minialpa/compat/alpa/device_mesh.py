@@ -1,0 +1,282 @@
+"""Alpa's clusters and meshes: views of the devices of minialpa's session, which methods take as `devices`.
+
+No mesh holds a worker or memory. minialpa starts workers with the session, so a physical mesh and a virtual one are
+the same devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+import minialpa
+from minialpa.arrays import RemoteArray
+from minialpa.errors import MinialpaError, ShardingError
+from minialpa.session import Session, current_session, describe_devices
+
+#: Arrays on workers; in a session in one process, arrays are jax's own.
+DistributedArray = RemoteArray
+ReplicatedDistributedArray = RemoteArray
+
+
+class DeviceMesh:
+    """Some hosts of a session, and the same number of devices of each.
+
+    Attributes:
+        host_ids: numbers of the hosts.
+        device_ids: for each of these hosts, numbers of its devices.
+    """
+
+    def __init__(self, session: Session, host_ids: Sequence[int], device_ids: Sequence[Sequence[int]]) -> None:
+        if len({len(ids) for ids in device_ids}) != 1 or not device_ids[0]:
+            raise ShardingError(f"A mesh has the same number of devices of each host, at least 1; got {device_ids}.")
+        self._session = session
+        self.host_ids = tuple(host_ids)
+        self.device_ids = tuple(tuple(ids) for ids in device_ids)
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.host_ids)
+
+    @property
+    def num_devices_per_host(self) -> int:
+        return len(self.device_ids[0])
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_hosts * self.num_devices_per_host
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(hosts, devices per host)."""
+        return self.num_hosts, self.num_devices_per_host
+
+    @property
+    def devices(self) -> list[list[int]]:
+        """For each host, numbers of its devices."""
+        return [list(ids) for ids in self.device_ids]
+
+    @property
+    def _numbers(self) -> list[int]:
+        """Numbers of the devices in the session, in order."""
+        per_host = self._session.cluster.devices_per_host
+        return [host * per_host + i for host, ids in zip(self.host_ids, self.device_ids, strict=True) for i in ids]
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether these are the first devices of the session, on which plans for a cluster or logical mesh run."""
+        return self._numbers == list(range(self.num_devices))
+
+    def get_logical_mesh(
+        self,
+        mesh_shape: Sequence[int] | None = None,
+        mesh_alpha: Sequence[float] | None = None,
+        mesh_beta: Sequence[float] | None = None,
+    ) -> minialpa.LogicalMesh:
+        """These devices as an array of `mesh_shape`; without one, (hosts, devices per host).
+
+        With `mesh_alpha` and `mesh_beta`, only communication has a price, as in Alpa: seconds, and seconds per byte, or
+        any other units. Without them, compute and links have the prices of the session's devices.
+        """
+        if not self._is_first:
+            raise ShardingError(
+                f"A logical mesh stands for the first devices of the session, and these are {self._numbers}. Use "
+                "`ShardParallel(devices=[...], logical_shape=...)` with a list of jax devices."
+            )
+        shape = tuple(mesh_shape or self.shape)
+        if math.prod(shape) != self.num_devices:
+            raise ShardingError(f"{self.num_devices} devices cannot be viewed as {shape}.")
+        if mesh_alpha is None and mesh_beta is None:
+            return self._session.cluster.logical_mesh(self.shape, shape)
+        return minialpa.LogicalMesh(shape, tuple(mesh_alpha or ()), tuple(mesh_beta or ()))
+
+    def target(self) -> Any:
+        """What minialpa's methods take as `devices` for this mesh."""
+        if self._session.devices and self.num_hosts == 1:
+            return [self._session.devices[i] for i in self._numbers]
+        if self._is_first:
+            hosts, per_host = self.shape
+            return dataclasses.replace(
+                self._session.cluster,
+                num_hosts=hosts,
+                devices_per_host=per_host,
+                host_devices=self._session.cluster.host_devices[:hosts],
+            )
+        raise ShardingError(
+            f"minialpa runs on the first hosts of a session, in order, with all their devices, and these are the "
+            f"devices {self.devices} of the hosts {list(self.host_ids)}. Choose hosts with `init(num_nodes=..., "
+            "num_devices_per_node=...)`."
+        )
+
+
+class PhysicalDeviceMesh(DeviceMesh):
+    """Devices that are ready to compute."""
+
+    def sync_workers(self) -> None:
+        """Wait until every array of this process has its value."""
+        if not self._session.devices:
+            raise MinialpaError("On a cluster, wait with `executable.sync()`.")
+        jax.block_until_ready(jax.live_arrays())
+
+    def get_signature(self) -> str:
+        """Hosts, devices and their kind, as text."""
+        return f"{self.num_hosts},{self.num_devices_per_host},{self._session.cluster.device.name}"
+
+    def shutdown(self, forced: bool = False) -> None:
+        """Does nothing: the session ends with `shutdown()`."""
+
+
+class LocalPhysicalDeviceMesh(PhysicalDeviceMesh):
+    """A mesh of devices of this process; without `devices`, of all local ones."""
+
+    def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
+        chosen = tuple(jax.local_devices() if devices is None else devices)
+        if not chosen or not all(isinstance(device, jax.Device) for device in chosen):
+            raise ShardingError(f"`devices` is a list of jax devices, or None for all; got {devices!r}.")
+        super().__init__(Session(chosen, describe_devices(chosen)), (0,), (range(len(chosen)),))
+
+    def get_logical_mesh(
+        self,
+        mesh_shape: Sequence[int] | None = None,
+        mesh_alpha: Sequence[float] | None = None,
+        mesh_beta: Sequence[float] | None = None,
+    ) -> minialpa.LogicalMesh:
+        session = current_session()
+        if self._session.devices != session.devices[: self.num_devices]:
+            raise ShardingError(
+                "A logical mesh stands for the first devices of the session, and these are others. Use "
+                "`ShardParallel(devices=[...], logical_shape=...)` with a list of jax devices."
+            )
+        return super().get_logical_mesh(mesh_shape, mesh_alpha, mesh_beta)
+
+
+class DistributedPhysicalDeviceMesh(PhysicalDeviceMesh):
+    """A mesh of devices of workers. `VirtualPhysicalMesh.get_physical_mesh` returns one."""
+
+
+class VirtualPhysicalMesh(DeviceMesh):
+    """A mesh that can be cut into smaller ones."""
+
+    def slice_1d(self, dim: int, indices: Sequence[Any]) -> VirtualPhysicalMesh:
+        """Some of its hosts (`dim` 0: their positions), or of each host's devices (`dim` 1: their numbers by host)."""
+        if dim == 0:
+            hosts = [self.host_ids[i] for i in indices]
+            return VirtualPhysicalMesh(self._session, hosts, [self.device_ids[i] for i in indices])
+        return self.slice_2d(range(self.num_hosts), indices)
+
+    def slice_2d(self, host_indices: Sequence[int], device_indices: Sequence[Sequence[int]]) -> VirtualPhysicalMesh:
+        """The hosts at `host_indices`, with the devices of each that `device_indices` numbers."""
+        for i, ids in zip(host_indices, device_indices, strict=True):
+            if not set(ids) <= set(self.device_ids[i]):
+                raise ShardingError(
+                    f"Host {self.host_ids[i]} of the mesh has the devices {self.device_ids[i]}; got {ids}."
+                )
+        return VirtualPhysicalMesh(self._session, [self.host_ids[i] for i in host_indices], device_indices)
+
+    def get_physical_mesh(self, mesh_id: int = 0) -> PhysicalDeviceMesh:
+        """The same devices as a physical mesh."""
+        if self._session.devices and self.num_hosts == 1:
+            return LocalPhysicalDeviceMesh([self._session.devices[i] for i in self._numbers])
+        return DistributedPhysicalDeviceMesh(self._session, self.host_ids, self.device_ids)
+
+
+class DeviceCluster:
+    """The hosts of the session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def num_hosts(self) -> int:
+        return self._session.cluster.num_hosts
+
+    @property
+    def num_devices(self) -> int:
+        return self._session.cluster.n_devices
+
+    @property
+    def host_num_devices(self) -> list[int]:
+        """The number of devices of each host."""
+        return [self._session.cluster.devices_per_host] * self.num_hosts
+
+    def get_virtual_physical_mesh(
+        self, host_ids: Sequence[int] | None = None, num_devices_per_host: int | None = None
+    ) -> VirtualPhysicalMesh:
+        """The first `num_devices_per_host` devices of some hosts; without arguments, all devices."""
+        hosts = list(range(self.num_hosts)) if host_ids is None else list(host_ids)
+        per_host = num_devices_per_host or self._session.cluster.devices_per_host
+        if not set(hosts) <= set(range(self.num_hosts)) or per_host > self._session.cluster.devices_per_host:
+            raise ShardingError(
+                f"The session has {self.num_hosts} hosts with {self._session.cluster.devices_per_host} devices each; "
+                f"got hosts {hosts} with {per_host} devices each."
+            )
+        return VirtualPhysicalMesh(self._session, hosts, [range(per_host)] * len(hosts))
+
+    def get_physical_mesh(
+        self, host_ids: Sequence[int] | None = None, num_devices_per_host: int | None = None
+    ) -> PhysicalDeviceMesh:
+        """As `get_virtual_physical_mesh`, as a physical mesh."""
+        return self.get_virtual_physical_mesh(host_ids, num_devices_per_host).get_physical_mesh()
+
+    def profile_all(self, *args: Any, **kwargs: Any) -> None:
+        """Not supported: raises MinialpaError."""
+        raise MinialpaError(
+            "minialpa profiles nothing before it plans: give the figures of devices and links as "
+            "`devices=minialpa.ClusterSpec(...)` of the method."
+        )
+
+
+class _Global:
+    """The mesh that a script has chosen for methods without `devices`, with the session that it is part of."""
+
+    mesh: DeviceMesh | None = None
+
+
+def _chosen_mesh() -> DeviceMesh | None:
+    """The global mesh that a script has set, unless its session has ended."""
+    mesh = _Global.mesh
+    if mesh is not None and not isinstance(mesh, LocalPhysicalDeviceMesh) and mesh._session is not current_session():
+        return None
+    return mesh
+
+
+def read_devices(devices: Any) -> Any:
+    """What minialpa's methods take for the `devices` of a script; None is the global mesh, if the script set one."""
+    chosen = _chosen_mesh() if devices is None else devices
+    return chosen.target() if isinstance(chosen, DeviceMesh) else chosen
+
+
+def get_global_cluster() -> DeviceCluster:
+    """The hosts of the session. If there is none, one starts on the local devices."""
+    return DeviceCluster(current_session())
+
+
+def get_global_physical_mesh(create_if_not_exist: bool = False) -> PhysicalDeviceMesh:
+    """All devices of the session, or those that `set_global_physical_mesh` chose. It always exists."""
+    mesh = _chosen_mesh()
+    return mesh if isinstance(mesh, PhysicalDeviceMesh) else get_global_virtual_physical_mesh().get_physical_mesh()
+
+
+def get_global_virtual_physical_mesh() -> VirtualPhysicalMesh:
+    """All devices of the session, or those that `set_global_virtual_physical_mesh` chose."""
+    mesh = _chosen_mesh()
+    return mesh if isinstance(mesh, VirtualPhysicalMesh) else get_global_cluster().get_virtual_physical_mesh()
+
+
+def set_global_virtual_physical_mesh(mesh: VirtualPhysicalMesh | None) -> None:
+    """Choose the devices of methods without `devices`, until `shutdown`; None: all devices."""
+    _Global.mesh = mesh
+
+
+def set_global_physical_mesh(mesh: PhysicalDeviceMesh | None) -> None:
+    """Choose the devices of methods without `devices`, until `shutdown`; None: all devices."""
+    _Global.mesh = mesh
+
+
+def get_global_num_devices() -> int:
+    """The number of devices of the session."""
+    return get_global_cluster().num_devices

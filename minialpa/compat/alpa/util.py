@@ -1,0 +1,171 @@
+"""Measuring, printing and counting, under the names of `alpa.util`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from minialpa.compat.alpa import names
+from minialpa.errors import MinialpaError
+from minialpa.util import disable_tqdm_globally
+
+__all__ = [
+    "GB",
+    "MB",
+    "benchmark_func",
+    "compute_bytes",
+    "compute_gpt_tflops",
+    "compute_param_number",
+    "count_communication_primitives",
+    "disable_tqdm_globally",
+    "map_to_nparray",
+    "map_to_shape",
+    "print_used_time",
+    "to_str_round",
+    "write_tsv",
+]
+
+#: Bytes.
+GB = 1 << 30
+MB = 1 << 20
+
+
+def benchmark_func(
+    run_func: Callable[[], object],
+    sync_func: Callable[[], object] | None = None,
+    warmup: int = 1,
+    repeat: int = 3,
+    number: int = 5,
+    min_repeat_second: float | None = None,
+) -> np.ndarray[Any, Any]:
+    """Seconds of one call of `run_func`, measured `repeat` times.
+
+    sync_func: waits for what `run_func` has started; called before and after each measurement.
+    warmup: calls before the first measurement.
+    number: calls in each measurement, whose average counts.
+    min_repeat_second: if given, `number` is chosen so that a measurement takes about this long.
+    """
+
+    def measure(n: int) -> float:
+        _call(sync_func)
+        start = time.perf_counter()
+        for _ in range(n):
+            run_func()
+        _call(sync_func)
+        return (time.perf_counter() - start) / n
+
+    for _ in range(warmup):
+        run_func()
+    if min_repeat_second is not None:
+        number = max(1, math.ceil(min_repeat_second / max(measure(1), 1e-9)))
+    return np.array([measure(number) for _ in range(repeat)])
+
+
+def _call(sync_func: Callable[[], object] | None) -> None:
+    if sync_func is not None:
+        sync_func()
+
+
+class _Clock:
+    """When `print_used_time` was called last."""
+
+    last_s: float | None = None
+
+
+def print_used_time(message: str | None) -> None:
+    """Print `message` and the seconds since the last call of this function; with None, only start to measure."""
+    if message:
+        if _Clock.last_s is None:
+            raise MinialpaError("Nothing is measured yet. Call `print_used_time(None)` first.")
+        print(f" - {message}: {time.perf_counter() - _Clock.last_s:.2f} s")
+    _Clock.last_s = time.perf_counter()
+
+
+def write_tsv(heads: Sequence[str], values: Sequence[Any], filename: str, print_line: bool = True) -> None:
+    """Append a line of `values`, separated by tabs, to a file; print them with their `heads`."""
+    if len(heads) != len(values):
+        raise MinialpaError(f"There are {len(heads)} heads and {len(values)} values. Give a head for each value.")
+    with open(filename, "a", encoding="utf-8") as file:
+        file.write("\t".join(map(str, values)) + "\n")
+    if print_line:
+        print("".join(f"{head}: {value}  " for head, value in zip(heads, values, strict=True)))
+
+
+def to_str_round(x: Any, decimal: int = 6) -> str:
+    """`x` as text, with `decimal` digits behind the point of every float in it."""
+    match x:
+        case str():
+            return x
+        case list() | tuple() | np.ndarray():
+            return "[" + ", ".join(to_str_round(y, decimal) for y in x) + "]"
+        case dict():
+            return str({key: to_str_round(value, decimal) for key, value in x.items()})
+        case float() | np.floating():
+            return f"{x:.{decimal}f}"
+        case _:
+            return str(x)
+
+
+def map_to_shape(tree: Any) -> Any:
+    """The tree with the shape of each array in its place, and None for other leaves."""
+    return jax.tree.map(lambda x: getattr(x, "shape", None), tree)
+
+
+def map_to_nparray(tree: Any) -> Any:
+    """The tree with a NumPy array in place of each array."""
+    return jax.tree.map(lambda x: np.asarray(x) if hasattr(x, "__array__") else x, tree)
+
+
+def compute_param_number(tree: Any) -> int:
+    """The number of elements of all arrays of a tree."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree) if hasattr(x, "shape"))
+
+
+def compute_bytes(tree: Any) -> int:
+    """The bytes of all arrays of a tree, or of shapes with dtypes."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "shape"))
+
+
+def compute_gpt_tflops(
+    batch_size: int,
+    seq_len: int,
+    num_layers: int,
+    hidden_size: int,
+    vocab_size: int,
+    num_gpus: int,
+    latency: float,
+    backward: bool = True,
+    checkpoint_activations: bool = False,
+) -> float:
+    """10^12 floating point operations per second and device of a step of a GPT that takes `latency` seconds.
+
+    A layer has 24 h^2 (1 + s / 6h) operations per token in the forward pass, twice as many in the backward pass, and
+    the forward ones again if activations are recomputed; the output embedding has 6 h V (Narayanan et al., SC'21).
+    """
+    passes = 1 + 2 * backward + checkpoint_activations
+    per_layer = 24 * passes * hidden_size**2 * (1 + seq_len / (6 * hidden_size))
+    per_token = num_layers * per_layer + 6 * hidden_size * vocab_size
+    return batch_size * seq_len * per_token / latency / num_gpus / 1e12
+
+
+def count_communication_primitives(
+    hlo_ir: str, ignore_scalar_all_reduce: bool = False
+) -> tuple[int, int, int, int, int]:
+    """(all, all-reduces, all-gathers, reduce-scatters, all-to-alls) in a text of compiled HLO."""
+    kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+    counts = [hlo_ir.count(f" {kind}(") + hlo_ir.count(f" {kind}-start(") for kind in kinds]
+    if ignore_scalar_all_reduce:
+        scalars = sum(
+            hlo_ir.count(f"= {dtype}[] all-reduce{end}(") for dtype in ("f32", "f16", "bf16") for end in ("", "-start")
+        )
+        counts[0] -= scalars
+    return sum(counts), counts[0], counts[1], counts[2], counts[3]
+
+
+def __getattr__(name: str) -> Any:
+    return names.find(f"util.{name}")
