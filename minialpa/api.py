@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import jax
 from jax.tree_util import PyTreeDef
@@ -138,6 +138,40 @@ class ParallelizedFunc:
         executable, _ = self._get(call)
         new_args, new_kwargs = rebuild(call, executable.place(call.leaves))
         return (new_args, new_kwargs) if kwargs else new_args
+
+    def place_batch(self, batch: Any) -> Any:
+        """The batch, on the devices and in the shardings in which the compiled program for its shapes reads it.
+
+        batch: the argument that holds examples, or a tuple of them if there are several. Compiles nothing: a batch that
+        no program takes yet comes back as it is, and so do leaves that are cut into micro-batches.
+        """
+        recent, numbers = self._recent, self._parameters.batch
+        if recent is None or not numbers:
+            return batch
+        parts = (batch,) if len(numbers) == 1 else tuple(batch)
+        if len(parts) != len(numbers):
+            raise TraceError(
+                f"A batch has {len(parts)} parts, and the step has {len(numbers)} arguments with examples "
+                f"(`batch_argnums={numbers}`). Make each batch a tuple with one part for each of these arguments."
+            )
+
+        # Two calls may differ in other arguments only. A loop repeats its last call most often.
+        wanted, last = recent
+        session, _ = cast(tuple[Session, object], wanted)
+        values = dict(zip(numbers, parts, strict=True))
+        known = sorted(list(self._executables.items()), key=lambda item: item[1] is not last)
+        for (key, *where), (executable, _) in known:
+            positions = self._parameters.positions_in_call(key, values)
+            if positions is None or where != [session.devices, session.cluster, session.runtime]:
+                continue
+            leaves: list[Any] = [None] * key[0][0].num_leaves
+            for number, at in positions.items():
+                leaves[at] = jax.tree.leaves(values[number])
+            placed = executable.place(leaves)
+            return jax.tree.unflatten(
+                jax.tree.structure(batch), [leaf for number in numbers for leaf in placed[positions[number]]]
+            )
+        return batch
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 

@@ -73,7 +73,12 @@ class ClusterExecutable:
     def _place(self, leaves: Sequence[Any]) -> list[Any]:
         """As `place`, in a turn, on loaded meshes."""
         programs, meshes = self._program.programs, self._program.meshes
-        slots = [(own, slot) for own in programs for slot in own.inputs if slot.rows is None]
+        slots = [
+            (own, slot)
+            for own in programs
+            for slot in own.inputs
+            if slot.rows is None and leaves[slot.leaf] is not None
+        ]  # fmt: skip
         moved = sorted({slot.leaf for own, slot in slots if not _is_placed(leaves, own, slot)})
         numbers = {leaf: self.runtime.new_number() for leaf in moved}
 
