@@ -10,9 +10,9 @@ import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 from jax.tree_util import PyTreeDef
@@ -25,7 +25,7 @@ from minialpa.inter.staging.replan import check_fits, difference
 from minialpa.methods import AutoParallel, Method, Target, plan_to_method, resolve_devices
 from minialpa.plan import Plan, verify_plan
 from minialpa.programs.program import Program
-from minialpa.session import Session, current_session
+from minialpa.session import Session, current_session, running_session
 from minialpa.support.collection import collection_paused
 from minialpa.support.progress import ProgressBar
 from minialpa.tracing.trace import TracedStep, trace_step
@@ -70,11 +70,11 @@ class ParallelizedFunc:
         }
 
         # Compiled programs by the shapes of the call and by the session; one thread compiles at a time.
-        self._executables: dict[Hashable, Compiled] = {}
+        self._executables: dict[tuple[Any, ...], Compiled] = {}
         self._compiling = threading.RLock()
         self._known_trees: list[tuple[PyTreeDef, tuple[int | str, ...]]] = []
         # The last call's types and program, so that a training loop looks nothing up.
-        self._recent: tuple[object, Compiled] | None = None
+        self._recent: tuple[tuple[Session, object], Compiled] | None = None
         self._last: Executable | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,9 @@ class ParallelizedFunc:
         no program takes yet comes back as it is, and so do leaves that are cut into micro-batches.
         """
         recent, numbers = self._recent, self._parameters.batch
-        if recent is None or not numbers:
+        # A loader's thread may come here between two sessions, and must not start one.
+        session = running_session()
+        if recent is None or not numbers or recent[0][0] is not session:
             return batch
         parts = (batch,) if len(numbers) == 1 else tuple(batch)
         if len(parts) != len(numbers):
@@ -156,15 +158,15 @@ class ParallelizedFunc:
             )
 
         # Two calls may differ in other arguments only. A loop repeats its last call most often.
-        wanted, last = recent
-        session, _ = cast(tuple[Session, object], wanted)
         values = dict(zip(numbers, parts, strict=True))
-        known = sorted(list(self._executables.items()), key=lambda item: item[1] is not last)
+        known = sorted(list(self._executables.items()), key=lambda item: item[1] is not recent[1])
         for (key, *where), (executable, _) in known:
             positions = self._parameters.positions_in_call(key, values)
             if positions is None or where != [session.devices, session.cluster, session.runtime]:
                 continue
-            leaves: list[Any] = [None] * key[0][0].num_leaves
+
+            (tree, _), *_ = key
+            leaves: list[Any] = [None] * tree.num_leaves
             for number, at in positions.items():
                 leaves[at] = jax.tree.leaves(values[number])
             placed = executable.place(leaves)

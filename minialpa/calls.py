@@ -66,7 +66,9 @@ class Parameters:
         self._names = list(self._signature.parameters) if self._signature else []
         self._static = self._argnums("static_argnums", static_argnums)
         self.donate = self._argnums("donate_argnums", donate_argnums)
-        self.batch = tuple(self._argnums("batch_argnums", batch_argnums))
+        batch = self._argnums("batch_argnums", batch_argnums)
+        assert not isinstance(batch, str), "only the other options may be automatic"
+        self.batch = batch
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with these arguments. Raises TraceError if a static one has no hash."""

@@ -10,6 +10,7 @@ ends its thread.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import threading
 import weakref
@@ -29,6 +30,9 @@ from minialpa.errors import MinialpaError, ShardingError
 from minialpa.plan import PlacementSpec
 
 OnRagged = Literal["fewer", "error", "drop"]
+
+#: Seconds that the end of the process waits for a source to return.
+_EXIT_S = 5.0
 
 
 class DataLoader(Iterator[Any]):
@@ -375,6 +379,8 @@ class _Reader:
         self._thread = threading.Thread(target=self._run, name="minialpa data loader", daemon=True)
 
     def start(self) -> None:
+        # A thread that is inside of jax when the interpreter ends would abort the process.
+        atexit.register(self._end_with_process)
         self._thread.start()
 
     def take(self) -> _Outcome:
@@ -400,7 +406,17 @@ class _Reader:
         """Wait until the thread has ended."""
         self._thread.join()
 
+    def _end_with_process(self) -> None:
+        self.stop()
+        self._thread.join(_EXIT_S)
+
     def _run(self) -> None:
+        try:
+            self._fill_queue()
+        finally:
+            atexit.unregister(self._end_with_process)
+
+    def _fill_queue(self) -> None:
         while not self._has_ended and self._wait_for_room():
             outcome = self._batches.next()
             with self._changed:

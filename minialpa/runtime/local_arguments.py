@@ -62,7 +62,12 @@ class LocalArguments:
         out = list(leaves)
         for slot, sharding in zip(self._inputs, self._shardings, strict=True):
             leaf = leaves[slot.leaf]
-            if leaf is not None and slot.rows is None and out[slot.leaf] is leaf and getattr(leaf, "sharding", None) != sharding:
+            if (
+                leaf is not None
+                and slot.rows is None
+                and out[slot.leaf] is leaf
+                and getattr(leaf, "sharding", None) != sharding
+            ):
                 placed = jax.device_put(_owned_here(_in_this_process(leaf)), sharding)
                 out[slot.leaf] = self._owned(placed, leaf, slot)
         return out
