@@ -335,8 +335,7 @@ class _Batches:
 
     def _laid_out(self, batch: Any) -> Any:
         """The batch as the step reads it. It shares no memory with that of the source."""
-        placed = self._step.place_batch(batch)
-        return jax.tree.map(lambda leaf: own_copy(leaf) if isinstance(leaf, np.ndarray) else leaf, placed)
+        return jax.tree.map(_owned, self._step.place_batch(batch))
 
     def _is_wanted(self, batch: Any) -> bool:
         """Whether to hand the batch over. Raises ShardingError for a size that `on_ragged` refuses."""
@@ -357,6 +356,13 @@ class _Batches:
                 f"run it as it is{hint}."
             )
         return False
+
+
+def _owned(leaf: Any) -> Any:
+    """A leaf of a batch, if it is a NumPy array as a copy. Steps take no Python objects, but loops may."""
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    return leaf.copy() if leaf.dtype.hasobject else own_copy(leaf)
 
 
 def _text(sizes: list[int]) -> str:

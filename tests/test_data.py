@@ -224,6 +224,13 @@ def test_a_source_may_use_its_buffers_again(method: Any, is_compiled: bool) -> N
         assert_allclose(batch, make_batch(i), rtol=0, atol=0)
 
 
+def test_leaves_that_no_step_takes_come_through() -> None:
+    named = {"x": np.ones((2, 3)), "name": np.array(["a", None], object), "label": np.array(["b", "c"])}
+    (batch,) = DataLoader([named], unused_step())
+    assert batch["name"].tolist() == ["a", None] and batch["label"].tolist() == ["b", "c"]
+    assert all(batch[name] is not named[name] for name in named)
+
+
 # ---- errors and ends ------------------------------------------------------------------------------------------------
 
 

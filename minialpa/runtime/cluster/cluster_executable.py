@@ -71,6 +71,7 @@ class ClusterExecutable:
                 self._program.load()
                 placed, calls = self._place(leaves)
                 self.runtime.note_waiting(calls)
+
             # Other threads may have their turn while this one waits: workers take the arrays behind earlier steps.
             self.runtime.gather_noted(calls)
             return placed
@@ -102,6 +103,7 @@ class ClusterExecutable:
             for (worker, kept, _), (given, shared) in zip(puts, arguments, strict=True)
             if kept
         }
+
         out = list(leaves)
         for leaf, number in numbers.items():
             out[leaf] = self._placed(leaf, number)
