@@ -22,6 +22,7 @@ from minialpa import models
 N_BATCHES = 8
 #: Seconds of the source for each batch, as a part of the seconds of a step.
 SOURCE_PART = 0.8
+N_TURNS = 7
 
 
 @benchmark("input_pipeline")
@@ -53,29 +54,34 @@ def _rows(name: str, step: Any, case: Any, repeats: int) -> Rows:
 
         return call
 
-    there = run("there", itertools.cycle(placed))
-    step_s = statistics.median(interleaved({"there": there}, max(5, repeats // 4))["there"])
+    source_s = 0.0
 
     def source() -> Iterator[Any]:
         for batch in itertools.cycle(batches):
-            time.sleep(SOURCE_PART * step_s)
+            time.sleep(source_s)
             yield batch
 
+    seconds: dict[str, list[float]] = {how: [] for how in states}
+    sources_s: list[float] = []
     with minialpa.DataLoader(source, step) as loader:
-        calls = {"there": there, "loader": run("loader", loader), "in the loop": run("in the loop", source())}
-        # Blocks of one call each would give the loader the time of the others to read ahead.
-        seconds = {how: [] for how in calls}  # type: dict[str, list[float]]
-        for i in range(4):
-            for how in calls if i % 2 else reversed(calls):
-                seconds[how] += interleaved({how: calls[how]}, repeats, warm_up=4)[how]
-    medians = {how: statistics.median(times) for how, times in seconds.items()}
+        given = {"there": itertools.cycle(placed), "loader": loader, "in the loop": source()}
+        # In turns of many steps: in turns of one, the loader would read ahead while the others run. The source follows
+        # the speed of the machine, which other work on it changes.
+        for _ in range(N_TURNS):
+            for how in states:
+                times = interleaved({how: run(how, given[how])}, repeats, warm_up=4)[how]
+                seconds[how].append(statistics.median(times))
+                if how == "there":
+                    source_s = SOURCE_PART * seconds[how][-1]
+                    sources_s.append(source_s)
+
     return [
         {
             "case": name,
             "batches": how,
-            "source_ms": 0.0 if how == "there" else SOURCE_PART * step_s * 1e3,
-            "step_ms": medians[how] * 1e3,
-            "of_step": medians[how] / medians["there"],
+            "source_ms": 0.0 if how == "there" else statistics.median(sources_s) * 1e3,
+            "step_ms": statistics.median(seconds[how]) * 1e3,
+            "of_step": statistics.median(a / b for a, b in zip(seconds[how], seconds["there"], strict=True)),
         }
-        for how in calls
+        for how in states
     ]
