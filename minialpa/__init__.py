@@ -4,6 +4,7 @@ from minialpa import testing, util
 from minialpa.api import ParallelizedFunc, explain, get_last_dp_result, parallelize, plan, replan
 from minialpa.arrays import prefetch
 from minialpa.cluster import ClusterSpec, DeviceSpec, LinkSpec, LogicalMesh
+from minialpa.data import DataLoader, MeshDriverDataLoader
 from minialpa.errors import (
     CheckpointError,
     InfeasibleError,
@@ -46,6 +47,7 @@ __all__ = [
     "AutoStageOption",
     "CheckpointError",
     "ClusterSpec",
+    "DataLoader",
     "DataParallel",
     "DeviceSpec",
     "InfeasibleError",
@@ -53,6 +55,7 @@ __all__ = [
     "LogicalMesh",
     "ManualLayerOption",
     "ManualStageOption",
+    "MeshDriverDataLoader",
     "MinialpaError",
     "ParallelizedFunc",
     "PipeshardParallel",

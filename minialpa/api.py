@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -25,7 +25,7 @@ from minialpa.inter.staging.replan import check_fits, difference
 from minialpa.methods import AutoParallel, Method, Target, plan_to_method, resolve_devices
 from minialpa.plan import Plan, verify_plan
 from minialpa.programs.program import Program
-from minialpa.session import Session, current_session
+from minialpa.session import Session, current_session, running_session
 from minialpa.support.collection import collection_paused
 from minialpa.support.progress import ProgressBar
 from minialpa.tracing.trace import TracedStep, trace_step
@@ -70,11 +70,11 @@ class ParallelizedFunc:
         }
 
         # Compiled programs by the shapes of the call and by the session; one thread compiles at a time.
-        self._executables: dict[Hashable, Compiled] = {}
+        self._executables: dict[tuple[Any, ...], Compiled] = {}
         self._compiling = threading.RLock()
         self._known_trees: list[tuple[PyTreeDef, tuple[int | str, ...]]] = []
         # The last call's types and program, so that a training loop looks nothing up.
-        self._recent: tuple[object, Compiled] | None = None
+        self._recent: tuple[tuple[Session, object], Compiled] | None = None
         self._last: Executable | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +138,42 @@ class ParallelizedFunc:
         executable, _ = self._get(call)
         new_args, new_kwargs = rebuild(call, executable.place(call.leaves))
         return (new_args, new_kwargs) if kwargs else new_args
+
+    def place_batch(self, batch: Any) -> Any:
+        """The batch, on the devices and in the shardings in which the compiled program for its shapes reads it.
+
+        batch: the argument that holds examples, or a tuple of them if there are several. Compiles nothing: a batch that
+        no program takes yet comes back as it is, and so do leaves that are cut into micro-batches.
+        """
+        recent, numbers = self._recent, self._parameters.batch
+        # A loader's thread may come here between two sessions, and must not start one.
+        session = running_session()
+        if recent is None or not numbers or recent[0][0] is not session:
+            return batch
+        parts = (batch,) if len(numbers) == 1 else tuple(batch)
+        if len(parts) != len(numbers):
+            raise TraceError(
+                f"A batch has {len(parts)} parts, and the step has {len(numbers)} arguments with examples "
+                f"(`batch_argnums={numbers}`). Make each batch a tuple with one part for each of these arguments."
+            )
+
+        # Two calls may differ in other arguments only. A loop repeats its last call most often.
+        values = dict(zip(numbers, parts, strict=True))
+        known = sorted(list(self._executables.items()), key=lambda item: item[1] is not recent[1])
+        for (key, *where), (executable, _) in known:
+            positions = self._parameters.positions_in_call(key, values)
+            if positions is None or where != [session.devices, session.cluster, session.runtime]:
+                continue
+
+            (tree, _), *_ = key
+            leaves: list[Any] = [None] * tree.num_leaves
+            for number, at in positions.items():
+                leaves[at] = jax.tree.leaves(values[number])
+            placed = executable.place(leaves)
+            return jax.tree.unflatten(
+                jax.tree.structure(batch), [leaf for number in numbers for leaf in placed[positions[number]]]
+            )
+        return batch
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ Both are values that any thread may use. Mistakes of the user are TraceErrors th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,7 +66,9 @@ class Parameters:
         self._names = list(self._signature.parameters) if self._signature else []
         self._static = self._argnums("static_argnums", static_argnums)
         self.donate = self._argnums("donate_argnums", donate_argnums)
-        self.batch = tuple(self._argnums("batch_argnums", batch_argnums))
+        batch = self._argnums("batch_argnums", batch_argnums)
+        assert not isinstance(batch, str), "only the other options may be automatic"
+        self.batch = batch
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with these arguments. Raises TraceError if a static one has no hash."""
@@ -95,6 +97,25 @@ class Parameters:
                 paths.append(label + jax.tree_util.keystr(path))
                 numbers.append(self.number(name))
         return paths, numbers
+
+    def positions_in_call(self, key: Any, values: Mapping[int, Any]) -> dict[int, slice] | None:
+        """Where calls with the key `key` have the leaves of some arguments, among all of their leaves.
+
+        values: arguments by their numbers. None if such calls do not have these arguments, or have them with another
+        structure, shape or dtype.
+        """
+        (tree, names), _, _, leaf_keys = key
+        positions: dict[int, slice] = {}
+        start = 0
+        for name, child in zip(names, tree.children(), strict=True):
+            number, stop = self.number(name), start + child.num_leaves
+            if number in values:
+                leaves, own_tree = jax.tree.flatten(values[number])
+                if own_tree != child or tuple(map(_leaf_key, leaves)) != leaf_keys[start:stop]:
+                    return None
+                positions[number] = slice(start, stop)
+            start = stop
+        return positions if len(positions) == len(values) else None
 
     def number(self, name: int | str) -> int:
         """The number of an argument: the place of its name in the signature, or -1 if it is not there."""

@@ -185,6 +185,11 @@ def current_session() -> Session:
     return session
 
 
+def running_session() -> Session | None:
+    """The session, or None if there is none. Starts none and waits for none."""
+    return _Current.session
+
+
 def _ray_session(arguments: InitArguments) -> Session:
     # Ray is an optional dependency, and takes a second to import.
     try:

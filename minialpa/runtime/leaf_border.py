@@ -59,7 +59,11 @@ def split_leaves(leaves: Sequence[Any], blocks: Sequence[BlockRows | None]) -> l
 
 
 def _block(leaf: Any, rows: tuple[int, int]) -> Any:
-    """One block of a leaf that is not in the blocks of the program: one of its own that has these rows, or a view."""
+    """One block of a leaf that is not in the blocks of the program: one of its own that has these rows, or a view.
+
+    None for a leaf that is not given."""
+    if leaf is None:
+        return None
     if isinstance(leaf, BlockedArray) and rows in leaf.ranges:
         return leaf.blocks[leaf.ranges.index(rows)]
     if isinstance(leaf, jax.Array | RemoteArray):

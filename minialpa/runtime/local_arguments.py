@@ -58,11 +58,16 @@ class LocalArguments:
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves, laid out as the first of their readers wants them; batches, of which micro-batches are cut, stay
-        as they are."""
+        as they are, and so does None, for a leaf that is not given."""
         out = list(leaves)
         for slot, sharding in zip(self._inputs, self._shardings, strict=True):
             leaf = leaves[slot.leaf]
-            if slot.rows is None and out[slot.leaf] is leaf and getattr(leaf, "sharding", None) != sharding:
+            if (
+                leaf is not None
+                and slot.rows is None
+                and out[slot.leaf] is leaf
+                and getattr(leaf, "sharding", None) != sharding
+            ):
                 placed = jax.device_put(_owned_here(_in_this_process(leaf)), sharding)
                 out[slot.leaf] = self._owned(placed, leaf, slot)
         return out

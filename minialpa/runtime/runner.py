@@ -28,7 +28,10 @@ class Runner(Protocol):
         """What the last traced step did when, in order of its start. Waits for the end of the step."""
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Argument leaves laid out as the step wants them. What the step donates never shares memory with `leaves`."""
+        """Argument leaves laid out as the step wants them. What the step donates never shares memory with `leaves`.
+
+        None in place of a leaf that the caller does not have stays None.
+        """
 
     def hlo_texts(self) -> list[str]:
         """Compiled HLO of each function of the program."""

@@ -13,7 +13,7 @@ from minialpa.runtime.cluster.array_moves import Move, move_arrays
 from minialpa.runtime.cluster.cluster_program import ClusterProgram, Values, array_of, arrays_on_workers, share
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.distributed_array import Copy, DistributedArray
-from minialpa.runtime.cluster.launcher import WorkerHandle
+from minialpa.runtime.cluster.launcher import Reply, WorkerHandle
 from minialpa.runtime.steps.step_trace import TaskTime, from_start
 from minialpa.runtime.workers.worker_program import Argument
 
@@ -64,16 +64,27 @@ class ClusterExecutable:
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Argument leaves on the workers, laid out as the step reads them; what is cut into micro-batches stays."""
-        with self.runtime.turn():
-            self.runtime.check()
-            self._check_usable(leaves)
-            self._program.load()
-            return self._place(leaves)
+        with self.runtime.in_use():
+            with self.runtime.turn():
+                self.runtime.check()
+                self._check_usable(leaves)
+                self._program.load()
+                placed, calls = self._place(leaves)
+                self.runtime.note_waiting(calls)
 
-    def _place(self, leaves: Sequence[Any]) -> list[Any]:
-        """As `place`, in a turn, on loaded meshes."""
+            # Other threads may have their turn while this one waits: workers take the arrays behind earlier steps.
+            self.runtime.gather_noted(calls)
+            return placed
+
+    def _place(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[Reply, WorkerHandle]]:
+        """The leaves as `place` returns them, and the calls that bring them there. In a turn, on loaded meshes."""
         programs, meshes = self._program.programs, self._program.meshes
-        slots = [(own, slot) for own in programs for slot in own.inputs if slot.rows is None]
+        slots = [
+            (own, slot)
+            for own in programs
+            for slot in own.inputs
+            if slot.rows is None and leaves[slot.leaf] is not None
+        ]  # fmt: skip
         moved = sorted({slot.leaf for own, slot in slots if not _is_placed(leaves, own, slot)})
         numbers = {leaf: self.runtime.new_number() for leaf in moved}
 
@@ -92,12 +103,11 @@ class ClusterExecutable:
             for (worker, kept, _), (given, shared) in zip(puts, arguments, strict=True)
             if kept
         }
-        self.runtime.gather(calls)
 
         out = list(leaves)
         for leaf, number in numbers.items():
             out[leaf] = self._placed(leaf, number)
-        return out
+        return out, calls
 
     def _placed(self, leaf: int, number: int) -> DistributedArray:
         """The array of a leaf that the workers of all its readers keep under a number."""

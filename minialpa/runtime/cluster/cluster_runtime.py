@@ -74,7 +74,7 @@ class ClusterRuntime:
         # Threads that wait, and those that start steps, share the watch and these lists; all change under the lock.
         self._lock = threading.RLock()
         self._steps: deque[dict[Reply, WorkerHandle]] = deque()
-        self._fetches: deque[dict[Reply, WorkerHandle]] = deque()
+        self._waiting: deque[dict[Reply, WorkerHandle]] = deque()
 
     def turn(self) -> AbstractContextManager[None]:
         """No other thread has its turn in this context. Raises WorkerError if the session has ended."""
@@ -131,8 +131,8 @@ class ClusterRuntime:
         """End the workers of a mesh, once nothing waits for them, and keep the values of their arrays here."""
         self.sync()
         with self._lock:
-            fetches = list(self._fetches)
-        for calls in fetches:  # of other threads
+            waiting = list(self._waiting)
+        for calls in waiting:  # of other threads
             self._wait(calls)
 
         self.fetch([a for a in list(mesh.arrays.values()) if not a.is_deleted() and not a.held_here])
@@ -156,6 +156,23 @@ class ClusterRuntime:
         with self._turns.in_use():
             self._wait(calls)
             return [self._answer(ref, worker) for ref, worker in calls.items()]
+
+    def note_waiting(self, calls: dict[Reply, WorkerHandle]) -> None:
+        """This thread will wait for calls with `gather_noted`, behind its turn: their workers do not end before."""
+        with self._lock:
+            self._waiting.append(calls)
+
+    def gather_noted(self, calls: dict[Reply, WorkerHandle]) -> list[Any]:
+        """As `gather`, for calls that `note_waiting` has noted."""
+        try:
+            return self.gather(calls)
+        finally:
+            with self._lock, suppress(ValueError):
+                self._waiting.remove(calls)
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """The session is not released in this context. Raises WorkerError if it has ended."""
+        return self._turns.in_use()
 
     def make_room(self) -> None:
         """Wait while too many steps are under way. To be called before the turn of the next one, not in it."""
@@ -289,15 +306,10 @@ class ClusterRuntime:
                     for worker in mesh.workers:
                         calls[worker.actor.call("fetch", [a.number for a in mine])] = worker
                         owners.append(mine)
-                with self._lock:
-                    self._fetches.append(calls)
+                self.note_waiting(calls)
 
             # Other threads may have their turn while this one waits.
-            try:
-                answers = self.gather(calls)
-            finally:
-                with self._lock, suppress(ValueError):
-                    self._fetches.remove(calls)
+            answers = self.gather_noted(calls)
 
         values |= _put_together(zip(owners, answers, strict=True))
         for array in missing:

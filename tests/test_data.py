@@ -1,0 +1,579 @@
+"""Loaders give the batches of their source in order, each once, laid out for the step, wherever they stop and go on."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import minialpa
+from minialpa import AutoLayerOption, DataLoader, DataParallel, MeshDriverDataLoader, PipeshardParallel, ShardParallel
+from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
+from minialpa.runtime.cluster.distributed_array import DistributedArray
+from minialpa.session import running_session
+from minialpa.testing import assert_allclose
+from tests.runtime.cluster.in_process_session import in_process_session
+
+DOC = Path(__file__).parents[1] / "docs" / "data.md"
+
+
+def train_step(params: Any, batch: Any) -> Any:
+    def loss(p: Any) -> Any:
+        hidden = jnp.tanh(batch["x"] @ p["w"])
+        return jnp.mean((hidden @ p["v"] - batch["y"]) ** 2)
+
+    value, grads = minialpa.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def make_params() -> Any:
+    return {"w": np.full((8, 16), 0.1, np.float32), "v": np.full((16, 4), 0.1, np.float32)}
+
+
+def make_batch(number: int, n: int = 16) -> dict[str, Any]:
+    rng = np.random.default_rng(number)
+    return {"x": rng.standard_normal((n, 8), np.float32), "y": rng.standard_normal((n, 4), np.float32)}
+
+
+def numbered(n_batches: int, last: int = 2) -> Callable[[], Iterator[Any]]:
+    """A factory of `n_batches` batches of two examples, the last of which has `last`; each holds its number."""
+    return lambda: (np.full((2 if i < n_batches - 1 else last, 1), i) for i in range(n_batches))
+
+
+def numbers(batches: Any) -> list[int]:
+    return [int(np.asarray(batch).flat[0]) for batch in batches]
+
+
+def unused_step() -> Any:
+    return minialpa.parallelize(lambda state, batch: (state, jnp.sum(batch)))
+
+
+def n_reader_threads() -> int:
+    return sum(thread.name == "minialpa data loader" for thread in threading.enumerate())
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = n_reader_threads()
+    yield
+    wait_until(lambda: n_reader_threads() <= before)
+
+
+def wait_until(is_true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.005)
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+METHODS = {
+    "auto": None,
+    "data": DataParallel(),
+    "shard, micro-batches": ShardParallel(num_micro_batches=4),
+    "pipeline": PipeshardParallel(
+        num_micro_batches=4, layer_option=AutoLayerOption(layer_num=2), stage_option="uniform"
+    ),
+}
+
+
+def check_training(step: Any, n_batches: int = 5) -> list[Any]:
+    """Training from a loader is training from the batches themselves; returns what the loader gave."""
+    params = expected = make_params()
+    step.get_executable(params, make_batch(0))
+    received = []
+    with DataLoader((make_batch(i) for i in range(n_batches)), step) as loader:
+        for i, batch in enumerate(loader):
+            received.append(batch)
+            params, value = step(params, batch)
+            expected, wanted = train_step(expected, make_batch(i))
+            assert_allclose((params, value), (expected, wanted), rtol=1e-4, atol=1e-6)
+    assert len(received) == n_batches
+    return received
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_training_from_a_loader_is_training_from_the_batches(method: Any) -> None:
+    step = minialpa.parallelize(train_step, method=method)
+    received = check_training(step)
+    specs = step.get_last_executable().get_input_placement_specs()[1]
+    is_cut = getattr(method, "num_micro_batches", None) is not None
+    for batch in received:
+        for leaf, spec in zip(
+            jax.tree.leaves(batch), jax.tree.leaves(specs, is_leaf=lambda x: not isinstance(x, dict)), strict=True
+        ):
+            assert isinstance(leaf, np.ndarray) if is_cut else leaf.sharding.spec == spec.partition_specs[0]
+
+
+@pytest.mark.parametrize("n_micro_batches", [1, 4])
+def test_batches_are_laid_out_on_the_workers_of_a_cluster(n_micro_batches: int) -> None:
+    method = PipeshardParallel(
+        num_micro_batches=n_micro_batches, layer_option=AutoLayerOption(layer_num=2), stage_option="uniform"
+    )
+    with in_process_session(2, 2):
+        received = check_training(minialpa.parallelize(train_step, method=method))
+        if n_micro_batches == 1:
+            assert all(isinstance(leaf, DistributedArray) for leaf in jax.tree.leaves(received))
+
+
+def test_steps_start_while_a_batch_is_on_its_way_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with in_process_session(1, 4) as runtime:
+        step = minialpa.parallelize(train_step, method=ShardParallel())
+        step(make_params(), make_batch(0))
+        gather = ClusterRuntime.gather_noted
+
+        def after_another_step(self: ClusterRuntime, calls: Any) -> Any:
+            with ThreadPoolExecutor(1) as pool:  # another thread, which needs its turn
+                pool.submit(step, make_params(), make_batch(1)).result(timeout=30)
+            return gather(self, calls)
+
+        monkeypatch.setattr(ClusterRuntime, "gather_noted", after_another_step)
+        placed = step.place_batch(make_batch(2))
+        monkeypatch.undo()
+        assert not runtime._waiting
+        assert_allclose(placed, make_batch(2), rtol=0, atol=0)
+
+
+def test_after_a_session_a_new_loader_goes_on_in_the_next_session() -> None:
+    step = minialpa.parallelize(train_step, method=ShardParallel())
+
+    def batches() -> Iterator[Any]:
+        return (make_batch(i) for i in range(6))
+
+    with in_process_session(1, 4):
+        step.get_executable(make_params(), make_batch(0))
+        lost = DataLoader(batches, step)
+        assert isinstance(next(lost)["x"], DistributedArray)
+        wait_until(lambda: lost._reader is not None and len(lost._reader._queue) == 2)
+    with pytest.raises(minialpa.WorkerError):
+        step(make_params(), next(lost))
+    lost.close()
+
+    # That call has started a session. Without one, nothing is laid out, and none is started.
+    minialpa.shutdown()
+    assert isinstance(step.place_batch(make_batch(0))["x"], np.ndarray)
+    assert running_session() is None
+
+    with in_process_session(1, 2), DataLoader(batches, step) as loader:
+        loader.set_state({**lost.get_state(), "batches": 1})
+        params = expected = make_params()
+        for i, batch in enumerate(loader, 1):
+            params, _ = step(params, batch)
+            expected, _ = train_step(expected, make_batch(i))
+        assert_allclose(params, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_first_batches_are_not_laid_out_and_later_ones_are() -> None:
+    step = minialpa.parallelize(train_step, method=DataParallel())
+    loader = DataLoader((make_batch(i) for i in range(6)), step, prefetch_size=1)
+    first = next(loader)
+    assert isinstance(first["x"], np.ndarray)
+    step(make_params(), first)
+    kinds = [type(batch["x"]) for batch in loader]
+    assert np.ndarray not in kinds[2:]
+
+
+def test_a_batch_may_be_the_parts_of_several_arguments() -> None:
+    def step(labels: Any, params: Any, images: Any) -> Any:
+        return params, jnp.mean((images @ params - labels) ** 2)
+
+    parallel = minialpa.parallelize(step, method=DataParallel(), batch_argnums=(2, 0))
+    images, labels, params = make_batch(0)["x"], make_batch(0)["y"], np.ones((8, 4), np.float32)
+    parallel.get_executable(labels, params, images)
+    (placed,) = DataLoader([(images, labels)], parallel)
+    assert all(len(x.sharding.device_set) == 8 for x in placed)
+    assert_allclose(placed, (images, labels), rtol=0, atol=0)
+    with pytest.raises(minialpa.TraceError, match=r"A batch has 3 parts, and the step has 2 arguments with examples"):
+        next(DataLoader([(images, labels, labels)], parallel))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("method", [METHODS["data"], METHODS["pipeline"]], ids=["data", "pipeline"])
+def test_a_source_may_use_its_buffers_again(method: Any, is_compiled: bool) -> None:
+    buffer = make_batch(0)
+
+    def refilled() -> Iterator[Any]:
+        for i in range(6):
+            for name, value in make_batch(i).items():
+                buffer[name][...] = value
+            yield buffer
+
+    step = minialpa.parallelize(train_step, method=method)
+    if is_compiled:
+        step.get_executable(make_params(), buffer)
+    for i, batch in enumerate(DataLoader(refilled(), step, prefetch_size=3)):
+        assert_allclose(batch, make_batch(i), rtol=0, atol=0)
+
+
+def test_leaves_that_no_step_takes_come_through() -> None:
+    named = {"x": np.ones((2, 3)), "name": np.array(["a", None], object), "label": np.array(["b", "c"])}
+    (batch,) = DataLoader([named], unused_step())
+    assert batch["name"].tolist() == ["a", None] and batch["label"].tolist() == ["b", "c"]
+    assert all(batch[name] is not named[name] for name in named)
+
+
+# ---- errors and ends ------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_source_comes_in_its_place_with_its_traceback() -> None:
+    def broken() -> Iterator[Any]:
+        yield from numbered(3)()
+        raise OSError("disk")
+
+    loader = DataLoader(broken(), unused_step(), prefetch_size=8)
+    assert numbers(next(loader) for _ in range(3)) == [0, 1, 2]
+    with pytest.raises(OSError, match="disk") as caught:
+        next(loader)
+    assert "broken" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert loader.get_state()["batches"] == 3
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def test_the_end_of_a_source_stays_the_end() -> None:
+    loader = DataLoader(numbered(2), unused_step())
+    assert numbers(loader) == [0, 1]
+    assert list(loader) == []
+
+
+@pytest.mark.parametrize("n_taken", [0, 1, 3])
+def test_closing_ends_the_thread(n_taken: int) -> None:
+    before = n_reader_threads()
+    with DataLoader(numbered(100), unused_step()) as loader:
+        for _ in range(n_taken):
+            next(loader)
+        assert n_reader_threads() == before + (n_taken > 0)
+    assert n_reader_threads() == before
+    loader.close()
+    for use in (loader.__next__, lambda: loader.set_state({})):
+        with pytest.raises(minialpa.MinialpaError, match="closed"):
+            use()
+    assert loader.get_state()["batches"] == n_taken
+
+
+def test_a_loader_that_nobody_refers_to_ends_its_thread_and_frees_its_batches() -> None:
+    before = n_reader_threads()
+    made: list[weakref.ref[Any]] = []
+
+    def source() -> Iterator[Any]:
+        while True:
+            batch = np.zeros((2, 1))
+            made.append(weakref.ref(batch))
+            yield batch
+
+    loader = DataLoader(source(), unused_step(), prefetch_size=3)
+    next(loader)
+    assert n_reader_threads() == before + 1
+    del loader
+    wait_until(lambda: n_reader_threads() == before)
+    wait_until(lambda: all(ref() is None for ref in made))
+
+
+def test_a_waiting_loop_ends_when_another_thread_closes_the_loader() -> None:
+    go_on = threading.Event()
+
+    def slow() -> Iterator[Any]:
+        yield np.zeros((2, 1))
+        go_on.wait(10)
+
+    loader = DataLoader(slow(), unused_step())
+    next(loader)
+    closer = threading.Timer(0.05, loader.close)
+    closer.start()
+    with pytest.raises(minialpa.MinialpaError, match="closed by another thread"):
+        next(loader)
+    go_on.set()
+    closer.join()
+
+
+def test_a_process_ends_with_a_loader_that_is_open() -> None:
+    code = (
+        "import itertools, minialpa, numpy as np\n"
+        "step = minialpa.parallelize(lambda s, b: (s, b.sum()))\n"
+        "batch = np.ones((8, 4), np.float32)\n"
+        "step(np.ones(3, np.float32), batch)\n"
+        "loader = minialpa.DataLoader(itertools.repeat(batch), step)\n"
+        "[next(loader) for _ in range(5)]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+def test_no_more_batches_are_read_than_the_queue_holds() -> None:
+    read: list[int] = []
+    source = (read.append(i) or np.full((2, 1), i) for i in range(100))
+    loader = DataLoader(source, unused_step(), prefetch_size=3)
+    assert read == []
+    next(loader)
+    wait_until(lambda: len(read) == 4)
+    time.sleep(0.05)
+    assert len(read) == 4
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(prefetch_size=0), "`prefetch_size` is the number of batches to hold, 1 or more; got 0"),
+        (dict(on_ragged="pad"), '`on_ragged` is "fewer", "error" or "drop"; got \'pad\''),
+        (dict(step=train_step), "`step` is the function that `parallelize` returned; got a function"),
+        (dict(source=3), "`source` is an iterator, an iterable or a function that returns one; got a int"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(minialpa.MinialpaError, match=message):
+        DataLoader(**{"source": [], "step": unused_step(), **arguments})
+
+
+def test_placement_specs_of_alpa_are_refused_with_what_to_pass() -> None:
+    step = minialpa.parallelize(train_step)
+    specs = step.get_executable(make_params(), make_batch(0)).get_input_placement_specs()[1]
+    with pytest.raises(minialpa.MinialpaError, match="Pass the function that `parallelize` returned"):
+        DataLoader([], specs)  # type: ignore[arg-type]
+
+
+# ---- ragged batches -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [None, ShardParallel(), METHODS["pipeline"]], ids=["auto", "shard", "pipeline"])
+def test_fewer_examples_are_run_exactly(method: Any) -> None:
+    step = minialpa.parallelize(train_step, method=method)
+    params = expected = make_params()
+    sizes = (16, 16, 8 if method is METHODS["pipeline"] else 5)
+    for i, batch in enumerate(DataLoader((make_batch(i, n) for i, n in enumerate(sizes)), step)):
+        params, value = step(params, batch)
+        expected, wanted = train_step(expected, make_batch(i, sizes[i]))
+        assert_allclose((params, value), (expected, wanted), rtol=1e-4, atol=1e-6)
+
+
+def test_fewer_examples_than_micro_batches_can_share_are_refused_by_the_step() -> None:
+    step = minialpa.parallelize(train_step, method=METHODS["pipeline"])
+    (batch,) = DataLoader([make_batch(0, 5)], step)
+    with pytest.raises(minialpa.TraceError, match="A batch of 5 examples cannot be split into 4 equal micro-batches"):
+        step(make_params(), batch)
+
+
+def test_a_ragged_batch_is_dropped_or_an_error_as_told() -> None:
+    assert numbers(DataLoader(numbered(4, last=1), unused_step(), on_ragged="fewer")) == [0, 1, 2, 3]
+    assert numbers(DataLoader(numbered(4, last=1), unused_step(), on_ragged="drop")) == [0, 1, 2]
+    loader = DataLoader(numbered(4, last=1), unused_step(), on_ragged="error")
+    assert numbers(next(loader) for _ in range(3)) == [0, 1, 2]
+    with pytest.raises(
+        minialpa.ShardingError, match=r"Batch 4 has 1 examples, and the first one had 2.*to leave it out"
+    ):
+        next(loader)
+
+
+def test_a_batch_with_more_examples_is_never_dropped() -> None:
+    for on_ragged in ("drop", "error"):
+        loader = DataLoader(numbered(2, last=3), unused_step(), on_ragged=on_ragged)  # type: ignore[arg-type]
+        next(loader)
+        with pytest.raises(minialpa.ShardingError, match="Batch 2 has 3 examples, and the first one had 2"):
+            next(loader)
+
+
+# ---- going on -------------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """An iterator with a state, as grain's: its state is the number of the next batch. Its dict is its own."""
+
+    def __init__(self, n_batches: int, last: int) -> None:
+        self._batches, self._state = list(numbered(n_batches, last)()), {"next": 0}
+
+    def __iter__(self) -> Counting:
+        return self
+
+    def __next__(self) -> Any:
+        if self._state["next"] == len(self._batches):
+            raise StopIteration
+        self._state["next"] += 1
+        return self._batches[self._state["next"] - 1]
+
+    def get_state(self) -> dict[str, int]:
+        return self._state
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self._state = state
+
+
+class Stateful:
+    """An iterable with the state of its last iteration, as torch's and Hugging Face's."""
+
+    def __init__(self, n_batches: int, last: int) -> None:
+        self._batches, self._next, self._first = list(numbered(n_batches, last)()), 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self._next, self._first = self._first, 0
+        while self._next < len(self._batches):
+            self._next += 1
+            yield self._batches[self._next - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._first = self._next = state["next"]
+
+
+SOURCES: dict[str, Callable[[int, int], Any]] = {
+    "factory": numbered,
+    "iterable": lambda n, last: list(numbered(n, last)()),
+    "iterator": lambda n, last: numbered(n, last)(),
+    "with a state": Counting,
+    "iterable with a state": Stateful,
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("kind", SOURCES)
+def test_interrupted_anywhere_the_sequence_is_the_undisturbed_one(kind: str, data: st.DataObject) -> None:
+    n_batches, last = data.draw(st.integers(1, 8)), data.draw(st.sampled_from([1, 2]))
+    on_ragged = data.draw(st.sampled_from(["fewer", "drop"]))
+    wanted = list(range(n_batches - (on_ragged == "drop" and last == 1 and n_batches > 1)))
+    step = unused_step()
+    found: list[int] = []
+    state = None
+    for n_more in (*data.draw(st.lists(st.integers(0, n_batches), max_size=3)), n_batches + 1):
+        source = SOURCES[kind](n_batches, last)
+        with DataLoader(source, step, data.draw(st.integers(1, 4)), on_ragged=on_ragged) as loader:
+            if state is not None:
+                loader.set_state(json.loads(json.dumps(state)))
+            for _, batch in zip(range(n_more), loader, strict=False):
+                found += numbers([batch])
+            state = loader.get_state()
+    assert found == wanted
+
+
+@pytest.mark.parametrize("kind", SOURCES.keys() - {"iterator"})
+def test_a_loader_goes_back_to_its_own_state(kind: str) -> None:
+    with DataLoader(SOURCES[kind](6, 2), unused_step()) as loader:
+        states = []
+        for _ in range(7):
+            states.append(loader.get_state())
+            next(loader, None)
+        for i, state in reversed(list(enumerate(states))):
+            loader.set_state(state)
+            assert numbers(loader) == list(range(i, 6))
+            assert loader.get_state()["batches"] == 6
+
+
+def test_states_that_do_not_fit_are_refused() -> None:
+    step = unused_step()
+    with DataLoader(numbered(4)(), step) as loader:
+        start = loader.get_state()
+        next(loader)
+        with pytest.raises(
+            minialpa.MinialpaError, match=r"The iterator has given .* and the state is that behind batch 0"
+        ):
+            loader.set_state(start)
+    with DataLoader(Counting(4, 2), step) as with_state:
+        next(with_state)
+        state = with_state.get_state()
+    other = DataLoader(numbered(4), step)
+    with pytest.raises(minialpa.MinialpaError, match="this source has neither"):
+        other.set_state(state)
+    with pytest.raises(minialpa.MinialpaError, match=r"no state of a loader.*\{'step': 3\}"):
+        other.set_state({"step": 3})
+    with pytest.raises(minialpa.MinialpaError, match="behind batch 9, and the source ends after 4 batches"):
+        other.set_state({**start, "batches": 9})
+
+
+# ---- Alpa's loader over samples --------------------------------------------------------------------------------------
+
+
+def samples(start: int, end: int, batch_size: int) -> Iterator[Any]:
+    for i in range(start, end, batch_size):
+        yield np.arange(i, min(i + batch_size, end))[:, None]
+
+
+def test_a_mesh_driver_data_loader_reads_all_samples_and_repeats() -> None:
+    step = unused_step()
+    assert numbers(MeshDriverDataLoader(4, 10, samples, step)) == [0, 4, 8]
+    with MeshDriverDataLoader(4, 10, samples, step, 2, True, on_ragged="drop") as loader:
+        assert numbers(next(loader) for _ in range(5)) == [0, 4, 0, 4, 0]
+        state = loader.get_state()
+    with MeshDriverDataLoader(4, 10, samples, step, repeat=True, on_ragged="drop") as loader:
+        loader.set_state(state)
+        assert numbers(next(loader) for _ in range(3)) == [4, 0, 4]
+    with pytest.raises(minialpa.MinialpaError, match="`batch_size` is a positive number; got 0"):
+        MeshDriverDataLoader(0, 10, samples, step)
+
+
+# ---- real sources ---------------------------------------------------------------------------------------------------
+
+
+def check_resumes(make: Callable[[], Any], wanted: list[Any]) -> None:
+    """Loaders over the source, one after each batch of the other, give its batches."""
+    step = unused_step()
+    found, state = [], None
+    for _ in wanted:
+        with DataLoader(make(), step, 3) as loader:
+            if state is not None:
+                loader.set_state(state)
+            found.append(np.asarray(next(loader)))
+            state = loader.get_state()
+    assert_allclose(found, wanted, rtol=0, atol=0)
+    with DataLoader(make(), step) as loader:
+        loader.set_state(state)
+        assert list(loader) == []
+
+
+def test_batches_of_grain() -> None:
+    grain = pytest.importorskip("grain")
+
+    def make() -> Any:
+        return grain.MapDataset.range(22).shuffle(seed=1).batch(4).to_iter_dataset()
+
+    wanted = list(make())
+    assert len(wanted) == 6 and wanted[-1].shape == (2,)
+    check_resumes(make, wanted)
+    check_resumes(lambda: iter(make()), wanted)
+
+
+def test_batches_of_hugging_face_datasets() -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"x": np.arange(22, dtype=np.float32)})
+
+    def make() -> Any:
+        rows = table.to_iterable_dataset().batch(4).with_format("numpy")
+        return rows
+
+    wanted = list(make())
+    assert len(wanted) == 6
+    step = minialpa.parallelize(lambda state, batch: (state, jnp.sum(batch["x"])))
+    found, state = [], None
+    for _ in wanted:
+        with DataLoader(make(), step, 3) as loader:
+            if state is not None:
+                loader.set_state(state)
+            found.append(next(loader)["x"])
+            state = loader.get_state()
+    assert_allclose(found, [batch["x"] for batch in wanted], rtol=0, atol=0)
+
+
+def test_the_examples_of_the_document_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile("\n".join(examples), str(DOC), "exec"), names)
+    assert np.isfinite(float(names["loss"]))
