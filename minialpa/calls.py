@@ -52,21 +52,17 @@ class Parameters:
 
     Attributes:
         donate: The numbers of the arguments whose memory the results may reuse, or "auto".
-        batch: The numbers of the arguments that hold examples.
+        batch: The numbers of the arguments that hold examples, or "auto".
     """
 
     def __init__(
-        self,
-        fun: Callable[..., Any],
-        static_argnums: Argnums,
-        donate_argnums: Argnums,
-        batch_argnums: int | Sequence[int],
+        self, fun: Callable[..., Any], static_argnums: Argnums, donate_argnums: Argnums, batch_argnums: Argnums
     ) -> None:
         self._signature = _signature_of(fun)
         self._names = list(self._signature.parameters) if self._signature else []
         self._static = self._argnums("static_argnums", static_argnums)
         self.donate = self._argnums("donate_argnums", donate_argnums)
-        self.batch = tuple(self._argnums("batch_argnums", batch_argnums))
+        self.batch = self._argnums("batch_argnums", batch_argnums)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with these arguments. Raises TraceError if a static one has no hash."""
@@ -123,7 +119,7 @@ class Parameters:
 
     def _argnums(self, option: str, value: Argnums) -> tuple[int, ...] | Literal["auto"]:
         """The argument numbers as a tuple. Negative ones count from the last parameter, as in jax."""
-        if isinstance(value, str) and value == "auto" and option != "batch_argnums":
+        if isinstance(value, str) and value == "auto":
             return "auto"
         numbers: list[int] = []
         for number in (value,) if isinstance(value, int) else value:

@@ -1,0 +1,248 @@
+"""Steps as people write them: which arguments are the batch, and arguments that libraries make."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import minialpa
+from minialpa import DataParallel, ShardParallel, TraceError
+from minialpa.testing import assert_allclose
+
+WIDTH, N_EXAMPLES, N_CLASSES = 8, 16, 4
+Arrays = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_session() -> Iterator[None]:
+    minialpa.shutdown()
+    yield
+    minialpa.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _promotion_as_users_have_it() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def make_params(out: int = WIDTH) -> Arrays:
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {"w": jax.random.normal(keys[0], (WIDTH, WIDTH)) * 0.3, "v": jax.random.normal(keys[1], (WIDTH, out)) * 0.3}
+
+
+def make_x(n: int = N_EXAMPLES, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, WIDTH), np.float32)
+
+
+def make_y(n: int = N_EXAMPLES) -> np.ndarray:
+    return make_x(n, seed=2)
+
+
+def forward(params: Arrays, x: Any) -> jax.Array:
+    h = jnp.tanh(x @ params["w"])
+    minialpa.mark_pipeline_boundary()
+    return h @ params["v"]
+
+
+def loss_of(params: Arrays, x: Any, y: Any) -> jax.Array:
+    return jnp.mean((forward(params, x) - y) ** 2)
+
+
+OPTIMIZER = optax.adam(1e-2)
+
+
+def update(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
+    updates, opt_state = OPTIMIZER.update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def adam_step(params: Arrays, opt_state: Any, batch: Arrays) -> Any:
+    value, grads = jax.value_and_grad(loss_of)(params, batch["x"], batch["y"])
+    return *update(params, opt_state, grads), value
+
+
+def two_arrays(params: Arrays, x: Any, y: Any) -> Any:
+    value, grads = minialpa.value_and_grad(loss_of)(params, x, y)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def with_key(params: Arrays, opt_state: Any, batch: Arrays, key: jax.Array) -> Any:
+    def loss(params: Arrays) -> jax.Array:
+        kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+        return loss_of(params, jnp.where(kept, batch["x"], 0.0), batch["y"])
+
+    value, grads = minialpa.value_and_grad(loss)(params)
+    return *update(params, opt_state, grads), value
+
+
+def keyword_batch(params: Arrays, *, batch: Arrays) -> Any:
+    return two_arrays(params, batch["x"], batch["y"])
+
+
+def any_keywords(params: Arrays, **batch: Any) -> Any:
+    return two_arrays(params, batch["x"], batch["y"])
+
+
+def batch_first(batch: Arrays, params: Arrays) -> Any:
+    return two_arrays(params, batch["x"], batch["y"])
+
+
+def predict(params: Arrays, x: Any, scale: Any) -> Any:
+    return forward(params, x) * scale
+
+
+def frozen_teacher(params: Arrays, teacher: Arrays, x: Any) -> Any:
+    return two_arrays(params, x, forward(teacher, x))
+
+
+def class_weights(params: Arrays, batch: Arrays, weights: Any) -> Any:
+    def loss(params: Arrays) -> jax.Array:
+        return -jnp.mean(jax.nn.log_softmax(forward(params, batch["x"])) * weights[None] * jax.nn.softmax(batch["y"]))
+
+    value, grads = minialpa.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def lookup(params: Arrays, tokens: Any, table: Any) -> Any:
+    return two_arrays(params, table[tokens], table[tokens])
+
+
+def contrastive(params: Arrays, opt_state: Any, batch: Arrays) -> Any:
+    def loss(params: Arrays) -> jax.Array:
+        one, other = forward(params, batch["x"]), forward(params, batch["y"])
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(one @ other.T)))
+
+    value, grads = minialpa.value_and_grad(loss)(params)
+    return *update(params, opt_state, grads), value
+
+
+def shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), tree)
+
+
+SCALE = jnp.float32(2)
+BATCH = {"x": make_x(), "y": make_y()}
+FOUND: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = {
+    "state, batch": (keyword_batch, (make_params(),), {"batch": BATCH}, "argument `batch` (16 examples)"),
+    "params, opt_state, batch": (
+        adam_step,
+        (make_params(), OPTIMIZER.init(make_params()), BATCH),
+        {},
+        "argument `batch` (16 examples)",
+    ),
+    "params, x, y": (two_arrays, (make_params(), make_x(), make_y()), {}, "arguments `x`, `y` (16 examples)"),
+    "keyword y": (two_arrays, (make_params(), make_x()), {"y": make_y()}, "arguments `x`, `y` (16 examples)"),
+    "key": (
+        with_key,
+        (make_params(), OPTIMIZER.init(make_params()), BATCH, jax.random.key(3)),
+        {},
+        "argument `batch` (16 examples)",
+    ),
+    "any keywords": (any_keywords, (make_params(),), BATCH, "arguments `x`, `y` (16 examples)"),
+    "batch first": (batch_first, (BATCH, make_params()), {}, "argument `batch` (16 examples)"),
+    "predictions of the shape of x": (
+        predict,
+        (make_params(), make_x(), jnp.float32(2)),
+        {},
+        "argument `x` (16 examples)",
+    ),
+    "as many examples as rows": (
+        two_arrays,
+        (make_params(), make_x(WIDTH), make_y(WIDTH)),
+        {},
+        "arguments `x`, `y` (8 examples)",
+    ),
+    "a teacher": (frozen_teacher, (make_params(), make_params(), make_x(WIDTH)), {}, "argument `x` (8 examples)"),
+    "weights of classes": (
+        class_weights,
+        (make_params(), BATCH, jnp.ones(WIDTH)),
+        {},
+        "argument `batch` (16 examples)",
+    ),
+    "a table": (
+        lookup,
+        (make_params(), jnp.arange(N_EXAMPLES) % 3, make_x(N_EXAMPLES)),
+        {},
+        "argument `tokens` (16 examples)",
+    ),
+    "examples that mix": (
+        contrastive,
+        (make_params(), OPTIMIZER.init(make_params()), BATCH),
+        {},
+        "argument `batch` (16 examples)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("step", "args", "kwargs", "found"), FOUND.values(), ids=FOUND)
+def test_the_batch_is_found(step: Callable[..., Any], args: Any, kwargs: Any, found: str) -> None:
+    devices = jax.local_devices()[:2]
+    plan = minialpa.parallelize(step, method=ShardParallel(devices)).plan(*shapes(args), **shapes(kwargs))
+    assert f"Batch: {found}" in plan.summary().splitlines()
+
+
+@pytest.mark.parametrize("name", ["params, x, y", "keyword y", "key", "batch first", "a table"])
+def test_micro_batches_are_cut_from_the_batch_that_was_found(name: str) -> None:
+    step, args, kwargs, _ = FOUND[name]
+    method = ShardParallel(jax.local_devices()[:2], num_micro_batches=2)
+    parallel = minialpa.parallelize(step, method=method, donate_argnums=())
+    assert_allclose(parallel(*args, **kwargs), step(*args, **kwargs), rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_user_says_overrides_what_would_be_found() -> None:
+    parallel = minialpa.parallelize(two_arrays, method=ShardParallel(jax.local_devices()[:2]), batch_argnums=(1,))
+    assert "Batch: argument `x` (16 examples)" in parallel.plan(make_params(), make_x(), make_y()).summary()
+
+
+def two_tables(params: Arrays, opt_state: Any, one: Any, other: Any) -> Any:
+    """Each of the last two arguments could hold the examples."""
+
+    def loss(params: Arrays) -> jax.Array:
+        return jnp.mean(jnp.tanh(one @ params["w"])) + jnp.mean(jnp.tanh(other @ params["w"]))
+
+    value, grads = minialpa.value_and_grad(loss)(params)
+    return *update(params, opt_state, grads), value
+
+
+@pytest.mark.parametrize(
+    "method", [ShardParallel(num_micro_batches=2), DataParallel(), None], ids=["2", "data", "auto"]
+)
+def test_a_batch_that_is_not_clear_is_refused_where_examples_are_split(method: Any) -> None:
+    args = (make_params(), OPTIMIZER.init(make_params()), make_x(16), make_x(32))
+    parallel = minialpa.parallelize(two_tables, method=method)
+    message = r"`one` \(16 examples\) with `batch_argnums=\(2,\)`; `other` \(32 examples\) with `batch_argnums=\(3,\)`"
+    with pytest.raises(TraceError, match=message):
+        parallel(*args)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(args) if isinstance(x, jax.Array))
+
+    # Nothing has to be known of examples if none are split, or if the user says which argument holds them.
+    assert minialpa.parallelize(two_tables, method=ShardParallel()).plan(*args).batch == ()
+    if method is not None:
+        chosen = minialpa.parallelize(two_tables, method=method, batch_argnums=(3,), donate_argnums=())
+        assert_allclose(chosen(*args), two_tables(*args), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", [ShardParallel(num_micro_batches=2), DataParallel()], ids=["2", "data"])
+def test_a_step_without_a_batch_is_refused_where_examples_are_split(method: Any) -> None:
+    def step(params: Arrays) -> Any:
+        return two_arrays(params, BATCH["x"], BATCH["y"])
+
+    parallel = minialpa.parallelize(step, method=method)
+    with pytest.raises(TraceError, match=r"splits examples. No argument was found .*`batch_argnums=\("):
+        parallel(make_params())
+    assert_allclose(minialpa.parallelize(step)(make_params()), step(make_params()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_that_does_not_name_its_batch_is_read() -> None:
+    plan = minialpa.parallelize(two_arrays, method=ShardParallel()).plan(make_params(), make_x(), make_y())
+    older = plan.to_json().replace('"batch":["x","y"],', "")
+    assert older != plan.to_json()
+    assert minialpa.Plan.from_json(older) == dataclasses.replace(plan, batch=())
