@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import jax
 from jax.tree_util import PyTreeDef
 
-from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, rebuild
+from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, on_leaves, rebuild, shown
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.lower.mesh_programs import input_types
@@ -28,6 +28,7 @@ from minialpa.methods import AutoParallel, Method, Target, check_method, plan_to
 from minialpa.options import PlanOptions
 from minialpa.plan import Plan, verify_plan
 from minialpa.programs.program import Program
+from minialpa.pytrees import check_no_graph, update_modules
 from minialpa.session import Session, current_session
 from minialpa.support.collection import collection_paused
 from minialpa.support.progress import ProgressBar
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from minialpa.runtime.runner import Runner
 
 OnStale = Literal["refuse", "replan"]
-#: What a call needs: the program on its devices, and the pytree of its results.
-Compiled = tuple["Executable", PyTreeDef]
+#: What a call needs: the program on its devices, and what makes its result of the leaves that the program returns.
+Compiled = tuple["Executable", Callable[[Sequence[Any]], Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,14 @@ class ParallelizedFunc:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._parameters.bind(args, kwargs)
         self._check_alive(call)
-        executable, out_tree = self._get(call)
+        executable, result_of = self._get(call)
         self._last = executable
-        return jax.tree.unflatten(out_tree, executable.run(call.leaves))
+        result = result_of(executable.run(call.leaves))
+        if call.graph is None:
+            return result
+        values, result = result
+        update_modules(call.modules, values)
+        return result
 
     def __repr__(self) -> str:
         name = getattr(self._fun, "__qualname__", None) or repr(self._fun)
@@ -142,10 +148,11 @@ class ParallelizedFunc:
         """
         call = self._parameters.bind(args, kwargs)
 
+        flat_fun = on_leaves(self._fun, call)
+
         @functools.wraps(self._fun)
         def step(*values: Any) -> Any:
-            args, kwargs = rebuild(call, jax.tree.leaves(values))
-            return self._fun(*args, **kwargs)
+            return flat_fun(*jax.tree.leaves(values))
 
         paths, _ = self._parameters.paths(call)
         types = [leaf_type(leaf, path) for leaf, path in zip(call.leaves, paths, strict=True)]
@@ -317,16 +324,16 @@ class ParallelizedFunc:
         values = jax.tree.unflatten(tree, call.leaves)
         paths, numbers = self._parameters.paths(call)
 
-        def flat_fun(*leaves: Any) -> Any:
-            args, kwargs = rebuild(call, leaves)
-            return self._fun(*args, **kwargs)
-
         known = self._parameters
-        state_like = [known.number(n) for n, v in zip(names, values, strict=True) if is_train_state(v)]
+        for name, value in zip(names, values, strict=True):
+            check_no_graph(value, f"Argument `{known.label(name)}`")
+        modules = () if call.graph is None else call.graph.names
+        is_state = [name in modules or is_train_state(value) for name, value in zip(names, values, strict=True)]
+        state_like = [known.number(name) for name, found in zip(names, is_state, strict=True) if found]
         try:
             with collection_paused():
                 traced = trace_step(
-                    flat_fun,
+                    on_leaves(self._fun, call),
                     call.leaves,
                     in_paths=paths,
                     is_batch=[known.batch != "auto" and number in known.batch for number in numbers],
@@ -370,7 +377,8 @@ def _compiled(call: Call, traced: TracedStep, plan: Plan, target: Target, sessio
         with collection_paused():
             program = emit_program(traced, plan)
         runner = _make_runner(program, traced, target, session)
-        return Executable(plan, program, runner, call.tree[0], traced.out_tree), traced.out_tree
+        executable = Executable(plan, program, runner, call.tree[0], traced.out_tree)
+        return executable, shown(call, traced.out_tree)
 
 
 def _differs(value: Any, default: Any) -> bool:
@@ -411,7 +419,7 @@ def _layers_of_stages(traced: TracedStep, method: Method | Plan, plan: Plan) -> 
     if plan.remat:
         return tuple(stage.layers for stage in plan.stages)
     option = None if isinstance(method, Plan) else method.options().layers
-    if option is None:
+    if option is None or traced.n_groups == 0:  # a step that returns its arguments
         return ((0,),)
     return (tuple(range(max(1, whole_scans(LayeredStep(step=traced, fingerprint=plan.fingerprint), option).n_layers))),)
 

@@ -6,14 +6,16 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import minialpa
-from minialpa import DataParallel, ShardParallel, TraceError
+from minialpa import DataParallel, PipeshardParallel, ShardParallel, TraceError
 from minialpa.testing import assert_allclose
 
 WIDTH, N_EXAMPLES, N_CLASSES = 8, 16, 4
@@ -246,3 +248,144 @@ def test_a_plan_that_does_not_name_its_batch_is_read() -> None:
     older = plan.to_json().replace('"batch":["x","y"],', "")
     assert older != plan.to_json()
     assert minialpa.Plan.from_json(older) == dataclasses.replace(plan, batch=())
+
+
+# ---- equinox --------------------------------------------------------------------------------------------------------
+
+STAGES = {
+    "shard": ShardParallel(num_micro_batches=2),
+    "pipeline": PipeshardParallel(num_micro_batches=2),
+}
+
+
+def mlp_loss(model: Any, x: Any, y: Any) -> jax.Array:
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def eqx_step(model: Any, opt_state: Any, x: Any, y: Any) -> Any:
+    value, grads = eqx.filter_value_and_grad(mlp_loss)(model, x, y)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state)
+    return eqx.apply_updates(model, updates), opt_state, value
+
+
+@pytest.mark.parametrize("method", STAGES.values(), ids=STAGES)
+def test_an_equinox_model_trains_as_with_filter_jit(method: Any) -> None:
+    model = eqx.nn.MLP(WIDTH, WIDTH, 16, 2, key=jax.random.key(0))
+    state = (model, OPTIMIZER.init(eqx.filter(model, eqx.is_array)))
+    expected = state
+    parallel = minialpa.parallelize(eqx_step, method=method)
+    for seed in range(3):
+        *state, value = parallel(*state, make_x(seed=seed), make_y())
+        *expected, right = eqx.filter_jit(eqx_step)(*expected, make_x(seed=seed), make_y())
+        assert_allclose(value, right, rtol=1e-4, atol=1e-5)
+    assert_allclose(eqx.filter(state, eqx.is_array), eqx.filter(expected, eqx.is_array), rtol=1e-3, atol=1e-5)
+    assert isinstance(state[0], eqx.nn.MLP) and state[0].activation is model.activation
+    assert len(parallel._executables) == 1
+    assert "Batch: arguments `x`, `y` (16 examples)" in parallel.get_last_executable().get_parallel_plan().summary()
+
+
+class Gated(eqx.Module):
+    """A module with leaves of many kinds."""
+
+    weight: jax.Array
+    act: Callable[[Any], Any]
+    on: bool
+    rate: float
+    name: str
+
+    def __call__(self, x: Any) -> Any:
+        return self.act(x @ self.weight) * self.rate if self.on else x
+
+
+def test_what_is_no_array_in_a_module_is_part_of_the_program() -> None:
+    seen = []
+
+    def step(model: Gated, x: Any) -> Any:
+        seen.append((model.on, model.rate, model.name))
+        return model(x), model
+
+    parallel = minialpa.parallelize(step, donate_argnums=())
+    model = Gated(jnp.eye(WIDTH), jnp.tanh, True, 1.0, "a")
+    others = [Gated(model.weight, jnp.sin, True, 1.0, "a"), eqx.tree_at(lambda m: m.rate, model, 2.0)]
+    others += [eqx.tree_at(lambda m: m.on, model, False), eqx.tree_at(lambda m: m.name, model, "b")]
+    for one in (model, *others, model):
+        out, new = parallel(one, make_x())
+        assert_allclose(out, one(make_x()), rtol=1e-5, atol=1e-6)
+        assert (new.act, new.on, new.rate, new.name) == (one.act, one.on, one.rate, one.name)
+    assert len(seen) == len(parallel._executables) == 5
+    with pytest.raises(TraceError, match="is a set, which has no hash"):
+        parallel(eqx.tree_at(lambda m: m.name, model, {1, 2}), make_x())
+
+
+def test_a_function_in_a_plain_pytree_is_static_too() -> None:
+    parallel = minialpa.parallelize(lambda model, x: {**model, "out": model["act"](x @ model["w"])})
+    for act in (jnp.tanh, jnp.sin):
+        result = parallel({"w": jnp.eye(WIDTH), "act": act}, make_x())
+        assert result["act"] is act
+        assert_allclose(result["out"], act(make_x()), rtol=1e-5, atol=1e-6)
+
+
+# ---- flax.nnx -------------------------------------------------------------------------------------------------------
+
+
+class Net(nnx.Module):
+    """Two layers with dropout, whose random numbers are part of its state."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.25, rngs=rngs)
+        self.last = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(self.drop(jnp.tanh(self.first(x))))
+
+
+def nnx_step(model: Net, optimizer: Any, x: Any, y: Any) -> jax.Array:
+    value, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def make_net() -> tuple[Net, Any]:
+    model = Net(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("method", STAGES.values(), ids=STAGES)
+def test_nnx_modules_are_updated_in_place_as_by_nnx_jit(method: Any) -> None:
+    with jax.numpy_rank_promotion("allow"):
+        model, optimizer = make_net()
+        other, other_optimizer = make_net()
+        parallel, serial = minialpa.parallelize(nnx_step, method=method), nnx.jit(nnx_step)
+        for seed in range(3):
+            value = parallel(model, optimizer, make_x(seed=seed), make_y())
+            right = serial(other, other_optimizer, make_x(seed=seed), make_y())
+            assert_allclose(value, right, rtol=1e-4, atol=1e-5)
+        new, expected = nnx.state((model, optimizer)), nnx.state((other, other_optimizer))
+        assert int(new[0]["drop"]["rngs"]["count"][...]) == 3
+        for one, two in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
+            if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+                assert_allclose(one, two, rtol=1e-3, atol=1e-5)
+        assert len(parallel._executables) == 1
+
+
+def test_nnx_modules_whose_changes_would_be_lost_are_refused() -> None:
+    def nested(pair: Any, x: Any) -> Any:
+        return pair["model"](x)
+
+    def returned(model: Net, x: Any) -> Any:
+        return model, model(x)
+
+    def changed(model: Net, x: Any) -> Any:
+        model.extra = nnx.Param(jnp.ones(3))
+        return model(x)
+
+    with jax.numpy_rank_promotion("allow"):
+        model, _ = make_net()
+        with pytest.raises(TraceError, match=r"Argument `pair` holds an nnx Net.*`nnx.split`"):
+            minialpa.parallelize(nested)({"model": model}, make_x())
+        with pytest.raises(TraceError, match=r"The result holds an nnx Net.*`nnx.split`"):
+            minialpa.parallelize(returned)(model, make_x())
+        with pytest.raises(TraceError, match="changes the structure of an nnx module"):
+            minialpa.parallelize(changed)(model, make_x())
+        assert minialpa.parallelize(lambda model, x: model(x))(model, make_x()).shape == (N_EXAMPLES, WIDTH)
