@@ -117,11 +117,9 @@ class ParallelizedFunc:
         method = self._method
         if isinstance(method, Plan):
             return f"<parallelized {name} by a saved plan for {method.cluster.n_devices} devices>"
-        options = [(f.name, getattr(method, f.name), f.default) for f in dataclasses.fields(method)]
-        chosen = ", ".join(
-            f"{key}={reprlib.repr(value)}" for key, value, default in options if _differs(value, default)
-        )
-        return f"<parallelized {name} by {type(method).__name__}({chosen})>"
+        chosen = [f for f in dataclasses.fields(method) if getattr(method, f.name) != _default(f)]
+        options = ", ".join(f"{f.name}={reprlib.repr(getattr(method, f.name))}" for f in chosen)
+        return f"<parallelized {name} by {type(method).__name__}({options})>"
 
     def __reduce__(self) -> tuple[Callable[..., ParallelizedFunc], tuple[Any, ...]]:
         """A copy, or what is read from a pickle, plans and compiles for itself."""
@@ -381,9 +379,9 @@ def _compiled(call: Call, traced: TracedStep, plan: Plan, target: Target, sessio
         return executable, shown(call, traced.out_tree)
 
 
-def _differs(value: Any, default: Any) -> bool:
-    """Whether an option is worth printing: it has no default that it is equal to."""
-    return default is dataclasses.MISSING or bool(value != default)
+def _default(option: dataclasses.Field[Any]) -> Any:
+    """The default of an option of a method; `MISSING`, to which no value is equal, if it has none."""
+    return option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
 
 
 def _explain_sizes(leaves: Sequence[Any], paths: Sequence[str], is_batch: Sequence[bool], error: Exception) -> None:

@@ -19,7 +19,16 @@ from jax.tree_util import PyTreeDef
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
-from minialpa.pytrees import GraphArguments, check_no_graph, has_static, hide_static, show_static, split_graph
+from minialpa.pytrees import (
+    GraphArguments,
+    check_no_graph,
+    has_static,
+    hide_leaves,
+    hide_static,
+    leaves_in_modules,
+    show_static,
+    split_graph,
+)
 
 #: Types that stand for an array if only its shape and dtype matter.
 Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
@@ -73,6 +82,7 @@ class Parameters:
         self._static = self._argnums("static_argnums", static_argnums)
         self.donate = self._argnums("donate_argnums", donate_argnums)
         self.batch = self._argnums("batch_argnums", batch_argnums)
+        self._recent_modules: tuple[PyTreeDef, list[bool] | None] | None = None
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with these arguments. Raises TraceError if a static one has no hash."""
@@ -89,19 +99,29 @@ class Parameters:
                 dynamic[name] = value
 
         # What few steps have costs the others no more than a look.
-        graph, modules = None, ()
+        graph: GraphArguments | None = None
+        modules: tuple[Any, ...] = ()
         if "flax.nnx" in sys.modules:
             given_values = dynamic
             dynamic, graph = split_graph(given_values)
             modules = () if graph is None else tuple(given_values[name] for name in graph.names)
+
         values = tuple(dynamic.values())
         leaves, tree = jax.tree.flatten(values)
-        has_functions = False
-        if "equinox" in sys.modules or any(map(callable, leaves)):
-            hidden = hide_static(values)
-            has_functions = hidden is not values
-            leaves, tree = jax.tree.flatten(hidden)
+        hidden = hide_leaves(leaves, self._leaves_in_modules(values, tree))
+        has_functions = hidden is not leaves
+        if has_functions:
+            leaves, tree = jax.tree.flatten(jax.tree.unflatten(tree, hidden))
         return Call(leaves, (tree, tuple(dynamic)), tuple(static), len(args), has_functions, graph, modules)
+
+    def _leaves_in_modules(self, values: tuple[Any, ...], tree: PyTreeDef) -> list[bool] | None:
+        """`leaves_in_modules`, which is found once for a loop of calls whose arguments have one structure."""
+        if "equinox" not in sys.modules:
+            return None
+        recent = self._recent_modules  # another thread may replace it
+        if recent is None or recent[0] != tree:
+            recent = self._recent_modules = (tree, leaves_in_modules(values))
+        return recent[1]
 
     def paths(self, call: Call) -> tuple[list[str], list[int]]:
         """The name of each leaf, such as `state.params['w']`, and the number of its argument."""

@@ -42,23 +42,26 @@ class StaticLeaf:
 def hide_static(tree: Any) -> Any:
     """The pytree with a `StaticLeaf` in the place of each function, and of all in equinox modules that is no array."""
     leaves, structure = jax.tree.flatten(tree)
-    in_module = _in_modules(tree, len(leaves))
-    if in_module is None and not any(map(callable, leaves)):
-        return tree
-    inside = in_module or [False] * len(leaves)
-    return jax.tree.unflatten(structure, [_hidden(leaf, module) for leaf, module in zip(leaves, inside, strict=True)])
+    hidden = hide_leaves(leaves, leaves_in_modules(tree))
+    return tree if hidden is leaves else jax.tree.unflatten(structure, hidden)
 
 
-def _in_modules(tree: Any, n_leaves: int) -> list[bool] | None:
+def hide_leaves(leaves: list[Any], in_modules: list[bool] | None) -> list[Any]:
+    """`hide_static` for leaves, of which some are `in_modules`; the same list if there is nothing to hide."""
+    if in_modules is None and not any(map(callable, leaves)):
+        return leaves
+    inside = in_modules or [False] * len(leaves)
+    return [_hidden(leaf, is_inside) for leaf, is_inside in zip(leaves, inside, strict=True)]
+
+
+def leaves_in_modules(tree: Any) -> list[bool] | None:
     """For each leaf, whether it is inside an equinox module; None if there is no such module."""
-    equinox = sys.modules.get("equinox")
-    module = getattr(equinox, "Module", None)
+    module = getattr(sys.modules.get("equinox"), "Module", None)
     if module is None:
         return None
     inside: list[bool] = []
     for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, module)):
         inside.extend([True] * len(jax.tree.leaves(node)) if isinstance(node, module) else [False])
-    assert len(inside) == n_leaves, (inside, n_leaves)
     return inside if any(inside) else None
 
 

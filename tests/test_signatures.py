@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 
 import minialpa
 from minialpa import DataParallel, PipeshardParallel, ShardParallel, TraceError
@@ -389,3 +392,127 @@ def test_nnx_modules_whose_changes_would_be_lost_are_refused() -> None:
         with pytest.raises(TraceError, match="changes the structure of an nnx module"):
             minialpa.parallelize(changed)(model, make_x())
         assert minialpa.parallelize(lambda model, x: model(x))(model, make_x()).shape == (N_EXAMPLES, WIDTH)
+
+
+# ---- states of other libraries --------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state"], meta_fields=["name"])
+@dataclasses.dataclass(frozen=True)
+class State:
+    params: Any
+    opt_state: Any
+    name: str
+
+
+def assert_trains(step: Callable[..., Any], state: Any, method: Any) -> None:
+    """Three steps of `step(state, x, y)` give what the plain step gives, and one program runs all of them."""
+    parallel = minialpa.parallelize(step, method=method)
+    expected = state = jax.tree.map(jnp.copy, state)
+    state = jax.tree.map(jnp.copy, state)
+    for seed in range(3):
+        state, value = parallel(state, make_x(seed=seed), make_y())
+        expected, right = step(expected, make_x(seed=seed), make_y())
+        assert_allclose((state, value), (expected, right), rtol=1e-3, atol=1e-5)
+    assert len(parallel._executables) == 1
+    assert parallel.get_last_executable().get_parallel_plan().batch == ("x", "y")
+
+
+@pytest.mark.parametrize("method", STAGES.values(), ids=STAGES)
+def test_a_registered_dataclass_is_a_state(method: Any) -> None:
+    def step(state: State, x: Any, y: Any) -> Any:
+        value, grads = jax.value_and_grad(loss_of)(state.params, x, y)
+        params, opt_state = update(state.params, state.opt_state, grads)
+        return dataclasses.replace(state, params=params, opt_state=opt_state), value
+
+    assert_trains(step, State(make_params(), OPTIMIZER.init(make_params()), "net"), method)
+
+
+@pytest.mark.parametrize("method", STAGES.values(), ids=STAGES)
+def test_a_flax_train_state_with_two_arrays(method: Any) -> None:
+    def step(state: TrainState, x: Any, y: Any) -> Any:
+        value, grads = jax.value_and_grad(loss_of)(state.params, x, y)
+        return state.apply_gradients(grads=grads), value
+
+    assert_trains(step, TrainState.create(apply_fn=forward, params=make_params(), tx=OPTIMIZER), method)
+
+
+@pytest.mark.parametrize("method", STAGES.values(), ids=STAGES)
+def test_haiku_parameters_and_a_chain_of_optax(method: Any) -> None:
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=1e-3))
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, WIDTH])(x)))
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(lambda p: jnp.mean((net.apply(p, x) - y) ** 2))(params)
+        updates, opt_state = chain.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    with jax.numpy_rank_promotion("allow"):
+        params = net.init(jax.random.key(0), make_x())
+        assert_trains(step, (params, chain.init(params)), method)
+
+
+# ---- what a parallelized function says of itself, and does as functions of jax.jit do --------------------------------
+
+
+def test_repr_says_what_runs_and_how() -> None:
+    step = minialpa.parallelize(two_arrays, method=ShardParallel(num_micro_batches=2))
+    assert repr(step) == "<parallelized two_arrays by ShardParallel(num_micro_batches=2)>"
+    assert (
+        repr(minialpa.parallelize(two_arrays, method=DataParallel())) == "<parallelized two_arrays by DataParallel()>"
+    )
+    assert repr(minialpa.parallelize(two_arrays)) == "<parallelized two_arrays by AutoParallel()>"
+    plan = step.plan(make_params(), make_x(), make_y())
+    saved = minialpa.parallelize(two_arrays, method=plan)
+    assert repr(saved) == "<parallelized two_arrays by a saved plan for 8 devices>"
+    assert "two_arrays" in repr(minialpa.parallelize(functools.partial(two_arrays)))
+
+
+def test_trace_gives_what_jit_gives() -> None:
+    args = make_params(), make_x(), make_y()
+    traced = minialpa.parallelize(two_arrays).trace(*args)
+    expected = jax.jit(two_arrays).trace(*args)
+    assert traced.jaxpr.in_avals == expected.jaxpr.in_avals and traced.jaxpr.out_avals == expected.jaxpr.out_avals
+    assert jax.tree.structure(traced.out_info) == jax.tree.structure(expected.out_info)
+    assert "dot_general" in traced.lower().as_text()
+
+
+def test_lower_plans_and_compile_makes_the_program_that_the_next_call_runs() -> None:
+    step = minialpa.parallelize(two_arrays, method=ShardParallel(), donate_argnums=())
+    args = make_params(), make_x(), make_y()
+    lowered = step.lower(*shapes(args))
+    assert lowered.plan == step.plan(*args) and not step._executables
+    executable = lowered.compile()
+    assert_allclose(step(*args), two_arrays(*args), rtol=1e-4, atol=1e-5)
+    assert step.get_last_executable() is executable is step.lower(*args).compile()
+    assert executable.get_parallel_plan() == lowered.plan
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("pipeshard", r"`method` is an object, not a name; got 'pipeshard'. Use `PipeshardParallel\(\)`"),
+        ("zero_3", r"got 'zero_3'. Use `Zero3Parallel\(\)`"),
+        ("fast", r"got 'fast'. Use `AutoParallel\(\)` or `DataParallel\(\)` or "),
+        (ShardParallel, r"`method` is the class `ShardParallel`. Make an object of it: `ShardParallel\(\)`"),
+        (3, r"`method` is a parallel method such as `ShardParallel\(\)`, or a `Plan`; got 3"),
+    ],
+)
+def test_a_method_that_is_none_is_refused_at_once(method: Any, message: str) -> None:
+    with pytest.raises(minialpa.ShardingError, match=message):
+        minialpa.parallelize(two_arrays, method=method)
+    cluster = minialpa.ClusterSpec.preset("h100", devices_per_host=2)
+    with pytest.raises(minialpa.ShardingError, match=message):
+        minialpa.plan(two_arrays, (make_params(), make_x(), make_y()), cluster=cluster, method=method)
+
+
+def test_a_string_array_is_refused_by_name() -> None:
+    with pytest.raises(TraceError, match=r"leaf `y` is a NumPy array of <U1, which are strings, .*Pass numbers"):
+        minialpa.parallelize(two_arrays)(make_params(), make_x(), np.array(["a", "b"]))
+
+
+def test_a_key_that_a_batch_lacks_is_the_error_of_the_step() -> None:
+    with pytest.raises(KeyError, match="'y'") as caught:
+        minialpa.parallelize(adam_step)(make_params(), OPTIMIZER.init(make_params()), {"x": make_x()})
+    assert any(frame.name == "adam_step" for frame in caught.traceback)
