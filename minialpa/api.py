@@ -12,6 +12,7 @@ import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -273,10 +274,22 @@ class ParallelizedFunc:
             plan, target = self._saved_plan(traced, self._method), Target(self._method.cluster)
         else:
             target = resolve_devices(self._method.devices, session)
-            plan = self._new_plan(traced, self._method, target)
+            with self._batch_named(traced):
+                plan = self._new_plan(traced, self._method, target)
         layers = _layers_of_stages(traced, self._method, plan)
         ParallelizedFunc.last_plan, ParallelizedFunc.last_layers = plan, layers
         return plan, target
+
+    @contextmanager
+    def _batch_named(self, traced: TracedStep) -> Iterator[None]:
+        """Errors of what examples go through say which arguments were found to hold them."""
+        try:
+            yield
+        except (TraceError, InfeasibleError) as error:
+            if self._parameters.batch == "auto" and traced.batch_arguments:
+                names = ", ".join(f"`{name}`" for name in traced.batch_arguments)
+                error.add_note(f"The examples were taken to be in {names}; `batch_argnums=(…)` says it otherwise.")
+            raise
 
     def _new_plan(self, traced: TracedStep, method: Method, target: Target) -> Plan:
         """The plan of a method.

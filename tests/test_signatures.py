@@ -207,6 +207,18 @@ def test_what_the_user_says_overrides_what_would_be_found() -> None:
     assert "Batch: argument `x` (16 examples)" in parallel.plan(make_params(), make_x(), make_y()).summary()
 
 
+def test_errors_of_examples_name_the_batch_that_was_found() -> None:
+    args = make_params(), make_x(10), make_y(10)
+    method = ShardParallel(num_micro_batches=4)
+    with pytest.raises(TraceError, match="cannot be split into 4") as caught:
+        minialpa.parallelize(two_arrays, method=method)(*args)
+    (note,) = caught.value.__notes__
+    assert note == "The examples were taken to be in `x`, `y`; `batch_argnums=(…)` says it otherwise."
+    with pytest.raises(TraceError, match="cannot be split into 4") as caught:
+        minialpa.parallelize(two_arrays, method=method, batch_argnums=(1, 2))(*args)
+    assert not hasattr(caught.value, "__notes__")
+
+
 def two_tables(params: Arrays, opt_state: Any, one: Any, other: Any) -> Any:
     """Each of the last two arguments could hold the examples."""
 
