@@ -22,12 +22,14 @@ from minialpa.errors import TraceError
 from minialpa.pytrees import (
     GraphArguments,
     check_no_graph,
+    check_unchanged,
     has_static,
     hide_leaves,
     hide_static,
     leaves_in_modules,
     show_static,
     split_graph,
+    variables_in,
 )
 
 #: Types that stand for an array if only its shape and dtype matter.
@@ -219,11 +221,16 @@ def on_leaves(fun: Callable[..., Any], call: Call) -> Callable[..., Any]:
 
     def flat_fun(*leaves: Any) -> Any:
         args, kwargs = rebuild(call, leaves)
+        in_graph = () if call.graph is None else call.graph.names
+        given = (*enumerate(args), *kwargs.items())
+        variables = variables_in([value for name, value in given if name not in in_graph])
+
         result = fun(*args, **kwargs)
+        check_unchanged(variables)
         check_no_graph(result, "The result")
         if call.graph is None:
             return hide_static(result)
-        modules = tuple(args[name] if isinstance(name, int) else kwargs[name] for name in call.graph.names)
+        modules = tuple(args[name] if isinstance(name, int) else kwargs[name] for name in in_graph)
         # The new state comes first, as results that replace an argument are looked for in order.
         return call.graph.values_of(modules), hide_static(result)
 

@@ -162,6 +162,26 @@ def check_no_graph(tree: Any, what: str) -> None:
         )
 
 
+def variables_in(tree: Any) -> list[tuple[Any, list[Any]]]:
+    """The variables of flax.nnx in a pytree that are in no module, as in an `nnx.State`, with their arrays."""
+    kind = getattr(sys.modules.get("flax.nnx"), "Variable", None)
+    if kind is None:
+        return []
+    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [(x, jax.tree.leaves(x)) for x in found if isinstance(x, kind)]
+
+
+def check_unchanged(variables: list[tuple[Any, list[Any]]]) -> None:
+    """Raise TraceError if a step has changed one of these variables, which are copies of the caller's."""
+    for variable, before in variables:
+        now = jax.tree.leaves(variable)
+        if len(now) != len(before) or any(new is not old for new, old in zip(now, before, strict=True)):
+            raise TraceError(
+                f"The step changes an nnx {type(variable).__name__} in place that is in no module, and the change "
+                "would be lost. Pass the module that has it, or return the new value."
+            )
+
+
 def _graph_node() -> type | None:
     """The class of all modules and optimizers of flax.nnx, if it has been imported."""
     found = getattr(sys.modules.get("flax.nnx"), "Pytree", None)

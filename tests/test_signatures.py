@@ -395,7 +395,16 @@ def test_nnx_modules_whose_changes_would_be_lost_are_refused() -> None:
         model.extra = nnx.Param(jnp.ones(3))
         return model(x)
 
+    def counted(state: Any, x: Any) -> Any:
+        state["count"][...] += 1
+        return x * state["count"][...]
+
     with jax.numpy_rank_promotion("allow"):
+        state = {"count": nnx.Variable(jnp.float32(1))}
+        for one in (state, nnx.State(state)):
+            with pytest.raises(TraceError, match="changes an nnx Variable in place that is in no module"):
+                minialpa.parallelize(counted)(one, make_x())
+        assert_allclose(minialpa.parallelize(lambda s, x: x * s["count"][...])(state, make_x()), make_x())
         model, _ = make_net()
         with pytest.raises(TraceError, match=r"Argument `pair` holds an nnx Net.*`nnx.split`"):
             minialpa.parallelize(nested)({"model": model}, make_x())
