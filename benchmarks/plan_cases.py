@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,12 +216,20 @@ def compare(old: Path, new: Path) -> bool:
     for name in names:
         if not ((old / name).exists() and (new / name).exists()):
             print(f"{name}: only in {old if (old / name).exists() else new}")
-        elif (old / name).read_bytes() == (new / name).read_bytes():
+        elif _is_same(old / name, new / name):
             same += 1
         else:
             print(f"{name}:\n{Plan.load(old / name).diff(Plan.load(new / name))}\n")
     print(f"{same} of {len(names)} plans are the same.")
     return same == len(names)
+
+
+def _is_same(old: Path, new: Path) -> bool:
+    """Whether two files have the same plan. Older files do not name the batch."""
+    if old.read_bytes() == new.read_bytes():
+        return True
+    first, second = Plan.load(old), Plan.load(new)
+    return replace(first, batch=second.batch) == second if not first.batch else first == second
 
 
 def main() -> None:

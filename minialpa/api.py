@@ -8,35 +8,58 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 from jax.tree_util import PyTreeDef
 
-from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, rebuild
+from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, on_leaves, rebuild, shown
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.lower.mesh_programs import input_types
+from minialpa.inter.microbatch.find_batch import find_batch
 from minialpa.inter.staging.replan import check_fits, difference
-from minialpa.methods import AutoParallel, Method, Target, plan_to_method, resolve_devices
+from minialpa.methods import AutoParallel, Method, Target, check_method, plan_to_method, resolve_devices
+from minialpa.options import PlanOptions
 from minialpa.plan import Plan, verify_plan
 from minialpa.programs.program import Program
+from minialpa.pytrees import check_no_graph, update_modules
 from minialpa.session import Session, current_session, running_session
 from minialpa.support.collection import collection_paused
 from minialpa.support.progress import ProgressBar
-from minialpa.tracing.trace import TracedStep, trace_step
+from minialpa.tracing.arguments import find_batch_dims, leaf_type
+from minialpa.tracing.trace import NoBatch, TracedStep, trace_step, with_batch
 
 if TYPE_CHECKING:
     from minialpa.runtime.executable import Executable
     from minialpa.runtime.runner import Runner
 
 OnStale = Literal["refuse", "replan"]
-#: What a call needs: the program on its devices, and the pytree of its results.
-Compiled = tuple["Executable", PyTreeDef]
+#: What a call needs: the program on its devices, and what makes its result of the leaves that the program returns.
+Compiled = tuple["Executable", Callable[[Sequence[Any]], Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A step that is planned for some arguments, before it is compiled. See `ParallelizedFunc.lower`.
+
+    Attributes:
+        plan: the plan.
+    """
+
+    plan: Plan
+    _compile: Callable[[], Compiled] = field(repr=False)
+
+    def compile(self) -> Executable:
+        """The step, compiled for the devices of the session in which it was planned."""
+        executable, _ = self._compile()
+        return executable
 
 
 class ParallelizedFunc:
@@ -54,9 +77,10 @@ class ParallelizedFunc:
         *,
         static_argnums: Argnums = "auto",
         donate_argnums: Argnums = "auto",
-        batch_argnums: int | Sequence[int] = (1,),
+        batch_argnums: Argnums = "auto",
         on_stale: OnStale = "refuse",
     ) -> None:
+        check_method(method)
         if on_stale not in ("refuse", "replan"):
             raise ShardingError(f'`on_stale` is "refuse" or "replan"; got {on_stale!r}.')
         functools.update_wrapper(self, fun)
@@ -80,9 +104,23 @@ class ParallelizedFunc:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._parameters.bind(args, kwargs)
         self._check_alive(call)
-        executable, out_tree = self._get(call)
+        executable, result_of = self._get(call)
         self._last = executable
-        return jax.tree.unflatten(out_tree, executable.run(call.leaves))
+        result = result_of(executable.run(call.leaves))
+        if call.graph is None:
+            return result
+        values, result = result
+        update_modules(call.modules, values)
+        return result
+
+    def __repr__(self) -> str:
+        name = getattr(self._fun, "__qualname__", None) or repr(self._fun)
+        method = self._method
+        if isinstance(method, Plan):
+            return f"<parallelized {name} by a saved plan for {method.cluster.n_devices} devices>"
+        chosen = [f for f in dataclasses.fields(method) if getattr(method, f.name) != _default(f)]
+        options = ", ".join(f"{f.name}={reprlib.repr(getattr(method, f.name))}" for f in chosen)
+        return f"<parallelized {name} by {type(method).__name__}({options})>"
 
     def __reduce__(self) -> tuple[Callable[..., ParallelizedFunc], tuple[Any, ...]]:
         """A copy, or what is read from a pickle, plans and compiles for itself."""
@@ -101,6 +139,35 @@ class ParallelizedFunc:
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Compiles and runs nothing."""
         return self._plan_for(self._trace(self._parameters.bind(args, kwargs)))[0]
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """The step as `jax.jit(step).trace` gives it, for one device: `.jaxpr`, `.out_info`, `.lower()`.
+
+        Static arguments are those of this function. Nothing is planned: see `lower`.
+        """
+        call = self._parameters.bind(args, kwargs)
+
+        flat_fun = on_leaves(self._fun, call)
+
+        @functools.wraps(self._fun)
+        def step(*values: Any) -> Any:
+            return flat_fun(*jax.tree.leaves(values))
+
+        paths, _ = self._parameters.paths(call)
+        types = [leaf_type(leaf, path) for leaf, path in zip(call.leaves, paths, strict=True)]
+        return jax.jit(step).trace(*jax.tree.unflatten(call.tree[0], types))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """The step, planned for these arguments and not compiled yet, in the place of `jax.jit(step).lower`.
+
+        `.plan` is its `Plan`, and `.compile()` compiles it for the devices and returns the `Executable`, which the
+        next call with such arguments runs.
+        """
+        call = self._parameters.bind(args, kwargs)
+        session = current_session()
+        traced = self._trace(call)
+        plan, target = self._plan_for(traced, session)
+        return Lowered(plan, lambda: self._keep(call, session, lambda: _compiled(call, traced, plan, target, session)))
 
     def explain(self, what: str, *args: Any, **kwargs: Any) -> str:
         """A table of what the plan for these arguments chose and of what every other choice would cost.
@@ -145,16 +212,19 @@ class ParallelizedFunc:
         batch: the argument that holds examples, or a tuple of them if there are several. Compiles nothing: a batch that
         no program takes yet comes back as it is, and so do leaves that are cut into micro-batches.
         """
-        recent, numbers = self._recent, self._parameters.batch
+        recent = self._recent
         # A loader's thread may come here between two sessions, and must not start one.
         session = running_session()
-        if recent is None or not numbers or recent[0][0] is not session:
+        if recent is None or recent[0][0] is not session:
+            return batch
+        numbers = self._batch_numbers(recent[1][0].get_parallel_plan())
+        if not numbers:
             return batch
         parts = (batch,) if len(numbers) == 1 else tuple(batch)
         if len(parts) != len(numbers):
             raise TraceError(
                 f"A batch has {len(parts)} parts, and the step has {len(numbers)} arguments with examples "
-                f"(`batch_argnums={numbers}`). Make each batch a tuple with one part for each of these arguments."
+                f"(numbers {numbers}). Make each batch a tuple with one part for each of these arguments."
             )
 
         # Two calls may differ in other arguments only. A loop repeats its last call most often.
@@ -174,6 +244,14 @@ class ParallelizedFunc:
                 jax.tree.structure(batch), [leaf for number in numbers for leaf in placed[positions[number]]]
             )
         return batch
+
+    def _batch_numbers(self, plan: Plan) -> tuple[int, ...]:
+        """The numbers of the arguments that hold examples: as given, or else as found for a plan."""
+        if self._parameters.batch != "auto":
+            return self._parameters.batch
+        numbers = tuple(self._parameters.number(name) for name in plan.batch)
+        # Arguments beyond the signature, as those of `*args`, have no name to be found by.
+        return numbers if min(numbers, default=-1) >= 0 else ()
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -218,27 +296,23 @@ class ParallelizedFunc:
         found = self._executables.get(key)
         if found is not None:
             return found
+        return self._keep(call, session, lambda: self._compile(call, session))
+
+    def _keep(self, call: Call, session: Session, compile_: Callable[[], Compiled]) -> Compiled:
+        """The program for a call: the one that is there already, or else what `compile_` returns."""
+        key = (call.key(), session.devices, session.cluster, session.runtime)
         with self._compiling:  # threads that make the first call at the same time compile once
             found = self._executables.get(key)
             if found is None:
-                found = self._compile(call, session)
+                found = compile_()
                 self._executables[key] = found
                 self._known_trees.append(call.tree)
             return found
 
     def _compile(self, call: Call, session: Session) -> Compiled:
-        from minialpa.inter.lower.emit import emit_program
-        from minialpa.runtime.executable import Executable
-
         traced = self._trace(call)
         plan, target = self._plan_for(traced, session)
-        _check_devices(plan, target, session)
-        with ProgressBar() as bar:
-            bar.report("Compiling", 0, 1)
-            with collection_paused():
-                program = emit_program(traced, plan)
-            runner = _make_runner(program, traced, target, session)
-            return Executable(plan, program, runner, call.tree[0], traced.out_tree), traced.out_tree
+        return _compiled(call, traced, plan, target, session)
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -247,10 +321,22 @@ class ParallelizedFunc:
             plan, target = self._saved_plan(traced, self._method), Target(self._method.cluster)
         else:
             target = resolve_devices(self._method.devices, session)
-            plan = self._new_plan(traced, self._method, target)
+            with self._batch_named(traced):
+                plan = self._new_plan(traced, self._method, target)
         layers = _layers_of_stages(traced, self._method, plan)
         ParallelizedFunc.last_plan, ParallelizedFunc.last_layers = plan, layers
         return plan, target
+
+    @contextmanager
+    def _batch_named(self, traced: TracedStep) -> Iterator[None]:
+        """Errors of what examples go through say which arguments were found to hold them."""
+        try:
+            yield
+        except (TraceError, InfeasibleError) as error:
+            if self._parameters.batch == "auto" and traced.batch_arguments:
+                names = ", ".join(f"`{name}`" for name in traced.batch_arguments)
+                error.add_note(f"The examples were taken to be in {names}; `batch_argnums=(…)` says it otherwise.")
+            raise
 
     def _new_plan(self, traced: TracedStep, method: Method, target: Target) -> Plan:
         """The plan of a method.
@@ -296,27 +382,38 @@ class ParallelizedFunc:
         values = jax.tree.unflatten(tree, call.leaves)
         paths, numbers = self._parameters.paths(call)
 
-        def flat_fun(*leaves: Any) -> Any:
-            args, kwargs = rebuild(call, leaves)
-            return self._fun(*args, **kwargs)
-
         known = self._parameters
+        for name, value in zip(names, values, strict=True):
+            check_no_graph(value, f"Argument `{known.label(name)}`")
+        modules = () if call.graph is None else call.graph.names
+        is_state = [name in modules or is_train_state(value) for name, value in zip(names, values, strict=True)]
+        state_like = [known.number(name) for name, found in zip(names, is_state, strict=True) if found]
         try:
             with collection_paused():
-                return trace_step(
-                    flat_fun,
+                traced = trace_step(
+                    on_leaves(self._fun, call),
                     call.leaves,
                     in_paths=paths,
-                    is_batch=[number in known.batch for number in numbers],
+                    is_batch=[known.batch != "auto" and number in known.batch for number in numbers],
                     arg_of_leaf=numbers,
-                    donate=known.donate,
-                    state_like=[known.number(n) for n, v in zip(names, values, strict=True) if is_train_state(v)],
+                    donate="auto" if known.batch == "auto" else known.donate,
+                    state_like=state_like,
                 )
         except MinialpaError:
             raise
         except Exception as error:
             self._explain_mismatch(call, error)
+            if known.batch == "auto" and set(numbers) == {0, 1}:
+                _explain_sizes(call.leaves, paths, [number == 1 for number in numbers], error)
             raise
+        if known.batch != "auto":
+            return traced
+
+        # The step itself says which arguments it updates, and follows the others up to the loss.
+        found = find_batch(traced, numbers)
+        if isinstance(found, NoBatch):
+            traced, found = dataclasses.replace(traced, no_batch=found), ()
+        return with_batch(traced, found, arg_of_leaf=numbers, donate=known.donate, state_like=state_like)
 
     def _explain_mismatch(self, call: Call, error: Exception) -> None:
         """Raise a clearer error if the arguments have another structure than those of earlier calls."""
@@ -327,6 +424,51 @@ class ParallelizedFunc:
             ) from error
 
 
+def _compiled(call: Call, traced: TracedStep, plan: Plan, target: Target, session: Session) -> Compiled:
+    """The program of a plan on its devices. Raises ShardingError if there are not enough."""
+    from minialpa.inter.lower.emit import emit_program
+    from minialpa.runtime.executable import Executable
+
+    _check_devices(plan, target, session)
+    with ProgressBar() as bar:
+        bar.report("Compiling", 0, 1)
+        with collection_paused():
+            program = emit_program(traced, plan)
+        runner = _make_runner(program, traced, target, session)
+        executable = Executable(plan, program, runner, call.tree[0], traced.out_tree)
+        return executable, shown(call, traced.out_tree)
+
+
+def _default(option: dataclasses.Field[Any]) -> Any:
+    """The default of an option of a method; `MISSING`, to which no value is equal, if it has none."""
+    return option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
+
+
+def _explain_sizes(leaves: Sequence[Any], paths: Sequence[str], is_batch: Sequence[bool], error: Exception) -> None:
+    """Raise a clearer error if a step fails because the arrays of its batch have different numbers of examples."""
+    try:
+        find_batch_dims([leaf_type(leaf, path) for leaf, path in zip(leaves, paths, strict=True)], paths, is_batch)
+    except TraceError as reason:
+        raise reason from error
+
+
+def _check_batch(traced: TracedStep, options: PlanOptions) -> None:
+    """Raise TraceError if a method splits the examples of a step and no argument is known to hold them.
+
+    A search that may choose micro-batches, or none, goes on if there is no candidate, but does not choose between
+    candidates.
+    """
+    if traced.no_batch is None:
+        return
+    sharding = options.sharding
+    if options.n_micro_batches > 1:
+        raise TraceError(f"`num_micro_batches={options.n_micro_batches}` splits examples. {traced.no_batch.reason}")
+    if sharding.data_parallel or sharding.force_batch_dim_to_mesh_dim is not None:
+        raise TraceError(f"Data parallelism splits examples. {traced.no_batch.reason}")
+    if options.choose_micro_batches and traced.no_batch.ambiguous:
+        raise TraceError(f"The planner may split examples. {traced.no_batch.reason}")
+
+
 def _layers_of_stages(traced: TracedStep, method: Method | Plan, plan: Plan) -> tuple[tuple[int, ...], ...]:
     """The layers of each stage. If there is one stage, the layers into which the method would have cut the step."""
     from minialpa.inter.layers.cut_scans import whole_scans
@@ -335,7 +477,7 @@ def _layers_of_stages(traced: TracedStep, method: Method | Plan, plan: Plan) -> 
     if plan.remat:
         return tuple(stage.layers for stage in plan.stages)
     option = None if isinstance(method, Plan) else method.options().layers
-    if option is None:
+    if option is None or traced.n_groups == 0:  # a step that returns its arguments
         return ((0,),)
     return (tuple(range(max(1, whole_scans(LayeredStep(step=traced, fingerprint=plan.fingerprint), option).n_layers))),)
 
@@ -382,6 +524,7 @@ def _make_plan(traced: TracedStep, method: Method, target: Target, *, any_batch:
     from minialpa.inter.pipeline import plan_step
 
     options = method.options()
+    _check_batch(traced, options)
     if any_batch:
         sharding = dataclasses.replace(
             options.sharding, force_data_parallel=False, force_zero_stage_3=False, force_batch_dim_to_mesh_dim=None
@@ -406,7 +549,7 @@ def parallelize(
     method: Method | Plan | None = None,
     static_argnums: Argnums = "auto",
     donate_argnums: Argnums = "auto",
-    batch_argnums: int | Sequence[int] = (1,),
+    batch_argnums: Argnums = "auto",
     on_stale: OnStale = "refuse",
 ) -> Any:
     """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
@@ -414,7 +557,10 @@ def parallelize(
     method: the parallel method, or a saved `Plan`. With None the planner chooses everything (`AutoParallel`).
     static_argnums: arguments that are Python values; "auto": those that are not pytrees of arrays and numbers.
     donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
-    batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these.
+    batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these. "auto"
+        finds them (`inter/microbatch/find_batch.py`): the second argument of `step(state, batch)`, and in other
+        signatures those whose leading dimension goes through the step as that of examples does. Raises TraceError,
+        which names the candidates, if they cannot be told apart and the method splits examples.
     on_stale: what to do if a saved `Plan` was made for other shapes or another step. "refuse" raises a VerifyError
         that says what differs; "replan" keeps the stages, micro-batches, schedule and rematerialisation of the plan,
         solves the shardings again, and warns.
@@ -430,12 +576,21 @@ def parallelize(
         )
     return ParallelizedFunc(
         fun,
-        method or AutoParallel(),
+        AutoParallel() if method is None else method,
         static_argnums=static_argnums,
         donate_argnums=donate_argnums,
         batch_argnums=batch_argnums,
         on_stale=on_stale,
     )
+
+
+def _method(method: Method | None) -> Method:
+    """The method of those functions that plan for a cluster that the user gives."""
+    chosen = AutoParallel() if method is None else method
+    check_method(chosen)
+    if isinstance(chosen, Plan):
+        raise ShardingError("`method` is a saved plan, which has its own cluster. Use `replan` to plan as it did.")
+    return chosen
 
 
 def plan(
@@ -444,10 +599,10 @@ def plan(
     *,
     cluster: ClusterSpec,
     method: Method | None = None,
-    batch_argnums: int | Sequence[int] = (1,),
+    batch_argnums: Argnums = "auto",
 ) -> Plan:
     """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays."""
-    chosen = dataclasses.replace(method or AutoParallel(), devices=cluster)
+    chosen = dataclasses.replace(_method(method), devices=cluster)
     return ParallelizedFunc(fun, chosen, batch_argnums=batch_argnums).plan(*args)
 
 
@@ -458,16 +613,14 @@ def explain(
     *,
     cluster: ClusterSpec,
     method: Method | None = None,
-    batch_argnums: int | Sequence[int] = (1,),
+    batch_argnums: Argnums = "auto",
 ) -> str:
     """As `ParallelizedFunc.explain`, for the plan that `plan` makes of the same arguments."""
-    chosen = dataclasses.replace(method or AutoParallel(), devices=cluster)
+    chosen = dataclasses.replace(_method(method), devices=cluster)
     return ParallelizedFunc(fun, chosen, batch_argnums=batch_argnums).explain(what, *args)
 
 
-def replan(
-    plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: int | Sequence[int] = (1,)
-) -> Plan:
+def replan(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: Argnums = "auto") -> Plan:
     """A plan for `fun(*args)` that decides as `plan` does, except for the shardings, which are solved again.
 
     It keeps stages, submeshes, logical shapes, micro-batches, schedule and rematerialisation. Raises VerifyError if the

@@ -6,16 +6,31 @@ Both are values that any thread may use. Mistakes of the user are TraceErrors th
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
+from minialpa.pytrees import (
+    GraphArguments,
+    check_no_graph,
+    check_unchanged,
+    has_static,
+    hide_leaves,
+    hide_static,
+    leaves_in_modules,
+    show_static,
+    split_graph,
+    variables_in,
+)
 
 #: Types that stand for an array if only its shape and dtype matter.
 Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
@@ -31,20 +46,26 @@ class Call:
         tree: The pytree of these arguments, and their positions or names.
         static: The position or name, and the value, of each static argument.
         n_args: The number of positional arguments.
+        has_static: Whether the pytree holds functions, each in a `StaticLeaf`.
+        graph: The structure of the modules of flax.nnx among the arguments, whose values are leaves; None without any.
+        modules: These modules, which are the caller's and get new values after the step.
     """
 
     leaves: list[Any]
     tree: Any
     static: tuple[tuple[int | str, Hashable], ...]
     n_args: int
+    has_static: bool = False
+    graph: GraphArguments | None = None
+    modules: tuple[Any, ...] = ()
 
     def key(self) -> Hashable:
         """Equal for two calls if one program serves both: all but the values of leaves."""
-        return (self.tree, self.static, self.n_args, tuple(_leaf_key(x) for x in self.leaves))
+        return (self.tree, self.static, self.n_args, self.graph, tuple(_leaf_key(x) for x in self.leaves))
 
     def types(self) -> tuple[Any, ...]:
         """Equal for two calls only if `key` is, and faster to compare: calls mostly share the objects in it."""
-        return (self.tree, self.static, self.n_args, [_leaf_type(x) for x in self.leaves])
+        return (self.tree, self.static, self.n_args, self.graph, [_leaf_type(x) for x in self.leaves])
 
 
 class Parameters:
@@ -52,23 +73,18 @@ class Parameters:
 
     Attributes:
         donate: The numbers of the arguments whose memory the results may reuse, or "auto".
-        batch: The numbers of the arguments that hold examples.
+        batch: The numbers of the arguments that hold examples, or "auto".
     """
 
     def __init__(
-        self,
-        fun: Callable[..., Any],
-        static_argnums: Argnums,
-        donate_argnums: Argnums,
-        batch_argnums: int | Sequence[int],
+        self, fun: Callable[..., Any], static_argnums: Argnums, donate_argnums: Argnums, batch_argnums: Argnums
     ) -> None:
         self._signature = _signature_of(fun)
         self._names = list(self._signature.parameters) if self._signature else []
         self._static = self._argnums("static_argnums", static_argnums)
         self.donate = self._argnums("donate_argnums", donate_argnums)
-        batch = self._argnums("batch_argnums", batch_argnums)
-        assert not isinstance(batch, str), "only the other options may be automatic"
-        self.batch = batch
+        self.batch = self._argnums("batch_argnums", batch_argnums)
+        self._recent_modules: tuple[PyTreeDef, list[bool] | None] | None = None
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with these arguments. Raises TraceError if a static one has no hash."""
@@ -80,19 +96,41 @@ class Parameters:
         given: tuple[tuple[int | str, Any], ...] = (*enumerate(args), *kwargs.items())
         for name, value in given:
             if self._is_static(name, value):
-                static.append((name, _hashable(self._label(name), value)))
+                static.append((name, _hashable(self.label(name), value)))
             else:
                 dynamic[name] = value
 
-        leaves, tree = jax.tree.flatten(tuple(dynamic.values()))
-        return Call(leaves, (tree, tuple(dynamic)), tuple(static), len(args))
+        # What few steps have costs the others no more than a look.
+        graph: GraphArguments | None = None
+        modules: tuple[Any, ...] = ()
+        if "flax.nnx" in sys.modules:
+            given_values = dynamic
+            dynamic, graph = split_graph(given_values)
+            modules = () if graph is None else tuple(given_values[name] for name in graph.names)
+
+        values = tuple(dynamic.values())
+        leaves, tree = jax.tree.flatten(values)
+        hidden = hide_leaves(leaves, self._leaves_in_modules(values, tree))
+        has_functions = hidden is not leaves
+        if has_functions:
+            leaves, tree = jax.tree.flatten(jax.tree.unflatten(tree, hidden))
+        return Call(leaves, (tree, tuple(dynamic)), tuple(static), len(args), has_functions, graph, modules)
+
+    def _leaves_in_modules(self, values: tuple[Any, ...], tree: PyTreeDef) -> list[bool] | None:
+        """`leaves_in_modules`, which is found once for a loop of calls whose arguments have one structure."""
+        if "equinox" not in sys.modules:
+            return None
+        recent = self._recent_modules  # another thread may replace it
+        if recent is None or recent[0] != tree:
+            recent = self._recent_modules = (tree, leaves_in_modules(values))
+        return recent[1]
 
     def paths(self, call: Call) -> tuple[list[str], list[int]]:
         """The name of each leaf, such as `state.params['w']`, and the number of its argument."""
         tree, names = call.tree
         paths, numbers = [], []
         for name, value in zip(names, jax.tree.unflatten(tree, call.leaves), strict=True):
-            label = self._label(name)
+            label = self.label(name)
             for path, _ in jax.tree_util.tree_leaves_with_path(value):
                 paths.append(label + jax.tree_util.keystr(path))
                 numbers.append(self.number(name))
@@ -136,7 +174,7 @@ class Parameters:
             return self.number(name) in self._static
         return jax.tree_util.all_leaves([value]) and not is_numeric(value)
 
-    def _label(self, name: int | str) -> str:
+    def label(self, name: int | str) -> str:
         """The name of an argument for messages."""
         if isinstance(name, str):
             return name
@@ -144,7 +182,7 @@ class Parameters:
 
     def _argnums(self, option: str, value: Argnums) -> tuple[int, ...] | Literal["auto"]:
         """The argument numbers as a tuple. Negative ones count from the last parameter, as in jax."""
-        if isinstance(value, str) and value == "auto" and option != "batch_argnums":
+        if isinstance(value, str) and value == "auto":
             return "auto"
         numbers: list[int] = []
         for number in (value,) if isinstance(value, int) else value:
@@ -188,10 +226,44 @@ def _canonical(dtype: Any) -> Any:
 def rebuild(call: Call, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments of `call`, with `leaves` in the place of its own."""
     tree, names = call.tree
-    values = dict(zip(names, jax.tree.unflatten(tree, leaves), strict=True))
+    dynamic = jax.tree.unflatten(tree, leaves)
+    values = dict(zip(names, show_static(dynamic) if call.has_static else dynamic, strict=True))
+    if call.graph is not None:
+        values.update(zip(call.graph.names, call.graph.merge(values), strict=True))
     values.update(call.static)
     args = tuple(values[i] for i in range(call.n_args))
     return args, {name: value for name, value in values.items() if isinstance(name, str)}
+
+
+def on_leaves(fun: Callable[..., Any], call: Call) -> Callable[..., Any]:
+    """`fun` as a function of the leaves of `call`; see `shown` for its results."""
+
+    def flat_fun(*leaves: Any) -> Any:
+        args, kwargs = rebuild(call, leaves)
+        in_graph = () if call.graph is None else call.graph.names
+        given = (*enumerate(args), *kwargs.items())
+        variables = variables_in([value for name, value in given if name not in in_graph])
+
+        result = fun(*args, **kwargs)
+        check_unchanged(variables)
+        check_no_graph(result, "The result")
+        if call.graph is None:
+            return hide_static(result)
+        modules = tuple(args[name] if isinstance(name, int) else kwargs[name] for name in in_graph)
+        # The new state comes first, as results that replace an argument are looked for in order.
+        return call.graph.values_of(modules), hide_static(result)
+
+    return flat_fun
+
+
+def shown(call: Call, tree: PyTreeDef) -> Callable[[Sequence[Any]], Any]:
+    """Makes the result of a function from what `on_leaves` returns: its leaves, whose pytree is `tree`.
+
+    If the call has modules, this is a pair of their new values and the result.
+    """
+    if not has_static(jax.tree.unflatten(tree, range(tree.num_leaves))):
+        return functools.partial(jax.tree.unflatten, tree)
+    return lambda leaves: show_static(jax.tree.unflatten(tree, leaves))
 
 
 def is_numeric(value: Any) -> bool:

@@ -326,3 +326,24 @@ def _submesh(shape: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
 
 
 Method = ShardParallel | PipeshardParallel | AutoParallel
+
+
+def check_method(method: Any) -> None:
+    """Raise ShardingError, which says what to write, for what is no parallel method and no plan."""
+    if isinstance(method, Method | Plan):
+        return
+    if isinstance(method, type) and issubclass(method, Method):
+        raise ShardingError(f"`method` is the class `{method.__name__}`. Make an object of it: `{method.__name__}()`.")
+
+    # Names as other libraries have them: `method="pipeshard"`.
+    if isinstance(method, str):
+        classes = (AutoParallel, DataParallel, PipeshardParallel, ShardParallel, Zero2Parallel, Zero3Parallel)
+        plain = method.lower().replace("_", "").replace("-", "").removesuffix("parallel")
+        meant = [c.__name__ for c in classes if plain == c.__name__.lower().removesuffix("parallel")]
+        names = meant or [c.__name__ for c in classes]
+        raise ShardingError(
+            f"`method` is an object, not a name; got {method!r}. Use "
+            + " or ".join(f"`{name}()`" for name in names)
+            + "."
+        )
+    raise ShardingError(f"`method` is a parallel method such as `ShardParallel()`, or a `Plan`; got {method!r}.")

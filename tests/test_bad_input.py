@@ -129,7 +129,7 @@ def test_parameters_of_size_zero_simply_work(method: Any) -> None:
 
 def test_micro_batches_without_a_batch() -> None:
     parallel = minialpa.parallelize(train_step, method=ShardParallel(num_micro_batches=2), batch_argnums=())
-    refused(TraceError, "none is listed in `batch_argnums`", parallel, make_params(), make_batch())
+    refused(TraceError, "None is listed in `batch_argnums`", parallel, make_params(), make_batch())
 
 
 # ---- leaves and trees -----------------------------------------------------------------------------------------------

@@ -39,6 +39,14 @@ def test_the_example_of_micro_batches_runs() -> None:
     exec(compile(example, "micro_batches.md", "exec"), {})
 
 
+def test_the_examples_of_signatures_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (README.parent / "docs" / "signatures.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    with jax.numpy_dtype_promotion("standard"):
+        exec(compile("\n".join(examples), "signatures.md", "exec"), {})
+    assert "Batch: arguments `x`, `y` (64 examples)" in capsys.readouterr().out
+
+
 def test_the_examples_of_plans_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     examples = re.findall(r"```python\n(.*?)```", PLANS.read_text(), re.DOTALL)

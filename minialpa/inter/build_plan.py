@@ -179,6 +179,7 @@ def build_plan(context: PlanningContext, placed: PlacedStages, solved: Sequence[
         row_blocks=layered.row_blocks,
         per_micro_batch=staged.split.own,
         keeps_rows=bool(options.keep_rows),
+        batch=layered.step.batch_arguments,
     )
 
 

@@ -1,8 +1,9 @@
 """Turns frozen dataclasses and named tuples into JSON data and back, by the types of their fields.
 
 `decode` accepts only what `encode` returns, and names the first field that is wrong: fields that are missing or too
-many, values of another type, and NaN. Specs are texts and PartitionSpecs are lists of axis names; the specs of an
-equation are a list without names, since a plan holds thousands of these.
+many, values of another type, and NaN. Only a field that is marked as younger than its version may be missing. Specs
+are texts and PartitionSpecs are lists of axis names; the specs of an equation are a list without names, since a plan
+holds thousands of these.
 
 Not by msgspec: it decides by itself how a dataclass is written, and `Spec` is one; it takes NaN, unknown fields, and
 records without the fields that have a default.
@@ -130,16 +131,22 @@ def _fields(kind: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
 
 
+@functools.cache
+def _optional(kind: type) -> frozenset[str]:
+    """Fields that younger plans have and older ones of the same version lack; these take the default."""
+    return frozenset(f.name for f in dataclasses.fields(kind) if f.metadata.get("may_be_missing"))
+
+
 def _record(kind: type, data: Any, where: str) -> Any:
     fields = _fields(kind)
     _expect(isinstance(data, dict), data, f"the fields of a {kind.__name__}", where)
     for name in fields:
-        if name not in data:
+        if name not in data and name not in _optional(kind):
             raise VerifyError(f"Not a plan: `{where}.{name}` is missing. Write plans with `Plan.save`.")
     for name in data:
         if name not in fields:
             raise VerifyError(f"Not a plan: `{where}` has a field `{name}`; expected {', '.join(fields)}.")
-    values = {name: _decode(k, data[name], f"{where}.{name}") for name, k in fields.items()}
+    values = {name: _decode(k, data[name], f"{where}.{name}") for name, k in fields.items() if name in data}
     try:
         return kind(**values)
     except (MinialpaError, TypeError, ValueError) as error:

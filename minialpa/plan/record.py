@@ -6,8 +6,8 @@ shapes yields them; `fingerprint` tells whether a step is the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -15,7 +15,11 @@ from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.cost import CollectiveKind
 from minialpa.options import AutoShardingOption, Remat
 from minialpa.sharding import EquationSpecs, Spec
+from minialpa.tracing.arguments import argument_name
 from minialpa.tracing.fingerprint import Fingerprint
+
+#: Marks a field that files of the same version may lack, because plans had no such field when they were written.
+MAY_BE_MISSING: Final = {"may_be_missing": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,11 @@ class PlacedValue:
     mesh_ids: tuple[int, ...]
     specs: tuple[Spec, ...]
     rows: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_key(self) -> bool:
+        """Whether this may be a random key of the old style."""
+        return self.dtype == "uint32" and self.shape == (2,)
 
     def placement(self) -> PlacementSpec:
         specs = tuple(spec.partition_spec() for spec in self.specs)
@@ -313,6 +322,8 @@ class PlanRecord:
             statistics, and what the model asks for.
         keeps_rows: whether later loops over the micro-batches read what earlier ones have computed of each example,
             which is kept for all micro-batches; otherwise they compute it again.
+        batch: names of the arguments that hold the examples; empty if there are none, and in files that were written
+            before plans had this field.
     """
 
     fingerprint: Fingerprint
@@ -331,6 +342,13 @@ class PlanRecord:
     certificate: Certificate | None = None
     per_micro_batch: tuple[str, ...] = ()
     keeps_rows: bool = False
+    batch: tuple[str, ...] = field(default=(), metadata=MAY_BE_MISSING)
+
+    @property
+    def n_examples(self) -> int | None:
+        """The number of examples of a batch; None if the plan knows of no batch."""
+        sizes = (v.shape[0] for v in self.inputs if v.shape and argument_name(v.path) in self.batch and not v.is_key)
+        return next(sizes, None)
 
     @property
     def n_loops(self) -> int:

@@ -16,6 +16,11 @@ def summary(plan: PlanRecord) -> str:
         f"communication {seconds_text(cost.communication_s)}, bubble {seconds_text(cost.bubble_s)}, "
         f"update {seconds_text(cost.update_s)}",
     ]
+    if plan.batch:
+        names = ", ".join(f"`{name}`" for name in plan.batch)
+        lines.append(
+            f"Batch: {'argument' if len(plan.batch) == 1 else 'arguments'} {names} ({plan.n_examples} examples)"
+        )
     if plan.certificate is not None:
         lines.append(certificate_text(plan.certificate))
     lines.extend(f"Each micro-batch has its own {what}" for what in plan.per_micro_batch)

@@ -15,6 +15,7 @@ from minialpa.errors import VerifyError
 from minialpa.options import AutoShardingOption
 from minialpa.plan.record import PlacedValue, PlannedOperator, PlanRecord, StagePlan
 from minialpa.sharding import EquationSpecs, Spec
+from minialpa.tracing.arguments import argument_name
 
 #: Numbers above are no counts, seconds, bytes or rates of anything.
 _MOST_INTEGER, _MOST_FLOAT = 2**62, 1e30
@@ -36,6 +37,7 @@ def verify_plan(plan: PlanRecord) -> None:
     - arguments and results have one spec for each of their meshes, and are no partial sums;
     - the blocks of an argument or result are rows of it and do not overlap, and stacks of layers are cut into blocks
       of one row at least, in a pipeline only;
+    - the arguments that hold examples are among the inputs, and have an array;
     - collectives run on axes of a stage, and the peak bytes of the cost are the peak bytes of the stages;
     - the fingerprint counts each primitive once.
     """
@@ -64,6 +66,7 @@ def verify_plan(plan: PlanRecord) -> None:
     for name, values in (("inputs", plan.inputs), ("outputs", plan.outputs)):
         for i, value in enumerate(values):
             _check_placed(value, plan.stages, f"{name}[{i}]")
+    _check_batch(plan)
     _check_collectives(plan)
     _check_passes(plan)
     peaks = tuple(stage.peak_bytes for stage in plan.stages)
@@ -126,6 +129,12 @@ def _check_devices(plan: PlanRecord, stage: StagePlan, where: str) -> None:
         axis,
         f"an axis of {shape}",
     )
+
+
+def _check_batch(plan: PlanRecord) -> None:
+    known = {argument_name(value.path) for value in plan.inputs}
+    require(known.issuperset(plan.batch), "batch", plan.batch, "names of arguments, as in `inputs`")
+    require(not plan.batch or plan.n_examples is not None, "batch", plan.batch, "an argument that has an array")
 
 
 def _check_overlap(plan: PlanRecord) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,12 @@ import numpy as np
 from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
 from minialpa.tracing.jaxprs import is_extended
+
+
+def argument_name(path: str) -> str:
+    """The name of the argument that a leaf belongs to: `batch` for `batch['x']`."""
+    found = re.match(r"\w+|\[\d+\]", path)
+    return found[0] if found else path
 
 
 def leaf_type(leaf: Any, path: str) -> jax.ShapeDtypeStruct:

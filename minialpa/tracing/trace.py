@@ -7,17 +7,17 @@ came from, which inputs are split over micro-batches, which results replace an a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 from jax.extend.core import Var
 
 from minialpa.errors import TraceError
-from minialpa.tracing.arguments import find_batch_dims, leaf_type
+from minialpa.tracing.arguments import argument_name, find_batch_dims, leaf_type
 from minialpa.tracing.fingerprint import Fingerprint, fingerprint_of
 from minialpa.tracing.gradients import tracing_step
-from minialpa.tracing.jaxprs import FlatJaxpr, trace_flat
+from minialpa.tracing.jaxprs import FlatJaxpr, aval_of, trace_flat
 from minialpa.tracing.origins import Origin, find_origins, without_dead_equations, without_marks
 from minialpa.tracing.replacements import StepValues, find_aliases, find_layouts
 
@@ -28,6 +28,19 @@ class Part:
 
     leaf: int
     rows: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class NoBatch:
+    """Why no argument is a batch, where the user has not said which one is.
+
+    Attributes:
+        reason: the candidates, and what to say.
+        ambiguous: whether there are several candidates, rather than none.
+    """
+
+    reason: str
+    ambiguous: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +61,7 @@ class TracedStep:
         out_tree: pytree of the results.
         in_parts: for each invar, the argument leaf or rows of it that it stands for; empty if invars are the leaves.
         out_parts: the same for outvars and result leaves.
+        no_batch: why no batch was found; None if there is one, or if the user has said which arguments are batches.
     """
 
     flat: FlatJaxpr
@@ -63,6 +77,7 @@ class TracedStep:
     out_tree: Any
     in_parts: tuple[Part, ...] = ()
     out_parts: tuple[Part, ...] = ()
+    no_batch: NoBatch | None = None
 
     def argument(self, i: int) -> Part:
         """The argument leaf, or rows of it, that invar `i` stands for."""
@@ -71,6 +86,12 @@ class TracedStep:
     def result(self, i: int) -> Part:
         """The result leaf, or rows of it, that outvar `i` stands for."""
         return self.out_parts[i] if self.out_parts else Part(i, None)
+
+    @property
+    def batch_arguments(self) -> tuple[str, ...]:
+        """The names of the arguments that hold examples."""
+        leaves = zip(self.in_paths, self.batch_dims, strict=True)
+        return tuple(dict.fromkeys(argument_name(path) for path, dim in leaves if dim is not None))
 
     @property
     def n_groups(self) -> int:
@@ -136,4 +157,33 @@ def trace_step(
         gradients=program.gradients,
         n_boundaries=max([program.n_boundaries, *(origin.layer for origin in origins)]),
         out_tree=jax.tree.structure(results),
+    )
+
+
+def with_batch(
+    step: TracedStep,
+    batch: Sequence[int],
+    *,
+    arg_of_leaf: Sequence[int],
+    donate: Sequence[int] | Literal["auto"],
+    state_like: Sequence[int] = (),
+) -> TracedStep:
+    """A step that was traced without a batch and with `donate="auto"`, as if `batch` and `donate` had been known then.
+
+    batch: the numbers of the arguments that hold examples. The other parameters are as in `trace_step`, which also
+    says what it raises.
+    """
+    types = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var in step.flat.invars]
+    batch_dims, batch_size = find_batch_dims(types, step.in_paths, [number in batch for number in arg_of_leaf])
+    values = StepValues(flat=step.flat, arg_of_leaf=arg_of_leaf, batch_dims=batch_dims, gradients=step.gradients)
+
+    # Arguments that no result replaces automatically are no obstacle for the others, so nothing else has changed.
+    is_new = donate != "auto" or any(i is not None and batch_dims[i] is not None for i in step.aliases)
+    aliases = find_aliases(values, donate, state_like) if is_new else step.aliases
+    return replace(
+        step,
+        batch_dims=batch_dims,
+        batch_size=batch_size,
+        aliases=aliases,
+        layouts=find_layouts(values, aliases),
     )

@@ -97,7 +97,7 @@ def test_a_plan_without_one_of_its_fields_or_items_is_refused_or_read_as_it_is(d
     place = draw.draw(st.sampled_from([p for p in places(data) if p]))
     inner = at(data, place[:-1])
     del inner[place[-1]]
-    if isinstance(inner, dict):
+    if isinstance(inner, dict) and place[-1] != "batch":  # which older files lack
         with pytest.raises(VerifyError, match=str(place[-1])):
             Plan.from_json(json.dumps(data))
     else:

@@ -40,7 +40,8 @@ def split_micro_batches(
         return whole_batch(step, several_loops=chunk_of is not None)
 
     if step.batch_size is None:
-        raise TraceError(f"`num_micro_batches={n}` needs an argument with examples; none is listed in `batch_argnums`.")
+        why = "None is listed in `batch_argnums`." if step.no_batch is None else step.no_batch.reason
+        raise TraceError(f"`num_micro_batches={n}` needs an argument with examples. {why}")
     if step.batch_size % n:
         raise TraceError(
             f"A batch of {step.batch_size} examples cannot be split into {n} equal micro-batches. "

@@ -1,0 +1,204 @@
+"""Finds the arguments that hold the examples of a step, where the user has not said so.
+
+`find_batch` takes a step that was traced without a batch. The step itself tells the batch from the rest:
+
+  1. All arrays of a batch argument share their leading dimension, the number of examples; random keys do not count.
+  2. The step does not return a new value of it, as it does of its state.
+  3. Its leading dimension stays apart through the model, up to reductions over it. That of a weight is contracted with
+     values that have no examples, in the first product that reads it.
+  4. Most of the model works on examples, and only a few equations on a table of weights for classes.
+
+`step(state, batch)` needs none of this: there, the second argument is the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from minialpa.errors import TraceError
+from minialpa.inter.microbatch.batching import Kinds, batch_factors, batch_kinds, is_barrier
+from minialpa.rules.factors import factors_of
+from minialpa.tracing.arguments import argument_name
+from minialpa.tracing.jaxprs import aval_of, is_extended, is_literal, shape_of
+from minialpa.tracing.trace import NoBatch, TracedStep
+
+#: An argument that is in this many times more equations than any other is the batch.
+_CLEAR_LEAD = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Argument:
+    """An argument that is not static.
+
+    Attributes:
+        number: its number in the signature.
+        names: its name, or its names: keywords that are not in the signature have one number.
+        leaves: the numbers of its leaves.
+        size: the leading dimension that its arrays share; None if they do not, or if there are none but random keys.
+    """
+
+    number: int
+    names: tuple[str, ...]
+    leaves: tuple[int, ...]
+    size: int | None
+
+    def __str__(self) -> str:
+        return f"{' and '.join(f'`{name}`' for name in self.names)} ({self.size} examples)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Arguments with the same number of examples, and how their examples go through the step.
+
+    Attributes:
+        arguments: the arguments.
+        stays_apart: whether no equation mixes examples, or contracts them with values that have no examples.
+        n_equations: the number of equations whose results have a dimension of examples.
+    """
+
+    arguments: tuple[_Argument, ...]
+    stays_apart: bool
+    n_equations: int
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(argument.number for argument in self.arguments)
+
+
+def find_batch(step: TracedStep, arg_of_leaf: Sequence[int]) -> tuple[int, ...] | NoBatch:
+    """The numbers of the arguments that hold examples, or why there are none.
+
+    step: traced without a batch, so that `step.aliases` and `step.layouts` may name every argument.
+    arg_of_leaf: for each leaf, the number of its argument.
+    """
+    arguments = _arguments(step, arg_of_leaf)
+    updated = {arg_of_leaf[i] for i in step.aliases if i is not None}
+    if _is_state_and_batch(arguments, updated):
+        return (1,)
+    free = [argument for argument in arguments if argument.size is not None and argument.number not in updated]
+    if len(arguments) == 1:
+        return _none(free)
+
+    # The structure of an argument may come back by chance, as predictions look like inputs. So such arguments come
+    # second: nothing rules them out.
+    returned = {arg_of_leaf[i] for i in step.layouts if i is not None}
+    founders = [argument for argument in free if argument.number not in returned]
+    if len(founders) == len(free) == 1 and free[0].number != 0:
+        return (free[0].number,)
+    for known in (founders, free):
+        sizes = dict.fromkeys(argument.size for argument in known)
+        groups = [_group(step, [argument for argument in free if argument.size == size], returned) for size in sizes]
+        found = _contenders(groups)
+        if found:
+            return found[0].numbers if len(found) == 1 else _unclear(found)
+    return _none(free)
+
+
+def _arguments(step: TracedStep, arg_of_leaf: Sequence[int]) -> list[_Argument]:
+    arguments = []
+    for number in sorted(set(arg_of_leaf)):
+        leaves = tuple(i for i, owner in enumerate(arg_of_leaf) if owner == number)
+        shapes = [shape_of(step.flat.invars[i]) for i in leaves if not _is_key(step, i)]
+        sizes = {shape[0] for shape in shapes if shape}
+        names = dict.fromkeys(argument_name(step.in_paths[i]) for i in leaves)
+        size = sizes.pop() if len(sizes) == 1 else None
+        arguments.append(_Argument(number=number, names=tuple(names), leaves=leaves, size=size))
+    return arguments
+
+
+def _is_key(step: TracedStep, leaf: int) -> bool:
+    """Whether a leaf may hold random keys."""
+    aval = aval_of(step.flat.invars[leaf])
+    return is_extended(aval.dtype) or (aval.dtype == np.uint32 and aval.shape[-1:] == (2,))
+
+
+def _is_state_and_batch(arguments: Sequence[_Argument], updated: Collection[int]) -> bool:
+    """Whether the signature is `step(state, batch)`, whatever is inside the batch."""
+    if [argument.number for argument in arguments] != [0, 1]:
+        return False
+    return 1 not in updated or (0 in updated and arguments[1].size is not None)
+
+
+def _group(step: TracedStep, arguments: Sequence[_Argument], returned: Collection[int]) -> _Group:
+    """The group of these arguments. If one of them makes it mix examples, the group is made of the others."""
+    everything = _follow(step, arguments)
+    if everything.stays_apart or len(arguments) == 1:
+        return everything
+
+    # What the step returns, and what stands first, is a state more often than a batch.
+    suspects = sorted(arguments, key=lambda a: (a.number not in returned, a.number != 0, -a.number))
+    for suspect in suspects:
+        others = _follow(step, [argument for argument in arguments if argument is not suspect])
+        if others.stays_apart:
+            return others
+    return everything
+
+
+def _follow(step: TracedStep, arguments: Sequence[_Argument]) -> _Group:
+    """How dimension 0 of the arguments goes through the step."""
+    rows = {i for argument in arguments for i in argument.leaves if shape_of(step.flat.invars[i])}
+    dims = tuple(0 if i in rows and not _is_key(step, i) else None for i in range(len(step.flat.invars)))
+    n = _smallest_divisor(arguments[0].size or 1)
+    kinds = batch_kinds(replace(step, batch_dims=dims), n)
+    return _Group(
+        arguments=tuple(arguments),
+        stays_apart=not any(_mixes(eqn, kinds, n) for eqn in step.flat.eqns),
+        n_equations=sum(any(isinstance(kinds.get(out), int) for out in eqn.outvars) for eqn in step.flat.eqns),
+    )
+
+
+def _smallest_divisor(n: int) -> int:
+    """The smallest divisor of n above 1, if there is one."""
+    return next((divisor for divisor in range(2, n + 1) if n % divisor == 0), 1)
+
+
+def _mixes(eqn: JaxprEqn, kinds: Kinds, n: int) -> bool:
+    """Whether an equation mixes examples, or contracts them with values that have none."""
+    has_rows = [not is_literal(atom) and isinstance(kinds.get(atom), int) for atom in eqn.invars]
+    if not any(has_rows) or is_barrier(eqn):
+        return False
+    factors = factors_of(eqn)
+    try:
+        split = batch_factors(eqn, factors, kinds, n)
+    except TraceError:
+        return True
+    if eqn.primitive.name != "dot_general" or all(has_rows):
+        return False
+    kept = {factor for dims in factors.results for dim in dims for factor in dim}
+    return any(factor not in kept for factor in split)
+
+
+def _contenders(groups: Sequence[_Group]) -> list[_Group]:
+    """The group whose examples go through most of the step, else that of the second argument; else all that may be."""
+    apart = [group for group in groups if group.stays_apart]
+    if not apart:
+        # Contrastive losses and attention between examples mix them, so that only the signature is left to tell.
+        later = [group for group in groups if 0 not in group.numbers]
+        return [group for group in later if 1 in group.numbers] or later
+
+    first, *rest = sorted(apart, key=lambda group: -group.n_equations)
+    if all(first.n_equations >= _CLEAR_LEAD * group.n_equations for group in rest):
+        return [first]
+    return [group for group in apart if 1 in group.numbers] or apart
+
+
+def _none(free: Iterable[_Argument]) -> NoBatch:
+    could = ", ".join(f"{argument} as `batch_argnums=({argument.number},)`" for argument in free)
+    return NoBatch(
+        "No argument was found to hold the examples of a batch: arrays that share their leading dimension, and that "
+        "the step does not return as an updated state. "
+        + (f"If it is {could}, say so." if could else "Name those that do with `batch_argnums=(…)`."),
+        ambiguous=False,
+    )
+
+
+def _unclear(groups: Sequence[_Group]) -> NoBatch:
+    could = "; ".join(
+        f"{', '.join(map(str, group.arguments))} with `batch_argnums=({', '.join(map(str, group.numbers))},)`"
+        for group in groups
+    )
+    return NoBatch(f"Several arguments may hold the examples of the batch. Choose: {could}.", ambiguous=True)

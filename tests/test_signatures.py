@@ -1,0 +1,539 @@
+"""Steps as people write them: which arguments are the batch, and arguments that libraries make."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import minialpa
+from minialpa import DataParallel, PipeshardParallel, ShardParallel, TraceError
+from minialpa.testing import assert_allclose
+
+WIDTH, N_EXAMPLES, N_CLASSES = 8, 16, 4
+Arrays = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_session() -> Iterator[None]:
+    minialpa.shutdown()
+    yield
+    minialpa.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _promotion_as_users_have_it() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def make_params(out: int = WIDTH) -> Arrays:
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {"w": jax.random.normal(keys[0], (WIDTH, WIDTH)) * 0.3, "v": jax.random.normal(keys[1], (WIDTH, out)) * 0.3}
+
+
+def make_x(n: int = N_EXAMPLES, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, WIDTH), np.float32)
+
+
+def make_y(n: int = N_EXAMPLES) -> np.ndarray:
+    return make_x(n, seed=2)
+
+
+def forward(params: Arrays, x: Any) -> jax.Array:
+    h = jnp.tanh(x @ params["w"])
+    minialpa.mark_pipeline_boundary()
+    return h @ params["v"]
+
+
+def loss_of(params: Arrays, x: Any, y: Any) -> jax.Array:
+    return jnp.mean((forward(params, x) - y) ** 2)
+
+
+OPTIMIZER = optax.adam(1e-2)
+
+
+def update(params: Any, opt_state: Any, grads: Any) -> tuple[Any, Any]:
+    updates, opt_state = OPTIMIZER.update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def adam_step(params: Arrays, opt_state: Any, batch: Arrays) -> Any:
+    value, grads = jax.value_and_grad(loss_of)(params, batch["x"], batch["y"])
+    return *update(params, opt_state, grads), value
+
+
+def two_arrays(params: Arrays, x: Any, y: Any) -> Any:
+    value, grads = minialpa.value_and_grad(loss_of)(params, x, y)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def with_key(params: Arrays, opt_state: Any, batch: Arrays, key: jax.Array) -> Any:
+    def loss(params: Arrays) -> jax.Array:
+        kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+        return loss_of(params, jnp.where(kept, batch["x"], 0.0), batch["y"])
+
+    value, grads = minialpa.value_and_grad(loss)(params)
+    return *update(params, opt_state, grads), value
+
+
+def keyword_batch(params: Arrays, *, batch: Arrays) -> Any:
+    return two_arrays(params, batch["x"], batch["y"])
+
+
+def any_keywords(params: Arrays, **batch: Any) -> Any:
+    return two_arrays(params, batch["x"], batch["y"])
+
+
+def batch_first(batch: Arrays, params: Arrays) -> Any:
+    return two_arrays(params, batch["x"], batch["y"])
+
+
+def predict(params: Arrays, x: Any, scale: Any) -> Any:
+    return forward(params, x) * scale
+
+
+def frozen_teacher(params: Arrays, teacher: Arrays, x: Any) -> Any:
+    return two_arrays(params, x, forward(teacher, x))
+
+
+def class_weights(params: Arrays, batch: Arrays, weights: Any) -> Any:
+    def loss(params: Arrays) -> jax.Array:
+        return -jnp.mean(jax.nn.log_softmax(forward(params, batch["x"])) * weights[None] * jax.nn.softmax(batch["y"]))
+
+    value, grads = minialpa.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def lookup(params: Arrays, tokens: Any, table: Any) -> Any:
+    return two_arrays(params, table[tokens], table[tokens])
+
+
+def contrastive(params: Arrays, opt_state: Any, batch: Arrays) -> Any:
+    def loss(params: Arrays) -> jax.Array:
+        one, other = forward(params, batch["x"]), forward(params, batch["y"])
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(one @ other.T)))
+
+    value, grads = minialpa.value_and_grad(loss)(params)
+    return *update(params, opt_state, grads), value
+
+
+def shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), tree)
+
+
+SCALE = jnp.float32(2)
+BATCH = {"x": make_x(), "y": make_y()}
+FOUND: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = {
+    "state, batch": (keyword_batch, (make_params(),), {"batch": BATCH}, "argument `batch` (16 examples)"),
+    "params, opt_state, batch": (
+        adam_step,
+        (make_params(), OPTIMIZER.init(make_params()), BATCH),
+        {},
+        "argument `batch` (16 examples)",
+    ),
+    "params, x, y": (two_arrays, (make_params(), make_x(), make_y()), {}, "arguments `x`, `y` (16 examples)"),
+    "keyword y": (two_arrays, (make_params(), make_x()), {"y": make_y()}, "arguments `x`, `y` (16 examples)"),
+    "key": (
+        with_key,
+        (make_params(), OPTIMIZER.init(make_params()), BATCH, jax.random.key(3)),
+        {},
+        "argument `batch` (16 examples)",
+    ),
+    "any keywords": (any_keywords, (make_params(),), BATCH, "arguments `x`, `y` (16 examples)"),
+    "batch first": (batch_first, (BATCH, make_params()), {}, "argument `batch` (16 examples)"),
+    "predictions of the shape of x": (
+        predict,
+        (make_params(), make_x(), jnp.float32(2)),
+        {},
+        "argument `x` (16 examples)",
+    ),
+    "as many examples as rows": (
+        two_arrays,
+        (make_params(), make_x(WIDTH), make_y(WIDTH)),
+        {},
+        "arguments `x`, `y` (8 examples)",
+    ),
+    "a teacher": (frozen_teacher, (make_params(), make_params(), make_x(WIDTH)), {}, "argument `x` (8 examples)"),
+    "weights of classes": (
+        class_weights,
+        (make_params(), BATCH, jnp.ones(WIDTH)),
+        {},
+        "argument `batch` (16 examples)",
+    ),
+    "a table": (
+        lookup,
+        (make_params(), jnp.arange(N_EXAMPLES) % 3, make_x(N_EXAMPLES)),
+        {},
+        "argument `tokens` (16 examples)",
+    ),
+    "examples that mix": (
+        contrastive,
+        (make_params(), OPTIMIZER.init(make_params()), BATCH),
+        {},
+        "argument `batch` (16 examples)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("step", "args", "kwargs", "found"), FOUND.values(), ids=FOUND)
+def test_the_batch_is_found(step: Callable[..., Any], args: Any, kwargs: Any, found: str) -> None:
+    devices = jax.local_devices()[:2]
+    plan = minialpa.parallelize(step, method=ShardParallel(devices)).plan(*shapes(args), **shapes(kwargs))
+    assert f"Batch: {found}" in plan.summary().splitlines()
+
+
+@pytest.mark.parametrize("name", ["params, x, y", "keyword y", "key", "batch first", "a table"])
+def test_micro_batches_are_cut_from_the_batch_that_was_found(name: str) -> None:
+    step, args, kwargs, _ = FOUND[name]
+    method = ShardParallel(jax.local_devices()[:2], num_micro_batches=2)
+    parallel = minialpa.parallelize(step, method=method, donate_argnums=())
+    assert_allclose(parallel(*args, **kwargs), step(*args, **kwargs), rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_user_says_overrides_what_would_be_found() -> None:
+    parallel = minialpa.parallelize(two_arrays, method=ShardParallel(jax.local_devices()[:2]), batch_argnums=(1,))
+    assert "Batch: argument `x` (16 examples)" in parallel.plan(make_params(), make_x(), make_y()).summary()
+
+
+def test_errors_of_examples_name_the_batch_that_was_found() -> None:
+    args = make_params(), make_x(10), make_y(10)
+    method = ShardParallel(num_micro_batches=4)
+    with pytest.raises(TraceError, match="cannot be split into 4") as caught:
+        minialpa.parallelize(two_arrays, method=method)(*args)
+    (note,) = caught.value.__notes__
+    assert note == "The examples were taken to be in `x`, `y`; `batch_argnums=(…)` says it otherwise."
+    with pytest.raises(TraceError, match="cannot be split into 4") as caught:
+        minialpa.parallelize(two_arrays, method=method, batch_argnums=(1, 2))(*args)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def two_tables(params: Arrays, opt_state: Any, one: Any, other: Any) -> Any:
+    """Each of the last two arguments could hold the examples."""
+
+    def loss(params: Arrays) -> jax.Array:
+        return jnp.mean(jnp.tanh(one @ params["w"])) + jnp.mean(jnp.tanh(other @ params["w"]))
+
+    value, grads = minialpa.value_and_grad(loss)(params)
+    return *update(params, opt_state, grads), value
+
+
+@pytest.mark.parametrize(
+    "method", [ShardParallel(num_micro_batches=2), DataParallel(), None], ids=["2", "data", "auto"]
+)
+def test_a_batch_that_is_not_clear_is_refused_where_examples_are_split(method: Any) -> None:
+    args = (make_params(), OPTIMIZER.init(make_params()), make_x(16), make_x(32))
+    parallel = minialpa.parallelize(two_tables, method=method)
+    message = r"`one` \(16 examples\) with `batch_argnums=\(2,\)`; `other` \(32 examples\) with `batch_argnums=\(3,\)`"
+    with pytest.raises(TraceError, match=message):
+        parallel(*args)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(args) if isinstance(x, jax.Array))
+
+    # Nothing has to be known of examples if none are split, or if the user says which argument holds them.
+    assert minialpa.parallelize(two_tables, method=ShardParallel()).plan(*args).batch == ()
+    if method is not None:
+        chosen = minialpa.parallelize(two_tables, method=method, batch_argnums=(3,), donate_argnums=())
+        assert_allclose(chosen(*args), two_tables(*args), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", [ShardParallel(num_micro_batches=2), DataParallel()], ids=["2", "data"])
+def test_a_step_without_a_batch_is_refused_where_examples_are_split(method: Any) -> None:
+    def step(params: Arrays) -> Any:
+        return two_arrays(params, BATCH["x"], BATCH["y"])
+
+    parallel = minialpa.parallelize(step, method=method)
+    with pytest.raises(TraceError, match=r"splits examples. No argument was found .*`batch_argnums=\("):
+        parallel(make_params())
+    assert_allclose(minialpa.parallelize(step)(make_params()), step(make_params()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_that_does_not_name_its_batch_is_read() -> None:
+    plan = minialpa.parallelize(two_arrays, method=ShardParallel()).plan(make_params(), make_x(), make_y())
+    older = plan.to_json().replace('"batch":["x","y"],', "")
+    assert older != plan.to_json()
+    assert minialpa.Plan.from_json(older) == dataclasses.replace(plan, batch=())
+
+
+# ---- equinox --------------------------------------------------------------------------------------------------------
+
+STAGES = {
+    "shard": ShardParallel(num_micro_batches=2),
+    "pipeline": PipeshardParallel(num_micro_batches=2),
+}
+
+
+def mlp_loss(model: Any, x: Any, y: Any) -> jax.Array:
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def eqx_step(model: Any, opt_state: Any, x: Any, y: Any) -> Any:
+    value, grads = eqx.filter_value_and_grad(mlp_loss)(model, x, y)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state)
+    return eqx.apply_updates(model, updates), opt_state, value
+
+
+@pytest.mark.parametrize("method", STAGES.values(), ids=STAGES)
+def test_an_equinox_model_trains_as_with_filter_jit(method: Any) -> None:
+    model = eqx.nn.MLP(WIDTH, WIDTH, 16, 2, key=jax.random.key(0))
+    state = (model, OPTIMIZER.init(eqx.filter(model, eqx.is_array)))
+    expected = state
+    parallel = minialpa.parallelize(eqx_step, method=method)
+    for seed in range(3):
+        *state, value = parallel(*state, make_x(seed=seed), make_y())
+        *expected, right = eqx.filter_jit(eqx_step)(*expected, make_x(seed=seed), make_y())
+        assert_allclose(value, right, rtol=1e-4, atol=1e-5)
+    assert_allclose(eqx.filter(state, eqx.is_array), eqx.filter(expected, eqx.is_array), rtol=1e-3, atol=1e-5)
+    assert isinstance(state[0], eqx.nn.MLP) and state[0].activation is model.activation
+    assert len(parallel._executables) == 1
+    assert "Batch: arguments `x`, `y` (16 examples)" in parallel.get_last_executable().get_parallel_plan().summary()
+
+
+class Gated(eqx.Module):
+    """A module with leaves of many kinds."""
+
+    weight: jax.Array
+    act: Callable[[Any], Any]
+    on: bool
+    rate: float
+    name: str
+
+    def __call__(self, x: Any) -> Any:
+        return self.act(x @ self.weight) * self.rate if self.on else x
+
+
+def test_what_is_no_array_in_a_module_is_part_of_the_program() -> None:
+    seen = []
+
+    def step(model: Gated, x: Any) -> Any:
+        seen.append((model.on, model.rate, model.name))
+        return model(x), model
+
+    parallel = minialpa.parallelize(step, donate_argnums=())
+    model = Gated(jnp.eye(WIDTH), jnp.tanh, True, 1.0, "a")
+    others = [Gated(model.weight, jnp.sin, True, 1.0, "a"), eqx.tree_at(lambda m: m.rate, model, 2.0)]
+    others += [eqx.tree_at(lambda m: m.on, model, False), eqx.tree_at(lambda m: m.name, model, "b")]
+    for one in (model, *others, model):
+        out, new = parallel(one, make_x())
+        assert_allclose(out, one(make_x()), rtol=1e-5, atol=1e-6)
+        assert (new.act, new.on, new.rate, new.name) == (one.act, one.on, one.rate, one.name)
+    assert len(seen) == len(parallel._executables) == 5
+    with pytest.raises(TraceError, match="is a set, which has no hash"):
+        parallel(eqx.tree_at(lambda m: m.name, model, {1, 2}), make_x())
+
+
+def test_a_function_in_a_plain_pytree_is_static_too() -> None:
+    parallel = minialpa.parallelize(lambda model, x: {**model, "out": model["act"](x @ model["w"])})
+    for act in (jnp.tanh, jnp.sin):
+        result = parallel({"w": jnp.eye(WIDTH), "act": act}, make_x())
+        assert result["act"] is act
+        assert_allclose(result["out"], act(make_x()), rtol=1e-5, atol=1e-6)
+
+
+# ---- flax.nnx -------------------------------------------------------------------------------------------------------
+
+
+class Net(nnx.Module):
+    """Two layers with dropout, whose random numbers are part of its state."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.25, rngs=rngs)
+        self.last = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(self.drop(jnp.tanh(self.first(x))))
+
+
+def nnx_step(model: Net, optimizer: Any, x: Any, y: Any) -> jax.Array:
+    value, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def make_net() -> tuple[Net, Any]:
+    model = Net(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+
+
+@pytest.mark.parametrize("method", STAGES.values(), ids=STAGES)
+def test_nnx_modules_are_updated_in_place_as_by_nnx_jit(method: Any) -> None:
+    with jax.numpy_rank_promotion("allow"):
+        model, optimizer = make_net()
+        other, other_optimizer = make_net()
+        parallel, serial = minialpa.parallelize(nnx_step, method=method), nnx.jit(nnx_step)
+        for seed in range(3):
+            value = parallel(model, optimizer, make_x(seed=seed), make_y())
+            right = serial(other, other_optimizer, make_x(seed=seed), make_y())
+            assert_allclose(value, right, rtol=1e-4, atol=1e-5)
+        new, expected = nnx.state((model, optimizer)), nnx.state((other, other_optimizer))
+        assert int(new[0]["drop"]["rngs"]["count"][...]) == 3
+        for one, two in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
+            if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+                assert_allclose(one, two, rtol=1e-3, atol=1e-5)
+        assert len(parallel._executables) == 1
+
+
+def test_nnx_modules_whose_changes_would_be_lost_are_refused() -> None:
+    def nested(pair: Any, x: Any) -> Any:
+        return pair["model"](x)
+
+    def returned(model: Net, x: Any) -> Any:
+        return model, model(x)
+
+    def changed(model: Net, x: Any) -> Any:
+        model.extra = nnx.Param(jnp.ones(3))
+        return model(x)
+
+    def counted(state: Any, x: Any) -> Any:
+        state["count"][...] += 1
+        return x * state["count"][...]
+
+    with jax.numpy_rank_promotion("allow"):
+        state = {"count": nnx.Variable(jnp.float32(1))}
+        for one in (state, nnx.State(state)):
+            with pytest.raises(TraceError, match="changes an nnx Variable in place that is in no module"):
+                minialpa.parallelize(counted)(one, make_x())
+        assert_allclose(minialpa.parallelize(lambda s, x: x * s["count"][...])(state, make_x()), make_x())
+        model, _ = make_net()
+        with pytest.raises(TraceError, match=r"Argument `pair` holds an nnx Net.*`nnx.split`"):
+            minialpa.parallelize(nested)({"model": model}, make_x())
+        with pytest.raises(TraceError, match=r"The result holds an nnx Net.*`nnx.split`"):
+            minialpa.parallelize(returned)(model, make_x())
+        with pytest.raises(TraceError, match="changes the structure of an nnx module"):
+            minialpa.parallelize(changed)(model, make_x())
+        assert minialpa.parallelize(lambda model, x: model(x))(model, make_x()).shape == (N_EXAMPLES, WIDTH)
+
+
+# ---- states of other libraries --------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["params", "opt_state"], meta_fields=["name"])
+@dataclasses.dataclass(frozen=True)
+class State:
+    params: Any
+    opt_state: Any
+    name: str
+
+
+def assert_trains(step: Callable[..., Any], state: Any, method: Any) -> None:
+    """Three steps of `step(state, x, y)` give what the plain step gives, and one program runs all of them."""
+    parallel = minialpa.parallelize(step, method=method)
+    expected = state = jax.tree.map(jnp.copy, state)
+    state = jax.tree.map(jnp.copy, state)
+    for seed in range(3):
+        state, value = parallel(state, make_x(seed=seed), make_y())
+        expected, right = step(expected, make_x(seed=seed), make_y())
+        assert_allclose((state, value), (expected, right), rtol=1e-3, atol=1e-5)
+    assert len(parallel._executables) == 1
+    assert parallel.get_last_executable().get_parallel_plan().batch == ("x", "y")
+
+
+@pytest.mark.parametrize("method", STAGES.values(), ids=STAGES)
+def test_a_registered_dataclass_is_a_state(method: Any) -> None:
+    def step(state: State, x: Any, y: Any) -> Any:
+        value, grads = jax.value_and_grad(loss_of)(state.params, x, y)
+        params, opt_state = update(state.params, state.opt_state, grads)
+        return dataclasses.replace(state, params=params, opt_state=opt_state), value
+
+    assert_trains(step, State(make_params(), OPTIMIZER.init(make_params()), "net"), method)
+
+
+@pytest.mark.parametrize("method", STAGES.values(), ids=STAGES)
+def test_a_flax_train_state_with_two_arrays(method: Any) -> None:
+    def step(state: TrainState, x: Any, y: Any) -> Any:
+        value, grads = jax.value_and_grad(loss_of)(state.params, x, y)
+        return state.apply_gradients(grads=grads), value
+
+    assert_trains(step, TrainState.create(apply_fn=forward, params=make_params(), tx=OPTIMIZER), method)
+
+
+@pytest.mark.parametrize("method", STAGES.values(), ids=STAGES)
+def test_haiku_parameters_and_a_chain_of_optax(method: Any) -> None:
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=1e-3))
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, WIDTH])(x)))
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(lambda p: jnp.mean((net.apply(p, x) - y) ** 2))(params)
+        updates, opt_state = chain.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    with jax.numpy_rank_promotion("allow"):
+        params = net.init(jax.random.key(0), make_x())
+        assert_trains(step, (params, chain.init(params)), method)
+
+
+# ---- what a parallelized function says of itself, and does as functions of jax.jit do --------------------------------
+
+
+def test_repr_says_what_runs_and_how() -> None:
+    step = minialpa.parallelize(two_arrays, method=ShardParallel(num_micro_batches=2))
+    assert repr(step) == "<parallelized two_arrays by ShardParallel(num_micro_batches=2)>"
+    assert (
+        repr(minialpa.parallelize(two_arrays, method=DataParallel())) == "<parallelized two_arrays by DataParallel()>"
+    )
+    assert repr(minialpa.parallelize(two_arrays)) == "<parallelized two_arrays by AutoParallel()>"
+    plan = step.plan(make_params(), make_x(), make_y())
+    saved = minialpa.parallelize(two_arrays, method=plan)
+    assert repr(saved) == "<parallelized two_arrays by a saved plan for 8 devices>"
+    assert "two_arrays" in repr(minialpa.parallelize(functools.partial(two_arrays)))
+
+
+def test_trace_gives_what_jit_gives() -> None:
+    args = make_params(), make_x(), make_y()
+    traced = minialpa.parallelize(two_arrays).trace(*args)
+    expected = jax.jit(two_arrays).trace(*args)
+    assert traced.jaxpr.in_avals == expected.jaxpr.in_avals and traced.jaxpr.out_avals == expected.jaxpr.out_avals
+    assert jax.tree.structure(traced.out_info) == jax.tree.structure(expected.out_info)
+    assert "dot_general" in traced.lower().as_text()
+
+
+def test_lower_plans_and_compile_makes_the_program_that_the_next_call_runs() -> None:
+    step = minialpa.parallelize(two_arrays, method=ShardParallel(), donate_argnums=())
+    args = make_params(), make_x(), make_y()
+    lowered = step.lower(*shapes(args))
+    assert lowered.plan == step.plan(*args) and not step._executables
+    executable = lowered.compile()
+    assert_allclose(step(*args), two_arrays(*args), rtol=1e-4, atol=1e-5)
+    assert step.get_last_executable() is executable is step.lower(*args).compile()
+    assert executable.get_parallel_plan() == lowered.plan
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("pipeshard", r"`method` is an object, not a name; got 'pipeshard'. Use `PipeshardParallel\(\)`"),
+        ("zero_3", r"got 'zero_3'. Use `Zero3Parallel\(\)`"),
+        ("fast", r"got 'fast'. Use `AutoParallel\(\)` or `DataParallel\(\)` or "),
+        (ShardParallel, r"`method` is the class `ShardParallel`. Make an object of it: `ShardParallel\(\)`"),
+        (3, r"`method` is a parallel method such as `ShardParallel\(\)`, or a `Plan`; got 3"),
+    ],
+)
+def test_a_method_that_is_none_is_refused_at_once(method: Any, message: str) -> None:
+    with pytest.raises(minialpa.ShardingError, match=message):
+        minialpa.parallelize(two_arrays, method=method)
+    cluster = minialpa.ClusterSpec.preset("h100", devices_per_host=2)
+    with pytest.raises(minialpa.ShardingError, match=message):
+        minialpa.plan(two_arrays, (make_params(), make_x(), make_y()), cluster=cluster, method=method)
+
+
+def test_a_string_array_is_refused_by_name() -> None:
+    with pytest.raises(TraceError, match=r"leaf `y` is a NumPy array of <U1, which are strings, .*Pass numbers"):
+        minialpa.parallelize(two_arrays)(make_params(), make_x(), np.array(["a", "b"]))
+
+
+def test_a_key_that_a_batch_lacks_is_the_error_of_the_step() -> None:
+    with pytest.raises(KeyError, match="'y'") as caught:
+        minialpa.parallelize(adam_step)(make_params(), OPTIMIZER.init(make_params()), {"x": make_x()})
+    assert any(frame.name == "adam_step" for frame in caught.traceback)
