@@ -52,8 +52,8 @@ def step_of(model: models.ModelCase, method: Any) -> Any:
     return minialpa.parallelize(model.train_step(minialpa.value_and_grad), method=method)
 
 
-def bits(tree: Any) -> Any:
-    """Every leaf as (dtype, bytes); keys as their integers."""
+def bits(tree: Any) -> dict[tuple[str, ...], tuple[str, tuple[int, ...], bytes]]:
+    """The dtype, shape and bytes of every leaf, by its path. Keys are shown as their integers."""
 
     def of_leaf(leaf: Any) -> tuple[str, tuple[int, ...], bytes]:
         value = leaf.fetch_once() if isinstance(leaf, RemoteArray) else leaf
@@ -62,18 +62,21 @@ def bits(tree: Any) -> Any:
         array = np.asarray(value)
         return str(leaf.dtype if hasattr(leaf, "dtype") else type(leaf)), array.shape, array.tobytes()
 
-    return jax.tree.map(of_leaf, tree)
+    def name(path: Any) -> tuple[str, ...]:
+        return tuple(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))) for key in path)
+
+    return {name(path): of_leaf(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def by_orbax_alone(folder: Path, step: int) -> dict[tuple[str, ...], Any]:
-    """The leaves of a checkpoint, read by orbax's own reader of pytrees."""
+def by_orbax_alone(folder: Path, step: int) -> Any:
+    """The state of a checkpoint as nested dicts and lists, read by orbax's own reader of pytrees."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         args = jax.tree.map(
             lambda _: ocp.RestoreArgs(restore_type=np.ndarray),
             reader.metadata(folder / str(step) / "state").item_metadata.tree,
         )
         tree = reader.restore(folder / str(step) / "state", ocp.args.PyTreeRestore(restore_args=args))
-    return dict(ocp.tree.to_flat_dict(tree))
+    return tree
 
 
 def state_of_step(step: int) -> dict[str, Any]:

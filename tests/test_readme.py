@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 README = Path(__file__).parents[1] / "README.md"
+CHECKPOINTS = README.parent / "docs" / "checkpoints.md"
 PLANS = README.parent / "docs" / "plans.md"
 
 
@@ -37,6 +38,14 @@ def test_the_example_of_micro_batches_runs() -> None:
     text = (README.parent / "docs" / "micro_batches.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(example, "micro_batches.md", "exec"), {})
+
+
+def test_the_examples_of_checkpoints_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", CHECKPOINTS.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile("\n".join(examples), str(CHECKPOINTS), "exec"), names)
+    assert len(examples) == 2 and np.isfinite(float(names["metrics"]["loss"]))
 
 
 def test_the_examples_of_plans_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ A folder has a sub-folder for each saved step, as `orbax.checkpoint.CheckpointMa
     state      the pytree, each leaf as one array with the user's shape; orbax alone restores it
     plan       plan.json, if a plan was given; `Plan.load` reads it
     data       state.json: the state of the data iterator, if it was given
-    metrics    if they were given
+    numbers    metrics.json, if metrics were given; orbax keeps `metrics` besides, for `best_fn` only
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Checkpoint:
         step: its step.
         state: the saved pytree, in the structure and the shardings of the target.
         data: the state of the data iterator; None if none was saved.
-        metrics: what was saved as metrics; None if nothing was.
+        metrics: the numbers that were saved as metrics; None if none were.
     """
 
     step: int
     state: Any
     data: Any
-    metrics: Mapping[str, Any] | None
+    metrics: Mapping[str, float] | None
 
 
 class CheckpointManager:
@@ -96,6 +96,7 @@ class CheckpointManager:
                     "state": state_handler(),
                     "plan": ocp.JsonCheckpointHandler(filename="plan.json"),
                     "data": ocp.JsonCheckpointHandler(filename="state.json"),
+                    "numbers": ocp.JsonCheckpointHandler(filename="metrics.json"),
                 },
             )
 
@@ -103,7 +104,7 @@ class CheckpointManager:
         self,
         step: int,
         state: Any,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, Any] | None = None,
         *,
         data: Any = None,
         plan: Plan | None = None,
@@ -117,7 +118,7 @@ class CheckpointManager:
         state: a pytree of arrays and numbers: jax arrays in any sharding of this process, results of parallelized
             steps, typed random keys, NumPy arrays. Arrays on the workers of a cluster are fetched and written one after
             the other before this returns.
-        metrics: numbers, for `best_fn`.
+        metrics: numbers by name, or arrays of one number, for `best_fn` and for whoever restores.
         data: the state of the data iterator: bytes, or a value that JSON gives back equal.
         plan: the plan that the state was computed under, which `load_plan` reads.
         force: save steps, too, that `save_interval_steps` skips.
@@ -142,8 +143,11 @@ class CheckpointManager:
             items["plan"] = ocp.args.JsonSave(json.loads(plan.to_json()))
         if data is not None:
             items["data"] = ocp.args.JsonSave(_as_json(data))
+        numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
+        if numbers is not None:
+            items["numbers"] = ocp.args.JsonSave(numbers)
         with _errors_of_orbax(f"Saving step {step} to `{self._directory}`"):
-            return bool(self._orbax.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=force))
+            return bool(self._orbax.save(step, args=ocp.args.Composite(**items), metrics=numbers, force=force))
 
     def restore(self, step: int | None = None, *, like: Any) -> Checkpoint:
         """Read the checkpoint of `step`, by default the latest one, which a call of `save` may still be writing.
@@ -170,10 +174,10 @@ class CheckpointManager:
                 raise CheckpointError(f"The `state` of {name} has no metadata. The checkpoint is damaged.")
             arguments = restore_arguments(target, stored.tree, name)
             items = {"state": ocp.args.PyTreeRestore(item=target, restore_args=arguments)}
-            items |= {item: ocp.args.JsonRestore() for item in ("data", "metrics") if self._has(step, item)}
+            items |= {item: ocp.args.JsonRestore() for item in ("data", "numbers") if self._has(step, item)}
             found = self._orbax.restore(step, args=ocp.args.Composite(**items))
             state = restored(found["state"], target, name)
-            data, metrics = found.get("data"), found.get("metrics")
+            data, metrics = found.get("data"), found.get("numbers")
             return Checkpoint(step=step, state=state, data=_of_json(data), metrics=metrics)
 
     def load_plan(self, step: int | None = None) -> Plan | None:
