@@ -133,6 +133,26 @@ def test_a_number_that_became_an_array_is_the_same_state(tmp_path: Path) -> None
         restore_checkpoint(tmp_path, {"step": 0, "rate": jnp.float32(0)})
 
 
+@pytest.mark.parametrize("n_steps", [0, 1])
+def test_a_saved_plan_fits_a_step_counter_that_was_a_python_number(n_steps: int, tmp_path: Path) -> None:
+    def train(state: Any, batch: Any) -> Any:
+        loss, grad = minialpa.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "step": state["step"] + 1}, loss
+
+    batch, state = jnp.ones((16, 8)), {"w": jnp.ones((8, 8)), "step": 0}
+    step = minialpa.parallelize(train, method=minialpa.Zero3Parallel())
+    plan = step.plan(state, batch)
+    for _ in range(n_steps):
+        state, _ = step(state, batch)
+    save_checkpoint(tmp_path, state, step=0, plan=plan)
+
+    with CheckpointManager(tmp_path, read_only=True) as manager:
+        again = minialpa.parallelize(train, method=manager.load_plan())
+    like = again.get_executable({"w": jnp.ones((8, 8)), "step": 0}, batch)
+    found, _ = again(restore_checkpoint(tmp_path, like), batch)
+    assert int(found["step"]) == n_steps + 1
+
+
 # ---- managers --------------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +352,7 @@ def test_a_process_that_is_killed_leaves_complete_checkpoints(n_moments: int, se
             for step in manager.all_steps():
                 found = manager.restore(step, like=state_of_step(step))
                 assert bits(found.state) == bits(state_of_step(step)) and found.data == {"at": step}
+            assert not list(folder.glob(".deleted/*"))
             # Nothing half-written stays, and the run goes on behind the last step.
-            assert sorted(x.name for x in folder.iterdir() if x.is_dir()) == sorted(map(str, manager.all_steps()))
+            assert sorted(x.name for x in folder.glob("[!.]*") if x.is_dir()) == sorted(map(str, manager.all_steps()))
             assert manager.save(manager.latest_step() + 1, state_of_step(0))

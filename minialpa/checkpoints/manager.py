@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ from typing import Any, Literal
 
 from minialpa.errors import CheckpointError, MinialpaError
 from minialpa.plan import Plan
+
+#: Sub-folder of checkpoints that are to be deleted. orbax would delete their files where they are, and a process that
+#: is killed meanwhile would leave a step that looks complete and is not; moving a folder happens at once or not at all.
+_DELETED = ".deleted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +94,7 @@ class CheckpointManager:
                     # orbax's own `read_only` logs three warnings each time.
                     create=not read_only,
                     save_root_metadata=not read_only,
+                    todelete_subdir=_DELETED,
                     cleanup_tmp_directories=not read_only,
                     enable_async_checkpointing=not read_only,
                 ),
@@ -99,6 +105,9 @@ class CheckpointManager:
                     "numbers": ocp.JsonCheckpointHandler(filename="metrics.json"),
                 },
             )
+
+        if not read_only:
+            self._delete_old()
 
     def save(
         self,
@@ -126,7 +135,7 @@ class CheckpointManager:
         Raises CheckpointError, before anything is written, for a leaf that cannot be saved and for a step that exists.
         """
         ocp = _orbax()
-        from minialpa.checkpoints.targets import savable
+        from minialpa.checkpoints.targets import savable, weak_numbers
 
         if self._read_only:
             raise CheckpointError(
@@ -138,11 +147,12 @@ class CheckpointManager:
             )
         if not force and not self.should_save(step):
             return False
-        items = {"state": ocp.args.PyTreeSave(savable(state))}
+        items = {"state": ocp.args.PyTreeSave(savable(state), custom_metadata={"weak_numbers": weak_numbers(state)})}
         if plan is not None:
             items["plan"] = ocp.args.JsonSave(json.loads(plan.to_json()))
         if data is not None:
             items["data"] = ocp.args.JsonSave(_as_json(data))
+        self._delete_old()
         numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
         if numbers is not None:
             items["numbers"] = ocp.args.JsonSave(numbers)
@@ -176,7 +186,8 @@ class CheckpointManager:
             items = {"state": ocp.args.PyTreeRestore(item=target, restore_args=arguments)}
             items |= {item: ocp.args.JsonRestore() for item in ("data", "numbers") if self._has(step, item)}
             found = self._orbax.restore(step, args=ocp.args.Composite(**items))
-            state = restored(found["state"], target, name)
+            weak = (stored.custom_metadata or {}).get("weak_numbers", ())
+            state = restored(found["state"], target, name, weak)
             data, metrics = found.get("data"), found.get("numbers")
             return Checkpoint(step=step, state=state, data=_of_json(data), metrics=metrics)
 
@@ -209,11 +220,15 @@ class CheckpointManager:
         """Wait until every checkpoint is written. Raises CheckpointError if one could not be."""
         with _errors_of_orbax(f"Saving to `{self._directory}`"):
             self._orbax.wait_until_finished()
+        if not self._read_only:
+            self._delete_old()
 
     def close(self) -> None:
         """Wait until every checkpoint is written, and end the threads. The manager cannot be used any more."""
         with _errors_of_orbax(f"Saving to `{self._directory}`"):
             self._orbax.close()
+        if not self._read_only:
+            self._delete_old()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -232,6 +247,11 @@ class CheckpointManager:
                 f"There is no checkpoint of step {step} in `{self._directory}`; there are {', '.join(map(str, steps))}."
             )
         return steps[-1] if step is None else step
+
+    def _delete_old(self) -> None:
+        """Delete the checkpoints that orbax has moved aside. The folder that it moves them to stays."""
+        for old in Path(self._directory, _DELETED).glob("*"):
+            shutil.rmtree(old, ignore_errors=True)
 
     def _has(self, step: int, item: str) -> bool:
         return bool((self._orbax.directory / str(step) / item).exists())

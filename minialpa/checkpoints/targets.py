@@ -6,7 +6,7 @@ leaf, before an array is read, and tells orbax what to make of each; `restored` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -40,6 +40,19 @@ def savable(state: Any) -> Any:
     if not names:
         raise CheckpointError("The state has no leaves, so there is nothing to save.")
     return jax.tree.map(_as_saved, state)
+
+
+def weak_numbers(state: Any) -> list[str]:
+    """The names of the numbers that are weakly typed, as Python's are and what a step makes of them.
+
+    orbax does not keep this, and a plan fits a step only if its arguments are weakly typed where they were before.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [
+        ".".join(_name(path))
+        for path, leaf in leaves
+        if np.shape(leaf) == () and (isinstance(leaf, _Number) or getattr(leaf, "weak_type", False))
+    ]
 
 
 def target_tree(like: Any) -> Any:
@@ -80,19 +93,20 @@ def restore_arguments(target: Any, stored: Any, name: str) -> Any:
     return jax.tree.unflatten(tree, [_restore_argument(leaf, there[_name(path)]) for path, leaf in leaves])
 
 
-def restored(state: Any, target: Any, name: str) -> Any:
-    """The leaves that orbax read, with the types of their targets."""
+def restored(state: Any, target: Any, name: str, weak: Collection[str]) -> Any:
+    """The leaves that orbax read, with the types of their targets. weak: see `weak_numbers`."""
 
     def checked(path: Any, wanted: Any, found: Any) -> Any:
         text = jax.tree_util.keystr(path)
         if isinstance(wanted, _Number) or (np.shape(found) == () and isinstance(found, np.ndarray)):
-            return _number(found, wanted, text, name)
+            found = _number(found, wanted, text, name)
+            return _weakly_typed(found) if ".".join(_name(path)) in weak else found
         if tuple(found.shape) != tuple(wanted.shape) or found.dtype != wanted.dtype:
             raise CheckpointError(
                 f"`{text}` in {name} is {_type_text(found.shape, found.dtype)}; expected "
                 f"{_type_text(wanted.shape, wanted.dtype)}."
             )
-        return found
+        return _weakly_typed(found) if ".".join(_name(path)) in weak else found
 
     return jax.tree_util.tree_map_with_path(checked, target, state)
 
@@ -209,6 +223,14 @@ def _number(found: Any, target: Any, text: str, name: str) -> Any:
     if isinstance(target, np.ndarray | RemoteArray):
         return cast
     return jax.device_put(cast, getattr(target, "sharding", None) or jax.devices()[0])
+
+
+def _weakly_typed(found: Any) -> Any:
+    """A jax array of one number as jax makes it of Python's number, if that has its dtype."""
+    if not isinstance(found, jax.Array):
+        return found
+    number = jnp.asarray(found.item())
+    return jax.device_put(number, found.sharding) if number.dtype == found.dtype else found
 
 
 def _type_text(shape: Any, dtype: Any) -> str:
