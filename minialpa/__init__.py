@@ -3,6 +3,7 @@
 from minialpa import testing, util
 from minialpa.api import ParallelizedFunc, explain, get_last_dp_result, parallelize, plan, replan
 from minialpa.arrays import prefetch
+from minialpa.checkpoints.manager import Checkpoint, CheckpointManager, restore_checkpoint, save_checkpoint
 from minialpa.cluster import ClusterSpec, DeviceSpec, LinkSpec, LogicalMesh
 from minialpa.data import DataLoader, MeshDriverDataLoader
 from minialpa.errors import (
@@ -45,7 +46,9 @@ __all__ = [
     "AutoParallel",
     "AutoShardingOption",
     "AutoStageOption",
+    "Checkpoint",
     "CheckpointError",
+    "CheckpointManager",
     "ClusterSpec",
     "DataLoader",
     "DataParallel",
@@ -83,6 +86,8 @@ __all__ = [
     "plan_to_method",
     "prefetch",
     "replan",
+    "restore_checkpoint",
+    "save_checkpoint",
     "shutdown",
     "simulate",
     "testing",

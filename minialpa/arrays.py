@@ -51,6 +51,10 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
     def _fetch(self) -> Any:
         """The value: a NumPy array, or a jax array of typed keys."""
 
+    def fetch_once(self) -> Any:
+        """The value, as `_fetch` gives it, of which the array keeps no copy in this process."""
+        return self._fetch()
+
     @classmethod
     def _fetch_all(cls, arrays: Sequence[Any]) -> None:
         """Fetch the values of several arrays of this class at once."""

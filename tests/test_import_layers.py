@@ -196,7 +196,7 @@ def test_the_runtime_knows_plans_and_programs_only() -> None:
 
 def test_only_the_api_joins_planner_and_runtime_and_loads_it_late() -> None:
     users = {i.part for i in IMPORTS if i.inner == "runtime" and i.part != "runtime"}
-    assert users <= {"api", "cli", "demo", "session"}
+    assert users <= {"api", "checkpoints", "cli", "demo", "session"}
     assert not _lines(
         [i for i in IMPORTS if i.inner == "runtime" and i.part == "api" and not (i.lazy or i.typing_only)]
     )
@@ -233,6 +233,7 @@ def test_other_packages_are_those_that_are_installed_with_it() -> None:
     always = [i for i in IMPORTS if not i.lazy and not i.typing_only and i.part not in front]
     found = {(i.part, i.target.split(".")[0]) for i in always}
     assert not {(part, name) for part, name in found if name not in allowed and name not in STDLIB} - {
+        ("checkpoints", "orbax"),
         ("runtime", "cupy"),
         ("runtime", "ray"),
     }
@@ -242,8 +243,8 @@ def test_importing_loads_neither_planner_nor_runtime() -> None:
     """Nor what only these need, which takes longer to import than all the rest."""
     code = (
         "import sys, minialpa\n"
-        "heavy = ('numba', 'networkx', 'pulp', 'highspy', 'rich', 'ray', 'flax', 'optax', 'minialpa.inter.pipeline', "
-        "'minialpa.runtime.local')\n"
+        "heavy = ('numba', 'networkx', 'pulp', 'highspy', 'rich', 'ray', 'flax', 'optax', 'orbax', "
+        "'minialpa.inter.pipeline', 'minialpa.runtime.local')\n"
         "assert not [name for name in heavy if name in sys.modules]"
     )
     subprocess.run([sys.executable, "-c", code], timeout=300, check=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 README = Path(__file__).parents[1] / "README.md"
+CHECKPOINTS = README.parent / "docs" / "checkpoints.md"
 PLANS = README.parent / "docs" / "plans.md"
 
 
@@ -45,6 +46,14 @@ def test_the_examples_of_signatures_run_one_after_the_other(capsys: pytest.Captu
     with jax.numpy_dtype_promotion("standard"):
         exec(compile("\n".join(examples), "signatures.md", "exec"), {})
     assert "Batch: arguments `x`, `y` (64 examples)" in capsys.readouterr().out
+
+
+def test_the_examples_of_checkpoints_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"```python\n(.*?)```", CHECKPOINTS.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile("\n".join(examples), str(CHECKPOINTS), "exec"), names)
+    assert len(examples) == 2 and np.isfinite(float(names["metrics"]["loss"]))
 
 
 def test_the_examples_of_plans_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from minialpa.arrays import RemoteArray, prefetch
 
@@ -69,6 +71,15 @@ class BlockedArray(RemoteArray):
             return self.rows(0, self.shape[0])
         return np.concatenate([np.asarray(block) for block in self.blocks])
 
+    def fetch_once(self) -> Any:
+        """The whole array on the host, filled block by block."""
+        if jnp.issubdtype(self.dtype, jax.dtypes.extended):
+            return self.rows(0, self.shape[0])
+        whole = np.empty(self.shape, self.dtype)
+        for block, (start, stop) in zip(self.blocks, self.ranges, strict=True):
+            whole[start:stop] = block.fetch_once() if isinstance(block, RemoteArray) else np.asarray(block)
+        return whole
+
     @classmethod
     def _fetch_all(cls, arrays: Sequence[Any]) -> None:
         for array in arrays:
@@ -100,6 +111,23 @@ class BlockedArray(RemoteArray):
     def __repr__(self) -> str:
         rows = ", ".join(str(block.shape[0]) for block in self.blocks)
         return f"BlockedArray({self.dtype}{list(self.shape)} in blocks of {rows} rows)"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedTarget:
+    """The type of a `BlockedArray` that is still to be made, as `jax.ShapeDtypeStruct` is that of a jax array.
+
+    Attributes:
+        shape: of the whole array.
+        dtype: of the whole array.
+        rows: the rows (start, stop) of each block.
+        shardings: the sharding of each block.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    rows: tuple[tuple[int, int], ...]
+    shardings: tuple[Sharding, ...]
 
 
 class LeafRows(RemoteArray):

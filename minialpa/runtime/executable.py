@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
-from minialpa.plan import Plan
-from minialpa.programs.mesh_program import KEY_NAMES
+from minialpa.plan import PlacementSpec, Plan
+from minialpa.programs.mesh_program import KEY_NAMES, ArrayType
 from minialpa.programs.program import Accumulate, Program, Run
+from minialpa.runtime.arrays import BlockedTarget
 from minialpa.runtime.leaf_border import BlockedCalls
 from minialpa.runtime.runner import Runner
 from minialpa.runtime.steps.step_trace import TaskTime, write_tasks
@@ -42,6 +46,15 @@ class Executable:
     def get_input_placement_specs(self) -> Any:
         """The arguments, as a tuple, with a `PlacementSpec` (meshes and PartitionSpecs) in place of every leaf."""
         return jax.tree.unflatten(self._in_tree, self._plan.input_specs)
+
+    def get_input_targets(self) -> Any:
+        """The arguments, as a tuple, with the type of an array in the planned sharding in place of every leaf.
+
+        `restore_checkpoint` makes arrays of these types: `jax.ShapeDtypeStruct`, and `BlockedTarget` for leaves in
+        blocks of rows. Leaves that no step reads, and all leaves on a cluster, have no sharding.
+        """
+        meshes = self.runner.meshes
+        return jax.tree.unflatten(self._in_tree, [_target(spec, meshes) for spec in self._plan.input_specs])
 
     def get_output_placement_specs(self) -> Any:
         """The results with a `PlacementSpec` in place of every leaf."""
@@ -135,6 +148,18 @@ class Executable:
     def sync(self) -> None:
         """Wait until the devices of the executable have made every array that was asked of them before."""
         self.runner.sync()
+
+
+def _target(spec: PlacementSpec, meshes: Sequence[Mesh]) -> jax.ShapeDtypeStruct | BlockedTarget:
+    """The type of an argument where the step reads it, on the first of its meshes; without a sharding if there are no
+    meshes here."""
+    dtype = ArrayType((), "uint32", spec.dtype[4:-1]).jax_dtype if spec.dtype.startswith("key<") else spec.dtype
+    shardings = tuple(
+        NamedSharding(meshes[i], p) for i, p in zip(spec.mesh_ids, spec.partition_specs, strict=True) if meshes
+    )
+    if spec.rows and shardings:
+        return BlockedTarget(spec.shape, jnp.dtype(dtype), spec.rows, shardings)
+    return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=shardings[0] if shardings else None)
 
 
 def _zeros(shape: tuple[int, ...], dtype: str) -> Any:

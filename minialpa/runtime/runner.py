@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from jax.sharding import Mesh
+
 from minialpa.runtime.steps.step_trace import TaskTime
 
 
@@ -14,10 +16,14 @@ class Runner(Protocol):
 
     Leaves are those of the program: each block of rows is one.
 
+    meshes: the devices of each mesh of the program; empty if they are not in this process.
     traced: note what the step does when, for `timeline`. The first such call compiles every function a second time.
     Threads may call it at the same time: steps have one order. A step that another one has robbed of an argument, by
     donating it, raises a WorkerError and does nothing.
     """
+
+    @property
+    def meshes(self) -> Sequence[Mesh]: ...
 
     def __call__(self, leaves: Sequence[Any], /, *, traced: bool = False) -> list[Any]: ...
 

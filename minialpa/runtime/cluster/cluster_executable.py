@@ -35,6 +35,11 @@ class ClusterExecutable:
         with runtime.turn():
             self._program.load()
 
+    @property
+    def meshes(self) -> tuple[()]:
+        """See `Runner`: the devices are those of the workers."""
+        return ()
+
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:

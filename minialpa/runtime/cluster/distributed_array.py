@@ -157,6 +157,13 @@ class DistributedArray(RemoteArray):
         value = self._host  # another thread may donate the array at any time
         return self._runtime.fetch([self])[0] if value is None else value
 
+    def fetch_once(self) -> Any:
+        had_value = self._host is not None
+        value = self._fetch()
+        if not had_value:
+            self._host = None
+        return value
+
     @classmethod
     def _fetch_all(cls, arrays: Sequence[Any]) -> None:
         for array in arrays:

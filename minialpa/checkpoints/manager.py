@@ -1,0 +1,335 @@
+"""Writes and reads checkpoints. orbax does the work: files, atomic commits, asynchronous writing, what to keep.
+
+A folder has a sub-folder for each saved step, as `orbax.checkpoint.CheckpointManager` makes it, with these items:
+
+    state      the pytree, each leaf as one array with the user's shape; orbax alone restores it
+    plan       plan.json, if a plan was given; `Plan.load` reads it
+    data       state.json: the state of the data iterator, if it was given
+    numbers    metrics.json, if metrics were given; orbax keeps `metrics` besides, for `best_fn` only
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from minialpa.errors import CheckpointError, MinialpaError
+from minialpa.plan import Plan
+
+#: Sub-folder of checkpoints that are to be deleted. orbax would delete their files where they are, and a process that
+#: is killed meanwhile would leave a step that looks complete and is not; moving a folder happens at once or not at all.
+_DELETED = ".deleted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What `CheckpointManager.restore` read.
+
+    Attributes:
+        step: its step.
+        state: the saved pytree, in the structure and the shardings of the target.
+        data: the state of the data iterator; None if none was saved.
+        metrics: the numbers that were saved as metrics; None if none were.
+    """
+
+    step: int
+    state: Any
+    data: Any
+    metrics: Mapping[str, float] | None
+
+
+class CheckpointManager:
+    """The checkpoints of a training run in one folder. Its names are those of `orbax.checkpoint.CheckpointManager`.
+
+    `save` returns as soon as the state is on the host, and a thread writes the files. A checkpoint appears under its
+    step when all of it is written; a process that ends earlier leaves the older checkpoints as they were. Use it as a
+    context manager, or call `close`, so that the last checkpoint is written before the program ends.
+
+    One process of a run may have a manager that saves to a folder.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_to_keep: int | None = None,
+        save_interval_steps: int = 1,
+        keep_period: int | None = None,
+        best_fn: Callable[[Any], float] | None = None,
+        best_mode: Literal["max", "min"] = "max",
+        read_only: bool = False,
+    ) -> None:
+        """Make the folder if there is none, and remove what an interrupted process left half-written there.
+
+        max_to_keep: number of checkpoints that stay; None for all.
+        save_interval_steps: `save` skips steps that are no multiple of this.
+        keep_period: steps that are a multiple of this stay in addition to `max_to_keep`.
+        best_fn: from metrics to a number; those with the best numbers stay, instead of the last ones.
+        best_mode: whether the best number is the largest or the smallest.
+        read_only: change nothing in the folder, which must exist.
+        """
+        ocp = _orbax()
+        from minialpa.checkpoints.remote_handler import state_handler
+
+        self._directory, self._read_only = _absolute(directory), read_only
+        if read_only and "://" not in self._directory and not Path(self._directory).is_dir():
+            raise CheckpointError(f"There is no folder `{directory}`. Pass the folder that checkpoints were saved to.")
+        with _errors_of_orbax(f"Opening the checkpoints in `{directory}`"):
+            self._orbax = ocp.CheckpointManager(
+                self._directory,
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=max_to_keep,
+                    save_interval_steps=save_interval_steps,
+                    keep_period=keep_period,
+                    best_fn=best_fn,
+                    best_mode=best_mode,
+                    # orbax's own `read_only` logs three warnings each time.
+                    create=not read_only,
+                    save_root_metadata=not read_only,
+                    todelete_subdir=_DELETED,
+                    cleanup_tmp_directories=not read_only,
+                    enable_async_checkpointing=not read_only,
+                ),
+                item_handlers={
+                    "state": state_handler(),
+                    "plan": ocp.JsonCheckpointHandler(filename="plan.json"),
+                    "data": ocp.JsonCheckpointHandler(filename="state.json"),
+                    "numbers": ocp.JsonCheckpointHandler(filename="metrics.json"),
+                },
+            )
+
+        if not read_only:
+            self._delete_old()
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        data: Any = None,
+        plan: Plan | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Save `state` as the checkpoint of `step`; returns whether it is saved, or skipped as `should_save` says.
+
+        The state may be donated to the next step as soon as this returns. An error of the thread that writes is raised
+        by the next call of `save`, `wait_until_finished` or `close`.
+
+        state: a pytree of arrays and numbers: jax arrays in any sharding of this process, results of parallelized
+            steps, typed random keys, NumPy arrays. Arrays on the workers of a cluster are fetched and written one after
+            the other before this returns.
+        metrics: numbers by name, or arrays of one number, for `best_fn` and for whoever restores.
+        data: the state of the data iterator: bytes, or a value that JSON gives back equal.
+        plan: the plan that the state was computed under, which `load_plan` reads.
+        force: save steps, too, that `save_interval_steps` skips.
+
+        Raises CheckpointError, before anything is written, for a leaf that cannot be saved and for a step that exists.
+        """
+        ocp = _orbax()
+        from minialpa.checkpoints.targets import savable, weak_numbers
+
+        if self._read_only:
+            raise CheckpointError(
+                f"The manager of `{self._directory}` was made with `read_only=True`, and saves nothing."
+            )
+        if step in self.all_steps():
+            raise CheckpointError(
+                f"`{self._directory}` has a checkpoint of step {step}. Choose another step or folder."
+            )
+        if not force and not self.should_save(step):
+            return False
+        items = {"state": ocp.args.PyTreeSave(savable(state), custom_metadata={"weak_numbers": weak_numbers(state)})}
+        if plan is not None:
+            items["plan"] = ocp.args.JsonSave(json.loads(plan.to_json()))
+        if data is not None:
+            items["data"] = ocp.args.JsonSave(_as_json(data))
+        self._delete_old()
+        numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
+        if numbers is not None:
+            items["numbers"] = ocp.args.JsonSave(numbers)
+        with _errors_of_orbax(f"Saving step {step} to `{self._directory}`"):
+            return bool(self._orbax.save(step, args=ocp.args.Composite(**items), metrics=numbers, force=force))
+
+    def restore(self, step: int | None = None, *, like: Any) -> Checkpoint:
+        """Read the checkpoint of `step`, by default the latest one, which a call of `save` may still be writing.
+
+        like: what the state becomes, either an `Executable`, whose argument 0 the state then is, in the planned
+            shardings; or a pytree with an array, a number or a `jax.ShapeDtypeStruct` for each leaf. A leaf takes the
+            sharding of its target, without a copy of the whole array on any device. Without a sharding, it goes to
+            jax's default device. NumPy arrays, and arrays on the workers of a cluster, are restored to NumPy arrays.
+
+        Raises CheckpointError if there is no such checkpoint, if it is of another model, or damaged.
+        """
+        from minialpa.checkpoints.targets import restore_arguments, restored, target_tree
+
+        ocp = _orbax()
+        self.wait_until_finished()
+        step = self._existing(step)
+        target = target_tree(like)
+        name = f"step {step} in `{self._directory}`"
+        with _errors_of_orbax(f"Reading {name}", "The checkpoint is damaged; restore an older one."):
+            if not self._has(step, "state"):
+                raise CheckpointError(f"There is no `state` in {name}. minialpa did not save this checkpoint.")
+            stored = self._orbax.item_metadata(step)["state"]
+            if stored is None:
+                raise CheckpointError(f"The `state` of {name} has no metadata. The checkpoint is damaged.")
+            arguments = restore_arguments(target, stored.tree, name)
+            items = {"state": ocp.args.PyTreeRestore(item=target, restore_args=arguments)}
+            items |= {item: ocp.args.JsonRestore() for item in ("data", "numbers") if self._has(step, item)}
+            found = self._orbax.restore(step, args=ocp.args.Composite(**items))
+            weak = (stored.custom_metadata or {}).get("weak_numbers", ())
+            state = restored(found["state"], target, name, weak)
+            data, metrics = found.get("data"), found.get("numbers")
+            return Checkpoint(step=step, state=state, data=_of_json(data), metrics=metrics)
+
+    def load_plan(self, step: int | None = None) -> Plan | None:
+        """The plan that was saved with a checkpoint, by default the latest one; None if none was.
+
+        Raises CheckpointError if there is no such checkpoint, VerifyError if the plan is one of another version.
+        """
+        self.wait_until_finished()
+        step = self._existing(step)
+        if not self._has(step, "plan"):
+            return None
+        with _errors_of_orbax(f"Reading the plan of step {step} in `{self._directory}`"):
+            found = self._orbax.restore(step, args=_orbax().args.Composite(plan=_orbax().args.JsonRestore()))
+            return Plan.from_json(json.dumps(found["plan"]))
+
+    def should_save(self, step: int) -> bool:
+        """Whether `save` saves this step: a multiple of `save_interval_steps`, behind the latest one."""
+        return bool(self._orbax.should_save(step))
+
+    def latest_step(self) -> int | None:
+        """The largest step that has a complete checkpoint; None if there is none."""
+        return max(self.all_steps(), default=None)
+
+    def all_steps(self) -> tuple[int, ...]:
+        """The steps that have a complete checkpoint, or one that is being written, in order."""
+        return tuple(sorted(self._orbax.all_steps()))
+
+    def wait_until_finished(self) -> None:
+        """Wait until every checkpoint is written. Raises CheckpointError if one could not be."""
+        with _errors_of_orbax(f"Saving to `{self._directory}`"):
+            self._orbax.wait_until_finished()
+        if not self._read_only:
+            self._delete_old()
+
+    def close(self) -> None:
+        """Wait until every checkpoint is written, and end the threads. The manager cannot be used any more."""
+        with _errors_of_orbax(f"Saving to `{self._directory}`"):
+            self._orbax.close()
+        if not self._read_only:
+            self._delete_old()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _existing(self, step: int | None) -> int:
+        steps = self.all_steps()
+        if not steps:
+            raise CheckpointError(f"There is no checkpoint in `{self._directory}`: no folder has the name of a step.")
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"There is no checkpoint of step {step} in `{self._directory}`; there are {', '.join(map(str, steps))}."
+            )
+        return steps[-1] if step is None else step
+
+    def _delete_old(self) -> None:
+        """Delete the checkpoints that orbax has moved aside. The folder that it moves them to stays."""
+        for old in Path(self._directory, _DELETED).glob("*"):
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _has(self, step: int, item: str) -> bool:
+        return bool((self._orbax.directory / str(step) / item).exists())
+
+
+def save_checkpoint(path: str | os.PathLike[str], tree: Any, *, step: int, plan: Plan | None = None) -> None:
+    """Save a pytree as the checkpoint of `step` in the folder `path`, and wait until it is written.
+
+    `CheckpointManager.save` says what the leaves may be. Raises CheckpointError if the step exists.
+    """
+    with CheckpointManager(path) as manager:
+        manager.save(step, tree, plan=plan, force=True)
+
+
+def restore_checkpoint(path: str | os.PathLike[str], target: Any, *, step: int | None = None) -> Any:
+    """The pytree that was saved in the folder `path`, at `step` or, by default, at the latest one.
+
+    `CheckpointManager.restore` says what `target` may be, and what it raises.
+    """
+    with CheckpointManager(path, read_only=True) as manager:
+        return manager.restore(step, like=target).state
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise CheckpointError(
+            "Checkpoints need orbax, which is not installed. Install `minialpa[checkpoint]`."
+        ) from error
+    return orbax.checkpoint
+
+
+def _absolute(directory: str | os.PathLike[str]) -> str:
+    """orbax takes absolute paths, and addresses such as gs://bucket/folder."""
+    text = os.fspath(directory)
+    return text if "://" in text else str(Path(text).absolute())
+
+
+@contextmanager
+def _errors_of_orbax(doing: str, then: str = "") -> Iterator[None]:
+    """Raise what orbax raises as a CheckpointError. Damaged files raise errors of many types."""
+    try:
+        yield
+    except MinialpaError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{doing} failed: {type(error).__name__}: {error} {then}".rstrip()) from error
+
+
+def _as_json(data: Any) -> dict[str, Any]:
+    """The state of a data iterator for JSON. Raises CheckpointError for what JSON does not give back."""
+    if isinstance(data, bytes):
+        return {"bytes": base64.b64encode(data).decode()}
+    try:
+        is_kept = _same(json.loads(json.dumps(data)), data)
+    except (TypeError, ValueError):
+        is_kept = False
+    if not is_kept:
+        raise CheckpointError(
+            f"`data` of type {type(data).__name__} cannot be saved: pass bytes, or dicts with text as keys, lists, "
+            "texts, numbers, booleans and None, such as the `get_state` of a data iterator returns."
+        )
+    return {"value": data}
+
+
+def _same(read: Any, data: Any) -> bool:
+    """Whether JSON gave back `data`, types included: True equals 1."""
+    if type(read) is not type(data):
+        return False
+    if isinstance(data, dict):
+        return read.keys() == data.keys() and all(_same(read[key], data[key]) for key in data)
+    if isinstance(data, list):
+        return len(read) == len(data) and all(map(_same, read, data))
+    return bool(read == data)
+
+
+def _of_json(data: dict[str, Any] | None) -> Any:
+    if data is None:
+        return None
+    return base64.b64decode(data["bytes"]) if "bytes" in data else data["value"]

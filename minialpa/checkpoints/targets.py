@@ -1,0 +1,237 @@
+"""What is saved of a state, and what its leaves become when they are read again.
+
+`savable` checks a state before it is saved. `restore_arguments` compares a target with what the files say of every
+leaf, before an array is read, and tells orbax what to make of each; `restored` checks what orbax made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
+
+from minialpa.arrays import RemoteArray
+from minialpa.checkpoints.remote_handler import BlockedRestoreArgs
+from minialpa.errors import CheckpointError
+from minialpa.plan import PlacementSpec
+from minialpa.runtime.arrays import BlockedArray, BlockedTarget
+from minialpa.runtime.executable import Executable
+
+_Number = bool | int | float | complex
+
+
+def savable(state: Any) -> Any:
+    """The state as orbax saves it. Raises CheckpointError, with the path of the leaf, for what it cannot save."""
+    names: dict[str, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        text = jax.tree_util.keystr(path) or "the state"
+        _check_savable(leaf, text)
+        name = ".".join(_name(path))
+        if name in names:
+            raise CheckpointError(
+                f"The leaves `{names[name]}` and `{text}` would both be stored as `{name}`. Rename one of them."
+            )
+        names[name] = text
+    if not names:
+        raise CheckpointError("The state has no leaves, so there is nothing to save.")
+    return jax.tree.map(_as_saved, state)
+
+
+def weak_numbers(state: Any) -> list[str]:
+    """The names of the numbers that are weakly typed, as Python's are and what a step makes of them.
+
+    orbax does not keep this, and a plan fits a step only if its arguments are weakly typed where they were before.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [
+        ".".join(_name(path))
+        for path, leaf in leaves
+        if np.shape(leaf) == () and (isinstance(leaf, _Number) or getattr(leaf, "weak_type", False))
+    ]
+
+
+def target_tree(like: Any) -> Any:
+    """The pytree of targets that `like` stands for."""
+    if isinstance(like, Executable):
+        like = like.get_input_targets()[0]
+    tree = jax.tree.map(lambda leaf: leaf, like)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, PlacementSpec):
+            raise CheckpointError(
+                "A `PlacementSpec` names meshes by number. Pass the executable itself, or a part of its "
+                "`get_input_targets()`, which has shardings."
+            )
+        if not hasattr(leaf, "shape") and not isinstance(leaf, _Number):
+            text = jax.tree_util.keystr(path)
+            raise CheckpointError(
+                f"The target of `{text}` is a {type(leaf).__name__}. Pass an array, a number or a "
+                "`jax.ShapeDtypeStruct`."
+            )
+    return tree
+
+
+def restore_arguments(target: Any, stored: Any, name: str) -> Any:
+    """orbax's RestoreArgs for every leaf of `target`.
+
+    stored: orbax's metadata of the leaves. name: of the checkpoint, for messages. Raises CheckpointError, which lists
+    the leaves, if the checkpoint has others than `target`, or others of these shapes and dtypes.
+    """
+    there = {path: leaf for path, leaf in ocp.tree.to_flat_dict(stored).items() if hasattr(leaf, "shape")}
+    leaves, tree = jax.tree_util.tree_flatten_with_path(target)
+    wrong = list(_differences(leaves, there))
+    if wrong:
+        rest = f"\n  and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise CheckpointError(
+            f"The checkpoint of {name} is of another model:\n  " + "\n  ".join(wrong[:8]) + rest + "\nPass a target "
+            "with the structure, shapes and dtypes that were saved."
+        )
+    return jax.tree.unflatten(tree, [_restore_argument(leaf, there[_name(path)]) for path, leaf in leaves])
+
+
+def restored(state: Any, target: Any, name: str, weak: Collection[str]) -> Any:
+    """The leaves that orbax read, with the types of their targets. weak: see `weak_numbers`."""
+
+    def checked(path: Any, wanted: Any, found: Any) -> Any:
+        text = jax.tree_util.keystr(path)
+        if isinstance(wanted, _Number) or (np.shape(found) == () and isinstance(found, np.ndarray)):
+            found = _number(found, wanted, text, name)
+            return _weakly_typed(found) if ".".join(_name(path)) in weak else found
+        if tuple(found.shape) != tuple(wanted.shape) or found.dtype != wanted.dtype:
+            raise CheckpointError(
+                f"`{text}` in {name} is {_type_text(found.shape, found.dtype)}; expected "
+                f"{_type_text(wanted.shape, wanted.dtype)}."
+            )
+        return _weakly_typed(found) if ".".join(_name(path)) in weak else found
+
+    return jax.tree_util.tree_map_with_path(checked, target, state)
+
+
+def _name(path: Any) -> tuple[str, ...]:
+    """What orbax calls the leaf at a path of jax."""
+    keys = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path)
+    return tuple(map(str, keys))
+
+
+def _check_savable(leaf: Any, text: str) -> None:
+    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        raise CheckpointError(f"`{text}` is a {type(leaf).__name__}, which has no value. Save arrays.")
+    if isinstance(leaf, jax.Array | RemoteArray):
+        if leaf.is_deleted():
+            raise CheckpointError(
+                f"`{text}` has been deleted: it was donated to a step. Save that step's result, or save it before the "
+                "step."
+            )
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise CheckpointError(f"`{text}` is on devices of several processes. Save arrays of this process.")
+    elif not isinstance(leaf, np.ndarray | np.generic | _Number):
+        raise CheckpointError(f"`{text}` is a {type(leaf).__name__}. Save pytrees of arrays and numbers.")
+
+    value = np.asarray(leaf) if isinstance(leaf, _Number) else leaf  # ints that no dtype holds become objects
+    if 0 in value.shape:
+        raise CheckpointError(f"`{text}` has the shape {value.shape}, and orbax saves no arrays without elements.")
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    if not is_key and (value.dtype.kind in "OSTUMm" or value.dtype.names is not None):
+        raise CheckpointError(f"`{text}` has the dtype {value.dtype}, which checkpoints do not hold. Save numbers.")
+
+
+def _as_saved(leaf: Any) -> Any:
+    if isinstance(leaf, RemoteArray) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf.fetch_once()  # a jax array of keys, which orbax saves with their implementation
+    # orbax has a type for these numbers, and for no others.
+    return np.asarray(leaf) if isinstance(leaf, complex | np.bool_) and not isinstance(leaf, np.ndarray) else leaf
+
+
+def _differences(leaves: Any, there: Mapping[tuple[str, ...], Any]) -> Iterator[str]:
+    """A line for each leaf that only one side has, or that has other shapes or dtypes."""
+    wanted = {_name(path): (jax.tree_util.keystr(path), leaf) for path, leaf in leaves}
+    for path, (text, leaf) in wanted.items():
+        shape, dtype = _stored_type(leaf)
+        if path not in there:
+            yield f"`{text}`: not in the checkpoint; expected {_type_text(shape, dtype)}"
+        elif not _fits(there[path], leaf):
+            found = there[path]
+            yield (
+                f"`{text}`: the checkpoint has {_type_text(found.shape, found.dtype)}; expected "
+                f"{_type_text(shape, dtype)}"
+            )
+    for path in there.keys() - wanted.keys():
+        found = there[path]
+        yield f"`{'.'.join(path)}`: the checkpoint has {_type_text(found.shape, found.dtype)}; not in the target"
+
+
+def _stored_type(target: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype that the files give a leaf: typed keys are stored as their integers."""
+    value = np.asarray(target) if isinstance(target, _Number) else target
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(value.shape, value.dtype))
+        return data.shape, data.dtype
+    return tuple(value.shape), np.dtype(value.dtype)
+
+
+def _fits(found: Any, target: Any) -> bool:
+    shape, dtype = _stored_type(target)
+    if tuple(found.shape) != shape:
+        return False
+    # A Python number becomes an array in the first step, and its dtype is then that of the array.
+    if _is_number(found) or isinstance(target, _Number):
+        return bool(_kind(found.dtype) == _kind(dtype))
+    return bool(np.dtype(found.dtype) == dtype)
+
+
+def _is_number(found: Any) -> bool:
+    """Whether a leaf was saved from a Python number."""
+    return isinstance(found, ocp.metadata.ScalarMetadata)
+
+
+def _kind(dtype: Any) -> Any:
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)
+
+
+def _restore_argument(target: Any, found: Any) -> Any:
+    if isinstance(target, _Number | np.generic) or _is_number(found):
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    if isinstance(target, BlockedArray) and all(isinstance(block, jax.Array) for block in target.blocks):
+        target = BlockedTarget(target.shape, target.dtype, target.ranges, target.sharding)
+    if isinstance(target, BlockedTarget):
+        return BlockedRestoreArgs(restore_type=BlockedArray, target=target)
+
+    is_key = jnp.issubdtype(target.dtype, jax.dtypes.extended)
+    if isinstance(target, np.ndarray | RemoteArray) and not is_key:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    sharding = getattr(target, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+    return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=sharding)
+
+
+def _number(found: Any, target: Any, text: str, name: str) -> Any:
+    """A number as its target has it: a Python number, a NumPy array, or a jax array on the devices of the target."""
+    value = np.asarray(found)
+    if isinstance(target, _Number):
+        return type(target)(value.item())
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = value.astype(target.dtype)
+        is_exact = bool(np.array_equal(cast.astype(value.dtype), value, equal_nan=value.dtype.kind in "fc"))
+    if not is_exact:
+        raise CheckpointError(f"`{text}` in {name} is {value.item()}, which {target.dtype} does not hold.")
+    if isinstance(target, np.generic):
+        return cast[()]
+    if isinstance(target, np.ndarray | RemoteArray):
+        return cast
+    return jax.device_put(cast, getattr(target, "sharding", None) or jax.devices()[0])
+
+
+def _weakly_typed(found: Any) -> Any:
+    """A jax array of one number as jax makes it of Python's number, if that has its dtype."""
+    if not isinstance(found, jax.Array):
+        return found
+    number = jnp.asarray(found.item())
+    return jax.device_put(number, found.sharding) if number.dtype == found.dtype else found
+
+
+def _type_text(shape: Any, dtype: Any) -> str:
+    return f"{dtype}{list(shape)}"

@@ -1,0 +1,358 @@
+"""Checkpoints: what is saved comes back bit for bit, under any plan and by orbax alone, or an error says why not."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import minialpa
+from minialpa import CheckpointError, CheckpointManager, PipeshardParallel, Plan, restore_checkpoint, save_checkpoint
+from minialpa.runtime.arrays import BlockedArray
+from tests.checkpoint_cases import bits, by_orbax_alone, case, methods, state_of_step, step_of
+from tests.runtime.cluster.in_process_session import in_process_session
+
+PLANS = ("one device", "ZeRO-3 on 8", "ZeRO-3 on 4", "blocks on 2 stages")
+#: Pairs that always run: to blocks and from them, to fewer devices and to more.
+SHORT = {(PLANS[0], PLANS[3]), (PLANS[1], PLANS[2]), (PLANS[3], PLANS[1]), (PLANS[3], PLANS[3])}
+
+
+@functools.cache
+def trained(model: str, name: str) -> tuple[Any, Any]:
+    """The executable of a step, and the state after it."""
+    built = case(model)
+    step = step_of(built, methods()[name])
+    state, _ = step(built.init(jax.random.key(0)), built.make_batch(0, built.batch_size))
+    return step.get_last_executable(), state
+
+
+@pytest.mark.parametrize("model", [pytest.param("mlp", marks=pytest.mark.slow), "llama"])
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [
+        pytest.param(a, b, marks=() if (a, b) in SHORT else pytest.mark.slow, id=f"{a} -> {b}")
+        for a in PLANS
+        for b in PLANS
+    ],
+)
+def test_a_state_comes_back_under_every_plan(model: str, saved: str, restored: str, tmp_path: Path) -> None:
+    if model == "mlp" and "blocks on 2 stages" in (saved, restored):
+        pytest.skip("a model without a scan has no blocks")
+    executable, state = trained(model, saved)
+    target, _ = trained(model, restored)
+    save_checkpoint(tmp_path, state, step=7, plan=executable.get_parallel_plan())
+
+    found = restore_checkpoint(tmp_path, target)
+    assert bits(found) == bits(state)
+    # Nothing is left to move: the step reads every leaf where it is.
+    batch = case(model).make_batch(0, case(model).batch_size)
+    leaves = jax.tree.leaves(found)
+    placed = target.place([*leaves, *jax.tree.leaves(batch)])
+    assert all(a is b for a, b in zip(leaves, placed, strict=False))
+
+    alone = by_orbax_alone(tmp_path, 7)
+    assert bits(alone) == bits(state)
+    assert Plan.load(tmp_path / "7" / "plan" / "plan.json") == executable.get_parallel_plan()
+
+
+def test_blocks_are_restored_by_their_own_and_by_the_types_of_a_plan(tmp_path: Path) -> None:
+    executable, state = trained("llama", "blocks on 2 stages")
+    save_checkpoint(tmp_path, state, step=0)
+    for target in (state, executable.get_input_targets()[0]):
+        found = restore_checkpoint(tmp_path, target)
+        blocked = [x for x in jax.tree.leaves(found) if isinstance(x, BlockedArray)]
+        assert blocked and bits(found) == bits(state)
+        assert [x.sharding for x in blocked] == [
+            x.sharding for x in jax.tree.leaves(state) if isinstance(x, BlockedArray)
+        ]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    assert bits(restore_checkpoint(tmp_path, shapes)) == bits(state)
+
+
+def many_leaves() -> dict[str, Any]:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    keys = jax.random.split(jax.random.key(2, impl="rbg"), 8)
+    return {
+        "sharded": jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("y", "x"))),
+        "replicated": jax.device_put(jnp.arange(3), NamedSharding(mesh, P())),
+        "key": jax.random.key(1),
+        "keys": jax.device_put(keys, NamedSharding(mesh, P("x"))),
+        "blocks": BlockedArray([jnp.ones((2, 3)), jax.device_put(jnp.zeros((1, 3)), jax.devices()[1])]),
+        "key blocks": BlockedArray([keys[:3], keys[3:]]),
+        "numpy": np.arange(3.0),
+        "flags": np.array([True, False]),
+        "np scalar": np.float32(0.1),
+        "np bool": np.True_,
+        "bfloat16": jnp.full((3,), jnp.nan, jnp.bfloat16),
+        "int4": jnp.ones((3,), jnp.int4),
+        "complex": jnp.ones((2,), jnp.complex64),
+        "numbers": (3, True, 2.5, 1j, -0.0),
+        "optax": optax.adam(1e-3).init({"w": jnp.ones((2, 2))}),
+        "empty": {},
+        "none": None,
+    }
+
+
+def test_leaves_of_every_kind_come_back_as_they_were(tmp_path: Path) -> None:
+    state = many_leaves()
+    save_checkpoint(tmp_path, state, step=3)
+    found = restore_checkpoint(tmp_path, state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert bits(found) == bits(state)
+    same_kind = jax.tree.map(lambda a, b: type(a) is type(b), found, state)
+    assert all(jax.tree.leaves(same_kind)), same_kind
+    for name in ("sharded", "replicated", "keys"):
+        assert found[name].sharding == state[name].sharding
+
+
+def test_a_number_that_became_an_array_is_the_same_state(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, {"step": 3, "rate": 0.5}, step=0)
+    arrays = {"step": jnp.zeros((), jnp.int32), "rate": jnp.zeros((), jnp.float32)}
+    found = restore_checkpoint(tmp_path, arrays)
+    assert bits(found) == bits({"step": jnp.int32(3), "rate": jnp.float32(0.5)})
+    save_checkpoint(tmp_path, found, step=1)
+    assert restore_checkpoint(tmp_path, {"step": 0, "rate": 0.0}) == {"step": 3, "rate": 0.5}
+
+    save_checkpoint(tmp_path, {"step": 2**40, "rate": 0.1}, step=2)
+    with pytest.raises(CheckpointError, match=r"`\['rate'\]` in step 2 .* is 0.1, which float32 does not hold"):
+        restore_checkpoint(tmp_path, {"step": 0, "rate": jnp.float32(0)})
+
+
+@pytest.mark.parametrize("n_steps", [0, 1])
+def test_a_saved_plan_fits_a_step_counter_that_was_a_python_number(n_steps: int, tmp_path: Path) -> None:
+    def train(state: Any, batch: Any) -> Any:
+        loss, grad = minialpa.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "step": state["step"] + 1}, loss
+
+    batch, state = jnp.ones((16, 8)), {"w": jnp.ones((8, 8)), "step": 0}
+    step = minialpa.parallelize(train, method=minialpa.Zero3Parallel())
+    plan = step.plan(state, batch)
+    for _ in range(n_steps):
+        state, _ = step(state, batch)
+    save_checkpoint(tmp_path, state, step=0, plan=plan)
+
+    with CheckpointManager(tmp_path, read_only=True) as manager:
+        again = minialpa.parallelize(train, method=manager.load_plan())
+    like = again.get_executable({"w": jnp.ones((8, 8)), "step": 0}, batch)
+    found, _ = again(restore_checkpoint(tmp_path, like), batch)
+    assert int(found["step"]) == n_steps + 1
+
+
+# ---- managers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_manager_keeps_the_last_checkpoints(tmp_path: Path) -> None:
+    state = {"w": jnp.arange(4.0)}
+    with CheckpointManager(tmp_path / "new", max_to_keep=2, save_interval_steps=2) as manager:
+        assert manager.latest_step() is None and manager.all_steps() == ()
+        saved = [manager.save(i, {"w": state["w"] + i}, {"loss": i}, data={"at": [i]}) for i in range(8)]
+        assert saved == [True, False] * 4
+        manager.wait_until_finished()
+        assert manager.all_steps() == (4, 6) and manager.latest_step() == 6
+        found = manager.restore(like=state)
+        assert (found.step, found.data, found.metrics) == (6, {"at": [6]}, {"loss": 6})
+        np.testing.assert_array_equal(found.state["w"], np.arange(4.0) + 6)
+        assert manager.restore(4, like=state).data == {"at": [4]}
+        assert manager.load_plan() is None
+        assert manager.save(7, state, force=True, data=b"\x00\xff")
+        assert manager.restore(like=state).data == b"\x00\xff"
+        with pytest.raises(CheckpointError, match=r"has a checkpoint of step 7. Choose another step or folder"):
+            manager.save(7, state)
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 5 .*; there are 6, 7"):
+            manager.restore(5, like=state)
+
+
+def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
+    best = lambda metrics: metrics["loss"]  # noqa: E731
+    with CheckpointManager(tmp_path, max_to_keep=2, best_fn=best, best_mode="min") as manager:
+        for i, loss in enumerate((3.0, 1.0, 2.0, 5.0)):
+            manager.save(i, {"w": jnp.ones(2)}, {"loss": loss})
+        manager.wait_until_finished()
+        assert manager.all_steps() == (1, 2)
+
+
+@pytest.mark.parametrize("data", [{1: 2}, (1, 2), {"x": np.ones(1)}, float("nan")])
+def test_the_state_of_an_iterator_is_kept_as_it_is_or_refused(data: Any, tmp_path: Path) -> None:
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(CheckpointError, match=r"`data` of type .* cannot be saved"),
+    ):
+        manager.save(0, {"w": jnp.ones(2)}, data=data)
+
+
+@pytest.mark.parametrize("name", ["ZeRO-3 on 8", pytest.param("blocks on 2 stages", marks=pytest.mark.slow)])
+def test_training_that_was_resumed_equals_training_that_was_not(name: str, tmp_path: Path) -> None:
+    """Each step donates the state that a thread still writes."""
+    model = case("llama")
+    batches = [model.make_batch(i, model.batch_size) for i in range(4)]
+    step = step_of(model, methods()[name])
+    with CheckpointManager(tmp_path) as manager:
+        state, expected = model.init(jax.random.key(0)), []
+        for i, batch in enumerate(batches):
+            state, metrics = step(state, batch)
+            manager.save(i, state, data=i, plan=step.get_last_executable().get_parallel_plan())
+            expected.append((bits(state), bits(metrics)))
+
+    with CheckpointManager(tmp_path, read_only=True) as manager:
+        plan = manager.load_plan(1)
+        resumed = step_of(model, plan)
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        found = manager.restore(1, like=resumed.get_executable(shapes, batches[0]))
+    state = found.state
+    assert bits(state) == expected[1][0]
+    for i in range(found.data + 1, 4):
+        state, metrics = resumed(state, batches[i])
+        assert (bits(state), bits(metrics)) == expected[i]
+
+
+def test_arrays_on_workers_are_fetched_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
+
+    fetched: list[int] = []
+    fetch = ClusterRuntime.fetch
+    monkeypatch.setattr(ClusterRuntime, "fetch", lambda self, xs: fetched.append(len(xs)) or fetch(self, xs))
+    model = case("mlp")
+    batch = model.make_batch(0, model.batch_size)
+    with in_process_session(2, 1):
+        method = PipeshardParallel(num_micro_batches=4, layer_option=minialpa.AutoLayerOption(layer_num=2))
+        step = step_of(model, method)
+        state, _ = step(model.init(jax.random.key(0)), batch)
+        save_checkpoint(tmp_path, state, step=0)
+        assert set(fetched) == {1} and len(fetched) == len(jax.tree.leaves(state))
+        assert not any(leaf.held_here for leaf in jax.tree.leaves(state))
+
+        found = restore_checkpoint(tmp_path, step.get_last_executable())
+        assert bits(found) == bits(state) == bits(restore_checkpoint(tmp_path, state))
+        expected, _ = step(state, batch)
+        actual, _ = step(found, batch)
+        assert bits(actual) == bits(expected)
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        ("text", r"`\['a'\]\[0\]` is a str"),
+        (np.array(["text"]), r"`\['a'\]\[0\]` has the dtype <U4"),
+        (jnp.zeros((0, 2)), r"`\['a'\]\[0\]` has the shape \(0, 2\)"),
+        (2**70, r"`\['a'\]\[0\]` has the dtype object"),
+        (jax.ShapeDtypeStruct((2,), np.float32), r"`\['a'\]\[0\]` is a ShapeDtypeStruct, which has no value"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(leaf: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        save_checkpoint(tmp_path / "new", {"a": [leaf], "b": jnp.ones(2)}, step=0)
+    with pytest.raises(CheckpointError, match="There is no checkpoint in"):
+        restore_checkpoint(tmp_path / "new", {"b": jnp.ones(2)})
+
+
+def test_a_donated_state_and_names_that_meet_are_refused(tmp_path: Path) -> None:
+    used = jnp.ones(2)
+    used.delete()
+    with pytest.raises(CheckpointError, match=r"`\['w'\]` has been deleted: it was donated"):
+        save_checkpoint(tmp_path, {"w": used}, step=0)
+    with pytest.raises(CheckpointError, match=r"would both be stored as `a\.b`"):
+        save_checkpoint(tmp_path, {"a.b": jnp.ones(2), "a": {"b": jnp.ones(2)}}, step=0)
+
+
+def test_folders_without_checkpoints_are_named(tmp_path: Path) -> None:
+    target = {"w": jnp.ones(2)}
+    with pytest.raises(CheckpointError, match="There is no folder"):
+        restore_checkpoint(tmp_path / "none", target)
+    with pytest.raises(CheckpointError, match="There is no checkpoint in"):
+        restore_checkpoint(tmp_path, target)
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "notes.txt").write_text("no checkpoint")
+    with pytest.raises(CheckpointError, match=r"step 3|There is no checkpoint"):
+        restore_checkpoint(tmp_path, target)
+
+
+def test_a_checkpoint_of_another_model_is_refused_leaf_by_leaf(tmp_path: Path) -> None:
+    state = {"a": {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, "step": 3}
+    save_checkpoint(tmp_path, state, step=0)
+    targets = {
+        r"`\['a'\]\['w'\]`: the checkpoint has float32\[2, 3\]; expected float32\[3, 2\]": jnp.ones((3, 2)),
+        r"`\['a'\]\['w'\]`: the checkpoint has float32\[2, 3\]; expected bfloat16\[2, 3\]": jnp.ones(
+            (2, 3), jnp.bfloat16
+        ),
+        r"`\['a'\]\['w'\]\['x'\]`: not in the checkpoint; expected float32\[\]": {"x": jnp.float32(1)},
+        r"`a.w`: the checkpoint has float32\[2, 3\]; not in the target": {},
+    }
+    for message, w in targets.items():
+        with pytest.raises(CheckpointError, match=message):
+            restore_checkpoint(tmp_path, {**state, "a": {"w": w, "b": state["a"]["b"]}})
+    with pytest.raises(CheckpointError, match=r"`\['step'\]`: the checkpoint has int64\[\]; expected float64\[\]"):
+        restore_checkpoint(tmp_path, {**state, "step": 3.0})
+    with pytest.raises(CheckpointError, match="Pass the executable itself"):
+        restore_checkpoint(tmp_path, trained("llama", "one device")[0].get_input_placement_specs()[0])
+    assert bits(restore_checkpoint(tmp_path, state)) == bits(state)
+
+
+# orbax drops the coroutines that it was running when the first of them fails.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_damaged_files_are_errors_and_older_checkpoints_stay(tmp_path: Path) -> None:
+    state = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((64, 64), np.float32))}
+    save_checkpoint(tmp_path, state, step=0)
+    save_checkpoint(tmp_path, state, step=1)
+    files = [path for path in (tmp_path / "1" / "state").rglob("*") if path.is_file() and path.stat().st_size]
+    n_errors = 0
+    for path in files:
+        kept = path.read_bytes()
+        for damage in ("cut", "gone"):
+            path.write_bytes(kept[: len(kept) // 2]) if damage == "cut" else path.unlink()
+            try:
+                assert bits(restore_checkpoint(tmp_path, state)) == bits(state)
+            except CheckpointError as error:
+                n_errors += 1
+                assert "step 1" in str(error)
+            path.write_bytes(kept)
+    assert n_errors >= 6  # metadata, manifest and data, cut and gone
+    assert bits(restore_checkpoint(tmp_path, state, step=0)) == bits(state)
+    assert bits(restore_checkpoint(tmp_path, state, step=1)) == bits(state)
+    gc.collect()
+
+
+@pytest.mark.parametrize("n_moments", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_process_that_is_killed_leaves_complete_checkpoints(n_moments: int, seed: int, tmp_path: Path) -> None:
+    moments = random.Random(seed)
+    for k in range(n_moments):
+        folder = tmp_path / str(k)
+        saving = subprocess.Popen(
+            [sys.executable, "-m", "tests.checkpoint_cases", str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, "XLA_FLAGS": ""},
+        )
+        assert saving.stdout is not None and saving.stdout.readline() == b"saving\n"
+        time.sleep(moments.uniform(0.0, 0.6))
+        saving.send_signal(signal.SIGKILL)
+        saving.wait()
+        saving.stdout.close()
+
+        with CheckpointManager(folder, max_to_keep=3) as manager:
+            assert manager.latest_step() is not None and manager.latest_step() >= 1
+            for step in manager.all_steps():
+                found = manager.restore(step, like=state_of_step(step))
+                assert bits(found.state) == bits(state_of_step(step)) and found.data == {"at": step}
+            assert not list(folder.glob(".deleted/*"))
+            # Nothing half-written stays, and the run goes on behind the last step.
+            assert sorted(x.name for x in folder.glob("[!.]*") if x.is_dir()) == sorted(map(str, manager.all_steps()))
+            assert manager.save(manager.latest_step() + 1, state_of_step(0))
