@@ -17,6 +17,7 @@ from minialpa.inter.schedule.simulate import simulate
 from minialpa.inter.schedule.timeline import Timeline
 from minialpa.methods import (
     AutoParallel,
+    CreateStateParallel,
     DataParallel,
     PipeshardParallel,
     ShardParallel,
@@ -46,6 +47,7 @@ __all__ = [
     "AutoStageOption",
     "CheckpointError",
     "ClusterSpec",
+    "CreateStateParallel",
     "DataParallel",
     "DeviceSpec",
     "InfeasibleError",

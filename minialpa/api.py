@@ -22,12 +22,21 @@ from minialpa.cluster import ClusterSpec
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.lower.mesh_programs import input_types
 from minialpa.inter.staging.replan import check_fits, difference
-from minialpa.methods import AutoParallel, Method, Target, plan_to_method, resolve_devices
+from minialpa.methods import (
+    AutoParallel,
+    CreateStateParallel,
+    FollowingMethod,
+    Method,
+    Target,
+    plan_to_method,
+    resolve_devices,
+)
 from minialpa.plan import Plan, verify_plan
 from minialpa.programs.program import Program
 from minialpa.session import Session, current_session
 from minialpa.support.collection import collection_paused
 from minialpa.support.progress import ProgressBar
+from minialpa.tracing.jaxprs import aval_of, is_weak
 from minialpa.tracing.trace import TracedStep, trace_step
 
 if TYPE_CHECKING:
@@ -50,7 +59,7 @@ class ParallelizedFunc:
     def __init__(
         self,
         fun: Callable[..., Any],
-        method: Method | Plan,
+        method: Method | FollowingMethod | Plan,
         *,
         static_argnums: Argnums = "auto",
         donate_argnums: Argnums = "auto",
@@ -195,6 +204,9 @@ class ParallelizedFunc:
         from minialpa.runtime.executable import Executable
 
         traced = self._trace(call)
+        if isinstance(self._method, CreateStateParallel):
+            return self._compile_creation(call, traced, self._method, session), traced.out_tree
+
         plan, target = self._plan_for(traced, session)
         _check_devices(plan, target, session)
         with ProgressBar() as bar:
@@ -204,13 +216,42 @@ class ParallelizedFunc:
             runner = _make_runner(program, traced, target, session)
             return Executable(plan, program, runner, call.tree[0], traced.out_tree), traced.out_tree
 
+    def _compile_creation(
+        self, call: Call, traced: TracedStep, method: CreateStateParallel, session: Session
+    ) -> Executable:
+        """The program that creates the state of a training step, which is planned and compiled first."""
+        from minialpa.inter.lower.state_program import state_program
+        from minialpa.runtime.executable import Executable
+
+        # The program of the step, and not its plan alone, says on which of several meshes it reads a leaf.
+        step = method.train_step.get_executable(_state_shapes(traced), *method.other_args)
+        plan = step.get_parallel_plan()
+        with ProgressBar() as bar:
+            bar.report("Compiling the state", 0, 1)
+            with collection_paused():
+                created = state_program(traced, step.program, [stage.mesh for stage in plan.stages])
+            runner = _make_runner(created.program, traced, method.train_step.target(session), session)
+        placements = [[value.placement() for value in values] for values in (created.inputs, created.outputs)]
+        return Executable(
+            plan, created.program, runner, call.tree[0], traced.out_tree, placements=(placements[0], placements[1])
+        )
+
     # ---- planning -------------------------------------------------------------------------------------------------
 
+    def target(self, session: Session | None = None) -> Target:
+        """Where this function is planned for, and where it runs."""
+        method = self._method
+        if isinstance(method, CreateStateParallel):
+            return method.train_step.target(session)
+        return Target(method.cluster) if isinstance(method, Plan) else resolve_devices(method.devices, session)
+
     def _plan_for(self, traced: TracedStep, session: Session | None = None) -> tuple[Plan, Target]:
+        target = self.target(session)
+        if isinstance(self._method, CreateStateParallel):
+            return self._method.train_step.plan(_state_shapes(traced), *self._method.other_args), target
         if isinstance(self._method, Plan):
-            plan, target = self._saved_plan(traced, self._method), Target(self._method.cluster)
+            plan = self._saved_plan(traced, self._method)
         else:
-            target = resolve_devices(self._method.devices, session)
             plan = self._new_plan(traced, self._method, target)
         layers = _layers_of_stages(traced, self._method, plan)
         ParallelizedFunc.last_plan, ParallelizedFunc.last_layers = plan, layers
@@ -291,6 +332,13 @@ class ParallelizedFunc:
             ) from error
 
 
+def _state_shapes(traced: TracedStep) -> Any:
+    """The state that a traced function returns, with a shape in place of every leaf."""
+    avals = [aval_of(atom) for atom in traced.flat.outvars]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=is_weak(aval)) for aval in avals]
+    return jax.tree.unflatten(traced.out_tree, shapes)
+
+
 def _layers_of_stages(traced: TracedStep, method: Method | Plan, plan: Plan) -> tuple[tuple[int, ...], ...]:
     """The layers of each stage. If there is one stage, the layers into which the method would have cut the step."""
     from minialpa.inter.layers.cut_scans import whole_scans
@@ -367,7 +415,7 @@ def _make_plan(traced: TracedStep, method: Method, target: Target, *, any_batch:
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
-    method: Method | Plan | None = None,
+    method: Method | FollowingMethod | Plan | None = None,
     static_argnums: Argnums = "auto",
     donate_argnums: Argnums = "auto",
     batch_argnums: int | Sequence[int] = (1,),
@@ -375,7 +423,8 @@ def parallelize(
 ) -> Any:
     """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
 
-    method: the parallel method, or a saved `Plan`. With None the planner chooses everything (`AutoParallel`).
+    method: the parallel method, a saved `Plan`, or a method that keeps to the plan of another function, such as
+        `CreateStateParallel`. With None the planner chooses everything (`AutoParallel`).
     static_argnums: arguments that are Python values; "auto": those that are not pytrees of arrays and numbers.
     donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
     batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these.

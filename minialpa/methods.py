@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
@@ -31,6 +31,9 @@ from minialpa.options import (
 )
 from minialpa.plan import Plan
 from minialpa.session import Session, current_session, describe_devices
+
+if TYPE_CHECKING:
+    from minialpa.api import ParallelizedFunc
 
 Devices = Sequence[jax.Device] | ClusterSpec | LogicalMesh | None
 
@@ -244,6 +247,23 @@ class PipeshardParallel:
         return self.stage_option or UniformStageOption()
 
 
+@dataclass(frozen=True, slots=True)
+class CreateStateParallel:
+    """For a function that makes a training state: every leaf is made on the devices where a training step reads it.
+
+    `parallelize(init_fn, method=CreateStateParallel(train_step, (batch,)))` plans and compiles the step for the state
+    that `init_fn` returns and for `other_args`. Its calls give the numbers of `jax.jit(init_fn)`, in the shardings that
+    the step reads in place. No device and no host holds the state as a whole.
+
+    Attributes:
+        train_step: a parallelized function whose first argument is the state.
+        other_args: its other arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
+    """
+
+    train_step: ParallelizedFunc
+    other_args: Sequence[Any]
+
+
 def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:
     """The method that decides as `plan` did, and leaves only the shardings to the solver, under the plan's options.
 
@@ -326,3 +346,5 @@ def _submesh(shape: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
 
 
 Method = ShardParallel | PipeshardParallel | AutoParallel
+#: Methods that keep to the plan of another function.
+FollowingMethod = CreateStateParallel

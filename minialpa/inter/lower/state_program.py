@@ -1,0 +1,227 @@
+"""The program that creates a training state where a step reads it.
+
+One function for each mesh computes the leaves that this mesh holds, shard by shard, with nothing sent between meshes:
+what several leaves are made of, such as random keys, is computed on each mesh that needs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+from jax.sharding import PartitionSpec
+
+from minialpa.cluster import LogicalMesh
+from minialpa.errors import ShardingError
+from minialpa.inter.lower.lifetimes import last_uses, with_frees
+from minialpa.inter.lower.propagated_specs import propagated_specs
+from minialpa.inter.lower.task_functions import task_function
+from minialpa.intra.spmd import ShardedEquations
+from minialpa.plan import PlacedValue
+from minialpa.programs.leaf_blocks import LeafBlocks, numbered_leaves
+from minialpa.programs.program import (
+    ConstantSlot,
+    Function,
+    InputSlot,
+    Instruction,
+    OutputSlot,
+    Program,
+    Run,
+    verify_program,
+)
+from minialpa.sharding import Spec
+from minialpa.tracing.jaxprs import Atom, dtype_name, equations_for, is_literal, live_equations, operand_vars, shape_of
+from minialpa.tracing.trace import TracedStep
+
+
+@dataclass(frozen=True, slots=True)
+class StateProgram:
+    """A program that creates a state, and the meshes and specs of its arguments and results."""
+
+    program: Program
+    inputs: tuple[PlacedValue, ...]
+    outputs: tuple[PlacedValue, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A leaf of the state, or one block of its rows, on the meshes that hold it.
+
+    Attributes:
+        leaf: number of the result of the traced function.
+        rows: (start, stop) of the block; None for all rows.
+        places: mesh and spec of each copy.
+    """
+
+    leaf: int
+    rows: tuple[int, int] | None
+    places: tuple[tuple[int, Spec], ...]
+
+
+def state_program(traced: TracedStep, step: Program, meshes: Sequence[LogicalMesh]) -> StateProgram:
+    """The program of `traced`, a function whose results are the first argument leaves of `step`.
+
+    meshes: the logical mesh of each mesh of `step`.
+    Raises ShardingError if the step reads rows of the state as a batch.
+    """
+    pieces = _pieces(traced, step)
+    writer = _Writer(traced, meshes)
+    for mesh in range(len(meshes)):
+        writer.add_mesh(mesh, pieces)
+
+    program = writer.program(step, pieces)
+    verify_program(program)
+    return StateProgram(program, _placed_inputs(traced, program), _placed_outputs(traced, pieces))
+
+
+def _pieces(traced: TracedStep, step: Program) -> list[_Piece]:
+    """The leaves and blocks of the state, as `step` numbers them."""
+    slots: dict[int, list[InputSlot]] = defaultdict(list)
+    for slot in step.inputs:
+        slots[slot.leaf].append(slot)
+
+    n_leaves = len(traced.flat.outvars)
+    pieces = []
+    for number, (leaf, rows) in enumerate(numbered_leaves(range(n_leaves), step.blocks.arguments[:n_leaves])):
+        if any(slot.rows is not None for slot in slots[number]):
+            raise ShardingError(
+                f"`{traced.out_paths[leaf]}` is a leaf of the state, and the training step reads it as a batch. Take "
+                "the state out of `batch_argnums`."
+            )
+        ndim = len(shape_of(traced.flat.outvars[leaf]))
+        places = [(slot.mesh, Spec.of(slot.spec, ndim)) for slot in slots[number]]
+        # A leaf that no stage reads has no place; the first mesh keeps it.
+        pieces.append(_Piece(leaf, rows, tuple(places or [(0, Spec.replicated(ndim))])))
+    return pieces
+
+
+class _Writer:
+    """Writes the function and the call of each mesh.
+
+    Attributes:
+        made: the buffer of each copy of a piece, by the number of the piece and of the copy's mesh.
+    """
+
+    def __init__(self, traced: TracedStep, meshes: Sequence[LogicalMesh]) -> None:
+        self._flat, self._meshes = traced.flat, meshes
+        self._functions: list[Function] = []
+        self._instructions: list[Instruction] = []
+        self._inputs: list[InputSlot] = []
+        self._constants: list[ConstantSlot] = []
+        self._numbers = itertools.count()
+        self.made: dict[tuple[int, int], int] = {}
+
+    def add_mesh(self, mesh: int, pieces: Sequence[_Piece]) -> None:
+        """Write the call that makes the pieces of a mesh, if there are any."""
+        mine = [
+            (number, piece, spec) for number, piece in enumerate(pieces) for home, spec in piece.places if home == mesh
+        ]
+        if not mine:
+            return
+
+        program = self._mesh_equations(mesh, [(piece, spec) for _, piece, spec in mine])
+        inputs = tuple(self._fill(var, mesh) for var in program.invars)
+        outputs = tuple(next(self._numbers) for _ in mine)
+        self._functions.append(task_function(f"create{mesh}", mesh, program))
+        self._instructions.append(Run(len(self._functions) - 1, inputs, outputs))
+        self.made.update(((number, mesh), buffer) for (number, *_), buffer in zip(mine, outputs, strict=True))
+
+    def program(self, step: Program, pieces: Sequence[_Piece]) -> Program:
+        """The program of all meshes, which are those of `step`."""
+        outputs = []
+        for number, piece in enumerate(pieces):
+            homes = tuple(mesh for mesh, _ in piece.places)
+            outputs.append(OutputSlot(tuple(self.made[number, mesh] for mesh in homes), homes))
+
+        kept = {*self.made.values(), *(slot.buffer for slot in self._constants)}
+        blocks = step.blocks.arguments[: pieces[-1].leaf + 1] if pieces else ()
+        return Program(
+            meshes=step.meshes,
+            functions=tuple(self._functions),
+            inputs=tuple(self._inputs),
+            constants=tuple(self._constants),
+            instructions=tuple(with_frees(self._instructions, last_uses(self._instructions, kept))),
+            outputs=tuple(outputs),
+            donated_leaves=frozenset(),
+            n_buffers=next(self._numbers),
+            blocks=LeafBlocks(results=blocks if any(blocks) else ()),
+        )
+
+    def _mesh_equations(self, mesh: int, pieces: Sequence[tuple[_Piece, Spec]]) -> ShardedEquations:
+        """The equations that make the pieces, in their specs."""
+        flat = self._flat
+        eqns, outvars = list(flat.eqns), []
+        for piece, _ in pieces:
+            added, atom = _rows_of(flat.outvars[piece.leaf], piece.rows)
+            eqns += added
+            outvars.append(atom)
+
+        eqns = [eqn for eqn, is_live in zip(eqns, live_equations(eqns, outvars), strict=True) if is_live]
+        read = {var for eqn in eqns for var in operand_vars(eqn)} | {atom for atom in outvars if not is_literal(atom)}
+        invars = tuple(var for var in (*flat.constvars, *flat.invars) if var in read)
+
+        specs = [spec for _, spec in pieces]
+        results = [(atom, spec) for atom, spec in zip(outvars, specs, strict=True) if not is_literal(atom)]
+        found = propagated_specs(invars, eqns, results, self._meshes[mesh])
+        return ShardedEquations(
+            eqns=tuple(eqns),
+            invars=invars,
+            outvars=tuple(outvars),
+            specs=found.specs,
+            equations=found.equations,
+            out_specs=tuple(specs),
+            mesh=self._meshes[mesh],
+        )
+
+    def _fill(self, var: Var, mesh: int) -> int:
+        """A buffer of `mesh` that holds an argument or a constant when the call begins, on all of its devices."""
+        buffer = next(self._numbers)
+        if var in self._flat.constvars:
+            value = self._flat.consts[self._flat.constvars.index(var)]
+            self._constants.append(ConstantSlot(buffer, value, mesh, PartitionSpec()))
+        else:
+            leaf = self._flat.invars.index(var)
+            self._inputs.append(InputSlot(buffer=buffer, leaf=leaf, rows=None, mesh=mesh, spec=PartitionSpec()))
+        return buffer
+
+
+def _rows_of(atom: Atom, rows: tuple[int, int] | None) -> tuple[Sequence[JaxprEqn], Atom]:
+    """Equations that take rows of a value, and their result."""
+    if rows is None:
+        return (), atom
+    eqns, (block,) = equations_for(lambda x: lax.slice_in_dim(x, *rows), atom)
+    return eqns, block
+
+
+def _placed_inputs(traced: TracedStep, program: Program) -> tuple[PlacedValue, ...]:
+    placed = []
+    for number, (var, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
+        homes = tuple(slot.mesh for slot in program.inputs if slot.leaf == number)
+        specs = (Spec.replicated(len(shape_of(var))),) * len(homes)
+        placed.append(
+            PlacedValue(path=path, shape=shape_of(var), dtype=dtype_name(var), mesh_ids=homes, specs=specs)
+        )
+    return tuple(placed)
+
+
+def _placed_outputs(traced: TracedStep, pieces: Sequence[_Piece]) -> tuple[PlacedValue, ...]:
+    placed = []
+    for leaf, mine in itertools.groupby(pieces, key=lambda piece: piece.leaf):
+        atom = traced.flat.outvars[leaf]
+        copies = [(mesh, spec, piece.rows) for piece in mine for mesh, spec in piece.places]
+        placed.append(
+            PlacedValue(
+                path=traced.out_paths[leaf],
+                shape=shape_of(atom),
+                dtype=dtype_name(atom),
+                mesh_ids=tuple(mesh for mesh, _, _ in copies),
+                specs=tuple(spec for _, spec, _ in copies),
+                rows=tuple(rows for _, _, rows in copies if rows is not None),
+            )
+        )
+    return tuple(placed)
