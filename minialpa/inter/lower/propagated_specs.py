@@ -2,8 +2,8 @@
 
 From the last equation to the first: an equation computes its results in the specs in which they are read, from operands
 that are split as far as its rule allows; this is what the equations before it are asked for. A value with several
-readers has the spec with the most shards among theirs, and is resharded for the others. There is no search: every choice
-is right, and in programs that fill arrays, most values have one reader.
+readers has the spec with the most shards among theirs, and is resharded for the others. There is no search: every
+choice is right, and in programs that fill arrays, most values have one reader.
 
 Reductions and matrix products are computed in full on every device: in parts, their rounding would depend on the number
 of devices.
@@ -21,7 +21,7 @@ from minialpa.intra.strategies.reshard import reshard_table
 from minialpa.intra.strategies.strategies import StrategySet, has_contraction
 from minialpa.intra.strategies.strategy_cache import EquationKind, MeshStrategies, StrategyCache
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import bytes_of, is_literal, shape_of
+from minialpa.tracing.jaxprs import Atom, bytes_of, is_literal, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,5 +127,5 @@ def _n_strategies(strategies: StrategySet) -> int:
     return len(strategies.compute_s)
 
 
-def _replicated(atom: object) -> Spec:
-    return Spec.replicated(len(shape_of(atom)))  # type: ignore[arg-type]
+def _replicated(atom: Atom) -> Spec:
+    return Spec.replicated(len(shape_of(atom)))

@@ -10,16 +10,15 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import ShardingError
 from minialpa.inter.lower.lifetimes import last_uses, with_frees
 from minialpa.inter.lower.propagated_specs import propagated_specs
+from minialpa.inter.lower.row_equations import RowEquations, Rows
 from minialpa.inter.lower.task_functions import task_function
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.plan import PlacedValue
@@ -35,7 +34,7 @@ from minialpa.programs.program import (
     verify_program,
 )
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import Atom, dtype_name, equations_for, is_literal, live_equations, operand_vars, shape_of
+from minialpa.tracing.jaxprs import dtype_name, is_literal, live_equations, operand_vars, shape_of
 from minialpa.tracing.trace import TracedStep
 
 
@@ -155,25 +154,25 @@ class _Writer:
     def _mesh_equations(self, mesh: int, pieces: Sequence[tuple[_Piece, Spec]]) -> ShardedEquations:
         """The equations that make the pieces, in their specs."""
         flat = self._flat
-        eqns, outvars = list(flat.eqns), []
-        for piece, _ in pieces:
-            added, atom = _rows_of(flat.outvars[piece.leaf], piece.rows)
-            eqns += added
-            outvars.append(atom)
-
-        eqns = [eqn for eqn, is_live in zip(eqns, live_equations(eqns, outvars), strict=True) if is_live]
+        atoms = [(flat.outvars[piece.leaf], piece.rows) for piece, _ in pieces]
+        cut = [(atom, Rows(0, *rows)) for atom, rows in atoms if rows is not None and not is_literal(atom)]
+        found = RowEquations((*flat.constvars, *flat.invars), flat.eqns, cut)
+        outvars = [
+            atom if rows is None or is_literal(atom) else found.blocks[atom, Rows(0, *rows)] for atom, rows in atoms
+        ]
+        eqns = [eqn for eqn, is_live in zip(found.eqns, live_equations(found.eqns, outvars), strict=True) if is_live]
         read = {var for eqn in eqns for var in operand_vars(eqn)} | {atom for atom in outvars if not is_literal(atom)}
         invars = tuple(var for var in (*flat.constvars, *flat.invars) if var in read)
 
         specs = [spec for _, spec in pieces]
         results = [(atom, spec) for atom, spec in zip(outvars, specs, strict=True) if not is_literal(atom)]
-        found = propagated_specs(invars, eqns, results, self._meshes[mesh])
+        sharded = propagated_specs(invars, eqns, results, self._meshes[mesh])
         return ShardedEquations(
             eqns=tuple(eqns),
             invars=invars,
             outvars=tuple(outvars),
-            specs=found.specs,
-            equations=found.equations,
+            specs=sharded.specs,
+            equations=sharded.equations,
             out_specs=tuple(specs),
             mesh=self._meshes[mesh],
         )
@@ -190,22 +189,12 @@ class _Writer:
         return buffer
 
 
-def _rows_of(atom: Atom, rows: tuple[int, int] | None) -> tuple[Sequence[JaxprEqn], Atom]:
-    """Equations that take rows of a value, and their result."""
-    if rows is None:
-        return (), atom
-    eqns, (block,) = equations_for(lambda x: lax.slice_in_dim(x, *rows), atom)
-    return eqns, block
-
-
 def _placed_inputs(traced: TracedStep, program: Program) -> tuple[PlacedValue, ...]:
     placed = []
     for number, (var, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
         homes = tuple(slot.mesh for slot in program.inputs if slot.leaf == number)
         specs = (Spec.replicated(len(shape_of(var))),) * len(homes)
-        placed.append(
-            PlacedValue(path=path, shape=shape_of(var), dtype=dtype_name(var), mesh_ids=homes, specs=specs)
-        )
+        placed.append(PlacedValue(path=path, shape=shape_of(var), dtype=dtype_name(var), mesh_ids=homes, specs=specs))
     return tuple(placed)
 
 
