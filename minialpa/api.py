@@ -21,11 +21,12 @@ from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, reb
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.lower.mesh_programs import input_types
-from minialpa.inter.staging.replan import check_fits, difference
+from minialpa.inter.staging.replan import check_fits, difference, logical_mesh_of
 from minialpa.methods import (
     AutoParallel,
     CreateStateParallel,
     FollowingMethod,
+    FollowParallel,
     Method,
     Target,
     plan_to_method,
@@ -243,6 +244,8 @@ class ParallelizedFunc:
         method = self._method
         if isinstance(method, CreateStateParallel):
             return method.train_step.target(session)
+        if isinstance(method, FollowParallel):
+            return method.src_func.target(session)
         return Target(method.cluster) if isinstance(method, Plan) else resolve_devices(method.devices, session)
 
     def _plan_for(self, traced: TracedStep, session: Session | None = None) -> tuple[Plan, Target]:
@@ -257,7 +260,7 @@ class ParallelizedFunc:
         ParallelizedFunc.last_plan, ParallelizedFunc.last_layers = plan, layers
         return plan, target
 
-    def _new_plan(self, traced: TracedStep, method: Method, target: Target) -> Plan:
+    def _new_plan(self, traced: TracedStep, method: Method | FollowParallel, target: Target) -> Plan:
         """The plan of a method.
 
         The devices may not divide the last batch of an epoch. Then its examples are split in another way or not at all,
@@ -339,14 +342,16 @@ def _state_shapes(traced: TracedStep) -> Any:
     return jax.tree.unflatten(traced.out_tree, shapes)
 
 
-def _layers_of_stages(traced: TracedStep, method: Method | Plan, plan: Plan) -> tuple[tuple[int, ...], ...]:
+def _layers_of_stages(
+    traced: TracedStep, method: Method | FollowParallel | Plan, plan: Plan
+) -> tuple[tuple[int, ...], ...]:
     """The layers of each stage. If there is one stage, the layers into which the method would have cut the step."""
     from minialpa.inter.layers.cut_scans import whole_scans
     from minialpa.inter.layers.layered_step import LayeredStep
 
     if plan.remat:
         return tuple(stage.layers for stage in plan.stages)
-    option = None if isinstance(method, Plan) else method.options().layers
+    option = None if isinstance(method, Plan | FollowParallel) else method.options().layers
     if option is None:
         return ((0,),)
     return (tuple(range(max(1, whole_scans(LayeredStep(step=traced, fingerprint=plan.fingerprint), option).n_layers))),)
@@ -388,17 +393,16 @@ def _is_uneven(error: BaseException | None) -> bool:
     return error is not None and (isinstance(error, UnevenBatchError) or _is_uneven(error.__cause__))
 
 
-def _make_plan(traced: TracedStep, method: Method, target: Target, *, any_batch: bool = False) -> Plan:
+def _make_plan(traced: TracedStep, method: Method | FollowParallel, target: Target, *, any_batch: bool = False) -> Plan:
     """`any_batch`: whether examples may be split otherwise than the method asks."""
+    if isinstance(method, FollowParallel):
+        return _follow_plan(traced, method, target, any_batch)
     from minialpa.inter.compilers import compiler_of
     from minialpa.inter.pipeline import plan_step
 
     options = method.options()
     if any_batch:
-        sharding = dataclasses.replace(
-            options.sharding, force_data_parallel=False, force_zero_stage_3=False, force_batch_dim_to_mesh_dim=None
-        )
-        options = dataclasses.replace(options, sharding=sharding)
+        options = dataclasses.replace(options, sharding=options.sharding.for_any_batch())
     with ProgressBar() as bar, collection_paused():
         plan = plan_step(
             traced,
@@ -408,6 +412,27 @@ def _make_plan(traced: TracedStep, method: Method, target: Target, *, any_batch:
             logical_mesh=target.logical_mesh,
             progress=bar.report,
         )
+    verify_plan(plan)
+    return plan
+
+
+def _follow_plan(traced: TracedStep, method: FollowParallel, target: Target, any_batch: bool) -> Plan:
+    """The plan that keeps to that of another function. any_batch: see `_make_plan`."""
+    from minialpa.inter.compilers import compiler_of
+    from minialpa.inter.context import PlanningContext
+    from minialpa.inter.followed_plan import plan_following
+
+    source = method.source()
+    with ProgressBar() as bar, collection_paused():
+        context = PlanningContext(
+            traced=traced,
+            cluster=source.cluster,
+            compiler=compiler_of(source.cluster, target.jax_version),
+            options=method.options(),
+            logical_mesh=logical_mesh_of(source),
+            report=bar.report,
+        )
+        plan = plan_following(context, source, any_batch=any_batch)
     verify_plan(plan)
     return plan
 
@@ -424,7 +449,7 @@ def parallelize(
     """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
 
     method: the parallel method, a saved `Plan`, or a method that keeps to the plan of another function, such as
-        `CreateStateParallel`. With None the planner chooses everything (`AutoParallel`).
+        `CreateStateParallel` and `FollowParallel`. With None the planner chooses everything (`AutoParallel`).
     static_argnums: arguments that are Python values; "auto": those that are not pytrees of arrays and numbers.
     donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
     batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these.

@@ -264,6 +264,42 @@ class CreateStateParallel:
     other_args: Sequence[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class FollowParallel:
+    """For a function that reads the state of a training step, such as an evaluation: it runs where the state is.
+
+    The function is planned on the meshes of the plan by which `src_func` ran last, with the shardings of all leaves
+    that both read fixed, and each equation runs on the mesh of its parameters. So calls of both may alternate, and no
+    state is moved. A leaf is known by its type and its path, but for the name of the argument, and a parameter of the
+    function may be a part of the state: `params['w']` is `state.params['w']`.
+
+    Attributes:
+        src_func: a parallelized function that was called or compiled before.
+        num_micro_batches: the parts of the batch that pass through the stages; None for 1.
+        pipeline_schedule: the order of the passes; `inference` for a function that computes no gradients.
+    """
+
+    src_func: ParallelizedFunc
+    num_micro_batches: int | None = None
+    pipeline_schedule: str = "inference"
+
+    def options(self) -> PlanOptions:
+        """The options besides those that the followed plan decides. Raises for unknown names before any long work."""
+        make_schedule(self.pipeline_schedule, PipelineSize(1, 1))
+        n = _micro_batches(1 if self.num_micro_batches is None else self.num_micro_batches)
+        return PlanOptions(n_micro_batches=n, schedule=self.pipeline_schedule)
+
+    def source(self) -> Plan:
+        """The plan that is followed. Raises ShardingError if there is none yet."""
+        executable = self.src_func.get_last_executable()
+        if executable is None:
+            raise ShardingError(
+                "`FollowParallel` follows the plan of a function that has run, and `src_func` has not. Call it first, "
+                "or compile it with `src_func.get_executable(...)`."
+            )
+        return executable.get_parallel_plan()
+
+
 def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:
     """The method that decides as `plan` did, and leaves only the shardings to the solver, under the plan's options.
 
@@ -347,4 +383,4 @@ def _submesh(shape: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
 
 Method = ShardParallel | PipeshardParallel | AutoParallel
 #: Methods that keep to the plan of another function.
-FollowingMethod = CreateStateParallel
+FollowingMethod = CreateStateParallel | FollowParallel
