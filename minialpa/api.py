@@ -121,6 +121,7 @@ class ParallelizedFunc:
         """
         from minialpa.inter.alternatives import explain_step
 
+        self._check_plans("explain")
         traced = self._trace(self._parameters.bind(args, kwargs))
         plan, _ = self._plan_for(traced)
         with collection_paused():
@@ -132,6 +133,7 @@ class ParallelizedFunc:
         `in_shardings` and `out_shardings` of `jax.jit` take them, on a mesh with the logical shape of the plan and the
         axes "x" and "y". In a pipeline, only arguments and results on mesh `mesh` have a spec; the others have None.
         """
+        self._check_plans("export_specs")
         call = self._parameters.bind(args, kwargs)
         traced = self._trace(call)
         plan, _ = self._plan_for(traced)
@@ -224,6 +226,11 @@ class ParallelizedFunc:
         from minialpa.inter.lower.state_program import state_program
         from minialpa.runtime.executable import Executable
 
+        if self._parameters.donate not in ("auto", ()):
+            raise ShardingError(
+                "A function that creates a state keeps its arguments: they are on every mesh. Leave `donate_argnums` "
+                "out."
+            )
         # The program of the step, and not its plan alone, says on which of several meshes it reads a leaf.
         step = method.train_step.get_executable(_state_shapes(traced), *method.other_args)
         plan = step.get_parallel_plan()
@@ -247,6 +254,14 @@ class ParallelizedFunc:
         if isinstance(method, FollowParallel):
             return method.src_func.target(session)
         return Target(method.cluster) if isinstance(method, Plan) else resolve_devices(method.devices, session)
+
+    def _check_plans(self, what: str) -> None:
+        """Raise ShardingError for a function that has no plan of its own."""
+        if isinstance(self._method, CreateStateParallel):
+            raise ShardingError(
+                f"A function that creates a state has the placements of the training step, and no plan of its own. Use "
+                f"`train_step.{what}`."
+            )
 
     def _plan_for(self, traced: TracedStep, session: Session | None = None) -> tuple[Plan, Target]:
         target = self.target(session)

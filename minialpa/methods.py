@@ -263,6 +263,17 @@ class CreateStateParallel:
     train_step: ParallelizedFunc
     other_args: Sequence[Any]
 
+    def __post_init__(self) -> None:
+        if not hasattr(self.train_step, "get_executable"):
+            raise ShardingError(
+                "`train_step` is a parallelized function, which `parallelize` returns; got a "
+                f"{type(self.train_step).__name__}."
+            )
+        if not isinstance(self.other_args, tuple | list):
+            raise ShardingError(
+                f"`other_args` is a tuple of the arguments behind the state; got a {type(self.other_args).__name__}."
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class FollowParallel:
@@ -282,6 +293,13 @@ class FollowParallel:
     src_func: ParallelizedFunc
     num_micro_batches: int | None = None
     pipeline_schedule: str = "inference"
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.src_func, "get_last_executable"):
+            raise ShardingError(
+                "`src_func` is a parallelized function, which `parallelize` returns; got a "
+                f"{type(self.src_func).__name__}."
+            )
 
     def options(self) -> PlanOptions:
         """The options besides those that the followed plan decides. Raises for unknown names before any long work."""

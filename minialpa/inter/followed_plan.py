@@ -68,7 +68,7 @@ def plan_following(context: PlanningContext, source: Plan, *, any_batch: bool = 
     whole = LayeredStep(step=context.traced, fingerprint=context.traced.fingerprint)
     cut = _cut_as(whole, homes)
     parts = [cut.step.argument(i) for i in range(len(cut.step.flat.invars))]
-    names = {part: f"argument {part.leaf}, rows {part.rows}" for part in parts}
+    names = {part: _name(context.traced.in_paths[part.leaf], part.rows) for part in parts}
 
     # Options name leaves by their paths, and blocks of one leaf may have different specs.
     named = dataclasses.replace(cut.step, in_paths=tuple(names[part] for part in parts))
@@ -134,6 +134,10 @@ def _is_type_of(value: PlacedValue, var: Var) -> bool:
 def _some(paths: Iterator[str] | Sequence[str]) -> str:
     listed = [f"`{path}`" for path in paths]
     return ", ".join(listed[:4]) + (", ..." if listed[4:] else "")
+
+
+def _name(path: str, rows: tuple[int, int] | None) -> str:
+    return path if rows is None else f"{path}[{rows[0]}:{rows[1]}]"
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The program that creates a training state where a step reads it.
 
-One function for each mesh computes the leaves that this mesh holds, shard by shard, with nothing sent between meshes:
-what several leaves are made of, such as random keys, is computed on each mesh that needs it.
+A few functions for each mesh compute the leaves that this mesh holds, shard by shard, with nothing sent between meshes:
+what several leaves are made of, such as random keys, is computed wherever it is needed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ from minialpa.programs.program import (
     verify_program,
 )
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import dtype_name, is_literal, live_equations, operand_vars, shape_of
+from minialpa.tracing.jaxprs import Atom, bytes_of, dtype_name, is_literal, live_equations, operand_vars, shape_of
 from minialpa.tracing.trace import TracedStep
+
+#: Calls that make the leaves of one mesh, about. XLA computes all leaves of a call at the same time, and drawing random
+#: numbers takes several times their memory: more calls need less room, and take longer to compile.
+_N_CALLS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +103,37 @@ def _pieces(traced: TracedStep, step: Program) -> list[_Piece]:
     return pieces
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A piece on one mesh: its number, and its spec there."""
+
+    number: int
+    piece: _Piece
+    spec: Spec
+
+
+def _parts(copies: Sequence[_Copy], leaves: Sequence[Atom]) -> list[list[_Copy]]:
+    """`copies` in runs of about equal bytes, each of which is made by one call."""
+    n_bytes = [_piece_bytes(copy.piece, leaves) for copy in copies]
+    most_bytes = max([sum(n_bytes) / _N_CALLS, *n_bytes], default=0)
+    parts: list[list[_Copy]] = []
+    room = 0.0
+    for copy, size in zip(copies, n_bytes, strict=True):
+        if not parts or size > room:
+            parts.append([])
+            room = most_bytes
+        parts[-1].append(copy)
+        room -= size
+    return parts
+
+
+def _piece_bytes(piece: _Piece, leaves: Sequence[Atom]) -> float:
+    n_bytes, rows = bytes_of(leaves[piece.leaf]), piece.rows
+    return n_bytes if rows is None else n_bytes * (rows[1] - rows[0]) / shape_of(leaves[piece.leaf])[0]
+
+
 class _Writer:
-    """Writes the function and the call of each mesh.
+    """Writes the functions and the calls of each mesh.
 
     Attributes:
         made: the buffer of each copy of a piece, by the number of the piece and of the copy's mesh.
@@ -113,22 +146,28 @@ class _Writer:
         self._inputs: list[InputSlot] = []
         self._constants: list[ConstantSlot] = []
         self._numbers = itertools.count()
+        self._filled: dict[tuple[Var, int], int] = {}
         self.made: dict[tuple[int, int], int] = {}
 
     def add_mesh(self, mesh: int, pieces: Sequence[_Piece]) -> None:
-        """Write the call that makes the pieces of a mesh, if there are any."""
+        """Write the calls that make the pieces of a mesh."""
         mine = [
-            (number, piece, spec) for number, piece in enumerate(pieces) for home, spec in piece.places if home == mesh
+            _Copy(number, piece, spec)
+            for number, piece in enumerate(pieces)
+            for home, spec in piece.places
+            if home == mesh
         ]
-        if not mine:
-            return
+        for part in _parts(mine, self._flat.outvars):
+            self._add_call(mesh, part)
 
-        program = self._mesh_equations(mesh, [(piece, spec) for _, piece, spec in mine])
+    def _add_call(self, mesh: int, copies: Sequence[_Copy]) -> None:
+        program = self._mesh_equations(mesh, copies)
         inputs = tuple(self._fill(var, mesh) for var in program.invars)
-        outputs = tuple(next(self._numbers) for _ in mine)
-        self._functions.append(task_function(f"create{mesh}", mesh, program))
-        self._instructions.append(Run(len(self._functions) - 1, inputs, outputs))
-        self.made.update(((number, mesh), buffer) for (number, *_), buffer in zip(mine, outputs, strict=True))
+        outputs = tuple(next(self._numbers) for _ in copies)
+        number = len(self._functions)
+        self._functions.append(task_function(f"create{mesh}.{number}", mesh, program))
+        self._instructions.append(Run(number, inputs, outputs))
+        self.made.update(((copy.number, mesh), buffer) for copy, buffer in zip(copies, outputs, strict=True))
 
     def program(self, step: Program, pieces: Sequence[_Piece]) -> Program:
         """The program of all meshes, which are those of `step`."""
@@ -151,10 +190,10 @@ class _Writer:
             blocks=LeafBlocks(results=blocks if any(blocks) else ()),
         )
 
-    def _mesh_equations(self, mesh: int, pieces: Sequence[tuple[_Piece, Spec]]) -> ShardedEquations:
-        """The equations that make the pieces, in their specs."""
+    def _mesh_equations(self, mesh: int, copies: Sequence[_Copy]) -> ShardedEquations:
+        """The equations that make these copies, in their specs."""
         flat = self._flat
-        atoms = [(flat.outvars[piece.leaf], piece.rows) for piece, _ in pieces]
+        atoms = [(flat.outvars[copy.piece.leaf], copy.piece.rows) for copy in copies]
         cut = [(atom, Rows(0, *rows)) for atom, rows in atoms if rows is not None and not is_literal(atom)]
         found = RowEquations((*flat.constvars, *flat.invars), flat.eqns, cut)
         outvars = [
@@ -164,7 +203,7 @@ class _Writer:
         read = {var for eqn in eqns for var in operand_vars(eqn)} | {atom for atom in outvars if not is_literal(atom)}
         invars = tuple(var for var in (*flat.constvars, *flat.invars) if var in read)
 
-        specs = [spec for _, spec in pieces]
+        specs = [copy.spec for copy in copies]
         results = [(atom, spec) for atom, spec in zip(outvars, specs, strict=True) if not is_literal(atom)]
         sharded = propagated_specs(invars, eqns, results, self._meshes[mesh])
         return ShardedEquations(
@@ -179,6 +218,11 @@ class _Writer:
 
     def _fill(self, var: Var, mesh: int) -> int:
         """A buffer of `mesh` that holds an argument or a constant when the call begins, on all of its devices."""
+        if (var, mesh) not in self._filled:
+            self._filled[var, mesh] = self._new_slot(var, mesh)
+        return self._filled[var, mesh]
+
+    def _new_slot(self, var: Var, mesh: int) -> int:
         buffer = next(self._numbers)
         if var in self._flat.constvars:
             value = self._flat.consts[self._flat.constvars.index(var)]
