@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 
@@ -31,9 +31,6 @@ from minialpa.options import (
 )
 from minialpa.plan import Plan
 from minialpa.session import Session, current_session, describe_devices
-
-if TYPE_CHECKING:
-    from minialpa.api import ParallelizedFunc
 
 Devices = Sequence[jax.Device] | ClusterSpec | LogicalMesh | None
 
@@ -247,6 +244,26 @@ class PipeshardParallel:
         return self.stage_option or UniformStageOption()
 
 
+class PlannedFunction(Protocol):
+    """What a method needs of the parallelized function whose plan it keeps to: see `ParallelizedFunc`."""
+
+    def plan(self, *args: Any) -> Plan: ...
+
+    def get_executable(self, *args: Any) -> Any: ...
+
+    def get_last_executable(self) -> Any: ...
+
+    def target(self, session: Session | None = None) -> Target: ...
+
+
+def _check_planned(name: str, function: Any) -> None:
+    """Raise ShardingError unless `function` is a parallelized function."""
+    if not hasattr(function, "get_last_executable"):
+        raise ShardingError(
+            f"`{name}` is a parallelized function, as `parallelize` returns it; got a {type(function).__name__}."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class CreateStateParallel:
     """For a function that makes a training state: every leaf is made on the devices where a training step reads it.
@@ -260,15 +277,11 @@ class CreateStateParallel:
         other_args: its other arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
     """
 
-    train_step: ParallelizedFunc
+    train_step: PlannedFunction
     other_args: Sequence[Any]
 
     def __post_init__(self) -> None:
-        if not hasattr(self.train_step, "get_executable"):
-            raise ShardingError(
-                "`train_step` is a parallelized function, which `parallelize` returns; got a "
-                f"{type(self.train_step).__name__}."
-            )
+        _check_planned("train_step", self.train_step)
         if not isinstance(self.other_args, tuple | list):
             raise ShardingError(
                 f"`other_args` is a tuple of the arguments behind the state; got a {type(self.other_args).__name__}."
@@ -290,16 +303,12 @@ class FollowParallel:
         pipeline_schedule: the order of the passes; `inference` for a function that computes no gradients.
     """
 
-    src_func: ParallelizedFunc
+    src_func: PlannedFunction
     num_micro_batches: int | None = None
     pipeline_schedule: str = "inference"
 
     def __post_init__(self) -> None:
-        if not hasattr(self.src_func, "get_last_executable"):
-            raise ShardingError(
-                "`src_func` is a parallelized function, which `parallelize` returns; got a "
-                f"{type(self.src_func).__name__}."
-            )
+        _check_planned("src_func", self.src_func)
 
     def options(self) -> PlanOptions:
         """The options besides those that the followed plan decides. Raises for unknown names before any long work."""
@@ -315,7 +324,8 @@ class FollowParallel:
                 "`FollowParallel` follows the plan of a function that has run, and `src_func` has not. Call it first, "
                 "or compile it with `src_func.get_executable(...)`."
             )
-        return executable.get_parallel_plan()
+        plan: Plan = executable.get_parallel_plan()
+        return plan
 
 
 def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:

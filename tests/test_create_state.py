@@ -1,4 +1,4 @@
-"""`CreateStateParallel`: a state with the numbers of plain jax, made on the devices where the training step reads it."""
+"""`CreateStateParallel`: a state with the numbers of plain jax, made where the training step reads it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_read_in_place(step: Any, state: Any, batch: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["local", "cluster"])
-@pytest.mark.parametrize("name", ["zero3", pytest.param("blocks", marks=())])
+@pytest.mark.parametrize("name", scanned.METHODS)
 def test_a_state_has_the_bits_of_plain_jax_and_is_read_in_place(name: str, where: str) -> None:
     with in_process_session(1, 4) if where == "cluster" else nullcontext():
         step = minialpa.parallelize(scanned.train_step, method=scanned.METHODS[name])
@@ -73,7 +73,13 @@ def test_a_state_has_the_bits_of_plain_jax_and_is_read_in_place(name: str, where
         assert not key.is_deleted(), "the state shares memory with the argument"
 
 
-@pytest.mark.parametrize("method", [Zero3Parallel(), PipeshardParallel(num_micro_batches=2, layer_option="manual")])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(Zero3Parallel(), marks=pytest.mark.slow),
+        PipeshardParallel(num_micro_batches=2, layer_option="manual"),
+    ],
+)
 def test_a_flax_train_state_has_the_bits_of_plain_jax(method: Method) -> None:
     case = models.build("mlp", batch_size=8, hidden=8)
     batch = case.make_batch(0, 8)
@@ -117,5 +123,5 @@ def test_a_state_that_the_step_cannot_take_is_refused_by_name() -> None:
     with pytest.raises(ShardingError, match="`donate_argnums`"):
         create(jax.random.key(0))
     create = minialpa.parallelize(scanned.init, method=CreateStateParallel(step, (scanned.BATCH,)))
-    with pytest.raises(ShardingError, match="`train_step.export_specs`"):
+    with pytest.raises(ShardingError, match=r"`train_step\.export_specs`"):
         create.export_specs(jax.random.key(0))

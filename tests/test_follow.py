@@ -31,8 +31,15 @@ def training(name: str) -> tuple[Any, Any, Any]:
     return step, create(jax.random.key(0)), jax.jit(scanned.init)(jax.random.key(0))
 
 
-@pytest.mark.parametrize("n_micro_batches", [None, 2])
-@pytest.mark.parametrize("name", scanned.METHODS)
+@pytest.mark.parametrize(
+    ("name", "n_micro_batches"),
+    [
+        ("zero3", 2),
+        ("blocks", None),
+        pytest.param("zero3", None, marks=pytest.mark.slow),
+        pytest.param("blocks", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_an_evaluation_equals_plain_jax_and_reads_the_state_in_place(name: str, n_micro_batches: int | None) -> None:
     step, state, expected = training(name)
     evaluate = minialpa.parallelize(scanned.evaluate, method=FollowParallel(step, n_micro_batches))
@@ -47,7 +54,7 @@ def test_an_evaluation_equals_plain_jax_and_reads_the_state_in_place(name: str, 
 
 
 def test_an_argument_may_be_a_part_of_the_state() -> None:
-    step, state, expected = training("blocks")
+    step, state, expected = training("zero3")
     evaluate = minialpa.parallelize(scanned.evaluate_params, method=FollowParallel(step))
     wanted = jax.jit(scanned.evaluate_params)(expected["params"], scanned.BATCH)
     assert_allclose(evaluate(state["params"], scanned.BATCH), wanted, rtol=1e-4)
@@ -88,7 +95,7 @@ def test_training_and_evaluation_alternate_on_the_same_workers(monkeypatch: pyte
             evaluate(state, scanned.BATCH)
         runtime.sync()
         assert not started
-        assert set(calls) <= {"step", "live", "status", "sync", "wait"}, set(calls)
+        assert "step" in calls and not {"put", "fetch", "load"} & set(calls), set(calls)
 
         monkeypatch.undo()
         for _ in range(4):
