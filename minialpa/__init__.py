@@ -19,7 +19,9 @@ from minialpa.inter.schedule.simulate import simulate
 from minialpa.inter.schedule.timeline import Timeline
 from minialpa.methods import (
     AutoParallel,
+    CreateStateParallel,
     DataParallel,
+    FollowParallel,
     PipeshardParallel,
     ShardParallel,
     Zero2Parallel,
@@ -50,9 +52,11 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "ClusterSpec",
+    "CreateStateParallel",
     "DataLoader",
     "DataParallel",
     "DeviceSpec",
+    "FollowParallel",
     "InfeasibleError",
     "LinkSpec",
     "LogicalMesh",

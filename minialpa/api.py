@@ -24,8 +24,18 @@ from minialpa.cluster import ClusterSpec
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.lower.mesh_programs import input_types
 from minialpa.inter.microbatch.find_batch import find_batch
-from minialpa.inter.staging.replan import check_fits, difference
-from minialpa.methods import AutoParallel, Method, Target, check_method, plan_to_method, resolve_devices
+from minialpa.inter.staging.replan import check_fits, difference, logical_mesh_of
+from minialpa.methods import (
+    AutoParallel,
+    CreateStateParallel,
+    FollowingMethod,
+    FollowParallel,
+    Method,
+    Target,
+    check_method,
+    plan_to_method,
+    resolve_devices,
+)
 from minialpa.options import PlanOptions
 from minialpa.plan import Plan, verify_plan
 from minialpa.programs.program import Program
@@ -34,6 +44,7 @@ from minialpa.session import Session, current_session, running_session
 from minialpa.support.collection import collection_paused
 from minialpa.support.progress import ProgressBar
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
+from minialpa.tracing.jaxprs import aval_of, is_weak
 from minialpa.tracing.trace import NoBatch, TracedStep, trace_step, with_batch
 
 if TYPE_CHECKING:
@@ -73,7 +84,7 @@ class ParallelizedFunc:
     def __init__(
         self,
         fun: Callable[..., Any],
-        method: Method | Plan,
+        method: Method | FollowingMethod | Plan,
         *,
         static_argnums: Argnums = "auto",
         donate_argnums: Argnums = "auto",
@@ -163,6 +174,7 @@ class ParallelizedFunc:
         `.plan` is its `Plan`, and `.compile()` compiles it for the devices and returns the `Executable`, which the
         next call with such arguments runs.
         """
+        self._check_plans("lower")
         call = self._parameters.bind(args, kwargs)
         session = current_session()
         traced = self._trace(call)
@@ -178,6 +190,7 @@ class ParallelizedFunc:
         """
         from minialpa.inter.alternatives import explain_step
 
+        self._check_plans("explain")
         traced = self._trace(self._parameters.bind(args, kwargs))
         plan, _ = self._plan_for(traced)
         with collection_paused():
@@ -189,6 +202,7 @@ class ParallelizedFunc:
         `in_shardings` and `out_shardings` of `jax.jit` take them, on a mesh with the logical shape of the plan and the
         axes "x" and "y". In a pipeline, only arguments and results on mesh `mesh` have a spec; the others have None.
         """
+        self._check_plans("export_specs")
         call = self._parameters.bind(args, kwargs)
         traced = self._trace(call)
         plan, _ = self._plan_for(traced)
@@ -311,16 +325,63 @@ class ParallelizedFunc:
 
     def _compile(self, call: Call, session: Session) -> Compiled:
         traced = self._trace(call)
+        if isinstance(self._method, CreateStateParallel):
+            return self._compile_creation(call, traced, self._method, session), shown(call, traced.out_tree)
+
         plan, target = self._plan_for(traced, session)
         return _compiled(call, traced, plan, target, session)
 
+    def _compile_creation(
+        self, call: Call, traced: TracedStep, method: CreateStateParallel, session: Session
+    ) -> Executable:
+        """The program that creates the state of a training step, which is planned and compiled first."""
+        from minialpa.inter.lower.state_program import state_program
+        from minialpa.runtime.executable import Executable
+
+        if self._parameters.donate not in ("auto", ()):
+            raise ShardingError(
+                "A function that creates a state keeps its arguments: they are on every mesh. Leave `donate_argnums` "
+                "out."
+            )
+        # The program of the step, and not its plan alone, says on which of several meshes it reads a leaf.
+        step = method.train_step.get_executable(_state_shapes(traced), *method.other_args)
+        plan = step.get_parallel_plan()
+        with ProgressBar() as bar:
+            bar.report("Compiling the state", 0, 1)
+            with collection_paused():
+                created = state_program(traced, step.program, [stage.mesh for stage in plan.stages])
+            runner = _make_runner(created.program, traced, method.train_step.target(session), session)
+        placements = [[value.placement() for value in values] for values in (created.inputs, created.outputs)]
+        return Executable(
+            plan, created.program, runner, call.tree[0], traced.out_tree, placements=(placements[0], placements[1])
+        )
+
     # ---- planning -------------------------------------------------------------------------------------------------
 
+    def target(self, session: Session | None = None) -> Target:
+        """Where this function is planned for, and where it runs."""
+        method = self._method
+        if isinstance(method, CreateStateParallel):
+            return method.train_step.target(session)
+        if isinstance(method, FollowParallel):
+            return method.src_func.target(session)
+        return Target(method.cluster) if isinstance(method, Plan) else resolve_devices(method.devices, session)
+
+    def _check_plans(self, what: str) -> None:
+        """Raise ShardingError for a function that has no plan of its own."""
+        if isinstance(self._method, CreateStateParallel):
+            raise ShardingError(
+                f"A function that creates a state has the placements of the training step, and no plan of its own. Use "
+                f"`train_step.{what}`."
+            )
+
     def _plan_for(self, traced: TracedStep, session: Session | None = None) -> tuple[Plan, Target]:
+        target = self.target(session)
+        if isinstance(self._method, CreateStateParallel):
+            return self._method.train_step.plan(_state_shapes(traced), *self._method.other_args), target
         if isinstance(self._method, Plan):
-            plan, target = self._saved_plan(traced, self._method), Target(self._method.cluster)
+            plan = self._saved_plan(traced, self._method)
         else:
-            target = resolve_devices(self._method.devices, session)
             with self._batch_named(traced):
                 plan = self._new_plan(traced, self._method, target)
         layers = _layers_of_stages(traced, self._method, plan)
@@ -338,7 +399,7 @@ class ParallelizedFunc:
                 error.add_note(f"The examples were taken to be in {names}; `batch_argnums=(…)` says it otherwise.")
             raise
 
-    def _new_plan(self, traced: TracedStep, method: Method, target: Target) -> Plan:
+    def _new_plan(self, traced: TracedStep, method: Method | FollowParallel, target: Target) -> Plan:
         """The plan of a method.
 
         The devices may not divide the last batch of an epoch. Then its examples are split in another way or not at all,
@@ -469,14 +530,23 @@ def _check_batch(traced: TracedStep, options: PlanOptions) -> None:
         raise TraceError(f"The planner may split examples. {traced.no_batch.reason}")
 
 
-def _layers_of_stages(traced: TracedStep, method: Method | Plan, plan: Plan) -> tuple[tuple[int, ...], ...]:
+def _state_shapes(traced: TracedStep) -> Any:
+    """The state that a traced function returns, with a shape in place of every leaf."""
+    avals = [aval_of(atom) for atom in traced.flat.outvars]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=is_weak(aval)) for aval in avals]
+    return jax.tree.unflatten(traced.out_tree, shapes)
+
+
+def _layers_of_stages(
+    traced: TracedStep, method: Method | FollowParallel | Plan, plan: Plan
+) -> tuple[tuple[int, ...], ...]:
     """The layers of each stage. If there is one stage, the layers into which the method would have cut the step."""
     from minialpa.inter.layers.cut_scans import whole_scans
     from minialpa.inter.layers.layered_step import LayeredStep
 
     if plan.remat:
         return tuple(stage.layers for stage in plan.stages)
-    option = None if isinstance(method, Plan) else method.options().layers
+    option = None if isinstance(method, Plan | FollowParallel) else method.options().layers
     if option is None or traced.n_groups == 0:  # a step that returns its arguments
         return ((0,),)
     return (tuple(range(max(1, whole_scans(LayeredStep(step=traced, fingerprint=plan.fingerprint), option).n_layers))),)
@@ -518,18 +588,17 @@ def _is_uneven(error: BaseException | None) -> bool:
     return error is not None and (isinstance(error, UnevenBatchError) or _is_uneven(error.__cause__))
 
 
-def _make_plan(traced: TracedStep, method: Method, target: Target, *, any_batch: bool = False) -> Plan:
+def _make_plan(traced: TracedStep, method: Method | FollowParallel, target: Target, *, any_batch: bool = False) -> Plan:
     """`any_batch`: whether examples may be split otherwise than the method asks."""
+    if isinstance(method, FollowParallel):
+        return _follow_plan(traced, method, target, any_batch)
     from minialpa.inter.compilers import compiler_of
     from minialpa.inter.pipeline import plan_step
 
     options = method.options()
     _check_batch(traced, options)
     if any_batch:
-        sharding = dataclasses.replace(
-            options.sharding, force_data_parallel=False, force_zero_stage_3=False, force_batch_dim_to_mesh_dim=None
-        )
-        options = dataclasses.replace(options, sharding=sharding)
+        options = dataclasses.replace(options, sharding=options.sharding.for_any_batch())
     with ProgressBar() as bar, collection_paused():
         plan = plan_step(
             traced,
@@ -543,10 +612,31 @@ def _make_plan(traced: TracedStep, method: Method, target: Target, *, any_batch:
     return plan
 
 
+def _follow_plan(traced: TracedStep, method: FollowParallel, target: Target, any_batch: bool) -> Plan:
+    """The plan that keeps to that of another function. any_batch: see `_make_plan`."""
+    from minialpa.inter.compilers import compiler_of
+    from minialpa.inter.context import PlanningContext
+    from minialpa.inter.followed_plan import plan_following
+
+    source = method.source()
+    with ProgressBar() as bar, collection_paused():
+        context = PlanningContext(
+            traced=traced,
+            cluster=source.cluster,
+            compiler=compiler_of(source.cluster, target.jax_version),
+            options=method.options(),
+            logical_mesh=logical_mesh_of(source),
+            report=bar.report,
+        )
+        plan = plan_following(context, source, any_batch=any_batch)
+    verify_plan(plan)
+    return plan
+
+
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
-    method: Method | Plan | None = None,
+    method: Method | FollowingMethod | Plan | None = None,
     static_argnums: Argnums = "auto",
     donate_argnums: Argnums = "auto",
     batch_argnums: Argnums = "auto",
@@ -554,7 +644,8 @@ def parallelize(
 ) -> Any:
     """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
 
-    method: the parallel method, or a saved `Plan`. With None the planner chooses everything (`AutoParallel`).
+    method: the parallel method, a saved `Plan`, or a method that keeps to the plan of another function, such as
+        `CreateStateParallel` and `FollowParallel`. With None the planner chooses everything (`AutoParallel`).
     static_argnums: arguments that are Python values; "auto": those that are not pytrees of arrays and numbers.
     donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
     batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these. "auto"

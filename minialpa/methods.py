@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 
@@ -244,6 +244,90 @@ class PipeshardParallel:
         return self.stage_option or UniformStageOption()
 
 
+class PlannedFunction(Protocol):
+    """What a method needs of the parallelized function whose plan it keeps to: see `ParallelizedFunc`."""
+
+    def plan(self, *args: Any) -> Plan: ...
+
+    def get_executable(self, *args: Any) -> Any: ...
+
+    def get_last_executable(self) -> Any: ...
+
+    def target(self, session: Session | None = None) -> Target: ...
+
+
+def _check_planned(name: str, function: Any) -> None:
+    """Raise ShardingError unless `function` is a parallelized function."""
+    if not hasattr(function, "get_last_executable"):
+        raise ShardingError(
+            f"`{name}` is a parallelized function, as `parallelize` returns it; got a {type(function).__name__}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CreateStateParallel:
+    """For a function that makes a training state: every leaf is made on the devices where a training step reads it.
+
+    `parallelize(init_fn, method=CreateStateParallel(train_step, (batch,)))` plans and compiles the step for the state
+    that `init_fn` returns and for `other_args`. Its calls give the numbers of `jax.jit(init_fn)`, in the shardings that
+    the step reads in place. No device and no host holds the state as a whole.
+
+    Attributes:
+        train_step: a parallelized function whose first argument is the state.
+        other_args: its other arguments: arrays, or `jax.ShapeDtypeStruct`s in their place.
+    """
+
+    train_step: PlannedFunction
+    other_args: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        _check_planned("train_step", self.train_step)
+        if not isinstance(self.other_args, tuple | list):
+            raise ShardingError(
+                f"`other_args` is a tuple of the arguments behind the state; got a {type(self.other_args).__name__}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class FollowParallel:
+    """For a function that reads the state of a training step, such as an evaluation: it runs where the state is.
+
+    The function is planned on the meshes of the plan by which `src_func` ran last, with the shardings of all leaves
+    that both read fixed, and each equation runs on the mesh of its parameters. So calls of both may alternate, and no
+    state is moved. A leaf is known by its type and its path, but for the name of the argument, and a parameter of the
+    function may be a part of the state: `params['w']` is `state.params['w']`.
+
+    Attributes:
+        src_func: a parallelized function that was called or compiled before.
+        num_micro_batches: the parts of the batch that pass through the stages; None for 1.
+        pipeline_schedule: the order of the passes; `inference` for a function that computes no gradients.
+    """
+
+    src_func: PlannedFunction
+    num_micro_batches: int | None = None
+    pipeline_schedule: str = "inference"
+
+    def __post_init__(self) -> None:
+        _check_planned("src_func", self.src_func)
+
+    def options(self) -> PlanOptions:
+        """The options besides those that the followed plan decides. Raises for unknown names before any long work."""
+        make_schedule(self.pipeline_schedule, PipelineSize(1, 1))
+        n = _micro_batches(1 if self.num_micro_batches is None else self.num_micro_batches)
+        return PlanOptions(n_micro_batches=n, schedule=self.pipeline_schedule)
+
+    def source(self) -> Plan:
+        """The plan that is followed. Raises ShardingError if there is none yet."""
+        executable = self.src_func.get_last_executable()
+        if executable is None:
+            raise ShardingError(
+                "`FollowParallel` follows the plan of a function that has run, and `src_func` has not. Call it first, "
+                "or compile it with `src_func.get_executable(...)`."
+            )
+        plan: Plan = executable.get_parallel_plan()
+        return plan
+
+
 def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:
     """The method that decides as `plan` did, and leaves only the shardings to the solver, under the plan's options.
 
@@ -326,13 +410,15 @@ def _submesh(shape: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
 
 
 Method = ShardParallel | PipeshardParallel | AutoParallel
+#: Methods that keep to the plan of another function.
+FollowingMethod = CreateStateParallel | FollowParallel
 
 
 def check_method(method: Any) -> None:
     """Raise ShardingError, which says what to write, for what is no parallel method and no plan."""
-    if isinstance(method, Method | Plan):
+    if isinstance(method, Method | FollowingMethod | Plan):
         return
-    if isinstance(method, type) and issubclass(method, Method):
+    if isinstance(method, type) and issubclass(method, Method | FollowingMethod):
         raise ShardingError(f"`method` is the class `{method.__name__}`. Make an object of it: `{method.__name__}()`.")
 
     # Names as other libraries have them: `method="pipeshard"`.

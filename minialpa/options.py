@@ -69,6 +69,10 @@ class AutoShardingOption:
         """Names of the options that differ from the default."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
+    def for_any_batch(self) -> AutoShardingOption:
+        """These constraints, but for those on how the examples are split."""
+        return replace(self, force_data_parallel=False, force_zero_stage_3=False, force_batch_dim_to_mesh_dim=None)
+
     def limit_bytes(self, device: DeviceSpec | None) -> float | None:
         """Bytes per device that a plan may use; None if neither the option nor the device has a limit."""
         return self.memory_limit_bytes or (device.memory_bytes if device else None)

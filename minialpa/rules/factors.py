@@ -249,6 +249,28 @@ def run_shard(
     def start(dim: tuple[int, ...]) -> Any:
         return next((parts[f] * (factors.sizes[f] // n_splits[f]) for f in dim if f in parts), 0)
 
+    return _on_shards_from(eqn, factors, operands, params, start)
+
+
+def run_rows(eqn: JaxprEqn, factors: Factors, operands: Sequence[Any], factor: int, rows: tuple[int, int]) -> list[Any]:
+    """The results of an equation at the positions (start, stop) of one factor, from operands cut to these positions."""
+    sizes = list(factors.sizes)
+    sizes[factor] = rows[1] - rows[0]
+    params = localize(eqn, replace(factors, sizes=tuple(sizes)), {})
+    if factor not in factors.positional:
+        return eval_on_shards(eqn, operands, params)
+    return _on_shards_from(eqn, factors, operands, params, lambda dim: rows[0] if factor in dim else 0)
+
+
+def _on_shards_from(
+    eqn: JaxprEqn,
+    factors: Factors,
+    operands: Sequence[Any],
+    params: Mapping[str, Any],
+    start: Callable[[tuple[int, ...]], Any],
+) -> list[Any]:
+    """The results of an equation on a shard that knows where it begins; `start` says it of each dimension's factors."""
+
     def starts(arrays: Iterable[Dims]) -> tuple[tuple[Any, ...], ...]:
         return tuple(tuple(start(dim) for dim in dims) for dims in arrays)
 

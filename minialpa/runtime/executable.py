@@ -26,12 +26,23 @@ class Executable:
     """A plan compiled for devices. `run(leaves)` runs one step on argument leaves and returns result leaves.
 
     runner: `program` on its devices. in_tree, out_tree: pytrees of the arguments, as a tuple without the static ones,
-    and of the results.
+    and of the results. placements: of argument leaves and of result leaves, where the program follows the plan of
+    another step, as one that creates a state does; None for those of the plan.
     """
 
-    def __init__(self, plan: Plan, program: Program, runner: Runner, in_tree: Any, out_tree: Any) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        program: Program,
+        runner: Runner,
+        in_tree: Any,
+        out_tree: Any,
+        *,
+        placements: tuple[Sequence[PlacementSpec], Sequence[PlacementSpec]] | None = None,
+    ) -> None:
         self._plan = plan
         self._in_tree, self._out_tree = in_tree, out_tree
+        self._input_specs, self._output_specs = placements or (plan.input_specs, plan.output_specs)
         self._program = program
         self.runner = runner
         self._costs: list[float] = []
@@ -40,12 +51,18 @@ class Executable:
         self.run = calls.__call__
         self.place = calls.place
 
+    @property
+    def program(self) -> Program:
+        """The instructions that a call runs."""
+        return self._program
+
     def get_parallel_plan(self) -> Plan:
+        """The plan that the program follows."""
         return self._plan
 
     def get_input_placement_specs(self) -> Any:
         """The arguments, as a tuple, with a `PlacementSpec` (meshes and PartitionSpecs) in place of every leaf."""
-        return jax.tree.unflatten(self._in_tree, self._plan.input_specs)
+        return jax.tree.unflatten(self._in_tree, self._input_specs)
 
     def get_input_targets(self) -> Any:
         """The arguments, as a tuple, with the type of an array in the planned sharding in place of every leaf.
@@ -58,7 +75,7 @@ class Executable:
 
     def get_output_placement_specs(self) -> Any:
         """The results with a `PlacementSpec` in place of every leaf."""
-        return jax.tree.unflatten(self._out_tree, self._plan.output_specs)
+        return jax.tree.unflatten(self._out_tree, self._output_specs)
 
     @property
     def function_names(self) -> tuple[str, ...]:
@@ -100,7 +117,7 @@ class Executable:
 
     def _dummy_inputs(self) -> list[Any]:
         """Zeros where the step wants them."""
-        leaves = self.place([_zeros(spec.shape, spec.dtype) for spec in self._plan.input_specs])
+        leaves = self.place([_zeros(spec.shape, spec.dtype) for spec in self._input_specs])
         self.sync()
         return leaves
 

@@ -1,0 +1,219 @@
+"""Plans that follow another plan: a function that reads a training state is planned where the step keeps the state.
+
+follow      leaves of the function that are leaves of the step, by path and type -> their meshes, rows and specs
+layers      each equation on the mesh of the parameters that it reads, or behind what it reads
+shardings   solved with these specs fixed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.extend.core import Var
+
+from minialpa.errors import ShardingError
+from minialpa.inter.build_plan import plan_stages
+from minialpa.inter.context import PlanningContext
+from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
+from minialpa.inter.layers.stacks import find_stacks
+from minialpa.inter.layers.unstack import with_row_blocks
+from minialpa.inter.search.stage_solve import StageSolver
+from minialpa.inter.search.submeshes import Candidate
+from minialpa.inter.search.user_stages import DecidedStage
+from minialpa.options import Remat
+from minialpa.plan import PlacedValue, Plan
+from minialpa.sharding import Spec
+from minialpa.tracing.jaxprs import dtype_name, is_literal, operand_vars, shape_of
+from minialpa.tracing.trace import Part, TracedStep
+
+#: A leaf of the function, or a block of its rows, as planning names it: unlike paths, no two have one name.
+_Names = Mapping[Part, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Homes:
+    """Where the step keeps the leaves of the function.
+
+    Attributes:
+        of_leaf: by the number of the argument leaf, where it is; only of leaves that the step has, too.
+    """
+
+    of_leaf: Mapping[int, PlacedValue]
+
+    def of_part(self, part: Part) -> dict[int, Spec]:
+        """The meshes that hold a leaf or a block of it, with its spec on each."""
+        value = self.of_leaf.get(part.leaf)
+        if value is None:
+            return {}
+        rows = value.rows or (None,) * len(value.mesh_ids)
+        held = zip(value.mesh_ids, value.specs, rows, strict=True)
+        return {mesh: spec for mesh, spec, own in held if own == part.rows}
+
+    def blocks_of(self, leaf: int) -> tuple[tuple[int, int], ...]:
+        """The rows of each block of a leaf; empty if it is not cut."""
+        value = self.of_leaf.get(leaf)
+        return tuple(sorted(set(value.rows))) if value is not None else ()
+
+
+def plan_following(context: PlanningContext, source: Plan, *, any_batch: bool = False) -> Plan:
+    """A plan on the meshes of `source`, in which each leaf that both steps read is where `source` has it.
+
+    any_batch: whether examples may be split otherwise than the options of `source` ask.
+    Raises ShardingError if there is no such leaf, or if the function cannot read one in the blocks of `source`.
+    """
+    homes = _find_homes(context.traced, source)
+    whole = LayeredStep(step=context.traced, fingerprint=context.traced.fingerprint)
+    cut = _cut_as(whole, homes)
+    parts = [cut.step.argument(i) for i in range(len(cut.step.flat.invars))]
+    names = {part: _name(context.traced.in_paths[part.leaf], part.rows) for part in parts}
+
+    # Options name leaves by their paths, and blocks of one leaf may have different specs.
+    named = dataclasses.replace(cut.step, in_paths=tuple(names[part] for part in parts))
+    followed = dataclasses.replace(cut, step=named)
+    if source.layer_of_group:
+        followed = dataclasses.replace(followed, of_group=_stage_of_groups(named, parts, homes))
+        no_remat: list[Remat] = ["none" for _ in source.stages]
+        layered = layered_step(followed, tuple(no_remat))
+    else:
+        layered = dataclasses.replace(whole, step=named)
+
+    stages = list(_stages(context, source, homes, names, any_batch))
+    plan = plan_stages(context, layered, stages, StageSolver(context.compiler))
+    paths = context.traced.in_paths
+    inputs = tuple(dataclasses.replace(value, path=path) for value, path in zip(plan.inputs, paths, strict=True))
+    return dataclasses.replace(plan, inputs=inputs)
+
+
+# ---- leaves ----------------------------------------------------------------------------------------------------------
+
+
+def _find_homes(traced: TracedStep, source: Plan) -> _Homes:
+    """The leaves of the function that are leaves of the step of `source`.
+
+    A leaf is the same if its type is and its path is, but for the name of the argument. A path may also be the end of
+    one: `params['w']` is `state.params['w']`.
+    """
+    known: dict[tuple[str, ...], PlacedValue] = {}
+    without_name: dict[tuple[str, ...], PlacedValue] = {}
+    for value in source.inputs:
+        keys = _keys(value.path)
+        without_name.setdefault(keys[1:], value)
+        for i in range(len(keys)):
+            known.setdefault(keys[i:], value)
+
+    of_leaf: dict[int, PlacedValue] = {}
+    leaves = zip(traced.flat.invars, traced.in_paths, traced.batch_dims, strict=True)
+    for number, (var, path, batch_dim) in enumerate(leaves):
+        keys = _keys(path)
+        candidates = (without_name.get(keys[1:]) if keys[1:] else None, known.get(keys))
+        same = [one for one in candidates if one is not None and _is_type_of(one, var)]
+        if batch_dim is None and same:
+            of_leaf[number] = same[0]
+
+    if not of_leaf:
+        raise ShardingError(
+            "`FollowParallel` follows the leaves that both functions read, by their paths and types, and there are "
+            f"none. The followed function has {_some(value.path for value in source.inputs)}; this one has "
+            f"{_some(traced.in_paths)}."
+        )
+    return _Homes(of_leaf)
+
+
+def _keys(path: str) -> tuple[str, ...]:
+    """The keys of a path: `state.params['w']` has `state`, `params` and `w`."""
+    return tuple(key.strip(".[]'") for key in re.findall(r"\['.*?'\]|\[[^\]]*\]|\.?[^.\[]+", path))
+
+
+def _is_type_of(value: PlacedValue, var: Var) -> bool:
+    return value.shape == shape_of(var) and value.dtype == dtype_name(var)
+
+
+def _some(paths: Iterator[str] | Sequence[str]) -> str:
+    listed = [f"`{path}`" for path in paths]
+    return ", ".join(listed[:4]) + (", ..." if listed[4:] else "")
+
+
+def _name(path: str, rows: tuple[int, int] | None) -> str:
+    return path if rows is None else f"{path}[{rows[0]}:{rows[1]}]"
+
+
+# ---- stages ----------------------------------------------------------------------------------------------------------
+
+
+def _cut_as(whole: LayeredStep, homes: _Homes) -> CutStep:
+    """The function with its scans over layers in the blocks in which the step keeps the stacked leaves."""
+    traced = whole.step
+    stacks = find_stacks(traced)
+    blocks: list[tuple[tuple[int, int], ...]] = [((0, length),) for length in stacks.lengths]
+    for leaf, var in enumerate(traced.flat.invars):
+        if var in stacks.stack_of and homes.blocks_of(leaf):
+            blocks[stacks.stack_of[var]] = homes.blocks_of(leaf)
+
+    read = {var for eqn in traced.flat.eqns for var in operand_vars(eqn)}
+    for leaf, var in enumerate(traced.flat.invars):
+        is_cut = var in stacks.stack_of and blocks[stacks.stack_of[var]] == homes.blocks_of(leaf)
+        if var in read and homes.blocks_of(leaf) and not is_cut:
+            raise ShardingError(
+                f"`{traced.in_paths[leaf]}` is kept in the rows {homes.blocks_of(leaf)} on several meshes, and this "
+                "function does not read it row by row in a scan over layers, as the followed one does. Scan over it "
+                "in the same way, or leave `FollowParallel` out."
+            )
+    if all(len(of_stack) == 1 for of_stack in blocks):
+        return CutStep(whole=whole, step=traced, of_group=())
+
+    row_blocks = tuple(tuple(stop - start for start, stop in of_stack) for of_stack in blocks)
+    cut = with_row_blocks(traced, row_blocks)
+    return CutStep(whole=whole, step=cut.step, of_group=(), row_blocks=row_blocks, groups=cut.groups)
+
+
+def _stage_of_groups(step: TracedStep, parts: Sequence[Part], homes: _Homes) -> tuple[int, ...]:
+    """The stage of each forward group: that of the leaves it reads, and not before what it reads."""
+    home_of = {var: sorted(homes.of_part(part)) for var, part in zip(step.flat.invars, parts, strict=True)}
+    stage_of: dict[Var, int] = {}
+    stages: list[int | None] = []
+    for eqn in step.flat.eqns:
+        operands = operand_vars(eqn)
+        stage = max((stage_of[v] for v in operands if v in stage_of), default=-1)
+        for v in operands:
+            # Of several copies, the first that does not hold the equation up.
+            held = home_of.get(v) or [stage]
+            stage = max(stage, next((mesh for mesh in held if mesh >= stage), held[-1]))
+        stages.append(stage if stage >= 0 else None)
+        if stage >= 0:
+            stage_of.update(dict.fromkeys(eqn.outvars, stage))
+
+    # What no leaf decides, such as targets made of the batch, is computed where it is read first.
+    first_read: dict[Var, int] = {}
+    of_group = [0] * step.n_groups
+    for eqn, known, origin in zip(reversed(step.flat.eqns), reversed(stages), reversed(step.origins), strict=True):
+        read_at = [first_read[v] for v in eqn.outvars if not is_literal(v) and v in first_read]
+        stage = min(read_at, default=0) if known is None else known
+        for v in operand_vars(eqn):
+            first_read[v] = min(stage, first_read.get(v, stage))
+        if origin.group is not None and origin.direction == "forward":
+            of_group[origin.group] = stage
+    return tuple(of_group)
+
+
+def _stages(
+    context: PlanningContext, source: Plan, homes: _Homes, names: _Names, any_batch: bool
+) -> Iterator[DecidedStage]:
+    """The stages of `source`, with the specs of the leaves on each mesh fixed."""
+    cluster = context.cluster
+    for mesh, stage in enumerate(source.stages):
+        fixed = tuple(
+            (name, homes.of_part(part)[mesh].partition_spec())
+            for part, name in names.items()
+            if mesh in homes.of_part(part)
+        )
+        option = stage.option.for_any_batch() if any_batch else stage.option
+        device = cluster.device_of(stage.first_device // cluster.devices_per_host) if cluster.host_devices else None
+        yield DecidedStage(
+            layers=(mesh,) if source.layer_of_group else (),
+            candidate=Candidate(stage.submesh, stage.logical_shape, device),
+            option=dataclasses.replace(option, fixed_specs=fixed),
+            first_device=stage.first_device,
+        )

@@ -1,0 +1,142 @@
+"""Rows of values: equations that compute a block of rows without the other rows.
+
+A block of a value needs the same positions of the operands, along the dimensions that have the factor of its rows. So
+the cut moves from the value to what it is made of, equation by equation, up to where an operation mixes rows; what is
+made there is computed in full, and cut. Random numbers are drawn by position, so a block draws its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.rules.factors import Dims, Factors, factors_of, run_rows
+from minialpa.tracing.jaxprs import Atom, equations_for, is_literal
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Positions of one dimension, from `start` to before `stop`."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class _FactorRows:
+    """Positions (start, stop) of one factor of an equation."""
+
+    factor: int
+    rows: tuple[int, int]
+
+
+class RowEquations:
+    """The equations `eqns`, with those for some rows of some values among them.
+
+    Attributes:
+        eqns: all equations, in an order in which they can run. Some may be dead.
+        blocks: the variable that holds these rows of a variable.
+    """
+
+    def __init__(self, inputs: Sequence[Var], eqns: Sequence[JaxprEqn], wanted: Iterable[tuple[Var, Rows]]) -> None:
+        """inputs: what `eqns` read and do not make. wanted: the rows that are to be in `blocks`."""
+        self.eqns: list[JaxprEqn] = []
+        self.blocks: dict[tuple[Var, Rows], Atom] = {}
+        self._asked: dict[Var, list[Rows]] = defaultdict(list)
+        for var, rows in wanted:
+            self._ask(var, rows)
+
+        # Readers come behind what they read, so all rows that are asked of a value are known when its turn comes.
+        cuts = {id(eqn): self._cuts_of(eqn) for eqn in reversed(eqns)}
+        for var in inputs:
+            self._slice(var, self._asked[var])
+        for eqn in eqns:
+            self.eqns.append(eqn)
+            self._add_blocks(eqn, cuts[id(eqn)])
+
+    def _ask(self, var: Var, rows: Rows) -> None:
+        if rows not in self._asked[var]:
+            self._asked[var].append(rows)
+
+    def _cuts_of(self, eqn: JaxprEqn) -> dict[tuple[int, Rows], _FactorRows | None]:
+        """For each result and rows of it that are asked for, the positions to compute; None to cut the result."""
+        cuts: dict[tuple[int, Rows], _FactorRows | None] = {}
+        for r, var in enumerate(eqn.outvars):
+            for rows in self._asked[var]:
+                factors = factors_of(eqn).on_mesh()
+                found = cuts[r, rows] = _factor_rows(eqn, factors, r, rows)
+                if found is not None:
+                    for atom, own in zip(eqn.invars, factors.operands, strict=True):
+                        mine = _rows_of_factor(factors, own, found)
+                        if mine is not None and not is_literal(atom):
+                            self._ask(atom, mine)
+        return cuts
+
+    def _add_blocks(self, eqn: JaxprEqn, cuts: dict[tuple[int, Rows], _FactorRows | None]) -> None:
+        computed: dict[_FactorRows, list[Atom]] = {}
+        for (r, rows), found in cuts.items():
+            if found is None:
+                self._slice(eqn.outvars[r], [rows])
+                continue
+            if found not in computed:
+                computed[found] = self._compute(eqn, found)
+            self.blocks[eqn.outvars[r], rows] = computed[found][r]
+
+    def _compute(self, eqn: JaxprEqn, positions: _FactorRows) -> list[Atom]:
+        """The results of an equation at these positions."""
+        factors = factors_of(eqn).on_mesh()
+        operands: list[Atom] = []
+        for atom, own in zip(eqn.invars, factors.operands, strict=True):
+            mine = _rows_of_factor(factors, own, positions)
+            operands.append(atom if mine is None or is_literal(atom) else self.blocks[atom, mine])
+
+        eqns, results = equations_for(
+            lambda *xs: run_rows(eqn, factors, xs, positions.factor, positions.rows), *operands
+        )
+        self.eqns += eqns
+        return results
+
+    def _slice(self, var: Var, asked: Iterable[Rows]) -> None:
+        for rows in asked:
+            eqns, (block,) = equations_for(lambda x, r=rows: lax.slice_in_dim(x, r.start, r.stop, axis=r.dim), var)
+            self.eqns += eqns
+            self.blocks[var, rows] = block
+
+
+def _factor_rows(eqn: JaxprEqn, factors: Factors, result: int, rows: Rows) -> _FactorRows | None:
+    """The positions of a factor that make up these rows of a result; None if an equation cannot compute them alone."""
+    dim = factors.results[result][rows.dim]
+    factor = next((f for f in dim if factors.sizes[f] > 1), None)
+    if factor is None or factor in factors.blocked or factor in factors.reductions or eqn.effects:
+        return None
+
+    inner = _inner(factors, dim, factor)
+    leads = all(
+        factor not in other or factor == next(f for f in other if factors.sizes[f] > 1)
+        for dims in (*factors.operands, *factors.results)
+        for other in dims
+    )
+    if rows.start % inner or rows.stop % inner or not leads:
+        return None
+    return _FactorRows(factor, (rows.start // inner, rows.stop // inner))
+
+
+def _rows_of_factor(factors: Factors, dims: Dims, positions: _FactorRows) -> Rows | None:
+    """The rows of an array at these positions; None if it does not have the factor."""
+    factor, (start, stop) = positions.factor, positions.rows
+    for d, dim in enumerate(dims):
+        if factor in dim:
+            inner = _inner(factors, dim, factor)
+            return Rows(d, start * inner, stop * inner)
+    return None
+
+
+def _inner(factors: Factors, dim: tuple[int, ...], factor: int) -> int:
+    """The length of a dimension for each position of its leading factor."""
+    return math.prod(factors.sizes[f] for f in dim if f != factor)

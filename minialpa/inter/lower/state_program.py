@@ -1,0 +1,260 @@
+"""The program that creates a training state where a step reads it.
+
+A few functions for each mesh compute the leaves that this mesh holds, shard by shard, with nothing sent between meshes:
+what several leaves are made of, such as random keys, is computed wherever it is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax.extend.core import Var
+from jax.sharding import PartitionSpec
+
+from minialpa.cluster import LogicalMesh
+from minialpa.errors import ShardingError
+from minialpa.inter.lower.lifetimes import last_uses, with_frees
+from minialpa.inter.lower.propagated_specs import propagated_specs
+from minialpa.inter.lower.row_equations import RowEquations, Rows
+from minialpa.inter.lower.task_functions import task_function
+from minialpa.intra.spmd import ShardedEquations
+from minialpa.plan import PlacedValue
+from minialpa.programs.leaf_blocks import LeafBlocks, numbered_leaves
+from minialpa.programs.program import (
+    ConstantSlot,
+    Function,
+    InputSlot,
+    Instruction,
+    OutputSlot,
+    Program,
+    Run,
+    verify_program,
+)
+from minialpa.sharding import Spec
+from minialpa.tracing.jaxprs import Atom, bytes_of, dtype_name, is_literal, live_equations, operand_vars, shape_of
+from minialpa.tracing.trace import TracedStep
+
+#: Calls that make the leaves of one mesh, about. XLA computes all leaves of a call at the same time, and drawing random
+#: numbers takes several times their memory: more calls need less room, and take longer to compile.
+_N_CALLS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StateProgram:
+    """A program that creates a state, and the meshes and specs of its arguments and results."""
+
+    program: Program
+    inputs: tuple[PlacedValue, ...]
+    outputs: tuple[PlacedValue, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A leaf of the state, or one block of its rows, on the meshes that hold it.
+
+    Attributes:
+        leaf: number of the result of the traced function.
+        rows: (start, stop) of the block; None for all rows.
+        places: mesh and spec of each copy.
+    """
+
+    leaf: int
+    rows: tuple[int, int] | None
+    places: tuple[tuple[int, Spec], ...]
+
+
+def state_program(traced: TracedStep, step: Program, meshes: Sequence[LogicalMesh]) -> StateProgram:
+    """The program of `traced`, a function whose results are the first argument leaves of `step`.
+
+    meshes: the logical mesh of each mesh of `step`.
+    Raises ShardingError if the step reads rows of the state as a batch.
+    """
+    pieces = _pieces(traced, step)
+    writer = _Writer(traced, meshes)
+    for mesh in range(len(meshes)):
+        writer.add_mesh(mesh, pieces)
+
+    program = writer.program(step, pieces)
+    verify_program(program)
+    return StateProgram(program, _placed_inputs(traced, program), _placed_outputs(traced, pieces))
+
+
+def _pieces(traced: TracedStep, step: Program) -> list[_Piece]:
+    """The leaves and blocks of the state, as `step` numbers them."""
+    slots: dict[int, list[InputSlot]] = defaultdict(list)
+    for slot in step.inputs:
+        slots[slot.leaf].append(slot)
+
+    n_leaves = len(traced.flat.outvars)
+    pieces = []
+    for number, (leaf, rows) in enumerate(numbered_leaves(range(n_leaves), step.blocks.arguments[:n_leaves])):
+        if any(slot.rows is not None for slot in slots[number]):
+            raise ShardingError(
+                f"`{traced.out_paths[leaf]}` is a leaf of the state, and the training step reads it as a batch. Take "
+                "the state out of `batch_argnums`."
+            )
+        ndim = len(shape_of(traced.flat.outvars[leaf]))
+        places = [(slot.mesh, Spec.of(slot.spec, ndim)) for slot in slots[number]]
+        # A leaf that no stage reads has no place; the first mesh keeps it.
+        pieces.append(_Piece(leaf, rows, tuple(places or [(0, Spec.replicated(ndim))])))
+    return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A piece on one mesh: its number, and its spec there."""
+
+    number: int
+    piece: _Piece
+    spec: Spec
+
+
+def _parts(copies: Sequence[_Copy], leaves: Sequence[Atom]) -> list[list[_Copy]]:
+    """`copies` in runs of about equal bytes, each of which is made by one call."""
+    n_bytes = [_piece_bytes(copy.piece, leaves) for copy in copies]
+    most_bytes = max([sum(n_bytes) / _N_CALLS, *n_bytes], default=0)
+    parts: list[list[_Copy]] = []
+    room = 0.0
+    for copy, size in zip(copies, n_bytes, strict=True):
+        if not parts or size > room:
+            parts.append([])
+            room = most_bytes
+        parts[-1].append(copy)
+        room -= size
+    return parts
+
+
+def _piece_bytes(piece: _Piece, leaves: Sequence[Atom]) -> float:
+    n_bytes, rows = bytes_of(leaves[piece.leaf]), piece.rows
+    return n_bytes if rows is None else n_bytes * (rows[1] - rows[0]) / shape_of(leaves[piece.leaf])[0]
+
+
+class _Writer:
+    """Writes the functions and the calls of each mesh.
+
+    Attributes:
+        made: the buffer of each copy of a piece, by the number of the piece and of the copy's mesh.
+    """
+
+    def __init__(self, traced: TracedStep, meshes: Sequence[LogicalMesh]) -> None:
+        self._flat, self._meshes = traced.flat, meshes
+        self._functions: list[Function] = []
+        self._instructions: list[Instruction] = []
+        self._inputs: list[InputSlot] = []
+        self._constants: list[ConstantSlot] = []
+        self._numbers = itertools.count()
+        self._filled: dict[tuple[Var, int], int] = {}
+        self.made: dict[tuple[int, int], int] = {}
+
+    def add_mesh(self, mesh: int, pieces: Sequence[_Piece]) -> None:
+        """Write the calls that make the pieces of a mesh."""
+        mine = [
+            _Copy(number, piece, spec)
+            for number, piece in enumerate(pieces)
+            for home, spec in piece.places
+            if home == mesh
+        ]
+        for part in _parts(mine, self._flat.outvars):
+            self._add_call(mesh, part)
+
+    def _add_call(self, mesh: int, copies: Sequence[_Copy]) -> None:
+        program = self._mesh_equations(mesh, copies)
+        inputs = tuple(self._fill(var, mesh) for var in program.invars)
+        outputs = tuple(next(self._numbers) for _ in copies)
+        number = len(self._functions)
+        self._functions.append(task_function(f"create{mesh}.{number}", mesh, program))
+        self._instructions.append(Run(number, inputs, outputs))
+        self.made.update(((copy.number, mesh), buffer) for copy, buffer in zip(copies, outputs, strict=True))
+
+    def program(self, step: Program, pieces: Sequence[_Piece]) -> Program:
+        """The program of all meshes, which are those of `step`."""
+        outputs = []
+        for number, piece in enumerate(pieces):
+            homes = tuple(mesh for mesh, _ in piece.places)
+            outputs.append(OutputSlot(tuple(self.made[number, mesh] for mesh in homes), homes))
+
+        kept = {*self.made.values(), *(slot.buffer for slot in self._constants)}
+        blocks = step.blocks.arguments[: pieces[-1].leaf + 1] if pieces else ()
+        return Program(
+            meshes=step.meshes,
+            functions=tuple(self._functions),
+            inputs=tuple(self._inputs),
+            constants=tuple(self._constants),
+            instructions=tuple(with_frees(self._instructions, last_uses(self._instructions, kept))),
+            outputs=tuple(outputs),
+            donated_leaves=frozenset(),
+            n_buffers=next(self._numbers),
+            blocks=LeafBlocks(results=blocks if any(blocks) else ()),
+        )
+
+    def _mesh_equations(self, mesh: int, copies: Sequence[_Copy]) -> ShardedEquations:
+        """The equations that make these copies, in their specs."""
+        flat = self._flat
+        atoms = [(flat.outvars[copy.piece.leaf], copy.piece.rows) for copy in copies]
+        cut = [(atom, Rows(0, *rows)) for atom, rows in atoms if rows is not None and not is_literal(atom)]
+        found = RowEquations((*flat.constvars, *flat.invars), flat.eqns, cut)
+        outvars = [
+            atom if rows is None or is_literal(atom) else found.blocks[atom, Rows(0, *rows)] for atom, rows in atoms
+        ]
+        eqns = [eqn for eqn, is_live in zip(found.eqns, live_equations(found.eqns, outvars), strict=True) if is_live]
+        read = {var for eqn in eqns for var in operand_vars(eqn)} | {atom for atom in outvars if not is_literal(atom)}
+        invars = tuple(var for var in (*flat.constvars, *flat.invars) if var in read)
+
+        specs = [copy.spec for copy in copies]
+        results = [(atom, spec) for atom, spec in zip(outvars, specs, strict=True) if not is_literal(atom)]
+        sharded = propagated_specs(invars, eqns, results, self._meshes[mesh])
+        return ShardedEquations(
+            eqns=tuple(eqns),
+            invars=invars,
+            outvars=tuple(outvars),
+            specs=sharded.specs,
+            equations=sharded.equations,
+            out_specs=tuple(specs),
+            mesh=self._meshes[mesh],
+        )
+
+    def _fill(self, var: Var, mesh: int) -> int:
+        """A buffer of `mesh` that holds an argument or a constant when the call begins, on all of its devices."""
+        if (var, mesh) not in self._filled:
+            self._filled[var, mesh] = self._new_slot(var, mesh)
+        return self._filled[var, mesh]
+
+    def _new_slot(self, var: Var, mesh: int) -> int:
+        buffer = next(self._numbers)
+        if var in self._flat.constvars:
+            value = self._flat.consts[self._flat.constvars.index(var)]
+            self._constants.append(ConstantSlot(buffer, value, mesh, PartitionSpec()))
+        else:
+            leaf = self._flat.invars.index(var)
+            self._inputs.append(InputSlot(buffer=buffer, leaf=leaf, rows=None, mesh=mesh, spec=PartitionSpec()))
+        return buffer
+
+
+def _placed_inputs(traced: TracedStep, program: Program) -> tuple[PlacedValue, ...]:
+    placed = []
+    for number, (var, path) in enumerate(zip(traced.flat.invars, traced.in_paths, strict=True)):
+        homes = tuple(slot.mesh for slot in program.inputs if slot.leaf == number)
+        specs = (Spec.replicated(len(shape_of(var))),) * len(homes)
+        placed.append(PlacedValue(path=path, shape=shape_of(var), dtype=dtype_name(var), mesh_ids=homes, specs=specs))
+    return tuple(placed)
+
+
+def _placed_outputs(traced: TracedStep, pieces: Sequence[_Piece]) -> tuple[PlacedValue, ...]:
+    placed = []
+    for leaf, mine in itertools.groupby(pieces, key=lambda piece: piece.leaf):
+        atom = traced.flat.outvars[leaf]
+        copies = [(mesh, spec, piece.rows) for piece in mine for mesh, spec in piece.places]
+        placed.append(
+            PlacedValue(
+                path=traced.out_paths[leaf],
+                shape=shape_of(atom),
+                dtype=dtype_name(atom),
+                mesh_ids=tuple(mesh for mesh, _, _ in copies),
+                specs=tuple(spec for _, spec, _ in copies),
+                rows=tuple(rows for _, _, rows in copies if rows is not None),
+            )
+        )
+    return tuple(placed)

@@ -1,0 +1,127 @@
+"""`CreateStateParallel`: a state with the numbers of plain jax, made where the training step reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import CreateStateParallel, PipeshardParallel, ShardingError, ShardParallel, Zero3Parallel, models
+from minialpa.methods import Method
+from minialpa.runtime.arrays import BlockedArray
+from tests import scanned_training as scanned
+from tests.runtime.cluster.in_process_session import in_process_session
+
+
+@pytest.fixture(autouse=True)
+def _no_session_stays() -> Iterator[None]:
+    yield
+    minialpa.shutdown()
+
+
+def numbers(leaf: Any) -> np.ndarray:
+    """The value of a leaf; of random keys, their integers."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return np.asarray(jax.random.key_data(leaf if isinstance(leaf, jax.Array) else leaf[...]))
+    return np.asarray(leaf)
+
+
+def assert_same_bits(state: Any, expected: Any) -> None:
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for (path, found), wanted in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), name
+        np.testing.assert_array_equal(numbers(found), numbers(wanted), err_msg=name)
+
+
+def assert_read_in_place(step: Any, state: Any, batch: Any) -> None:
+    """That the step takes every leaf as it is: placing the arguments makes no new array."""
+    placed = step.preshard_dynamic_args(state, batch)[0]
+    for (path, found), given in zip(jax.tree.leaves_with_path(placed), jax.tree.leaves(state), strict=True):
+        assert found is given, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("where", ["local", "cluster"])
+@pytest.mark.parametrize("name", scanned.METHODS)
+def test_a_state_has_the_bits_of_plain_jax_and_is_read_in_place(name: str, where: str) -> None:
+    with in_process_session(1, 4) if where == "cluster" else nullcontext():
+        step = minialpa.parallelize(scanned.train_step, method=scanned.METHODS[name])
+        create = minialpa.parallelize(scanned.init, method=CreateStateParallel(step, (scanned.BATCH,)))
+        key = jax.random.key(3)
+        state = create(key)
+        expected = jax.jit(scanned.init)(key)
+        assert_same_bits(state, expected)
+        assert_read_in_place(step, state, scanned.BATCH)
+        if name == "blocks":
+            assert isinstance(state["params"]["layers"]["up"], BlockedArray)
+
+        compiled = step.get_last_executable()
+        _, loss = step(state, scanned.BATCH)
+        assert step.get_last_executable() is compiled, "the step was compiled twice"
+        np.testing.assert_allclose(float(loss), float(jax.jit(scanned.train_step)(expected, scanned.BATCH)[1]), 1e-4)
+        assert not key.is_deleted(), "the state shares memory with the argument"
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(Zero3Parallel(), marks=pytest.mark.slow),
+        PipeshardParallel(num_micro_batches=2, layer_option="manual"),
+    ],
+)
+def test_a_flax_train_state_has_the_bits_of_plain_jax(method: Method) -> None:
+    case = models.build("mlp", batch_size=8, hidden=8)
+    batch = case.make_batch(0, 8)
+    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
+    create = minialpa.parallelize(case.init, method=CreateStateParallel(step, (batch,)))
+    state = create(jax.random.key(0))
+    assert_same_bits(state, jax.jit(case.init)(jax.random.key(0)))
+    assert_read_in_place(step, state, batch)
+
+
+def test_placements_are_those_that_the_step_reads() -> None:
+    step = minialpa.parallelize(scanned.train_step, method=scanned.METHODS["blocks"])
+    create = minialpa.parallelize(scanned.init, method=CreateStateParallel(step, (scanned.BATCH,)))
+    made = create.get_executable(jax.random.key(0)).get_output_placement_specs()
+    read = step.get_last_executable().get_input_placement_specs()[0]
+    for out, given in zip(jax.tree.leaves(made), jax.tree.leaves(read), strict=True):
+        assert (out.mesh_ids, out.partition_specs, out.rows) == (given.mesh_ids, given.partition_specs, given.rows)
+    assert create.plan(jax.random.key(0)) == step.plan(jax.eval_shape(scanned.init, jax.random.key(0)), scanned.BATCH)
+
+
+def test_no_device_and_no_host_holds_the_whole_state() -> None:
+    # Each leaf is 1/36 of the state and is drawn on 8 devices, so a device needs less than a whole leaf at a time.
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    root = Path(__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.born_state"], capture_output=True, text=True, check=True, env=env, cwd=root
+    )
+    found = json.loads(run.stdout)
+    assert found["per_device"] < found["state"] / 8
+    # The devices are in the memory of the process: their shards, and what drawing them takes, but no second state.
+    assert found["grown"] < 1.9 * found["state"]
+
+
+def test_a_state_that_the_step_cannot_take_is_refused_by_name() -> None:
+    step = minialpa.parallelize(scanned.train_step, method=ShardParallel())
+    with pytest.raises(ShardingError, match=r"`train_step` is a parallelized function.*got a function"):
+        CreateStateParallel(scanned.train_step, (scanned.BATCH,))  # type: ignore[arg-type]
+    with pytest.raises(ShardingError, match="`other_args` is a tuple"):
+        CreateStateParallel(step, scanned.BATCH)  # type: ignore[arg-type]
+    create = minialpa.parallelize(scanned.init, method=CreateStateParallel(step, (scanned.BATCH,)), donate_argnums=(0,))
+    with pytest.raises(ShardingError, match="`donate_argnums`"):
+        create(jax.random.key(0))
+    create = minialpa.parallelize(scanned.init, method=CreateStateParallel(step, (scanned.BATCH,)))
+    with pytest.raises(ShardingError, match=r"`train_step\.export_specs`"):
+        create.export_specs(jax.random.key(0))
