@@ -142,7 +142,7 @@ class Parameters:
         values: arguments by their numbers. None if such calls do not have these arguments, or have them with another
         structure, shape or dtype.
         """
-        (tree, names), _, _, leaf_keys = key
+        (tree, names), *_, leaf_keys = key
         positions: dict[int, slice] = {}
         start = 0
         for name, child in zip(names, tree.children(), strict=True):
