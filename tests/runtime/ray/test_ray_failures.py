@@ -213,6 +213,7 @@ def test_interrupt_of_the_caller(training: Training) -> None:
     traces.assert_gone()
 
 
+@pytest.mark.slow  # tests/runtime/cluster/test_in_process_cluster.py has its short relative
 @pytest.mark.usefixtures("interrupts")
 def test_interrupt_when_only_some_workers_have_their_call(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     training.start(hosts=1)
