@@ -446,9 +446,7 @@ class ParallelizedFunc:
         known = self._parameters
         for name, value in zip(names, values, strict=True):
             check_no_graph(value, f"Argument `{known.label(name)}`")
-        modules = () if call.graph is None else call.graph.names
-        is_state = [name in modules or is_train_state(value) for name, value in zip(names, values, strict=True)]
-        state_like = [known.number(name) for name, found in zip(names, is_state, strict=True) if found]
+        state_like = self._state_like(call, names, values)
         try:
             with collection_paused():
                 traced = trace_step(
@@ -475,6 +473,12 @@ class ParallelizedFunc:
         if isinstance(found, NoBatch):
             traced, found = dataclasses.replace(traced, no_batch=found), ()
         return with_batch(traced, found, arg_of_leaf=numbers, donate=known.donate, state_like=state_like)
+
+    def _state_like(self, call: Call, names: Sequence[int | str], values: Sequence[Any]) -> list[int]:
+        """The numbers of the arguments that are a training state by their type: modules of flax.nnx, `TrainState`s."""
+        modules = () if call.graph is None else call.graph.names
+        is_state = [name in modules or is_train_state(value) for name, value in zip(names, values, strict=True)]
+        return [self._parameters.number(name) for name, found in zip(names, is_state, strict=True) if found]
 
     def _explain_mismatch(self, call: Call, error: Exception) -> None:
         """Raise a clearer error if the arguments have another structure than those of earlier calls."""

@@ -37,7 +37,7 @@ Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
 Argnums = int | Sequence[int] | Literal["auto"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """The arguments of one call.
 
@@ -114,7 +114,15 @@ class Parameters:
         has_functions = hidden is not leaves
         if has_functions:
             leaves, tree = jax.tree.flatten(jax.tree.unflatten(tree, hidden))
-        return Call(leaves, (tree, tuple(dynamic)), tuple(static), len(args), has_functions, graph, modules)
+        return Call(
+            leaves=leaves,
+            tree=(tree, tuple(dynamic)),
+            static=tuple(static),
+            n_args=len(args),
+            has_static=has_functions,
+            graph=graph,
+            modules=modules,
+        )
 
     def _leaves_in_modules(self, values: tuple[Any, ...], tree: PyTreeDef) -> list[bool] | None:
         """`leaves_in_modules`, which is found once for a loop of calls whose arguments have one structure."""

@@ -152,15 +152,7 @@ def _cut_as(whole: LayeredStep, homes: _Homes) -> CutStep:
         if var in stacks.stack_of and homes.blocks_of(leaf):
             blocks[stacks.stack_of[var]] = homes.blocks_of(leaf)
 
-    read = {var for eqn in traced.flat.eqns for var in operand_vars(eqn)}
-    for leaf, var in enumerate(traced.flat.invars):
-        is_cut = var in stacks.stack_of and blocks[stacks.stack_of[var]] == homes.blocks_of(leaf)
-        if var in read and homes.blocks_of(leaf) and not is_cut:
-            raise ShardingError(
-                f"`{traced.in_paths[leaf]}` is kept in the rows {homes.blocks_of(leaf)} on several meshes, and this "
-                "function does not read it row by row in a scan over layers, as the followed one does. Scan over it "
-                "in the same way, or leave `FollowParallel` out."
-            )
+    _check_cut(traced, {var: blocks[stack] for var, stack in stacks.stack_of.items()}, homes)
     if all(len(of_stack) == 1 for of_stack in blocks):
         return CutStep(whole=whole, step=traced, of_group=())
 
@@ -169,8 +161,41 @@ def _cut_as(whole: LayeredStep, homes: _Homes) -> CutStep:
     return CutStep(whole=whole, step=cut.step, of_group=(), row_blocks=row_blocks, groups=cut.groups)
 
 
+def _check_cut(traced: TracedStep, blocks_of: Mapping[Var, tuple[tuple[int, int], ...]], homes: _Homes) -> None:
+    """Raise ShardingError if the function reads a leaf otherwise than in the blocks in which the step keeps it.
+
+    blocks_of: the blocks in which each stacked variable will be read.
+    """
+    read = {var for eqn in traced.flat.eqns for var in operand_vars(eqn)}
+    for leaf, var in enumerate(traced.flat.invars):
+        is_cut = blocks_of.get(var) == homes.blocks_of(leaf)
+        if var in read and homes.blocks_of(leaf) and not is_cut:
+            raise ShardingError(
+                f"`{traced.in_paths[leaf]}` is kept in the rows {homes.blocks_of(leaf)} on several meshes, and this "
+                "function does not read it row by row in a scan over layers, as the followed one does. Scan over it "
+                "in the same way, or leave `FollowParallel` out."
+            )
+
+
 def _stage_of_groups(step: TracedStep, parts: Sequence[Part], homes: _Homes) -> tuple[int, ...]:
     """The stage of each forward group: that of the leaves it reads, and not before what it reads."""
+    stages = _stages_by_leaves(step, parts, homes)
+
+    # What no leaf decides, such as targets made of the batch, is computed where it is read first.
+    first_read: dict[Var, int] = {}
+    of_group = [0] * step.n_groups
+    for eqn, known, origin in zip(reversed(step.flat.eqns), reversed(stages), reversed(step.origins), strict=True):
+        read_at = [first_read[v] for v in eqn.outvars if not is_literal(v) and v in first_read]
+        stage = min(read_at, default=0) if known is None else known
+        for v in operand_vars(eqn):
+            first_read[v] = min(stage, first_read.get(v, stage))
+        if origin.group is not None and origin.direction == "forward":
+            of_group[origin.group] = stage
+    return tuple(of_group)
+
+
+def _stages_by_leaves(step: TracedStep, parts: Sequence[Part], homes: _Homes) -> list[int | None]:
+    """The stage of each equation that reads leaves, or results of such equations; None for others."""
     home_of = {var: sorted(homes.of_part(part)) for var, part in zip(step.flat.invars, parts, strict=True)}
     stage_of: dict[Var, int] = {}
     stages: list[int | None] = []
@@ -184,18 +209,7 @@ def _stage_of_groups(step: TracedStep, parts: Sequence[Part], homes: _Homes) -> 
         stages.append(stage if stage >= 0 else None)
         if stage >= 0:
             stage_of.update(dict.fromkeys(eqn.outvars, stage))
-
-    # What no leaf decides, such as targets made of the batch, is computed where it is read first.
-    first_read: dict[Var, int] = {}
-    of_group = [0] * step.n_groups
-    for eqn, known, origin in zip(reversed(step.flat.eqns), reversed(stages), reversed(step.origins), strict=True):
-        read_at = [first_read[v] for v in eqn.outvars if not is_literal(v) and v in first_read]
-        stage = min(read_at, default=0) if known is None else known
-        for v in operand_vars(eqn):
-            first_read[v] = min(stage, first_read.get(v, stage))
-        if origin.group is not None and origin.direction == "forward":
-            of_group[origin.group] = stage
-    return tuple(of_group)
+    return stages
 
 
 def _stages(

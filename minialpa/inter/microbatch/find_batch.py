@@ -90,12 +90,18 @@ def find_batch(step: TracedStep, arg_of_leaf: Sequence[int]) -> tuple[int, ...] 
     if len(founders) == len(free) == 1 and free[0].number != 0:
         return (free[0].number,)
     for known in (founders, free):
-        sizes = dict.fromkeys(argument.size for argument in known)
-        groups = [_group(step, [argument for argument in free if argument.size == size], returned) for size in sizes]
-        found = _contenders(groups)
+        found = _contenders(_groups(step, known, free, returned))
         if found:
             return found[0].numbers if len(found) == 1 else _unclear(found)
     return _none(free)
+
+
+def _groups(
+    step: TracedStep, known: Sequence[_Argument], free: Sequence[_Argument], returned: Collection[int]
+) -> list[_Group]:
+    """A group for each number of examples that the arguments `known` have, of all that are `free` and have it."""
+    sizes = dict.fromkeys(argument.size for argument in known)
+    return [_group(step, [argument for argument in free if argument.size == size], returned) for size in sizes]
 
 
 def _arguments(step: TracedStep, arg_of_leaf: Sequence[int]) -> list[_Argument]:
