@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +43,19 @@ def trained(model: str, name: str) -> tuple[Any, Any]:
     return step.get_last_executable(), state
 
 
-@pytest.mark.parametrize("model", [pytest.param("mlp", marks=pytest.mark.slow), "llama"])
-@pytest.mark.parametrize(
-    ("saved", "restored"),
-    [
-        pytest.param(a, b, marks=() if (a, b) in SHORT else pytest.mark.slow, id=f"{a} -> {b}")
-        for a in PLANS
-        for b in PLANS
-    ],
-)
+def pairs() -> Iterator[Any]:
+    """A model, the plan that its state is saved under, and the plan that it is restored under."""
+    for model in ("mlp", "llama"):
+        # A model without a scan has no blocks.
+        plans = PLANS if model == "llama" else PLANS[:-1]
+        for saved, restored in itertools.product(plans, plans):
+            is_short = model == "llama" and (saved, restored) in SHORT
+            marks = () if is_short else pytest.mark.slow
+            yield pytest.param(model, saved, restored, marks=marks, id=f"{model}, {saved} -> {restored}")
+
+
+@pytest.mark.parametrize(("model", "saved", "restored"), list(pairs()))
 def test_a_state_comes_back_under_every_plan(model: str, saved: str, restored: str, tmp_path: Path) -> None:
-    if model == "mlp" and "blocks on 2 stages" in (saved, restored):
-        pytest.skip("a model without a scan has no blocks")
     executable, state = trained(model, saved)
     target, _ = trained(model, restored)
     save_checkpoint(tmp_path, state, step=7, plan=executable.get_parallel_plan())
