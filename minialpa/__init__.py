@@ -1,7 +1,8 @@
 """minialpa: automatic intra- and inter-operator parallelism for JAX training steps."""
 
 from minialpa import testing, util
-from minialpa.api import ParallelizedFunc, explain, get_last_dp_result, parallelize, plan, replan
+from minialpa.api.functions import explain, get_last_dp_result, parallelize, plan, replan
+from minialpa.api.parallelized import ParallelizedFunc
 from minialpa.arrays import prefetch
 from minialpa.checkpoints.manager import Checkpoint, CheckpointManager, restore_checkpoint, save_checkpoint
 from minialpa.cluster import ClusterSpec, DeviceSpec, LinkSpec, LogicalMesh

@@ -24,7 +24,7 @@ from typing import Any, Literal, Self
 import jax
 import numpy as np
 
-from minialpa.api import ParallelizedFunc
+from minialpa.api.parallelized import ParallelizedFunc
 from minialpa.arrays import own_copy
 from minialpa.errors import MinialpaError, ShardingError
 from minialpa.plan import PlacementSpec

@@ -764,3 +764,64 @@ def test_the_last_answer_lists_all_layers_of_one_stage(method: Any, n_layers: in
         again = minialpa.plan(plans.train_step, args, cluster=cluster, method=method)
         assert minialpa.get_last_dp_result().forward_stage_layer_ids == layers
         assert len(again.stages) == 1
+
+
+# ---- plans that are made once ---------------------------------------------------------------------------------------
+
+
+def count_plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The clusters of the plans that are made from here on."""
+    from minialpa.inter import pipeline
+
+    made, plan_step = [], pipeline.plan_step
+
+    def counted(traced: Any, cluster: Any, *args: Any, **kwargs: Any) -> Any:
+        made.append(cluster)
+        return plan_step(traced, cluster, *args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "plan_step", counted)
+    return made
+
+
+def test_a_session_like_an_earlier_one_plans_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = count_plans(monkeypatch)
+    parallel = minialpa.parallelize(train_step, method=ShardParallel())
+    plans_of = []
+    for n_devices in (8, 4, 8, 4):
+        minialpa.shutdown()
+        minialpa.init(devices_per_host=n_devices)
+        parallel(make_params(), make_batch())
+        plans_of.append(parallel.get_last_executable().get_parallel_plan())
+    assert [cluster.n_devices for cluster in made] == [8, 4]
+    assert plans_of[0] is plans_of[2] and plans_of[1] is plans_of[3]
+
+
+def test_use_plan_takes_the_place_of_planning_where_the_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = make_params(), make_batch()
+    minialpa.init(devices_per_host=8)
+    in_micro_batches = ShardParallel(num_micro_batches=2)
+    plan = minialpa.parallelize(train_step, method=in_micro_batches, donate_argnums=()).plan(*args)
+
+    made = count_plans(monkeypatch)
+    parallel = minialpa.parallelize(train_step, method=ShardParallel(), donate_argnums=())
+    parallel.use_plan(minialpa.Plan.from_json(plan.to_json()))
+    assert_allclose(parallel(*args), train_step(*args))
+    assert parallel.get_last_executable().get_parallel_plan() == plan and not made
+
+    # Other shapes, and other devices, are planned by the method.
+    other = make_params(), make_batch(2 * N_EXAMPLES)
+    assert_allclose(parallel(*other), train_step(*other))
+    minialpa.shutdown()
+    minialpa.init(devices_per_host=4)
+    assert_allclose(parallel(*args), train_step(*args))
+    assert [cluster.n_devices for cluster in made] == [8, 4]
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_use_plan_is_refused_where_it_would_be_ignored(follows: bool) -> None:
+    args = make_params(), make_batch()
+    source = minialpa.parallelize(train_step, method=ShardParallel())
+    plan = source.plan(*args)
+    method = minialpa.FollowParallel(source) if follows else plan
+    with pytest.raises(minialpa.ShardingError, match="use_plan"):
+        minialpa.parallelize(train_step, method=method).use_plan(plan)

@@ -317,5 +317,5 @@ def test_the_package_has_its_public_names_and_no_others() -> None:
 
 
 def test_a_function_is_not_hidden_by_the_package_of_its_name() -> None:
-    code = "from minialpa.plan import Plan; import minialpa; assert minialpa.plan is minialpa.api.plan"
+    code = "from minialpa.plan import Plan; import minialpa; assert minialpa.plan is minialpa.api.functions.plan"
     subprocess.run([sys.executable, "-c", code], timeout=300, check=True)

@@ -41,7 +41,7 @@ class Executable:
         placements: tuple[Sequence[PlacementSpec], Sequence[PlacementSpec]] | None = None,
     ) -> None:
         self._plan = plan
-        self._in_tree, self._out_tree = in_tree, out_tree
+        self._in_tree, self.out_tree = in_tree, out_tree
         self._input_specs, self._output_specs = placements or (plan.input_specs, plan.output_specs)
         self._program = program
         self.runner = runner
@@ -75,7 +75,7 @@ class Executable:
 
     def get_output_placement_specs(self) -> Any:
         """The results with a `PlacementSpec` in place of every leaf."""
-        return jax.tree.unflatten(self._out_tree, self._output_specs)
+        return jax.tree.unflatten(self.out_tree, self._output_specs)
 
     @property
     def function_names(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from minialpa import (
     Zero3Parallel,
     models,
 )
-from minialpa.api import ParallelizedFunc
+from minialpa.api.parallelized import ParallelizedFunc
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_memory import donations
 from minialpa.inter.staging.mesh_problem import ShardedView, mesh_equations, task_program

@@ -1,7 +1,6 @@
-"""`parallelize` returns a function that takes and returns what a training step does, and runs it on all devices.
+"""The function that `parallelize` returns: it binds the arguments of a call, and finds or makes the program for them.
 
 The first call with new shapes is traced, planned and compiled; later ones run the program that was compiled then.
-The first call that needs the planner or the runtime imports it, because importing them takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -10,48 +9,38 @@ import dataclasses
 import functools
 import reprlib
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.tree_util import PyTreeDef
 
+from minialpa.api.step_compiler import compile_creation, compile_step
+from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
 from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, on_leaves, rebuild, shown
-from minialpa.cluster import ClusterSpec
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError, WorkerError
-from minialpa.inter.lower.mesh_programs import input_types
 from minialpa.inter.microbatch.find_batch import find_batch
-from minialpa.inter.staging.replan import check_fits, difference, logical_mesh_of
 from minialpa.methods import (
-    AutoParallel,
     CreateStateParallel,
     FollowingMethod,
     FollowParallel,
     Method,
     Target,
     check_method,
-    plan_to_method,
     resolve_devices,
 )
-from minialpa.options import PlanOptions
-from minialpa.plan import Plan, verify_plan
-from minialpa.programs.program import Program
+from minialpa.plan import Plan
 from minialpa.pytrees import check_no_graph, update_modules
 from minialpa.session import Session, current_session, running_session
 from minialpa.support.collection import collection_paused
-from minialpa.support.progress import ProgressBar
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
-from minialpa.tracing.jaxprs import aval_of, is_weak
 from minialpa.tracing.trace import NoBatch, TracedStep, trace_step, with_batch
 
 if TYPE_CHECKING:
     from minialpa.runtime.executable import Executable
-    from minialpa.runtime.runner import Runner
 
-OnStale = Literal["refuse", "replan"]
 #: What a call needs: the program on its devices, and what makes its result of the leaves that the program returns.
 Compiled = tuple["Executable", Callable[[Sequence[Any]], Any]]
 
@@ -76,11 +65,6 @@ class Lowered:
 class ParallelizedFunc:
     """A step that is planned, compiled and cached for each set of argument shapes, and runs by the plan."""
 
-    #: The plan that was made or loaded last, by any function. Scripts that were written for Alpa ask for it.
-    last_plan: ClassVar[Plan | None] = None
-    #: The layers of each of its stages, also where the answer is one stage and the plan itself needs no layers.
-    last_layers: ClassVar[tuple[tuple[int, ...], ...]] = ()
-
     def __init__(
         self,
         fun: Callable[..., Any],
@@ -95,7 +79,7 @@ class ParallelizedFunc:
         if on_stale not in ("refuse", "replan"):
             raise ShardingError(f'`on_stale` is "refuse" or "replan"; got {on_stale!r}.')
         functools.update_wrapper(self, fun)
-        self._fun, self._method, self._on_stale = fun, method, on_stale
+        self._fun, self._method = fun, method
         self._parameters = Parameters(fun, static_argnums, donate_argnums, batch_argnums)
         self._options: dict[str, Any] = {
             "static_argnums": static_argnums,
@@ -104,6 +88,7 @@ class ParallelizedFunc:
             "on_stale": on_stale,
         }
 
+        self._planner = StepPlanner(method, on_stale)
         # Compiled programs by the shapes of the call and by the session; one thread compiles at a time.
         self._executables: dict[tuple[Any, ...], Compiled] = {}
         self._compiling = threading.RLock()
@@ -151,6 +136,20 @@ class ParallelizedFunc:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Compiles and runs nothing."""
         return self._plan_for(self._trace(self._parameters.bind(args, kwargs)))[0]
 
+    def use_plan(self, plan: Plan) -> None:
+        """Use `plan`, in the place of planning, for calls with the step, shapes and cluster that it was made for.
+
+        A training run that starts again gives the plan that it saved with its checkpoint: it plans nothing, and
+        computes the same numbers as before. Other calls are planned by the method. Raises ShardingError for a function
+        whose method is a plan, or follows another function.
+        """
+        if isinstance(self._method, Plan | FollowingMethod):
+            raise ShardingError(
+                "`use_plan` gives a plan to a function that is planned by a method, such as `AutoParallel`. This one "
+                f"is planned by a {type(self._method).__name__}."
+            )
+        self._planner.remember(plan)
+
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """The step as `jax.jit(step).trace` gives it, for one device: `.jaxpr`, `.out_info`, `.lower()`.
 
@@ -179,7 +178,9 @@ class ParallelizedFunc:
         session = current_session()
         traced = self._trace(call)
         plan, target = self._plan_for(traced, session)
-        return Lowered(plan, lambda: self._keep(call, session, lambda: _compiled(call, traced, plan, target, session)))
+        return Lowered(
+            plan, lambda: self._keep(call, session, lambda: compile_step(call, traced, plan, target, session))
+        )
 
     def explain(self, what: str, *args: Any, **kwargs: Any) -> str:
         """A table of what the plan for these arguments chose and of what every other choice would cost.
@@ -312,49 +313,30 @@ class ParallelizedFunc:
             return found
         return self._keep(call, session, lambda: self._compile(call, session))
 
-    def _keep(self, call: Call, session: Session, compile_: Callable[[], Compiled]) -> Compiled:
+    def _keep(self, call: Call, session: Session, compile_: Callable[[], Executable]) -> Compiled:
         """The program for a call: the one that is there already, or else what `compile_` returns."""
         key = (call.key(), session.devices, session.cluster, session.runtime)
         with self._compiling:  # threads that make the first call at the same time compile once
             found = self._executables.get(key)
             if found is None:
-                found = compile_()
-                self._executables[key] = found
+                executable = compile_()
+                found = self._executables[key] = executable, shown(call, executable.out_tree)
                 self._known_trees.append(call.tree)
             return found
 
-    def _compile(self, call: Call, session: Session) -> Compiled:
+    def _compile(self, call: Call, session: Session) -> Executable:
         traced = self._trace(call)
-        if isinstance(self._method, CreateStateParallel):
-            return self._compile_creation(call, traced, self._method, session), shown(call, traced.out_tree)
-
-        plan, target = self._plan_for(traced, session)
-        return _compiled(call, traced, plan, target, session)
-
-    def _compile_creation(
-        self, call: Call, traced: TracedStep, method: CreateStateParallel, session: Session
-    ) -> Executable:
-        """The program that creates the state of a training step, which is planned and compiled first."""
-        from minialpa.inter.lower.state_program import state_program
-        from minialpa.runtime.executable import Executable
+        if not isinstance(self._method, CreateStateParallel):
+            plan, target = self._plan_for(traced, session)
+            return compile_step(call, traced, plan, target, session)
 
         if self._parameters.donate not in ("auto", ()):
             raise ShardingError(
                 "A function that creates a state keeps its arguments: they are on every mesh. Leave `donate_argnums` "
                 "out."
             )
-        # The program of the step, and not its plan alone, says on which of several meshes it reads a leaf.
-        step = method.train_step.get_executable(_state_shapes(traced), *method.other_args)
-        plan = step.get_parallel_plan()
-        with ProgressBar() as bar:
-            bar.report("Compiling the state", 0, 1)
-            with collection_paused():
-                created = state_program(traced, step.program, [stage.mesh for stage in plan.stages])
-            runner = _make_runner(created.program, traced, method.train_step.target(session), session)
-        placements = [[value.placement() for value in values] for values in (created.inputs, created.outputs)]
-        return Executable(
-            plan, created.program, runner, call.tree[0], traced.out_tree, placements=(placements[0], placements[1])
-        )
+        train_step = self._method.train_step.get_executable(state_shapes(traced), *self._method.other_args)
+        return compile_creation(call, traced, train_step, self.target(session), session)
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -377,16 +359,8 @@ class ParallelizedFunc:
 
     def _plan_for(self, traced: TracedStep, session: Session | None = None) -> tuple[Plan, Target]:
         target = self.target(session)
-        if isinstance(self._method, CreateStateParallel):
-            return self._method.train_step.plan(_state_shapes(traced), *self._method.other_args), target
-        if isinstance(self._method, Plan):
-            plan = self._saved_plan(traced, self._method)
-        else:
-            with self._batch_named(traced):
-                plan = self._new_plan(traced, self._method, target)
-        layers = _layers_of_stages(traced, self._method, plan)
-        ParallelizedFunc.last_plan, ParallelizedFunc.last_layers = plan, layers
-        return plan, target
+        with self._batch_named(traced):
+            return self._planner.plan(traced, target, is_first=not self._known_trees), target
 
     @contextmanager
     def _batch_named(self, traced: TracedStep) -> Iterator[None]:
@@ -398,45 +372,6 @@ class ParallelizedFunc:
                 names = ", ".join(f"`{name}`" for name in traced.batch_arguments)
                 error.add_note(f"The examples were taken to be in {names}; `batch_argnums=(…)` says it otherwise.")
             raise
-
-    def _new_plan(self, traced: TracedStep, method: Method | FollowParallel, target: Target) -> Plan:
-        """The plan of a method.
-
-        The devices may not divide the last batch of an epoch. Then its examples are split in another way or not at all,
-        with a warning.
-        """
-        try:
-            return _make_plan(traced, method, target)
-        except InfeasibleError as error:
-            if not self._known_trees or not _is_uneven(error):
-                raise
-            warnings.warn(
-                f"{error} This batch has another shape than the one before, so it is planned without the option.",
-                UserWarning,
-                stacklevel=2,
-            )
-        return _make_plan(traced, method, target, any_batch=True)
-
-    def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
-        """The saved plan. If it is stale and `on_stale` is "replan", a plan with its decisions and new shardings."""
-        verify_plan(saved)
-        if self._on_stale == "refuse":
-            check_fits(traced, saved)
-            return saved
-        found = difference(traced, saved)
-        if found is None:
-            return saved
-
-        method = plan_to_method(saved)
-        plan = _make_plan(traced, method, resolve_devices(method.devices))
-        warnings.warn(
-            f"The plan was made for another call: {found}. Its stages, micro-batches, schedule and rematerialisation "
-            f"are kept, and the shardings were solved again: {plan.cost.total_s:.3g} s per step, where the plan had "
-            f"{saved.cost.total_s:.3g} s.",
-            UserWarning,
-            stacklevel=2,
-        )
-        return plan
 
     def _trace(self, call: Call) -> TracedStep:
         tree, names = call.tree
@@ -489,21 +424,6 @@ class ParallelizedFunc:
             ) from error
 
 
-def _compiled(call: Call, traced: TracedStep, plan: Plan, target: Target, session: Session) -> Compiled:
-    """The program of a plan on its devices. Raises ShardingError if there are not enough."""
-    from minialpa.inter.lower.emit import emit_program
-    from minialpa.runtime.executable import Executable
-
-    _check_devices(plan, target, session)
-    with ProgressBar() as bar:
-        bar.report("Compiling", 0, 1)
-        with collection_paused():
-            program = emit_program(traced, plan)
-        runner = _make_runner(program, traced, target, session)
-        executable = Executable(plan, program, runner, call.tree[0], traced.out_tree)
-        return executable, shown(call, traced.out_tree)
-
-
 def _default(option: dataclasses.Field[Any]) -> Any:
     """The default of an option of a method; `MISSING`, to which no value is equal, if it has none."""
     return option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
@@ -515,245 +435,3 @@ def _explain_sizes(leaves: Sequence[Any], paths: Sequence[str], is_batch: Sequen
         find_batch_dims([leaf_type(leaf, path) for leaf, path in zip(leaves, paths, strict=True)], paths, is_batch)
     except TraceError as reason:
         raise reason from error
-
-
-def _check_batch(traced: TracedStep, options: PlanOptions) -> None:
-    """Raise TraceError if a method splits the examples of a step and no argument is known to hold them.
-
-    A search that may choose micro-batches, or none, goes on if there is no candidate, but does not choose between
-    candidates.
-    """
-    if traced.no_batch is None:
-        return
-    sharding = options.sharding
-    if options.n_micro_batches > 1:
-        raise TraceError(f"`num_micro_batches={options.n_micro_batches}` splits examples. {traced.no_batch.reason}")
-    if sharding.data_parallel or sharding.force_batch_dim_to_mesh_dim is not None:
-        raise TraceError(f"Data parallelism splits examples. {traced.no_batch.reason}")
-    if options.choose_micro_batches and traced.no_batch.ambiguous:
-        raise TraceError(f"The planner may split examples. {traced.no_batch.reason}")
-
-
-def _state_shapes(traced: TracedStep) -> Any:
-    """The state that a traced function returns, with a shape in place of every leaf."""
-    avals = [aval_of(atom) for atom in traced.flat.outvars]
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=is_weak(aval)) for aval in avals]
-    return jax.tree.unflatten(traced.out_tree, shapes)
-
-
-def _layers_of_stages(
-    traced: TracedStep, method: Method | FollowParallel | Plan, plan: Plan
-) -> tuple[tuple[int, ...], ...]:
-    """The layers of each stage. If there is one stage, the layers into which the method would have cut the step."""
-    from minialpa.inter.layers.cut_scans import whole_scans
-    from minialpa.inter.layers.layered_step import LayeredStep
-
-    if plan.remat:
-        return tuple(stage.layers for stage in plan.stages)
-    option = None if isinstance(method, Plan | FollowParallel) else method.options().layers
-    if option is None or traced.n_groups == 0:  # a step that returns its arguments
-        return ((0,),)
-    return (tuple(range(max(1, whole_scans(LayeredStep(step=traced, fingerprint=plan.fingerprint), option).n_layers))),)
-
-
-def _check_devices(plan: Plan, target: Target, session: Session) -> None:
-    """Raise ShardingError unless there are the devices that a plan needs."""
-    n_devices = len(target.devices or session.devices) if session.runtime is None else session.cluster.n_devices
-    ends = [stage.first_device + stage.n_devices for stage in plan.stages]
-    needed = max(ends)
-    if needed > n_devices:
-        raise ShardingError(
-            f"The plan needs {needed} devices and there are {n_devices} (`plan.stages[{ends.index(needed)}]`). Plan "
-            "for fewer devices, or pass more."
-        )
-
-
-def _make_runner(program: Program, traced: TracedStep, target: Target, session: Session) -> Runner:
-    """The program on the devices of the session, or on those that the method names."""
-    devices = target.devices or session.devices
-    if session.runtime is None:
-        from minialpa.runtime.local import LocalExecutable
-
-        return LocalExecutable(program, devices)
-    if target.devices:
-        raise ShardingError(
-            "`devices` lists devices of this process, and the session runs on a Ray cluster. Leave `devices` out, or "
-            "give a ClusterSpec or a LogicalMesh."
-        )
-    from minialpa.runtime.cluster.cluster_executable import ClusterExecutable
-
-    return ClusterExecutable(session.runtime, program, input_types(program, traced))
-
-
-def _is_uneven(error: BaseException | None) -> bool:
-    """Whether an error says that the devices do not divide the examples."""
-    from minialpa.intra.graph.option_constraints import UnevenBatchError
-
-    return error is not None and (isinstance(error, UnevenBatchError) or _is_uneven(error.__cause__))
-
-
-def _make_plan(traced: TracedStep, method: Method | FollowParallel, target: Target, *, any_batch: bool = False) -> Plan:
-    """`any_batch`: whether examples may be split otherwise than the method asks."""
-    if isinstance(method, FollowParallel):
-        return _follow_plan(traced, method, target, any_batch)
-    from minialpa.inter.compilers import compiler_of
-    from minialpa.inter.pipeline import plan_step
-
-    options = method.options()
-    _check_batch(traced, options)
-    if any_batch:
-        options = dataclasses.replace(options, sharding=options.sharding.for_any_batch())
-    with ProgressBar() as bar, collection_paused():
-        plan = plan_step(
-            traced,
-            target.cluster,
-            options,
-            compiler=compiler_of(target.cluster, target.jax_version),
-            logical_mesh=target.logical_mesh,
-            progress=bar.report,
-        )
-    verify_plan(plan)
-    return plan
-
-
-def _follow_plan(traced: TracedStep, method: FollowParallel, target: Target, any_batch: bool) -> Plan:
-    """The plan that keeps to that of another function. any_batch: see `_make_plan`."""
-    from minialpa.inter.compilers import compiler_of
-    from minialpa.inter.context import PlanningContext
-    from minialpa.inter.followed_plan import plan_following
-
-    source = method.source()
-    with ProgressBar() as bar, collection_paused():
-        context = PlanningContext(
-            traced=traced,
-            cluster=source.cluster,
-            compiler=compiler_of(source.cluster, target.jax_version),
-            options=method.options(),
-            logical_mesh=logical_mesh_of(source),
-            report=bar.report,
-        )
-        plan = plan_following(context, source, any_batch=any_batch)
-    verify_plan(plan)
-    return plan
-
-
-def parallelize(
-    fun: Callable[..., Any] | None = None,
-    *,
-    method: Method | FollowingMethod | Plan | None = None,
-    static_argnums: Argnums = "auto",
-    donate_argnums: Argnums = "auto",
-    batch_argnums: Argnums = "auto",
-    on_stale: OnStale = "refuse",
-) -> Any:
-    """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
-
-    method: the parallel method, a saved `Plan`, or a method that keeps to the plan of another function, such as
-        `CreateStateParallel` and `FollowParallel`. With None the planner chooses everything (`AutoParallel`).
-    static_argnums: arguments that are Python values; "auto": those that are not pytrees of arrays and numbers.
-    donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
-    batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these. "auto"
-        finds them (`inter/microbatch/find_batch.py`): the second argument of `step(state, batch)`, and in other
-        signatures those whose leading dimension goes through the step as that of examples does. Raises TraceError,
-        which names the candidates, if they cannot be told apart and the method splits examples.
-    on_stale: what to do if a saved `Plan` was made for other shapes or another step. "refuse" raises a VerifyError
-        that says what differs; "replan" keeps the stages, micro-batches, schedule and rematerialisation of the plan,
-        solves the shardings again, and warns.
-    """
-    if fun is None:
-        return functools.partial(
-            parallelize,
-            method=method,
-            static_argnums=static_argnums,
-            donate_argnums=donate_argnums,
-            batch_argnums=batch_argnums,
-            on_stale=on_stale,
-        )
-    return ParallelizedFunc(
-        fun,
-        AutoParallel() if method is None else method,
-        static_argnums=static_argnums,
-        donate_argnums=donate_argnums,
-        batch_argnums=batch_argnums,
-        on_stale=on_stale,
-    )
-
-
-def _method(method: Method | None) -> Method:
-    """The method of those functions that plan for a cluster that the user gives."""
-    chosen = AutoParallel() if method is None else method
-    check_method(chosen)
-    if isinstance(chosen, Plan):
-        raise ShardingError("`method` is a saved plan, which has its own cluster. Use `replan` to plan as it did.")
-    return chosen
-
-
-def plan(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    *,
-    cluster: ClusterSpec,
-    method: Method | None = None,
-    batch_argnums: Argnums = "auto",
-) -> Plan:
-    """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays."""
-    chosen = dataclasses.replace(_method(method), devices=cluster)
-    return ParallelizedFunc(fun, chosen, batch_argnums=batch_argnums).plan(*args)
-
-
-def explain(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    what: str,
-    *,
-    cluster: ClusterSpec,
-    method: Method | None = None,
-    batch_argnums: Argnums = "auto",
-) -> str:
-    """As `ParallelizedFunc.explain`, for the plan that `plan` makes of the same arguments."""
-    chosen = dataclasses.replace(_method(method), devices=cluster)
-    return ParallelizedFunc(fun, chosen, batch_argnums=batch_argnums).explain(what, *args)
-
-
-def replan(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: Argnums = "auto") -> Plan:
-    """A plan for `fun(*args)` that decides as `plan` does, except for the shardings, which are solved again.
-
-    It keeps stages, submeshes, logical shapes, micro-batches, schedule and rematerialisation. Raises VerifyError if the
-    model has other layers.
-    """
-    return ParallelizedFunc(fun, plan_to_method(plan), batch_argnums=batch_argnums).plan(*args)
-
-
-@dataclass(frozen=True, slots=True)
-class DPResult:
-    """What the search for stages decided, in Alpa's terms. It unpacks as Alpa's tuple, which has a profile file first.
-
-    Attributes:
-        forward_stage_layer_ids: the layers of each stage.
-        submesh_physical_shapes: (hosts, devices per host) of each stage.
-        submesh_logical_shapes: the mesh shape of each stage.
-        submesh_autosharding_option_dicts: the fields of the sharding option of each stage.
-    """
-
-    forward_stage_layer_ids: tuple[tuple[int, ...], ...]
-    submesh_physical_shapes: tuple[tuple[int, int], ...]
-    submesh_logical_shapes: tuple[tuple[int, ...], ...]
-    submesh_autosharding_option_dicts: tuple[dict[str, Any], ...]
-
-    def __iter__(self) -> Iterator[Any]:
-        no_profile_file = None
-        return iter((no_profile_file, *(getattr(self, field.name) for field in dataclasses.fields(self))))
-
-
-def get_last_dp_result() -> DPResult:
-    """The stages of the plan that was made last. Raises MinialpaError before the first."""
-    plan = ParallelizedFunc.last_plan
-    if plan is None:
-        raise MinialpaError("No plan was made yet. Call a parallelized function, its `plan`, or `minialpa.plan` first.")
-    stages = plan.stages
-    return DPResult(
-        forward_stage_layer_ids=ParallelizedFunc.last_layers,
-        submesh_physical_shapes=tuple(stage.submesh for stage in stages),
-        submesh_logical_shapes=tuple(stage.logical_shape for stage in stages),
-        submesh_autosharding_option_dicts=tuple(dataclasses.asdict(stage.option) for stage in stages),
-    )

@@ -1,0 +1,142 @@
+"""The functions in front: `parallelize`, and `plan`, `explain` and `replan`, which plan and need no device.
+
+Importing the planner or the runtime takes longer than all the rest, so that the first call that needs one imports it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minialpa.api.parallelized import ParallelizedFunc
+from minialpa.api.step_planner import OnStale, StepPlanner
+from minialpa.calls import Argnums
+from minialpa.cluster import ClusterSpec
+from minialpa.errors import MinialpaError, ShardingError
+from minialpa.methods import AutoParallel, FollowingMethod, Method, check_method, plan_to_method
+from minialpa.plan import Plan
+
+
+def parallelize(
+    fun: Callable[..., Any] | None = None,
+    *,
+    method: Method | FollowingMethod | Plan | None = None,
+    static_argnums: Argnums = "auto",
+    donate_argnums: Argnums = "auto",
+    batch_argnums: Argnums = "auto",
+    on_stale: OnStale = "refuse",
+) -> Any:
+    """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
+
+    method: the parallel method, a saved `Plan`, or a method that keeps to the plan of another function, such as
+        `CreateStateParallel` and `FollowParallel`. With None the planner chooses everything (`AutoParallel`).
+    static_argnums: arguments that are Python values; "auto": those that are not pytrees of arrays and numbers.
+    donate_argnums: arguments whose memory the results may take over; "auto": training states that the step replaces.
+    batch_argnums: arguments whose leaves hold examples along dimension 0; micro-batches are cut from these. "auto"
+        finds them (`inter/microbatch/find_batch.py`): the second argument of `step(state, batch)`, and in other
+        signatures those whose leading dimension goes through the step as that of examples does. Raises TraceError,
+        which names the candidates, if they cannot be told apart and the method splits examples.
+    on_stale: what to do if a saved `Plan` was made for other shapes or another step. "refuse" raises a VerifyError
+        that says what differs; "replan" keeps the stages, micro-batches, schedule and rematerialisation of the plan,
+        solves the shardings again, and warns.
+    """
+    if fun is None:
+        return functools.partial(
+            parallelize,
+            method=method,
+            static_argnums=static_argnums,
+            donate_argnums=donate_argnums,
+            batch_argnums=batch_argnums,
+            on_stale=on_stale,
+        )
+    return ParallelizedFunc(
+        fun,
+        AutoParallel() if method is None else method,
+        static_argnums=static_argnums,
+        donate_argnums=donate_argnums,
+        batch_argnums=batch_argnums,
+        on_stale=on_stale,
+    )
+
+
+def _method(method: Method | None) -> Method:
+    """The method of those functions that plan for a cluster that the user gives."""
+    chosen = AutoParallel() if method is None else method
+    check_method(chosen)
+    if isinstance(chosen, Plan):
+        raise ShardingError("`method` is a saved plan, which has its own cluster. Use `replan` to plan as it did.")
+    return chosen
+
+
+def plan(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    cluster: ClusterSpec,
+    method: Method | None = None,
+    batch_argnums: Argnums = "auto",
+) -> Plan:
+    """Plan `fun(*args)` for `cluster`, with no device. `args` may hold `jax.ShapeDtypeStruct`s in place of arrays."""
+    chosen = dataclasses.replace(_method(method), devices=cluster)
+    return ParallelizedFunc(fun, chosen, batch_argnums=batch_argnums).plan(*args)
+
+
+def explain(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    what: str,
+    *,
+    cluster: ClusterSpec,
+    method: Method | None = None,
+    batch_argnums: Argnums = "auto",
+) -> str:
+    """As `ParallelizedFunc.explain`, for the plan that `plan` makes of the same arguments."""
+    chosen = dataclasses.replace(_method(method), devices=cluster)
+    return ParallelizedFunc(fun, chosen, batch_argnums=batch_argnums).explain(what, *args)
+
+
+def replan(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: Argnums = "auto") -> Plan:
+    """A plan for `fun(*args)` that decides as `plan` does, except for the shardings, which are solved again.
+
+    It keeps stages, submeshes, logical shapes, micro-batches, schedule and rematerialisation. Raises VerifyError if the
+    model has other layers.
+    """
+    return ParallelizedFunc(fun, plan_to_method(plan), batch_argnums=batch_argnums).plan(*args)
+
+
+@dataclass(frozen=True, slots=True)
+class DPResult:
+    """What the search for stages decided, in Alpa's terms. It unpacks as Alpa's tuple, which has a profile file first.
+
+    Attributes:
+        forward_stage_layer_ids: the layers of each stage.
+        submesh_physical_shapes: (hosts, devices per host) of each stage.
+        submesh_logical_shapes: the mesh shape of each stage.
+        submesh_autosharding_option_dicts: the fields of the sharding option of each stage.
+    """
+
+    forward_stage_layer_ids: tuple[tuple[int, ...], ...]
+    submesh_physical_shapes: tuple[tuple[int, int], ...]
+    submesh_logical_shapes: tuple[tuple[int, ...], ...]
+    submesh_autosharding_option_dicts: tuple[dict[str, Any], ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        no_profile_file = None
+        return iter((no_profile_file, *(getattr(self, field.name) for field in dataclasses.fields(self))))
+
+
+def get_last_dp_result() -> DPResult:
+    """The stages of the plan that was made last. Raises MinialpaError before the first."""
+    plan = StepPlanner.last_plan
+    if plan is None:
+        raise MinialpaError("No plan was made yet. Call a parallelized function, its `plan`, or `minialpa.plan` first.")
+    stages = plan.stages
+    return DPResult(
+        forward_stage_layer_ids=StepPlanner.last_layers,
+        submesh_physical_shapes=tuple(stage.submesh for stage in stages),
+        submesh_logical_shapes=tuple(stage.logical_shape for stage in stages),
+        submesh_autosharding_option_dicts=tuple(dataclasses.asdict(stage.option) for stage in stages),
+    )

@@ -1,0 +1,86 @@
+"""A planned step becomes an executable: its program is emitted and compiled for the devices of the session.
+
+The runtime is imported when it is needed, as planning needs no device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minialpa.calls import Call
+from minialpa.errors import ShardingError
+from minialpa.inter.lower.mesh_programs import input_types
+from minialpa.methods import Target
+from minialpa.plan import Plan
+from minialpa.programs.program import Program
+from minialpa.session import Session
+from minialpa.support.collection import collection_paused
+from minialpa.support.progress import ProgressBar
+from minialpa.tracing.trace import TracedStep
+
+if TYPE_CHECKING:
+    from minialpa.runtime.executable import Executable
+    from minialpa.runtime.runner import Runner
+
+
+def compile_step(call: Call, traced: TracedStep, plan: Plan, target: Target, session: Session) -> Executable:
+    """The program of a plan on its devices. Raises ShardingError if there are not enough."""
+    from minialpa.inter.lower.emit import emit_program
+    from minialpa.runtime.executable import Executable
+
+    _check_devices(plan, target, session)
+    with ProgressBar() as bar:
+        bar.report("Compiling", 0, 1)
+        with collection_paused():
+            program = emit_program(traced, plan)
+        runner = _make_runner(program, traced, target, session)
+        return Executable(plan, program, runner, call.tree[0], traced.out_tree)
+
+
+def compile_creation(
+    call: Call, traced: TracedStep, train_step: Executable, target: Target, session: Session
+) -> Executable:
+    """The program that creates the state of a training step, which is compiled already."""
+    from minialpa.inter.lower.state_program import state_program
+    from minialpa.runtime.executable import Executable
+
+    # The program of the step, and not its plan alone, says on which of several meshes it reads a leaf.
+    plan = train_step.get_parallel_plan()
+    with ProgressBar() as bar:
+        bar.report("Compiling the state", 0, 1)
+        with collection_paused():
+            created = state_program(traced, train_step.program, [stage.mesh for stage in plan.stages])
+        runner = _make_runner(created.program, traced, target, session)
+    placements = [[value.placement() for value in values] for values in (created.inputs, created.outputs)]
+    return Executable(
+        plan, created.program, runner, call.tree[0], traced.out_tree, placements=(placements[0], placements[1])
+    )
+
+
+def _check_devices(plan: Plan, target: Target, session: Session) -> None:
+    """Raise ShardingError unless there are the devices that a plan needs."""
+    n_devices = len(target.devices or session.devices) if session.runtime is None else session.cluster.n_devices
+    ends = [stage.first_device + stage.n_devices for stage in plan.stages]
+    needed = max(ends)
+    if needed > n_devices:
+        raise ShardingError(
+            f"The plan needs {needed} devices and there are {n_devices} (`plan.stages[{ends.index(needed)}]`). Plan "
+            "for fewer devices, or pass more."
+        )
+
+
+def _make_runner(program: Program, traced: TracedStep, target: Target, session: Session) -> Runner:
+    """The program on the devices of the session, or on those that the method names."""
+    devices = target.devices or session.devices
+    if session.runtime is None:
+        from minialpa.runtime.local import LocalExecutable
+
+        return LocalExecutable(program, devices)
+    if target.devices:
+        raise ShardingError(
+            "`devices` lists devices of this process, and the session runs on a Ray cluster. Leave `devices` out, or "
+            "give a ClusterSpec or a LogicalMesh."
+        )
+    from minialpa.runtime.cluster.cluster_executable import ClusterExecutable
+
+    return ClusterExecutable(session.runtime, program, input_types(program, traced))

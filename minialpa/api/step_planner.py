@@ -1,0 +1,208 @@
+"""The plan of a traced step: made by a method, made to follow the plan of another function, or a saved one.
+
+Planning imports much, and only the first call of a step plans. So the planner is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any, ClassVar, Literal
+
+import jax
+
+from minialpa.cluster import ClusterSpec, LogicalMesh
+from minialpa.errors import InfeasibleError, TraceError
+from minialpa.inter.staging.replan import check_fits, difference, logical_mesh_of
+from minialpa.methods import (
+    CreateStateParallel,
+    FollowingMethod,
+    FollowParallel,
+    Method,
+    Target,
+    plan_to_method,
+    resolve_devices,
+)
+from minialpa.options import PlanOptions
+from minialpa.plan import Plan, verify_plan
+from minialpa.support.collection import collection_paused
+from minialpa.support.progress import ProgressBar
+from minialpa.tracing.fingerprint import Fingerprint
+from minialpa.tracing.jaxprs import aval_of, is_weak
+from minialpa.tracing.trace import TracedStep
+
+OnStale = Literal["refuse", "replan"]
+
+
+class StepPlanner:
+    """Plans one function, for each set of argument shapes and each cluster once.
+
+    A session that starts again on the same hosts, or on hosts that it had before, therefore plans nothing.
+    """
+
+    #: The plan that was made or loaded last, for any function. Scripts that were written for Alpa ask for it.
+    last_plan: ClassVar[Plan | None] = None
+    #: The layers of each of its stages, also where the answer is one stage and the plan itself needs no layers.
+    last_layers: ClassVar[tuple[tuple[int, ...], ...]] = ()
+
+    def __init__(self, method: Method | FollowingMethod | Plan, on_stale: OnStale) -> None:
+        self._method, self._on_stale = method, on_stale
+        self._plans: dict[tuple[Fingerprint, ClusterSpec, LogicalMesh | None], Plan] = {}
+
+    def remember(self, plan: Plan) -> None:
+        """Use `plan` where the step and the cluster are those that it was made for, instead of planning again."""
+        verify_plan(plan)
+        self._plans[plan.fingerprint, plan.cluster, logical_mesh_of(plan)] = plan
+
+    def plan(self, traced: TracedStep, target: Target, *, is_first: bool) -> Plan:
+        """The plan for a traced step where `target` says.
+
+        is_first: whether the function was compiled for no other shapes yet. Raises InfeasibleError, TraceError, or
+            VerifyError for a saved plan that does not fit.
+        """
+        match self._method:
+            case CreateStateParallel(train_step=train_step, other_args=others):
+                return train_step.plan(state_shapes(traced), *others)
+            case Plan():
+                plan = self._saved_plan(traced, self._method)
+            case FollowParallel():
+                plan = _new_plan(traced, self._method, target, is_first=is_first)
+            case _:
+                key = (traced.fingerprint, target.cluster, target.logical_mesh)
+                if key not in self._plans:
+                    self._plans[key] = _new_plan(traced, self._method, target, is_first=is_first)
+                plan = self._plans[key]
+
+        StepPlanner.last_plan, StepPlanner.last_layers = plan, _layers_of_stages(traced, self._method, plan)
+        return plan
+
+    def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
+        """The saved plan. If it is stale and `on_stale` is "replan", a plan with its decisions and new shardings."""
+        verify_plan(saved)
+        if self._on_stale == "refuse":
+            check_fits(traced, saved)
+            return saved
+        found = difference(traced, saved)
+        if found is None:
+            return saved
+
+        method = plan_to_method(saved)
+        plan = _make_plan(traced, method, resolve_devices(method.devices))
+        warnings.warn(
+            f"The plan was made for another call: {found}. Its stages, micro-batches, schedule and rematerialisation "
+            f"are kept, and the shardings were solved again: {plan.cost.total_s:.3g} s per step, where the plan had "
+            f"{saved.cost.total_s:.3g} s.",
+            UserWarning,
+            stacklevel=2,
+        )
+        return plan
+
+
+def _new_plan(traced: TracedStep, method: Method | FollowParallel, target: Target, *, is_first: bool) -> Plan:
+    """The plan of a method.
+
+    The devices may not divide the last batch of an epoch. Then its examples are split in another way or not at all,
+    with a warning.
+    """
+    try:
+        return _make_plan(traced, method, target)
+    except InfeasibleError as error:
+        if is_first or not _is_uneven(error):
+            raise
+        warnings.warn(
+            f"{error} This batch has another shape than the one before, so it is planned without the option.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return _make_plan(traced, method, target, any_batch=True)
+
+
+def state_shapes(traced: TracedStep) -> Any:
+    """The state that a traced function returns, with a shape in place of every leaf."""
+    avals = [aval_of(atom) for atom in traced.flat.outvars]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=is_weak(aval)) for aval in avals]
+    return jax.tree.unflatten(traced.out_tree, shapes)
+
+
+def _is_uneven(error: BaseException | None) -> bool:
+    """Whether an error says that the devices do not divide the examples."""
+    from minialpa.intra.graph.option_constraints import UnevenBatchError
+
+    return error is not None and (isinstance(error, UnevenBatchError) or _is_uneven(error.__cause__))
+
+
+def _make_plan(traced: TracedStep, method: Method | FollowParallel, target: Target, *, any_batch: bool = False) -> Plan:
+    """`any_batch`: whether examples may be split otherwise than the method asks."""
+    if isinstance(method, FollowParallel):
+        return _follow_plan(traced, method, target, any_batch)
+    from minialpa.inter.compilers import compiler_of
+    from minialpa.inter.pipeline import plan_step
+
+    options = method.options()
+    _check_batch(traced, options)
+    if any_batch:
+        options = dataclasses.replace(options, sharding=options.sharding.for_any_batch())
+    with ProgressBar() as bar, collection_paused():
+        plan = plan_step(
+            traced,
+            target.cluster,
+            options,
+            compiler=compiler_of(target.cluster, target.jax_version),
+            logical_mesh=target.logical_mesh,
+            progress=bar.report,
+        )
+    verify_plan(plan)
+    return plan
+
+
+def _follow_plan(traced: TracedStep, method: FollowParallel, target: Target, any_batch: bool) -> Plan:
+    """The plan that keeps to that of another function. any_batch: see `_make_plan`."""
+    from minialpa.inter.compilers import compiler_of
+    from minialpa.inter.context import PlanningContext
+    from minialpa.inter.followed_plan import plan_following
+
+    source = method.source()
+    with ProgressBar() as bar, collection_paused():
+        context = PlanningContext(
+            traced=traced,
+            cluster=source.cluster,
+            compiler=compiler_of(source.cluster, target.jax_version),
+            options=method.options(),
+            logical_mesh=logical_mesh_of(source),
+            report=bar.report,
+        )
+        plan = plan_following(context, source, any_batch=any_batch)
+    verify_plan(plan)
+    return plan
+
+
+def _check_batch(traced: TracedStep, options: PlanOptions) -> None:
+    """Raise TraceError if a method splits the examples of a step and no argument is known to hold them.
+
+    A search that may choose micro-batches, or none, goes on if there is no candidate, but does not choose between
+    candidates.
+    """
+    if traced.no_batch is None:
+        return
+    sharding = options.sharding
+    if options.n_micro_batches > 1:
+        raise TraceError(f"`num_micro_batches={options.n_micro_batches}` splits examples. {traced.no_batch.reason}")
+    if sharding.data_parallel or sharding.force_batch_dim_to_mesh_dim is not None:
+        raise TraceError(f"Data parallelism splits examples. {traced.no_batch.reason}")
+    if options.choose_micro_batches and traced.no_batch.ambiguous:
+        raise TraceError(f"The planner may split examples. {traced.no_batch.reason}")
+
+
+def _layers_of_stages(
+    traced: TracedStep, method: Method | FollowParallel | Plan, plan: Plan
+) -> tuple[tuple[int, ...], ...]:
+    """The layers of each stage. If there is one stage, the layers into which the method would have cut the step."""
+    from minialpa.inter.layers.cut_scans import whole_scans
+    from minialpa.inter.layers.layered_step import LayeredStep
+
+    if plan.remat:
+        return tuple(stage.layers for stage in plan.stages)
+    option = None if isinstance(method, Plan | FollowParallel) else method.options().layers
+    if option is None or traced.n_groups == 0:  # a step that returns its arguments
+        return ((0,),)
+    return (tuple(range(max(1, whole_scans(LayeredStep(step=traced, fingerprint=plan.fingerprint), option).n_layers))),)
