@@ -39,7 +39,7 @@ from minialpa.options import (
     UniformStageOption,
 )
 from minialpa.plan import PlacementSpec, Plan
-from minialpa.session import init, shutdown
+from minialpa.session import available_hosts, init, restart, shutdown
 from minialpa.tracing.gradients import grad, mark_pipeline_boundary, per_micro_batch, value_and_grad
 
 __version__ = "0.1.0"
@@ -79,6 +79,7 @@ __all__ = [
     "Zero2Parallel",
     "Zero3Parallel",
     "__version__",
+    "available_hosts",
     "explain",
     "get_3d_parallel_method",
     "get_last_dp_result",
@@ -91,6 +92,7 @@ __all__ = [
     "plan_to_method",
     "prefetch",
     "replan",
+    "restart",
     "restore_checkpoint",
     "save_checkpoint",
     "shutdown",

@@ -33,6 +33,7 @@ class WorkerError(MinialpaError, RuntimeError):
         instruction: the instruction that it was at.
         recent: the instructions before that one, in order.
         remote_traceback: the traceback of the worker.
+        lost_hosts: numbers of the hosts in the session on which nothing answered any more.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class WorkerError(MinialpaError, RuntimeError):
         instruction: str | None = None,
         recent: tuple[str, ...] = (),
         remote_traceback: str | None = None,
+        lost_hosts: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message)
         self.worker, self.host, self.stage = worker, host, stage
         self.instruction, self.recent, self.remote_traceback = instruction, recent, remote_traceback
+        self.lost_hosts = lost_hosts
 
 
 class CheckpointError(MinialpaError, RuntimeError):

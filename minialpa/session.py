@@ -2,6 +2,7 @@
 
 A process has one session at a time. `init` starts it, or the first call of a parallelized function does, on all local
 devices; `shutdown` ends it. A session on a Ray cluster owns the hosts that it has reserved and the workers there.
+`restart` goes on with the hosts that answer, after some were lost or when there are more.
 
 Any thread may call these functions. One lock is held while a session starts or ends, so other threads wait until it
 has.
@@ -15,13 +16,16 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
 from minialpa.cluster import ClusterSpec, PresetName, gpu_preset
 from minialpa.errors import MinialpaError, ShardingError, WorkerError
 from minialpa.inter.lower.mesh_programs import split_by_mesh
+
+if TYPE_CHECKING:
+    from minialpa.runtime.cluster.launcher import Launcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +168,50 @@ def shutdown() -> None:
             session.runtime.shutdown()
 
 
+def available_hosts() -> int:
+    """How many hosts `restart` would get now: those of the session that still answer, and others that are free.
+
+    They are at most `num_hosts` of `init`, if that was given. A session in this process always has the same. On a Ray
+    cluster, each node is asked for a connection, so nodes that Ray still lists after their loss do not count, and the
+    session goes on undisturbed. This takes less than half a second; after a session has failed, some seconds if the
+    process has to connect to Ray for it. If the head of the cluster does not answer, or was restarted, the number is 0.
+
+    Raises MinialpaError if there is no session.
+    """
+    with _Current.lock:
+        session = _session_for("available_hosts")
+        return session.cluster.num_hosts if session.runtime is None else session.runtime.available_hosts()
+
+
+def restart() -> None:
+    """End the session, whether it has failed or not, and start one with the same arguments on the hosts that answer.
+
+    On a Ray cluster, `num_hosts` of `init` is now the most hosts that the session takes, and it may start with fewer:
+    with `num_hosts=4`, it goes on with two hosts after two were lost, and later has four again. All other arguments
+    stay, and so do the cluster and the kind of devices. With `devices_per_host`, only nodes with that many free devices
+    are hosts. Arrays of the ended session are lost, except for values that were fetched: restore a checkpoint. Parallel
+    functions are planned again when they are called.
+
+    In this process, the session starts again on the same devices, and arrays stay valid.
+
+    Raises MinialpaError if there is no session, if the head of the cluster does not answer, or if no host does. Then
+    the session has ended, and calling `restart` again is fine.
+    """
+    with _Current.lock:
+        session = _session_for("restart")
+        if session.runtime is None:
+            _Current.session = _local_session(session.arguments)
+        else:
+            # Until it has, the ended session stays, so that other threads get an error and do not start a local one.
+            _Current.session = _session_on(session.runtime.restarted(), session.arguments)
+
+
+def _session_for(function: str) -> Session:
+    if _Current.session is None:
+        raise MinialpaError(f"`{function}` needs a session, and there is none. Call `minialpa.init` first.")
+    return _Current.session
+
+
 def _has_failed(session: Session) -> bool:
     """Whether the session has ended by a failure, even if no call has raised the error yet."""
     if session.runtime is None:
@@ -193,7 +241,6 @@ def running_session() -> Session | None:
 def _ray_session(arguments: InitArguments) -> Session:
     # Ray is an optional dependency, and takes a second to import.
     try:
-        from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
         from minialpa.runtime.ray.ray_cluster import RayCluster, Request
     except ImportError as error:
         raise MinialpaError(
@@ -210,6 +257,13 @@ def _ray_session(arguments: InitArguments) -> Session:
             env=dict(arguments.worker_env),
         )
     )
+    return _session_on(cluster, arguments)
+
+
+def _session_on(cluster: Launcher, arguments: InitArguments | None) -> Session:
+    """A session on the hosts that a launcher has reserved."""
+    from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
+
     # The hosts are reserved now. Until a session owns them, an error or an interrupt has to return them.
     try:
         spec = cluster.describe()
@@ -237,7 +291,7 @@ def _leave_gpus_to_workers() -> None:
         warnings.warn(
             "jax in this process has a GPU already, most of whose memory it keeps from the worker there. Call "
             "`minialpa.init` before anything else of jax, or set JAX_PLATFORMS=cpu.",
-            stacklevel=5,  # The caller of `init`.
+            stacklevel=6,  # The caller of `init`.
         )
 
 

@@ -48,6 +48,10 @@ from minialpa.runtime.workers.numpy_wire import from_plain
 _STEPS_AHEAD = 2
 #: Seconds that other workers have to say what they know of a failure.
 _GRACE_S = 2.0
+#: The same when hosts are lost: no other cause is likelier, and the other workers only say where they are.
+_GRACE_OF_LOST_HOSTS_S = 0.5
+#: Seconds without an answer after which the host of a worker is probed. Busy workers answer late, too.
+_LATE_S = 2.0
 
 
 class ClusterRuntime:
@@ -320,14 +324,31 @@ class ClusterRuntime:
         """The running workers of these devices."""
         return self._meshes[shape.first_device, math.prod(shape.logical_shape)]
 
+    # ---- hosts ----------------------------------------------------------------------------------------------------
+
+    def available_hosts(self) -> int:
+        """How many hosts `restarted` would get now. Also works when the session has ended."""
+        try:
+            with self._turns.in_use():
+                return self.launcher.available_hosts()
+        except WorkerError:
+            # Another thread may still be about to close the connection to the cluster.
+            self.shutdown()
+        return self.launcher.available_hosts()
+
+    def restarted(self) -> Launcher:
+        """End this session, and reserve the hosts that answer for one that follows it."""
+        self.shutdown("`minialpa.restart()` was called.")
+        return self.launcher.restarted()
+
     # ---- the end --------------------------------------------------------------------------------------------------
 
-    def shutdown(self) -> None:
+    def shutdown(self, reason: str = "`minialpa.shutdown()` was called.") -> None:
         """End all workers and give the hosts back. Arrays that were not fetched are lost. Calling it twice is fine.
 
-        Other threads get a WorkerError from what they wait for.
+        Other threads get a WorkerError with `reason` from what they wait for.
         """
-        self._turns.shutdown(WorkerError("`minialpa.shutdown()` was called."))
+        self._turns.shutdown(WorkerError(reason))
 
     def abandon(self, message: str) -> None:
         """End the session; its next use raises a WorkerError that says `message`. To be called in a turn."""
@@ -348,29 +369,37 @@ class ClusterRuntime:
         self.launcher.release()
 
     def _beat(self) -> None:
-        """Raise WorkerError if a worker hangs, or the cluster is lost."""
+        """Raise WorkerError if a worker hangs, or hosts or the cluster are lost."""
         with self._lock:
             failure = self._watch.heartbeat(bool(self._steps))
+            late = self._watch.late(_LATE_S)
+
+        # A host that is cut off ends no connection, and Ray notices it after a minute. Without the lock: probes wait.
+        lost = self.launcher.lost_hosts(worker.host for worker in late) if late else {}
+        if lost:
+            self._fail(*(lost_host(self._status(w), lost[w.host]) for w in late if w.host in lost))
         if failure is not None:
             self._fail(dataclasses.replace(failure, where=self._placed(failure.where)))
         fault = self.launcher.fault()
         if fault is not None:
             self._turns.end(WorkerError(fault))
 
-    def _fail(self, first: Failure) -> NoReturn:
+    def _fail(self, *first: Failure) -> NoReturn:
         """End the session for what `first` says, or for what turns out to be its cause; raises WorkerError."""
-        self._turns.end(session_error([first], []), lambda: session_error(*self._hear(first)))
+        self._turns.end(session_error(first, []), lambda: session_error(*self._hear(first)))
 
-    def _hear(self, first: Failure) -> tuple[list[Failure], list[Status]]:
+    def _hear(self, first: Sequence[Failure]) -> tuple[list[Failure], list[Status]]:
         """All failures that workers report within a moment, in the order in which they come; the status of the rest.
 
         One fault fails several workers, and the first report may come from a victim.
         """
-        found, statuses = [first], []
+        found, statuses = list(first), []
         with self._lock:
-            asked = self._watch.ask({first.where.worker})
+            asked = self._watch.ask({f.where.worker for f in first})
         watched = self._watched() | asked
-        deadline = time.monotonic() + _GRACE_S
+        is_lost = any(f.fault is Fault.LOST_HOST for f in first)
+        grace_s = _GRACE_OF_LOST_HOSTS_S if is_lost else _GRACE_S
+        deadline = time.monotonic() + grace_s
 
         # The calls of `live` of workers that go on are not answered, so they are not waited for.
         while watched.keys() - self._watch.lives.keys() and (left := deadline - time.monotonic()) > 0:
@@ -383,7 +412,7 @@ class ClusterRuntime:
                     statuses.append(self._placed(self.launcher.answer(ref)))
 
         known = {f.where.worker for f in found}
-        found += [silent(self._status(w), _GRACE_S) for w in asked.values() if w.number not in known]
+        found += [silent(self._status(w), grace_s) for w in asked.values() if w.number not in known]
         return self._with_lost_hosts(found), statuses
 
     def _with_lost_hosts(self, found: list[Failure]) -> list[Failure]:

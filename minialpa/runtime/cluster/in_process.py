@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from minialpa.cluster import ClusterSpec
 from minialpa.runtime.cluster.launcher import CallRaised, Reply, WorkerEnded, WorkerHandle
 from minialpa.runtime.transports.in_process_transport import Hub, InProcessTransport
 from minialpa.runtime.workers.worker import Worker
@@ -154,6 +155,16 @@ class InProcessLauncher:
 
     def release(self) -> None:
         """The devices belong to this process."""
+
+    def describe(self) -> ClusterSpec:
+        n_hosts = len(self._devices) // self.devices_per_host
+        return ClusterSpec.preset("cpu", num_hosts=n_hosts, devices_per_host=self.devices_per_host)
+
+    def available_hosts(self) -> int:
+        return len(self._devices) // self.devices_per_host
+
+    def restarted(self) -> InProcessLauncher:
+        return InProcessLauncher(self._devices, self.devices_per_host, self.timeout_s)
 
     def share(self, value: Any) -> Any:
         return value

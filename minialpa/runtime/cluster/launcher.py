@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from minialpa.cluster import ClusterSpec
+
 Reply = Any
 """The future answer to a call: hashable, and known to the launcher that made it."""
 
@@ -87,6 +89,20 @@ class Launcher(Protocol):
 
     def release(self) -> None:
         """Give the hosts back. Calling it twice is fine."""
+
+    # ---- hosts ----------------------------------------------------------------------------------------------------
+
+    def describe(self) -> ClusterSpec:
+        """The hosts and their devices, for the planner."""
+
+    def available_hosts(self) -> int:
+        """How many hosts `restarted` would reserve now; 0 if the cluster is gone. Disturbs no worker."""
+
+    def restarted(self) -> Launcher:
+        """A launcher for the same request on the hosts that answer now, at most as many as were asked for.
+
+        This one has been released. Raises MinialpaError if no host can be reserved; calling it again is fine.
+        """
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 

@@ -83,6 +83,11 @@ class Watch:
             failure = stalled_step(list(self._known.values()), now - self._last_progress_s, self.timeout_s)
         return failure
 
+    def late(self, seconds: float) -> list[WorkerHandle]:
+        """The workers that have not answered a heartbeat for so long. They may be busy, or gone with their hosts."""
+        now = time.monotonic()
+        return [w for w, asked_s in self._asked.values() if now - asked_s >= seconds]
+
     def _last_status(self, worker: WorkerHandle) -> Status:
         return self._known.get(worker.number) or Status(worker=worker.number, host=worker.host)
 

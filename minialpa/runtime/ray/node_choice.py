@@ -8,7 +8,7 @@ each of which stands for one virtual CPU device unless the user gives a number. 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,38 @@ def choose_nodes(nodes: Sequence[Mapping[str, Any]], num_hosts: int | None, devi
             "for fewer devices or fewer hosts."
         )
     return NodeChoice(resource, chosen, per_host)
+
+
+def nodes_to_restart_on(
+    nodes: Sequence[Mapping[str, Any]],
+    *,
+    resource: str,
+    devices_per_host: int | None,
+    available: Mapping[str, Mapping[str, float]],
+    held: Collection[str] = (),
+) -> list[Mapping[str, Any]]:
+    """The nodes of which a session that starts again may have `devices_per_host` devices, or all without a number.
+
+    They have the resource that the ended session used: one that ran on GPUs does not go on with CPUs. What they have
+    of it is free, or belongs to that session.
+
+    Args:
+        nodes: Nodes that answer, as `ray.nodes` describes them.
+        resource: The Ray resource that counts devices.
+        devices_per_host: As the user has given it.
+        available: What is free of each resource, for each `NodeID`.
+        held: `NodeID`s of the nodes that the ended session holds.
+    """
+
+    def may_have(node: Mapping[str, Any]) -> bool:
+        total = node["Resources"].get(resource, 0)
+        needed = total if devices_per_host is None else devices_per_host
+        if resource == "CPU":
+            needed = min(needed, total)  # Virtual devices share CPUs.
+        is_free = node["NodeID"] in held or available.get(node["NodeID"], {}).get(resource, 0) >= needed
+        return bool(total >= max(1, needed) and is_free)
+
+    return [node for node in nodes if node["Alive"] and may_have(node)]
 
 
 def ip_key(ip: str) -> tuple[int, ...]:

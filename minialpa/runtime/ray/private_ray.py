@@ -5,11 +5,14 @@ All of it works with Ray 2.60.0, and a test keeps these names out of other modul
 | private | minialpa needs it for | would be replaced by |
 |---|---|---|
 | `ray._private.utils.read_ray_address` | the address of a cluster on this machine | `ray.init("auto")` with a timeout |
+| `ray._private.state.available_resources_per_node` | what other programs leave of a node | a public call for one node |
 | `_internal_kv_exists` | whether the head still knows this process | a public call that asks the head for anything |
 | `_system_config` of `ray.init` | workers at the priority of their caller | a public option for the priority |
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import ray
 from ray.exceptions import RayError
@@ -35,6 +38,14 @@ def address_of_this_machine() -> str | None:
     except ImportError:  # in another version of Ray, the user gives the address
         return None
     return read_ray_address() or None
+
+
+def available_resources() -> Mapping[str, Mapping[str, float]]:
+    """What nobody has reserved of each node's resources, by `NodeID`. The head hears of changes within a second."""
+    from ray._private.state import available_resources_per_node
+
+    available: Mapping[str, Mapping[str, float]] = available_resources_per_node()
+    return available
 
 
 def head_knows_this_process() -> bool:

@@ -1,6 +1,6 @@
 """Hosts of a Ray cluster: a session reserves them here and starts worker processes on them.
 
-`node_choice.py` chooses the Ray nodes that become hosts.
+`node_choice.py` chooses the Ray nodes that become hosts, and `reservation.py` reserves them.
 
 `RayCluster` owns the reservation (a placement group), the processes of the workers, and the connection to Ray if it
 has made that itself; `release` returns all of them. It starts no thread that outlives a call. One thread at a time
@@ -17,25 +17,22 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from minialpa.cluster import ClusterSpec, PresetName, gpu_preset
 from minialpa.errors import MinialpaError
 from minialpa.runtime.cluster.launcher import CallRaised, WorkerEnded, WorkerHandle
-from minialpa.runtime.ray.node_choice import choose_nodes, ip_key
 from minialpa.runtime.ray.ray_actors import RayActor, RayCalls, start_actor
-from minialpa.runtime.ray.ray_connection import answers, connect, fault_of_head
-from minialpa.runtime.workers.failures import Failure, Fault, Status, call_raised, died, worker_error
+from minialpa.runtime.ray.ray_connection import answers, connect, each_answers, fault_of_head
+from minialpa.runtime.ray.reservation import Wanted, n_available, reserve
+from minialpa.runtime.workers.failures import Failure, Fault, Status, call_raised, died, lost_host, worker_error
 from minialpa.runtime.workers.worker_process import WorkerSettings
 
-#: Seconds that the cluster has to reserve the hosts.
-_RESERVE_TIMEOUT_S = 60.0
 #: Seconds that the workers of a mesh have to start.
 _START_TIMEOUT_S = 180.0
 #: Seconds that the head of the cluster may be unreachable. Ray itself would end this process after a minute.
@@ -68,57 +65,42 @@ class Request:
     env: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A reserved host.
-
-    Attributes:
-        node_id: Its Ray node.
-        ip: Its address.
-        port: The port at which its Ray node answers.
-        bundle: Its bundle in the placement group.
-    """
-
-    node_id: str
-    ip: str
-    port: int
-    bundle: int
-
-
 class RayCluster(RayCalls):
     """The hosts that a session has reserved, from the making of this object until `release`. See `launcher.Launcher`.
 
     Attributes:
         request: What the session has asked for.
         owns_ray: Whether this object has connected the process to Ray, and will disconnect it.
+        owns_cluster: Whether it has also started the cluster, which ends when it disconnects.
         head: The address of the cluster's head.
         devices_per_host: The number of devices of each host.
         platform: "cuda" or "cpu".
         hosts: The hosts, in the order of their addresses.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, before: RayCluster | None = None) -> None:
+        """Reserve exactly what is requested; or, after the hosts of `before`, as much of it as there is."""
         self.request = request
         self.timeout_s = request.timeout_s
         self.owns_ray = not ray.is_initialized()
-        if self.owns_ray:
-            connect(request.address, request.namespace)
+        self.owns_cluster = self.owns_ray and connect(request.address, request.namespace)
 
         try:
             self.head = ray.get_runtime_context().gcs_address
             self.check()
-            choice = choose_nodes(ray.nodes(), request.num_hosts, request.devices_per_host)
-            self._resource = choice.resource
-            self.devices_per_host = choice.devices_per_host
-            self.platform = "cuda" if choice.resource == "GPU" else "cpu"
-            self._resource_per_device = choice.resource_per_device
-            bundle = {choice.resource: self._resource_per_device * choice.devices_per_host}
-            self._group = _reserve(len(choice.nodes), bundle)
-            self.hosts = _hosts(self._group)
+            reservation = reserve(before.wanted_again() if before else _wanted(request))
         except BaseException:
             if self.owns_ray:
                 ray.shutdown()
             raise
+
+        choice = reservation.choice
+        self._resource = choice.resource
+        self._resource_per_device = choice.resource_per_device
+        self._group = reservation.group
+        self.devices_per_host = choice.devices_per_host
+        self.platform = "cuda" if choice.resource == "GPU" else "cpu"
+        self.hosts = reservation.hosts
 
         self._secret = secrets.token_bytes(32)
         self._n_workers = 0
@@ -140,6 +122,35 @@ class RayCluster(RayCalls):
         finally:
             if self.owns_ray:
                 ray.shutdown()
+
+    def wanted_again(self) -> Wanted:
+        """What a session that follows this one asks for."""
+        held = frozenset(host.node_id for host in self.hosts)
+        return replace(_wanted(self.request), resource=self._resource, held=held)
+
+    def available_hosts(self) -> int:
+        """How many hosts `restarted` would reserve now; 0 if the head does not answer, or has forgotten this process.
+
+        If this object has released its connection to Ray, the process connects for a moment, which takes seconds.
+        """
+        if self._released and self.owns_cluster:
+            return 1  # A cluster that is started anew on this machine.
+        if ray.is_initialized():
+            return 0 if fault_of_head(self.head) is not None else n_available(self.wanted_again())
+
+        if not answers(self.head):
+            return 0
+        connect(self.head, self.request.namespace)
+        try:
+            return n_available(self.wanted_again())
+        finally:
+            ray.shutdown()
+
+    def restarted(self) -> RayCluster:
+        """As many of the requested hosts as answer now. They are those of the same cluster: if the request names none,
+        another one might be found, or started, once the head of this one is gone."""
+        address = "local" if self.owns_cluster else self.head
+        return RayCluster(replace(self.request, address=address), before=self)
 
     def check(self) -> None:
         """Raise MinialpaError if the head is unreachable, or was restarted after this process had connected to it."""
@@ -170,9 +181,8 @@ class RayCluster(RayCalls):
         """The hosts, of those with these numbers, on which nothing answers, and their addresses. Ray itself takes some
         time to notice."""
         asked = [(number, self.hosts[number]) for number in sorted(set(numbers))]
-        with ThreadPoolExecutor(max_workers=max(1, len(asked))) as pool:
-            found = pool.map(answers, [f"{host.ip}:{host.port}" for _, host in asked])
-            return {number: host.ip for (number, host), is_there in zip(asked, found, strict=True) if not is_there}
+        found = each_answers([f"{host.ip}:{host.port}" for _, host in asked])
+        return {number: host.ip for (number, host), is_there in zip(asked, found, strict=True) if not is_there}
 
     def describe(self) -> ClusterSpec:
         """The cluster for the planner. Links are those of the first host's kind of GPU.
@@ -294,6 +304,13 @@ class RayCluster(RayCalls):
                 except WorkerEnded as error:
                     return died(status, str(error))
 
+            # Ray takes a minute to notice that a host was cut off.
+            if not done:
+                lost = self.lost_hosts(status.host for status in pending.values())
+                gone = next((status for status in pending.values() if status.host in lost), None)
+                if gone is not None:
+                    return lost_host(gone, lost[gone.host])
+
             # This wait lasted until the deadline, and nobody answered.
             if not done and left_s <= _CHECK_INTERVAL_S:
                 late = next(iter(pending.values()))
@@ -334,24 +351,8 @@ def _memory_fraction(env: Mapping[str, str]) -> float:
         raise MinialpaError(f"`{_MEMORY_FRACTION}` in `worker_env` is a number such as 0.8; got {text!r}.") from None
 
 
-def _reserve(n_hosts: int, bundle: dict[str, float]) -> Any:
-    """A placement group with the resources of `bundle` on each of `n_hosts` nodes."""
-    group = placement_group([dict(bundle) for _ in range(n_hosts)], strategy="STRICT_SPREAD")
-    if not group.wait(_RESERVE_TIMEOUT_S):
-        remove_placement_group(group)
-        raise MinialpaError(
-            f"The Ray cluster did not reserve {bundle} on each of {n_hosts} hosts within {_RESERVE_TIMEOUT_S:.0f} s: "
-            "something else uses them. Wait for it to end, or ask for fewer hosts or devices."
-        )
-    return group
-
-
-def _hosts(group: Any) -> tuple[Host, ...]:
-    """The reserved hosts in the order of their addresses."""
-    nodes = {node["NodeID"]: (node["NodeManagerAddress"], int(node["NodeManagerPort"])) for node in ray.nodes()}
-    table = placement_group_table(group)["bundles_to_node_id"]
-    hosts = [Host(node, *nodes[node], int(bundle)) for bundle, node in table.items()]
-    return tuple(sorted(hosts, key=lambda host: (ip_key(host.ip), host.node_id)))
+def _wanted(request: Request) -> Wanted:
+    return Wanted(num_hosts=request.num_hosts, devices_per_host=request.devices_per_host)
 
 
 def _port_was_taken(failure: Failure) -> bool:

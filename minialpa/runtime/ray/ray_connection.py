@@ -11,6 +11,9 @@ import re
 import socket
 import traceback
 import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -18,10 +21,13 @@ from ray.exceptions import RayError
 from minialpa.errors import MinialpaError
 from minialpa.runtime.ray.private_ray import address_of_this_machine, head_knows_this_process, start_cluster
 
+#: Seconds that a host has to take a connection. TCP tries again after one second if the first packet is lost.
+_PROBE_S = 2.0
 
-def connect(address: str | None, namespace: str) -> None:
+
+def connect(address: str | None, namespace: str) -> bool:
     """Connect to the cluster at `address`, or RAY_ADDRESS, or of this machine. If there is none, or for "local",
-    start one.
+    start one. Returns whether it has started one.
 
     Raises MinialpaError if no cluster answers there.
     """
@@ -32,7 +38,7 @@ def connect(address: str | None, namespace: str) -> None:
             # Ray forks to start its processes, and these call `exec` at once, so threads of this one do no harm.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             start_cluster(namespace)
-        return
+        return True
 
     if address.startswith("ray://"):
         raise MinialpaError(
@@ -53,6 +59,7 @@ def connect(address: str | None, namespace: str) -> None:
                 'cluster on this machine with `address="local"`.'
             ) from error
         raise _no_cluster(address, str(error)) from error
+    return False
 
 
 def _no_cluster(address: str, reason: str) -> MinialpaError:
@@ -77,11 +84,27 @@ def fault_of_head(address: str) -> str | None:
     return None
 
 
-def answers(address: str) -> bool:
-    """Whether something listens at `address`, a host:port. Takes up to two seconds."""
+def nodes_that_answer(timeout_s: float) -> list[Mapping[str, Any]]:
+    """The nodes of the cluster at which something listens, as `ray.nodes` describes them. Takes up to `timeout_s`.
+
+    Ray lists a node that was lost as alive until its own health checks have failed, for up to a minute.
+    """
+    listed = [node for node in ray.nodes() if node["Alive"]]
+    found = each_answers([f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in listed], timeout_s)
+    return [node for node, is_there in zip(listed, found, strict=True) if is_there]
+
+
+def each_answers(addresses: Sequence[str], timeout_s: float = _PROBE_S) -> list[bool]:
+    """`answers` for each of the addresses, at the same time."""
+    with ThreadPoolExecutor(max_workers=max(1, len(addresses))) as pool:
+        return list(pool.map(lambda address: answers(address, timeout_s), addresses))
+
+
+def answers(address: str, timeout_s: float = _PROBE_S) -> bool:
+    """Whether something listens at `address`, a host:port. Takes up to `timeout_s`."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=2.0):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s):
             return True
     except (OSError, ValueError):
         return False

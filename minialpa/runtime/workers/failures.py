@@ -11,7 +11,7 @@ Everything here is a pure function of values: no worker is asked, and no clock i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -144,14 +144,18 @@ def root_cause(found: Sequence[Failure]) -> Failure:
 def session_error(found: Sequence[Failure], heard: Iterable[Status]) -> WorkerError:
     """The error that ends a session. `found` has all failures, `heard` the status of workers that have not failed."""
     places = {f.where.worker: f.where for f in found} | {status.worker: status for status in heard}
-    return worker_error(root_cause(found), places.values())
+    lost = {f.where.worker: f.message for f in found if f.fault is Fault.LOST_HOST}
+    return worker_error(root_cause(found), places.values(), lost)
 
 
-def worker_error(cause: Failure, others: Iterable[Status], has_ended: bool = True) -> WorkerError:
+def worker_error(
+    cause: Failure, others: Iterable[Status], lost: Mapping[int, str] | None = None, has_ended: bool = True
+) -> WorkerError:
     """The error for the user: what failed and where, where the other workers are, and the worker's traceback.
 
-    `has_ended` says whether the session ends with this error.
+    `lost` has the messages of workers whose hosts are lost. `has_ended` says whether the session ends with this error.
     """
+    others, lost = list(others), lost or {}
     at = cause.where
     process = "" if at.pid is None else f", process {at.pid}"
     lines = [f"Worker {at.worker}, stage {at.stage} on host {at.host}{process}, failed: {cause.message}"]
@@ -164,14 +168,15 @@ def worker_error(cause: Failure, others: Iterable[Status], has_ended: bool = Tru
     for status in sorted(others, key=lambda status: status.worker):
         if status.worker != at.worker:
             place = f"was in step {status.step} at {status.instruction}" if status.step >= 0 else "had run no step"
-            lines.append(f"Worker {status.worker}, stage {status.stage} on host {status.host}, {place}.")
+            also = f" Also {lost[status.worker]}" if status.worker in lost else ""
+            lines.append(f"Worker {status.worker}, stage {status.stage} on host {status.host}, {place}.{also}")
 
     if cause.traceback:
         lines.append(f"Traceback of the worker:\n{cause.traceback}")
     if has_ended:
         lines.append(
-            "All workers have ended and their hosts are given back. `minialpa.init` starts a new session; restore the "
-            "state from a checkpoint."
+            "All workers have ended and their hosts are given back. `minialpa.restart()` starts a new session on the "
+            "hosts that answer, `minialpa.init` one on as many hosts as before; restore the state from a checkpoint."
         )
 
     return WorkerError(
@@ -182,6 +187,7 @@ def worker_error(cause: Failure, others: Iterable[Status], has_ended: bool = Tru
         instruction=at.instruction,
         recent=at.recent,
         remote_traceback=cause.traceback or None,
+        lost_hosts=tuple(sorted({status.host for status in (at, *others) if status.worker in lost})),
     )
 
 
