@@ -41,6 +41,7 @@ from minialpa.options import (
 from minialpa.plan import PlacementSpec, Plan
 from minialpa.session import available_hosts, init, restart, shutdown
 from minialpa.tracing.gradients import grad, mark_pipeline_boundary, per_micro_batch, value_and_grad
+from minialpa.training import StepReport, TrainingEvent, TrainingResult, train
 
 __version__ = "0.1.0"
 
@@ -71,8 +72,11 @@ __all__ = [
     "Plan",
     "ShardParallel",
     "ShardingError",
+    "StepReport",
     "Timeline",
     "TraceError",
+    "TrainingEvent",
+    "TrainingResult",
     "UniformStageOption",
     "VerifyError",
     "WorkerError",
@@ -98,6 +102,7 @@ __all__ = [
     "shutdown",
     "simulate",
     "testing",
+    "train",
     "util",
     "value_and_grad",
 ]

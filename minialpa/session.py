@@ -131,7 +131,7 @@ def init(
     )
     with _Current.lock:
         session = _Current.session
-        if session is not None and _has_failed(session):
+        if session is not None and failure(session) is not None:
             shutdown()
         elif session is not None and session.arguments == arguments:
             return
@@ -212,15 +212,15 @@ def _session_for(function: str) -> Session:
     return _Current.session
 
 
-def _has_failed(session: Session) -> bool:
-    """Whether the session has ended by a failure, even if no call has raised the error yet."""
+def failure(session: Session) -> WorkerError | None:
+    """The error that has ended a session, even if no call has raised it yet; None while it goes on."""
     if session.runtime is None:
-        return False
+        return None
     try:
         session.runtime.check()
-    except WorkerError:
-        return True
-    return False
+    except WorkerError as error:
+        return error
+    return None
 
 
 def current_session() -> Session:

@@ -24,7 +24,7 @@ HOUSES = ("inter", "intra", "intra.memory", "runtime")
 #: What the runtime may know of the rest.
 RUNTIME_MAY = {"arrays", "cluster", "errors", "options", "plan", "programs", "runtime", "sharding", "support"}
 #: What a user starts, or sees in front of the machinery.
-FRONT = {"__init__", "cli", "compat", "data", "demo", "models", "testing", "util"}
+FRONT = {"__init__", "cli", "compat", "data", "demo", "models", "testing", "training", "util"}
 PLANNING = {"cluster", "cost", "inter", "intra", "options", "plan", "programs", "rules", "sharding", "tracing"}
 STDLIB = sys.stdlib_module_names
 

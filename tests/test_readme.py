@@ -56,6 +56,17 @@ def test_the_examples_of_checkpoints_run_one_after_the_other(tmp_path: Path, mon
     assert len(examples) == 2 and np.isfinite(float(names["metrics"]["loss"]))
 
 
+def test_the_examples_of_training_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (README.parent / "docs" / "training.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 2
+    names: dict[str, Any] = {}
+    with jax.numpy_dtype_promotion("standard"):
+        exec(compile("\n".join(examples), "training.md", "exec"), names)
+    assert names["result"].n_steps == 50
+
+
 def test_the_example_of_states_runs() -> None:
     text = (README.parent / "docs" / "state.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

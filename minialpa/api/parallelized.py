@@ -167,6 +167,12 @@ class ParallelizedFunc:
         types = [leaf_type(leaf, path) for leaf, path in zip(call.leaves, paths, strict=True)]
         return jax.jit(step).trace(*jax.tree.unflatten(call.tree[0], types))
 
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """What a call with these arguments returns, with a `jax.ShapeDtypeStruct` for each leaf. Runs nothing."""
+        call = self._parameters.bind(args, kwargs)
+        traced = self._trace(call)
+        return shown(call, traced.out_tree)(jax.tree.leaves(state_shapes(traced)))
+
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The step, planned for these arguments and not compiled yet, in the place of `jax.jit(step).lower`.
 

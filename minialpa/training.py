@@ -1,0 +1,364 @@
+"""The loop around a training step: state, batches, metrics, checkpoints, and going on when workers or hosts are lost.
+
+All that `train` does can be done by hand, with the functions that it calls here: `parallelize`, `CreateStateParallel`,
+`DataLoader`, `CheckpointManager`, `available_hosts` and `restart`.
+
+A session ends when it loses a worker. Then its arrays are lost, and `train` starts a session on the hosts that are
+left, plans the step for these, reads the last checkpoint into the new shardings, and goes on with the batch behind it.
+After each checkpoint it looks whether there are more hosts than the session has, and takes them in the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from minialpa.api.functions import parallelize
+from minialpa.api.parallelized import ParallelizedFunc
+from minialpa.arrays import prefetch
+from minialpa.checkpoints.manager import CheckpointManager
+from minialpa.data import DataLoader
+from minialpa.errors import MinialpaError, WorkerError
+from minialpa.methods import CreateStateParallel
+from minialpa.plan import Plan
+from minialpa.session import available_hosts, current_session, failure, restart
+
+_log = logging.getLogger(__name__)
+
+#: Losses, one after the other without a new step in between, after which it is the step that ends its workers.
+_MOST_LOSSES = 3
+#: Seconds between two looks whether a host has come back, while there is none.
+_LOOK_EVERY_S = 2.0
+
+What = Literal["planned", "compiled", "created", "restored", "saved", "lost", "restarted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What is known of a step when it is done.
+
+    Attributes:
+        n_steps: the number of steps that the state has seen, this one included.
+        metrics: what the step returned beside the state, as numbers and NumPy arrays.
+        evaluation: what `evaluate` returned for the state behind this step; None where it was not called.
+    """
+
+    n_steps: int
+    metrics: Any
+    evaluation: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingEvent:
+    """What happened beside the steps, and what it cost.
+
+    Attributes:
+        what: the step was "planned" and "compiled" for the devices of a session; its state was "created", or
+            "restored" from a checkpoint; a checkpoint was "saved"; the session was "lost", and "restarted" on the
+            hosts that are there.
+        n_steps: the number of steps that were done before.
+        seconds: how long the loop waited for it. A checkpoint is written behind the steps that follow.
+        text: the same for people.
+    """
+
+    what: What
+    n_steps: int
+    seconds: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """What `train` returns.
+
+    Attributes:
+        state: the state behind the last step.
+        n_steps: the number of steps that it has seen.
+        report: the report of the last step; None if none was left to do.
+        events: what happened beside the steps, in order.
+    """
+
+    state: Any
+    n_steps: int
+    report: StepReport | None
+    events: tuple[TrainingEvent, ...]
+
+
+def train(
+    step: ParallelizedFunc,
+    create_state: Callable[[], Any],
+    batches: Iterable[Any] | Callable[[], Iterable[Any]],
+    *,
+    n_steps: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    save_every: int = 100,
+    max_to_keep: int | None = 3,
+    report: Callable[[StepReport], object] | None = None,
+    evaluate: Callable[[Any], Any] | None = None,
+    evaluate_every: int = 100,
+    prefetch_size: int = 2,
+    wait_for_hosts_s: float = 600.0,
+) -> TrainingResult:
+    """Repeat `state, metrics = step(state, batch)`, from the last checkpoint in `folder` if there is one.
+
+    step: the function that `parallelize` returned. Its two arguments may be any pytrees.
+    create_state: makes the first state, each leaf where the step reads it (see `CreateStateParallel`).
+    batches: a function that returns an iterator over the batches, the same ones each time; or an iterable, or an
+        iterator that has a state of its own, as those of grain. `DataLoader` reads them ahead.
+    n_steps: the number of steps of the whole run, with those before the checkpoint; None for as many as there are
+        batches.
+    folder: where checkpoints are saved, which every host sees; None for none. Then a loss ends the run.
+    save_every: a checkpoint is saved whenever a multiple of so many steps is done, and behind the last one.
+    max_to_keep: the number of checkpoints that stay; None for all.
+    report: is called for each step, in order, when its metrics are on the host; the next step may have begun by then.
+        Steps behind a checkpoint from which the run goes on are done, and reported, again.
+    evaluate: is called with the state, which it leaves as it is, whenever a multiple of `evaluate_every` steps is done.
+    prefetch_size: the number of batches to read ahead.
+    wait_for_hosts_s: how many seconds to wait for a host where all were lost.
+
+    Events are logged with their costs by the logger `minialpa.training`: losses and restarts as warnings, all others
+    as information. A plan is saved with each checkpoint, and a run that starts again on the same devices uses it.
+
+    Raises the WorkerError if a session is lost and there is no folder, or three times at the same step; MinialpaError
+    for arguments that cannot be.
+    """
+    _check_arguments(step, batches, n_steps, save_every, evaluate_every)
+    run = _Run(
+        step=step,
+        create_state=create_state,
+        batches=batches,
+        n_steps=n_steps,
+        folder=None if folder is None else Path(folder),
+        save_every=save_every,
+        max_to_keep=max_to_keep,
+        report=report or (lambda _: None),
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        prefetch_size=prefetch_size,
+        wait_for_hosts_s=wait_for_hosts_s,
+    )
+    progress = _Progress()
+    while True:
+        session = current_session()
+        try:
+            with ExitStack() as resources:
+                end = _in_one_session(run, progress, resources)
+        except MinialpaError as error:
+            lost = failure(session)
+            if lost is None:
+                raise
+            # Saving may fail in consequence, and then the session's own error says more.
+            progress.note_loss(error if isinstance(error, WorkerError) else lost, can_go_on=run.folder is not None)
+        else:
+            if end is not None:
+                return end
+        _restart(run, progress)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """The arguments of `train`."""
+
+    step: ParallelizedFunc
+    create_state: Callable[[], Any]
+    batches: Any
+    n_steps: int | None
+    folder: Path | None
+    save_every: int
+    max_to_keep: int | None
+    report: Callable[[StepReport], object]
+    evaluate: Callable[[Any], Any] | None
+    evaluate_every: int
+    prefetch_size: int
+    wait_for_hosts_s: float
+
+
+class _Progress:
+    """What a run remembers from one session to the next.
+
+    Attributes:
+        events: what happened, in order.
+        n_done: the number of steps that the present state has seen.
+        last: the report of the last step.
+        first_batch: the state of the data loader before it has read anything; None before it is asked.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[TrainingEvent] = []
+        self.n_done = 0
+        self.last: StepReport | None = None
+        self.first_batch: dict[str, Any] | None = None
+        self._furthest = 0
+        self._n_losses = 0
+
+    def note(self, what: What, seconds: float, text: str) -> None:
+        self.events.append(TrainingEvent(what=what, n_steps=self.n_done, seconds=seconds, text=text))
+        level = logging.WARNING if what in ("lost", "restarted") else logging.INFO
+        _log.log(level, "step %d: %s (%.2f s)", self.n_done, text, seconds)
+
+    @contextmanager
+    def timed(self, what: What, text: str) -> Iterator[None]:
+        """Note an event with the seconds that the block takes."""
+        start_s = time.monotonic()
+        yield
+        self.note(what, time.monotonic() - start_s, text)
+
+    def note_loss(self, error: WorkerError, *, can_go_on: bool) -> None:
+        """Note that the session has ended. Raises `error` if the run cannot go on."""
+        self._n_losses = 1 if self.n_done > self._furthest else self._n_losses + 1
+        self._furthest = max(self._furthest, self.n_done)
+        self.note("lost", 0.0, f"The session is lost: {error}")
+        if not can_go_on:
+            error.add_note(
+                "The state is lost with it. With a `folder` for checkpoints, the run would go on from there."
+            )
+            raise error
+        if self._n_losses == _MOST_LOSSES:
+            error.add_note(f"The session was lost {_MOST_LOSSES} times at this step, so the run was ended.")
+            raise error
+
+
+def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> TrainingResult | None:
+    """Train until the run is done, or until there are more hosts than the session has: then None."""
+    loader = resources.enter_context(DataLoader(run.batches, run.step, run.prefetch_size))
+    manager = None
+    if run.folder is not None:
+        manager = resources.enter_context(CheckpointManager(run.folder, max_to_keep=run.max_to_keep))
+
+    # The shapes of a batch decide the plan, so one is read before the state is there.
+    if progress.first_batch is None:
+        progress.first_batch = loader.get_state()
+    loader.set_state(progress.first_batch)
+    batch = next(loader, None)
+    if batch is None:
+        raise MinialpaError("`batches` has no batch. If it is a function, it returns a new iterator each time.")
+
+    state, plan, batches = _first_state(run, progress, loader, manager, batch)
+    for state in _steps(run, progress, state, batches):  # noqa: B020, each step replaces the state
+        is_last = progress.n_done == run.n_steps
+        if manager is not None and (is_last or progress.n_done % run.save_every == 0):
+            with progress.timed("saved", "A checkpoint was handed over."):
+                manager.save(progress.n_done, state, data=loader.get_state(), plan=plan, force=True)
+            if not is_last and available_hosts() > current_session().cluster.num_hosts:
+                manager.wait_until_finished()
+                return None
+
+    if manager is not None and progress.n_done not in manager.all_steps():
+        manager.save(progress.n_done, state, data=loader.get_state(), plan=plan, force=True)
+    return TrainingResult(state=state, n_steps=progress.n_done, report=progress.last, events=tuple(progress.events))
+
+
+def _first_state(
+    run: _Run, progress: _Progress, loader: DataLoader, manager: CheckpointManager | None, batch: Any
+) -> tuple[Any, Plan, Iterator[Any]]:
+    """The state of the last checkpoint, or a new one; the plan for this session; the batches that follow."""
+    n_saved = None if manager is None else manager.latest_step()
+    progress.n_done = n_saved or 0
+    create_state = parallelize(run.create_state, method=CreateStateParallel(run.step, (batch,)))
+
+    # On the devices that the checkpoint was saved from, its plan gives the same numbers, and takes no time.
+    saved_plan = None if manager is None or n_saved is None else manager.load_plan(n_saved)
+    if saved_plan is not None:
+        run.step.use_plan(saved_plan)
+    with progress.timed("planned", f"The step is planned for {_hosts_text()}."):
+        lowered = run.step.lower(create_state.eval_shape(), batch)
+    with progress.timed("compiled", "The step is compiled."):
+        executable = lowered.compile()
+
+    if manager is None or n_saved is None:
+        with progress.timed("created", "The state is created."):
+            state = create_state()
+        return state, lowered.plan, chain((batch,), loader)
+    with progress.timed("restored", f"The checkpoint of step {n_saved} is read."):
+        checkpoint = manager.restore(n_saved, like=executable)
+        loader.set_state(checkpoint.data)
+    return checkpoint.state, lowered.plan, loader
+
+
+def _steps(run: _Run, progress: _Progress, state: Any, batches: Iterator[Any]) -> Iterator[Any]:
+    """The state behind each step that is left to do. Before a state is saved, its step has been reported.
+
+    The metrics of a step are fetched when the next one has begun, so that devices do not wait for the host.
+    """
+    waiting: tuple[int, Any, Any] | None = None
+    while progress.n_done != run.n_steps and (batch := next(batches, None)) is not None:
+        result = run.step(state, batch)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise MinialpaError(
+                "`train` calls `state, metrics = step(state, batch)`, and the step returned a "
+                f"{type(result).__name__}. Return a pair: the new state, and the metrics in any pytree."
+            )
+        state, metrics = result
+        if waiting is not None:
+            _report(run, progress, *waiting)
+        progress.n_done += 1
+
+        is_evaluated = run.evaluate is not None and progress.n_done % run.evaluate_every == 0
+        evaluation = run.evaluate(state) if run.evaluate is not None and is_evaluated else None
+        waiting = progress.n_done, metrics, evaluation
+        if progress.n_done == run.n_steps or progress.n_done % run.save_every == 0:
+            _report(run, progress, *waiting)
+            waiting = None
+        yield state
+    if waiting is not None:
+        _report(run, progress, *waiting)
+
+
+def _report(run: _Run, progress: _Progress, n_steps: int, metrics: Any, evaluation: Any) -> None:
+    progress.last = StepReport(n_steps=n_steps, metrics=_on_host(metrics), evaluation=_on_host(evaluation))
+    run.report(progress.last)
+
+
+def _on_host(values: Any) -> Any:
+    """The leaves as NumPy arrays, or as numbers where they have no dimensions."""
+    prefetch(values)
+
+    def fetch(leaf: Any) -> Any:
+        array = np.asarray(leaf)
+        return array.item() if array.ndim == 0 else array
+
+    return jax.tree.map(fetch, values)
+
+
+def _restart(run: _Run, progress: _Progress) -> None:
+    """Start a session on the hosts that are there, and wait for one if there is none."""
+    start_s = time.monotonic()
+    while True:
+        try:
+            restart()
+            break
+        except MinialpaError:
+            if time.monotonic() - start_s > run.wait_for_hosts_s:
+                raise
+            time.sleep(_LOOK_EVERY_S)
+    progress.note("restarted", time.monotonic() - start_s, f"A new session runs on {_hosts_text()}.")
+
+
+def _hosts_text() -> str:
+    cluster = current_session().cluster
+    return f"{cluster.num_hosts} x {cluster.devices_per_host} devices"
+
+
+def _check_arguments(step: Any, batches: Any, n_steps: Any, save_every: Any, evaluate_every: Any) -> None:
+    if not isinstance(step, ParallelizedFunc):
+        raise MinialpaError(f"`step` is the function that `parallelize` returned; got a {type(step).__name__}.")
+    has_state = hasattr(batches, "get_state") or hasattr(batches, "state_dict")
+    if isinstance(batches, Iterator) and not has_state:
+        raise MinialpaError(
+            "`batches` is an iterator, which cannot go back to a checkpoint. Pass a function without arguments that "
+            "returns a new one, such as the generator function itself."
+        )
+    counts = {"n_steps": n_steps, "save_every": save_every, "evaluate_every": evaluate_every}
+    for name, value in counts.items():
+        if not (isinstance(value, int) and value > 0) and not (name == "n_steps" and value is None):
+            raise MinialpaError(f"`{name}` is a positive number of steps; got {value!r}.")

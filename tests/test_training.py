@@ -1,0 +1,328 @@
+"""`train` ends as an undisturbed run does, whatever is lost meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import minialpa
+from minialpa import MinialpaError, ShardParallel, StepReport, WorkerError
+from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
+from minialpa.runtime.cluster.in_process import InProcessLauncher
+from minialpa.session import _Current, _session_on, current_session, running_session
+
+pytest.importorskip("orbax.checkpoint")
+
+WIDTH, N_LAYERS, N_STEPS, SAVE_EVERY = 8, 4, 24, 5
+optimizer = optax.sgd(0.1, momentum=0.9)
+
+
+def create_state() -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), N_LAYERS)
+    params = [jax.random.normal(key, (WIDTH, WIDTH)) * 0.5 for key in keys]
+    return {"params": params, "opt_state": optimizer.init(params), "n": 0}
+
+
+def train_step(state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    def loss_of(params: list[jax.Array]) -> jax.Array:
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, grads = minialpa.value_and_grad(loss_of)(state["params"])
+    updates, opt_state = optimizer.update(grads, state["opt_state"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt_state": opt_state, "n": state["n"] + 1}, {"loss": loss}
+
+
+def batches() -> Iterator[dict[str, np.ndarray[Any, Any]]]:
+    rng = np.random.default_rng(0)
+    while True:
+        yield {name: rng.standard_normal((16, WIDTH), np.float32) for name in ("x", "y")}
+
+
+def parallelized() -> Any:
+    """One stage for each host, so that a mesh is on one host."""
+    return minialpa.parallelize(
+        train_step,
+        method=minialpa.PipeshardParallel(
+            num_micro_batches=2,
+            layer_option=minialpa.AutoLayerOption(layer_num=N_LAYERS),
+            stage_option=minialpa.UniformStageOption(),
+        ),
+    )
+
+
+class Log:
+    """Losses by step; those of repeated steps are replaced."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def __call__(self, report: StepReport) -> None:
+        assert report.n_steps <= len(self.losses) + 1, "reports come in order"
+        self.losses[report.n_steps] = report.metrics["loss"]
+
+
+@pytest.fixture(scope="module")
+def serial() -> dict[int, float]:
+    losses, state, step = {}, create_state(), jax.jit(train_step)
+    for i, batch in enumerate(itertools.islice(batches(), N_STEPS), start=1):
+        state, metrics = step(state, batch)
+        losses[i] = float(metrics["loss"])
+    return losses
+
+
+@pytest.fixture(autouse=True)
+def _fresh_session() -> Iterator[None]:
+    minialpa.shutdown()
+    yield
+    minialpa.shutdown()
+
+
+# ---- one process ----------------------------------------------------------------------------------------------------
+
+
+def test_it_trains_as_the_serial_loop(serial: dict[int, float]) -> None:
+    log = Log()
+    result = minialpa.train(parallelized(), create_state, batches, n_steps=N_STEPS, report=log)
+    assert log.losses == pytest.approx(serial, rel=1e-4)
+    assert result.n_steps == int(result.state["n"]) == N_STEPS
+    assert result.report is not None and result.report.metrics["loss"] == log.losses[N_STEPS]
+    assert [event.what for event in result.events] == ["planned", "compiled", "created"]
+
+
+@pytest.mark.parametrize("stop_at", [1, SAVE_EVERY, SAVE_EVERY + 1, N_STEPS])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, stop_at: int) -> None:
+    class StopHere(Exception):
+        pass
+
+    whole, log = Log(), Log()
+    minialpa.train(parallelized(), create_state, batches, n_steps=N_STEPS, report=whole)
+
+    def stop(report: StepReport) -> None:
+        log(report)
+        if report.n_steps == stop_at:
+            raise StopHere
+
+    options: dict[str, Any] = {"n_steps": N_STEPS, "folder": tmp_path, "save_every": SAVE_EVERY}
+    with pytest.raises(StopHere):
+        minialpa.train(parallelized(), create_state, batches, report=stop, **options)
+    result = minialpa.train(parallelized(), create_state, batches, report=log, **options)
+    assert log.losses == whole.losses
+
+    # Finished runs have nothing left to do.
+    again = minialpa.train(parallelized(), create_state, batches, **options)
+    assert again.report is None and again.n_steps == N_STEPS
+    jax.tree.map(np.testing.assert_array_equal, again.state, result.state)
+
+
+def test_it_ends_with_the_batches_and_saves_the_end(tmp_path: Path) -> None:
+    def few() -> Iterator[Any]:
+        return itertools.islice(batches(), 7)
+
+    result = minialpa.train(parallelized(), create_state, few, folder=tmp_path, save_every=4)
+    assert result.n_steps == 7
+    assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (4, 7)
+
+
+def test_evaluation_sees_the_state_behind_its_step() -> None:
+    reports: list[StepReport] = []
+    minialpa.train(
+        minialpa.parallelize(train_step, method=ShardParallel()),
+        create_state,
+        batches,
+        n_steps=7,
+        report=reports.append,
+        evaluate=lambda state: {"n": state["n"] + 0},
+        evaluate_every=3,
+    )
+    assert [(r.n_steps, r.evaluation["n"]) for r in reports if r.evaluation is not None] == [(3, 3), (6, 6)]
+
+
+def test_arguments_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
+    step = parallelized()
+    with pytest.raises(MinialpaError, match="`step` is the function"):
+        minialpa.train(train_step, create_state, batches)  # type: ignore[arg-type]
+    with pytest.raises(MinialpaError, match="cannot go back to a checkpoint"):
+        minialpa.train(step, create_state, batches(), folder=tmp_path)
+    with pytest.raises(MinialpaError, match="has no batch"):
+        minialpa.train(step, create_state, list)
+    with pytest.raises(MinialpaError, match="`save_every` is a positive number"):
+        minialpa.train(step, create_state, batches, save_every=0)
+
+
+def test_a_step_that_returns_no_pair_is_refused() -> None:
+    step = minialpa.parallelize(lambda state, batch: train_step(state, batch)[0], method=ShardParallel())
+    with pytest.raises(MinialpaError, match="Return a pair"):
+        minialpa.train(step, create_state, batches, n_steps=2)
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+
+class Room:
+    """Hosts that come and go.
+
+    Attributes:
+        n_hosts: how many there are now.
+    """
+
+    def __init__(self, n_hosts: int) -> None:
+        self.n_hosts = n_hosts
+
+    def launcher(self) -> InProcessLauncher:
+        room = self
+
+        class Launcher(InProcessLauncher):
+            def available_hosts(self) -> int:
+                return room.n_hosts
+
+            def restarted(self) -> InProcessLauncher:
+                if room.n_hosts == 0:
+                    raise MinialpaError("No host answers.")
+                return room.launcher()
+
+        return Launcher(jax.devices()[: self.n_hosts], 1, timeout_s=60.0)
+
+    def lose(self, n_left: int) -> None:
+        """End the workers on all hosts but the first `n_left`; the hosts are gone."""
+        self.n_hosts = n_left
+        for worker in runtime().workers:
+            if worker.host >= n_left:
+                worker.actor.end()  # type: ignore[attr-defined]
+
+
+def runtime() -> ClusterRuntime:
+    found = current_session().runtime
+    assert isinstance(found, ClusterRuntime)
+    return found
+
+
+@contextmanager
+def session_on(room: Room) -> Iterator[None]:
+    _Current.session = _session_on(room.launcher(), None)
+    try:
+        yield
+    finally:
+        minialpa.shutdown()
+
+
+def train_in(room: Room, folder: Path, report: Callable[[StepReport], object]) -> Any:
+    with session_on(room):
+        result = minialpa.train(
+            parallelized(), create_state, batches, n_steps=N_STEPS, folder=folder, save_every=SAVE_EVERY, report=report
+        )
+        minialpa.prefetch(result.state)
+        return result
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    log = Log()
+    train_in(Room(2), tmp_path_factory.mktemp("undisturbed"), log)
+    return log.losses
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s == 0 else pytest.mark.slow) for s in range(20)])
+def test_workers_killed_at_any_moment_change_nothing(undisturbed: dict[int, float], tmp_path: Path, seed: int) -> None:
+    """The hosts stay, so the plan is the same, and so are the numbers."""
+    rng, log = random.Random(seed), Log()
+    kills = sorted(rng.sample(range(1, N_STEPS), 2))
+
+    def kill() -> None:
+        """Between two sessions there may be no worker."""
+        session = running_session()
+        workers = [] if session is None else session.runtime.workers
+        if workers:
+            rng.choice(workers).actor.end()
+
+    def report(done: StepReport) -> None:
+        log(done)
+        if kills and done.n_steps >= kills[0]:
+            kills.pop(0)
+            threading.Timer(rng.random() * 0.1, kill).start()
+
+    result = train_in(Room(2), tmp_path, report)
+    assert log.losses == undisturbed
+    assert int(result.state["n"]) == N_STEPS
+    assert sum(event.what == "planned" and event.seconds > 0.5 for event in result.events) <= 1
+
+
+def test_it_goes_on_with_fewer_hosts_and_again_with_more(serial: dict[int, float], tmp_path: Path) -> None:
+    room, log = Room(4), Log()
+
+    def report(done: StepReport) -> None:
+        log(done)
+        if done.n_steps == 8 and room.n_hosts == 4:
+            room.lose(2)
+        if done.n_steps == 12:
+            room.n_hosts = 4
+
+    result = train_in(room, tmp_path, report)
+    assert log.losses == pytest.approx(serial, rel=1e-3)
+
+    # Two hosts from the checkpoint of step 5 on; four again at the next checkpoint behind step 12.
+    told = [(e.what, e.n_steps) for e in result.events if e.what in ("restored", "planned", "restarted")]
+    assert told == [
+        ("planned", 0),
+        ("restarted", pytest.approx(8, abs=2)),
+        ("planned", 5),
+        ("restored", 5),
+        ("restarted", 15),
+        ("planned", 15),
+        ("restored", 15),
+    ]
+    assert [e.text for e in result.events if e.what == "restarted"] == [
+        "A new session runs on 2 x 1 devices.",
+        "A new session runs on 4 x 1 devices.",
+    ]
+
+
+def test_it_waits_for_a_host_if_all_are_lost(undisturbed: dict[int, float], tmp_path: Path) -> None:
+    room, log = Room(2), Log()
+    timers: list[threading.Timer] = []
+
+    def report(done: StepReport) -> None:
+        log(done)
+        if done.n_steps == 7 and not timers:
+            room.lose(0)
+            timers.append(threading.Timer(1.0, lambda: setattr(room, "n_hosts", 2)))
+            timers[0].start()
+
+    train_in(room, tmp_path, report)
+    assert log.losses == undisturbed
+
+
+def test_without_a_folder_a_loss_ends_the_run() -> None:
+    room = Room(2)
+    with session_on(room), pytest.raises(WorkerError) as caught:
+        minialpa.train(parallelized(), create_state, batches, n_steps=N_STEPS, report=lambda _: room.lose(1))
+    assert "With a `folder`" in caught.value.__notes__[0]
+
+
+def test_a_step_that_ends_its_workers_each_time_ends_the_run(tmp_path: Path) -> None:
+    room, n_ends = Room(2), 0
+
+    def report(done: StepReport) -> None:
+        nonlocal n_ends
+        if done.n_steps == 7:
+            n_ends += 1
+            for worker in runtime().workers:
+                worker.actor.end()  # type: ignore[attr-defined]
+
+    with pytest.raises(WorkerError) as caught:
+        train_in(room, tmp_path, report)
+    assert n_ends == 3 and "lost 3 times at this step" in caught.value.__notes__[0]
