@@ -92,19 +92,14 @@ def _n_hosts() -> int:
     return session.current_session().cluster.num_hosts
 
 
-def test_training_goes_on_with_fewer_hosts_and_with_all_again(hosts: Hosts) -> None:
-    training = Training()
+def test_a_session_on_fewer_hosts_is_still_that_of_its_first_arguments(hosts: Hosts) -> None:
     minialpa.init("ray", num_hosts=2)
-    training.advance()
     for lost in ({1}, set[int]()):
         hosts.lost.clear()
         hosts.lost.update(lost)
         assert minialpa.available_hosts() == 2 - len(lost)
         minialpa.restart()
         assert _n_hosts() == 2 - len(lost)
-        training.advance()
-
-        # The arguments of the user are still those of the session, and others still are not.
         minialpa.init("ray", num_hosts=2)
         assert _n_hosts() == 2 - len(lost)
         with pytest.raises(MinialpaError, match="already called with other arguments"):
