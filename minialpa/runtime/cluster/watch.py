@@ -2,7 +2,8 @@
 
 A call of `Worker.live` ends when its process does, so every wait of the runtime also waits for these calls. While a
 wait takes long, the runtime calls `heartbeat` about once a second: it asks all workers for their status, which shows
-which worker hangs, and where one was that dies later. `failures.hung_worker` and `failures.stalled_step` decide what
+which worker hangs, and where one was that dies later; of workers that are `late`, the runtime probes the hosts.
+`failures.hung_worker` and `failures.stalled_step` decide what
 the answers mean; this module only makes the calls and keeps the times.
 
 A watch is not thread-safe: the runtime uses it under its lock. It raises nothing.

@@ -140,7 +140,10 @@ class RayCluster(RayCalls):
 
         if not answers(self.head):
             return 0
-        connect(self.head, self.request.namespace)
+        try:
+            connect(self.head, self.request.namespace)
+        except MinialpaError:  # `restart` raises it
+            return 0
         try:
             return n_available(self.wanted_again())
         finally:

@@ -144,10 +144,10 @@ def _choose_again(wanted: Wanted) -> NodeChoice:
         free = _free(nodes, wanted)
 
     if not free:
-        states = "answers" if not usable else "is free"
+        devices = f"{wanted.devices_per_host or 'all of its'} `{wanted.resource}`"
         raise MinialpaError(
-            f"No host of the Ray cluster with `{wanted.resource}` for this session {states}. Start nodes, or wait for "
-            "what uses them to end, until `minialpa.available_hosts()` is not 0; then call `minialpa.restart()` again."
+            f"No host of the Ray cluster answers and has {devices} free. Start nodes, or wait for what uses them to "
+            "end, until `minialpa.available_hosts()` is not 0; then call `minialpa.restart()` again."
         )
     n_hosts = len(free) if wanted.num_hosts is None else min(wanted.num_hosts, len(free))
     return choose_nodes(free, n_hosts, wanted.devices_per_host)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from minialpa.errors import ShardingError
-from minialpa.runtime.ray.node_choice import CPU_DEVICE, choose_nodes
+from minialpa.runtime.ray.node_choice import CPU_DEVICE, choose_nodes, nodes_to_restart_on
 
 
 def node(ip: str, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -59,3 +59,26 @@ def test_too_few_hosts_or_devices_are_errors(num_hosts: int, devices_per_host: i
 def test_a_cluster_without_devices_is_an_error() -> None:
     with pytest.raises(ShardingError, match="the Ray cluster has 0 with `CPU`"):
         choose_nodes([], None, None)
+
+
+def test_a_session_starts_again_on_nodes_that_are_free_or_that_it_held() -> None:
+    nodes = [node(f"10.0.0.{i}", CPU=8, GPU=gpus) for i, gpus in ((1, 4), (2, 4), (3, 4), (4, 2))]
+    nodes.append(node("10.0.0.5", CPU=8))  # no GPUs, so it is no host of this session
+    available = {f"node-10.0.0.{i}": {"CPU": 8.0, "GPU": free} for i, free in ((2, 0.0), (3, 4.0), (4, 2.0), (5, 0.0))}
+
+    def found(devices_per_host: int | None, held: tuple[str, ...]) -> list[str]:
+        return addresses(
+            nodes_to_restart_on(
+                nodes, resource="GPU", devices_per_host=devices_per_host, available=available, held=held
+            )
+        )
+
+    assert found(4, ("node-10.0.0.1",)) == ["10.0.0.1", "10.0.0.3"]
+    assert found(2, ()) == found(None, ()) == ["10.0.0.3", "10.0.0.4"]
+
+
+def test_a_session_with_more_virtual_devices_than_cpus_starts_again_on_their_nodes() -> None:
+    cpus = [node("10.0.0.1", CPU=2)]
+    for free, wanted in ((2.0, cpus), (1.0, [])):
+        available = {"node-10.0.0.1": {"CPU": free}}
+        assert nodes_to_restart_on(cpus, resource="CPU", devices_per_host=6, available=available) == wanted

@@ -70,8 +70,10 @@ def test_head_killed() -> None:
         assert told.seconds < SOON_S
         assert "The head of the Ray cluster" in str(told.error)
         wait_until(lambda: not any(lives(pid) for pid in pids))
-        with pytest.raises(MinialpaError, match=r"head of the Ray cluster .* does not answer"):
-            training.start(hosts=1)
+        assert minialpa.available_hosts() == 0
+        for again in (minialpa.restart, minialpa.restart, lambda: training.start(hosts=1)):
+            with pytest.raises(MinialpaError, match=r"head of the Ray cluster .* does not answer"):
+                again()
         ray.shutdown()  # Ray ends a process that has lost its head.
         # A cluster that is started for the session ends with it.
         training.address = "local"
@@ -97,6 +99,7 @@ def test_head_restarted() -> None:
                 two_hosts(params, make_batch(0), np.zeros(3, np.int32))
             params, _ = training.advance()
             assert np.isfinite(np.asarray(params["first"])).all()
+            assert minialpa.available_hosts() == 0
             minialpa.shutdown()
             wait_until(lambda: not any(lives(pid) for pid in pids))
             with pytest.raises(MinialpaError, match=r"was restarted.*call `ray.shutdown\(\)`"):

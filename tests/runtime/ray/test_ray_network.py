@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.runtime.ray.networked_cluster import NetworkedCluster, needs_namespaces, networked_cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
@@ -58,83 +57,17 @@ minialpa.shutdown()
 """
 
 
-def _can_make_namespaces() -> bool:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return False
-    name = f"try{uuid.uuid4().hex[:8]}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
-    if made:
-        subprocess.run(["ip", "netns", "del", name], check=True)
-    return made
-
-
-@contextmanager
-def namespaces(n: int) -> Iterator[list[tuple[str, str]]]:
-    """(name, address) of network namespaces that are joined by a bridge; the last one holds it."""
-    tag = uuid.uuid4().hex[:6]
-    names = [f"m{tag}{i}" for i in range(n)]
-    made: list[tuple[str, str]] = []
-
-    def ip(*words: str, at: str | None = None) -> None:
-        where = [] if at is None else ["-n", at]
-        subprocess.run(["ip", *where, *words], check=True, capture_output=True)
-
-    try:
-        for i, name in enumerate(names):
-            ip("netns", "add", name)
-            made.append((name, f"10.231.7.{i + 1}"))
-            ip("link", "set", "lo", "up", at=name)
-        hub = names[-1]
-        ip("link", "add", "br0", "type", "bridge", at=hub)
-        ip("link", "set", "br0", "up", at=hub)
-        for i, (name, address) in enumerate(made):
-            ip("link", "add", f"p{i}", "type", "veth", "peer", "name", f"v{i}", at=hub)
-            ip("link", "set", f"p{i}", "master", "br0", "up", at=hub)
-            if name != hub:
-                ip("link", "set", f"v{i}", "netns", name, at=hub)
-            ip("addr", "add", f"{address}/24", "dev", f"v{i}", at=name)
-            ip("link", "set", f"v{i}", "up", at=name)
-        yield made
-    finally:
-        for name, _ in made:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-@pytest.mark.skipif(not _can_make_namespaces(), reason="needs root and `ip netns`")
+@needs_namespaces
 def test_a_mesh_on_hosts_behind_the_first_one_starts_at_their_addresses(tmp_path: Path) -> None:
-    # A folder of its own, so that no other Ray cluster of this machine is found. Its path must be short.
-    folder = Path("/tmp") / f"m{uuid.uuid4().hex[:6]}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.getcwd()}
-    environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid.uuid4().hex * 2)
-    environment.pop("RAY_ADDRESS", None)
-    ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    device = json.dumps({"minialpa_cpu_device": 1})
-    nodes = []
-    with namespaces(3) as hosts:
-        head = f"{hosts[0][1]}:6399"
-        try:
-            for i, (name, address) in enumerate(hosts):
-                where = ["--head", "--port=6399", "--include-dashboard=false"] if i == 0 else [f"--address={head}"]
-                start = [*ray, "start", *where, f"--node-ip-address={address}", f"--temp-dir={folder}", "--num-cpus=1",
-                           f"--resources={device}", "--block"]  # fmt: skip
-                with (tmp_path / f"node{i}").open("w") as log:
-                    command = ["ip", "netns", "exec", name, *start]
-                    nodes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-                _wait_for(tmp_path / f"node{i}", nodes[-1])
-            script = tmp_path / "train.py"
-            script.write_text(_SCRIPT)
-            done = subprocess.run(
-                ["ip", "netns", "exec", hosts[0][0], sys.executable, str(script), head, str(tmp_path / "info")],
-                env=environment, capture_output=True, text=True, timeout=240,
-            )  # fmt: skip
-        finally:
-            for node in reversed(nodes):
-                node.terminate()
-            for node in nodes:
-                node.wait(30)
-            shutil.rmtree(folder, ignore_errors=True)
+    script = tmp_path / "train.py"
+    script.write_text(_SCRIPT)
+    with networked_cluster(3, tmp_path) as cluster:
+        done = subprocess.run(
+            cluster.command(0, sys.executable, str(script), cluster.address, str(tmp_path / "info")),
+            env=cluster.environment, capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        addresses = [address for _, address in cluster.hosts]
     assert done.returncode == 0, done.stdout + done.stderr
-    addresses = [address for _, address in hosts]
     (result,) = re.findall(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
     assert json.loads(result) == addresses
     texts = [path.read_text() for path in sorted((tmp_path / "info").glob("stage1-*-worker.txt"))]
@@ -143,14 +76,89 @@ def test_a_mesh_on_hosts_behind_the_first_one_starts_at_their_addresses(tmp_path
     assert all(f"coordinator {addresses[1]}:" in text for text in texts)
 
 
-def _wait_for(log: Path, node: subprocess.Popen[bytes]) -> None:
-    """Wait until a node says that it has started."""
-    for _ in range(300):
-        if "Ray runtime started" in log.read_text():
-            return
-        assert node.poll() is None, log.read_text()
+class _Driver:
+    """The process that trains, in the network of the head."""
+
+    def __init__(self, cluster: NetworkedCluster, log: Path) -> None:
+        command = cluster.command(0, sys.executable, "-m", "tests.runtime.ray.elastic_driver", cluster.address)
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                command,
+                env=cluster.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def begin(self, command: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        # Ray prints what it hears of nodes between the answers.
+        line = next((line for line in self._process.stdout if line.startswith("{")), None)
+        assert line is not None, self._log.read_text()[-3000:]
+        return json.loads(line)
+
+    def ask(self, command: str) -> Any:
+        self.begin(command)
+        return self.answer()
+
+    def end(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
         try:
-            node.wait(0.2)
-        except subprocess.TimeoutExpired:
-            continue
-    raise AssertionError(log.read_text())
+            self._process.wait(30)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._process.stdout.close()
+
+
+@pytest.mark.slow  # test_ray_restart.py has its short relative
+@needs_namespaces
+@pytest.mark.parametrize("fault", ["kill", "cut"])
+def test_training_goes_on_when_two_of_four_hosts_are_lost(fault: str, tmp_path: Path) -> None:
+    with networked_cluster(5, tmp_path, n_devices_of_head=0) as cluster:
+        driver = _Driver(cluster, tmp_path / "driver")
+        try:
+            addresses = [address for _, address in cluster.hosts]
+            assert driver.ask("step")["hosts"] == addresses[1:]
+
+            driver.begin("endless step")
+            assert driver.answer() == {"began": True}
+            time.sleep(2.0)
+            lost_at_s = time.monotonic()
+            getattr(cluster, fault)(2, 4)
+            told = driver.answer()
+            assert told["lost"] == [1, 3] and all(addresses[i] in told["error"] for i in (2, 4)), told
+            detected_s = told["at_s"] - lost_at_s
+            assert detected_s <= 8.0, told
+
+            restarted = driver.ask("restart")
+            assert restarted["n"] == 2 and restarted["seconds"] < 15.0, restarted
+            first = driver.ask("step")
+            assert first["hosts"] == [addresses[1], addresses[3]]
+            available = driver.ask("available")
+            assert available["n"] == 2 and available["seconds"] < 0.5, available
+            times = [detected_s, restarted["seconds"], first["seconds"], available["seconds"]]
+            print(f"{fault}: detection, restart, step, available_hosts:", [f"{seconds:.2f} s" for seconds in times])
+
+            if fault == "kill":
+                cluster.start(2, 4)
+            else:
+                cluster.heal(2, 4)
+            deadline = time.monotonic() + 90.0
+            while driver.ask("available")["n"] < 4:
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+            back_s = time.monotonic()
+            assert driver.ask("restart")["n"] == 4
+            assert driver.ask("step")["hosts"] == addresses[1:]
+            print(f"back after {time.monotonic() - back_s:.1f} s")
+        finally:
+            driver.end()

@@ -16,6 +16,7 @@ from minialpa.runtime.workers.failures import (
     ended,
     fault_of,
     hung_worker,
+    lost_host,
     root_cause,
     session_error,
     stalled_step,
@@ -150,3 +151,11 @@ def test_an_error_says_of_each_worker_where_it_was(order: list[int], n_failures:
     for worker in (1, 2):
         assert f"Worker {worker}, stage {worker} on host {worker}, was in step 7 at instruction {worker}." in str(error)
     assert "had run no step" in str(session_error([death], [Status(worker=1, host=1)]))
+
+
+def test_an_error_names_all_hosts_that_are_lost() -> None:
+    found = [lost_host(Status(worker=i, host=i // 2), f"10.0.0.{i // 2}") for i in (2, 3, 6)]
+    error = session_error(found, [Status(worker=0, host=0)])
+    assert error.lost_hosts == (1, 3) and error.host == 1
+    assert str(error).count("its host is lost: nothing answers at 10.0.0.") == 3
+    assert session_error([failure(Fault.DIED, 1)], []).lost_hosts == ()
