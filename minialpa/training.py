@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -129,6 +131,9 @@ def train(
     Events are logged with their costs by the logger `minialpa.training`: losses and restarts as warnings, all others
     as information. A plan is saved with each checkpoint, and a run that starts again on the same devices uses it.
 
+    With a folder, SIGTERM, by which clusters announce that they take a machine away, lets the step end and saves a
+    checkpoint; then the signal takes its course.
+
     Raises the WorkerError if a session is lost and there is no folder, or three times at the same step; MinialpaError
     for arguments that cannot be.
     """
@@ -151,7 +156,7 @@ def train(
     while True:
         session = current_session()
         try:
-            with ExitStack() as resources:
+            with _termination_noted(run, progress), ExitStack() as resources:
                 end = _in_one_session(run, progress, resources)
         except MinialpaError as error:
             lost = failure(session)
@@ -191,6 +196,7 @@ class _Progress:
         n_done: the number of steps that the present state has seen.
         last: the report of the last step.
         first_batch: the state of the data loader before it has read anything; None before it is asked.
+        is_terminated: whether the process was told to end.
     """
 
     def __init__(self) -> None:
@@ -198,6 +204,7 @@ class _Progress:
         self.n_done = 0
         self.last: StepReport | None = None
         self.first_batch: dict[str, Any] | None = None
+        self.is_terminated = False
         self._furthest = 0
         self._n_losses = 0
 
@@ -228,8 +235,27 @@ class _Progress:
             raise error
 
 
+@contextmanager
+def _termination_noted(run: _Run, progress: _Progress) -> Iterator[None]:
+    """In this context, SIGTERM is only noted. Behind it, the signal does what it would have done."""
+    if run.folder is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(number: int, frame: object) -> None:
+        progress.is_terminated = True
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if progress.is_terminated:
+            signal.raise_signal(signal.SIGTERM)
+
+
 def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> TrainingResult | None:
-    """Train until the run is done, or until there are more hosts than the session has: then None."""
+    """Train until the run is done, or the process is told to end. None if there are more hosts than the session has."""
     loader = resources.enter_context(DataLoader(run.batches, run.step, run.prefetch_size))
     manager = None
     if run.folder is not None:
@@ -242,20 +268,36 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
     batch = next(loader, None)
     if batch is None:
         raise MinialpaError("`batches` has no batch. If it is a function, it returns a new iterator each time.")
-
     state, plan, batches = _first_state(run, progress, loader, manager, batch)
-    for state in _steps(run, progress, state, batches):  # noqa: B020, each step replaces the state
-        is_last = progress.n_done == run.n_steps
-        if manager is not None and (is_last or progress.n_done % run.save_every == 0):
-            with progress.timed("saved", "A checkpoint was handed over."):
-                manager.save(progress.n_done, state, data=loader.get_state(), plan=plan, force=True)
-            if not is_last and available_hosts() > current_session().cluster.num_hosts:
+
+    reports = _Reports(run, progress)
+    while progress.n_done != run.n_steps and not progress.is_terminated:
+        if (batch := next(batches, None)) is None:
+            break
+        state, metrics = _one_step(run, state, batch)
+        progress.n_done += 1
+        evaluation = None
+        if run.evaluate is not None and progress.n_done % run.evaluate_every == 0:
+            evaluation = run.evaluate(state)
+        reports.add(progress.n_done, metrics, evaluation)
+
+        if manager is not None and progress.n_done % run.save_every == 0:
+            reports.give()
+            _save(progress, manager, state, loader, plan)
+            if progress.n_done != run.n_steps and available_hosts() > current_session().cluster.num_hosts:
                 manager.wait_until_finished()
                 return None
 
+    reports.give()
     if manager is not None and progress.n_done not in manager.all_steps():
-        manager.save(progress.n_done, state, data=loader.get_state(), plan=plan, force=True)
+        _save(progress, manager, state, loader, plan)
     return TrainingResult(state=state, n_steps=progress.n_done, report=progress.last, events=tuple(progress.events))
+
+
+def _save(progress: _Progress, manager: CheckpointManager, state: Any, loader: DataLoader, plan: Plan) -> None:
+    """Save the state behind the steps that are done, all of which have been reported."""
+    with progress.timed("saved", "A checkpoint was handed over."):
+        manager.save(progress.n_done, state, data=loader.get_state(), plan=plan, force=True)
 
 
 def _first_state(
@@ -285,38 +327,36 @@ def _first_state(
     return checkpoint.state, lowered.plan, loader
 
 
-def _steps(run: _Run, progress: _Progress, state: Any, batches: Iterator[Any]) -> Iterator[Any]:
-    """The state behind each step that is left to do. Before a state is saved, its step has been reported.
-
-    The metrics of a step are fetched when the next one has begun, so that devices do not wait for the host.
-    """
-    waiting: tuple[int, Any, Any] | None = None
-    while progress.n_done != run.n_steps and (batch := next(batches, None)) is not None:
-        result = run.step(state, batch)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise MinialpaError(
-                "`train` calls `state, metrics = step(state, batch)`, and the step returned a "
-                f"{type(result).__name__}. Return a pair: the new state, and the metrics in any pytree."
-            )
-        state, metrics = result
-        if waiting is not None:
-            _report(run, progress, *waiting)
-        progress.n_done += 1
-
-        is_evaluated = run.evaluate is not None and progress.n_done % run.evaluate_every == 0
-        evaluation = run.evaluate(state) if run.evaluate is not None and is_evaluated else None
-        waiting = progress.n_done, metrics, evaluation
-        if progress.n_done == run.n_steps or progress.n_done % run.save_every == 0:
-            _report(run, progress, *waiting)
-            waiting = None
-        yield state
-    if waiting is not None:
-        _report(run, progress, *waiting)
+def _one_step(run: _Run, state: Any, batch: Any) -> tuple[Any, Any]:
+    result = run.step(state, batch)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise MinialpaError(
+            f"`train` calls `state, metrics = step(state, batch)`, and the step returned a {type(result).__name__}. "
+            "Return a pair: the new state, and the metrics in any pytree."
+        )
+    return result
 
 
-def _report(run: _Run, progress: _Progress, n_steps: int, metrics: Any, evaluation: Any) -> None:
-    progress.last = StepReport(n_steps=n_steps, metrics=_on_host(metrics), evaluation=_on_host(evaluation))
-    run.report(progress.last)
+class _Reports:
+    """Reports the steps in order, each when the next one has begun, so that devices do not wait for the host."""
+
+    def __init__(self, run: _Run, progress: _Progress) -> None:
+        self._run, self._progress = run, progress
+        self._waiting: tuple[int, Any, Any] | None = None
+
+    def add(self, n_steps: int, metrics: Any, evaluation: Any) -> None:
+        """Report the step before; keep this one."""
+        self.give()
+        self._waiting = n_steps, metrics, evaluation
+
+    def give(self) -> None:
+        """Report the step that waits, if one does."""
+        if self._waiting is None:
+            return
+        (n_steps, metrics, evaluation), self._waiting = self._waiting, None
+        report = StepReport(n_steps=n_steps, metrics=_on_host(metrics), evaluation=_on_host(evaluation))
+        self._progress.last = report
+        self._run.report(report)
 
 
 def _on_host(values: Any) -> Any:

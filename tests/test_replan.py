@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import minialpa
@@ -220,3 +221,18 @@ def test_the_method_of_a_plan_is_one_of_the_methods() -> None:
 def test_on_stale_is_one_of_two_words() -> None:
     with pytest.raises(ShardingError, match=r"`on_stale` is .*got 'ignore'"):
         minialpa.parallelize(train_step, method=shard_plan(), on_stale="ignore")
+
+
+def test_a_number_that_lost_its_weak_type_is_named() -> None:
+    """Python's numbers are weakly typed, and those that another library restores are not."""
+
+    def step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+        loss, grad = minialpa.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "n": state["n"] + 1}, loss
+
+    w, batch = np.ones((8, 8), np.float32), np.ones((16, 8), np.float32)
+    plan = minialpa.parallelize(step, method=ShardParallel()).plan({"w": w, "n": 0}, batch)
+    loaded = minialpa.parallelize(step, method=plan)
+    loaded({"w": w, "n": jnp.asarray(3)}, batch)
+    with pytest.raises(VerifyError, match=r"one of `state\['n'\]` may be weakly typed"):
+        loaded({"w": w, "n": np.asarray(3, np.int32)}, batch)

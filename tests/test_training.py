@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -127,6 +128,28 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, stop_at: int
     again = minialpa.train(parallelized(), create_state, batches, **options)
     assert again.report is None and again.n_steps == N_STEPS
     jax.tree.map(np.testing.assert_array_equal, again.state, result.state)
+
+
+def test_a_signal_to_end_saves_the_steps_that_are_done(tmp_path: Path) -> None:
+    """The signal then has the effect that the program gave it: here it is noted."""
+    noted: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+    try:
+        log = Log()
+
+        def report(done: StepReport) -> None:
+            log(done)
+            if done.n_steps == 7:
+                signal.raise_signal(signal.SIGTERM)
+                assert not noted
+
+        result = minialpa.train(parallelized(), create_state, batches, n_steps=N_STEPS, folder=tmp_path, report=report)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert noted == [signal.SIGTERM]
+    assert result.n_steps in (7, 8) and len(log.losses) == result.n_steps
+    assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (result.n_steps,)
 
 
 def test_it_ends_with_the_batches_and_saves_the_end(tmp_path: Path) -> None:

@@ -15,6 +15,11 @@ from minialpa.tracing.trace import TracedStep
 
 #: Differences that a message names; it counts the others.
 _MOST_NAMED = 3
+_CONVERSION = "convert_element_type"
+_ABOUT_WEAK_TYPES = (
+    " (so one of {} may be weakly typed, as Python numbers and what a step makes of them are, in one of the two and an "
+    "array of a fixed dtype in the other)"
+)
 
 
 def options_of(plan: Plan) -> PlanOptions:
@@ -116,6 +121,8 @@ def _step_difference(traced: TracedStep, plan: Plan) -> str:
         if now.get(name, 0) != was.get(name, 0)
     ]
     text = "it has " + _listed(counts, ", ") if counts else ""
+    if now | {_CONVERSION: 0} == was | {_CONVERSION: 0} and _numbers(traced):
+        text += _ABOUT_WEAK_TYPES.format(", ".join(f"`{path}`" for path in _numbers(traced)[:_MOST_NAMED]))
 
     # The fingerprints of prefixes narrow the first difference down to one operation, or to a range of them.
     flat = traced.flat
@@ -131,6 +138,11 @@ def _step_difference(traced: TracedStep, plan: Plan) -> str:
         first, last = _operation(traced, change[0]), _operation(traced, change[-1])
         where = f"the first difference is between {first} and {last}"
     return f"{text}; {where}" if text else where
+
+
+def _numbers(traced: TracedStep) -> list[str]:
+    """The paths of arguments without dimensions, which may be weakly typed."""
+    return [path for v, path in zip(traced.flat.invars, traced.in_paths, strict=True) if shape_of(v) == ()]
 
 
 def _operation(traced: TracedStep, i: int) -> str:
