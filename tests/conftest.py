@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import secrets
+from collections import Counter
 
 from tests.xla_flags import FLAGS
 
@@ -51,12 +52,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file run in one process, which keeps what they share; so do all those that start a Ray cluster.
 
-    These begin: they take longest, and the other processes have something to do until they end.
+    The Ray tests begin: they take longest, and the other processes have something to do until they end. Then come files
+    in the order of how many tests they have, so that no process has many left when the others are done.
     """
-    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+    n_tests = Counter(_group(item) for item in items)
+    items.sort(key=lambda item: (item.get_closest_marker("ray") is None, -n_tests[_group(item)]))
+
+
+def _group(item: pytest.Item) -> str:
+    marker = item.get_closest_marker("xdist_group")
+    assert marker is not None
+    return str(marker.args[0])
 
 
 @pytest.fixture

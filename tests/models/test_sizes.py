@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,11 +12,30 @@ import pytest
 from minialpa.models import SIZES, build
 
 
+def n_parameters(name: str, key: jax.Array, **arguments: Any) -> int:
+    params = jax.eval_shape(build(name, **arguments).init, key).params
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def of_all_layers(name: str, key: jax.Array) -> int:
+    """The parameters of a model, from those of two and of four layers where it has more: two layers more have as many
+    more each time. MoE has experts in every second layer, so that layers come in pairs."""
+    n_layers = SIZES[name].arguments.get("n_layers", 0)
+    if n_layers <= 4:
+        return n_parameters(name, key)
+    assert n_layers % 2 == 0
+    two, four = (n_parameters(name, key, n_layers=n) for n in (2, 4))
+    return two + (n_layers - 2) // 2 * (four - two)
+
+
 @pytest.mark.parametrize("name", sorted(SIZES))
 def test_published_size_has_its_published_parameter_count(name: str, key: jax.Array) -> None:
-    params = jax.eval_shape(build(name).init, key).params
-    n_parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    np.testing.assert_allclose(n_parameters, SIZES[name].n_parameters, rtol=0.07)
+    np.testing.assert_allclose(of_all_layers(name, key), SIZES[name].n_parameters, rtol=0.07)
+
+
+@pytest.mark.parametrize("name", ["gpt-125m", "llama-3-8b", "moe-380m", "t5-small", "vit-b16"])
+def test_layers_have_as_many_parameters_each(name: str, key: jax.Array) -> None:
+    assert of_all_layers(name, key) == n_parameters(name, key)
 
 
 def test_arguments_override_a_published_size(key: jax.Array) -> None:

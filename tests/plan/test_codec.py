@@ -118,14 +118,28 @@ def test_a_truncated_plan_is_refused(draw: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        *((text, "Not a plan") for text in ("", "garbage", "[]", "3", "null", "{}", "[" * 100_000)),
+        *(
+            (text, "Not a plan")
+            for text in (
+                "",
+                "garbage",
+                "[]",
+                "3",
+                "null",
+                "{}",
+            )
+        ),
+        pytest.param("[" * 100_000, "Not a plan", id="too deep"),
         ('{"version":6}', "expected `plan` and `version`"),
         ('{"version":6,"plan":[1]}', r"`plan` is \[1\]; expected the fields of a Plan"),
         ('{"version":6,"plan":{}}', "`plan.fingerprint` is missing"),
         ('{"version":true,"plan":{}}', "has version True; this minialpa reads version 6"),
         ('{"version":2,"plan":{}}', "has version 2; this minialpa reads version 6. Plan again"),
         ('{"version":6,"version":6,"plan":{}}', "Not a plan: there is a record that has `version` twice"),
-        (" " * (MOST_CHARACTERS + 1), f"Not a plan: it has more than {MOST_CHARACTERS} characters"),
+        # With an id of its own: pytest would send the text from process to process, in the name of the test.
+        pytest.param(
+            " " * (MOST_CHARACTERS + 1), f"Not a plan: it has more than {MOST_CHARACTERS} characters", id="too long"
+        ),
     ],
 )
 def test_text_that_is_no_plan_is_refused(text: str, message: str) -> None:

@@ -94,10 +94,16 @@ METHODS = {
 }
 
 
+@functools.cache
+def compiled_by(name: str, method: str) -> Case:
+    """A model by a method: made once for all tests that only read it."""
+    return compiled(name, METHODS[method])
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
 def test_arguments_outputs_and_aliases_are_exact(name: str, method: str) -> None:
-    case = compiled(name, METHODS[method])
+    case = compiled_by(name, method)
     for task, predicted in case.predicted.items():
         real = case.real[task]
         assert predicted.argument_bytes == real.argument_size_in_bytes, task
@@ -109,7 +115,7 @@ def test_arguments_outputs_and_aliases_are_exact(name: str, method: str) -> None
     ("name", "method"), [("gpt", "data"), ("t5", "zero"), ("vit", "shard"), ("resnet", "data"), ("mlp", "zero")]
 )
 def test_peak_is_that_of_the_compiled_program(name: str, method: str) -> None:
-    case = compiled(name, METHODS[method])
+    case = compiled_by(name, method)
     assert case.predicted["step0"].peak_bytes == pytest.approx(total(case.real["step0"]), rel=0.15)
     assert case.plan.stages[0].peak_bytes == pytest.approx(case.executable.get_total_allocation_size(), rel=0.15)
 

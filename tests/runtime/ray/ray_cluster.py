@@ -21,7 +21,9 @@ N_NODES, DEVICES_PER_NODE = 4, 4
 def ray_nodes(n_nodes: int = N_NODES, devices_per_node: int = DEVICES_PER_NODE, **head_args: Any) -> Iterator[Cluster]:
     """A cluster of nodes with `minialpa_cpu_device`s; ended, with all of its processes, behind the block."""
     with _forks_are_fine():
-        head_args = {**_node(devices_per_node), "include_dashboard": False, **head_args}
+        # Processes that no test needs: the autoscaler, and what shows the logs of workers to the caller.
+        without = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+        head_args = {**_node(devices_per_node), **without, **head_args}
         cluster = Cluster(initialize_head=True, head_node_args=head_args)
     try:
         resize(cluster, n_nodes, devices_per_node)
