@@ -39,8 +39,9 @@ class DataLoader(Iterator[Any]):
     """The batches of a source, in its order, each on the devices and in the shardings in which the step reads it.
 
     It goes through the source once and is read by one thread. The first batches, until the step has compiled a program
-    for their shapes (by a call or `get_executable`), are NumPy arrays: the step lays these out itself. So are leaves
-    that the step cuts into micro-batches. All of them are copies, so the source may use its buffers again.
+    for their shapes (by a call or `get_executable`), are NumPy arrays: the step lays these out itself. Leaves that the
+    step cuts into micro-batches are `MicroBatchedArray`s, which `np.asarray` reads. All of them are copies, so the
+    source may use its buffers again.
 
     A loader is also a context manager, which closes it.
     """

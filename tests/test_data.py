@@ -117,11 +117,14 @@ def test_training_from_a_loader_is_training_from_the_batches(method: Any) -> Non
     received = check_training(step)
     specs = step.get_last_executable().get_input_placement_specs()[1]
     is_cut = getattr(method, "num_micro_batches", None) is not None
-    for batch in received:
+    for i, batch in enumerate(received):
+        assert_allclose(batch, make_batch(i), rtol=0, atol=0)
         for leaf, spec in zip(
             jax.tree.leaves(batch), jax.tree.leaves(specs, is_leaf=lambda x: not isinstance(x, dict)), strict=True
         ):
-            assert isinstance(leaf, np.ndarray) if is_cut else leaf.sharding.spec == spec.partition_specs[0]
+            parts = leaf.stored_as if is_cut else [leaf]
+            assert len(parts) == (4 if is_cut else 1)
+            assert all(part.sharding.spec == spec.partition_specs[0] for part in parts)
 
 
 @pytest.mark.parametrize("n_micro_batches", [1, 4])
@@ -131,8 +134,11 @@ def test_batches_are_laid_out_on_the_workers_of_a_cluster(n_micro_batches: int) 
     )
     with in_process_session(2, 2):
         received = check_training(minialpa.parallelize(train_step, method=method))
-        if n_micro_batches == 1:
-            assert all(isinstance(leaf, DistributedArray) for leaf in jax.tree.leaves(received))
+        for i, batch in enumerate(received):
+            assert_allclose(batch, make_batch(i), rtol=0, atol=0)
+            for leaf in jax.tree.leaves(batch):
+                assert len(leaf.stored_as) == n_micro_batches
+                assert all(isinstance(part, DistributedArray) for part in leaf.stored_as)
 
 
 def test_steps_start_while_a_batch_is_on_its_way_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ class LocalExecutable:
         return [buffers[slot.buffers[0]] for slot in self.program.outputs]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """See `Runner`: lays out each leaf that is not cut into micro-batches."""
+        """See `Runner`."""
         with _order:
             _check_usable(leaves)
             return self._arguments.kept(leaves)

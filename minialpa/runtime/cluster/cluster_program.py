@@ -15,6 +15,7 @@ from minialpa.arrays import RemoteArray
 from minialpa.programs.mesh_program import ArrayType, MeshProgram, Place, links, worker_places
 from minialpa.programs.program import InputSlot, Program
 from minialpa.programs.resharding import Box, shard_boxes
+from minialpa.runtime.arrays import MicroBatchedArray
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.distributed_array import DistributedArray, MeshWorkers
 from minialpa.runtime.cluster.launcher import Launcher, Reply, WorkerHandle
@@ -210,9 +211,12 @@ def arrays_on_workers(leaf: Any) -> list[DistributedArray]:
 
 
 def array_of(leaves: Sequence[Any], slot: InputSlot) -> DistributedArray | None:
-    """The array on workers that an input is, unless it is cut into micro-batches."""
+    """The array on workers that an input is, if there is one: a leaf, or the rows of a leaf that was cut before."""
     leaf = leaves[slot.leaf]
-    return leaf if slot.rows is None and isinstance(leaf, DistributedArray) else None
+    found = leaf if slot.rows is None else None
+    if isinstance(leaf, MicroBatchedArray):
+        found = next(iter(leaf.parts(slot.rows)), None)
+    return found if isinstance(found, DistributedArray) else None
 
 
 def _worker_shards(program: MeshProgram, places: Sequence[Place]) -> list[list[WorkerShards]]:

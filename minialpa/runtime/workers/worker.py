@@ -174,8 +174,10 @@ class Worker:
                 continue
 
             array = self._arrays[argument]
-            # One array given for two donated arguments: only one of them can take over its memory.
-            inputs.append(array.copy() if argument in donated & seen else array)
+            # One array given for two donated arguments: only one of them can take over its memory. And the caller keeps
+            # the rows of a batch that were here before the step.
+            is_copied = i in running.overwritten_rows or argument in donated & seen
+            inputs.append(array.copy() if is_copied else array)
             seen.add(argument)
         return inputs
 
