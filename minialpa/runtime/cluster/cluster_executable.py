@@ -17,8 +17,10 @@ from minialpa.runtime.cluster.cluster_program import ClusterProgram, Values, arr
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.distributed_array import Copy, DistributedArray
 from minialpa.runtime.cluster.launcher import Reply, WorkerHandle
+from minialpa.runtime.cluster.sample_calls import FunctionsSent, note_functions, read_calls
 from minialpa.runtime.steps.step_trace import TaskTime, from_start
 from minialpa.runtime.workers.worker_program import Argument
+from minialpa.samples import UnreadArray
 
 Part = tuple[int, MicroRows]
 """The number of an argument leaf, and the rows of it that a micro-batch reads."""
@@ -38,6 +40,7 @@ class ClusterExecutable:
         self._mesh_of_function = [function.mesh for function in program.functions]
         self._calls = _calls_by_mesh(program)
         self._n_results = len(program.outputs)
+        self._functions = FunctionsSent(runtime)
         self._readers = _readers(self._program.programs)
         with runtime.turn():
             self._program.load()
@@ -76,7 +79,7 @@ class ClusterExecutable:
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Argument leaves on the workers, as `DistributedArray`s or `MicroBatchedArray`s
-        of these. See `Runner`."""
+        of these. See `Runner`. The workers read `UnreadArray`s themselves."""
         with self.runtime.in_use():
             with self.runtime.turn():
                 self.runtime.check()
@@ -87,6 +90,7 @@ class ClusterExecutable:
 
             # Other threads may have their turn while this one waits: workers take the arrays behind earlier steps.
             self.runtime.gather_noted(calls)
+            note_functions(self._functions, leaves, calls.values())
             return placed
 
     def _place(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[Reply, WorkerHandle]]:
@@ -112,7 +116,7 @@ class ClusterExecutable:
             kept = {
                 i: numbers[slot.leaf, slot.rows]
                 for i, slot in enumerate(own.inputs)
-                if (slot.leaf, slot.rows) in numbers
+                if (slot.leaf, slot.rows) in numbers and not isinstance(leaves[slot.leaf], UnreadArray)
             }
             for k, worker in enumerate(mesh.workers):
                 puts.append((worker, kept, [values.given(own.inputs[i], own, shards[i][k]) for i in kept]))
@@ -123,6 +127,7 @@ class ClusterExecutable:
             for (worker, kept, _), (mine, shared) in zip(puts, arguments, strict=True)
             if kept
         }
+        calls |= read_calls(self._program, self._functions, leaves, numbers)
         return self._with_parts(leaves, numbers), calls
 
     def _with_parts(self, leaves: Sequence[Any], numbers: Mapping[Part, int]) -> list[Any]:
