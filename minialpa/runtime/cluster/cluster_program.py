@@ -54,7 +54,7 @@ class ClusterProgram:
         self.number = runtime.new_number()
         self.places = worker_places(program.meshes, runtime.launcher.devices_per_host)
         self.meshes: list[MeshWorkers] = []
-        self.shards = [_worker_shards(own, [p for p in self.places if p.mesh == own.mesh]) for own in self.programs]
+        self.shards = [worker_shards(own, [p for p in self.places if p.mesh == own.mesh]) for own in self.programs]
         self._keys = [(shape.first_device, math.prod(shape.logical_shape)) for shape in program.meshes]
         self._donated_leaves = program.donated_leaves
         weakref.finalize(self, runtime.dropped.append, self.number)  # also of what fails to load
@@ -219,7 +219,7 @@ def array_of(leaves: Sequence[Any], slot: InputSlot) -> DistributedArray | None:
     return found if isinstance(found, DistributedArray) else None
 
 
-def _worker_shards(program: MeshProgram, places: Sequence[Place]) -> list[list[WorkerShards]]:
+def worker_shards(program: MeshProgram, places: Sequence[Place]) -> list[list[WorkerShards]]:
     """For each input of a mesh and each of its workers, the shards of that worker."""
     out = []
     for slot in program.inputs:
