@@ -1,7 +1,10 @@
 """What reading batches costs a training loop: a source that takes 80 % of a step's time, read by a `DataLoader`.
 
-The source sleeps, as one does that reads from disks or other processes. Beside it stands the same step on batches that
-are on the devices already, and a loop that reads between steps.
+The claim is about a source that sleeps, as one does that waits for disks or for other processes: the step takes as long
+as on batches that are on the devices already, but for what laying a batch out costs, which stands beside it. A source
+that computes in this process shares the cores, and Python's lock, with the steps. On devices that are these cores, its
+seconds add up with theirs; it is here to show how much of them a loader hides. The last row of a case is a loop that
+reads between steps.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import jax
+import numpy as np
 
 import minialpa
 from benchmarks.registry import Rows, Size, benchmark
@@ -24,12 +29,15 @@ N_BATCHES = 8
 SOURCE_PART = 0.8
 N_TURNS = 7
 
+#: What is compared: where the batches of the steps come from.
+THERE, SLEEPING, COMPUTING, IN_LOOP = "there", "loader, source sleeps", "loader, source computes", "source in the loop"
+
 
 @benchmark("input_pipeline")
 def input_pipeline(size: Size) -> Rows:
     """Seconds of a step that reads its batch, from a loader and by itself, next to a batch that is there already."""
     is_full = size == "full"
-    case = models.build("mlp", batch_size=256 if is_full else 16, hidden=256 if is_full else 8)
+    case = models.build("mlp", batch_size=256 if is_full else 16, hidden=512 if is_full else 8)
     rows = []
     for name, method in {
         "data parallel": minialpa.DataParallel(),
@@ -42,10 +50,9 @@ def input_pipeline(size: Size) -> Rows:
 
 def _rows(name: str, step: Any, case: Any, repeats: int) -> Rows:
     batches = [case.make_batch(i, case.batch_size) for i in range(N_BATCHES)]
-    states = {}
-    for how in ("there", "loader", "in the loop"):
-        states[how] = case.init(jax.random.key(0))
-    placed = [step.preshard_dynamic_args(states["there"], batch)[1] for batch in batches]
+    states = {how: case.init(jax.random.key(0)) for how in (THERE, SLEEPING, COMPUTING, IN_LOOP)}
+    step.get_executable(states[THERE], batches[0])
+    placed = [step.place_batch(batch) for batch in batches]
 
     def run(how: str, given: Iterator[Any]) -> Callable[[], Any]:
         def call() -> Any:
@@ -56,32 +63,52 @@ def _rows(name: str, step: Any, case: Any, repeats: int) -> Rows:
 
     source_s = 0.0
 
-    def source() -> Iterator[Any]:
+    def source(wait: Callable[[float], None]) -> Iterator[Any]:
         for batch in itertools.cycle(batches):
-            time.sleep(source_s)
+            wait(source_s)
             yield batch
 
     seconds: dict[str, list[float]] = {how: [] for how in states}
     sources_s: list[float] = []
-    with minialpa.DataLoader(source, step) as loader:
-        given = {"there": itertools.cycle(placed), "loader": loader, "in the loop": source()}
+    with ExitStack() as open_loaders:
+        given = {
+            THERE: itertools.cycle(placed),
+            SLEEPING: open_loaders.enter_context(minialpa.DataLoader(lambda: source(time.sleep), step)),
+            COMPUTING: open_loaders.enter_context(minialpa.DataLoader(lambda: source(_compute), step)),
+            IN_LOOP: source(time.sleep),
+        }
         # In turns of many steps: in turns of one, the loader would read ahead while the others run. The source follows
         # the speed of the machine, which other work on it changes.
         for _ in range(N_TURNS):
             for how in states:
                 times = interleaved({how: run(how, given[how])}, repeats, warm_up=4)[how]
                 seconds[how].append(statistics.median(times))
-                if how == "there":
+                if how == THERE:
                     source_s = SOURCE_PART * seconds[how][-1]
                     sources_s.append(source_s)
 
+    place_s = statistics.median(interleaved({"": lambda: _place(step, batches[0])}, repeats)[""])
     return [
         {
             "case": name,
             "batches": how,
-            "source_ms": 0.0 if how == "there" else statistics.median(sources_s) * 1e3,
+            "source_ms": 0.0 if how == THERE else statistics.median(sources_s) * 1e3,
+            "place_ms": 0.0 if how == THERE else place_s * 1e3,
             "step_ms": statistics.median(seconds[how]) * 1e3,
-            "of_step": statistics.median(a / b for a, b in zip(seconds[how], seconds["there"], strict=True)),
+            "of_step": statistics.median(a / b for a, b in zip(seconds[how], seconds[THERE], strict=True)),
         }
         for how in states
     ]
+
+
+def _compute(seconds: float) -> None:
+    """Work on one core for a time, as decoding does: most of it outside of Python's lock."""
+    values = np.ones(1 << 14)
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        np.sin(values)
+
+
+def _place(step: Any, batch: Any) -> None:
+    for leaf in jax.tree.leaves(step.place_batch(batch)):
+        leaf.block_until_ready()

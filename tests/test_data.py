@@ -377,6 +377,35 @@ def test_fewer_examples_than_micro_batches_can_share_are_refused_by_the_step() -
         step(make_params(), batch)
 
 
+@pytest.mark.parametrize(("n", "is_even"), [(8, True), (12, False)])
+def test_fewer_examples_than_devices_can_share_are_split_otherwise_with_a_warning(n: int, is_even: bool) -> None:
+    step = minialpa.parallelize(train_step, method=DataParallel())
+    params, _ = step(make_params(), make_batch(0))
+    (batch,) = DataLoader([make_batch(1, n)], step)
+    assert isinstance(batch["x"], np.ndarray)  # no program takes it yet
+    expected = train_step(jax.device_get(params), make_batch(1, n))
+    if is_even:
+        found = step(params, batch)
+    else:
+        with pytest.warns(UserWarning, match=f"has {n} of them.*planned without the option"):
+            found = step(params, batch)
+    assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_fewer_examples_in_as_many_micro_batches_are_run_exactly_and_placed_the_next_time() -> None:
+    n = 4
+    step = minialpa.parallelize(train_step, method=ShardParallel(num_micro_batches=4))
+    params = expected = make_params()
+    sizes = (16, n, 16, n)
+    step.get_executable(params, make_batch(0))
+    step.get_executable(params, make_batch(0, n))
+    for i, batch in enumerate(DataLoader((make_batch(i, size) for i, size in enumerate(sizes)), step)):
+        assert len(batch["x"].stored_as) == 4
+        params, _ = step(params, batch)
+        expected, _ = train_step(expected, make_batch(i, sizes[i]))
+        assert_allclose(params, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_ragged_batch_is_dropped_or_an_error_as_told() -> None:
     assert numbers(DataLoader(numbered(4, last=1), unused_step(), on_ragged="fewer")) == [0, 1, 2, 3]
     assert numbers(DataLoader(numbered(4, last=1), unused_step(), on_ragged="drop")) == [0, 1, 2]
@@ -739,9 +768,26 @@ def test_batches_of_hugging_face_datasets() -> None:
     assert_allclose(found, [batch["x"] for batch in wanted], rtol=0, atol=0)
 
 
+def document_examples() -> tuple[str, dict[str, str]]:
+    """The examples of the document that need no other package, as one program, and the others by the package."""
+    examples = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+    with_source = {match[1]: text for text in examples if (match := re.match(r"# source: (\w+)\n", text))}
+    return "\n".join(text for text in examples if text not in with_source.values()), with_source
+
+
 def test_the_examples_of_the_document_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    examples = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile("\n".join(examples), str(DOC), "exec"), names)
+    exec(compile(document_examples()[0], str(DOC), "exec"), names)
     assert np.isfinite(float(names["loss"]))
+
+
+@pytest.mark.parametrize("package", ["grain", "datasets", "tensorflow"])
+def test_the_examples_with_other_packages_run(package: str) -> None:
+    pytest.importorskip(package)
+    first = document_examples()[0].split("\nloader = ")[0]
+    names: dict[str, Any] = {}
+    exec(compile(first, str(DOC), "exec"), names)
+    before = np.array(names["params"]["w"])
+    exec(compile(document_examples()[1][package], str(DOC), "exec"), names)
+    assert np.isfinite(float(names["loss"])) and not (before == np.asarray(names["params"]["w"])).all()
