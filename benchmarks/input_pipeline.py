@@ -4,7 +4,7 @@ The claim is about a source that sleeps, as one does that waits for disks or for
 that leave the cores of the host alone, as GPUs do: a step from the loader takes at most 1.05 of a step on batches that
 are on the devices already. The first case stands for such devices: the loop sleeps behind a small step.
 
-In the other cases the devices are the cores themselves. What laying a batch out costs, which stands beside the step, then
+In the other cases the devices are the cores themselves. What laying a batch out costs, the column beside the step, then
 adds to it, and so does every second of a source that computes.
 """
 
