@@ -17,7 +17,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, count
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -28,6 +27,8 @@ from minialpa.api.parallelized import ParallelizedFunc
 from minialpa.arrays import own_copy
 from minialpa.errors import MinialpaError, ShardingError
 from minialpa.plan import PlacementSpec
+from minialpa.samples import ReadSamples, SampleBatches, UnreadArray
+from minialpa.session import running_session
 
 OnRagged = Literal["fewer", "error", "drop"]
 
@@ -39,8 +40,9 @@ class DataLoader(Iterator[Any]):
     """The batches of a source, in its order, each on the devices and in the shardings in which the step reads it.
 
     It goes through the source once and is read by one thread. The first batches, until the step has compiled a program
-    for their shapes (by a call or `get_executable`), are NumPy arrays: the step lays these out itself. So are leaves
-    that the step cuts into micro-batches. All of them are copies, so the source may use its buffers again.
+    for their shapes (by a call or `get_executable`), are NumPy arrays: the step lays these out itself. Leaves that the
+    step cuts into micro-batches are `MicroBatchedArray`s, which `np.asarray` reads. All of them are copies, so the
+    source may use its buffers again.
 
     A loader is also a context manager, which closes it.
     """
@@ -150,14 +152,20 @@ class DataLoader(Iterator[Any]):
 class MeshDriverDataLoader(DataLoader):
     """A `DataLoader` with Alpa's arguments, over the samples 0 to `num_samples` of a data set.
 
-    The calling process reads for all hosts of a cluster. Alpa has each host read its own samples.
+    Batch k of an epoch has the samples from k * batch_size on, in order, wherever they are read. In a session on a
+    cluster, each worker reads the samples that its devices hold, and no sample passes through the calling process,
+    except for the first batches, until the step has compiled a program for them, and the last batch of an epoch if it
+    is smaller. In one process, and for batches with leaves that are no arrays of numbers with examples along dimension
+    0, the calling process reads all.
+
+    What the function raises in a worker is raised by `next` as a WorkerError, with the traceback of the worker.
     """
 
     def __init__(
         self,
         batch_size: int,
         num_samples: int,
-        input_iter_func: Callable[[int, int, int], Iterable[Any]],
+        input_iter_func: ReadSamples,
         step: ParallelizedFunc,
         prefetch_size: int = 1,
         repeat: bool = False,
@@ -168,19 +176,28 @@ class MeshDriverDataLoader(DataLoader):
 
         num_samples: examples of an epoch.
         input_iter_func: called with (start, end, batch_size), returns an iterator over the batches of the samples from
-            `start` to `end`. It gets (0, num_samples, batch_size).
+            `start` to `end`. A sample may not depend on the range that it is read in. The calling process calls it for
+            the rest of an epoch, workers call it for the rows of one batch at a time: what takes long to open should be
+            kept, by `functools.cache` for example. It is pickled for the workers.
         step, prefetch_size, on_ragged: as in `DataLoader`. Alpa has placement specs in place of the step.
         repeat: whether another epoch begins where one ends.
         """
         for name, value in (("batch_size", batch_size), ("num_samples", num_samples)):
             if not isinstance(value, int) or value < 1:
                 raise MinialpaError(f"`{name}` is a positive number; got {value!r}.")
-
-        def batches() -> Iterator[Any]:
-            epochs = count() if repeat else range(1)
-            return chain.from_iterable(input_iter_func(0, num_samples, batch_size) for _ in epochs)
-
+        batches = SampleBatches(
+            input_iter_func,
+            n_samples=num_samples,
+            batch_size=batch_size,
+            repeats=repeat,
+            is_read_elsewhere=_has_workers,
+        )
         super().__init__(batches, step, prefetch_size, on_ragged=on_ragged)
+
+
+def _has_workers() -> bool:
+    session = running_session()
+    return session is not None and session.runtime is not None
 
 
 def _check_arguments(step: Any, prefetch_size: Any, on_ragged: Any) -> None:
@@ -335,7 +352,12 @@ class _Batches:
 
     def _laid_out(self, batch: Any) -> Any:
         """The batch as the step reads it. It shares no memory with that of the source."""
-        return jax.tree.map(_owned, self._step.place_batch(batch))
+        placed = self._step.place_batch(batch)
+        leaves = jax.tree.leaves(placed)
+        if leaves and all(isinstance(leaf, UnreadArray) for leaf in leaves):
+            # No program takes it yet. Workers leave some leaves unread if no stage reads them; those stay so.
+            placed = jax.tree.map(np.asarray, placed)
+        return jax.tree.map(_owned, placed)
 
     def _is_wanted(self, batch: Any) -> bool:
         """Whether to hand the batch over. Raises ShardingError for a size that `on_ragged` refuses."""

@@ -117,11 +117,14 @@ def test_training_from_a_loader_is_training_from_the_batches(method: Any) -> Non
     received = check_training(step)
     specs = step.get_last_executable().get_input_placement_specs()[1]
     is_cut = getattr(method, "num_micro_batches", None) is not None
-    for batch in received:
+    for i, batch in enumerate(received):
+        assert_allclose(batch, make_batch(i), rtol=0, atol=0)
         for leaf, spec in zip(
             jax.tree.leaves(batch), jax.tree.leaves(specs, is_leaf=lambda x: not isinstance(x, dict)), strict=True
         ):
-            assert isinstance(leaf, np.ndarray) if is_cut else leaf.sharding.spec == spec.partition_specs[0]
+            parts = leaf.stored_as if is_cut else [leaf]
+            assert len(parts) == (4 if is_cut else 1)
+            assert all(part.sharding.spec == spec.partition_specs[0] for part in parts)
 
 
 @pytest.mark.parametrize("n_micro_batches", [1, 4])
@@ -131,8 +134,11 @@ def test_batches_are_laid_out_on_the_workers_of_a_cluster(n_micro_batches: int) 
     )
     with in_process_session(2, 2):
         received = check_training(minialpa.parallelize(train_step, method=method))
-        if n_micro_batches == 1:
-            assert all(isinstance(leaf, DistributedArray) for leaf in jax.tree.leaves(received))
+        for i, batch in enumerate(received):
+            assert_allclose(batch, make_batch(i), rtol=0, atol=0)
+            for leaf in jax.tree.leaves(batch):
+                assert len(leaf.stored_as) == n_micro_batches
+                assert all(isinstance(part, DistributedArray) for part in leaf.stored_as)
 
 
 def test_steps_start_while_a_batch_is_on_its_way_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,6 +377,35 @@ def test_fewer_examples_than_micro_batches_can_share_are_refused_by_the_step() -
         step(make_params(), batch)
 
 
+@pytest.mark.parametrize(("n", "is_even"), [(8, True), (12, False)])
+def test_fewer_examples_than_devices_can_share_are_split_otherwise_with_a_warning(n: int, is_even: bool) -> None:
+    step = minialpa.parallelize(train_step, method=DataParallel())
+    params, _ = step(make_params(), make_batch(0))
+    (batch,) = DataLoader([make_batch(1, n)], step)
+    assert isinstance(batch["x"], np.ndarray)  # no program takes it yet
+    expected = train_step(jax.device_get(params), make_batch(1, n))
+    if is_even:
+        found = step(params, batch)
+    else:
+        with pytest.warns(UserWarning, match=f"has {n} of them.*planned without the option"):
+            found = step(params, batch)
+    assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_fewer_examples_in_as_many_micro_batches_are_run_exactly_and_placed_the_next_time() -> None:
+    n = 4
+    step = minialpa.parallelize(train_step, method=ShardParallel(num_micro_batches=4))
+    params = expected = make_params()
+    sizes = (16, n, 16, n)
+    step.get_executable(params, make_batch(0))
+    step.get_executable(params, make_batch(0, n))
+    for i, batch in enumerate(DataLoader((make_batch(i, size) for i, size in enumerate(sizes)), step)):
+        assert len(batch["x"].stored_as) == 4
+        params, _ = step(params, batch)
+        expected, _ = train_step(expected, make_batch(i, sizes[i]))
+        assert_allclose(params, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_ragged_batch_is_dropped_or_an_error_as_told() -> None:
     assert numbers(DataLoader(numbered(4, last=1), unused_step(), on_ragged="fewer")) == [0, 1, 2, 3]
     assert numbers(DataLoader(numbered(4, last=1), unused_step(), on_ragged="drop")) == [0, 1, 2]
@@ -519,6 +554,168 @@ def test_a_mesh_driver_data_loader_reads_all_samples_and_repeats() -> None:
         MeshDriverDataLoader(0, 10, samples, step)
 
 
+def examples(start: int, end: int, batch_size: int) -> Iterator[Any]:
+    """Batches for `train_step`, out of 64 samples, by way of one buffer. Refuses to read what it was told not to."""
+    buffer = {"x": np.empty((batch_size, 8), np.float32), "y": np.empty((batch_size, 4), np.float64)}
+    all_samples = make_batch(0, 64)
+    for i in range(start, end, batch_size):
+        stop = min(i + batch_size, end)
+        READ.append((threading.current_thread().name, i, stop))
+        for name, values in all_samples.items():
+            buffer[name][: stop - i] = values[i:stop]
+        yield {name: values[: stop - i] for name, values in buffer.items()}
+
+
+#: The thread that has read samples, and which.
+READ: list[tuple[str, int, int]] = []
+
+
+def batches_of(step: Any, n: int, **options: Any) -> tuple[list[Any], list[Any]]:
+    """The batches that a loader over `examples` gives, and their values."""
+    with MeshDriverDataLoader(16, n, examples, step, **options) as loader:
+        received = list(loader)
+    return received, jax.device_get(received)
+
+
+@pytest.mark.parametrize("n_hosts", [1, 2])
+@pytest.mark.parametrize("n_micro_batches", [1, 4])
+def test_the_batches_that_workers_read_are_those_of_one_process(n_micro_batches: int, n_hosts: int) -> None:
+    method: Any = ShardParallel(num_micro_batches=n_micro_batches)
+    if n_hosts == 2:
+        method = PipeshardParallel(
+            num_micro_batches=n_micro_batches, layer_option=AutoLayerOption(layer_num=2), stage_option="uniform"
+        )
+    wanted = [{name: make_batch(0, 64)[name][16 * k : min(16 * k + 16, 56)] for name in "xy"} for k in range(4)]
+    step = minialpa.parallelize(train_step, method=method)
+    with in_process_session(n_hosts, 4 // n_hosts):
+        step.get_executable(make_params(), make_batch(0))
+        READ.clear()
+        received, values = batches_of(step, 56)
+        assert_allclose(values, wanted, rtol=0, atol=0)
+        # No program takes the last batch, so it is as the function returns it.
+        assert [value["y"].dtype for value in values] == [np.float32, np.float32, np.float32, np.float64]
+        for batch in received[1:3]:
+            assert all(isinstance(part, DistributedArray) for leaf in jax.tree.leaves(batch) for part in leaf.stored_as)
+
+        # This process has read the first batch, to see its form, and the smaller one. The meshes have read the others.
+        here = [(a, b) for thread, a, b in READ if thread == "minialpa data loader"]
+        assert here == [(0, 16), (48, 56)]
+        assert len(READ) == 2 + 2 * n_hosts
+
+        params = expected = make_params()
+        for batch, own in zip(received, wanted, strict=True):
+            params, _ = step(params, batch)
+            expected, _ = train_step(expected, own)
+        assert_allclose(params, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_workers_go_on_where_another_loader_stopped() -> None:
+    step = minialpa.parallelize(train_step, method=ShardParallel())
+    with in_process_session(1, 4):
+        step.get_executable(make_params(), make_batch(0))
+        with MeshDriverDataLoader(16, 64, examples, step, repeat=True) as undisturbed:
+            wanted = [jax.device_get(next(undisturbed)) for _ in range(7)]
+        found, state = [], None
+        for n_more in (2, 0, 4, 1):
+            with MeshDriverDataLoader(16, 64, examples, step, 3, repeat=True) as loader:
+                if state is not None:
+                    loader.set_state(json.loads(json.dumps(state)))
+                found += [jax.device_get(next(loader)) for _ in range(n_more)]
+                state = loader.get_state()
+        assert_allclose(found, wanted, rtol=0, atol=0)
+
+
+def broken_in_workers(start: int, end: int, batch_size: int) -> Iterator[Any]:
+    if threading.current_thread().name != "minialpa data loader" and start >= 32:
+        raise OSError(f"no disk at {start}")
+    return examples(start, end, batch_size)
+
+
+def too_few_in_workers(start: int, end: int, batch_size: int) -> Iterator[Any]:
+    if threading.current_thread().name == "minialpa data loader":
+        return examples(start, end, batch_size)
+    return examples(start, end - 1, batch_size)
+
+
+def test_errors_in_workers_come_out_of_next_and_leave_the_session() -> None:
+    step = minialpa.parallelize(train_step, method=ShardParallel())
+    with in_process_session(1, 4) as runtime:
+        step.get_executable(make_params(), make_batch(0))
+        with MeshDriverDataLoader(16, 64, broken_in_workers, step) as loader:
+            assert_allclose([next(loader) for _ in range(2)][1]["x"], make_batch(0, 64)["x"][16:32], rtol=0, atol=0)
+            with pytest.raises(minialpa.WorkerError, match=r"no disk at 32(.|\n)*in broken_in_workers"):
+                next(loader)
+            with pytest.raises(StopIteration):
+                next(loader)
+        with (
+            MeshDriverDataLoader(16, 64, too_few_in_workers, step) as loader,
+            pytest.raises(
+                minialpa.WorkerError, match=r"input_iter_func\(16, 32, 16\)` returned an array of shape \(15, 8\)"
+            ),
+        ):
+            list(loader)
+        step(make_params(), make_batch(0))
+
+        # Nothing of the failed batches stays.
+        gc.collect()
+        step(make_params(), make_batch(0))
+        runtime.sync()
+        (counts,) = runtime.ask(runtime.workers, "counts")
+        assert counts["arrays"] <= 6
+
+
+def test_a_worker_that_is_lost_while_it_reads_is_a_worker_error() -> None:
+    step = minialpa.parallelize(train_step, method=ShardParallel())
+    with in_process_session(1, 4) as runtime:
+        step.get_executable(make_params(), make_batch(0))
+        with MeshDriverDataLoader(16, 64, waits_in_workers, step) as loader:
+            next(loader)
+            wait_until(lambda: bool(WAITING))
+            runtime.launcher.end(runtime.workers)
+            with pytest.raises(minialpa.WorkerError, match="killed"):
+                next(loader)
+        GO_ON.set()
+
+
+WAITING: list[int] = []
+GO_ON = threading.Event()
+
+
+def waits_in_workers(start: int, end: int, batch_size: int) -> Iterator[Any]:
+    if threading.current_thread().name != "minialpa data loader":
+        WAITING.append(start)
+        GO_ON.wait(20)
+    return examples(start, end, batch_size)
+
+
+def without_examples(start: int, end: int, batch_size: int) -> Iterator[Any]:
+    for batch in examples(start, end, batch_size):
+        yield {**batch, "scale": np.float32(start + 1)}
+
+
+def test_batches_with_other_leaves_are_read_by_the_calling_process() -> None:
+    def scaled(params: Any, batch: Any) -> Any:
+        return params, jnp.sum(batch["x"]) * batch["scale"]
+
+    step = minialpa.parallelize(scaled, method=ShardParallel(), batch_argnums=())
+    with in_process_session(1, 4):
+        step.get_executable(make_params(), next(without_examples(0, 16, 16)))
+        READ.clear()
+        with MeshDriverDataLoader(16, 64, without_examples, step) as loader:
+            assert len(list(loader)) == 4
+        assert {thread for thread, _, _ in READ} == {"minialpa data loader"}
+
+
+def test_functions_that_read_other_samples_than_asked_are_refused() -> None:
+    step = unused_step()
+    with pytest.raises(minialpa.MinialpaError, match=r"At sample 8 of 20, `input_iter_func` has ended\."):
+        list(MeshDriverDataLoader(4, 20, lambda start, end, n: samples(start, 8, n), step))
+    with pytest.raises(minialpa.MinialpaError, match="a batch of 3 examples, and 4 were asked for"):
+        list(MeshDriverDataLoader(4, 20, lambda start, end, n: samples(start, end, 3), step))
+    # One that leaves out a smaller last batch is fine.
+    assert numbers(MeshDriverDataLoader(4, 10, lambda start, end, n: samples(start, end - end % n, n), step)) == [0, 4]
+
+
 # ---- real sources ---------------------------------------------------------------------------------------------------
 
 
@@ -571,9 +768,26 @@ def test_batches_of_hugging_face_datasets() -> None:
     assert_allclose(found, [batch["x"] for batch in wanted], rtol=0, atol=0)
 
 
+def document_examples() -> tuple[str, dict[str, str]]:
+    """The examples of the document that need no other package, as one program, and the others by the package."""
+    examples = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+    with_source = {match[1]: text for text in examples if (match := re.match(r"# source: (\w+)\n", text))}
+    return "\n".join(text for text in examples if text not in with_source.values()), with_source
+
+
 def test_the_examples_of_the_document_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    examples = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile("\n".join(examples), str(DOC), "exec"), names)
+    exec(compile(document_examples()[0], str(DOC), "exec"), names)
     assert np.isfinite(float(names["loss"]))
+
+
+@pytest.mark.parametrize("package", ["grain", "datasets", "tensorflow"])
+def test_the_examples_with_other_packages_run(package: str) -> None:
+    pytest.importorskip(package)
+    first = document_examples()[0].split("\nloader = ")[0]
+    names: dict[str, Any] = {}
+    exec(compile(first, str(DOC), "exec"), names)
+    before = np.array(names["params"]["w"])
+    exec(compile(document_examples()[1][package], str(DOC), "exec"), names)
+    assert np.isfinite(float(names["loss"])) and not (before == np.asarray(names["params"]["w"])).all()

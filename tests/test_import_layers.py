@@ -22,7 +22,18 @@ ARCHITECTURE = PACKAGE.parent / "ARCHITECTURE.md"
 #: Packages that hold rooms. All others are one room each.
 HOUSES = ("inter", "intra", "intra.memory", "runtime")
 #: What the runtime may know of the rest.
-RUNTIME_MAY = {"arrays", "cluster", "errors", "options", "plan", "programs", "runtime", "sharding", "support"}
+RUNTIME_MAY = {
+    "arrays",
+    "cluster",
+    "errors",
+    "options",
+    "plan",
+    "programs",
+    "runtime",
+    "samples",
+    "sharding",
+    "support",
+}
 #: What a user starts, or sees in front of the machinery.
 FRONT = {"__init__", "cli", "compat", "data", "demo", "models", "testing", "training", "util"}
 PLANNING = {"cluster", "cost", "inter", "intra", "options", "plan", "programs", "rules", "sharding", "tracing"}

@@ -231,7 +231,8 @@ class ParallelizedFunc:
         """The batch, on the devices and in the shardings in which the compiled program for its shapes reads it.
 
         batch: the argument that holds examples, or a tuple of them if there are several. Compiles nothing: a batch that
-        no program takes yet comes back as it is, and so do leaves that are cut into micro-batches.
+        no program takes yet comes back as it is. Leaves that the step cuts into micro-batches come back in these parts,
+        as `MicroBatchedArray`s: arrays with a shape and a dtype, which `np.asarray` reads.
         """
         recent = self._recent
         # A loader's thread may come here between two sessions, and must not start one.

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from minialpa.programs.program import Accumulate, ConstantSlot, Free, InputSlot, MeshShape, Run
+from minialpa.programs.program import Accumulate, ConstantSlot, Free, InputSlot, MeshShape, Program, Run
 from minialpa.programs.resharding import Move, Resharding
 
 
@@ -161,6 +161,21 @@ class MeshProgram:
     types: Mapping[int, ArrayType]
     specs: Mapping[int, PartitionSpec]
     donated_leaves: frozenset[int]
+
+
+def overwritten_rows(program: Program | MeshProgram) -> frozenset[int]:
+    """Inputs, by position, that are rows of micro-batches and whose buffers functions write over.
+
+    A step may write over rows that it has cut itself. Rows that were cut before the call are the caller's, since
+    batches are never donated, and have to be copied.
+    """
+    overwritten = {
+        run.inputs[k]
+        for run in program.instructions
+        if isinstance(run, Run)
+        for k in program.functions[run.function].donated
+    }  # fmt: skip
+    return frozenset(i for i, slot in enumerate(program.inputs) if slot.rows is not None and slot.buffer in overwritten)
 
 
 @dataclass(frozen=True, slots=True)

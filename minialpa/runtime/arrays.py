@@ -1,13 +1,14 @@
 """Arrays in blocks of rows, each on the devices that use it, and rows of arrays that a program reads in other blocks.
 
 A `BlockedArray` is what a caller holds of a leaf in blocks; it goes from one call to the next without a copy. Where the
-caller's leaf is not in the blocks of the program, `LeafRows` stand for these until a runtime asks for their values.
+caller's leaf is not in the blocks of the program, `LeafRows` stand for these until a runtime asks for their values. A
+`MicroBatchedArray` is a leaf of a batch, cut into the rows of each micro-batch before the step is called.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +129,79 @@ class BlockedTarget:
     dtype: Any
     rows: tuple[tuple[int, int], ...]
     shardings: tuple[Sharding, ...]
+
+
+#: (start, stop, dimension) of the rows of a micro-batch, as `InputSlot.rows`; None for all rows.
+MicroRows = tuple[int, int, int] | None
+
+
+class MicroBatchedArray(RemoteArray):
+    """A leaf of a batch whose rows are on devices or workers already, cut into the micro-batches of a step.
+
+    A step in these micro-batches reads the rows in place; any other step reads the whole value, as `np.asarray` does.
+    """
+
+    def __init__(self, parts: Mapping[MicroRows, Sequence[Any]]) -> None:
+        """parts: jax arrays or remote arrays of each micro-batch's rows; several if meshes read the same rows in
+        different shardings. Together, they have all rows (`cover_all_rows`)."""
+        self._parts = {rows: tuple(arrays) for rows, arrays in parts.items()}
+        first = next(iter(self._parts))
+        (example, *_) = self._parts[first]
+        self.shape = tuple(example.shape)
+        if first is not None:
+            dim = first[2]
+            n_rows = max(rows[1] for rows in self._parts if rows is not None)
+            self.shape = (*self.shape[:dim], n_rows, *self.shape[dim + 1 :])
+        self.dtype, self.weak_type = example.dtype, _is_weak(example)
+
+    def parts(self, rows: MicroRows) -> tuple[Any, ...]:
+        """The arrays that hold these rows; none if the array is in other micro-batches."""
+        return self._parts.get(rows, ())
+
+    @property
+    def stored_as(self) -> tuple[Any, ...]:
+        return tuple(array for arrays in self._parts.values() for array in arrays)
+
+    def _fetch(self) -> Any:
+        if None in self._parts:
+            return _value_here(self._parts[None][0])
+        in_order = [(rows, self._parts[rows][0]) for rows in sorted(rows for rows in self._parts if rows is not None)]
+        prefetch([array for _, array in in_order])
+        dim = in_order[0][0][2]
+        join = jnp.concatenate if jnp.issubdtype(self.dtype, jax.dtypes.extended) else np.concatenate
+        return join([_value_here(array) for _, array in in_order], axis=dim)
+
+    @classmethod
+    def _fetch_all(cls, arrays: Sequence[Any]) -> None:
+        prefetch([part for array in arrays for part in array.stored_as])
+
+    def block_until_ready(self) -> MicroBatchedArray:
+        for part in self.stored_as:
+            part.block_until_ready()
+        return self
+
+    def is_deleted(self) -> bool:
+        """Whether any part is. Steps do not donate batches."""
+        return any(part.is_deleted() for part in self.stored_as)
+
+    def delete(self) -> None:
+        for part in self.stored_as:
+            part.delete()
+
+
+def cover_all_rows(parts: Collection[MicroRows], shape: Sequence[int]) -> bool:
+    """Whether these rows of an array of this shape are all of them."""
+    if None in parts:
+        return True
+    in_order = sorted(rows for rows in parts if rows is not None)
+    ends = [0, *(stop for _, stop, _ in in_order)]
+    is_without_gap = all(start == end for (start, _, _), end in zip(in_order, ends, strict=False))
+    return bool(in_order) and is_without_gap and ends[-1] == shape[in_order[0][2]]
+
+
+def _value_here(array: Any) -> Any:
+    """The value of a part in this process: a NumPy array, or a jax array of typed keys."""
+    return array if jnp.issubdtype(array.dtype, jax.dtypes.extended) else np.asarray(array)
 
 
 class LeafRows(RemoteArray):

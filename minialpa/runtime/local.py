@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -91,8 +91,10 @@ class LocalExecutable:
         return [buffers[slot.buffers[0]] for slot in self.program.outputs]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """See `Runner`: lays out each leaf that is not cut into micro-batches."""
-        with _order:
+        """See `Runner`."""
+        # NumPy arrays go to the devices in no order, so a loader that puts them does not hold up steps.
+        has_arrays = any(isinstance(leaf, jax.Array | RemoteArray) for leaf in leaves)
+        with _order if has_arrays else nullcontext():
             _check_usable(leaves)
             return self._arguments.kept(leaves)
 

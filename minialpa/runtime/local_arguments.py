@@ -16,7 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from minialpa.arrays import RemoteArray, own_copy
+from minialpa.programs.mesh_program import overwritten_rows
 from minialpa.programs.program import InputSlot, Program, Run, reads
+from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows
 from minialpa.support.private_jax import addresses_of
 
 
@@ -31,7 +33,8 @@ class LocalArguments:
         self._inputs, self._donated_leaves = program.inputs, program.donated_leaves
         self._shardings = [NamedSharding(meshes[slot.mesh], slot.spec) for slot in program.inputs]
         self._read_as_numpy = _read_by_one_call(program)
-        self._read = {slot.leaf for slot in program.inputs}
+        self._cut = _cut_leaves(program)
+        self._overwritten_rows = overwritten_rows(program)
         self.buffers = tuple(slot.buffer for slot in program.inputs)
         self._may_settle = all(slot.rows is None for slot in program.inputs)
         #: Shardings of the last leaves that needed nothing.
@@ -46,8 +49,7 @@ class LocalArguments:
         if shardings == self._settled and len(set(map(id, leaves))) == len(leaves):
             return [_owned_here(leaves[slot.leaf]) for slot in self._inputs]
 
-        here = {leaf: _in_this_process(leaves[leaf]) for leaf in self._read}
-        values = [_value(here[slot.leaf], slot) for slot in self._inputs]
+        values = self._values(leaves)
         missing = [i for i, value in enumerate(values) if not self._is_placed(i, value)]
         copied = self._copy_for_donation(values, set(missing))
         if missing:
@@ -57,20 +59,57 @@ class LocalArguments:
         return values
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves, laid out as the first of their readers wants them; batches, of which micro-batches are cut, stay
-        as they are, and so does None, for a leaf that is not given."""
+        """The leaves, laid out as the first of their readers wants them, and those that are cut into micro-batches as
+        `MicroBatchedArray`s for all readers. None, for a leaf that is not given, stays None, and so does a leaf of
+        which the program does not read all rows."""
         out = list(leaves)
         for slot, sharding in zip(self._inputs, self._shardings, strict=True):
             leaf = leaves[slot.leaf]
             if (
                 leaf is not None
-                and slot.rows is None
+                and slot.leaf not in self._cut
                 and out[slot.leaf] is leaf
                 and getattr(leaf, "sharding", None) != sharding
             ):
                 placed = jax.device_put(_owned_here(_in_this_process(leaf)), sharding)
                 out[slot.leaf] = self._owned(placed, leaf, slot)
+
+        for number, slots in self._cut.items():
+            if leaves[number] is not None and cover_all_rows(
+                {self._inputs[i].rows for i in slots}, np.shape(leaves[number])
+            ):
+                out[number] = self._micro_batched(leaves[number], slots)
         return out
+
+    def _micro_batched(self, leaf: Any, slots: Sequence[int]) -> Any:
+        """A leaf of which the inputs `slots` are rows, on the devices of these; itself if it is there already."""
+        places = list(dict.fromkeys((self._inputs[i].rows, self._shardings[i]) for i in slots))
+        if isinstance(leaf, MicroBatchedArray) and all(_placed_part(leaf, *place) is not None for place in places):
+            return leaf
+
+        here = _in_this_process(leaf)
+        cut = {rows: _owned_here(_rows_of(here, rows)) for rows, _ in places}
+        placed = jax.device_put([cut[rows] for rows, _ in places], [sharding for _, sharding in places])
+        parts: dict[MicroRows, list[Any]] = {}
+        for (rows, _), array in zip(places, placed, strict=True):
+            parts.setdefault(rows, []).append(array)
+        return MicroBatchedArray(parts)
+
+    def _values(self, leaves: Sequence[Any]) -> list[Any]:
+        """What each input slot is of the leaves; those that are placed already are not fetched."""
+        values: list[Any] = []
+        here: dict[int, Any] = {}
+        for i, (slot, sharding) in enumerate(zip(self._inputs, self._shardings, strict=True)):
+            leaf = leaves[slot.leaf]
+            part = _placed_part(leaf, slot.rows, sharding) if isinstance(leaf, MicroBatchedArray) else None
+            if part is not None and i in self._overwritten_rows:
+                part = part.copy()
+            if part is None:
+                if slot.leaf not in here:
+                    here[slot.leaf] = _in_this_process(leaf)
+                part = _owned_here(_rows_of(here[slot.leaf], slot.rows))
+            values.append(part)
+        return values
 
     def _is_placed(self, i: int, value: Any) -> bool:
         """Whether input `i` needs no `device_put`: its sharding is right, or its readers take NumPy arrays."""
@@ -112,6 +151,12 @@ class LocalArguments:
         return array.copy() if _shares_buffer(array, leaf) else array
 
 
+def _cut_leaves(program: Program) -> dict[int, list[int]]:
+    """The leaves that are cut into micro-batches, and the inputs that read them."""
+    cut = {slot.leaf for slot in program.inputs if slot.rows is not None}
+    return {leaf: [i for i, slot in enumerate(program.inputs) if slot.leaf == leaf] for leaf in sorted(cut)}
+
+
 def _read_by_one_call(program: Program) -> frozenset[int]:
     """Input slots that only one run reads, on one device: it takes NumPy arrays itself, faster than `device_put`."""
     readers = Counter(b for instruction in program.instructions for b in reads(instruction))
@@ -126,13 +171,18 @@ def _read_by_one_call(program: Program) -> frozenset[int]:
     )
 
 
-def _value(leaf: Any, slot: InputSlot) -> Any:
-    """What an input slot is of a leaf in this process."""
-    if slot.rows is None:
-        return _owned_here(leaf)
-    start, stop, dim = slot.rows
+def _rows_of(leaf: Any, rows: MicroRows) -> Any:
+    """The rows of a micro-batch, of a leaf in this process."""
+    if rows is None:
+        return leaf
+    start, stop, dim = rows
     index = (slice(None),) * dim + (slice(start, stop),)
-    return _owned_here(leaf[index] if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)[index])
+    return leaf[index] if isinstance(leaf, jax.Array | np.ndarray) else np.asarray(leaf)[index]
+
+
+def _placed_part(leaf: MicroBatchedArray, rows: MicroRows, sharding: NamedSharding) -> Any:
+    """The rows of a leaf in a sharding; None if they are not there in it."""
+    return next((part for part in leaf.parts(rows) if _lies(part, sharding)), None)
 
 
 def _owned_here(value: Any) -> Any:

@@ -36,6 +36,7 @@ class Runner(Protocol):
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Argument leaves laid out as the step wants them. What the step donates never shares memory with `leaves`.
 
+        A leaf of which the step cuts micro-batches becomes a `MicroBatchedArray`, if the step reads all of its rows.
         None in place of a leaf that the caller does not have stays None.
         """
 

@@ -7,15 +7,23 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from minialpa.programs.mesh_program import ArrayType, MeshProgram
 from minialpa.programs.program import Accumulate, InputSlot, Program, Run
+from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows
 from minialpa.runtime.cluster.array_moves import Move, move_arrays
 from minialpa.runtime.cluster.cluster_program import ClusterProgram, Values, array_of, arrays_on_workers, share
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.distributed_array import Copy, DistributedArray
 from minialpa.runtime.cluster.launcher import Reply, WorkerHandle
+from minialpa.runtime.cluster.sample_calls import FunctionsSent, note_functions, read_calls
 from minialpa.runtime.steps.step_trace import TaskTime, from_start
 from minialpa.runtime.workers.worker_program import Argument
+from minialpa.samples import UnreadArray
+
+Part = tuple[int, MicroRows]
+"""The number of an argument leaf, and the rows of it that a micro-batch reads."""
 
 
 class ClusterExecutable:
@@ -32,6 +40,8 @@ class ClusterExecutable:
         self._mesh_of_function = [function.mesh for function in program.functions]
         self._calls = _calls_by_mesh(program)
         self._n_results = len(program.outputs)
+        self._functions = FunctionsSent(runtime)
+        self._readers = _readers(self._program.programs)
         with runtime.turn():
             self._program.load()
 
@@ -68,7 +78,8 @@ class ClusterExecutable:
         return from_start(tasks)
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Argument leaves on the workers, laid out as the step reads them; what is cut into micro-batches stays."""
+        """Argument leaves on the workers, as `DistributedArray`s or `MicroBatchedArray`s
+        of these. See `Runner`. The workers read `UnreadArray`s themselves."""
         with self.runtime.in_use():
             with self.runtime.turn():
                 self.runtime.check()
@@ -79,50 +90,66 @@ class ClusterExecutable:
 
             # Other threads may have their turn while this one waits: workers take the arrays behind earlier steps.
             self.runtime.gather_noted(calls)
+            note_functions(self._functions, leaves, calls.values())
             return placed
 
     def _place(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[Reply, WorkerHandle]]:
         """The leaves as `place` returns them, and the calls that bring them there. In a turn, on loaded meshes."""
         programs, meshes = self._program.programs, self._program.meshes
-        slots = [
-            (own, slot)
+        given = {
+            leaf
+            for leaf, readers in self._readers.items()
+            if leaves[leaf] is not None and cover_all_rows(readers.keys(), np.shape(leaves[leaf]))
+        }
+        missing = dict.fromkeys(
+            (slot.leaf, slot.rows)
             for own in programs
             for slot in own.inputs
-            if slot.rows is None and leaves[slot.leaf] is not None
-        ]  # fmt: skip
-        moved = sorted({slot.leaf for own, slot in slots if not _is_placed(leaves, own, slot)})
-        numbers = {leaf: self.runtime.new_number() for leaf in moved}
+            if slot.leaf in given and not _is_placed(leaves, own, slot)
+        )  # fmt: skip
+        numbers = {part: self.runtime.new_number() for part in sorted(missing, key=str)}
 
         # What each worker is to keep, and under which number.
         values = Values(leaves)
         puts: list[tuple[WorkerHandle, dict[int, int], list[Argument]]] = []
         for own, mesh, shards in zip(programs, meshes, self._program.shards, strict=True):
-            mine = [i for i, slot in enumerate(own.inputs) if slot.leaf in numbers and slot.rows is None]
-            kept = {i: numbers[own.inputs[i].leaf] for i in mine}
+            kept = {
+                i: numbers[slot.leaf, slot.rows]
+                for i, slot in enumerate(own.inputs)
+                if (slot.leaf, slot.rows) in numbers and not isinstance(leaves[slot.leaf], UnreadArray)
+            }
             for k, worker in enumerate(mesh.workers):
-                puts.append((worker, kept, [values.given(own.inputs[i], own, shards[i][k]) for i in mine]))
+                puts.append((worker, kept, [values.given(own.inputs[i], own, shards[i][k]) for i in kept]))
 
-        arguments = share(self.runtime.launcher, [given for *_, given in puts])
+        arguments = share(self.runtime.launcher, [mine for *_, mine in puts])
         calls = {
-            worker.actor.call("put", self._program.number, kept, given, *shared): worker
-            for (worker, kept, _), (given, shared) in zip(puts, arguments, strict=True)
+            worker.actor.call("put", self._program.number, kept, mine, *shared): worker
+            for (worker, kept, _), (mine, shared) in zip(puts, arguments, strict=True)
             if kept
         }
+        calls |= read_calls(self._program, self._functions, leaves, numbers)
+        return self._with_parts(leaves, numbers), calls
 
+    def _with_parts(self, leaves: Sequence[Any], numbers: Mapping[Part, int]) -> list[Any]:
+        """The leaves, with those parts in place that the workers are about to keep under these numbers."""
         out = list(leaves)
-        for leaf, number in numbers.items():
-            out[leaf] = self._placed(leaf, number)
-        return out, calls
+        for leaf in {leaf for leaf, _ in numbers}:
+            parts: dict[MicroRows, list[DistributedArray]] = {}
+            for rows, readers in self._readers[leaf].items():
+                if (leaf, rows) in numbers:
+                    parts[rows] = [self._placed(readers, numbers[leaf, rows])]
+                else:
+                    old = array_of(leaves, readers[0][1])
+                    assert old is not None, (leaf, rows)
+                    parts[rows] = [old]
+            out[leaf] = parts[None][0] if parts.keys() == {None} else MicroBatchedArray(parts)
+        return out
 
-    def _placed(self, leaf: int, number: int) -> DistributedArray:
-        """The array of a leaf that the workers of all its readers keep under a number."""
-        copies, types = [], []
-        for own, mesh in zip(self._program.programs, self._program.meshes, strict=True):
-            for slot in own.inputs:
-                if slot.leaf == leaf and slot.rows is None:
-                    copies.append(Copy(mesh, own.shape, slot.spec))
-                    types.append(own.types[slot.buffer])
-        return DistributedArray(self.runtime, number, types[-1], tuple(copies))
+    def _placed(self, readers: Sequence[tuple[MeshProgram, InputSlot]], number: int) -> DistributedArray:
+        """The array that the workers of all these inputs keep under a number."""
+        copies = tuple(Copy(self._program.meshes[own.mesh], own.shape, slot.spec) for own, slot in readers)
+        own, slot = readers[-1]
+        return DistributedArray(self.runtime, number, own.types[slot.buffer], copies)
 
     @staticmethod
     def _check_usable(leaves: Sequence[Any]) -> None:
@@ -206,6 +233,15 @@ def _calls_by_mesh(program: Program) -> list[list[int]]:
         if isinstance(instruction, Run | Accumulate):
             calls[program.functions[instruction.function].mesh].append(i)
     return calls
+
+
+def _readers(programs: Sequence[MeshProgram]) -> dict[int, dict[MicroRows, list[tuple[MeshProgram, InputSlot]]]]:
+    """For each argument leaf and the rows of it that inputs are, these inputs, with their meshes."""
+    readers: dict[int, dict[MicroRows, list[tuple[MeshProgram, InputSlot]]]] = {}
+    for own in programs:
+        for slot in own.inputs:
+            readers.setdefault(slot.leaf, {}).setdefault(slot.rows, []).append((own, slot))
+    return readers
 
 
 def _is_placed(leaves: Sequence[Any], own: MeshProgram, slot: InputSlot) -> bool:

@@ -15,6 +15,7 @@ from minialpa.arrays import RemoteArray
 from minialpa.programs.mesh_program import ArrayType, MeshProgram, Place, links, worker_places
 from minialpa.programs.program import InputSlot, Program
 from minialpa.programs.resharding import Box, shard_boxes
+from minialpa.runtime.arrays import MicroBatchedArray
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.distributed_array import DistributedArray, MeshWorkers
 from minialpa.runtime.cluster.launcher import Launcher, Reply, WorkerHandle
@@ -53,7 +54,7 @@ class ClusterProgram:
         self.number = runtime.new_number()
         self.places = worker_places(program.meshes, runtime.launcher.devices_per_host)
         self.meshes: list[MeshWorkers] = []
-        self.shards = [_worker_shards(own, [p for p in self.places if p.mesh == own.mesh]) for own in self.programs]
+        self.shards = [worker_shards(own, [p for p in self.places if p.mesh == own.mesh]) for own in self.programs]
         self._keys = [(shape.first_device, math.prod(shape.logical_shape)) for shape in program.meshes]
         self._donated_leaves = program.donated_leaves
         weakref.finalize(self, runtime.dropped.append, self.number)  # also of what fails to load
@@ -210,12 +211,15 @@ def arrays_on_workers(leaf: Any) -> list[DistributedArray]:
 
 
 def array_of(leaves: Sequence[Any], slot: InputSlot) -> DistributedArray | None:
-    """The array on workers that an input is, unless it is cut into micro-batches."""
+    """The array on workers that an input is, if there is one: a leaf, or the rows of a leaf that was cut before."""
     leaf = leaves[slot.leaf]
-    return leaf if slot.rows is None and isinstance(leaf, DistributedArray) else None
+    found = leaf if slot.rows is None else None
+    if isinstance(leaf, MicroBatchedArray):
+        found = next(iter(leaf.parts(slot.rows)), None)
+    return found if isinstance(found, DistributedArray) else None
 
 
-def _worker_shards(program: MeshProgram, places: Sequence[Place]) -> list[list[WorkerShards]]:
+def worker_shards(program: MeshProgram, places: Sequence[Place]) -> list[list[WorkerShards]]:
     """For each input of a mesh and each of its workers, the shards of that worker."""
     out = []
     for slot in program.inputs:

@@ -12,12 +12,16 @@ import threading
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minialpa.programs.mesh_program import MeshProgram, Place
 from minialpa.programs.resharding import Box
 from minialpa.runtime.workers.failures import Failure, Status, fault_of
 from minialpa.runtime.workers.worker_process import OwnProcess, Process, WorkerSettings
+
+if TYPE_CHECKING:
+    from minialpa.runtime.workers.sample_reads import ReadOrder
+    from minialpa.samples import ReadSamples
 
 #: Instructions before the present one that a status tells.
 _N_RECENT = 4
@@ -26,7 +30,7 @@ _N_RECENT = 4
 class Worker:
     """The devices of one mesh on one host.
 
-    One thread runs the calls, one after the other. `status`, `live` and `stop` run in threads of their own.
+    One thread runs the calls, one after the other. `status`, `live`, `stop` and `read` run in threads of their own.
     """
 
     def __init__(self, settings: WorkerSettings, process: Process | None = None) -> None:
@@ -39,6 +43,7 @@ class Worker:
         self._arrays: dict[int, Any] = {}
         self._programs: dict[int, Any] = {}
         self._transports: dict[int, Any] = {}
+        self._functions: dict[int, Any] = {}
         self._compiled: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
         self._running: Any = None  # the program of the last step
@@ -106,8 +111,9 @@ class Worker:
         )
 
     def unload(self, number: int) -> None:
-        """Forget a program. Unknown numbers are no error."""
+        """Forget a program, or a function that reads samples. Unknown numbers are no error."""
         self._programs.pop(number, None)
+        self._functions.pop(number, None)
         if number in self._transports:
             self._transports.pop(number).close()
 
@@ -174,8 +180,10 @@ class Worker:
                 continue
 
             array = self._arrays[argument]
-            # One array given for two donated arguments: only one of them can take over its memory.
-            inputs.append(array.copy() if argument in donated & seen else array)
+            # One array given for two donated arguments: only one of them can take over its memory. And the caller keeps
+            # the rows of a batch that were here before the step.
+            is_copied = i in running.overwritten_rows or argument in donated & seen
+            inputs.append(array.copy() if is_copied else array)
             seen.add(argument)
         return inputs
 
@@ -215,6 +223,35 @@ class Worker:
         for (i, number), given in zip(numbers.items(), arguments, strict=True):
             self._arrays[number] = loaded.argument(i, given, shared)
         return None
+
+    def read(
+        self,
+        function: int,
+        sent: ReadSamples | None,
+        program: int,
+        order: ReadOrder,
+        first: int,
+        numbers: Sequence[int],
+    ) -> None:
+        """Read samples and keep them, laid out as inputs of a program.
+
+        Args:
+            function: the number of the function that reads them.
+            sent: the function; None if an earlier call has brought it.
+            program: the number of the program.
+            order: what to read of a batch.
+            first: the first sample of the batch.
+            numbers: number under which to keep the array of each input of the order.
+        """
+        from minialpa.runtime.workers.sample_reads import read_inputs
+
+        if sent is not None:
+            self._functions[function] = sent
+        loaded = self._programs[program]
+        for of_input, given, number in zip(
+            order.inputs, read_inputs(self._functions[function], order, first), numbers, strict=True
+        ):
+            self._arrays[number] = loaded.argument(of_input.input, given, ())
 
     def fetch(self, numbers: Sequence[int]) -> list[list[tuple[Box, Any]]] | Failure:
         """The distinct shards of arrays that this worker has, as `to_plain` makes them; integers for typed keys."""

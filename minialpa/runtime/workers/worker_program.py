@@ -24,6 +24,7 @@ from minialpa.programs.mesh_program import (
     Receive,
     Relayout,
     Send,
+    overwritten_rows,
 )
 from minialpa.programs.program import Accumulate, Run
 from minialpa.runtime.steps.compiled import compile_all, lower
@@ -58,6 +59,7 @@ class WorkerProgram:
         program: what all workers of the mesh run.
         mesh: the devices of the whole mesh, those of other processes included.
         functions: compiled, by function number.
+        overwritten_rows: as the function of this name says.
         step: number of the step that runs, or ran last.
         position: the instruction that it has come to; -1 between steps.
     """
@@ -87,6 +89,7 @@ class WorkerProgram:
         self.mesh = device_mesh(devices, program.shape.logical_shape)
         first = program.shape.first_device
         self._devices = [devices[device - first] for device in places[me].devices]
+        self.overwritten_rows = overwritten_rows(program)
         self._read_as_numpy = _read_as_numpy(program, self.mesh)
 
         self._exchange = Exchange(

@@ -1,0 +1,187 @@
+"""Batches that were placed before the call: the step reads them where they are, cut into micro-batches or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import AutoLayerOption, PipeshardParallel, ShardParallel
+from minialpa.programs.mesh_program import overwritten_rows
+from minialpa.runtime.arrays import MicroBatchedArray, cover_all_rows
+from minialpa.runtime.cluster.cluster_program import Values
+from minialpa.runtime.cluster.distributed_array import DistributedArray
+from minialpa.testing import assert_allclose
+from tests.runtime.cluster.in_process_session import in_process_session
+
+METHODS = {
+    "shard": ShardParallel(num_micro_batches=4),
+    "pipeline": PipeshardParallel(
+        num_micro_batches=4, layer_option=AutoLayerOption(layer_num=2), stage_option="uniform"
+    ),
+}
+#: The number of hosts of an in-process cluster; 0 is this process without one.
+N_HOSTS = [0, 2]
+
+
+def train_step(params: Any, batch: Any) -> Any:
+    def loss(p: Any) -> Any:
+        hidden = jnp.tanh(batch["x"] @ p["w"])
+        return jnp.mean((hidden @ p["v"] - batch["y"]) ** 2)
+
+    value, grads = minialpa.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def make_params() -> Any:
+    return {"w": np.full((8, 16), 0.1, np.float32), "v": np.full((16, 4), 0.1, np.float32)}
+
+
+def make_batch(seed: int = 0) -> Any:
+    rng = np.random.default_rng(seed)
+    return {"x": rng.standard_normal((16, 8), np.float32), "y": rng.standard_normal((16, 4), np.float32)}
+
+
+@contextmanager
+def session(n_hosts: int) -> Iterator[None]:
+    if not n_hosts:
+        yield
+        return
+    with in_process_session(n_hosts, 4 // n_hosts):
+        yield
+
+
+def n_put(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the NumPy arrays that this process puts on devices, or sends to workers, from here on."""
+    counts = [0]
+    device_put, given = jax.device_put, Values.given
+
+    def counted_put(x: Any, *args: Any, **kwargs: Any) -> Any:
+        counts[0] += sum(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(x))
+        return device_put(x, *args, **kwargs)
+
+    def counted_given(self: Values, *args: Any) -> Any:
+        counts[0] += 1
+        return given(self, *args)
+
+    monkeypatch.setattr(jax, "device_put", counted_put)
+    monkeypatch.setattr(Values, "given", counted_given)
+    return counts
+
+
+@pytest.mark.parametrize("n_hosts", N_HOSTS)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_each_row_is_put_once(method: Any, n_hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The mesh of a step without stages is on one host: that of an in-process cluster.
+    with session(min(n_hosts, 1 if method is METHODS["shard"] else 2)):
+        step = minialpa.parallelize(train_step, method=method, donate_argnums=())
+        params, _ = step(make_params(), make_batch(1))
+        placed = step.place_batch(make_batch())
+        assert all(isinstance(leaf, MicroBatchedArray) for leaf in jax.tree.leaves(placed))
+
+        with monkeypatch.context() as patch:
+            counts = n_put(patch)
+            again = step.place_batch(placed)
+            result = step(params, placed)
+            result = step(params, again)
+            jax.block_until_ready(result)
+            # On workers in threads of this process, transfers between stages are puts of NumPy arrays, too.
+            assert counts == [0] or n_hosts
+            assert all(a is b for a, b in zip(jax.tree.leaves(placed), jax.tree.leaves(again), strict=True))
+        assert_allclose(result, train_step(jax.device_get(params), make_batch()), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("n_hosts", N_HOSTS)
+def test_a_user_reads_a_placed_batch_as_an_array(n_hosts: int) -> None:
+    batch = {"x": np.arange(128, dtype=np.float64).reshape(16, 8), "y": make_batch()["y"]}
+    with session(n_hosts):
+        step = minialpa.parallelize(train_step, method=METHODS["pipeline"])
+        step(make_params(), make_batch())
+        x = step.place_batch(batch)["x"]
+        assert (x.shape, x.dtype, x.ndim, x.nbytes, len(x)) == ((16, 8), np.float32, 2, 512, 16)
+        assert not x.is_deleted() and x.block_until_ready() is x
+        np.testing.assert_array_equal(np.asarray(x), batch["x"])
+        np.testing.assert_array_equal(x[3], batch["x"][3])
+        np.testing.assert_array_equal(jnp.asarray(x) + 1, batch["x"] + 1)
+        np.testing.assert_array_equal(jax.device_get({"x": x})["x"], batch["x"])
+
+
+@pytest.mark.parametrize("n_hosts", N_HOSTS)
+def test_a_step_in_other_micro_batches_reads_the_value(n_hosts: int) -> None:
+    with session(min(n_hosts, 1)):
+        step = minialpa.parallelize(train_step, method=METHODS["shard"])
+        step(make_params(), make_batch())
+        placed = step.place_batch(make_batch(2))
+        wanted = train_step(make_params(), make_batch(2))
+        for method in (ShardParallel(), ShardParallel(num_micro_batches=2), METHODS["pipeline"]):
+            other = minialpa.parallelize(train_step, method=method)
+            assert_allclose(other(make_params(), placed), wanted, rtol=1e-4, atol=1e-6)
+            assert_allclose(other(make_params(), other.place_batch(placed)), wanted, rtol=1e-4, atol=1e-6)
+        assert_allclose(placed, make_batch(2), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("n_hosts", N_HOSTS)
+def test_steps_leave_a_batch_usable_where_they_write_over_its_rows(n_hosts: int) -> None:
+    with session(n_hosts):
+        step = minialpa.parallelize(train_step, method=METHODS["pipeline"], donate_argnums=(0, 1))
+        given = jax.tree.map(jnp.asarray, make_batch(3))
+        step(make_params(), make_batch())
+        program = step.get_last_executable().program
+        assert overwritten_rows(program)
+        placed = step.place_batch(given)
+        wanted = train_step(make_params(), make_batch(3))
+        for _ in range(3):
+            assert_allclose(step(make_params(), placed), wanted, rtol=1e-4, atol=1e-6)
+        assert_allclose((given, placed), (make_batch(3), make_batch(3)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("n_hosts", N_HOSTS)
+def test_a_deleted_batch_is_refused(n_hosts: int) -> None:
+    with session(n_hosts):
+        step = minialpa.parallelize(train_step, method=METHODS["pipeline"])
+        step(make_params(), make_batch())
+        placed = step.place_batch(make_batch())
+        placed["x"].delete()
+        assert placed["x"].is_deleted() and not placed["y"].is_deleted()
+        with pytest.raises(minialpa.WorkerError, match="delete"):
+            step(make_params(), placed)
+
+
+def test_a_batch_of_keys_is_placed() -> None:
+    def noisy(params: Any, keys: Any) -> Any:
+        def loss(p: Any) -> Any:
+            return jnp.mean((jax.vmap(lambda key: jax.random.normal(key, (8,)))(keys) @ p) ** 2)
+
+        value, grad = minialpa.value_and_grad(loss)(params)
+        return params - grad, value
+
+    keys, params = jax.random.split(jax.random.key(0), 8), np.ones((8,), np.float32)
+    step = minialpa.parallelize(noisy, method=ShardParallel(num_micro_batches=2), batch_argnums=(1,))
+    wanted = step(params, keys)
+    placed = step.place_batch(keys)
+    assert isinstance(placed, MicroBatchedArray) and placed.dtype == keys.dtype
+    assert_allclose(step(params, placed), wanted, rtol=0, atol=0)
+    assert (jax.random.key_data(jax.device_get(placed)) == jax.random.key_data(keys)).all()
+
+
+def test_arrays_that_a_session_held_are_lost_with_it() -> None:
+    step = minialpa.parallelize(train_step, method=METHODS["pipeline"])
+    with session(2):
+        step(make_params(), make_batch())
+        placed = step.place_batch(make_batch())
+        assert all(isinstance(part, DistributedArray) for part in placed["x"].stored_as)
+    with pytest.raises(minialpa.WorkerError, match="ended"):
+        np.asarray(placed["x"])
+
+
+def test_rows_cover_an_array_if_they_leave_no_gap() -> None:
+    assert cover_all_rows([(0, 2, 0), (2, 4, 0)], (4, 3)) and cover_all_rows([None], (4,))
+    assert not cover_all_rows([(0, 2, 0)], (4, 3))
+    assert not cover_all_rows([(0, 2, 0), (3, 4, 0)], (4, 3))
+    assert not cover_all_rows([], (4, 3))
