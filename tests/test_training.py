@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import minialpa
@@ -22,68 +20,14 @@ from minialpa import MinialpaError, ShardParallel, StepReport, WorkerError
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.in_process import InProcessLauncher
 from minialpa.session import _Current, _session_on, current_session, running_session
+from tests.training_runs import Log, batches, create_state, parallelized, serial_losses, train_step
 
-pytest.importorskip("orbax.checkpoint")
-
-WIDTH, N_LAYERS, N_STEPS, SAVE_EVERY = 8, 4, 24, 5
-optimizer = optax.sgd(0.1, momentum=0.9)
-
-
-def create_state() -> dict[str, Any]:
-    keys = jax.random.split(jax.random.key(0), N_LAYERS)
-    params = [jax.random.normal(key, (WIDTH, WIDTH)) * 0.5 for key in keys]
-    return {"params": params, "opt_state": optimizer.init(params), "n": 0}
-
-
-def train_step(state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    def loss_of(params: list[jax.Array]) -> jax.Array:
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    loss, grads = minialpa.value_and_grad(loss_of)(state["params"])
-    updates, opt_state = optimizer.update(grads, state["opt_state"])
-    params = optax.apply_updates(state["params"], updates)
-    return {"params": params, "opt_state": opt_state, "n": state["n"] + 1}, {"loss": loss}
-
-
-def batches() -> Iterator[dict[str, np.ndarray[Any, Any]]]:
-    rng = np.random.default_rng(0)
-    while True:
-        yield {name: rng.standard_normal((16, WIDTH), np.float32) for name in ("x", "y")}
-
-
-def parallelized() -> Any:
-    """One stage for each host, so that a mesh is on one host."""
-    return minialpa.parallelize(
-        train_step,
-        method=minialpa.PipeshardParallel(
-            num_micro_batches=2,
-            layer_option=minialpa.AutoLayerOption(layer_num=N_LAYERS),
-            stage_option=minialpa.UniformStageOption(),
-        ),
-    )
-
-
-class Log:
-    """Losses by step; those of repeated steps are replaced."""
-
-    def __init__(self) -> None:
-        self.losses: dict[int, float] = {}
-
-    def __call__(self, report: StepReport) -> None:
-        assert report.n_steps <= len(self.losses) + 1, "reports come in order"
-        self.losses[report.n_steps] = report.metrics["loss"]
+N_STEPS, SAVE_EVERY = 24, 5
 
 
 @pytest.fixture(scope="module")
 def serial() -> dict[int, float]:
-    losses, state, step = {}, create_state(), jax.jit(train_step)
-    for i, batch in enumerate(itertools.islice(batches(), N_STEPS), start=1):
-        state, metrics = step(state, batch)
-        losses[i] = float(metrics["loss"])
-    return losses
+    return serial_losses(N_STEPS)
 
 
 @pytest.fixture(autouse=True)

@@ -119,7 +119,7 @@ class _Driver:
             self._process.stdout.close()
 
 
-@pytest.mark.slow  # test_ray_restart.py has its short relative
+@pytest.mark.slow  # test_ray_training.py has its short relative
 @needs_namespaces
 @pytest.mark.parametrize("fault", ["kill", "cut"])
 def test_training_goes_on_when_two_of_four_hosts_are_lost(fault: str, tmp_path: Path) -> None:

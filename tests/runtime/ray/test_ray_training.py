@@ -1,0 +1,202 @@
+"""`train` on a Ray cluster: processes and hosts are killed while it runs, and it ends as an undisturbed run does."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minialpa
+from minialpa import StepReport
+from minialpa.session import current_session
+from tests.runtime.ray.networked_cluster import needs_namespaces, networked_cluster
+from tests.runtime.ray.ray_cluster import WORKER_ENV, ray_nodes, resize
+from tests.training_runs import Log, batches, create_state, parallelized, serial_losses
+
+pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
+
+
+def test_it_goes_on_with_one_host_of_two_and_with_both_when_it_is_back(tmp_path: Path) -> None:
+    log, n_steps = Log(), 30
+    with ray_nodes(2, 1) as cluster:
+        arguments = {"address": cluster.address, "num_hosts": 2, "worker_env": WORKER_ENV}
+        minialpa.init("ray", **arguments)
+        lost: list[int] = []
+
+        def report(done: StepReport) -> None:
+            log(done)
+            if done.n_steps == 8 and not lost:
+                # Its raylet and its workers are killed, and for a while Ray lists the node as alive.
+                (node,) = cluster.worker_nodes
+                hosts = [host.node_id for host in current_session().runtime.launcher.hosts]
+                lost.append(hosts.index(node.node_id))
+                cluster.remove_node(node, allow_graceful=False)
+            if done.n_steps == 13 and current_session().cluster.num_hosts == 1:
+                # The first arguments are still those of the session.
+                minialpa.init("ray", **arguments)
+                assert minialpa.available_hosts() == 1
+                resize(cluster, 2, 1)
+
+        result = minialpa.train(
+            parallelized(), create_state, batches, n_steps=n_steps, folder=tmp_path, save_every=5, report=report
+        )
+        assert int(result.state["n"]) == n_steps
+
+    assert log.losses == pytest.approx(serial_losses(n_steps), rel=1e-3)
+    told = [(e.what, e.text) for e in result.events if e.what in ("lost", "restarted")]
+    assert [what for what, _ in told] == ["lost", "restarted", "restarted"]
+    assert f"host {lost[0]}" in told[0][1] and "its host is lost" in told[0][1]
+    assert [text for _, text in told[1:]] == [f"A new session runs on {n} x 1 devices." for n in (1, 2)]
+
+
+# ---- a driver in a process of its own -------------------------------------------------------------------------------
+
+
+def losses_in(folder: Path) -> dict[int, float]:
+    """The losses by step, as they were reported last."""
+    return {n: loss for n, loss, _ in reports_in(folder)}
+
+
+def reports_in(folder: Path) -> list[tuple[int, float, float]]:
+    """(steps, loss, time in seconds) of the reports, without a line that is being written."""
+    path = folder / "losses"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def wait_until(is_there: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    while not is_there():
+        assert process.poll() in (None, 0), log.read_text()[-3000:]
+        if process.poll() == 0:
+            return
+        time.sleep(0.01)
+
+
+@contextmanager
+def driver(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("a") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def arguments_of_driver(address: str, folder: Path, n_steps: int, save_every: int, n_hosts: int) -> list[str]:
+    numbers = map(str, (n_steps, save_every, n_hosts))
+    return [sys.executable, "-m", "tests.runtime.ray.training_driver", address, str(folder), *numbers]
+
+
+def finish(process: subprocess.Popen[bytes], folder: Path, log: Path) -> list[Any]:
+    """Wait for the end of the run; its events, and the number of hosts that it had then."""
+    assert process.wait(300) == 0, log.read_text()[-3000:]
+    events: list[Any] = json.loads((folder / "events.json").read_text())
+    return events
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with ray_nodes(2, 1) as cluster:
+        command = arguments_of_driver(cluster.address, folder, 60, 10, 2)
+        with driver(command, environment(), folder / "log") as process:
+            finish(process, folder, folder / "log")
+    return losses_in(folder)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
+
+
+def workers_of(cluster: Any) -> list[int]:
+    """The processes of minialpa's workers on this machine, whose parents are raylets of this cluster."""
+    raylets = {node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()}
+    found = []
+    for line in subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()[1:]:
+        pid, parent, args = line.split(maxsplit=2)
+        if int(parent) in raylets and "ray::" in args and "IDLE" not in args:
+            found.append(int(pid))
+    return found
+
+
+@pytest.mark.slow  # the above is the short relative
+@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("what", ["driver", "worker", "node"])
+def test_kill_9_at_any_moment_changes_nothing(
+    undisturbed: dict[int, float], what: str, seed: int, tmp_path: Path
+) -> None:
+    rng, n_steps = random.Random(f"{what}{seed}"), 60
+    moment, delay_s = rng.randrange(1, n_steps), rng.random() * 0.3
+    log = tmp_path / "log"
+
+    with ray_nodes(2, 1) as cluster:
+        command = arguments_of_driver(cluster.address, tmp_path, n_steps, 10, 2)
+        with driver(command, environment(), log) as process:
+            wait_until(lambda: len(reports_in(tmp_path)) >= moment, process, log)
+            time.sleep(delay_s)
+            killed_s = time.time()
+            match what:
+                case "driver":
+                    process.kill()
+                    process.wait()
+                case "worker":
+                    for pid in rng.sample(workers_of(cluster), 1):
+                        os.kill(pid, signal.SIGKILL)
+                case "node":
+                    (node,) = cluster.worker_nodes
+                    cluster.remove_node(node, allow_graceful=False)
+                    resize(cluster, 2, 1)
+            if what != "driver":
+                events = finish(process, tmp_path, log)
+        if what == "driver" and not (tmp_path / "events.json").exists():
+            with driver(command, environment(), log) as process:
+                events = finish(process, tmp_path, log)
+
+    found = losses_in(tmp_path)
+    # While one host was there, the plan was another one.
+    texts = [event.get("text", "") for event in events]
+    if any("1 x 1 devices" in text for text in texts):
+        assert found == pytest.approx(undisturbed, rel=1e-3)
+    else:
+        assert found == undisturbed
+    after = next((s for n, _, s in reports_in(tmp_path) if s > killed_s + delay_s and n > moment), killed_s)
+    print(f"{what} killed after {moment} steps: {after - killed_s:.1f} s until a new step;", texts)
+
+
+@pytest.mark.slow  # the first test is the short relative
+@needs_namespaces
+@pytest.mark.parametrize("fault", ["kill", "cut"])
+def test_two_of_four_hosts_are_lost_and_come_back(fault: str, tmp_path: Path) -> None:
+    n_steps, log = 100, tmp_path / "log"
+    with networked_cluster(5, tmp_path, n_devices_of_head=0) as cluster:
+        words = arguments_of_driver(cluster.address, tmp_path, n_steps, 5, 4)
+        with driver(cluster.command(0, *words), cluster.environment, log) as process:
+            wait_until(lambda: len(losses_in(tmp_path)) >= 30, process, log)
+            getattr(cluster, fault)(2, 4)
+            lost_s = time.time()
+            wait_until(lambda: len(losses_in(tmp_path)) >= 40, process, log)
+            if fault == "kill":
+                cluster.start(2, 4)
+            else:
+                cluster.heal(2, 4)
+            events = finish(process, tmp_path, log)
+
+    assert losses_in(tmp_path) == pytest.approx(serial_losses(n_steps), rel=1e-3)
+    texts = [event["text"] for event in events[:-1] if event["what"] in ("lost", "restarted")]
+    assert any("2 x 1 devices" in text for text in texts) and events[-1]["n_hosts"] == 4, texts
+
+    reports = reports_in(tmp_path)
+    again_s = next(s for (n, _, s), (m, _, _) in zip(reports[1:], reports, strict=False) if n <= m)
+    print(f"{fault}: a step on two hosts {again_s - lost_s:.1f} s after the loss;")
+    print("\n".join(f"{e['n_steps']} {e['what']} {e['seconds']:.2f} s {e['text'][:80]}" for e in events[:-1]))
