@@ -182,11 +182,11 @@ class CheckpointManager:
             stored = self._orbax.item_metadata(step)["state"]
             if stored is None:
                 raise CheckpointError(f"The `state` of {name} has no metadata. The checkpoint is damaged.")
-            arguments = restore_arguments(target, stored.tree, name)
+            weak = (stored.custom_metadata or {}).get("weak_numbers", ())
+            arguments = restore_arguments(target, stored.tree, name, weak)
             items = {"state": ocp.args.PyTreeRestore(item=target, restore_args=arguments)}
             items |= {item: ocp.args.JsonRestore() for item in ("data", "numbers") if self._has(step, item)}
             found = self._orbax.restore(step, args=ocp.args.Composite(**items))
-            weak = (stored.custom_metadata or {}).get("weak_numbers", ())
             state = restored(found["state"], target, name, weak)
             data, metrics = found.get("data"), found.get("numbers")
             return Checkpoint(step=step, state=state, data=_of_json(data), metrics=metrics)

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import PartitionSpec, Sharding
 
 from minialpa.arrays import RemoteArray, prefetch
+from minialpa.programs.program import MeshShape
 
 
 class BlockedArray(RemoteArray):
@@ -128,6 +129,27 @@ class BlockedTarget:
     dtype: Any
     rows: tuple[tuple[int, int], ...]
     shardings: tuple[Sharding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedTarget:
+    """The type of an array on the workers of a session that is still to be made, in blocks or not.
+
+    Attributes:
+        shape: of the whole array.
+        dtype: of the whole array.
+        weak_type: as in jax.
+        session: the runtime of the session.
+        rows: the rows (start, stop) of each block; empty if the array is not in blocks.
+        layouts: for each block, or for the array, the mesh and the sharding of each of its copies.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool = False
+    session: Any
+    rows: tuple[tuple[int, int], ...] = ()
+    layouts: tuple[tuple[tuple[MeshShape, PartitionSpec], ...], ...]
 
 
 class LeafRows(RemoteArray):

@@ -40,7 +40,7 @@ class Actor(Protocol):
         """Call a method after those that were called before. Arguments are copied."""
 
     def call_aside(self, method: str, *args: Any) -> Reply:
-        """Call `status`, `live` or `stop`, which do not wait for other calls."""
+        """Call `status`, `live`, `stop` or `write_copies`, which do not wait for other calls."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
