@@ -193,14 +193,19 @@ def test_each_shard_is_written_once_and_the_work_is_shared(monkeypatch: pytest.M
 
 def counting(state: Any, batch: Any) -> Any:
     loss, grad = minialpa.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
-    return {"w": state["w"] - 0.1 * grad, "step": state["step"] + 1, "rate": state["rate"] * 1.0}, loss
+    return {
+        "w": state["w"] - 0.1 * grad,
+        "step": state["step"] + 1,
+        "rate": state["rate"] * 1.0,
+        "half": -state["half"],
+    }, loss
 
 
 def test_numbers_on_workers_come_back_as_weak_as_they_were(tmp_path: Path) -> None:
     batch = jnp.ones((16, 8))
     with in_process_session(1, 2):
         step = minialpa.parallelize(counting, method=ShardParallel())
-        state = {"w": jnp.ones((8, 8)), "step": 0, "rate": jnp.float32(2.0)}
+        state = {"w": jnp.ones((8, 8)), "step": 0, "rate": jnp.float32(2.0), "half": jnp.arange(4, dtype=jnp.bfloat16)}
         save_checkpoint(tmp_path, state, step=0)
         state, _ = step(state, batch)
         save_checkpoint(tmp_path, state, step=1, plan=step.get_last_executable().get_parallel_plan())
@@ -210,6 +215,8 @@ def test_numbers_on_workers_come_back_as_weak_as_they_were(tmp_path: Path) -> No
         for k in range(2):
             found = restore_checkpoint(tmp_path, executable, step=k)
             assert [found["step"].weak_type, found["rate"].weak_type] == [True, False]
+            assert found["half"].dtype == jnp.bfloat16
+            np.testing.assert_array_equal(found["half"], (-1.0) ** k * np.arange(4))
             found, _ = again(found, batch)
             assert int(found["step"]) == k + 1
 

@@ -24,7 +24,7 @@ from minialpa.sharding import device_mesh
 #: Bytes that tensorstore works on at a time. It makes a copy of each part that it writes.
 _BYTES_AT_A_TIME = 1 << 29
 #: Seconds in which a folder that the driver makes has to appear on the host of a worker.
-_FOLDER_S = 20.0
+_FOLDER_S = 60.0
 
 T = TypeVar("T")
 
@@ -82,12 +82,13 @@ class ArrayToRead:
 
 def copies_on_host(arrays: Mapping[int, jax.Array], part: PartToWrite) -> list[np.ndarray[Any, Any]]:
     """Copies of the shards of a part, which nobody changes when a step takes over the arrays."""
-    copies = []
+    found = []
     for number, box, _ in part.shards:
         array = arrays[number]
         shard = next(shard for shard in array.addressable_shards if _box(shard.index, array.shape) == box)
-        copies.append(np.array(shard.data))
-    return copies
+        shard.data.copy_to_host_async()
+        found.append(shard.data)
+    return [np.array(data) for data in found]
 
 
 def write(parts: Sequence[tuple[PartToWrite, Sequence[np.ndarray[Any, Any]]]]) -> None:
@@ -95,8 +96,7 @@ def write(parts: Sequence[tuple[PartToWrite, Sequence[np.ndarray[Any, Any]]]]) -
 
     Raises CheckpointError if the folder does not appear on this host.
     """
-    import tensorstore
-
+    tensorstore = _tensorstore()
     first = parts[0][0].stored
     _await_folder(first.folder, _FOLDER_S)
     context = tensorstore.Context(dict(first.context))
@@ -129,8 +129,7 @@ def read(arrays: Sequence[ArrayToRead], devices: Sequence[jax.Device]) -> dict[i
 
     Raises CheckpointError if the folder is not there on this host.
     """
-    import tensorstore
-
+    tensorstore = _tensorstore()
     first = arrays[0].stored
     _await_folder(first.folder, 0.0)
     context = tensorstore.Context(dict(first.context))
@@ -166,8 +165,8 @@ def _start_reading(array: ArrayToRead, store: Any, devices: Sequence[jax.Device]
 
 def _array(array: ArrayToRead, sharding: NamedSharding, shards: _Shards) -> jax.Array:
     placed = []
-    for read, devices in shards:
-        value = read.result()
+    for future, devices in shards:
+        value = future.result()
         # On CPUs, devices use the memory in place, and a step may take it over: each gets its own.
         placed += [jax.device_put(np.array(value) if i else value, device) for i, device in enumerate(devices)]
     return jax.make_array_from_single_device_arrays(array.type.data_shape, sharding, placed)
@@ -176,6 +175,17 @@ def _array(array: ArrayToRead, sharding: NamedSharding, shards: _Shards) -> jax.
 def _own_bytes(array: ArrayToRead) -> int:
     """At most so many bytes does a worker read of an array."""
     return int(np.prod(array.type.data_shape)) * np.dtype(array.type.dtype).itemsize
+
+
+def _tensorstore() -> Any:
+    try:
+        import tensorstore
+    except ImportError as error:
+        raise CheckpointError(
+            "Workers read and write checkpoints with tensorstore, which comes with orbax. Install "
+            "`minialpa[checkpoint]` on every host."
+        ) from error
+    return tensorstore
 
 
 def _await_folder(folder: str, seconds: float) -> None:
