@@ -6,6 +6,7 @@ ratios are medians of those of neighbouring runs, so that other work on the mach
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import tempfile
@@ -36,13 +37,17 @@ def checkpoint(size: Size) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         runs: dict[str, list[tuple[float, float]]] = {"numpy": [], "numpy_sync": [], "save": [], "restore": []}
-        for i in range(repeats):
-            runs["numpy"].append(_seconds(lambda: _numpy_save(root, state, sync=False)))
-            runs["numpy_sync"].append(_seconds(lambda: _numpy_save(root, state, sync=True)))
-            runs["save"].append(_seconds(lambda i=i: minialpa.save_checkpoint(root / "saved", state, step=i)))
-            runs["restore"].append(
-                _seconds(lambda: jax.block_until_ready(minialpa.restore_checkpoint(root / "saved", executable)))
-            )
+        with minialpa.CheckpointManager(root / "saved", max_to_keep=1) as manager:
+
+            def save(i: int) -> None:
+                manager.save(i, state)
+                manager.wait_until_finished()
+
+            for i in range(repeats):
+                runs["numpy"].append(_seconds(lambda: _numpy_save(root, state, sync=False)))
+                runs["numpy_sync"].append(_seconds(lambda: _numpy_save(root, state, sync=True)))
+                runs["save"].append(_seconds(functools.partial(save, i)))
+                runs["restore"].append(_seconds(lambda: jax.block_until_ready(manager.restore(like=executable).state)))
         steps = _steps(step, state, batch, root / "during", n_steps=12 if size == "full" else 2)
 
     mb = n_bytes / 1e6
