@@ -24,10 +24,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import minialpa
-from minialpa import CheckpointError, CheckpointManager, PipeshardParallel, Plan, restore_checkpoint, save_checkpoint
+from minialpa import CheckpointError, CheckpointManager, Plan, restore_checkpoint, save_checkpoint
 from minialpa.runtime.arrays import BlockedArray
 from tests.checkpoint_cases import bits, by_orbax_alone, case, methods, state_of_step, step_of
-from tests.runtime.cluster.in_process_session import in_process_session
 
 PLANS = ("one device", "ZeRO-3 on 8", "ZeRO-3 on 4", "blocks on 2 stages")
 #: Pairs that always run: to blocks and from them, to fewer devices and to more.
@@ -221,29 +220,6 @@ def test_training_that_was_resumed_equals_training_that_was_not(name: str, tmp_p
     for i in range(found.data + 1, 4):
         state, metrics = resumed(state, batches[i])
         assert (bits(state), bits(metrics)) == expected[i]
-
-
-def test_arrays_on_workers_are_fetched_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
-
-    fetched: list[int] = []
-    fetch = ClusterRuntime.fetch
-    monkeypatch.setattr(ClusterRuntime, "fetch", lambda self, xs: fetched.append(len(xs)) or fetch(self, xs))
-    model = case("mlp")
-    batch = model.make_batch(0, model.batch_size)
-    with in_process_session(2, 1):
-        method = PipeshardParallel(num_micro_batches=4, layer_option=minialpa.AutoLayerOption(layer_num=2))
-        step = step_of(model, method)
-        state, _ = step(model.init(jax.random.key(0)), batch)
-        save_checkpoint(tmp_path, state, step=0)
-        assert set(fetched) == {1} and len(fetched) == len(jax.tree.leaves(state))
-        assert not any(leaf.held_here for leaf in jax.tree.leaves(state))
-
-        found = restore_checkpoint(tmp_path, step.get_last_executable())
-        assert bits(found) == bits(state) == bits(restore_checkpoint(tmp_path, state))
-        expected, _ = step(state, batch)
-        actual, _ = step(found, batch)
-        assert bits(actual) == bits(expected)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 """Checkpoints: the state of a training run goes to files in orbax's format, and comes back under any plan.
 
-Imports: `arrays`, `errors`, `plan` and `runtime`; orbax when a checkpoint is written or read.
+Imports: `arrays`, `errors`, `plan`, `programs`, `runtime` and `runtime.cluster`; orbax when a checkpoint is written or
+read.
 """

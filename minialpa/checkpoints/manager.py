@@ -49,9 +49,9 @@ class Checkpoint:
 class CheckpointManager:
     """The checkpoints of a training run in one folder. Its names are those of `orbax.checkpoint.CheckpointManager`.
 
-    `save` returns as soon as the state is on the host, and a thread writes the files. A checkpoint appears under its
-    step when all of it is written; a process that ends earlier leaves the older checkpoints as they were. Use it as a
-    context manager, or call `close`, so that the last checkpoint is written before the program ends.
+    `save` returns as soon as the state is in the memory of the hosts, and threads write the files. A checkpoint appears
+    under its step when all of it is written; a process that ends earlier leaves the older checkpoints as they were. Use
+    it as a context manager, or call `close`, so that the last checkpoint is written before the program ends.
 
     One process of a run may have a manager that saves to a folder.
     """
@@ -125,8 +125,8 @@ class CheckpointManager:
         by the next call of `save`, `wait_until_finished` or `close`.
 
         state: a pytree of arrays and numbers: jax arrays in any sharding of this process, results of parallelized
-            steps, typed random keys, NumPy arrays. Arrays on the workers of a cluster are fetched and written one after
-            the other before this returns.
+            steps, typed random keys, NumPy arrays. Workers of a cluster write their own shards, so all hosts have to
+            see the folder.
         metrics: numbers by name, or arrays of one number, for `best_fn` and for whoever restores.
         data: the state of the data iterator: bytes, or a value that JSON gives back equal.
         plan: the plan that the state was computed under, which `load_plan` reads.
@@ -165,7 +165,7 @@ class CheckpointManager:
         like: what the state becomes, either an `Executable`, whose argument 0 the state then is, in the planned
             shardings; or a pytree with an array, a number or a `jax.ShapeDtypeStruct` for each leaf. A leaf takes the
             sharding of its target, without a copy of the whole array on any device. Without a sharding, it goes to
-            jax's default device. NumPy arrays, and arrays on the workers of a cluster, are restored to NumPy arrays.
+            jax's default device. What goes to workers of a cluster is read by them, and NumPy arrays stay such.
 
         Raises CheckpointError if there is no such checkpoint, if it is of another model, or damaged.
         """
@@ -182,11 +182,11 @@ class CheckpointManager:
             stored = self._orbax.item_metadata(step)["state"]
             if stored is None:
                 raise CheckpointError(f"The `state` of {name} has no metadata. The checkpoint is damaged.")
-            arguments = restore_arguments(target, stored.tree, name)
+            weak = (stored.custom_metadata or {}).get("weak_numbers", ())
+            arguments = restore_arguments(target, stored.tree, name, weak)
             items = {"state": ocp.args.PyTreeRestore(item=target, restore_args=arguments)}
             items |= {item: ocp.args.JsonRestore() for item in ("data", "numbers") if self._has(step, item)}
             found = self._orbax.restore(step, args=ocp.args.Composite(**items))
-            weak = (stored.custom_metadata or {}).get("weak_numbers", ())
             state = restored(found["state"], target, name, weak)
             data, metrics = found.get("data"), found.get("numbers")
             return Checkpoint(step=step, state=state, data=_of_json(data), metrics=metrics)

@@ -2,11 +2,14 @@
 
 On disk each is one array like any other. orbax calls a `TypeHandler` for each type of leaf; here is one for
 `RemoteArray`, and the handler of the pytree that uses it besides orbax's own.
+
+What workers write is in folders of their own inside that of the checkpoint, as orbax has it for the processes of one
+program: it puts them together before it gives the checkpoint its name.
 """
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,19 +21,23 @@ from orbax.checkpoint import type_handlers
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import CheckpointError
-from minialpa.programs.mesh_program import KEY_NAMES
-from minialpa.runtime.arrays import BlockedArray, BlockedTarget
+from minialpa.programs.mesh_program import KEY_NAMES, ArrayType
+from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget
+from minialpa.runtime.cluster.array_files import ArrayToWrite, WantedArray, read_arrays, start_writing
+from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
+from minialpa.runtime.cluster.distributed_array import DistributedArray
+from minialpa.runtime.workers.array_files import StoredArray
 
 
 @dataclass
-class BlockedRestoreArgs(ocp.RestoreArgs):
-    """Asks for a `BlockedArray`. orbax defines the fields; `target` says where the blocks go."""
+class RemoteRestoreArgs(ocp.RestoreArgs):
+    """Asks for a `RemoteArray`. orbax defines the fields; `target` says where it goes."""
 
-    target: BlockedTarget | None = None
+    target: BlockedTarget | DistributedTarget | None = None
 
 
 class RemoteArrayHandler(type_handlers.NumpyHandler):
-    """Writes a `RemoteArray` as orbax writes NumPy arrays, and reads `BlockedArray`s."""
+    """Writes a `RemoteArray` as orbax writes NumPy arrays, and reads them."""
 
     def __init__(self) -> None:
         # What it writes was made for it, so nobody changes it meanwhile.
@@ -39,39 +46,105 @@ class RemoteArrayHandler(type_handlers.NumpyHandler):
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
-        """Bring the arrays to the host. Blocks in this process are written behind the call, as jax arrays are.
-
-        Arrays on workers are written in the call, one after the other, so that this host never holds all of them: it
-        need not have room for the state of a cluster.
-        """
+        """Bring the arrays to the memory of the hosts that have them. They are written behind the call."""
         pending: list[Any] = []
+        on_workers: dict[ClusterRuntime, list[ArrayToWrite]] = {}
         for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
-            futures = await super().serialize([value.fetch_once()], [info], [arg])
-            if _is_in_this_process(value):
-                pending += futures
-                continue
-            for future in futures:
-                await asyncio.to_thread(future.result)
-        return pending
+            runtime = runtime_of(value)
+            if runtime is None:
+                pending += await super().serialize([value.fetch_once()], [info], [arg])
+            else:
+                on_workers.setdefault(runtime, []).append(_to_write(value, info, arg))
+        return pending + [start_writing(runtime, arrays) for runtime, arrays in on_workers.items()]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
-        """Read arrays into blocks, one array after the other: the host holds one, each device its own blocks."""
-        arrays = []
-        for info, arg in zip(infos, args or (), strict=True):
-            (whole,) = await super().deserialize([info], [ocp.RestoreArgs(restore_type=np.ndarray)])
-            arrays.append(_in_blocks(whole, arg.target))
-        return arrays
+        """Read arrays. Workers read theirs all at once; blocks in this process are read one array after the other, so
+        that the host holds one, and each device its own blocks."""
+        found: dict[int, Any] = {}
+        on_workers: dict[ClusterRuntime, dict[int, list[WantedArray]]] = {}
+        for i, (info, arg) in enumerate(zip(infos, args or (), strict=True)):
+            if isinstance(arg.target, DistributedTarget):
+                on_workers.setdefault(arg.target.session, {})[i] = _blocks_to_read(arg.target, info)
+            else:
+                (whole,) = await super().deserialize([info], [ocp.RestoreArgs(restore_type=np.ndarray)])
+                found[i] = _in_blocks(whole, arg.target)
+
+        for runtime, wanted in on_workers.items():
+            arrays = iter(read_arrays(runtime, [array for blocks in wanted.values() for array in blocks]))
+            for i, blocks in wanted.items():
+                made = [next(arrays) for _ in blocks]
+                found[i] = made[0] if len(made) == 1 else BlockedArray(made)
+        return [found[i] for i in range(len(infos))]
 
 
 def state_handler() -> Any:
     """The handler of a state: orbax's own for pytrees, and `RemoteArrayHandler`."""
     kept = [(kind, type_handlers.get_type_handler(kind)) for kind in (int, float, np.number, np.ndarray, jax.Array)]
     registry = type_handlers.create_type_handler_registry((RemoteArray, RemoteArrayHandler()), *kept)
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    # Weights are hardly any shorter when they are compressed, and it takes most of the time and of the processors.
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
 
 
-def _is_in_this_process(array: RemoteArray) -> bool:
-    return all(isinstance(part, jax.Array) for part in array.stored_as)
+def runtime_of(value: Any) -> ClusterRuntime | None:
+    """The runtime whose running workers have all data of an array; None for other values, and for typed keys."""
+    parts = value.stored_as if isinstance(value, RemoteArray) else ()
+    runtimes = {_runtime_of_part(part) for part in parts}
+    return runtimes.pop() if len(runtimes) == 1 else None
+
+
+def _runtime_of_part(part: Any) -> ClusterRuntime | None:
+    if not isinstance(part, DistributedArray) or part.type.key is not None:
+        return None
+    runtime = part.runtime if any(copy.mesh.alive for copy in part.copies) else None
+    return runtime if isinstance(runtime, ClusterRuntime) else None
+
+
+def target_of(value: RemoteArray, runtime: ClusterRuntime) -> DistributedTarget:
+    """The type of an array that is on running workers: the same copies."""
+    return DistributedTarget(
+        shape=value.shape,
+        dtype=value.dtype,
+        session=runtime,
+        rows=value.ranges if isinstance(value, BlockedArray) else (),
+        layouts=tuple(
+            tuple((copy.shape, copy.spec) for copy in part.copies if copy.mesh.alive) for part in value.stored_as
+        ),
+    )
+
+
+def _to_write(value: RemoteArray, info: Any, arg: Any) -> ArrayToWrite:
+    def stored(chunk_shape: tuple[int, ...], worker: int) -> StoredArray:
+        spec = type_handlers.get_json_tspec_write(
+            info,
+            use_ocdbt=True,
+            global_shape=value.shape,
+            local_shape=chunk_shape,
+            dtype=value.dtype,
+            process_index=f"worker{worker}",
+            arg=arg,
+        )
+        return StoredArray(str(info.parent_dir), _context(), spec)
+
+    first_rows = [start for start, _ in value.ranges] if isinstance(value, BlockedArray) else [0]
+    return ArrayToWrite(shape=value.shape, blocks=tuple(zip(value.stored_as, first_rows, strict=True)), stored=stored)
+
+
+def _blocks_to_read(target: DistributedTarget, info: Any) -> list[WantedArray]:
+    """The blocks of an array, or the array."""
+    spec = type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
+    stored = StoredArray(str(info.parent_dir), _context(), spec)
+    wanted = []
+    for (start, stop), layouts in zip(target.rows or ((0, 0),), target.layouts, strict=True):
+        shape = (stop - start, *target.shape[1:]) if target.rows else target.shape
+        kind = ArrayType(shape, str(target.dtype), weak_type=target.weak_type)
+        wanted.append(WantedArray(type=kind, layouts=layouts, stored=stored, first_row=start))
+    return wanted
+
+
+@functools.cache
+def _context() -> Any:
+    """What orbax tells tensorstore of threads and caches."""
+    return type_handlers.get_ts_context(use_ocdbt=True).spec.to_json()
 
 
 def _in_blocks(whole: np.ndarray[Any, Any], target: BlockedTarget) -> BlockedArray:

@@ -7,6 +7,7 @@ leaf, before an array is read, and tells orbax what to make of each; `restored` 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,10 +17,10 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from minialpa.arrays import RemoteArray
-from minialpa.checkpoints.remote_handler import BlockedRestoreArgs
+from minialpa.checkpoints.remote_handler import RemoteRestoreArgs, runtime_of, target_of
 from minialpa.errors import CheckpointError
 from minialpa.plan import PlacementSpec
-from minialpa.runtime.arrays import BlockedArray, BlockedTarget
+from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget
 from minialpa.runtime.executable import Executable
 
 _Number = bool | int | float | complex
@@ -75,11 +76,12 @@ def target_tree(like: Any) -> Any:
     return tree
 
 
-def restore_arguments(target: Any, stored: Any, name: str) -> Any:
+def restore_arguments(target: Any, stored: Any, name: str, weak: Collection[str]) -> Any:
     """orbax's RestoreArgs for every leaf of `target`.
 
-    stored: orbax's metadata of the leaves. name: of the checkpoint, for messages. Raises CheckpointError, which lists
-    the leaves, if the checkpoint has others than `target`, or others of these shapes and dtypes.
+    stored: orbax's metadata of the leaves. name: of the checkpoint, for messages. weak: see `weak_numbers`. Raises
+    CheckpointError, which lists the leaves, if the checkpoint has others than `target`, or others of these shapes and
+    dtypes.
     """
     there = {path: leaf for path, leaf in ocp.tree.to_flat_dict(stored).items() if hasattr(leaf, "shape")}
     leaves, tree = jax.tree_util.tree_flatten_with_path(target)
@@ -90,7 +92,11 @@ def restore_arguments(target: Any, stored: Any, name: str) -> Any:
             f"The checkpoint of {name} is of another model:\n  " + "\n  ".join(wrong[:8]) + rest + "\nPass a target "
             "with the structure, shapes and dtypes that were saved."
         )
-    return jax.tree.unflatten(tree, [_restore_argument(leaf, there[_name(path)]) for path, leaf in leaves])
+
+    def argument(path: Any, leaf: Any) -> Any:
+        return _restore_argument(leaf, there[_name(path)], is_weak=".".join(_name(path)) in weak)
+
+    return jax.tree.unflatten(tree, [argument(path, leaf) for path, leaf in leaves])
 
 
 def restored(state: Any, target: Any, name: str, weak: Collection[str]) -> Any:
@@ -193,13 +199,18 @@ def _kind(dtype: Any) -> Any:
     return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)
 
 
-def _restore_argument(target: Any, found: Any) -> Any:
+def _restore_argument(target: Any, found: Any, *, is_weak: bool) -> Any:
     if isinstance(target, _Number | np.generic) or _is_number(found):
         return ocp.RestoreArgs(restore_type=np.ndarray)
+    runtime = runtime_of(target)
+    if runtime is not None:
+        target = target_of(target, runtime)
+    if isinstance(target, DistributedTarget):
+        return RemoteRestoreArgs(restore_type=RemoteArray, target=replace(target, weak_type=is_weak))
     if isinstance(target, BlockedArray) and all(isinstance(block, jax.Array) for block in target.blocks):
         target = BlockedTarget(target.shape, target.dtype, target.ranges, target.sharding)
     if isinstance(target, BlockedTarget):
-        return BlockedRestoreArgs(restore_type=BlockedArray, target=target)
+        return RemoteRestoreArgs(restore_type=BlockedArray, target=target)
 
     is_key = jnp.issubdtype(target.dtype, jax.dtypes.extended)
     if isinstance(target, np.ndarray | RemoteArray) and not is_key:
@@ -220,7 +231,7 @@ def _number(found: Any, target: Any, text: str, name: str) -> Any:
         raise CheckpointError(f"`{text}` in {name} is {value.item()}, which {target.dtype} does not hold.")
     if isinstance(target, np.generic):
         return cast[()]
-    if isinstance(target, np.ndarray | RemoteArray):
+    if isinstance(target, np.ndarray):
         return cast
     return jax.device_put(cast, getattr(target, "sharding", None) or jax.devices()[0])
 

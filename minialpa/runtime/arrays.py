@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import PartitionSpec, Sharding
 
 from minialpa.arrays import RemoteArray, prefetch
+from minialpa.programs.program import MeshShape
 
 
 class BlockedArray(RemoteArray):
@@ -202,6 +203,27 @@ def cover_all_rows(parts: Collection[MicroRows], shape: Sequence[int]) -> bool:
 def _value_here(array: Any) -> Any:
     """The value of a part in this process: a NumPy array, or a jax array of typed keys."""
     return array if jnp.issubdtype(array.dtype, jax.dtypes.extended) else np.asarray(array)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedTarget:
+    """The type of an array on the workers of a session that is still to be made, in blocks or not.
+
+    Attributes:
+        shape: of the whole array.
+        dtype: of the whole array.
+        weak_type: as in jax.
+        session: the runtime of the session.
+        rows: the rows (start, stop) of each block; empty if the array is not in blocks.
+        layouts: for each block, or for the array, the mesh and the sharding of each of its copies.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool = False
+    session: Any
+    rows: tuple[tuple[int, int], ...] = ()
+    layouts: tuple[tuple[tuple[MeshShape, PartitionSpec], ...], ...]
 
 
 class LeafRows(RemoteArray):

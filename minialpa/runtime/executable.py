@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from minialpa.plan import PlacementSpec, Plan
+from minialpa.programs.leaf_blocks import BlockRows
 from minialpa.programs.mesh_program import KEY_NAMES, ArrayType
-from minialpa.programs.program import Accumulate, Program, Run
-from minialpa.runtime.arrays import BlockedTarget
+from minialpa.programs.program import Accumulate, MeshShape, Program, Run
+from minialpa.runtime.arrays import BlockedTarget, DistributedTarget
 from minialpa.runtime.leaf_border import BlockedCalls
 from minialpa.runtime.runner import Runner
 from minialpa.runtime.steps.step_trace import TaskTime, write_tasks
@@ -67,11 +69,29 @@ class Executable:
     def get_input_targets(self) -> Any:
         """The arguments, as a tuple, with the type of an array in the planned sharding in place of every leaf.
 
-        `restore_checkpoint` makes arrays of these types: `jax.ShapeDtypeStruct`, and `BlockedTarget` for leaves in
-        blocks of rows. Leaves that no step reads, and all leaves on a cluster, have no sharding.
+        `restore_checkpoint` makes arrays of these types: `jax.ShapeDtypeStruct`, `BlockedTarget` for leaves in blocks
+        of rows, and `DistributedTarget` for arrays on the workers of a session. Leaves that no step reads, and typed
+        keys on a cluster, have no sharding.
         """
-        meshes = self.runner.meshes
-        return jax.tree.unflatten(self._in_tree, [_target(spec, meshes) for spec in self._plan.input_specs])
+        meshes, session = self.runner.meshes, self.runner.session
+        targets: list[Any] = [_target(spec, meshes) for spec in self._plan.input_specs]
+        if session is not None:
+            targets = [
+                _target_on_workers(target, spec.rows, layouts, session)
+                for target, spec, layouts in zip(targets, self._plan.input_specs, self._layouts(), strict=True)
+            ]
+        return jax.tree.unflatten(self._in_tree, targets)
+
+    def _layouts(self) -> list[tuple[_Layouts, ...]]:
+        """For each argument leaf, the meshes and shardings that the program reads it in, for each of its blocks."""
+        of_leaf: dict[int, dict[tuple[MeshShape, PartitionSpec], None]] = {}
+        for slot in self._program.inputs:
+            if slot.rows is None:
+                of_leaf.setdefault(slot.leaf, {})[self._program.meshes[slot.mesh], slot.spec] = None
+
+        blocks = self._program.blocks.arguments or (None,) * len(self._plan.input_specs)
+        numbers = itertools.count()
+        return [tuple(tuple(of_leaf.get(next(numbers), ())) for _ in rows or (None,)) for rows in blocks]
 
     def get_output_placement_specs(self) -> Any:
         """The results with a `PlacementSpec` in place of every leaf."""
@@ -177,6 +197,16 @@ def _target(spec: PlacementSpec, meshes: Sequence[Mesh]) -> jax.ShapeDtypeStruct
     if spec.rows and shardings:
         return BlockedTarget(spec.shape, jnp.dtype(dtype), spec.rows, shardings)
     return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=shardings[0] if shardings else None)
+
+
+_Layouts = tuple[tuple[MeshShape, PartitionSpec], ...]
+
+
+def _target_on_workers(target: Any, rows: BlockRows | None, layouts: tuple[_Layouts, ...], session: Any) -> Any:
+    """The type of an argument on the workers that read it. Keys stay as they are, and so does what none reads."""
+    if jnp.issubdtype(target.dtype, jax.dtypes.extended) or not all(layouts):
+        return target
+    return DistributedTarget(shape=target.shape, dtype=target.dtype, session=session, rows=rows or (), layouts=layouts)
 
 
 def _zeros(shape: tuple[int, ...], dtype: str) -> Any:

@@ -52,7 +52,7 @@ class LocalExecutable:
 
     def __init__(self, program: Program, devices: Sequence[jax.Device]) -> None:
         self.program = program
-        self.meshes = make_meshes(program, devices)
+        self.meshes, self.session = make_meshes(program, devices), None
         self.compiled = _compile(program, self.meshes, with_flag=False)
         self._arguments = LocalArguments(program, self.meshes)
         self._interpreter = Interpreter(

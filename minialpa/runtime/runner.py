@@ -17,6 +17,7 @@ class Runner(Protocol):
     Leaves are those of the program: each block of rows is one.
 
     meshes: the devices of each mesh of the program; empty if they are not in this process.
+    session: the runtime of the session whose workers have the devices; None if they are in this process.
     traced: note what the step does when, for `timeline`. The first such call compiles every function a second time.
     Threads may call it at the same time: steps have one order. A step that another one has robbed of an argument, by
     donating it, raises a WorkerError and does nothing.
@@ -24,6 +25,9 @@ class Runner(Protocol):
 
     @property
     def meshes(self) -> Sequence[Mesh]: ...
+
+    @property
+    def session(self) -> Any: ...
 
     def __call__(self, leaves: Sequence[Any], /, *, traced: bool = False) -> list[Any]: ...
 

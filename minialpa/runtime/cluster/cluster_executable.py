@@ -50,6 +50,11 @@ class ClusterExecutable:
         """See `Runner`: the devices are those of the workers."""
         return ()
 
+    @property
+    def session(self) -> ClusterRuntime:
+        """See `Runner`."""
+        return self.runtime
+
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:

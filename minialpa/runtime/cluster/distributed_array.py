@@ -75,10 +75,16 @@ class DistributedArray(RemoteArray):
 
     A step that reads it on one of these meshes, in the same sharding, takes it in place. The next call frees its memory
     on the workers once nothing refers to it.
+
+    Attributes:
+        runtime: that of the session.
+        number: under which workers keep it.
+        type: its shape and dtype.
+        copies: those on each of its meshes.
     """
 
     def __init__(self, runtime: Holder, number: int, type: ArrayType, copies: tuple[Copy, ...]) -> None:
-        self._runtime, self.number, self.type, self.copies = runtime, number, type, copies
+        self.runtime, self.number, self.type, self.copies = runtime, number, type, copies
         self.shape, self.dtype, self.weak_type = type.shape, type.jax_dtype, type.weak_type
         for copy in copies:
             copy.mesh.arrays[number] = self
@@ -114,7 +120,7 @@ class DistributedArray(RemoteArray):
 
     def delete(self) -> None:
         """Free the memory now. The array cannot be used any more."""
-        with self._runtime.turn_even_if_ended():  # no step is being told of this array
+        with self.runtime.turn_even_if_ended():  # no step is being told of this array
             if not self._deleted:
                 self._deleted = True
                 self._host = None
@@ -146,7 +152,7 @@ class DistributedArray(RemoteArray):
     def block_until_ready(self) -> DistributedArray:
         self.check_usable()
         if self._host is None:
-            self._runtime.sync()
+            self.runtime.sync()
             is_lost = not any(copy.mesh.alive for copy in self.copies)
             if is_lost and self._host is None:
                 raise WorkerError(f"The session that held an array of shape {self.shape} has ended.")
@@ -155,7 +161,7 @@ class DistributedArray(RemoteArray):
     def _fetch(self) -> Any:
         self.check_usable()
         value = self._host  # another thread may donate the array at any time
-        return self._runtime.fetch([self])[0] if value is None else value
+        return self.runtime.fetch([self])[0] if value is None else value
 
     def fetch_once(self) -> Any:
         had_value = self._host is not None
@@ -170,7 +176,7 @@ class DistributedArray(RemoteArray):
             array.check_usable()
         missing = [array for array in arrays if not array.held_here]
         if missing:
-            missing[0]._runtime.fetch(missing)
+            missing[0].runtime.fetch(missing)
 
     def check_usable(self) -> None:
         """Raise WorkerError if the array was deleted or donated."""

@@ -42,7 +42,7 @@ class Actor(Protocol):
         """Call a method after those that were called before. Arguments are copied."""
 
     def call_aside(self, method: str, *args: Any) -> Reply:
-        """Call `status`, `live`, `stop` or `read`, which do not wait for other calls."""
+        """Call `status`, `live`, `stop`, `read` or `write_copies`, which do not wait for other calls."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

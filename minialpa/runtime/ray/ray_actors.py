@@ -14,9 +14,11 @@ from minialpa.runtime.cluster.launcher import CallRaised, Reply, WorkerEnded
 from minialpa.runtime.workers.worker import Worker
 
 #: Calls of a concurrency group have a thread of their own in the actor. One of `live` never returns.
-_GROUP_OF_METHOD = {"status": "control", "stop": "control", "live": "life", "read": "samples"}
+_GROUP_OF_METHOD = {"status": "control", "stop": "control", "live": "life", "read": "samples", "write_copies": "files"}
 
-_ACTOR: Any = ray.remote(concurrency_groups={"control": 1, "life": 1, "samples": 1})(Worker)  # type: ignore[call-overload]
+_ACTOR: Any = ray.remote(  # type: ignore[call-overload]
+    concurrency_groups={"control": 1, "life": 1, "samples": 1, "files": 1}
+)(Worker)
 
 #: Beginnings of lines in Ray's errors that say nothing of the reason.
 _LABELS = ("actor_id:", "class_name:", "ip:", "name:", "namespace:", "pid:")

@@ -30,7 +30,8 @@ _N_RECENT = 4
 class Worker:
     """The devices of one mesh on one host.
 
-    One thread runs the calls, one after the other. `status`, `live`, `stop` and `read` run in threads of their own.
+    One thread runs the calls, one after the other. `status`, `live`, `stop`, `read` and `write_copies` run in threads
+    of their own.
     """
 
     def __init__(self, settings: WorkerSettings, process: Process | None = None) -> None:
@@ -45,6 +46,7 @@ class Worker:
         self._transports: dict[int, Any] = {}
         self._functions: dict[int, Any] = {}
         self._compiled: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+        self._copies: dict[int, Any] = {}  # what is to be written to files, by the number of the save
 
         self._running: Any = None  # the program of the last step
         self._failure: Failure | None = None
@@ -262,6 +264,30 @@ class Worker:
     def free(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._arrays.pop(number, None)
+
+    # ---- files ----------------------------------------------------------------------------------------------------
+
+    def copy_to_host(self, save: int, parts: Sequence[Any]) -> None:
+        """Copy shards of arrays for `write_copies`. parts: `PartToWrite`s."""
+        from minialpa.runtime.workers.array_files import copies_on_host
+
+        self._copies[save] = [(part, copies_on_host(self._arrays, part)) for part in parts]
+
+    def write_copies(self, save: int) -> None:
+        """Write the copies that `copy_to_host` has made, while steps run."""
+        from minialpa.runtime.workers.array_files import write
+
+        write(self._copies.pop(save))
+
+    def drop_copies(self, save: int) -> None:
+        """Forget copies that nobody is going to write."""
+        self._copies.pop(save, None)
+
+    def read_files(self, arrays: Sequence[Any]) -> None:
+        """Read `ArrayToRead`s, each the shards of this worker's devices."""
+        from minialpa.runtime.workers.array_files import read
+
+        self._arrays.update(read(arrays, self._devices))
 
     # ---- inspection -----------------------------------------------------------------------------------------------
 
