@@ -1,4 +1,4 @@
-"""Training runs of a few layers for tests: a state, a step, batches, and the losses of the serial loop."""
+"""Training runs of a few layers for tests: a state, a step with random noise, batches, and the serial loop's losses."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ optimizer = optax.sgd(0.1, momentum=0.9)
 def create_state() -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(0), N_LAYERS)
     params = [jax.random.normal(key, (WIDTH, WIDTH)) * 0.5 for key in keys]
-    return {"params": params, "opt_state": optimizer.init(params), "n": 0}
+    return {"params": params, "opt_state": optimizer.init(params), "n": 0, "key": jax.random.key(1)}
 
 
 def train_step(state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    key, noise_key = jax.random.split(state["key"])
+    noise = 0.1 * jax.random.normal(noise_key, (1, WIDTH))
+
     def loss_of(params: list[jax.Array]) -> jax.Array:
-        x = batch["x"]
+        x = batch["x"] + noise
         for w in params:
             x = jnp.tanh(x @ w)
         return jnp.mean((x - batch["y"]) ** 2)
@@ -34,7 +37,7 @@ def train_step(state: dict[str, Any], batch: dict[str, jax.Array]) -> tuple[dict
     loss, grads = minialpa.value_and_grad(loss_of)(state["params"])
     updates, opt_state = optimizer.update(grads, state["opt_state"])
     params = optax.apply_updates(state["params"], updates)
-    return {"params": params, "opt_state": opt_state, "n": state["n"] + 1}, {"loss": loss}
+    return {"params": params, "opt_state": opt_state, "n": state["n"] + 1, "key": key}, {"loss": loss}
 
 
 def batches() -> Iterator[dict[str, np.ndarray[Any, Any]]]:
