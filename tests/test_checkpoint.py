@@ -335,3 +335,10 @@ def test_a_process_that_is_killed_leaves_complete_checkpoints(n_moments: int, se
             # Nothing half-written stays, and the run goes on behind the last step.
             assert sorted(x.name for x in folder.glob("[!.]*") if x.is_dir()) == sorted(map(str, manager.all_steps()))
             assert manager.save(manager.latest_step() + 1, state_of_step(0))
+
+
+def test_no_target_is_no_state_without_leaves(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, {"w": np.ones(3, np.float32)}, step=0)
+    step = minialpa.parallelize(lambda state, batch: (state, batch))
+    with pytest.raises(CheckpointError, match="The target is None"):
+        restore_checkpoint(tmp_path, step.get_last_executable())

@@ -287,6 +287,62 @@ def test_a_worker_that_is_lost_while_it_writes_leaves_the_older_checkpoint(
         assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["0", "1"]
 
 
+def test_a_lost_worker_that_goes_on_writing_does_not_touch_later_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a host that is cut off from the others, and not from the files. Workers of both sessions have number 0."""
+    is_writing, may_write, is_done = threading.Event(), threading.Event(), threading.Event()
+
+    def write_late(parts: Any) -> None:
+        """It has looked for the folder already when it is cut off."""
+        late.add(parts[0][0].stored.folder)
+        is_writing.set()
+        may_write.wait(60)
+        try:
+            write(parts)
+        finally:
+            is_done.set()
+
+    late: set[str] = set()
+    write, await_folder = worker_files.write, worker_files._await_folder
+    monkeypatch.setattr(worker_files, "_await_folder", lambda path, s: None if path in late else await_folder(path, s))
+    model = case("mlp")
+    batch = model.make_batch(0, model.batch_size)
+    method = pipeline(2, UniformStageOption(2))
+    with in_process_session(2, 1) as runtime:
+        step = step_of(model, method)
+        state, _ = step(model.init(jax.random.key(0)), batch)
+        monkeypatch.setattr(worker_files, "write", write_late)
+        manager = CheckpointManager(tmp_path)
+        manager.save(1, state)
+        assert is_writing.wait(60)
+        for worker in runtime.workers:
+            worker.actor.end()
+        with pytest.raises(CheckpointError):
+            manager.wait_until_finished()
+        monkeypatch.setattr(worker_files, "write", write)
+
+    with in_process_session(2, 1), CheckpointManager(tmp_path) as manager:
+        again = step_of(model, method)
+        executable = again.get_executable(model.init(jax.random.key(7)), batch)
+        other = again.preshard_dynamic_args(model.init(jax.random.key(7)), batch)[0]
+        expected = bits(other)
+        release = functools.partial(_write_before, may_write, is_done, write)
+        monkeypatch.setattr(worker_files, "write", release)
+        manager.save(1, other)
+        manager.wait_until_finished()
+        assert bits(manager.restore(like=executable).state) == expected
+    with CheckpointManager(tmp_path) as manager:
+        assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["1"]
+
+
+def _write_before(may_write: threading.Event, is_done: threading.Event, write: Any, parts: Any) -> None:
+    """Write, and then have lost workers write, before the checkpoint is complete."""
+    write(parts)
+    may_write.set()
+    assert is_done.wait(60)
+
+
 def test_a_folder_that_a_worker_does_not_see_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_files, "_FOLDER_S", 0.0)
     monkeypatch.setattr(worker_files, "_sees", lambda folder: False)

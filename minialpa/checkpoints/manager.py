@@ -78,6 +78,7 @@ class CheckpointManager:
         """
         ocp = _orbax()
         from minialpa.checkpoints.remote_handler import state_handler
+        from minialpa.checkpoints.unfinished import UnfinishedCheckpoint
 
         self._directory, self._read_only = _absolute(directory), read_only
         if read_only and "://" not in self._directory and not Path(self._directory).is_dir():
@@ -95,7 +96,9 @@ class CheckpointManager:
                     create=not read_only,
                     save_root_metadata=not read_only,
                     todelete_subdir=_DELETED,
-                    cleanup_tmp_directories=not read_only,
+                    temporary_path_class=UnfinishedCheckpoint,
+                    # At an address, files cannot be moved aside at once.
+                    cleanup_tmp_directories=not read_only and "://" in self._directory,
                     enable_async_checkpointing=not read_only,
                 ),
                 item_handlers={
@@ -107,6 +110,7 @@ class CheckpointManager:
             )
 
         if not read_only:
+            self._move_unfinished_aside()
             self._delete_old()
 
     def save(
@@ -248,8 +252,20 @@ class CheckpointManager:
             )
         return steps[-1] if step is None else step
 
+    def _move_unfinished_aside(self) -> None:
+        """Have `_delete_old` delete what an interrupted process, or lost workers, left half-written.
+
+        orbax would delete it in place, and raise an error if a lost worker writes there meanwhile.
+        """
+        from minialpa.checkpoints.unfinished import unfinished_checkpoints
+
+        for unfinished in unfinished_checkpoints(Path(self._directory)):
+            deleted = Path(self._directory, _DELETED)
+            deleted.mkdir(exist_ok=True)
+            unfinished.rename(deleted / unfinished.name)
+
     def _delete_old(self) -> None:
-        """Delete the checkpoints that orbax has moved aside. The folder that it moves them to stays."""
+        """Delete the checkpoints that were moved aside. The folder that they were moved to stays."""
         for old in Path(self._directory, _DELETED).glob("*"):
             shutil.rmtree(old, ignore_errors=True)
 

@@ -58,6 +58,10 @@ def weak_numbers(state: Any) -> list[str]:
 
 def target_tree(like: Any) -> Any:
     """The pytree of targets that `like` stands for."""
+    if like is None:
+        raise CheckpointError(
+            "The target is None, as `get_last_executable()` returns before the first call. Use `get_executable(...)`."
+        )
     if isinstance(like, Executable):
         like = like.get_input_targets()[0]
     tree = jax.tree.map(lambda leaf: leaf, like)
