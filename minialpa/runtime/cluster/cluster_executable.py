@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from minialpa.programs.mesh_program import ArrayType, MeshProgram
 from minialpa.programs.program import Accumulate, InputSlot, Program, Run
 from minialpa.runtime.cluster.array_moves import Move, move_arrays
@@ -123,6 +125,13 @@ class ClusterExecutable:
                     copies.append(Copy(mesh, own.shape, slot.spec))
                     types.append(own.types[slot.buffer])
         return DistributedArray(self.runtime, number, types[-1], tuple(copies))
+
+    def homes(self, leaf: Any) -> tuple[tuple[int, PartitionSpec], ...]:
+        """See `Runner`. Meshes that another program has ended since count: a call of this one starts them again."""
+        if not isinstance(leaf, DistributedArray):
+            return ()
+        number_of = {program.shape: program.mesh for program in self._program.programs}
+        return tuple((number_of[copy.shape], copy.spec) for copy in leaf.copies if copy.shape in number_of)
 
     @staticmethod
     def _check_usable(leaves: Sequence[Any]) -> None:
