@@ -14,6 +14,10 @@ import jax
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+#: What jax's arrays have besides operators, and a remote array computes of its value in NumPy.
+_COMPUTED_HERE = frozenset(
+    ["T", "all", "any", "argmax", "argmin", "astype", "conj", "cumsum", "flatten", "imag", "max", "mean", "min", "prod", "ravel", "real", "reshape", "round", "squeeze", "std", "sum", "swapaxes", "take", "transpose", "var"]
+)
 #: Bytes. On CPUs, jax uses a NumPy array in place, without a copy, if its address is a multiple of this.
 _ALIGNMENT_BYTES = 64
 
@@ -33,9 +37,10 @@ def own_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
-    """An array whose data is elsewhere. NumPy functions, operators, `float` and `jnp.asarray` fetch it.
+    """An array whose data is elsewhere. NumPy functions, operators, methods such as `mean`, `float` and `jnp.asarray`
+    fetch it.
 
-    Functions of jax take only jax's own arrays: give them `jnp.asarray(x)`.
+    Functions of jax take only jax's own arrays: give them `jnp.asarray(x)`, or parallelize what calls them.
 
     Attributes:
         shape: shape of the whole array.
@@ -103,6 +108,17 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
 
     def __jax_array__(self) -> jax.Array:
         return jax.numpy.asarray(self._fetch())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _COMPUTED_HERE:
+            return getattr(self._fetch(), name)
+        hint = ""
+        if hasattr(jax.Array, name) and not name.startswith("_"):
+            hint = (
+                ": its data is elsewhere. `jax.device_get(x)` brings it to this process, and a parallelized function "
+                "computes where it is"
+            )
+        raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`{hint}.", name=name, obj=self)
 
     def __len__(self) -> int:
         if not self.shape:

@@ -197,7 +197,7 @@ def _restore_argument(target: Any, found: Any) -> Any:
     if isinstance(target, _Number | np.generic) or _is_number(found):
         return ocp.RestoreArgs(restore_type=np.ndarray)
     if isinstance(target, BlockedArray) and all(isinstance(block, jax.Array) for block in target.blocks):
-        target = BlockedTarget(target.shape, target.dtype, target.ranges, target.sharding)
+        target = BlockedTarget(target.shape, target.dtype, target.ranges, target.shardings)
     if isinstance(target, BlockedTarget):
         return BlockedRestoreArgs(restore_type=BlockedArray, target=target)
 

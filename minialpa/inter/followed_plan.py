@@ -83,7 +83,9 @@ def plan_following(
     named = dataclasses.replace(cut.step, in_paths=tuple(names[part] for part in parts))
     followed = dataclasses.replace(cut, step=named)
     if source.layer_of_group:
-        followed = dataclasses.replace(followed, of_group=_stage_of_groups(named, parts, homes))
+        deciding = [number for number in homes.of_leaf if _decides(context.traced, number)]
+        deciders = _Homes({number: homes.of_leaf[number] for number in deciding})
+        followed = dataclasses.replace(followed, of_group=_stage_of_groups(named, parts, deciders))
         no_remat: list[Remat] = ["none" for _ in source.stages]
         layered = layered_step(followed, tuple(no_remat))
     else:
@@ -184,6 +186,13 @@ def _check_cut(traced: TracedStep, blocks_of: Mapping[Var, tuple[tuple[int, int]
                 "function does not read it row by row in a scan over layers, as the followed one does. Scan over it "
                 "in the same way, or have it planned by itself."
             )
+
+
+def _decides(traced: TracedStep, leaf: int) -> bool:
+    """Whether equations run where a leaf is. Examples and integers, such as the token that the last stage has chosen
+    and the first one reads next, go to where they are read."""
+    is_integer = dtype_name(traced.flat.invars[leaf]).startswith(("int", "uint"))
+    return traced.batch_dims[leaf] is None and not is_integer
 
 
 def _stage_of_groups(step: TracedStep, parts: Sequence[Part], homes: _Homes) -> tuple[int, ...]:
