@@ -15,9 +15,10 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 #: What jax's arrays have besides operators, and a remote array computes of its value in NumPy.
-_COMPUTED_HERE = frozenset(
-    ["T", "all", "any", "argmax", "argmin", "astype", "conj", "cumsum", "flatten", "imag", "max", "mean", "min", "prod", "ravel", "real", "reshape", "round", "squeeze", "std", "sum", "swapaxes", "take", "transpose", "var"]
-)
+_COMPUTED_HERE = frozenset({
+    *("T", "all", "any", "argmax", "argmin", "astype", "conj", "cumsum", "flatten", "imag", "max", "mean", "min"),
+    *("prod", "ravel", "real", "reshape", "round", "squeeze", "std", "sum", "swapaxes", "take", "transpose", "var"),
+})  # fmt: skip
 #: Bytes. On CPUs, jax uses a NumPy array in place, without a copy, if its address is a multiple of this.
 _ALIGNMENT_BYTES = 64
 
@@ -109,16 +110,12 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
     def __jax_array__(self) -> jax.Array:
         return jax.numpy.asarray(self._fetch())
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _COMPUTED_HERE:
-            return getattr(self._fetch(), name)
-        hint = ""
-        if hasattr(jax.Array, name) and not name.startswith("_"):
-            hint = (
-                ": its data is elsewhere. `jax.device_get(x)` brings it to this process, and a parallelized function "
-                "computes where it is"
-            )
-        raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`{hint}.", name=name, obj=self)
+    @property
+    def at(self) -> Any:
+        raise AttributeError(
+            f"A `{type(self).__name__}` has no attribute `at`: its data is elsewhere. `jax.device_get(x)` brings it to "
+            "this process, and a parallelized function computes where it is."
+        )
 
     def __len__(self) -> int:
         if not self.shape:
@@ -155,6 +152,15 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
+
+
+def _of_value(name: str) -> property:
+    return property(lambda array: getattr(array._fetch(), name), doc=f"`{name}` of the value in NumPy.")
+
+
+# Properties, and no `__getattr__`: every call of a step asks arrays for attributes that they do not have.
+for _name in _COMPUTED_HERE:
+    setattr(RemoteArray, _name, _of_value(_name))
 
 
 def prefetch(tree: Any) -> None:
