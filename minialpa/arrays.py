@@ -14,6 +14,11 @@ import jax
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+#: What jax's arrays have besides operators, and a remote array computes of its value in NumPy.
+_COMPUTED_HERE = frozenset({
+    *("T", "all", "any", "argmax", "argmin", "astype", "conj", "cumsum", "flatten", "imag", "max", "mean", "min"),
+    *("prod", "ravel", "real", "reshape", "round", "squeeze", "std", "sum", "swapaxes", "take", "transpose", "var"),
+})  # fmt: skip
 #: Bytes. On CPUs, jax uses a NumPy array in place, without a copy, if its address is a multiple of this.
 _ALIGNMENT_BYTES = 64
 
@@ -33,9 +38,10 @@ def own_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
-    """An array whose data is elsewhere. NumPy functions, operators, `float` and `jnp.asarray` fetch it.
+    """An array whose data is elsewhere. NumPy functions, operators, methods such as `mean`, `float` and `jnp.asarray`
+    fetch it.
 
-    Functions of jax take only jax's own arrays: give them `jnp.asarray(x)`.
+    Functions of jax take only jax's own arrays: give them `jnp.asarray(x)`, or parallelize what calls them.
 
     Attributes:
         shape: shape of the whole array.
@@ -104,6 +110,13 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
     def __jax_array__(self) -> jax.Array:
         return jax.numpy.asarray(self._fetch())
 
+    @property
+    def at(self) -> Any:
+        raise AttributeError(
+            f"A `{type(self).__name__}` has no attribute `at`: its data is elsewhere. `jax.device_get(x)` brings it to "
+            "this process, and a parallelized function computes where it is."
+        )
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of an array without dimensions")
@@ -139,6 +152,15 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
+
+
+def _of_value(name: str) -> property:
+    return property(lambda array: getattr(array._fetch(), name), doc=f"`{name}` of the value in NumPy.")
+
+
+# Properties, and no `__getattr__`: every call of a step asks arrays for attributes that they do not have.
+for _name in _COMPUTED_HERE:
+    setattr(RemoteArray, _name, _of_value(_name))
 
 
 def prefetch(tree: Any) -> None:

@@ -328,6 +328,26 @@ class FollowParallel:
         return plan
 
 
+def options_to_follow(method: Method, n_stages: int) -> PlanOptions | None:
+    """The options under which a function may keep to a plan of `n_stages` stages, although its method does not say so.
+
+    None if the method asks for something that this plan may not have: devices, shardings, layers or stages that the
+    user chose; with `ShardParallel`, no pipeline; with `PipeshardParallel`, a pipeline.
+    """
+    match method:
+        case AutoParallel(num_micro_batches=n, layer_option=layers):
+            is_open = method == AutoParallel(num_micro_batches=n, layer_option=layers)
+            n_micro_batches = 1 if n == "auto" else n
+        case PipeshardParallel(num_micro_batches=n, pipeline_schedule=schedule):
+            is_open = n_stages > 1 and method == PipeshardParallel(num_micro_batches=n, pipeline_schedule=schedule)
+            n_micro_batches = n
+        case _:
+            # A class of its own, such as `Zero3Parallel`, asks for shardings, and is equal to no `ShardParallel`.
+            is_open = n_stages == 1 and method == ShardParallel(num_micro_batches=method.num_micro_batches)
+            n_micro_batches = 1 if method.num_micro_batches is None else method.num_micro_batches
+    return PlanOptions(n_micro_batches=_micro_batches(n_micro_batches), schedule="inference") if is_open else None
+
+
 def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:
     """The method that decides as `plan` did, and leaves only the shardings to the solver, under the plan's options.
 

@@ -15,7 +15,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -60,12 +60,14 @@ class Session:
         cluster: The description of all devices for the planner.
         arguments: The arguments of `init`; None if a first call has started the session.
         runtime: The `ClusterRuntime` of a session on a cluster, else None.
+        training_steps: The training steps that were called or compiled in it, the latest last; see `api.following`.
     """
 
     devices: tuple[jax.Device, ...]
     cluster: ClusterSpec
     arguments: InitArguments | None = None
     runtime: Any = None
+    training_steps: list[Any] = field(default_factory=list, compare=False, repr=False)
 
 
 class _Current:

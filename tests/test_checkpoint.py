@@ -79,8 +79,8 @@ def test_blocks_are_restored_by_their_own_and_by_the_types_of_a_plan(tmp_path: P
         found = restore_checkpoint(tmp_path, target)
         blocked = [x for x in jax.tree.leaves(found) if isinstance(x, BlockedArray)]
         assert blocked and bits(found) == bits(state)
-        assert [x.sharding for x in blocked] == [
-            x.sharding for x in jax.tree.leaves(state) if isinstance(x, BlockedArray)
+        assert [x.shardings for x in blocked] == [
+            x.shardings for x in jax.tree.leaves(state) if isinstance(x, BlockedArray)
         ]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
     assert bits(restore_checkpoint(tmp_path, shapes)) == bits(state)

@@ -1,7 +1,8 @@
-"""The example runs, and goes on after a kill as if there had been none."""
+"""The examples run. The training goes on after a kill as if there had been none; the generation equals plain jax."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import subprocess
@@ -9,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 pytest.importorskip("orbax.checkpoint")
@@ -73,3 +76,16 @@ def test_it_goes_on_under_another_plan(undisturbed: list[str], tmp_path: Path) -
     finish(start(tmp_path, "--stages", "2"))
     found = [float(line.split(",")[1]) for line in losses(tmp_path)]
     assert found == pytest.approx([float(line.split(",")[1]) for line in undisturbed], rel=1e-4)
+
+
+def test_generation_on_the_meshes_of_training_equals_plain_jax() -> None:
+    spec = importlib.util.spec_from_file_location("generate", EXAMPLE.with_name("generate.py"))
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+
+    params, at_once, one_by_one = example.main(steps=4)
+    prompt = (np.arange(4)[:, None] * 2 + np.arange(6)[None]).astype(np.int32) % example.VOCABULARY
+    serial = jax.jit(example.generate)(jax.device_get(params), example.empty_cache(4), prompt)
+    np.testing.assert_array_equal(at_once, serial)
+    np.testing.assert_array_equal(one_by_one, serial)

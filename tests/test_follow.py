@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import minialpa
-from minialpa import CreateStateParallel, FollowParallel, ShardingError
+from minialpa import CreateStateParallel, FollowParallel, PipeshardParallel, ShardingError, ShardParallel
+from minialpa.methods import Method
 from minialpa.runtime.cluster.in_process import ThreadActor
 from minialpa.testing import assert_allclose
 from tests import scanned_training as scanned
@@ -72,10 +73,11 @@ def test_a_last_batch_of_another_size_is_planned_without_the_split() -> None:
     assert_read_in_place(evaluate, state, last)
 
 
-def test_training_and_evaluation_alternate_on_the_same_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_told", [True, False])
+def test_training_and_evaluation_alternate_on_the_same_workers(is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with in_process_session(1, 4) as runtime:
         step, state, expected = training("blocks")
-        evaluate = minialpa.parallelize(scanned.evaluate, method=FollowParallel(step))
+        evaluate = minialpa.parallelize(scanned.evaluate, method=FollowParallel(step) if is_told else None)
         state, _ = step(state, scanned.BATCH)
         evaluate(state, scanned.BATCH)
         runtime.sync()
@@ -132,3 +134,87 @@ def test_what_cannot_be_followed_is_refused_by_name() -> None:
 
     with pytest.raises(ShardingError, match=r"`state\['params'\]\['layers'\]\['up'\]` is kept in the rows"):
         minialpa.parallelize(last_layer, method=FollowParallel(step))(state, scanned.BATCH)
+
+
+# ---- functions whose method says nothing of it -----------------------------------------------------------------------
+
+
+def meshes_of(function: Any) -> list[tuple[int, tuple[int, ...]]]:
+    plan = function.get_last_executable().get_parallel_plan()
+    return [(stage.first_device, stage.logical_shape) for stage in plan.stages]
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("zero3", ShardParallel()),
+        ("blocks", None),
+        pytest.param("zero3", None, marks=pytest.mark.slow),
+        pytest.param("blocks", PipeshardParallel(num_micro_batches=2), marks=pytest.mark.slow),
+    ],
+)
+def test_a_function_with_a_state_on_the_meshes_of_a_training_step_runs_there(name: str, method: Method | None) -> None:
+    plain = scanned.init(jax.random.key(0))
+    evaluate = minialpa.parallelize(scanned.evaluate_params, method=method)
+    evaluate(plain["params"], scanned.BATCH)  # before any training: planned by itself
+
+    step = minialpa.parallelize(scanned.train_step, method=scanned.METHODS[name])
+    state, _ = step(plain, scanned.BATCH)
+    compiled = step.get_last_executable()
+    found = evaluate(state["params"], scanned.BATCH)
+    assert meshes_of(evaluate) == meshes_of(step)
+    assert evaluate.plan(state["params"], scanned.BATCH) == evaluate.get_last_executable().get_parallel_plan()
+    assert_read_in_place(evaluate, state["params"], scanned.BATCH)
+    expected = jax.device_get(state["params"])
+    assert_allclose(found, jax.jit(scanned.evaluate_params)(expected, scanned.BATCH), rtol=1e-4)
+
+    step(state, scanned.BATCH)
+    assert step.get_last_executable() is compiled
+
+
+def test_a_name_of_the_argument_that_the_step_does_not_have_is_followed_too() -> None:
+    step, state, expected = training("blocks")
+    head_norm = minialpa.parallelize(lambda other: (other**2).sum())
+    assert_allclose(head_norm(state["params"]["head"]), (expected["params"]["head"] ** 2).sum(), rtol=1e-4)
+    assert meshes_of(head_norm) == meshes_of(step)
+    assert_read_in_place_alone(head_norm, state["params"]["head"])
+
+
+def assert_read_in_place_alone(function: Any, leaf: Any) -> None:
+    assert function.preshard_dynamic_args(leaf)[0] is leaf
+
+
+def test_a_training_step_and_a_method_that_asks_for_something_else_are_not_moved() -> None:
+    step, state, _ = training("blocks")
+    state, _ = step(state, scanned.BATCH)
+    whole = minialpa.parallelize(scanned.evaluate, method=ShardParallel())
+    whole(state, scanned.BATCH)
+    assert len(meshes_of(whole)) == 1
+
+    other = minialpa.parallelize(scanned.train_step, method=scanned.METHODS["zero3"])
+    other_state, _ = other(jax.device_get(state), scanned.BATCH)
+    again = minialpa.parallelize(scanned.train_step)
+    by_itself = again.plan(jax.device_get(other_state), scanned.BATCH)
+    again(other_state, scanned.BATCH)
+    assert again.get_last_executable().get_parallel_plan() == by_itself
+
+
+def test_what_cannot_follow_is_planned_by_itself_with_a_warning_that_says_what_it_costs() -> None:
+    _, state, expected = training("blocks")
+
+    def last_layer(state: Any, batch: Any) -> Any:
+        return (batch["x"] @ state["params"]["layers"]["up"][-1]).sum()
+
+    function = minialpa.parallelize(last_layer)
+    with pytest.warns(UserWarning, match=r"`.*last_layer` has arguments where `train_step` keeps.*is kept in the rows"):
+        found = function(state, scanned.BATCH)
+    assert_allclose(found, last_layer(expected, scanned.BATCH), rtol=1e-4)
+    function(state, scanned.BATCH)  # warnings are errors: there is one
+
+
+def test_a_plan_that_the_user_gave_comes_first() -> None:
+    _, state, _ = training("blocks")
+    evaluate = minialpa.parallelize(scanned.evaluate)
+    own = evaluate.plan(jax.device_get(state), scanned.BATCH)
+    evaluate.use_plan(own)
+    assert evaluate.plan(state, scanned.BATCH) == own

@@ -70,7 +70,7 @@ def test_the_examples_of_training_run_one_after_the_other(tmp_path: Path, monkey
 def test_the_example_of_states_runs() -> None:
     text = (README.parent / "docs" / "state.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 3
     names: dict[str, Any] = {}
     with jax.numpy_dtype_promotion("standard"):
         exec(compile("\n".join(examples), "state.md", "exec"), names)

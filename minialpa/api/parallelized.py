@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import reprlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.tree_util import PyTreeDef
 
+from minialpa.api.following import Followed, computes_gradients, find_followed, note_training_step, refusal
 from minialpa.api.step_compiler import compile_creation, compile_step
 from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
 from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, on_leaves, rebuild, shown
@@ -89,12 +91,15 @@ class ParallelizedFunc:
         }
 
         self._planner = StepPlanner(method, on_stale)
-        # Compiled programs by the shapes of the call and by the session; one thread compiles at a time.
+        # Compiled programs by the shapes of the call, by the session and by the meshes that they follow, if they follow
+        # a training step; one thread compiles at a time.
         self._executables: dict[tuple[Any, ...], Compiled] = {}
         self._compiling = threading.RLock()
         self._known_trees: list[tuple[PyTreeDef, tuple[int | str, ...]]] = []
         # The last call's types and program, so that a training loop looks nothing up.
-        self._recent: tuple[tuple[Session, object], Compiled] | None = None
+        self._recent: tuple[tuple[Session, int, object], Compiled] | None = None
+        # The keys of calls that compute gradients.
+        self._training: set[Hashable] = set()
         self._last: Executable | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,8 +115,7 @@ class ParallelizedFunc:
         return result
 
     def __repr__(self) -> str:
-        name = getattr(self._fun, "__qualname__", None) or repr(self._fun)
-        method = self._method
+        name, method = self._name, self._method
         if isinstance(method, Plan):
             return f"<parallelized {name} by a saved plan for {method.cluster.n_devices} devices>"
         chosen = [f for f in dataclasses.fields(method) if getattr(method, f.name) != _default(f)]
@@ -134,7 +138,8 @@ class ParallelizedFunc:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s. Compiles and runs nothing."""
-        return self._plan_for(self._trace(self._parameters.bind(args, kwargs)))[0]
+        call = self._parameters.bind(args, kwargs)
+        return self._plan_there(call, self._trace(call))
 
     def use_plan(self, plan: Plan) -> None:
         """Use `plan`, in the place of planning, for calls with the step, shapes and cluster that it was made for.
@@ -182,11 +187,15 @@ class ParallelizedFunc:
         self._check_plans("lower")
         call = self._parameters.bind(args, kwargs)
         session = current_session()
-        traced = self._trace(call)
-        plan, target = self._plan_for(traced, session)
-        return Lowered(
-            plan, lambda: self._keep(call, session, lambda: compile_step(call, traced, plan, target, session))
-        )
+        traced, followed = self._trace(call), self._followed(call.key(), call, session)
+        plan, target = self._plan_for(call, traced, session, followed)
+        if call.key() in self._training:
+            followed = None
+
+        def compile_() -> Executable:
+            return compile_step(call, traced, plan, target, session)
+
+        return Lowered(plan, lambda: self._keep(call, session, followed, compile_))
 
     def explain(self, what: str, *args: Any, **kwargs: Any) -> str:
         """A table of what the plan for these arguments chose and of what every other choice would cost.
@@ -198,8 +207,9 @@ class ParallelizedFunc:
         from minialpa.inter.alternatives import explain_step
 
         self._check_plans("explain")
-        traced = self._trace(self._parameters.bind(args, kwargs))
-        plan, _ = self._plan_for(traced)
+        call = self._parameters.bind(args, kwargs)
+        traced = self._trace(call)
+        plan = self._plan_there(call, traced)
         with collection_paused():
             return explain_step(traced, plan, what)
 
@@ -212,7 +222,7 @@ class ParallelizedFunc:
         self._check_plans("export_specs")
         call = self._parameters.bind(args, kwargs)
         traced = self._trace(call)
-        plan, _ = self._plan_for(traced)
+        plan = self._plan_there(call, traced)
         specs = plan.export_specs(mesh)
         return (
             jax.tree.unflatten(call.tree[0], [specs.inputs.get(value.path) for value in plan.inputs]),
@@ -254,7 +264,7 @@ class ParallelizedFunc:
         known = sorted(list(self._executables.items()), key=lambda item: item[1] is not recent[1])
         for (key, *where), (executable, _) in known:
             positions = self._parameters.positions_in_call(key, values)
-            if positions is None or where != [session.devices, session.cluster, session.runtime]:
+            if positions is None or where[:3] != [session.devices, session.cluster, session.runtime]:
                 continue
 
             (tree, _), *_ = key
@@ -307,34 +317,54 @@ class ParallelizedFunc:
     def _get(self, call: Call) -> Compiled:
         # A training loop passes a step its own results, whose types are the same objects from call to call.
         session = current_session()
-        wanted = (session, call.types())
+        # A training step that is new in the session may be one to follow.
+        wanted = (session, len(session.training_steps), call.types())
         recent = self._recent  # another thread may replace it
         if recent is None or recent[0] != wanted:
             recent = self._recent = (wanted, self._find(call, session))
         return recent[1]
 
     def _find(self, call: Call, session: Session) -> Compiled:
-        key = (call.key(), session.devices, session.cluster, session.runtime)
-        found = self._executables.get(key)
-        if found is not None:
-            return found
-        return self._keep(call, session, lambda: self._compile(call, session))
+        key = call.key()
+        followed = self._followed(key, call, session)
+        where = (session.devices, session.cluster, session.runtime, followed and followed.meshes)
+        found = self._executables.get((key, *where))
+        if found is None:
+            found = self._keep(call, session, followed, lambda: self._compile(call, session, followed))
+        if key in self._training:
+            note_training_step(session, self._name, found[0], self.target(session))
+        return found
 
-    def _keep(self, call: Call, session: Session, compile_: Callable[[], Executable]) -> Compiled:
+    def _keep(
+        self, call: Call, session: Session, followed: Followed | None, compile_: Callable[[], Executable]
+    ) -> Compiled:
         """The program for a call: the one that is there already, or else what `compile_` returns."""
-        key = (call.key(), session.devices, session.cluster, session.runtime)
+        key, where = call.key(), (session.devices, session.cluster, session.runtime)
         with self._compiling:  # threads that make the first call at the same time compile once
-            found = self._executables.get(key)
+            found = self._executables.get((key, *where, followed and followed.meshes))
             if found is None:
                 executable = compile_()
-                found = self._executables[key] = executable, shown(call, executable.out_tree)
+                found = executable, shown(call, executable.out_tree)
+                # Only tracing has shown whether this is a training step, which follows no other one.
+                meshes = None if followed is None or key in self._training else followed.meshes
+                self._executables[key, *where, meshes] = found
                 self._known_trees.append(call.tree)
             return found
 
-    def _compile(self, call: Call, session: Session) -> Executable:
+    def _followed(self, key: Hashable, call: Call, session: Session) -> Followed | None:
+        """The training step on whose meshes a call with the key `key` has arguments, if the method leaves that open."""
+        if not session.training_steps or key in self._training:
+            return None
+        return find_followed(session, self._method, call.leaves)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._fun, "__qualname__", None) or repr(self._fun)
+
+    def _compile(self, call: Call, session: Session, followed: Followed | None) -> Executable:
         traced = self._trace(call)
         if not isinstance(self._method, CreateStateParallel):
-            plan, target = self._plan_for(traced, session)
+            plan, target = self._plan_for(call, traced, session, followed)
             return compile_step(call, traced, plan, target, session)
 
         if self._parameters.donate not in ("auto", ()):
@@ -364,10 +394,35 @@ class ParallelizedFunc:
                 f"`train_step.{what}`."
             )
 
-    def _plan_for(self, traced: TracedStep, session: Session | None = None) -> tuple[Plan, Target]:
+    def _plan_for(
+        self, call: Call, traced: TracedStep, session: Session | None = None, followed: Followed | None = None
+    ) -> tuple[Plan, Target]:
+        """The plan for a traced call, and where it runs. followed: see `_followed`; a training step keeps to its own
+        method, and a plan that the user gave comes first."""
         target = self.target(session)
+        if computes_gradients(traced):
+            self._training.add(call.key())
+            followed = None
+        if followed is None or self._planner.is_given(traced, target):
+            return self._planned(traced, target), target
+
+        try:
+            plan = self._planner.plan_followed(traced, followed, call.leaves)
+        except (InfeasibleError, ShardingError) as error:
+            plan = self._planned(traced, target)
+            warnings.warn(refusal(self._name, followed, plan, error), UserWarning, stacklevel=2)
+            return plan, target
+        return (self._planned(traced, target), target) if plan is None else (plan, followed.target)
+
+    def _plan_there(self, call: Call, traced: TracedStep) -> Plan:
+        """The plan by which a call with these arguments runs in the session that there is. Starts none."""
+        session = running_session()
+        followed = None if session is None else self._followed(call.key(), call, session)
+        return self._plan_for(call, traced, followed=followed)[0]
+
+    def _planned(self, traced: TracedStep, target: Target) -> Plan:
         with self._batch_named(traced):
-            return self._planner.plan(traced, target, is_first=not self._known_trees), target
+            return self._planner.plan(traced, target, is_first=not self._known_trees)
 
     @contextmanager
     def _batch_named(self, traced: TracedStep) -> Iterator[None]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
 
+from minialpa.api.following import Followed
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError, TraceError
 from minialpa.inter.staging.replan import check_fits, difference, logical_mesh_of
@@ -24,7 +26,7 @@ from minialpa.methods import (
     resolve_devices,
 )
 from minialpa.options import PlanOptions
-from minialpa.plan import Plan, verify_plan
+from minialpa.plan import PlacedValue, Plan, verify_plan
 from minialpa.support.collection import collection_paused
 from minialpa.support.progress import ProgressBar
 from minialpa.tracing.fingerprint import Fingerprint
@@ -32,6 +34,8 @@ from minialpa.tracing.jaxprs import aval_of, is_weak
 from minialpa.tracing.trace import TracedStep
 
 OnStale = Literal["refuse", "replan"]
+#: What a plan is made for: a step on a cluster, or on a view of its devices.
+_PlannedFor = tuple[Fingerprint, ClusterSpec, LogicalMesh | None]
 
 
 class StepPlanner:
@@ -47,12 +51,39 @@ class StepPlanner:
 
     def __init__(self, method: Method | FollowingMethod | Plan, on_stale: OnStale) -> None:
         self._method, self._on_stale = method, on_stale
-        self._plans: dict[tuple[Fingerprint, ClusterSpec, LogicalMesh | None], Plan] = {}
+        self._plans: dict[_PlannedFor, Plan] = {}
+        self._given: set[_PlannedFor] = set()
 
     def remember(self, plan: Plan) -> None:
         """Use `plan` where the step and the cluster are those that it was made for, instead of planning again."""
         verify_plan(plan)
-        self._plans[plan.fingerprint, plan.cluster, logical_mesh_of(plan)] = plan
+        key = (plan.fingerprint, plan.cluster, logical_mesh_of(plan))
+        self._plans[key] = plan
+        self._given.add(key)
+
+    def is_given(self, traced: TracedStep, target: Target) -> bool:
+        """Whether the plan for a traced step is one that the user gave."""
+        return bool(self._given) and (traced.fingerprint, target.cluster, target.logical_mesh) in self._given
+
+    def plan_followed(self, traced: TracedStep, followed: Followed, leaves: Sequence[Any]) -> Plan | None:
+        """The plan on the meshes of a training step, where the arguments are; None if none of them is a state there.
+
+        Raises ShardingError or InfeasibleError if the step cannot run there as its arguments are.
+        """
+        placements = followed.placements(traced, leaves)
+        if all(traced.batch_dims[i] is not None for i in placements):
+            return None
+
+        arguments = (traced, followed.plan, placements, followed.options, followed.target)
+        try:
+            plan = _follow_plan(*arguments)
+        except InfeasibleError as error:
+            # How the training step splits its examples is nothing that this function has asked for.
+            if not _is_uneven(error):
+                raise
+            plan = _follow_plan(*arguments, any_batch=True)
+        StepPlanner.last_plan, StepPlanner.last_layers = plan, tuple(stage.layers for stage in plan.stages)
+        return plan
 
     def plan(self, traced: TracedStep, target: Target, *, is_first: bool) -> Plan:
         """The plan for a traced step where `target` says.
@@ -134,7 +165,7 @@ def _is_uneven(error: BaseException | None) -> bool:
 def _make_plan(traced: TracedStep, method: Method | FollowParallel, target: Target, *, any_batch: bool = False) -> Plan:
     """`any_batch`: whether examples may be split otherwise than the method asks."""
     if isinstance(method, FollowParallel):
-        return _follow_plan(traced, method, target, any_batch)
+        return _follow_plan(traced, method.source(), None, method.options(), target, any_batch=any_batch)
     from minialpa.inter.compilers import compiler_of
     from minialpa.inter.pipeline import plan_step
 
@@ -155,23 +186,30 @@ def _make_plan(traced: TracedStep, method: Method | FollowParallel, target: Targ
     return plan
 
 
-def _follow_plan(traced: TracedStep, method: FollowParallel, target: Target, any_batch: bool) -> Plan:
-    """The plan that keeps to that of another function. any_batch: see `_make_plan`."""
+def _follow_plan(
+    traced: TracedStep,
+    source: Plan,
+    placements: Mapping[int, PlacedValue] | None,
+    options: PlanOptions,
+    target: Target,
+    *,
+    any_batch: bool = False,
+) -> Plan:
+    """The plan that keeps to `source`, the plan of another function. placements, any_batch: see `plan_following`."""
     from minialpa.inter.compilers import compiler_of
     from minialpa.inter.context import PlanningContext
     from minialpa.inter.followed_plan import plan_following
 
-    source = method.source()
     with ProgressBar() as bar, collection_paused():
         context = PlanningContext(
             traced=traced,
             cluster=source.cluster,
             compiler=compiler_of(source.cluster, target.jax_version),
-            options=method.options(),
+            options=options,
             logical_mesh=logical_mesh_of(source),
             report=bar.report,
         )
-        plan = plan_following(context, source, any_batch=any_batch)
+        plan = plan_following(context, source, placements, any_batch=any_batch)
     verify_plan(plan)
     return plan
 

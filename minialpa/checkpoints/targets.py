@@ -212,7 +212,7 @@ def _restore_argument(target: Any, found: Any, *, is_weak: bool) -> Any:
     if isinstance(target, DistributedTarget):
         return RemoteRestoreArgs(restore_type=RemoteArray, target=replace(target, weak_type=is_weak))
     if isinstance(target, BlockedArray) and all(isinstance(block, jax.Array) for block in target.blocks):
-        target = BlockedTarget(target.shape, target.dtype, target.ranges, target.sharding)
+        target = BlockedTarget(target.shape, target.dtype, target.ranges, target.shardings)
     if isinstance(target, BlockedTarget):
         return RemoteRestoreArgs(restore_type=BlockedArray, target=target)
 

@@ -1,6 +1,7 @@
 """Plans that follow another plan: a function that reads a training state is planned where the step keeps the state.
 
-follow      leaves of the function that are leaves of the step, by path and type -> their meshes, rows and specs
+follow      leaves of the function -> the meshes, rows and specs in which the step keeps them: those of the step's
+            leaves with the same path and type, or those of the arrays that a call has
 layers      each equation on the mesh of the parameters that it reads, or behind what it reads
 shardings   solved with these specs fixed
 """
@@ -38,7 +39,7 @@ class _Homes:
     """Where the step keeps the leaves of the function.
 
     Attributes:
-        of_leaf: by the number of the argument leaf, where it is; only of leaves that the step has, too.
+        of_leaf: by the number of the argument leaf, where it is; only of leaves that are on the meshes of the step.
     """
 
     of_leaf: Mapping[int, PlacedValue]
@@ -58,13 +59,21 @@ class _Homes:
         return tuple(sorted(set(value.rows))) if value is not None else ()
 
 
-def plan_following(context: PlanningContext, source: Plan, *, any_batch: bool = False) -> Plan:
+def plan_following(
+    context: PlanningContext,
+    source: Plan,
+    placements: Mapping[int, PlacedValue] | None = None,
+    *,
+    any_batch: bool = False,
+) -> Plan:
     """A plan on the meshes of `source`, in which each leaf that both steps read is where `source` has it.
 
+    placements: by the number of the argument leaf, where its array is on these meshes; None for where `source` has the
+        leaves with the same path and type.
     any_batch: whether examples may be split otherwise than the options of `source` ask.
     Raises ShardingError if there is no such leaf, or if the function cannot read one in the blocks of `source`.
     """
-    homes = _find_homes(context.traced, source)
+    homes = _find_homes(context.traced, source) if placements is None else _Homes(placements)
     whole = LayeredStep(step=context.traced, fingerprint=context.traced.fingerprint)
     cut = _cut_as(whole, homes)
     parts = [cut.step.argument(i) for i in range(len(cut.step.flat.invars))]
@@ -74,7 +83,9 @@ def plan_following(context: PlanningContext, source: Plan, *, any_batch: bool = 
     named = dataclasses.replace(cut.step, in_paths=tuple(names[part] for part in parts))
     followed = dataclasses.replace(cut, step=named)
     if source.layer_of_group:
-        followed = dataclasses.replace(followed, of_group=_stage_of_groups(named, parts, homes))
+        deciding = [number for number in homes.of_leaf if _decides(context.traced, number)]
+        deciders = _Homes({number: homes.of_leaf[number] for number in deciding})
+        followed = dataclasses.replace(followed, of_group=_stage_of_groups(named, parts, deciders))
         no_remat: list[Remat] = ["none" for _ in source.stages]
         layered = layered_step(followed, tuple(no_remat))
     else:
@@ -173,8 +184,15 @@ def _check_cut(traced: TracedStep, blocks_of: Mapping[Var, tuple[tuple[int, int]
             raise ShardingError(
                 f"`{traced.in_paths[leaf]}` is kept in the rows {homes.blocks_of(leaf)} on several meshes, and this "
                 "function does not read it row by row in a scan over layers, as the followed one does. Scan over it "
-                "in the same way, or leave `FollowParallel` out."
+                "in the same way, or have it planned by itself."
             )
+
+
+def _decides(traced: TracedStep, leaf: int) -> bool:
+    """Whether equations run where a leaf is. Examples and integers, such as the token that the last stage has chosen
+    and the first one reads next, go to where they are read."""
+    is_integer = dtype_name(traced.flat.invars[leaf]).startswith(("int", "uint"))
+    return traced.batch_dims[leaf] is None and not is_integer
 
 
 def _stage_of_groups(step: TracedStep, parts: Sequence[Part], homes: _Homes) -> tuple[int, ...]:

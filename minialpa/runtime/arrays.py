@@ -37,8 +37,8 @@ class BlockedArray(RemoteArray):
         self.dtype, self.weak_type = blocks[0].dtype, _is_weak(blocks[0])
 
     @property
-    def sharding(self) -> tuple[Any, ...]:
-        """That of each block; blocks of remote arrays have none."""
+    def shardings(self) -> tuple[Any, ...]:
+        """The sharding of each block; blocks of remote arrays have none."""
         return tuple(x.sharding for x in self.blocks)
 
     @property

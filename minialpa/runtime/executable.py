@@ -13,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from minialpa.plan import PlacementSpec, Plan
+from minialpa.plan import PlacedValue, PlacementSpec, Plan
 from minialpa.programs.leaf_blocks import BlockRows
 from minialpa.programs.mesh_program import KEY_NAMES, ArrayType
 from minialpa.programs.program import Accumulate, MeshShape, Program, Run
-from minialpa.runtime.arrays import BlockedTarget, DistributedTarget
+from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget
 from minialpa.runtime.leaf_border import BlockedCalls
 from minialpa.runtime.runner import Runner
 from minialpa.runtime.steps.step_trace import TaskTime, write_tasks
+from minialpa.sharding import Spec
 from minialpa.support.files import write_text
 
 
@@ -96,6 +97,24 @@ class Executable:
     def get_output_placement_specs(self) -> Any:
         """The results with a `PlacementSpec` in place of every leaf."""
         return jax.tree.unflatten(self.out_tree, self._output_specs)
+
+    def placement_of(self, leaf: Any, path: str) -> PlacedValue | None:
+        """Where an array, which has the name `path`, is on the meshes of this executable; None if it is elsewhere."""
+        is_blocked = isinstance(leaf, BlockedArray)
+        blocks = leaf.blocks if is_blocked else (leaf,)
+        homes = [self.runner.homes(block) for block in blocks]
+        if not all(homes):
+            return None
+
+        held = [(i, mesh, spec) for i, of_block in enumerate(homes) for mesh, spec in of_block]
+        return PlacedValue(
+            path=path,
+            shape=leaf.shape,
+            dtype=str(leaf.dtype),
+            mesh_ids=tuple(mesh for _, mesh, _ in held),
+            specs=tuple(Spec.of(spec, len(leaf.shape)) for *_, spec in held),
+            rows=tuple(leaf.ranges[i] for i, *_ in held) if is_blocked else (),
+        )
 
     @property
     def function_names(self) -> tuple[str, ...]:

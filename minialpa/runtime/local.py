@@ -98,6 +98,13 @@ class LocalExecutable:
             _check_usable(leaves)
             return self._arguments.kept(leaves)
 
+    def homes(self, leaf: Any) -> tuple[tuple[int, PartitionSpec], ...]:
+        """See `Runner`."""
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return ()
+        return tuple((i, sharding.spec) for i, mesh in enumerate(self.meshes) if mesh == sharding.mesh)
+
     def hlo_texts(self) -> list[str]:
         """Compiled HLO of each function."""
         return [compiled.as_text() for compiled in self.compiled]

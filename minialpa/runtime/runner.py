@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from minialpa.runtime.steps.step_trace import TaskTime
 
@@ -43,6 +43,9 @@ class Runner(Protocol):
         A leaf of which the step cuts micro-batches becomes a `MicroBatchedArray`, if the step reads all of its rows.
         None in place of a leaf that the caller does not have stays None.
         """
+
+    def homes(self, leaf: Any) -> tuple[tuple[int, PartitionSpec], ...]:
+        """The meshes of the program that hold an array, by number, with its sharding on each; empty if none does."""
 
     def hlo_texts(self) -> list[str]:
         """Compiled HLO of each function of the program."""

@@ -62,6 +62,18 @@ def _batch_factor(eqn: JaxprEqn, factors: Factors, k: int, dim: int, n: int) -> 
     return leading
 
 
+def _check_unseen(eqn: JaxprEqn, kinds: Kinds) -> None:
+    """Raise TraceError for a callback into Python with values of each example: each micro-batch would call it."""
+    # A loop or a branch with a callback inside has its effects.
+    if eqn.effects and any(isinstance(kinds.get(var), int) for var in operand_vars(eqn)):
+        raise TraceError(
+            f"`{eqn.primitive.name}` at {source_line(eqn)} calls Python with values of each example, such as "
+            "`jax.debug.print` does. With micro-batches it would see a part of the batch at a time, once for each. "
+            "Return these values as results of the step, which are those of the full batch, and print them there; give "
+            "it what sums or means of the batch are; or use `num_micro_batches=1`."
+        )
+
+
 def _check_apart(eqn: JaxprEqn, meeting: Sequence[int]) -> None:
     if len(meeting) > 1:
         raise TraceError(
@@ -88,9 +100,14 @@ def is_barrier(eqn: JaxprEqn) -> bool:
 
 
 def batch_kinds(step: TracedStep, n: int) -> Kinds:
-    """Kinds of all variables that depend on the batch, for `n` micro-batches; what mixes examples is AGGREGATE."""
+    """Kinds of all variables that depend on the batch, for `n` micro-batches; what mixes examples is AGGREGATE.
+
+    Raises TraceError for a callback into Python that would see micro-batches.
+    """
     kinds: Kinds = {var: dim for var, dim in zip(step.flat.invars, step.batch_dims, strict=True) if dim is not None}
     for eqn in step.flat.eqns:
+        if n > 1:
+            _check_unseen(eqn, kinds)
         if is_barrier(eqn):
             pairs = zip(eqn.invars, eqn.outvars, strict=True)
             kinds.update((out, kinds[var]) for var, out in pairs if not is_literal(var) and var in kinds)

@@ -31,9 +31,7 @@ class LoopEquations:
         """Write equation `i`."""
         eqn = self.segments.eqns[i]
         self.loop.source = self.segments.sources[i]
-        if not eqn.outvars:  # a callback sees each micro-batch
-            self.loop.add(eqn.replace(invars=[self._seen(atom) for atom in eqn.invars]))
-        elif is_barrier(eqn):
+        if is_barrier(eqn):
             self._emit_barrier(eqn)
         elif eqn.primitive.name == "minialpa_per_micro_batch" and isinstance(self.forms.form(eqn.outvars[0]), Own):
             self._emit_own(eqn)
@@ -41,9 +39,6 @@ class LoopEquations:
             self._emit_on_examples(i, eqn)
         else:
             self._emit_on_totals(i, eqn)
-
-    def _seen(self, atom: Atom) -> Atom:
-        return self.loop.scaled_rows(atom) if isinstance(self.forms.form(atom), Rows) else self.loop.value(atom)
 
     def _emit_barrier(self, eqn: JaxprEqn) -> None:
         operands = [self.loop.of_micro_batch(atom) for atom in eqn.invars]

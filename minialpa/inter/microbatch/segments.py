@@ -206,9 +206,6 @@ class _Finder:
         """The segment of traced equation `i`; sets the forms of its results."""
         forms = [self.forms.form(atom) for atom in eqn.invars]
         on_examples = any(isinstance(form, Rows) for form in forms)
-        if not eqn.outvars and on_examples:
-            return 2 * max(1, *map(self.levels.of, eqn.invars)) - 1  # a callback sees each micro-batch
-
         if eqn.primitive.name == "minialpa_per_micro_batch":
             self._note_asked_for(eqn, forms[0])
             if eqn.params["number"] in self.asked_for and not on_examples:

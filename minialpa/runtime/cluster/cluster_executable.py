@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from minialpa.programs.mesh_program import ArrayType, MeshProgram
 from minialpa.programs.program import Accumulate, InputSlot, Program, Run
@@ -155,6 +156,13 @@ class ClusterExecutable:
         copies = tuple(Copy(self._program.meshes[own.mesh], own.shape, slot.spec) for own, slot in readers)
         own, slot = readers[-1]
         return DistributedArray(self.runtime, number, own.types[slot.buffer], copies)
+
+    def homes(self, leaf: Any) -> tuple[tuple[int, PartitionSpec], ...]:
+        """See `Runner`. Meshes that another program has ended since count: a call of this one starts them again."""
+        if not isinstance(leaf, DistributedArray):
+            return ()
+        number_of = {program.shape: program.mesh for program in self._program.programs}
+        return tuple((number_of[copy.shape], copy.spec) for copy in leaf.copies if copy.shape in number_of)
 
     @staticmethod
     def _check_usable(leaves: Sequence[Any]) -> None:

@@ -284,3 +284,11 @@ def test_a_value_that_another_thread_has_fetched_needs_no_mesh(runtime: ClusterR
         runtime.meshes([(0, 4)])
     assert array.held_here and not any(copy.mesh.alive for copy in array.copies)
     np.testing.assert_array_equal(runtime.fetch([array])[0], np.asarray(array))
+
+
+def test_arrays_on_workers_have_methods_of_numpy_and_say_what_to_do_for_those_of_jax() -> None:
+    with in_process_session(1, 2):
+        doubled = minialpa.parallelize(lambda x: x * 2, method=minialpa.ShardParallel())(np.ones((4, 3), np.float32))
+        assert doubled.mean() == 2 and doubled.T.shape == (3, 4) and doubled.astype(np.int32).sum() == 24
+        with pytest.raises(AttributeError, match=r"no attribute `at`: .*`jax\.device_get\(x\)`"):
+            doubled.at[0].set(1)

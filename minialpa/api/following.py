@@ -1,0 +1,122 @@
+"""Functions that run where a training step keeps its state, without a word of their method.
+
+A session knows the training steps that were compiled in it. A call whose arguments are on the meshes of one of them,
+and whose method leaves devices and stages to the planner, is planned on these meshes: see `find_followed`. Training
+steps themselves always keep to their method.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from minialpa.methods import FollowingMethod, Method, Target, options_to_follow
+from minialpa.options import PlanOptions
+from minialpa.plan import PlacedValue, Plan
+from minialpa.session import Session
+from minialpa.tracing.trace import TracedStep
+
+if TYPE_CHECKING:
+    from minialpa.runtime.executable import Executable
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """A training step that was compiled in a session.
+
+    Attributes:
+        name: of the function.
+        executable: what was compiled. Returns None once nothing refers to it any more.
+        target: where it was planned for, and where it runs.
+    """
+
+    name: str
+    executable: Callable[[], Executable | None]
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A training step on whose meshes a call has arguments.
+
+    Attributes:
+        name: of the training step.
+        executable: what was compiled of it.
+        target: where it runs.
+        options: those of the function's own method, as far as the followed plan leaves them open.
+    """
+
+    name: str
+    executable: Executable
+    target: Target
+    options: PlanOptions
+
+    @property
+    def plan(self) -> Plan:
+        return self.executable.get_parallel_plan()
+
+    @property
+    def meshes(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """First device and logical shape of each mesh."""
+        return tuple((stage.first_device, stage.logical_shape) for stage in self.plan.stages)
+
+    def placements(self, traced: TracedStep, leaves: Sequence[Any]) -> dict[int, PlacedValue]:
+        """Where the arguments of a traced call are, by the number of the leaf; only of those on these meshes.
+
+        Micro-batches are cut from what holds examples, so that it has no place of its own.
+        """
+        is_cut = self.options.n_micro_batches > 1
+        found = {
+            i: self.executable.placement_of(leaf, path)
+            for i, (leaf, path, dim) in enumerate(zip(leaves, traced.in_paths, traced.batch_dims, strict=True))
+            if dim is None or not is_cut
+        }
+        return {i: value for i, value in found.items() if value is not None}
+
+
+def computes_gradients(traced: TracedStep) -> bool:
+    """Whether a step trains: its method decides where it runs, and functions that read its state follow it."""
+    return bool(traced.gradients) or any(origin.direction == "backward" for origin in traced.origins)
+
+
+def note_training_step(session: Session, name: str, executable: Executable, target: Target) -> None:
+    """Remember a training step for `find_followed`, as the latest of the session."""
+    known = session.training_steps
+    if not any(step.executable() is executable for step in known):
+        known.append(TrainingStep(name, weakref.ref(executable), target))
+
+
+def find_followed(session: Session, method: Method | FollowingMethod | Plan, leaves: Sequence[Any]) -> Followed | None:
+    """The training step on whose meshes most of these leaves are, the latest of several; None if no leaf is on any.
+
+    None also if `method` asks for devices, stages or shardings, or keeps to another plan itself.
+    """
+    if not session.training_steps or isinstance(method, FollowingMethod | Plan):
+        return None
+
+    best, n_best = None, 0
+    for step in reversed(session.training_steps):
+        executable = step.executable()
+        if executable is None:
+            continue
+        options = options_to_follow(method, len(executable.get_parallel_plan().stages))
+        n_there = 0 if options is None else sum(executable.placement_of(leaf, "") is not None for leaf in leaves)
+        if options is not None and n_there > n_best:
+            best, n_best = Followed(step.name, executable, step.target, options), n_there
+    return best
+
+
+def refusal(name: str, followed: Followed, own: Plan, error: Exception) -> str:
+    """The warning that a function is planned by itself, and what that costs."""
+    ended = {(stage.first_device, stage.n_devices) for stage in own.stages} != {
+        (stage.first_device, stage.n_devices) for stage in followed.plan.stages
+    }
+    cost = "each call moves the arguments that are in other shardings or on other meshes"
+    if ended:
+        cost += "; on a cluster, each switch between the two also ends workers and starts others, which takes seconds"
+    return (
+        f"`{name}` has arguments where `{followed.name}` keeps its state, and cannot be planned there: {error} It is "
+        f"planned by itself, so {cost}."
+    )

@@ -1,0 +1,34 @@
+"""Training and an evaluation that says nothing of it take turns on the same Ray workers."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import minialpa
+from benchmarks.ray_session import ray_session
+from minialpa.testing import assert_allclose
+from tests import scanned_training as scanned
+
+
+@pytest.mark.ray
+@pytest.mark.xdist_group("ray")
+def test_training_and_evaluation_in_turns_start_and_end_no_worker() -> None:
+    expected = scanned.init(jax.random.key(0))
+    with ray_session(2) as runtime:
+        step = minialpa.parallelize(scanned.train_step, method=scanned.METHODS["blocks"])
+        evaluate = minialpa.parallelize(scanned.evaluate_params)
+        state, _ = step(scanned.init(jax.random.key(0)), scanned.BATCH)
+        found = evaluate(state["params"], scanned.BATCH)
+        workers = [worker.number for worker in runtime.workers]
+        assert len(workers) == 2
+
+        for _ in range(3):
+            state, _ = step(state, scanned.BATCH)
+            found = evaluate(state["params"], scanned.BATCH)
+        runtime.sync()
+        assert [worker.number for worker in runtime.workers] == workers
+
+        for _ in range(4):
+            expected, _ = jax.jit(scanned.train_step)(expected, scanned.BATCH)
+        assert_allclose(found, jax.jit(scanned.evaluate_params)(expected["params"], scanned.BATCH), rtol=1e-4)
