@@ -19,6 +19,7 @@ from minialpa.arrays import RemoteArray
 from minialpa.checkpoints.remote_handler import BlockedRestoreArgs
 from minialpa.errors import CheckpointError
 from minialpa.plan import PlacementSpec
+from minialpa.pytrees import hide_static
 from minialpa.runtime.arrays import BlockedArray, BlockedTarget
 from minialpa.runtime.executable import Executable
 
@@ -56,10 +57,8 @@ def weak_numbers(state: Any) -> list[str]:
 
 
 def target_tree(like: Any) -> Any:
-    """The pytree of targets that `like` stands for."""
-    if isinstance(like, Executable):
-        like = like.get_input_targets()[0]
-    tree = jax.tree.map(lambda leaf: leaf, like)
+    """The pytree of targets that `like` stands for, with functions and the like as `hide_static` leaves them."""
+    tree = like.get_input_targets()[0] if isinstance(like, Executable) else hide_static(like)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, PlacementSpec):
             raise CheckpointError(
