@@ -41,6 +41,7 @@ def start(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
         parser.error("--profile and --tensorboard write to the folder: add --folder FOLDER")
     if flags.hosts is not None and not flags.ray:
         parser.error("--hosts is a number of hosts of a Ray cluster: add --ray")
+    flags.checkpoints = flags.folder and flags.folder / "checkpoints"
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("minialpa.training").setLevel(logging.INFO)

@@ -37,7 +37,7 @@ class Gpt(nn.Module):
         x = x + self.param("positions", nn.initializers.normal(0.02), (LENGTH, self.hidden))[None]
         for _ in range(self.n_layers):
             y = nn.LayerNorm()(x)
-            x = x + nn.SelfAttention(num_heads=4)(y, mask=nn.make_causal_mask(tokens))
+            x = x + nn.MultiHeadDotProductAttention(num_heads=4)(y, mask=nn.make_causal_mask(tokens))
             y = nn.LayerNorm()(x)
             x = x + nn.Dense(self.hidden)(nn.gelu(nn.Dense(4 * self.hidden)(y)))
         return nn.Dense(VOCABULARY)(nn.LayerNorm()(x))
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
             create_state,
             batches,
             n_steps=flags.steps,
-            folder=flags.folder and flags.folder / "checkpoints",
+            folder=flags.checkpoints,
             save_every=flags.save_every,
             report=report,
             evaluate=lambda state: evaluate(state, validation_batch),

@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
             create_state,
             functools.partial(common.pictures, SIZE, N_CLASSES, BATCH_SIZE),
             n_steps=flags.steps,
-            folder=flags.folder and flags.folder / "checkpoints",
+            folder=flags.checkpoints,
             save_every=flags.save_every,
             report=report,
         )

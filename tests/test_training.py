@@ -129,6 +129,16 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, stop_at: int
     jax.tree.map(np.testing.assert_array_equal, again.state, result.state)
 
 
+def test_pretrained_weights_are_a_checkpoint_of_step_0(serial: dict[int, float], tmp_path: Path) -> None:
+    def other_weights() -> dict[str, Any]:
+        return jax.tree.map(jnp.zeros_like, create_state())
+
+    log = Log()
+    minialpa.save_checkpoint(tmp_path, create_state(), step=0)
+    minialpa.train(parallelized(), other_weights, batches, n_steps=N_STEPS, folder=tmp_path, report=log)
+    assert log.losses == pytest.approx(serial, rel=1e-4)
+
+
 def test_it_ends_with_the_batches_and_saves_the_end(tmp_path: Path) -> None:
     def few() -> Iterator[Any]:
         return itertools.islice(batches(), 7)
