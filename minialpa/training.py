@@ -282,9 +282,17 @@ def _first_state(
         return state, lowered.plan, chain((batch,), loader)
     with progress.timed("restored", f"The checkpoint of step {n_saved} is read."):
         checkpoint = manager.restore(n_saved, like=executable)
-        # Weights of another program, saved as step 0, have no position in the batches.
-        loader.set_state(progress.first_batch if checkpoint.data is None else checkpoint.data)
-    return checkpoint.state, lowered.plan, loader
+        if checkpoint.data is not None:
+            loader.set_state(checkpoint.data)
+    if checkpoint.data is not None:
+        return checkpoint.state, lowered.plan, loader
+    # Pretrained weights have seen no batch of this run.
+    if n_saved == 0:
+        return checkpoint.state, lowered.plan, chain((batch,), loader)
+    raise MinialpaError(
+        f"The checkpoint of step {n_saved} has no position in the batches, so `train` did not save it. Save a state "
+        "that training begins with as the checkpoint of step 0."
+    )
 
 
 def _steps(run: _Run, progress: _Progress, state: Any, batches: Iterator[Any]) -> Iterator[Any]:

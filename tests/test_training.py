@@ -138,6 +138,10 @@ def test_pretrained_weights_are_a_checkpoint_of_step_0(serial: dict[int, float],
     minialpa.train(parallelized(), other_weights, batches, n_steps=N_STEPS, folder=tmp_path, report=log)
     assert log.losses == pytest.approx(serial, rel=1e-4)
 
+    minialpa.save_checkpoint(tmp_path, create_state(), step=N_STEPS + 1)
+    with pytest.raises(MinialpaError, match=f"of step {N_STEPS + 1} has no position in the batches"):
+        minialpa.train(parallelized(), other_weights, batches, n_steps=N_STEPS + 2, folder=tmp_path)
+
 
 def test_it_ends_with_the_batches_and_saves_the_end(tmp_path: Path) -> None:
     def few() -> Iterator[Any]:
