@@ -58,7 +58,7 @@ def serial_losses(main: Main, flags: list[str]) -> dict[int, float]:
     losses = {}
 
     def train(step: Any, create_state: Any, batches: Any, *, n_steps: int, **_: Any) -> None:
-        state, plain_step = create_state(), eqx.filter_jit(step.__wrapped__)
+        state, plain_step = eqx.filter_jit(create_state)(), eqx.filter_jit(step.__wrapped__)
         for i, batch in enumerate(itertools.islice(batches(), n_steps), start=1):
             state, metrics = plain_step(state, batch)
             losses[i] = float(metrics["loss"])
