@@ -22,7 +22,7 @@ from minialpa.errors import TraceError
 from minialpa.pytrees import (
     GraphArguments,
     check_no_graph,
-    check_unchanged,
+    check_returned,
     has_static,
     hide_leaves,
     hide_static,
@@ -253,7 +253,7 @@ def on_leaves(fun: Callable[..., Any], call: Call) -> Callable[..., Any]:
         variables = variables_in([value for name, value in given if name not in in_graph])
 
         result = fun(*args, **kwargs)
-        check_unchanged(variables)
+        check_returned(variables, result)
         check_no_graph(result, "The result")
         if call.graph is None:
             return hide_static(result)

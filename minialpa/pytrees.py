@@ -171,11 +171,22 @@ def variables_in(tree: Any) -> list[tuple[Any, list[Any]]]:
     return [(x, jax.tree.leaves(x)) for x in found if isinstance(x, kind)]
 
 
-def check_unchanged(variables: list[tuple[Any, list[Any]]]) -> None:
-    """Raise TraceError if a step has changed one of these variables, which are copies of the caller's."""
-    for variable, before in variables:
-        now = jax.tree.leaves(variable)
-        if len(now) != len(before) or any(new is not old for new, old in zip(now, before, strict=True)):
+def check_returned(variables: list[tuple[Any, list[Any]]], result: Any) -> None:
+    """Raise TraceError if a step has changed one of these variables, which are copies of the caller's, for itself only.
+
+    A new value that is in the result, as in `nnx.state(model)` of a model that was merged from them, is not lost.
+    """
+    changed = [
+        (variable, now)
+        for variable, before in variables
+        if len(now := jax.tree.leaves(variable)) != len(before)
+        or any(new is not old for new, old in zip(now, before, strict=True))
+    ]
+    if not changed:
+        return
+    returned = set(map(id, jax.tree.leaves(result)))
+    for variable, now in changed:
+        if not all(id(leaf) in returned for leaf in now):
             raise TraceError(
                 f"The step changes an nnx {type(variable).__name__} in place that is in no module, and the change "
                 "would be lost. Pass the module that has it, or return the new value."

@@ -119,7 +119,8 @@ def train(
         iterator that has a state of its own, as those of grain. `DataLoader` reads them ahead.
     n_steps: the number of steps of the whole run, with those before the checkpoint; None for as many as there are
         batches.
-    folder: where checkpoints are saved, which every host sees; None for none. Then a loss ends the run.
+    folder: where checkpoints are saved, which every host sees; None for none. Then a loss ends the run. A first
+        checkpoint may be one that `save_checkpoint(folder, state, step=0)` made of pretrained weights.
     save_every: a checkpoint is saved whenever a multiple of so many steps is done, and behind the last one.
     max_to_keep: the number of checkpoints that stay; None for all.
     report: is called for each step, in order, when its metrics are on the host; the next step may have begun by then.
@@ -323,8 +324,17 @@ def _first_state(
         return state, lowered.plan, chain((batch,), loader)
     with progress.timed("restored", f"The checkpoint of step {n_saved} is read."):
         checkpoint = manager.restore(n_saved, like=executable)
-        loader.set_state(checkpoint.data)
-    return checkpoint.state, lowered.plan, loader
+        if checkpoint.data is not None:
+            loader.set_state(checkpoint.data)
+    if checkpoint.data is not None:
+        return checkpoint.state, lowered.plan, loader
+    # Pretrained weights have seen no batch of this run.
+    if n_saved == 0:
+        return checkpoint.state, lowered.plan, chain((batch,), loader)
+    raise MinialpaError(
+        f"The checkpoint of step {n_saved} has no position in the batches, so `train` did not save it. Save a state "
+        "that training begins with as the checkpoint of step 0."
+    )
 
 
 def _one_step(run: _Run, state: Any, batch: Any) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +121,45 @@ def test_leaves_of_every_kind_come_back_as_they_were(tmp_path: Path) -> None:
     assert all(jax.tree.leaves(same_kind)), same_kind
     for name in ("sharded", "replicated", "keys"):
         assert found[name].sharding == state[name].sharding
+
+
+def test_functions_in_a_state_are_those_of_the_target(tmp_path: Path) -> None:
+    def state(seed: int, function: Any) -> Any:
+        model = eqx.nn.MLP(4, 4, 8, 1, activation=function, key=jax.random.key(seed))
+        return {"model": model, "schedule": function}
+
+    saved, target = state(0, jnp.tanh), state(1, jnp.sin)
+    save_checkpoint(tmp_path, saved, step=0)
+    for like in (target, eqx.filter_eval_shape(lambda: target)):
+        found = restore_checkpoint(tmp_path, like)
+        assert bits(eqx.filter(found, eqx.is_array)) == bits(eqx.filter(saved, eqx.is_array))
+        assert found["model"].activation is found["schedule"] is jnp.sin
+
+
+@pytest.mark.parametrize("method", [minialpa.Zero3Parallel(), minialpa.PipeshardParallel(num_micro_batches=2)])
+def test_an_equinox_module_is_created_saved_and_read_where_its_step_has_it(method: Any, tmp_path: Path) -> None:
+    def create_state() -> Any:
+        return eqx.nn.MLP(8, 8, 16, 1, activation=jnp.tanh, key=jax.random.key(0)), 0
+
+    @minialpa.parallelize(method=method)
+    def step(state: Any, batch: Any) -> Any:
+        model, n = state
+        loss, grads = eqx.filter_value_and_grad(lambda model: jnp.mean(jax.vmap(model)(batch) ** 2))(model)
+        return (eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), n + 1), loss
+
+    batch = np.random.default_rng(0).standard_normal((16, 8), np.float32)
+    create = minialpa.parallelize(create_state, method=minialpa.CreateStateParallel(step, (batch,)))
+    shapes, expected = create.eval_shape(), create_state()
+    assert jax.tree.structure(shapes) == jax.tree.structure(expected)
+    assert shapes[0].activation is jnp.tanh and shapes[0].layers[0].weight.shape == (16, 8)
+
+    executable, state = step.get_executable(shapes, batch), create()
+    save_checkpoint(tmp_path, state, step=0)
+    found = restore_checkpoint(tmp_path, executable)
+    assert bits(eqx.filter(found, eqx.is_array)) == bits(eqx.filter(state, eqx.is_array))
+    (model, _), loss = step(found, batch)
+    assert float(loss) == float(step(state, batch)[1]) and step.get_last_executable() is executable
+    assert model.activation is jnp.tanh
 
 
 def test_a_number_that_became_an_array_is_the_same_state(tmp_path: Path) -> None:

@@ -384,6 +384,24 @@ def test_nnx_modules_are_updated_in_place_as_by_nnx_jit(method: Any) -> None:
         assert len(parallel._executables) == 1
 
 
+@pytest.mark.parametrize("method", STAGES.values(), ids=STAGES)
+def test_an_nnx_state_is_merged_changed_and_returned(method: Any) -> None:
+    """As a checkpoint holds it: the values of the modules, without their structure."""
+    with jax.numpy_rank_promotion("allow"):
+        structure, state = nnx.split(make_net())
+
+        def step(state: Any, x: Any, y: Any) -> Any:
+            model, optimizer = nnx.merge(structure, state)
+            value = nnx_step(model, optimizer, x, y)
+            return nnx.state((model, optimizer)), value
+
+        parallel, other = minialpa.parallelize(step, method=method), make_net()
+        for seed in range(3):
+            state, value = parallel(state, make_x(seed=seed), make_y())
+            assert_allclose(value, nnx.jit(nnx_step)(*other, make_x(seed=seed), make_y()), rtol=1e-4, atol=1e-5)
+        assert len(parallel._executables) == 1
+
+
 def test_nnx_modules_whose_changes_would_be_lost_are_refused() -> None:
     def nested(pair: Any, x: Any) -> Any:
         return pair["model"](x)

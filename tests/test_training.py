@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import minialpa
@@ -95,6 +96,21 @@ def test_a_signal_to_end_saves_the_steps_that_are_done(tmp_path: Path) -> None:
     assert noted == [signal.SIGTERM]
     assert result.n_steps in (7, 8) and len(log.losses) == result.n_steps
     assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (result.n_steps,)
+
+
+def test_pretrained_weights_are_a_checkpoint_of_step_0(serial: dict[int, float], tmp_path: Path) -> None:
+    def other_weights() -> dict[str, Any]:
+        state = create_state()
+        return {**state, "params": jax.tree.map(jnp.zeros_like, state["params"])}
+
+    log = Log()
+    minialpa.save_checkpoint(tmp_path, create_state(), step=0)
+    minialpa.train(parallelized(), other_weights, batches, n_steps=N_STEPS, folder=tmp_path, report=log)
+    assert log.losses == pytest.approx(serial, rel=1e-4)
+
+    minialpa.save_checkpoint(tmp_path, create_state(), step=N_STEPS + 1)
+    with pytest.raises(MinialpaError, match=f"of step {N_STEPS + 1} has no position in the batches"):
+        minialpa.train(parallelized(), other_weights, batches, n_steps=N_STEPS + 2, folder=tmp_path)
 
 
 def test_it_ends_with_the_batches_and_saves_the_end(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from minialpa.errors import CheckpointError, MinialpaError
 from minialpa.plan import Plan
+from minialpa.pytrees import hide_static, show_static
 
 #: Sub-folder of checkpoints that are to be deleted. orbax would delete their files where they are, and a process that
 #: is killed meanwhile would leave a step that looks complete and is not; moving a folder happens at once or not at all.
@@ -130,7 +131,7 @@ class CheckpointManager:
 
         state: a pytree of arrays and numbers: jax arrays in any sharding of this process, results of parallelized
             steps, typed random keys, NumPy arrays. Workers of a cluster write their own shards, so all hosts have to
-            see the folder.
+            see the folder. Functions, and what else is no array in a module of equinox, are not saved.
         metrics: numbers by name, or arrays of one number, for `best_fn` and for whoever restores.
         data: the state of the data iterator: bytes, or a value that JSON gives back equal.
         plan: the plan that the state was computed under, which `load_plan` reads.
@@ -151,6 +152,8 @@ class CheckpointManager:
             )
         if not force and not self.should_save(step):
             return False
+        # What is no array in a state is part of the program, and comes from the target when the state is read.
+        state = hide_static(state)
         items = {"state": ocp.args.PyTreeSave(savable(state), custom_metadata={"weak_numbers": weak_numbers(state)})}
         if plan is not None:
             items["plan"] = ocp.args.JsonSave(json.loads(plan.to_json()))
@@ -170,6 +173,7 @@ class CheckpointManager:
             shardings; or a pytree with an array, a number or a `jax.ShapeDtypeStruct` for each leaf. A leaf takes the
             sharding of its target, without a copy of the whole array on any device. Without a sharding, it goes to
             jax's default device. What goes to workers of a cluster is read by them, and NumPy arrays stay such.
+            Functions, and what else is no array in a module of equinox, are those of the target.
 
         Raises CheckpointError if there is no such checkpoint, if it is of another model, or damaged.
         """
@@ -191,7 +195,7 @@ class CheckpointManager:
             items = {"state": ocp.args.PyTreeRestore(item=target, restore_args=arguments)}
             items |= {item: ocp.args.JsonRestore() for item in ("data", "numbers") if self._has(step, item)}
             found = self._orbax.restore(step, args=ocp.args.Composite(**items))
-            state = restored(found["state"], target, name, weak)
+            state = show_static(restored(found["state"], target, name, weak))
             data, metrics = found.get("data"), found.get("numbers")
             return Checkpoint(step=step, state=state, data=_of_json(data), metrics=metrics)
 

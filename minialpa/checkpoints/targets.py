@@ -20,6 +20,7 @@ from minialpa.arrays import RemoteArray
 from minialpa.checkpoints.remote_handler import RemoteRestoreArgs, runtime_of, target_of
 from minialpa.errors import CheckpointError
 from minialpa.plan import PlacementSpec
+from minialpa.pytrees import hide_static
 from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget
 from minialpa.runtime.executable import Executable
 
@@ -57,14 +58,12 @@ def weak_numbers(state: Any) -> list[str]:
 
 
 def target_tree(like: Any) -> Any:
-    """The pytree of targets that `like` stands for."""
+    """The pytree of targets that `like` stands for, with functions and the like as `hide_static` leaves them."""
     if like is None:
         raise CheckpointError(
             "The target is None, as `get_last_executable()` returns before the first call. Use `get_executable(...)`."
         )
-    if isinstance(like, Executable):
-        like = like.get_input_targets()[0]
-    tree = jax.tree.map(lambda leaf: leaf, like)
+    tree = like.get_input_targets()[0] if isinstance(like, Executable) else hide_static(like)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, PlacementSpec):
             raise CheckpointError(
