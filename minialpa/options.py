@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -34,6 +34,7 @@ class AutoShardingOption:
         memory_limit_bytes: bytes per device for everything: parameters, optimizer state, gradients, activations and
             temporaries; None for the device's memory.
         solver_time_limit_s: seconds for the solver of one stage.
+        follow_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.
     """
 
     enable_auto_sharding: bool = True
@@ -47,6 +48,7 @@ class AutoShardingOption:
     fixed_specs: Mapping[str, PartitionSpec] | tuple[tuple[str, PartitionSpec], ...] = ()
     memory_limit_bytes: float | None = None
     solver_time_limit_s: float = 20.0
+    follow_constraints: bool = field(default=True, metadata={"may_be_missing": True})
 
     def __post_init__(self) -> None:
         pairs = self.fixed_specs.items() if isinstance(self.fixed_specs, Mapping) else self.fixed_specs
@@ -72,6 +74,10 @@ class AutoShardingOption:
     def for_any_batch(self) -> AutoShardingOption:
         """These constraints, but for those on how the examples are split."""
         return replace(self, force_data_parallel=False, force_zero_stage_3=False, force_batch_dim_to_mesh_dim=None)
+
+    def without_constraints(self) -> AutoShardingOption:
+        """These options, for a step whose `with_sharding_constraint`s cannot hold."""
+        return replace(self, follow_constraints=False)
 
     def limit_bytes(self, device: DeviceSpec | None) -> float | None:
         """Bytes per device that a plan may use; None if neither the option nor the device has a limit."""
@@ -137,6 +143,7 @@ _MESH_AXES = (0, 1)
 #: Options that are True or False.
 _SWITCHES = (
     "enable_auto_sharding",
+    "follow_constraints",
     "allow_all_gather",
     "allow_all_to_all",
     "allow_replicated_parameters",
@@ -350,6 +357,13 @@ class PlanOptions:
     choose_schedule: bool = False
     use_all_devices: bool = True
     keep_rows: bool | None = None
+
+    def relaxed(self, relax: Callable[[AutoShardingOption], AutoShardingOption]) -> PlanOptions:
+        """These options, with what `relax` makes of those for shardings."""
+        stages = self.stages
+        if isinstance(stages, UniformStageOption) and stages.submesh_autosharding_option is not None:
+            stages = replace(stages, submesh_autosharding_option=relax(stages.submesh_autosharding_option))
+        return replace(self, sharding=relax(self.sharding), stages=stages)
 
     @property
     def fixed_paths(self) -> tuple[str, ...]:

@@ -284,21 +284,24 @@ def _in_one_session(run: _Run, progress: _Progress, resources: ExitStack) -> Tra
 
         if manager is not None and progress.n_done % run.save_every == 0:
             reports.give()
-            _save(progress, manager, state, loader, plan)
+            _save(run, progress, manager, state, loader, plan)
             if progress.n_done != run.n_steps and available_hosts() > current_session().cluster.num_hosts:
                 manager.wait_until_finished()
                 return None
 
     reports.give()
     if manager is not None and progress.n_done not in manager.all_steps():
-        _save(progress, manager, state, loader, plan)
+        _save(run, progress, manager, state, loader, plan)
     return TrainingResult(state=state, n_steps=progress.n_done, report=progress.last, events=tuple(progress.events))
 
 
-def _save(progress: _Progress, manager: CheckpointManager, state: Any, loader: DataLoader, plan: Plan) -> None:
+def _save(
+    run: _Run, progress: _Progress, manager: CheckpointManager, state: Any, loader: DataLoader, plan: Plan
+) -> None:
     """Save the state behind the steps that are done, all of which have been reported."""
     with progress.timed("saved", "A checkpoint was handed over."):
-        manager.save(progress.n_done, state, data=loader.get_state(), plan=plan, force=True)
+        data = {"batches": loader.get_state(), "method": repr(run.step.method)}
+        manager.save(progress.n_done, state, data=data, plan=plan, force=True)
 
 
 def _first_state(
@@ -307,12 +310,14 @@ def _first_state(
     """The state of the last checkpoint, or a new one; the plan for this session; the batches that follow."""
     n_saved = None if manager is None else manager.latest_step()
     progress.n_done = n_saved or 0
+    saved = {} if manager is None or n_saved is None else _saved_data(manager, n_saved)
     create_state = parallelize(run.create_state, method=CreateStateParallel(run.step, (batch,)))
 
     # On the devices that the checkpoint was saved from, its plan gives the same numbers, and takes no time.
-    saved_plan = None if manager is None or n_saved is None else manager.load_plan(n_saved)
-    if saved_plan is not None:
-        run.step.use_plan(saved_plan)
+    if manager is not None and saved.get("method") == repr(run.step.method) and not isinstance(run.step.method, Plan):
+        plan = manager.load_plan(n_saved)
+        assert plan is not None, "`_save` saves both"
+        run.step.use_plan(plan)
     with progress.timed("planned", f"The step is planned for {_hosts_text()}."):
         lowered = run.step.lower(create_state.eval_shape(), batch)
     with progress.timed("compiled", "The step is compiled."):
@@ -321,16 +326,22 @@ def _first_state(
     if manager is None or n_saved is None:
         with progress.timed("created", "The state is created."):
             state = create_state()
+    else:
+        with progress.timed("restored", f"The checkpoint of step {n_saved} is read."):
+            state = manager.restore(n_saved, like=executable).state
+    if not saved:
         return state, lowered.plan, chain((batch,), loader)
-    with progress.timed("restored", f"The checkpoint of step {n_saved} is read."):
-        checkpoint = manager.restore(n_saved, like=executable)
-        if checkpoint.data is not None:
-            loader.set_state(checkpoint.data)
-    if checkpoint.data is not None:
-        return checkpoint.state, lowered.plan, loader
-    # Pretrained weights have seen no batch of this run.
+    loader.set_state(saved["batches"])
+    return state, lowered.plan, loader
+
+
+def _saved_data(manager: CheckpointManager, n_saved: int) -> dict[str, Any]:
+    """What `_save` gave a checkpoint as its data; none if the checkpoint is one of pretrained weights."""
+    data = manager.load_data(n_saved)
+    if isinstance(data, dict) and data.keys() == {"batches", "method"}:
+        return data
     if n_saved == 0:
-        return checkpoint.state, lowered.plan, chain((batch,), loader)
+        return {}
     raise MinialpaError(
         f"The checkpoint of step {n_saved} has no position in the batches, so `train` did not save it. Save a state "
         "that training begins with as the checkpoint of step 0."

@@ -22,7 +22,7 @@ from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.in_process import InProcessLauncher
 from minialpa.session import _Current, _session_on, current_session, running_session
 from tests.checkpoint_cases import bits
-from tests.training_runs import Log, batches, create_state, parallelized, serial_losses, train_step
+from tests.training_runs import N_LAYERS, Log, batches, create_state, parallelized, serial_losses, train_step
 
 N_STEPS, SAVE_EVERY = 24, 5
 
@@ -96,6 +96,16 @@ def test_a_signal_to_end_saves_the_steps_that_are_done(tmp_path: Path) -> None:
     assert noted == [signal.SIGTERM]
     assert result.n_steps in (7, 8) and len(log.losses) == result.n_steps
     assert minialpa.CheckpointManager(tmp_path, read_only=True).all_steps() == (result.n_steps,)
+
+
+def test_a_run_goes_on_under_another_method_if_it_is_given_one(serial: dict[int, float], tmp_path: Path) -> None:
+    """The devices are the same, and the plan of the checkpoint fits them. It is not what was asked for."""
+    log, n_stages = Log(), []
+    for n_steps, step in ((10, minialpa.parallelize(train_step, method=ShardParallel())), (N_STEPS, parallelized())):
+        minialpa.train(step, create_state, batches, n_steps=n_steps, folder=tmp_path, report=log)
+        n_stages.append(len(step.get_last_executable().get_parallel_plan().stages))
+    assert n_stages == [1, N_LAYERS]
+    assert log.losses == pytest.approx(serial, rel=1e-4)
 
 
 def test_pretrained_weights_are_a_checkpoint_of_step_0(serial: dict[int, float], tmp_path: Path) -> None:

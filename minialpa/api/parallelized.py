@@ -114,6 +114,11 @@ class ParallelizedFunc:
         update_modules(call.modules, values)
         return result
 
+    @property
+    def method(self) -> Method | FollowingMethod | Plan:
+        """The parallel method, or the saved plan, that it was made with."""
+        return self._method
+
     def __repr__(self) -> str:
         name, method = self._name, self._method
         if isinstance(method, Plan):

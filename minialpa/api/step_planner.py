@@ -5,9 +5,8 @@ Planning imports much, and only the first call of a step plans. So the planner i
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -25,15 +24,16 @@ from minialpa.methods import (
     plan_to_method,
     resolve_devices,
 )
-from minialpa.options import PlanOptions
+from minialpa.options import AutoShardingOption, PlanOptions
 from minialpa.plan import PlacedValue, Plan, verify_plan
 from minialpa.support.collection import collection_paused
 from minialpa.support.progress import ProgressBar
 from minialpa.tracing.fingerprint import Fingerprint
-from minialpa.tracing.jaxprs import aval_of, is_weak
+from minialpa.tracing.jaxprs import aval_of, is_constraint, is_weak
 from minialpa.tracing.trace import TracedStep
 
 OnStale = Literal["refuse", "replan"]
+Relax = Callable[[AutoShardingOption], AutoShardingOption]
 #: What a plan is made for: a step on a cluster, or on a view of its devices.
 _PlannedFor = tuple[Fingerprint, ClusterSpec, LogicalMesh | None]
 
@@ -74,14 +74,16 @@ class StepPlanner:
         if all(traced.batch_dims[i] is not None for i in placements):
             return None
 
+        from minialpa.intra.graph.option_constraints import UnevenBatchError
+
         arguments = (traced, followed.plan, placements, followed.options, followed.target)
         try:
             plan = _follow_plan(*arguments)
         except InfeasibleError as error:
             # How the training step splits its examples is nothing that this function has asked for.
-            if not _is_uneven(error):
+            if not _is_caused_by(UnevenBatchError, error):
                 raise
-            plan = _follow_plan(*arguments, any_batch=True)
+            plan = _follow_plan(*arguments, AutoShardingOption.for_any_batch)
         StepPlanner.last_plan, StepPlanner.last_layers = plan, tuple(stage.layers for stage in plan.stages)
         return plan
 
@@ -130,22 +132,29 @@ class StepPlanner:
 
 
 def _new_plan(traced: TracedStep, method: Method | FollowParallel, target: Target, *, is_first: bool) -> Plan:
-    """The plan of a method.
+    """The plan of a method, but for what it or the step asks and the devices cannot have; a warning says so.
 
-    The devices may not divide the last batch of an epoch. Then its examples are split in another way or not at all,
-    with a warning.
+    A `with_sharding_constraint` may be for a mesh that the plan does not have. The devices may not divide the last
+    batch of an epoch; then its examples are split in another way or not at all.
     """
+    from minialpa.intra.graph.option_constraints import UnevenBatchError
+
     try:
         return _make_plan(traced, method, target)
     except InfeasibleError as error:
-        if is_first or not _is_uneven(error):
+        if any(map(is_constraint, traced.flat.eqns)):
+            relax, how = AutoShardingOption.without_constraints, "The step is planned without its sharding constraints."
+        elif _is_caused_by(UnevenBatchError, error) and not is_first:
+            how = "This batch has another shape than the one before, so it is planned without the option."
+            relax = AutoShardingOption.for_any_batch
+        else:
             raise
-        warnings.warn(
-            f"{error} This batch has another shape than the one before, so it is planned without the option.",
-            UserWarning,
-            stacklevel=2,
-        )
-    return _make_plan(traced, method, target, any_batch=True)
+        try:
+            plan = _make_plan(traced, method, target, relax)
+        except InfeasibleError:
+            raise error from None
+        warnings.warn(f"{error} {how}", UserWarning, stacklevel=2)
+        return plan
 
 
 def state_shapes(traced: TracedStep) -> Any:
@@ -155,24 +164,22 @@ def state_shapes(traced: TracedStep) -> Any:
     return jax.tree.unflatten(traced.out_tree, shapes)
 
 
-def _is_uneven(error: BaseException | None) -> bool:
-    """Whether an error says that the devices do not divide the examples."""
-    from minialpa.intra.graph.option_constraints import UnevenBatchError
-
-    return error is not None and (isinstance(error, UnevenBatchError) or _is_uneven(error.__cause__))
+def _is_caused_by(kind: type[Exception], error: BaseException | None) -> bool:
+    """Whether an error is of a kind, or was raised for one that is."""
+    return error is not None and (isinstance(error, kind) or _is_caused_by(kind, error.__cause__))
 
 
-def _make_plan(traced: TracedStep, method: Method | FollowParallel, target: Target, *, any_batch: bool = False) -> Plan:
-    """`any_batch`: whether examples may be split otherwise than the method asks."""
+def _make_plan(traced: TracedStep, method: Method | FollowParallel, target: Target, relax: Relax | None = None) -> Plan:
+    """relax: what becomes of the options for the shardings; None if they stay."""
     if isinstance(method, FollowParallel):
-        return _follow_plan(traced, method.source(), None, method.options(), target, any_batch=any_batch)
+        return _follow_plan(traced, method.source(), None, method.options(), target, relax)
     from minialpa.inter.compilers import compiler_of
     from minialpa.inter.pipeline import plan_step
 
     options = method.options()
     _check_batch(traced, options)
-    if any_batch:
-        options = dataclasses.replace(options, sharding=options.sharding.for_any_batch())
+    if relax is not None:
+        options = options.relaxed(relax)
     with ProgressBar() as bar, collection_paused():
         plan = plan_step(
             traced,
@@ -192,10 +199,9 @@ def _follow_plan(
     placements: Mapping[int, PlacedValue] | None,
     options: PlanOptions,
     target: Target,
-    *,
-    any_batch: bool = False,
+    relax: Relax | None = None,
 ) -> Plan:
-    """The plan that keeps to `source`, the plan of another function. placements, any_batch: see `plan_following`."""
+    """The plan that keeps to `source`, the plan of another function. placements, relax: see `plan_following`."""
     from minialpa.inter.compilers import compiler_of
     from minialpa.inter.context import PlanningContext
     from minialpa.inter.followed_plan import plan_following
@@ -209,7 +215,7 @@ def _follow_plan(
             logical_mesh=logical_mesh_of(source),
             report=bar.report,
         )
-        plan = plan_following(context, source, placements, any_batch=any_batch)
+        plan = plan_following(context, source, placements, relax)
     verify_plan(plan)
     return plan
 

@@ -212,6 +212,19 @@ class CheckpointManager:
             found = self._orbax.restore(step, args=_orbax().args.Composite(plan=_orbax().args.JsonRestore()))
             return Plan.from_json(json.dumps(found["plan"]))
 
+    def load_data(self, step: int | None = None) -> Any:
+        """The state of the data iterator that was saved with a checkpoint, by default the latest one; None if none was.
+
+        Raises CheckpointError if there is no such checkpoint.
+        """
+        self.wait_until_finished()
+        step = self._existing(step)
+        if not self._has(step, "data"):
+            return None
+        with _errors_of_orbax(f"Reading the data iterator's state of step {step} in `{self._directory}`"):
+            found = self._orbax.restore(step, args=_orbax().args.Composite(data=_orbax().args.JsonRestore()))
+            return _of_json(found["data"])
+
     def should_save(self, step: int) -> bool:
         """Whether `save` saves this step: a multiple of `save_interval_steps`, behind the latest one."""
         return bool(self._orbax.should_save(step))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.extend.core import Var
@@ -24,7 +24,7 @@ from minialpa.inter.layers.unstack import with_row_blocks
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import Candidate
 from minialpa.inter.search.user_stages import DecidedStage
-from minialpa.options import Remat
+from minialpa.options import AutoShardingOption, Remat
 from minialpa.plan import PlacedValue, Plan
 from minialpa.sharding import Spec
 from minialpa.tracing.jaxprs import dtype_name, is_literal, operand_vars, shape_of
@@ -63,14 +63,13 @@ def plan_following(
     context: PlanningContext,
     source: Plan,
     placements: Mapping[int, PlacedValue] | None = None,
-    *,
-    any_batch: bool = False,
+    relax: Callable[[AutoShardingOption], AutoShardingOption] | None = None,
 ) -> Plan:
     """A plan on the meshes of `source`, in which each leaf that both steps read is where `source` has it.
 
     placements: by the number of the argument leaf, where its array is on these meshes; None for where `source` has the
         leaves with the same path and type.
-    any_batch: whether examples may be split otherwise than the options of `source` ask.
+    relax: what becomes of the options of `source` for the shardings; None if they stay.
     Raises ShardingError if there is no such leaf, or if the function cannot read one in the blocks of `source`.
     """
     homes = _find_homes(context.traced, source) if placements is None else _Homes(placements)
@@ -91,7 +90,7 @@ def plan_following(
     else:
         layered = dataclasses.replace(whole, step=named)
 
-    stages = list(_stages(context, source, homes, names, any_batch))
+    stages = list(_stages(context, source, homes, names, relax))
     plan = plan_stages(context, layered, stages, StageSolver(context.compiler))
     paths = context.traced.in_paths
     inputs = tuple(dataclasses.replace(value, path=path) for value, path in zip(plan.inputs, paths, strict=True))
@@ -231,7 +230,11 @@ def _stages_by_leaves(step: TracedStep, parts: Sequence[Part], homes: _Homes) ->
 
 
 def _stages(
-    context: PlanningContext, source: Plan, homes: _Homes, names: _Names, any_batch: bool
+    context: PlanningContext,
+    source: Plan,
+    homes: _Homes,
+    names: _Names,
+    relax: Callable[[AutoShardingOption], AutoShardingOption] | None,
 ) -> Iterator[DecidedStage]:
     """The stages of `source`, with the specs of the leaves on each mesh fixed."""
     cluster = context.cluster
@@ -241,7 +244,7 @@ def _stages(
             for part, name in names.items()
             if mesh in homes.of_part(part)
         )
-        option = stage.option.for_any_batch() if any_batch else stage.option
+        option = stage.option if relax is None else relax(stage.option)
         device = cluster.device_of(stage.first_device // cluster.devices_per_host) if cluster.host_devices else None
         yield DecidedStage(
             layers=(mesh,) if source.layer_of_group else (),

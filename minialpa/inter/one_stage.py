@@ -12,17 +12,26 @@ from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage
+from minialpa.intra.graph.constraints import shape_of_constraints
 from minialpa.options import AutoStageOption
 from minialpa.plan import Plan
 
 
 def plan_on_submesh(context: PlanningContext, whole: LayeredStep) -> Plan:
-    """The step in one stage, on the submesh and logical shape of the options; else on all devices in a row."""
+    """The step in one stage, on the submesh and logical shape of the options; else on all devices."""
     cluster, options, view = context.cluster, context.options, context.logical_mesh
     submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
-    shape = options.logical_shape or (view.shape if view else (submesh[0] * submesh[1],))
+    shape = options.logical_shape or (view.shape if view else _default_shape(context, submesh[0] * submesh[1]))
     stage = DecidedStage(layers=(), candidate=Candidate(submesh, shape), option=options.sharding, first_device=0)
     return plan_stages(context, whole, [stage], StageSolver(context.compiler))
+
+
+def _default_shape(context: PlanningContext, n_devices: int) -> tuple[int, ...]:
+    """That of the mesh that the sharding constraints of the step are for, if the options leave it open; else a row."""
+    option = context.options.sharding
+    is_open = not option.data_parallel and option.force_batch_dim_to_mesh_dim is None
+    asked = shape_of_constraints(context.traced.flat.eqns, n_devices) if option.follow_constraints and is_open else None
+    return asked or (n_devices,)
 
 
 def plan_on_best_submesh(context: PlanningContext, whole: LayeredStep, auto: AutoStageOption) -> Plan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import Sharding
 
 from minialpa.arrays import own_copy
 from minialpa.support.private_jax import (
@@ -218,6 +220,18 @@ def flatten_calls(
     )
 
 
+def _warn_of_shardings(eqn: JaxprEqn) -> None:
+    """Warn of a `jax.jit` inside the step whose operands or results have shardings. They change no number."""
+    given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    if any(isinstance(sharding, Sharding) for sharding in given):
+        warnings.warn(
+            f"The shardings of `jax.jit` at {source_line(eqn)}, inside the step, are left out: the planner decides. "
+            "`jax.lax.with_sharding_constraint`, or `AutoShardingOption(fixed_specs=...)`, fixes shardings.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
 class _Flattener:
     """Collects the equations of a program; the consts of inner closed jaxprs become additional constvars."""
 
@@ -269,6 +283,7 @@ class _Flattener:
 
     def _inline(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
         """Add the equations inside a call."""
+        _warn_of_shardings(eqn)
         inner = eqn.params[_CALLS[eqn.primitive.name]]
         consts = tuple(getattr(inner, "consts", ()))
         body = getattr(inner, "jaxpr", inner)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
-from minialpa.errors import ShardingError
+from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.sharding import AXIS_NAMES, Spec
-from minialpa.tracing.jaxprs import shape_of, source_line
+from minialpa.tracing.jaxprs import is_constraint, shape_of, source_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +50,50 @@ def matches(pattern: str, path: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), path, re.DOTALL) is not None
 
 
+def shape_of_constraints(eqns: Iterable[JaxprEqn], n_devices: int) -> tuple[int, ...] | None:
+    """The logical shape of the first mesh of so many devices that a `with_sharding_constraint` is for, or None."""
+    for eqn in filter(is_constraint, eqns):
+        sharding = eqn.params["sharding"]
+        lengths = sharding.mesh.shape.values() if isinstance(sharding, NamedSharding) else ()
+        shape = tuple(length for length in lengths if length > 1)
+        if math.prod(shape) == n_devices and len(shape) <= len(AXIS_NAMES):
+            return shape
+    return None
+
+
 def constraint_of_equation(eqn: JaxprEqn, mesh_shape: tuple[int, ...]) -> Constraint:
-    """The constraint of a `with_sharding_constraint`. The axes of its mesh are those of the logical mesh, in order."""
+    """The constraint of a `with_sharding_constraint`, whose axes are those of the logical mesh with their lengths.
+
+    On one device, every constraint holds. Raises InfeasibleError if it cannot hold on the logical mesh.
+    """
+    if math.prod(mesh_shape) == 1:
+        return Constraint(Spec(((),) * len(shape_of(eqn.invars[0]))))
     sharding = eqn.params["sharding"]
     where = f"`with_sharding_constraint` at {source_line(eqn)}"
     if not isinstance(sharding, NamedSharding):
-        raise ShardingError(f"{where} has a {type(sharding).__name__}. Use a NamedSharding, or a PartitionSpec.")
-    axes = _axis_numbers(dict(sharding.mesh.shape), mesh_shape, where)
-    constraint = _constraint(sharding.spec, shape_of(eqn.invars[0]), axes, mesh_shape, where)
+        raise InfeasibleError(f"{where} has a {type(sharding).__name__}. Use a NamedSharding, or a PartitionSpec.")
+    try:
+        axes = _axis_numbers(dict(sharding.mesh.shape), mesh_shape, where)
+        constraint = _constraint(sharding.spec, shape_of(eqn.invars[0]), axes, mesh_shape, where)
+    except ShardingError as error:
+        raise InfeasibleError(str(error)) from None
     return Constraint(constraint.spec, constraint.free | frozenset(eqn.params.get("unconstrained_dims") or ()))
 
 
 def _axis_numbers(sizes: Mapping[str, int], mesh_shape: Sequence[int], where: str) -> dict[str, int | None]:
-    """For each named axis, the axis of the logical mesh; None for axes of length 1, which split nothing."""
+    """For each named axis, an axis of the logical mesh with its length; None for axes of length 1."""
     named = [(name, length) for name, length in sizes.items() if length > 1]
-    live = [(axis, length) for axis, length in enumerate(mesh_shape) if length > 1]
-    if [length for _, length in named] != [length for _, length in live]:
+    left = [(axis, length) for axis, length in enumerate(mesh_shape) if length > 1]
+    if sorted(length for _, length in named) != sorted(length for _, length in left):
         raise ShardingError(
             f"{where} is for a mesh of {dict(sizes)} and is planned for a logical mesh of {tuple(mesh_shape)}. Use a "
             "mesh of the same shape, or ask for that logical shape."
         )
     numbers: dict[str, int | None] = dict.fromkeys(sizes)
-    numbers.update((name, axis) for (name, _), (axis, _) in zip(named, live, strict=True))
+    for name, length in named:
+        found = next(pair for pair in left if pair[1] == length)
+        left.remove(found)
+        numbers[name] = found[0]
     return numbers
 
 

@@ -111,8 +111,66 @@ def test_a_spec_that_does_not_divide() -> None:
         minialpa.parallelize(make_step(jax.value_and_grad), method=method).plan(odd, batch())
 
 
-def test_a_constraint_for_another_mesh() -> None:
-    sharding = NamedSharding(USER_MESH, P("data"))
-    step = make_step(jax.value_and_grad, lambda h: jax.lax.with_sharding_constraint(h, sharding))
-    with pytest.raises(ShardingError, match=r"mesh of \{'data': 2, 'model': 4\} and is planned for .* \(8,\)"):
-        minialpa.parallelize(step, method=ShardParallel(devices=LogicalMesh((8,)))).plan(params(), batch())
+# ---- constraints for a mesh of the caller ----------------------------------------------------------------------------
+
+
+def constrained(sharding: Any) -> Any:
+    return make_step(minialpa.value_and_grad, lambda h: jax.lax.with_sharding_constraint(h, sharding))
+
+
+def shapes_of(method: Any) -> list[tuple[int, ...]]:
+    """Logical shapes of the stages of a step with a constraint for (4, 2) devices, after comparing its results."""
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    parallel = minialpa.parallelize(
+        constrained(NamedSharding(mesh, P("data", "model"))), method=method, donate_argnums=()
+    )
+    expected = jax.jit(make_step(jax.value_and_grad))(params(), batch())
+    assert_allclose(parallel(params(), batch()), expected, rtol=1e-5, atol=1e-6)
+    plan = parallel.get_last_executable().get_parallel_plan()
+    assert minialpa.Plan.from_json(plan.to_json()) == plan
+    return [stage.logical_shape for stage in plan.stages]
+
+
+def test_the_mesh_of_a_constraint_is_the_view_of_the_devices_where_the_method_has_none() -> None:
+    assert shapes_of(ShardParallel()) == [(4, 2)]
+    # Lengths tell the axes apart.
+    assert shapes_of(ShardParallel(logical_shape=(2, 4))) == [(2, 4)]
+
+
+TWO_LAYERS = minialpa.AutoLayerOption(layer_num=2)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [None, minialpa.PipeshardParallel(num_micro_batches=2, layer_option=TWO_LAYERS, stage_option="auto")],
+    ids=["everything", "stages"],
+)
+def test_a_search_chooses_among_the_meshes_on_which_a_constraint_holds(method: Any) -> None:
+    """Without a warning, which would be an error here."""
+    assert shapes_of(method)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        minialpa.DataParallel(),
+        ShardParallel(devices=LogicalMesh((8,))),
+        minialpa.PipeshardParallel(
+            num_micro_batches=2, layer_option=TWO_LAYERS, stage_option=minialpa.UniformStageOption(2)
+        ),
+    ],
+    ids=["data", "row", "2 stages"],
+)
+def test_a_constraint_that_cannot_hold_is_left_out_with_one_warning(method: Any) -> None:
+    with pytest.warns(UserWarning, match=r"'data': 4, 'model': 2.* planned without its sharding constraints") as told:
+        shapes_of(method)
+    assert len(told) == 1
+
+
+def test_shardings_of_jit_inside_the_step_are_left_out_with_a_warning() -> None:
+    sharded = NamedSharding(USER_MESH, P("data"))
+    double = jax.jit(lambda h: 2 * h, out_shardings=sharded)
+    step = make_step(minialpa.value_and_grad, lambda h: double(h) / 2)
+    with pytest.warns(UserWarning, match=r"shardings of `jax.jit` at .*test_constraints.py:\d+ .* are left out"):
+        actual = minialpa.parallelize(step, method=ShardParallel(devices=MESH))(params(), batch())
+    assert_allclose(actual, jax.jit(make_step(jax.value_and_grad))(params(), batch()), rtol=1e-5, atol=1e-6)
