@@ -132,7 +132,7 @@ def main(steps: int = 60) -> tuple[Any, np.ndarray[Any, Any], np.ndarray[Any, An
 
     # Each call takes over the memory of the cache that it gets.
     start = minialpa.parallelize(prefill, batch_argnums=())
-    go_on = minialpa.parallelize(next_token, batch_argnums=(), donate_argnums=(1,))
+    go_on = minialpa.parallelize(next_token, donate_argnums=(1,))
     token, cache = start(params, empty_cache(4), prompt)
     tokens = [np.asarray(token)]
     for position in range(prompt.shape[1], LENGTH - 1):

@@ -555,3 +555,18 @@ def test_a_key_that_a_batch_lacks_is_the_error_of_the_step() -> None:
     with pytest.raises(KeyError, match="'y'") as caught:
         minialpa.parallelize(adam_step)(make_params(), OPTIMIZER.init(make_params()), {"x": make_x()})
     assert any(frame.name == "adam_step" for frame in caught.traceback)
+
+
+def test_a_donated_argument_that_comes_back_is_no_batch() -> None:
+    """Such as the cache of a decoder: it has a row for each example, and the call takes over its memory."""
+
+    def next_values(w: jax.Array, cache: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cache = jnp.concatenate([cache[:, 1:], (x @ w)[:, None]], axis=1)
+        return cache, jnp.sum(cache, axis=1)
+
+    w, cache, x = jnp.ones((8, 8)), jnp.ones((16, 4, 8)), jnp.ones((16, 8))
+    expected = jax.jit(next_values)(w, cache, x)
+    parallel = minialpa.parallelize(next_values, method=ShardParallel(), donate_argnums=(1,))
+    cache = parallel.preshard_dynamic_args(w, cache, x)[1]
+    assert_allclose(parallel(w, cache, x), expected)
+    assert cache.is_deleted()

@@ -471,7 +471,7 @@ class ParallelizedFunc:
             return traced
 
         # The step itself says which arguments it updates, and follows the others up to the loss.
-        found = find_batch(traced, numbers)
+        found = find_batch(traced, numbers, () if known.donate == "auto" else known.donate)
         if isinstance(found, NoBatch):
             traced, found = dataclasses.replace(traced, no_batch=found), ()
         return with_batch(traced, found, arg_of_leaf=numbers, donate=known.donate, state_like=state_like)

@@ -69,14 +69,20 @@ class _Group:
         return tuple(argument.number for argument in self.arguments)
 
 
-def find_batch(step: TracedStep, arg_of_leaf: Sequence[int]) -> tuple[int, ...] | NoBatch:
+def find_batch(
+    step: TracedStep, arg_of_leaf: Sequence[int], donated: Collection[int] = ()
+) -> tuple[int, ...] | NoBatch:
     """The numbers of the arguments that hold examples, or why there are none.
 
     step: traced without a batch, so that `step.aliases` and `step.layouts` may name every argument.
     arg_of_leaf: for each leaf, the number of its argument.
+    donated: the numbers of the arguments that the user donates. Those that the step also returns, such as the cache of
+        a decoder, are no batch.
     """
     arguments = _arguments(step, arg_of_leaf)
     updated = {arg_of_leaf[i] for i in step.aliases if i is not None}
+    returned = {arg_of_leaf[i] for i in step.layouts if i is not None}
+    updated |= returned.intersection(donated)
     if _is_state_and_batch(arguments, updated):
         return (1,)
     free = [argument for argument in arguments if argument.size is not None and argument.number not in updated]
@@ -85,7 +91,6 @@ def find_batch(step: TracedStep, arg_of_leaf: Sequence[int]) -> tuple[int, ...] 
 
     # The structure of an argument may come back by chance, as predictions look like inputs. So such arguments come
     # second: nothing rules them out.
-    returned = {arg_of_leaf[i] for i in step.layouts if i is not None}
     founders = [argument for argument in free if argument.number not in returned]
     if len(founders) == len(free) == 1 and free[0].number != 0:
         return (free[0].number,)
