@@ -16,6 +16,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -58,7 +59,9 @@ def serial_losses(main: Main, flags: list[str]) -> dict[int, float]:
     losses = {}
 
     def train(step: Any, create_state: Any, batches: Any, *, n_steps: int, **_: Any) -> None:
-        state, plain_step = eqx.filter_jit(create_state)(), eqx.filter_jit(step.__wrapped__)
+        # A number would be a constant of the compiled step, which would be compiled anew for each count of steps.
+        state = jax.tree.map(lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x, eqx.filter_jit(create_state)())
+        plain_step = eqx.filter_jit(step.__wrapped__)
         for i, batch in enumerate(itertools.islice(batches(), n_steps), start=1):
             state, metrics = plain_step(state, batch)
             losses[i] = float(metrics["loss"])
