@@ -171,8 +171,9 @@ N_STEPS, SAVE_EVERY = 9, 2
 
 
 def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(FOLDER / "train_gpt.py"), "--layers", "1", "--hidden", "16", "--folder"]
-    command += [str(folder), "--steps", str(N_STEPS), "--save-every", str(SAVE_EVERY), *flags]
+    # The example that is compiled soonest.
+    command = [sys.executable, str(FOLDER / "train_haiku.py"), *SMALL["train_haiku"], "--folder", str(folder)]
+    command += ["--steps", str(N_STEPS), "--save-every", str(SAVE_EVERY), *flags]
     xla_flags = " ".join(("--xla_force_host_platform_device_count=2", *FLAGS))
     env = {**os.environ, "XLA_FLAGS": xla_flags, "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
