@@ -133,6 +133,7 @@ def test_every_equation_and_input_has_a_spec() -> None:
             assert v in sharding.specs
 
 
+@pytest.mark.slow  # the MLP below is its short relative
 def test_a_deep_model_trains_as_on_one_device(key: jax.Array) -> None:
     case = models.build("gpt", n_layers=10)
     state, batch = case.init(key), case.make_batch(0, case.batch_size)
