@@ -32,6 +32,9 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+DRAWN_STEPS = "tests/equivalence/test_engine.py"
+
+
 def _missing(marker: str) -> str | None:
     """What this machine lacks for the tests with `marker`, if anything."""
     if marker == "ray" and importlib.util.find_spec("ray") is None:
@@ -52,15 +55,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one file run in one process, which keeps what they share; so do all those that start a Ray cluster.
 
-    The Ray tests begin: they take longest, and the other processes have something to do until they end. Then come files
-    in the order of how many tests they have, so that no process has many left when the others are done.
+    The Ray tests begin: they take longest, and the other processes have something to do until they end. Then come the
+    drawn steps, one test that would keep one process busy when the others are done, and files in the order of how many
+    tests they have, so that no process has many left at the end.
     """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
     n_tests = Counter(_group(item) for item in items)
-    items.sort(key=lambda item: (item.get_closest_marker("ray") is None, -n_tests[_group(item)]))
+
+    def place(item: pytest.Item) -> tuple[bool, bool, int]:
+        group = _group(item)
+        return item.get_closest_marker("ray") is None, group != DRAWN_STEPS, -n_tests[group]
+
+    items.sort(key=place)
 
 
 def _group(item: pytest.Item) -> str:

@@ -52,7 +52,7 @@ def _deep(params: Any, x: Any) -> Any:
 def _deep_arguments(n_examples: int) -> tuple[Any, Any]:
     """Parameters and a batch of a model of whose memory activations are most."""
     rng = np.random.default_rng(0)
-    params = [0.2 * rng.standard_normal((32, 32)).astype(np.float32) for _ in range(64)]
+    params = [0.2 * rng.standard_normal((32, 32)).astype(np.float32) for _ in range(32)]
     return params, rng.standard_normal((n_examples, 32)).astype(np.float32)
 
 

@@ -151,7 +151,7 @@ def on_one_device() -> Any:
 @pytest.mark.parametrize(
     "method",
     [
-        ShardParallel(),
+        pytest.param(ShardParallel(), marks=pytest.mark.slow),
         PipeshardParallel(num_micro_batches=1, layer_option=AutoLayerOption(layer_num=2), stage_option="uniform"),
     ],
     ids=["shard", "pipeshard"],

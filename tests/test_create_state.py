@@ -52,8 +52,15 @@ def assert_read_in_place(step: Any, state: Any, batch: Any) -> None:
         assert found is given, jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("where", ["local", "cluster"])
-@pytest.mark.parametrize("name", scanned.METHODS)
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("zero3", "local"),
+        ("blocks", "cluster"),
+        pytest.param("zero3", "cluster", marks=pytest.mark.slow),
+        pytest.param("blocks", "local", marks=pytest.mark.slow),
+    ],
+)
 def test_a_state_has_the_bits_of_plain_jax_and_is_read_in_place(name: str, where: str) -> None:
     with in_process_session(1, 4) if where == "cluster" else nullcontext():
         step = minialpa.parallelize(scanned.train_step, method=scanned.METHODS[name])

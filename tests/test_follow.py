@@ -73,7 +73,7 @@ def test_a_last_batch_of_another_size_is_planned_without_the_split() -> None:
     assert_read_in_place(evaluate, state, last)
 
 
-@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("is_told", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_training_and_evaluation_alternate_on_the_same_workers(is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with in_process_session(1, 4) as runtime:
         step, state, expected = training("blocks")

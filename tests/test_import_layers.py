@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -129,7 +130,12 @@ def _picture() -> dict[str, Room]:
     return rooms
 
 
-IMPORTS = [i for path in sorted(PACKAGE.rglob("*.py")) for i in _imports_of(path)]
+@functools.cache
+def _imports() -> list[Import]:
+    """Those of the whole package. Reading it takes a second, which only the process of these tests spends."""
+    return [i for path in sorted(PACKAGE.rglob("*.py")) for i in _imports_of(path)]
+
+
 ROOMS = _picture()
 
 
@@ -144,7 +150,7 @@ def test_every_room_is_in_the_picture() -> None:
 
 
 def test_the_picture_has_the_arrows_of_the_imports() -> None:
-    arrows = {(i.room, i.inner_room) for i in IMPORTS if i.room != i.inner_room}
+    arrows = {(i.room, i.inner_room) for i in _imports() if i.room != i.inner_room}
     house = nx.DiGraph((a, b) for a, b in arrows if a in ROOMS and b in ROOMS)
     reduced = nx.transitive_reduction(house)
     assert {name: set(room.stands_on) for name, room in ROOMS.items()} == {name: set(reduced[name]) for name in ROOMS}
@@ -163,7 +169,7 @@ def test_architecture_names_files_that_exist() -> None:
 
 def test_imports_point_down() -> None:
     wrong = []
-    for i in IMPORTS:
+    for i in _imports():
         if i.room not in ROOMS or i.inner_room in (None, i.room):
             continue
         if i.inner_room not in ROOMS or ROOMS[i.inner_room].floor >= ROOMS[i.room].floor:
@@ -183,7 +189,7 @@ def test_every_package_says_what_it_may_import() -> None:
 def test_modules_of_one_package_do_not_import_each_other_in_a_circle() -> None:
     """Nor by imports inside of functions, which hide a circle and do not break it."""
     edges: dict[str, set[str]] = {}
-    for i in IMPORTS:
+    for i in _imports():
         if i.inner is not None and (not i.lazy or i.room == i.inner_room):
             edges.setdefault(f"minialpa.{i.module}", set()).add(i.target)
     done: set[str] = set()
@@ -200,21 +206,21 @@ def test_modules_of_one_package_do_not_import_each_other_in_a_circle() -> None:
 
 
 def test_the_runtime_knows_plans_and_programs_only() -> None:
-    runtime = [i for i in IMPORTS if i.part == "runtime"]
+    runtime = [i for i in _imports() if i.part == "runtime"]
     assert runtime
     assert not _lines([i for i in runtime if i.inner is not None and i.inner not in RUNTIME_MAY])
 
 
 def test_only_the_api_joins_planner_and_runtime_and_loads_it_late() -> None:
-    users = {i.part for i in IMPORTS if i.inner == "runtime" and i.part != "runtime"}
+    users = {i.part for i in _imports() if i.inner == "runtime" and i.part != "runtime"}
     assert users <= {"api", "checkpoints", "cli", "demo", "session"}
     assert not _lines(
-        [i for i in IMPORTS if i.inner == "runtime" and i.part == "api" and not (i.lazy or i.typing_only)]
+        [i for i in _imports() if i.inner == "runtime" and i.part == "api" and not (i.lazy or i.typing_only)]
     )
 
 
 def test_planning_knows_nothing_of_clusters_that_run() -> None:
-    planning = [i for i in IMPORTS if i.part in PLANNING]
+    planning = [i for i in _imports() if i.part in PLANNING]
     assert not _lines([i for i in planning if i.target.split(".")[0] in ("cupy", "flax", "optax", "os", "ray")])
 
 
@@ -226,22 +232,22 @@ def test_planning_reads_no_environment() -> None:
 
 
 def test_nothing_stands_on_the_interfaces_of_other_systems() -> None:
-    assert not _lines([i for i in IMPORTS if i.inner == "compat" and i.part != "compat"])
+    assert not _lines([i for i in _imports() if i.inner == "compat" and i.part != "compat"])
 
 
 def test_interfaces_of_other_systems_stand_on_modules_that_users_know() -> None:
     public = {"__init__", "arrays", "compat", "errors", "session", "testing", "util"}
-    assert {i.inner for i in IMPORTS if i.part == "compat" and i.inner is not None} <= public
+    assert {i.inner for i in _imports() if i.part == "compat" and i.inner is not None} <= public
 
 
 def test_only_machine_code_knows_numba() -> None:
-    assert {i.module for i in IMPORTS if i.target.split(".")[0] == "numba"} == {"support.machine_code"}
+    assert {i.module for i in _imports() if i.target.split(".")[0] == "numba"} == {"support.machine_code"}
 
 
 def test_other_packages_are_those_that_are_installed_with_it() -> None:
     allowed = {"highspy", "jax", "minialpa", "networkx", "numba", "numpy", "pulp", "rich"}
     front = {"cli", "demo", "models"}  # flax and optax, of the `models` extra
-    always = [i for i in IMPORTS if not i.lazy and not i.typing_only and i.part not in front]
+    always = [i for i in _imports() if not i.lazy and not i.typing_only and i.part not in front]
     found = {(i.part, i.target.split(".")[0]) for i in always}
     assert not {(part, name) for part, name in found if name not in allowed and name not in STDLIB} - {
         ("checkpoints", "orbax"),

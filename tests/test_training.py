@@ -56,8 +56,9 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, stop_at: int
     class StopHere(Exception):
         pass
 
-    whole, log = Log(), Log()
-    minialpa.train(parallelized(), create_state, batches, n_steps=N_STEPS, report=whole)
+    # Compiled once; tests/test_examples.py goes on in another process.
+    step, whole, log = parallelized(), Log(), Log()
+    minialpa.train(step, create_state, batches, n_steps=N_STEPS, report=whole)
 
     def stop(report: StepReport) -> None:
         log(report)
@@ -66,12 +67,12 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, stop_at: int
 
     options: dict[str, Any] = {"n_steps": N_STEPS, "folder": tmp_path, "save_every": SAVE_EVERY}
     with pytest.raises(StopHere):
-        minialpa.train(parallelized(), create_state, batches, report=stop, **options)
-    result = minialpa.train(parallelized(), create_state, batches, report=log, **options)
+        minialpa.train(step, create_state, batches, report=stop, **options)
+    result = minialpa.train(step, create_state, batches, report=log, **options)
     assert log.losses == whole.losses
 
     # Finished runs have nothing left to do.
-    again = minialpa.train(parallelized(), create_state, batches, **options)
+    again = minialpa.train(step, create_state, batches, **options)
     assert again.report is None and again.n_steps == N_STEPS
     assert bits(again.state) == bits(result.state)
 

@@ -79,8 +79,8 @@ def test_what_was_found_stays_right(name: str) -> None:
     assert outcome.kind in ("equal", "refused"), outcome.detail
 
 
-def test_sixty_drawn_steps_equal_the_serial_run() -> None:
-    _check(_drawn(60))
+def test_forty_drawn_steps_equal_the_serial_run() -> None:
+    _check(_drawn(40))
 
 
 @pytest.mark.slow

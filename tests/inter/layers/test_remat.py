@@ -113,7 +113,7 @@ def test_a_backward_pass_reads_what_was_kept_and_nothing_else() -> None:
             assert all(v in crossing for v in own), eqn
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_pipeline_trains_as_on_one_device(remat: Any, key: jax.Array) -> None:
     case = models.build("gpt")
     state, batch = case.init(key), case.make_batch(0, case.batch_size)

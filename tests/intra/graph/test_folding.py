@@ -109,7 +109,7 @@ def graphs(name: str, **sizes: int) -> tuple[GraphBuilder, GraphBuilder]:
     return GraphBuilder(problem, MESH, option, folded=True), GraphBuilder(problem, MESH, option)
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt", "llama"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_the_best_plan_of_layers_alike_is_as_good_as_the_best_of_all(name: str) -> None:
     folded_graph, free = graphs(name, n_layers=12)
     assert folded_graph.folding is not None
@@ -133,6 +133,7 @@ def test_every_equation_and_input_has_a_spec() -> None:
             assert v in sharding.specs
 
 
+@pytest.mark.slow  # the MLP below is its short relative
 def test_a_deep_model_trains_as_on_one_device(key: jax.Array) -> None:
     case = models.build("gpt", n_layers=10)
     state, batch = case.init(key), case.make_batch(0, case.batch_size)

@@ -45,11 +45,10 @@ def plain(x: Any) -> Any:
 @pytest.mark.parametrize(
     "meshes",
     [
-        (MeshShape(0, (2, 2)), MeshShape(4, (2, 2))),
-        (MeshShape(0, (2,)), MeshShape(2, (3, 2))),
-        (MeshShape(0, (1,)), MeshShape(1, (6,))),
+        pytest.param((MeshShape(0, (2, 2)), MeshShape(4, (2, 2))), id="2x2 to 2x2"),
+        pytest.param((MeshShape(0, (2,)), MeshShape(2, (3, 2))), marks=pytest.mark.slow, id="1 host to 3"),
+        pytest.param((MeshShape(0, (1,)), MeshShape(1, (6,))), id="inside a host and over others"),
     ],
-    ids=["2x2 to 2x2", "1 host to 3", "inside a host and over others"],
 )
 def test_all_pairs_of_specs_both_ways(meshes: tuple[MeshShape, MeshShape]) -> None:
     specs = [[spec.partition_spec() for spec in specs_of(SHAPE, mesh.logical_shape)] for mesh in meshes]

@@ -57,8 +57,11 @@ def init(cluster: Cluster, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     "part",
-    [{}, {"num_nodes": 2, "num_devices_per_node": 2}],
-    ids=["whole", "2x2"],
+    [
+        # Slow, for test_ray_numeric.py has stages of two hosts.
+        pytest.param({}, marks=pytest.mark.slow, id="whole"),
+        pytest.param({"num_nodes": 2, "num_devices_per_node": 2}, id="2x2"),
+    ],
 )
 def test_an_mlp_with_boundaries_by_hand_trains_as_on_one_device(cluster: Cluster, part: Any, tmp_path: Path) -> None:
     alpa.shutdown()
@@ -121,6 +124,8 @@ def test_a_wide_resnet_trains_over_a_ragged_batch_and_another_batch_size(
 
 
 # ---- sessions -------------------------------------------------------------------------------------------------------
+
+# Tests on the same meshes follow each other: then a session goes on with its workers, which take long to start.
 
 
 def two_stages(*submeshes: tuple[int, int]) -> PipeshardParallel:
@@ -187,6 +192,18 @@ def test_weights_that_lie_on_one_mesh_and_are_read_on_another_are_sent_by_the_wo
     np.testing.assert_allclose(result, np.tanh(x) @ (w * 2.0), rtol=1e-5)
     assert doubled.is_replicated
     np.testing.assert_allclose(used(doubled, x), np.tanh(x) @ (w * 2.0), rtol=1e-5)
+
+
+def test_arguments_are_laid_out_beforehand(cluster: Cluster) -> None:
+    init(cluster, num_hosts=2)
+    state, batch = make_problem(manual=True)
+    step = alpa.parallelize(lambda state, batch: train_step(state, batch, alpa.grad), method=two_stages((1, 4), (1, 4)))
+    placed_state, placed_batch = step.preshard_dynamic_args(state, batch)
+    leaves = jax.tree.leaves(placed_state)
+    assert all(isinstance(x, alpa.arrays.RemoteArray) for x in leaves)
+    assert_allclose(placed_state, state, rtol=0, atol=0)
+    expected = train_step(state, batch, jax.grad)
+    assert_allclose(step(placed_state, placed_batch).params, expected.params, rtol=1e-4, atol=1e-5)
 
 
 def test_a_session_can_be_ended_and_started_again_and_gives_everything_back(cluster: Cluster) -> None:
@@ -279,18 +296,6 @@ def test_what_a_step_only_hands_on_stays(cluster: Cluster) -> None:
     np.testing.assert_array_equal(state["w"], x * 4)
     np.testing.assert_array_equal(state["n"], n)
     np.testing.assert_array_equal(jax.random.key_data(state["key"][...]), jax.random.key_data(jax.random.key(3)))
-
-
-def test_arguments_are_laid_out_beforehand(cluster: Cluster) -> None:
-    init(cluster, num_hosts=2)
-    state, batch = make_problem(manual=True)
-    step = alpa.parallelize(lambda state, batch: train_step(state, batch, alpa.grad), method=two_stages((1, 4), (1, 4)))
-    placed_state, placed_batch = step.preshard_dynamic_args(state, batch)
-    leaves = jax.tree.leaves(placed_state)
-    assert all(isinstance(x, alpa.arrays.RemoteArray) for x in leaves)
-    assert_allclose(placed_state, state, rtol=0, atol=0)
-    expected = train_step(state, batch, jax.grad)
-    assert_allclose(step(placed_state, placed_batch).params, expected.params, rtol=1e-4, atol=1e-5)
 
 
 def test_what_nobody_uses_is_freed_on_the_workers(cluster: Cluster) -> None:
