@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import pytest
 
 import minialpa
 from minialpa import MinialpaError, ShardParallel, StepReport, WorkerError
+from minialpa.inter import pipeline
 from minialpa.runtime.cluster.cluster_runtime import ClusterRuntime
 from minialpa.runtime.cluster.in_process import InProcessLauncher
 from minialpa.session import _Current, _session_on, current_session, running_session
@@ -232,8 +234,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("seed", [pytest.param(s, marks=() if s == 0 else pytest.mark.slow) for s in range(20)])
-def test_workers_killed_at_any_moment_change_nothing(undisturbed: dict[int, float], tmp_path: Path, seed: int) -> None:
+def test_workers_killed_at_any_moment_change_nothing(
+    undisturbed: dict[int, float], tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hosts stay, so the plan is the same, and so are the numbers."""
+    planned = Mock(wraps=pipeline.plan_step)
+    monkeypatch.setattr(pipeline, "plan_step", planned)
     rng, log = random.Random(seed), Log()
     kills = sorted(rng.sample(range(1, N_STEPS), 2))
 
@@ -253,7 +259,7 @@ def test_workers_killed_at_any_moment_change_nothing(undisturbed: dict[int, floa
     result = train_in(Room(2), tmp_path, report)
     assert log.losses == undisturbed
     assert int(result.state["n"]) == N_STEPS
-    assert sum(event.what == "planned" and event.seconds > 0.5 for event in result.events) <= 1
+    assert planned.call_count == 1
 
 
 def test_it_goes_on_with_fewer_hosts_and_again_with_more(serial: dict[int, float], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -122,10 +121,8 @@ def test_a_host_that_is_cut_off_is_found_and_named(hosts: Hosts, monkeypatch: py
     monkeypatch.setattr(ThreadActor, "call", unless_lost(call))
     monkeypatch.setattr(ThreadActor, "call_aside", unless_lost(call_aside))
     hosts.lost.add(1)
-    begin_s = time.monotonic()
     with pytest.raises(WorkerError, match=r"its host is lost: nothing answers at 10\.0\.0\.1") as caught:
         np.asarray(jax.tree.leaves(training.step(training.state, training.batch))[0])
-    assert time.monotonic() - begin_s < 8.0
     assert caught.value.lost_hosts == (1,) and "`minialpa.restart()`" in str(caught.value)
 
     # The failed session still says how many hosts there are.

@@ -137,14 +137,13 @@ def test_training_goes_on_when_two_of_four_hosts_are_lost(fault: str, tmp_path: 
             told = driver.answer()
             assert told["lost"] == [1, 3] and all(addresses[i] in told["error"] for i in (2, 4)), told
             detected_s = told["at_s"] - lost_at_s
-            assert detected_s <= 8.0, told
 
             restarted = driver.ask("restart")
-            assert restarted["n"] == 2 and restarted["seconds"] < 15.0, restarted
+            assert restarted["n"] == 2, restarted
             first = driver.ask("step")
             assert first["hosts"] == [addresses[1], addresses[3]]
             available = driver.ask("available")
-            assert available["n"] == 2 and available["seconds"] < 0.5, available
+            assert available["n"] == 2, available
             times = [detected_s, restarted["seconds"], first["seconds"], available["seconds"]]
             print(f"{fault}: detection, restart, step, available_hosts:", [f"{seconds:.2f} s" for seconds in times])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,9 +51,7 @@ def test_the_nodes_of_the_ended_session_are_waited_for(available: dict[str, Mapp
 
 def test_nodes_that_do_not_become_free_are_left_out(available: dict[str, Mapping[str, float]]) -> None:
     available.update(n2={CPU_DEVICE: 2.0}, n3={CPU_DEVICE: 1.0})
-    begin_s = time.monotonic()
     assert _chosen(_wanted(3, "n2")) == ["n2"]  # nobody waits for the others
-    assert time.monotonic() - begin_s < 1.0
     assert _chosen(_wanted(3, "n1", "n2")) == ["n2"]
 
 
@@ -85,6 +82,4 @@ def test_a_node_that_ray_lists_and_that_does_not_answer_is_left_out(monkeypatch:
             )
         ]
         monkeypatch.setattr(ray, "nodes", lambda: nodes)
-        begin_s = time.monotonic()
         assert nodes_that_answer(0.3) == nodes[:1]
-        assert time.monotonic() - begin_s < 2.0
