@@ -1,5 +1,8 @@
 """Checkpoints: bytes per second of saving, next to `numpy.save`, and a training step while a checkpoint is written.
 
+Steps are measured on devices that are this machine's cores, with which the threads that save compete, and on devices
+that leave them idle, as accelerators do: there, the loop sleeps behind each of many small steps.
+
 orbax waits until files are on the disk, so `numpy.save` is measured with `os.fsync`, too. Everything runs in turns, and
 ratios are medians of those of neighbouring runs, so that other work on the machine cancels out.
 """
@@ -49,10 +52,12 @@ def _row(hidden: int, size: Size) -> dict[str, Any]:
                 manager.wait_until_finished()
 
             for i in range(repeats):
-                runs["numpy"].append(_seconds(lambda: _numpy_save(root, state, sync=False)))
-                runs["numpy_sync"].append(_seconds(lambda: _numpy_save(root, state, sync=True)))
-                runs["save"].append(_seconds(functools.partial(save, i)))
-                runs["restore"].append(_seconds(lambda: jax.block_until_ready(manager.restore(like=executable).state)))
+                runs["numpy"].append(_settled_seconds(lambda: _numpy_save(root, state, sync=False)))
+                runs["numpy_sync"].append(_settled_seconds(lambda: _numpy_save(root, state, sync=True)))
+                runs["save"].append(_settled_seconds(functools.partial(save, i)))
+                runs["restore"].append(
+                    _settled_seconds(lambda: jax.block_until_ready(manager.restore(like=executable).state))
+                )
         steps = _steps(step, state, batch, root / "during", n_steps=12 if size == "full" else 2)
 
     mb = n_bytes / 1e6
@@ -65,9 +70,14 @@ def _row(hidden: int, size: Size) -> dict[str, Any]:
     return row | steps
 
 
-def _seconds(call: Any) -> tuple[float, float]:
-    """Seconds of the clock, and those of all processors for this process, after the disk has all that came before."""
+def _settled_seconds(call: Any) -> tuple[float, float]:
+    """As `_seconds`, when the disk has all that was written before."""
     os.sync()
+    return _seconds(call)
+
+
+def _seconds(call: Any) -> tuple[float, float]:
+    """Seconds of the clock, and those of all processors for this process."""
     start, start_cpu = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - start, time.process_time() - start_cpu
@@ -83,25 +93,34 @@ def _numpy_save(root: Path, state: Any, *, sync: bool) -> None:
 
 
 def _steps(step: Any, state: Any, batch: Any, folder: Path, n_steps: int) -> dict[str, float]:
-    """Steps without and with a save under way, and the call of `save`."""
-    quiet, busy, calls = [], [], []
+    """Steps without and with a save under way, on the cores and beside them, and the call of `save`."""
+    add = jax.jit(lambda x: x + 1)
 
-    def train() -> None:
+    def on_the_cores() -> None:
         nonlocal state
         state, _ = step(state, batch)
         jax.block_until_ready(jax.tree.leaves(state))
 
+    def beside_the_cores() -> None:
+        for i in range(20):
+            jax.block_until_ready(add(i))
+            time.sleep(0.02)
+
+    found: dict[str, float] = {}
     with minialpa.CheckpointManager(folder, max_to_keep=1) as manager:
-        train()
-        for i in range(n_steps):
-            before, _ = _seconds(train)
-            calls.append(_seconds(lambda i=i: manager.save(i, state))[0])
-            busy.append(_seconds(train)[0])
-            manager.wait_until_finished()
-            quiet.append((before + _seconds(train)[0]) / 2)
-    return {
-        "save_call_ms": statistics.median(calls) * 1e3,
-        "step_ms": statistics.median(quiet) * 1e3,
-        "step_while_saving_ms": statistics.median(busy) * 1e3,
-        "step_ratio": statistics.median(b / q for b, q in zip(busy, quiet, strict=True)),
-    }
+        for name, train in (("step", on_the_cores), ("idle_step", beside_the_cores)):
+            train()
+            quiet, busy, calls = [], [], []
+            for _ in range(n_steps):
+                before, _ = _seconds(train)
+                number = (manager.latest_step() or 0) + 1
+                calls.append(_seconds(lambda number=number: manager.save(number, state))[0])
+                busy.append(_seconds(train)[0])
+                manager.wait_until_finished()
+                quiet.append((before + _seconds(train)[0]) / 2)
+            found |= {
+                "save_call_ms": statistics.median(calls) * 1e3,
+                f"{name}_ms": statistics.median(quiet) * 1e3,
+                f"{name}_ratio": statistics.median(b / q for b, q in zip(busy, quiet, strict=True)),
+            }
+    return found

@@ -144,7 +144,7 @@ def _new_plan(traced: TracedStep, method: Method | FollowParallel, target: Targe
     except InfeasibleError as error:
         if any(map(is_constraint, traced.flat.eqns)):
             relax, how = AutoShardingOption.without_constraints, "The step is planned without its sharding constraints."
-        elif _is_caused_by(UnevenBatchError, error) and not is_first:
+        elif not is_first and _is_caused_by(UnevenBatchError, error):
             how = "This batch has another shape than the one before, so it is planned without the option."
             relax = AutoShardingOption.for_any_batch
         else:
@@ -164,9 +164,14 @@ def state_shapes(traced: TracedStep) -> Any:
     return jax.tree.unflatten(traced.out_tree, shapes)
 
 
-def _is_caused_by(kind: type[Exception], error: BaseException | None) -> bool:
-    """Whether an error is of a kind, or was raised for one that is."""
-    return error is not None and (isinstance(error, kind) or _is_caused_by(kind, error.__cause__))
+def _is_caused_by(kind: type[Exception], error: BaseException) -> bool:
+    """Whether an error is of a kind, or was raised for one that is. An error may be raised for itself."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__
+    return any(isinstance(cause, kind) for cause in causes)
 
 
 def _make_plan(traced: TracedStep, method: Method | FollowParallel, target: Target, relax: Relax | None = None) -> Plan:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import minialpa
-from minialpa import AutoShardingOption, LogicalMesh, ShardingError, ShardParallel
+from minialpa import AutoShardingOption, InfeasibleError, LogicalMesh, ShardingError, ShardParallel
 from minialpa.testing import assert_allclose
 
 MESH = LogicalMesh((2, 4))
@@ -165,6 +165,17 @@ def test_a_constraint_that_cannot_hold_is_left_out_with_one_warning(method: Any)
     with pytest.warns(UserWarning, match=r"'data': 4, 'model': 2.* planned without its sharding constraints") as told:
         shapes_of(method)
     assert len(told) == 1
+
+
+def test_another_reason_for_which_there_is_no_plan_is_told_as_it_is() -> None:
+    """Without constraints there is no plan either."""
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    option = AutoShardingOption(memory_limit_bytes=1000.0)
+    parallel = minialpa.parallelize(
+        constrained(NamedSharding(mesh, P("data", "model"))), method=ShardParallel(auto_sharding_option=option)
+    )
+    with pytest.raises(InfeasibleError, match=r"needs at least .* and the limit is 1,000"):
+        parallel.plan(params(), batch())
 
 
 def test_shardings_of_jit_inside_the_step_are_left_out_with_a_warning() -> None:
