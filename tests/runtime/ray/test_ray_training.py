@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,34 @@ import pytest
 import minialpa
 from minialpa import StepReport
 from minialpa.session import current_session
+from tests.runtime.ray.faults import wait_until as wait_until_true
 from tests.runtime.ray.networked_cluster import needs_namespaces, networked_cluster
 from tests.runtime.ray.ray_cluster import WORKER_ENV, ray_nodes, resize
 from tests.training_runs import Log, batches, create_state, parallelized, serial_losses
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
+
+
+def workers_of(nodes: Iterable[Any]) -> list[int]:
+    """The processes that Ray nodes of this machine have started for actors."""
+    raylets = {node.all_processes["raylet"][0].process.pid for node in nodes}
+    found = []
+    for line in subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()[1:]:
+        pid, parent, args = line.split(maxsplit=2)
+        if int(parent) in raylets and "ray::" in args and "IDLE" not in args:
+            found.append(int(pid))
+    return found
+
+
+def kill_host(cluster: Any) -> str:
+    """kill -9 of a node and of its workers, as a loss of power does. Returns its name; Ray lists it for a while."""
+    (node,) = cluster.worker_nodes
+    workers = workers_of([node])
+    cluster.remove_node(node, allow_graceful=False)
+    for pid in workers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return str(node.node_id)
 
 
 def test_it_goes_on_with_one_host_of_two_and_with_both_when_it_is_back(tmp_path: Path) -> None:
@@ -36,16 +59,15 @@ def test_it_goes_on_with_one_host_of_two_and_with_both_when_it_is_back(tmp_path:
         def report(done: StepReport) -> None:
             log(done)
             if done.n_steps == 8 and not lost:
-                # Its raylet and its workers are killed, and for a while Ray lists the node as alive.
-                (node,) = cluster.worker_nodes
                 hosts = [host.node_id for host in current_session().runtime.launcher.hosts]
-                lost.append(hosts.index(node.node_id))
-                cluster.remove_node(node, allow_graceful=False)
+                lost.append(hosts.index(kill_host(cluster)))
             if done.n_steps == 13 and current_session().cluster.num_hosts == 1:
                 # The first arguments are still those of the session.
                 minialpa.init("ray", **arguments)
                 assert minialpa.available_hosts() == 1
                 resize(cluster, 2, 1)
+                # Ray takes a moment to offer what a new node has.
+                wait_until_true(lambda: minialpa.available_hosts() == 2, 60.0)
 
         result = minialpa.train(
             parallelized(), create_state, batches, n_steps=n_steps, folder=tmp_path, save_every=5, report=report
@@ -119,17 +141,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
 
 
-def workers_of(cluster: Any) -> list[int]:
-    """The processes of minialpa's workers on this machine, whose parents are raylets of this cluster."""
-    raylets = {node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()}
-    found = []
-    for line in subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()[1:]:
-        pid, parent, args = line.split(maxsplit=2)
-        if int(parent) in raylets and "ray::" in args and "IDLE" not in args:
-            found.append(int(pid))
-    return found
-
-
 @pytest.mark.slow  # the above is the short relative
 @pytest.mark.parametrize("seed", range(50))
 @pytest.mark.parametrize("what", ["driver", "worker", "node"])
@@ -151,11 +162,9 @@ def test_kill_9_at_any_moment_changes_nothing(
                     process.kill()
                     process.wait()
                 case "worker":
-                    for pid in rng.sample(workers_of(cluster), 1):
-                        os.kill(pid, signal.SIGKILL)
+                    os.kill(rng.choice(workers_of(cluster.list_all_nodes())), signal.SIGKILL)
                 case "node":
-                    (node,) = cluster.worker_nodes
-                    cluster.remove_node(node, allow_graceful=False)
+                    kill_host(cluster)
                     resize(cluster, 2, 1)
             if what != "driver":
                 events = finish(process, tmp_path, log)
