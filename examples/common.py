@@ -1,4 +1,4 @@
-"""What the examples share: their flags, synthetic data, and where the metrics of a run go."""
+"""What the examples share: their flags, the call of `minialpa.train`, synthetic data, and where metrics go."""
 
 from __future__ import annotations
 
@@ -61,12 +61,27 @@ def method_of(flags: argparse.Namespace) -> minialpa.AutoParallel | minialpa.Pip
     )
 
 
-def finish(flags: argparse.Namespace, step: Any) -> None:
-    """Write the timeline of a step, if it is asked for."""
+def train(
+    flags: argparse.Namespace, step: Any, create_state: Any, batches: Any, **options: Any
+) -> minialpa.TrainingResult:
+    """Train as the flags say. options: others of `minialpa.train`."""
+    with Reports(flags) as report:
+        result = minialpa.train(
+            step,
+            create_state,
+            batches,
+            n_steps=flags.steps,
+            folder=flags.checkpoints,
+            save_every=flags.save_every,
+            report=report,
+            **options,
+        )
+
     executable = step.get_last_executable()
     if flags.profile and executable is not None:  # None: the run was done before it began
         executable.dump_stage_execution_trace(flags.folder / "trace.json")
         print(f"{flags.folder / 'trace.json'} has the timeline of a step, for ui.perfetto.dev.")
+    return result
 
 
 # ---- data: endless, and the same in every run -----------------------------------------------------------------------

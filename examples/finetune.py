@@ -57,18 +57,10 @@ def main(argv: list[str] | None = None) -> None:
             minialpa.save_checkpoint(flags.checkpoints, state_of(pretrained), step=0)
 
     step = minialpa.parallelize(train_step, method=common.method_of(flags))
-    with common.Reports(flags) as report:
-        result = minialpa.train(
-            step,
-            create_state,
-            functools.partial(common.texts, model.config.vocab_size, LENGTH, BATCH_SIZE),
-            n_steps=flags.steps,
-            folder=flags.checkpoints,
-            save_every=flags.save_every,
-            report=report,
-        )
+    result = common.train(
+        flags, step, create_state, functools.partial(common.texts, model.config.vocab_size, LENGTH, BATCH_SIZE)
+    )
     model.save_pretrained(flags.folder / "model", params=jax.device_get(result.state.params))
-    common.finish(flags, step)
 
 
 if __name__ == "__main__":

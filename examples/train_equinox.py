@@ -45,17 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         return model, optimizer.init(eqx.filter(model, eqx.is_array))
 
     step = minialpa.parallelize(train_step, method=common.method_of(flags))
-    with common.Reports(flags) as report:
-        minialpa.train(
-            step,
-            create_state,
-            functools.partial(common.pictures, SIZE, N_CLASSES, BATCH_SIZE),
-            n_steps=flags.steps,
-            folder=flags.checkpoints,
-            save_every=flags.save_every,
-            report=report,
-        )
-    common.finish(flags, step)
+    common.train(flags, step, create_state, functools.partial(common.pictures, SIZE, N_CLASSES, BATCH_SIZE))
 
 
 if __name__ == "__main__":

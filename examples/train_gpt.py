@@ -75,19 +75,14 @@ def main(argv: list[str] | None = None) -> None:
     step = minialpa.parallelize(train_step, method=common.method_of(flags))
     # It reads the state where the training step keeps it.
     evaluate = minialpa.parallelize(evaluation_step, method=minialpa.FollowParallel(step))
-    with common.Reports(flags) as report:
-        minialpa.train(
-            step,
-            create_state,
-            batches,
-            n_steps=flags.steps,
-            folder=flags.checkpoints,
-            save_every=flags.save_every,
-            report=report,
-            evaluate=lambda state: evaluate(state, validation_batch),
-            evaluate_every=flags.evaluate_every,
-        )
-    common.finish(flags, step)
+    common.train(
+        flags,
+        step,
+        create_state,
+        batches,
+        evaluate=lambda state: evaluate(state, validation_batch),
+        evaluate_every=flags.evaluate_every,
+    )
 
 
 if __name__ == "__main__":

@@ -242,11 +242,10 @@ class _Source:
 
     def state(self) -> Any:
         """That of the source, as it is now; None if it has none, or none yet."""
-        opened = self._opened()
-        for holder in (opened, self._given):
-            for getter, setter in _STATE_METHODS:
-                if hasattr(holder, getter) and hasattr(holder, setter):
-                    return copy.deepcopy(getattr(holder, getter)())
+        for holder in (self._opened(), self._given):
+            if methods := state_methods(holder):
+                get, _ = methods
+                return copy.deepcopy(get())
         return None
 
     def restore(self, n_read: int, state: Any) -> None:
@@ -256,13 +255,13 @@ class _Source:
             return
         opened = self._opened()
         for holder in (opened, self._given):
-            for getter, setter in _STATE_METHODS:
-                if hasattr(holder, getter) and hasattr(holder, setter):
-                    getattr(holder, setter)(state)
-                    # The state of an iterable is that of the next iteration over it.
-                    self._iterator = opened if holder is opened else iter(self._given)
-                    self.n_read = n_read
-                    return
+            if methods := state_methods(holder):
+                _, set_ = methods
+                set_(state)
+                # The state of an iterable is that of the next iteration over it.
+                self._iterator = opened if holder is opened else iter(self._given)
+                self.n_read = n_read
+                return
         raise MinialpaError(
             "The state holds that of a source with `get_state` or `state_dict`, and this source has neither. Make the "
             "loader with the source that the state was taken of."
@@ -292,8 +291,15 @@ class _Source:
         return self._iterator
 
 
-#: What sources call the methods that read and set their state: those of grain, and those of torch and Hugging Face.
-_STATE_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+def state_methods(source: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """The methods that read and set the state of a source: those of grain, or those of torch and Hugging Face.
+
+    None if it has neither pair.
+    """
+    for getter, setter in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
+        if hasattr(source, getter) and hasattr(source, setter):
+            return getattr(source, getter), getattr(source, setter)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

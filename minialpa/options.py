@@ -34,7 +34,7 @@ class AutoShardingOption:
         memory_limit_bytes: bytes per device for everything: parameters, optimizer state, gradients, activations and
             temporaries; None for the device's memory.
         solver_time_limit_s: seconds for the solver of one stage.
-        follow_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.
+        keep_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.
     """
 
     enable_auto_sharding: bool = True
@@ -48,7 +48,7 @@ class AutoShardingOption:
     fixed_specs: Mapping[str, PartitionSpec] | tuple[tuple[str, PartitionSpec], ...] = ()
     memory_limit_bytes: float | None = None
     solver_time_limit_s: float = 20.0
-    follow_constraints: bool = field(default=True, metadata={"may_be_missing": True})
+    keep_constraints: bool = field(default=True, metadata={"may_be_missing": True})
 
     def __post_init__(self) -> None:
         pairs = self.fixed_specs.items() if isinstance(self.fixed_specs, Mapping) else self.fixed_specs
@@ -77,7 +77,7 @@ class AutoShardingOption:
 
     def without_constraints(self) -> AutoShardingOption:
         """These options, for a step whose `with_sharding_constraint`s cannot hold."""
-        return replace(self, follow_constraints=False)
+        return replace(self, keep_constraints=False)
 
     def limit_bytes(self, device: DeviceSpec | None) -> float | None:
         """Bytes per device that a plan may use; None if neither the option nor the device has a limit."""
@@ -143,7 +143,7 @@ _MESH_AXES = (0, 1)
 #: Options that are True or False.
 _SWITCHES = (
     "enable_auto_sharding",
-    "follow_constraints",
+    "keep_constraints",
     "allow_all_gather",
     "allow_all_to_all",
     "allow_replicated_parameters",

@@ -29,7 +29,7 @@ from minialpa.api.functions import parallelize
 from minialpa.api.parallelized import ParallelizedFunc
 from minialpa.arrays import prefetch
 from minialpa.checkpoints.manager import CheckpointManager
-from minialpa.data import DataLoader
+from minialpa.data import DataLoader, state_methods
 from minialpa.errors import MinialpaError, WorkerError
 from minialpa.methods import CreateStateParallel
 from minialpa.plan import Plan
@@ -413,8 +413,7 @@ def _hosts_text() -> str:
 def _check_arguments(step: Any, batches: Any, n_steps: Any, save_every: Any, evaluate_every: Any) -> None:
     if not isinstance(step, ParallelizedFunc):
         raise MinialpaError(f"`step` is the function that `parallelize` returned; got a {type(step).__name__}.")
-    has_state = hasattr(batches, "get_state") or hasattr(batches, "state_dict")
-    if isinstance(batches, Iterator) and not has_state:
+    if isinstance(batches, Iterator) and state_methods(batches) is None:
         raise MinialpaError(
             "`batches` is an iterator, which cannot go back to a checkpoint. Pass a function without arguments that "
             "returns a new one, such as the generator function itself."

@@ -30,26 +30,9 @@ from minialpa.runtime.cluster.distributed_array import DistributedArray
 from minialpa.session import running_session
 from minialpa.testing import assert_allclose
 from tests.runtime.cluster.in_process_session import in_process_session
+from tests.two_layers import make_batch, make_params, train_step
 
 DOC = Path(__file__).parents[1] / "docs" / "data.md"
-
-
-def train_step(params: Any, batch: Any) -> Any:
-    def loss(p: Any) -> Any:
-        hidden = jnp.tanh(batch["x"] @ p["w"])
-        return jnp.mean((hidden @ p["v"] - batch["y"]) ** 2)
-
-    value, grads = minialpa.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-
-def make_params() -> Any:
-    return {"w": np.full((8, 16), 0.1, np.float32), "v": np.full((16, 4), 0.1, np.float32)}
-
-
-def make_batch(number: int, n: int = 16) -> dict[str, Any]:
-    rng = np.random.default_rng(number)
-    return {"x": rng.standard_normal((n, 8), np.float32), "y": rng.standard_normal((n, 4), np.float32)}
 
 
 def numbered(n_batches: int, last: int = 2) -> Callable[[], Iterator[Any]]:

@@ -204,26 +204,25 @@ class CheckpointManager:
 
         Raises CheckpointError if there is no such checkpoint, VerifyError if the plan is one of another version.
         """
-        self.wait_until_finished()
-        step = self._existing(step)
-        if not self._has(step, "plan"):
-            return None
-        with _errors_of_orbax(f"Reading the plan of step {step} in `{self._directory}`"):
-            found = self._orbax.restore(step, args=_orbax().args.Composite(plan=_orbax().args.JsonRestore()))
-            return Plan.from_json(json.dumps(found["plan"]))
+        found = self._load_json(step, "plan")
+        return None if found is None else Plan.from_json(json.dumps(found))
 
     def load_data(self, step: int | None = None) -> Any:
         """The state of the data iterator that was saved with a checkpoint, by default the latest one; None if none was.
 
         Raises CheckpointError if there is no such checkpoint.
         """
+        return _of_json(self._load_json(step, "data"))
+
+    def _load_json(self, step: int | None, item: str) -> Any:
+        """The content of an item that is JSON; None if the checkpoint does not have it."""
         self.wait_until_finished()
         step = self._existing(step)
-        if not self._has(step, "data"):
+        if not self._has(step, item):
             return None
-        with _errors_of_orbax(f"Reading the data iterator's state of step {step} in `{self._directory}`"):
-            found = self._orbax.restore(step, args=_orbax().args.Composite(data=_orbax().args.JsonRestore()))
-            return _of_json(found["data"])
+        ocp = _orbax()
+        with _errors_of_orbax(f"Reading the item `{item}` of step {step} in `{self._directory}`"):
+            return self._orbax.restore(step, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()}))[item]
 
     def should_save(self, step: int) -> bool:
         """Whether `save` saves this step: a multiple of `save_interval_steps`, behind the latest one."""

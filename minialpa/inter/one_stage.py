@@ -30,7 +30,7 @@ def _default_shape(context: PlanningContext, n_devices: int) -> tuple[int, ...]:
     """That of the mesh that the sharding constraints of the step are for, if the options leave it open; else a row."""
     option = context.options.sharding
     is_open = not option.data_parallel and option.force_batch_dim_to_mesh_dim is None
-    asked = shape_of_constraints(context.traced.flat.eqns, n_devices) if option.follow_constraints and is_open else None
+    asked = shape_of_constraints(context.traced.flat.eqns, n_devices) if option.keep_constraints and is_open else None
     return asked or (n_devices,)
 
 

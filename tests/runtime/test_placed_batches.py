@@ -19,6 +19,7 @@ from minialpa.runtime.cluster.cluster_program import Values
 from minialpa.runtime.cluster.distributed_array import DistributedArray
 from minialpa.testing import assert_allclose
 from tests.runtime.cluster.in_process_session import in_process_session
+from tests.two_layers import make_batch, make_params, train_step
 
 METHODS = {
     "shard": ShardParallel(num_micro_batches=4),
@@ -28,24 +29,6 @@ METHODS = {
 }
 #: The number of hosts of an in-process cluster; 0 is this process without one.
 N_HOSTS = [0, 2]
-
-
-def train_step(params: Any, batch: Any) -> Any:
-    def loss(p: Any) -> Any:
-        hidden = jnp.tanh(batch["x"] @ p["w"])
-        return jnp.mean((hidden @ p["v"] - batch["y"]) ** 2)
-
-    value, grads = minialpa.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-
-def make_params() -> Any:
-    return {"w": np.full((8, 16), 0.1, np.float32), "v": np.full((16, 4), 0.1, np.float32)}
-
-
-def make_batch(seed: int = 0) -> Any:
-    rng = np.random.default_rng(seed)
-    return {"x": rng.standard_normal((16, 8), np.float32), "y": rng.standard_normal((16, 4), np.float32)}
 
 
 @contextmanager

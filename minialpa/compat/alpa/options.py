@@ -38,7 +38,7 @@ class AutoShardingOption(Adjustable):
     fixed_specs: Any = ()
     memory_limit_bytes: float | None = None
     solver_time_limit_s: float = 20.0
-    follow_constraints: bool = True
+    keep_constraints: bool = True
 
     SETTINGS = {  # noqa: RUF012
         "force_zero_stage_3_all_gather_threshold": Setting("The planner prices every all-gather by its bytes."),

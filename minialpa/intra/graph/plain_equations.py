@@ -162,7 +162,7 @@ class PlainEquations:
         is_optimizer = occurrence.in_update and is_elementwise(kind.factors)
         strategies = self._own_strategies(occurrence, kind)
 
-        if is_constraint(eqn) and self._option.follow_constraints:
+        if is_constraint(eqn) and self._option.keep_constraints:
             constraint = constraint_of_equation(eqn, self._mesh.shape)
             strategies = strategies.select(
                 [s for s, spec in enumerate(strategies.results[0]) if constraint.allows(spec)]
