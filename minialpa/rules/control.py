@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn
 from minialpa.rules.body_factors import Links, Node, Outcome, Region, follow, link, local_jaxpr, node_of, zero_arrays
 from minialpa.rules.common import FactorTable, Shapes
 from minialpa.rules.factors import Dims, Factors, rule
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, flatten_calls, fresh_var, is_literal, shape_of
+from minialpa.tracing.jaxprs import Atom, FlatJaxpr, flatten_calls, fresh_var, is_literal, scan_counts, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +172,6 @@ def _local(control: _Control, inputs: Shapes, results: Shapes) -> Callable[[int]
     atoms = [*control.region.inputs, *(atoms[0] for atoms in control.region.results)]
     n_splits = _n_splits(control, list(zip(atoms, (*inputs, *results), strict=True)))
     return lambda i: local_jaxpr(control.region.parts[i], control.region, control.links, n_splits)
-
-
-def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Number of consts and of carries."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.11 and later
-    return len(consts), len(carry)
 
 
 def _local_scan(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:

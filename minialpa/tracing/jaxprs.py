@@ -154,6 +154,25 @@ def is_call(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _CALLS
 
 
+def called_jaxpr(eqn: JaxprEqn) -> Any:
+    """The program that a call wraps, a closed jaxpr or an open one."""
+    return eqn.params[_CALLS[eqn.primitive.name]]
+
+
+def with_called(eqn: JaxprEqn, inner: Any) -> JaxprEqn:
+    """A call of another program of the same type."""
+    new: JaxprEqn = eqn.replace(params={**eqn.params, _CALLS[eqn.primitive.name]: inner})
+    return new
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Number of consts and of carries."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.11 and later
+    return len(consts), len(carry)
+
+
 #: Appears in tracebacks between the frames of the user, whose functions it wraps.
 _MARKS_FILE = str(Path(__file__).with_name("gradients.py"))
 _LIBRARIES = ("site-packages", "dist-packages")
@@ -284,7 +303,7 @@ class _Flattener:
     def _inline(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
         """Add the equations inside a call."""
         _warn_of_shardings(eqn)
-        inner = eqn.params[_CALLS[eqn.primitive.name]]
+        inner = called_jaxpr(eqn)
         consts = tuple(getattr(inner, "consts", ()))
         body = getattr(inner, "jaxpr", inner)
 

@@ -19,6 +19,7 @@ from minialpa.tracing.fingerprint import Fingerprint, fingerprint_of
 from minialpa.tracing.gradients import tracing_step
 from minialpa.tracing.jaxprs import FlatJaxpr, aval_of, trace_flat
 from minialpa.tracing.origins import Origin, find_origins, without_dead_equations, without_marks
+from minialpa.tracing.own_positions import with_own_positions
 from minialpa.tracing.replacements import StepValues, find_aliases, find_layouts
 
 
@@ -138,7 +139,8 @@ def trace_step(
             "Make that argument static with `static_argnums`, or use `jax.lax.cond`."
         ) from error
 
-    program = without_dead_equations(without_marks(flat))
+    # Before dead equations go: what counted the own positions may be read by nothing else.
+    program = without_dead_equations(without_marks(with_own_positions(flat)))
     origins = find_origins(program.flat.eqns, program.flat.scopes, program.boundaries_before)
 
     # Which results replace an argument follows from the program itself.

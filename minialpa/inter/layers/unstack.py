@@ -31,7 +31,6 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.errors import VerifyError
 from minialpa.inter.layers.row_blocks import BlockedProgram, GroupKey, Owner, RowBlocks, block_layout
 from minialpa.inter.layers.stacks import BlockwiseEquation, Stacks, find_stacks
-from minialpa.rules.control import scan_counts
 from minialpa.rules.factors import Reduction, factors_of, localize
 from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.jaxprs import (
@@ -42,6 +41,7 @@ from minialpa.tracing.jaxprs import (
     fresh_var,
     is_literal,
     live_equations,
+    scan_counts,
     shape_of,
 )
 from minialpa.tracing.origins import Origin

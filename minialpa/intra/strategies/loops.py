@@ -16,10 +16,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies.sharing import share_reads
 from minialpa.intra.strategies.strategies import has_contraction
-from minialpa.rules.control import scan_counts
 from minialpa.rules.factors import factors_of
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import FlatJaxpr, flatten_calls, is_literal, live_equations, shape_of
+from minialpa.tracing.jaxprs import FlatJaxpr, flatten_calls, is_literal, live_equations, scan_counts, shape_of
 
 
 @dataclass(frozen=True, slots=True)
