@@ -6,7 +6,10 @@ dimensions of `w` and the features of `h'` are another one. `follow` splits one 
 split as well, a partial sum, or the same in every shard. A group is blocked if an equation on shards would compute
 anything else than the shards of what it computes on whole arrays.
 
-Rules of control flow make `Factors` from the groups, and programs on shards with `local_jaxpr`.
+A group is positional if shards must know where they begin. Arrays that a body makes of nothing that is split, such as
+random bits, are made in full, and each shard takes its part; or it makes that part alone, by the rule's `on_shards`.
+
+Rules of control flow make `Factors` from the groups, and programs on shards with `local_jaxpr` and `run_part`.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.rules.factors import Factors, Reduction, factors_of, localize
+from minialpa.rules.factors import Factors, Reduction, factors_of, localize, part_of, run_from
 from minialpa.support.disjoint_sets import DisjointSets
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, eval_on_shards, is_literal, operand_vars, shape_of
+from minialpa.tracing.jaxprs import Atom, FlatJaxpr, eval_on_shards, is_control_flow, is_literal, operand_vars, shape_of
 
 #: One dimension of an array of a region.
 Node = tuple[Any, int]
@@ -70,12 +73,14 @@ class Links:
         dims: the groups as disjoint sets.
         sizes: for each group, the largest number of blocks that it can be cut into.
         blocked: groups that cannot be split; dimensions that no longer name a group may remain here.
+        positional: groups of which a shard must know where it begins; as in `blocked`, with names that no longer hold.
         members: for each group, by the number of an equation, the factors of the equation that belong to the group.
     """
 
     dims: DisjointSets[Node] = field(default_factory=DisjointSets)
     sizes: dict[Node, int] = field(default_factory=dict)
     blocked: set[Node] = field(default_factory=set)
+    positional: set[Node] = field(default_factory=set)
     members: dict[Node, dict[int, set[int]]] = field(default_factory=dict)
 
     def find(self, node: Node) -> Node:
@@ -88,8 +93,9 @@ class Links:
         if joined is not None:
             group = self.dims.find(first)
             self.sizes[group] = math.gcd(self.sizes.pop(group, 0), self.sizes.pop(joined, 0))
-            if joined in self.blocked:
-                self.blocked.add(group)
+            for marked in (self.blocked, self.positional):
+                if joined in marked:
+                    marked.add(group)
 
     def limit(self, node: Node, size: int) -> None:
         """Let the number of blocks of a group divide `size`."""
@@ -99,6 +105,10 @@ class Links:
     def block(self, node: Node) -> None:
         """Forbid to split the group of a dimension."""
         self.blocked.add(self.find(node))
+
+    def mark_positional(self, node: Node) -> None:
+        """Note that shards of the group of a dimension must know where they begin."""
+        self.positional.add(self.find(node))
 
     def groups(self, atom: Atom) -> list[Node]:
         """The group of each dimension of an array that is longer than 1."""
@@ -122,7 +132,7 @@ def link(region: Region) -> Links:
     intermediate = (var for eqn in region.eqns for var in eqn.outvars)
     for atom in (*region.inputs, *intermediate, *_result_atoms(region)):
         _limit_array(links, atom)
-    _block_constants(links, region)
+    _link_constants(links, region)
 
     for i, eqn in enumerate(region.eqns):
         for f, nodes in _leading(eqn, region.factors[id(eqn)]).items():
@@ -153,8 +163,24 @@ def _link_equation(links: Links, eqn: JaxprEqn, factors: Factors) -> None:
         for node in nodes:
             links.join(nodes[0], node)
         links.limit(nodes[0], factors.sizes[f])
-        if f in factors.blocked or f in inner:
+        if f in inner or (f in factors.blocked and not _knows_position(eqn, factors, f)):
             links.block(nodes[0])
+        elif f in factors.blocked:
+            links.mark_positional(nodes[0])
+
+
+def _knows_position(eqn: JaxprEqn, factors: Factors, factor: int) -> bool:
+    """Whether a blocked factor of an equation in a body can be split all the same, if the position is known."""
+    if _is_made_whole(eqn, factors, factor):
+        return True
+    return factor in factors.positional and is_control_flow(eqn)
+
+
+def _is_made_whole(eqn: JaxprEqn, factors: Factors, factor: int) -> bool:
+    """Whether an equation makes the dimensions of a blocked factor of operands that lack it, such as random bits."""
+    if factor not in factors.blocked or factor in factors.reductions or eqn.effects:
+        return False
+    return not any(factor in dim for dims in factors.operands for dim in dims)
 
 
 def _inner(dim: Sequence[int], factors: Factors) -> list[int]:
@@ -188,13 +214,13 @@ def _limit_array(links: Links, atom: Atom) -> None:
     links.blocked.update(group for group in groups if groups.count(group) > 1)
 
 
-def _block_constants(links: Links, region: Region) -> None:
-    """Arrays that are part of the region itself have no shards."""
+def _link_constants(links: Links, region: Region) -> None:
+    """Arrays that are part of the region itself are there in full, and a shard takes its part of them."""
     read = (*(atom for eqn in region.eqns for atom in eqn.invars), *_result_atoms(region))
     captured = (var for part in region.parts for var in part.constvars)
     for atom in (*captured, *(atom for atom in read if is_literal(atom))):
         for d in range(len(shape_of(atom))):
-            links.block(node_of(atom, d))
+            links.mark_positional(node_of(atom, d))
 
 
 def _result_atoms(region: Region) -> list[Atom]:
@@ -297,8 +323,10 @@ def _follow_equation(eqn: JaxprEqn, factors: Factors, split: set[int], states: _
     if not eqn.outvars or not is_affected:
         return True
 
-    is_sound = True
     operands = [states[atom] for atom in eqn.invars]
+    # What is made in full needs its operands in full.
+    made_whole = any(_is_made_whole(eqn, factors, f) for f in split)
+    is_sound = not made_whole or all(state in _REPLICATED for state in operands)
     for r, var in enumerate(eqn.outvars):
         state, fits = _result_state(eqn, factors, split, operands, r)
         is_sound = is_sound and fits
@@ -370,25 +398,66 @@ def zero_arrays(region: Region) -> frozenset[Atom]:
 
 def local_jaxpr(part: FlatJaxpr, region: Region, links: Links, n_splits: Mapping[Node, int]) -> Any:
     """One program of a region on shards of its arrays, as a closed jaxpr. `n_splits[group]` as in `localize`."""
+    structs = local_structs(part.invars, links, n_splits)
+    return jax.make_jaxpr(lambda *args: run_part(part, region, links, n_splits, {}, args))(*structs)
+
+
+def local_structs(atoms: Sequence[Atom], links: Links, n_splits: Mapping[Node, int]) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the shards of arrays of a region."""
 
     def struct(atom: Any) -> jax.ShapeDtypeStruct:
         parts = (n_splits.get(links.find(node_of(atom, d)), 1) for d in range(len(shape_of(atom))))
         shape = tuple(size // n for size, n in zip(shape_of(atom), parts, strict=True))
         return jax.ShapeDtypeStruct(shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
 
-    def run(*args: Any) -> list[Any]:
-        env: dict[Any, Any] = dict(zip(part.constvars, part.consts, strict=True))
-        env.update(zip(part.invars, args, strict=True))
+    return [struct(atom) for atom in atoms]
 
-        def result(atom: Any) -> Any:
-            return np.asarray(atom.val, getattr(atom.aval, "dtype", None)) if is_literal(atom) else env[atom]
 
-        for eqn in part.eqns:
-            factors = region.factors[id(eqn)]
-            splits = {f: n_splits.get(links.find(nodes[0]), 1) for f, nodes in _leading(eqn, factors).items()}
-            operands = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
+def run_part(
+    part: FlatJaxpr,
+    region: Region,
+    links: Links,
+    n_splits: Mapping[Node, int],
+    starts: Mapping[Node, Any],
+    args: Sequence[Any],
+) -> list[Any]:
+    """The results of one program of a region on shards of its arrays.
+
+    starts[group]: for each positional group that is split, the number of the block that the shard begins with.
+    A group has `links.sizes[group]` blocks.
+    """
+
+    def own_part(atom: Atom, value: Any) -> Any:
+        """The part of an array that is there in full."""
+        for d, size in enumerate(shape_of(atom)):
+            group = links.find(node_of(atom, d))
+            if size > 1 and group in starts:
+                value = part_of(value, d, starts[group] * (size // links.sizes[group]), n_splits[group])
+        return value
+
+    env: dict[Any, Any] = {var: own_part(var, value) for var, value in zip(part.constvars, part.consts, strict=True)}
+    env.update(zip(part.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return own_part(atom, atom.val) if is_literal(atom) else env[atom]
+
+    def result(atom: Any) -> Any:
+        return np.asarray(atom.val, getattr(atom.aval, "dtype", None)) if is_literal(atom) else env[atom]
+
+    for eqn in part.eqns:
+        factors = region.factors[id(eqn)]
+        groups = {f: links.find(nodes[0]) for f, nodes in _leading(eqn, factors).items()}
+        splits = {f: n_splits.get(group, 1) for f, group in groups.items()}
+        begins = {
+            f: starts[group] * (factors.sizes[f] // links.sizes[group])
+            for f, group in groups.items()
+            if f in factors.blocked and group in starts
+        }
+
+        operands = [read(atom) for atom in eqn.invars]
+        if begins:
+            shards = run_from(eqn, factors, operands, splits, begins)
+        else:
             shards = eval_on_shards(eqn, operands, localize(eqn, factors, splits))
-            env.update(zip(eqn.outvars, shards, strict=True))
-        return [result(atom) for atom in part.outvars]
-
-    return jax.make_jaxpr(run)(*(struct(var) for var in part.invars))
+        env.update(zip(eqn.outvars, shards, strict=True))
+    return [result(atom) for atom in part.outvars]

@@ -11,16 +11,41 @@ Flops: those of the body for each iteration of scan, for one iteration of while;
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
-from minialpa.rules.body_factors import Links, Node, Outcome, Region, follow, link, local_jaxpr, node_of, zero_arrays
+from minialpa.rules.body_factors import (
+    Links,
+    Node,
+    Outcome,
+    Region,
+    follow,
+    link,
+    local_jaxpr,
+    local_structs,
+    node_of,
+    run_part,
+    zero_arrays,
+)
 from minialpa.rules.common import FactorTable, Shapes
-from minialpa.rules.factors import Dims, Factors, rule
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, flatten_calls, fresh_var, is_literal, scan_counts, shape_of
+from minialpa.rules.factors import Dims, Factors, Starts, rule
+from minialpa.tracing.jaxprs import (
+    Atom,
+    FlatJaxpr,
+    eval_on_shards,
+    flatten_calls,
+    fresh_var,
+    is_literal,
+    scan_counts,
+    shape_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +161,9 @@ class _Boundary:
         # A group can be cut into at most `n_blocks`; what is left of the dimension stays together.
         n_blocks = self.control.links.sizes[group]
         if group not in self.factors:
-            (self.factors[group],) = self.table.dim(n_blocks, reduction=self._reduction(outcome))
+            is_positional = group in self.control.links.positional
+            reduction = self._reduction(outcome)
+            (self.factors[group],) = self.table.dim(n_blocks, positional=is_positional, reduction=reduction)
         rest = self.table.dim(size // n_blocks, blocked=True) if size != n_blocks else ()
         return (self.factors[group], *rest)
 
@@ -167,11 +194,56 @@ def _n_splits(control: _Control, local: Sequence[tuple[Atom, tuple[int, ...]]]) 
     return n_splits
 
 
-def _local(control: _Control, inputs: Shapes, results: Shapes) -> Callable[[int], Any]:
-    """A function from the number of a part of the region to that part on shards of these shapes."""
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """How a region is split, as a parameter in the place of programs that depend on where their shards begin.
+
+    No primitive has such a parameter, so an equation cannot run without being told.
+    """
+
+    control: _Control
+    n_splits: dict[Node, int]
+
+
+def _local(
+    eqn: JaxprEqn, control: _Control, inputs: Shapes, results: Shapes, named: Callable[[Callable[[int], Any]], Any]
+) -> dict[str, Any]:
+    """The parameters of a control flow equation on shards of these shapes.
+
+    named: from a function that gives the part of a number on shards to the parameters that hold these parts.
+    """
     atoms = [*control.region.inputs, *(atoms[0] for atoms in control.region.results)]
     n_splits = _n_splits(control, list(zip(atoms, (*inputs, *results), strict=True)))
-    return lambda i: local_jaxpr(control.region.parts[i], control.region, control.links, n_splits)
+    if not control.links.positional.isdisjoint(n_splits):
+        return dict(eqn.params, shards=_Shards(control, n_splits))
+    parts = control.region.parts
+    return dict(eqn.params, **named(lambda i: local_jaxpr(parts[i], control.region, control.links, n_splits)))
+
+
+def _starts(shards: _Shards, starts: Starts, n_before: int) -> dict[Node, Any]:
+    """The block at which the shard of each positional group begins, as an int32.
+
+    n_before: number of operands before those that are inputs of the region.
+    """
+    links, region = shards.control.links, shards.control.region
+    known: dict[Node, Any] = {}
+    results = (atoms[0] for atoms in region.results)
+    for atom, dims in zip((*region.inputs, *results), (*starts.operands[n_before:], *starts.results), strict=True):
+        # A stack has the dimension of the iterations before those of a slice.
+        own = dims[len(dims) - len(shape_of(atom)) :]
+        for d, start in enumerate(own):
+            group = links.find(node_of(atom, d))
+            if shape_of(atom)[d] > 1 and group in shards.n_splits and group in links.positional:
+                known[group] = jnp.asarray(start, np.int32)
+    return known
+
+
+def _part_runner(shards: _Shards, starts: Mapping[Node, Any]) -> Callable[[int, Sequence[Any]], list[Any]]:
+    """A function that runs the part of a number on shards that begin at `starts`."""
+    control = shards.control
+    return lambda i, args: run_part(
+        control.region.parts[i], control.region, control.links, shards.n_splits, starts, args
+    )
 
 
 def _local_scan(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
@@ -179,11 +251,30 @@ def _local_scan(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
     n_unstacked = n_consts + n_carry
     body_inputs = (*operands[:n_unstacked], *(shape[1:] for shape in operands[n_unstacked:]))
     body_results = (*results[:n_carry], *(shape[1:] for shape in results[n_carry:]))
-    local = _local(_scan_control(eqn.params["jaxpr"], n_consts, n_carry), body_inputs, body_results)
-    return dict(eqn.params, jaxpr=local(0))
+    control = _scan_control(eqn.params["jaxpr"], n_consts, n_carry)
+    return _local(eqn, control, body_inputs, body_results, lambda part: {"jaxpr": part(0)})
 
 
-@rule("scan", localize=_local_scan)
+def _scan_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
+    shards: _Shards | None = params.get("shards")
+    if shards is None:
+        return eval_on_shards(eqn, operands, params)
+
+    run = _part_runner(shards, _starts(shards, starts, 0))
+    n_consts, n_carry = scan_counts(eqn)
+    consts, stacks = operands[:n_consts], operands[n_consts + n_carry :]
+
+    def iteration(carry: Any, slices: Any) -> Any:
+        results = run(0, [*consts, *carry, *slices])
+        return results[:n_carry], results[n_carry:]
+
+    first = list(operands[n_consts : n_consts + n_carry])
+    how = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = lax.scan(iteration, first, list(stacks), **how)
+    return [*carry, *stacked]
+
+
+@rule("scan", localize=_local_scan, on_shards=_scan_on_shards)
 def _scan(eqn: JaxprEqn) -> Factors:
     n_consts, n_carry = scan_counts(eqn)
     control = _scan_control(eqn.params["jaxpr"], n_consts, n_carry)
@@ -202,11 +293,36 @@ def _while_parts(eqn: JaxprEqn) -> _Control:
 
 
 def _local_while(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    local = _local(_while_parts(eqn), operands, results)
-    return dict(eqn.params, cond_jaxpr=local(0), body_jaxpr=local(1))
+    named = lambda part: {"cond_jaxpr": part(0), "body_jaxpr": part(1)}  # noqa: E731
+    return _local(eqn, _while_parts(eqn), operands, results, named)
 
 
-@rule("while", localize=_local_while)
+def _while_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
+    shards: _Shards | None = params.get("shards")
+    if shards is None:
+        return eval_on_shards(eqn, operands, params)
+
+    # The blocks at which shards begin are constants of the test and of the body. Under vmap, the test has a result for
+    # each example, which `lax.while_loop` does not take.
+    known, region = _starts(shards, starts, 0), shards.control.region
+    groups, begins = list(known), list(known.values())
+    n_consts, n_test = len(begins), params["cond_nconsts"]
+
+    def part(i: int) -> Any:
+        def run(*args: Any) -> list[Any]:
+            at = dict(zip(groups, args[:n_consts], strict=True))
+            return _part_runner(shards, at)(i, args[n_consts:])
+
+        structs = local_structs(region.parts[i].invars, shards.control.links, shards.n_splits)
+        return jax.make_jaxpr(run)(*begins, *structs)
+
+    local = {name: value for name, value in params.items() if name != "shards"}
+    local |= {"cond_jaxpr": part(0), "body_jaxpr": part(1)}
+    local |= {"cond_nconsts": n_test + n_consts, "body_nconsts": params["body_nconsts"] + n_consts}
+    return eval_on_shards(eqn, [*begins, *operands[:n_test], *begins, *operands[n_test:]], local)
+
+
+@rule("while", localize=_local_while, on_shards=_while_on_shards)
 def _while(eqn: JaxprEqn) -> Factors:
     control = _while_parts(eqn)
     boundary = _Boundary(control, FactorTable(), {})
@@ -217,11 +333,24 @@ def _while(eqn: JaxprEqn) -> Factors:
 
 def _local_cond(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
     control = _cond_control(eqn.params["branches"])
-    local = _local(control, operands[1:], results)
-    return dict(eqn.params, branches=tuple(local(i) for i in range(len(control.region.parts))))
+    n_branches = len(control.region.parts)
+    named = lambda part: {"branches": tuple(part(i) for i in range(n_branches))}  # noqa: E731
+    return _local(eqn, control, operands[1:], results, named)
 
 
-@rule("cond", localize=_local_cond)
+def _cond_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
+    shards: _Shards | None = params.get("shards")
+    if shards is None:
+        return eval_on_shards(eqn, operands, params)
+
+    index, *inputs = operands
+    run = _part_runner(shards, _starts(shards, starts, 1))
+    n_branches = len(shards.control.region.parts)
+    branches = [functools.partial(lambda i, *args: run(i, args), i) for i in range(n_branches)]
+    return list(lax.switch(index, branches, *inputs))
+
+
+@rule("cond", localize=_local_cond, on_shards=_cond_on_shards)
 def _cond(eqn: JaxprEqn) -> Factors:
     control = _cond_control(eqn.params["branches"])
     boundary = _Boundary(control, FactorTable(), {})

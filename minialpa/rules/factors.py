@@ -17,11 +17,13 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from minialpa.errors import VerifyError
 from minialpa.support.private_jax import settings_of, under_settings_of
-from minialpa.tracing.jaxprs import eval_on_shards, is_call, shape_of, sub_jaxprs
+from minialpa.tracing.jaxprs import eval_on_shards, is_call, is_control_flow, shape_of, sub_jaxprs
 
 Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
 Dims = tuple[tuple[int, ...], ...]
@@ -49,7 +51,7 @@ class Factors:
             have it, so that every shard computes the same, such as the counter of a loop.
         once: pairs (factor, operand) of additional operands that take part once: initial values of sums over a loop.
         positional: blocked factors of the second kind that can be split if shards know their positions, as devices do:
-            see `on_mesh` and `OnShards`. Micro-batches and loops treat them like all blocked factors.
+            see `on_mesh` and `OnShards`. Micro-batches split those of loops and branches only, see `in_time`.
     """
 
     sizes: tuple[int, ...]
@@ -75,6 +77,14 @@ class Factors:
     def on_mesh(self) -> Factors:
         """The factors as mesh axes may split them: with positional factors not blocked."""
         return replace(self, blocked=self.blocked - self.positional)
+
+    def in_time(self, eqn: JaxprEqn) -> Factors:
+        """The factors of `eqn` as micro-batches may split them.
+
+        Positional factors of loops and branches are not blocked: what is made inside, such as random bits, is made for
+        each iteration anew, so there is no full-batch value of which a micro-batch could take its rows.
+        """
+        return self.on_mesh() if self.positional and is_control_flow(eqn) else self
 
     def leading_factor(self, operand: int, dim: int) -> int | None:
         """The factor that is split when dimension `dim` of an operand is cut into contiguous blocks, if any."""
@@ -246,10 +256,43 @@ def run_shard(
     if not parts:
         return eval_on_shards(eqn, operands, params)
 
-    def start(dim: tuple[int, ...]) -> Any:
-        return next((parts[f] * (factors.sizes[f] // n_splits[f]) for f in dim if f in parts), 0)
+    begins = {f: part * (factors.sizes[f] // n_splits[f]) for f, part in parts.items()}
+    return _on_shards_from(eqn, factors, operands, params, functools.partial(_first_known, begins))
 
-    return _on_shards_from(eqn, factors, operands, params, start)
+
+def run_from(
+    eqn: JaxprEqn, factors: Factors, operands: Sequence[Any], n_splits: Mapping[int, int], begins: Mapping[int, Any]
+) -> list[Any]:
+    """The shard of each result, where blocked factors are split as well: positional ones, and those of results alone.
+
+    begins[f]: the position at which the shard begins, for each blocked factor that is split.
+    """
+    # What is not positional is made in full, and cut.
+    whole = begins.keys() - factors.positional
+    params = localize(eqn, factors, {f: n for f, n in n_splits.items() if f not in whole})
+    if len(whole) < len(begins):
+        start = functools.partial(_first_known, {f: begin for f, begin in begins.items() if f not in whole})
+        results = _on_shards_from(eqn, factors, operands, params, start)
+    else:
+        results = eval_on_shards(eqn, operands, params)
+
+    for f in whole:
+        for r, dims in enumerate(factors.results):
+            for d, dim in enumerate(dims):
+                if f in dim:
+                    inner = math.prod(factors.sizes[other] for other in dim if other != f)
+                    results[r] = part_of(results[r], d, begins[f] * inner, n_splits[f])
+    return results
+
+
+def _first_known(begins: Mapping[int, Any], dim: tuple[int, ...]) -> Any:
+    """Where a shard begins along a dimension with these factors; 0 if none of them is split by position."""
+    return next((begins[f] for f in dim if f in begins), 0)
+
+
+def part_of(x: Any, dim: int, start: Any, n: int) -> Any:
+    """One n-th of an array along a dimension, from a position that may be traced."""
+    return lax.dynamic_slice_in_dim(x, start, np.shape(x)[dim] // n, dim)
 
 
 def run_rows(eqn: JaxprEqn, factors: Factors, operands: Sequence[Any], factor: int, rows: tuple[int, int]) -> list[Any]:

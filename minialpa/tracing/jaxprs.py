@@ -154,6 +154,11 @@ def is_call(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _CALLS
 
 
+def is_control_flow(eqn: JaxprEqn) -> bool:
+    """Whether the equation is a loop or a choice between branches."""
+    return eqn.primitive.name in ("cond", "scan", "while")
+
+
 def called_jaxpr(eqn: JaxprEqn) -> Any:
     """The program that a call wraps, a closed jaxpr or an open one."""
     return eqn.params[_CALLS[eqn.primitive.name]]

@@ -125,7 +125,7 @@ def _result_kinds(eqn: JaxprEqn, kinds: Kinds, n: int) -> list[Kind | None]:
         return everything
 
     # Without batch factors, each result depends on all examples.
-    factors = factors_of(eqn)
+    factors = factors_of(eqn).in_time(eqn)
     try:
         split = batch_factors(eqn, factors, kinds, n)
     except TraceError:

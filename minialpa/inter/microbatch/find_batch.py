@@ -172,7 +172,7 @@ def _mixes(eqn: JaxprEqn, kinds: Kinds, n: int) -> bool:
     has_rows = [not is_literal(atom) and isinstance(kinds.get(atom), int) for atom in eqn.invars]
     if not any(has_rows) or is_barrier(eqn):
         return False
-    factors = factors_of(eqn)
+    factors = factors_of(eqn).in_time(eqn)
     try:
         split = batch_factors(eqn, factors, kinds, n)
     except TraceError:

@@ -68,7 +68,7 @@ class LoopEquations:
     # ---- equations on examples ------------------------------------------------------------------------------------
 
     def _emit_on_examples(self, i: int, eqn: JaxprEqn) -> None:
-        factors = factors_of(eqn)
+        factors = factors_of(eqn).in_time(eqn)
         split = batch_factors(eqn, factors, self.forms.row_dims(eqn), self.segments.n_micro_batches)
         form = self.forms.form(eqn.outvars[0])
         reader = _Reader(i, factors, split, form.scale if isinstance(form, Rows | Partial) else None)

@@ -21,8 +21,9 @@ from minialpa.inter.microbatch.batching import dim_of
 from minialpa.inter.microbatch.draft import Draft
 from minialpa.inter.microbatch.forms import Once, Own, Partial, Rows, Same, Scale
 from minialpa.inter.microbatch.once_values import OnceValues
-from minialpa.rules.factors import Factors, factors_of, localize
-from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, operand_vars, shape_of
+from minialpa.rules.factors import Factors, factors_of, localize, run_shard
+from minialpa.support.private_jax import with_source_of
+from minialpa.tracing.jaxprs import Atom, aval_of, equations_for, is_literal, operand_vars, shape_of
 
 
 class LoopValues:
@@ -52,8 +53,24 @@ class LoopValues:
 
     def rebuild(self, eqn: JaxprEqn, operands: Sequence[Atom], factors: Factors, split: Sequence[int]) -> list[Var]:
         """Write `eqn` on the micro-batch's part of the factors `split`; its results."""
+        if not factors.positional.isdisjoint(split):
+            return self._rebuild_by_position(eqn, operands, factors, split)
         params = localize(eqn, factors, dict.fromkeys(split, self.n))
         return self.add(self.draft.maker.rebuild(eqn, operands, params))
+
+    def _rebuild_by_position(
+        self, eqn: JaxprEqn, operands: Sequence[Atom], factors: Factors, split: Sequence[int]
+    ) -> list[Var]:
+        """Write a loop or a branch in which something is made by its position, such as the rows of random bits."""
+        n_splits, positional = dict.fromkeys(split, self.n), factors.positional.intersection(split)
+
+        def on_rows(m: Any, *arrays: Any) -> list[Any]:
+            return run_shard(eqn, factors, arrays, n_splits, dict.fromkeys(positional, m))
+
+        eqns, results = equations_for(on_rows, self.draft.micro_index(), *operands)
+        for one in eqns:
+            self.add(with_source_of(one, eqn))
+        return list(results)
 
     def compute(self, key: Hashable, fun: Callable[..., Any], *operands: Atom) -> Atom:
         """Write the equations of `fun`; its result. Functions of one `key` do the same."""

@@ -64,7 +64,7 @@ class OnExamples:
         if not is_own:
             _refuse_own(eqn, forms)
 
-        factors = factors_of(eqn)
+        factors = factors_of(eqn).in_time(eqn)
         try:
             split = batch_factors(eqn, factors, self.forms.row_dims(eqn), self.forms.n)
         except TraceError:
