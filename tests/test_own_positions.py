@@ -84,7 +84,10 @@ OWN: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OWN)
+_FEW = ("one", "several of each example", "all", "int8", "numpy", "filled", "scan", "cond")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in _FEW else pytest.mark.slow) for name in OWN])
 def test_what_is_looked_up_at_the_own_position_gets_a_batch_dimension(name: str) -> None:
     before, after = _both(OWN[name], X, I)
     assert before
@@ -92,15 +95,29 @@ def test_what_is_looked_up_at_the_own_position_gets_a_batch_dimension(name: str)
     assert all(dims for _, dims in after), after
 
 
-@pytest.mark.parametrize("name", ["one", "several of each example", "filled", "second dimension", "scan", "cond"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one",
+        "scan",
+        "cond",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("several of each example", "filled", "second dimension")
+        ),
+    ],
+)
 def test_derivatives_scatter_at_the_own_position(name: str) -> None:
     _, after = _both(lambda x: jax.grad(lambda x: jnp.sum(OWN[name](x, jnp.asarray(I)) ** 2))(x), X)
     assert "scatter-add" in [kind for kind, _ in after]
     assert all(dims for _, dims in after), after
 
 
-@pytest.mark.parametrize("update", ["set", "add", "max", "min", "multiply"])
-@pytest.mark.parametrize("mode", [None, "drop", "clip"])
+_UPDATES = ("add", "max", "min", "multiply")
+
+
+@pytest.mark.parametrize("update", ["set", *(pytest.param(name, marks=pytest.mark.slow) for name in _UPDATES)])
+@pytest.mark.parametrize("mode", [None, "clip"])
 def test_updates_at_the_own_position(update: str, mode: Any) -> None:
     def fun(x: Any, i: Any, v: Any) -> Any:
         one = getattr(x.at[_rows(), i], update)(v, mode=mode)

@@ -49,12 +49,17 @@ def _layer(kinds: str = "vector sequence image", mixes: bool = False, **shapes: 
     return register
 
 
-#: What a layer can be wrapped in. `stack`: two copies under a scan. `tied`: applied twice.
+#: What a layer can be wrapped in. `stack`: two copies under a scan, with one key or with a key for each; the wrap that
+#: carries keys makes the next one from the last. `tied`: applied twice.
 WRAPS = (
     "plain", "residual", "checkpoint", "checkpoint dots", "jit", "vmap", "stack", "checkpointed stack",
-    "unrolled stack", "tied", "custom_vjp", "cond", "fori", "detached branch",
+    "unrolled stack", "stack with keys", "checkpointed stack with keys", "stack that carries keys", "tied",
+    "custom_vjp", "cond", "fori", "detached branch",
 )  # fmt: skip
-_STACKS = ("stack", "unrolled stack", "checkpointed stack")
+_STACKS = (
+    "stack", "unrolled stack", "checkpointed stack", "stack with keys", "checkpointed stack with keys",
+    "stack that carries keys",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,8 @@ def _row(stacked: Params, i: int) -> Params:
 def apply_layer(layer: Layer, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """The activations behind a layer."""
     fun = RULES[layer.name].apply
+    if layer.wrap in _STACKS:
+        return _apply_stack(layer.wrap, fun, p, h, key)
     match layer.wrap:
         case "plain":
             return fun(p, h, key)
@@ -107,13 +114,6 @@ def apply_layer(layer: Layer, p: Params, h: jax.Array, key: jax.Array) -> jax.Ar
             return jax.jit(fun)(p, h, key)
         case "vmap":
             return jax.vmap(lambda row: fun(p, row[None], key)[0])(h)
-        case "stack":
-            return jax.lax.scan(lambda h, row: (fun(row, h, key), None), h, p, length=2)[0]
-        case "checkpointed stack":
-            body = jax.checkpoint(lambda h, row: (fun(row, h, key), None))
-            return jax.lax.scan(body, h, p, length=2)[0]
-        case "unrolled stack":
-            return fun(_row(p, 1), fun(_row(p, 0), h, key), key)
         case "tied":
             return fun(p, fun(p, h, key), key)
         case "custom_vjp":
@@ -125,6 +125,36 @@ def apply_layer(layer: Layer, p: Params, h: jax.Array, key: jax.Array) -> jax.Ar
         case "detached branch":
             return fun(p, h, key) + jax.lax.stop_gradient(jnp.sin(h))
     raise ValueError(layer.wrap)
+
+
+def _apply_stack(wrap: str, fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """The activations behind two copies of a layer."""
+    keys = jax.random.split(key, 2)
+    match wrap:
+        case "stack":
+            return jax.lax.scan(lambda h, row: (fun(row, h, key), None), h, p, length=2)[0]
+        case "checkpointed stack":
+            body = jax.checkpoint(lambda h, row: (fun(row, h, key), None))
+            return jax.lax.scan(body, h, p, length=2)[0]
+        case "stack with keys":
+            return jax.lax.scan(lambda h, row: (fun(row[0], h, row[1]), None), h, (p, keys), length=2)[0]
+        case "checkpointed stack with keys":
+            again = jax.checkpoint(fun)
+            return jax.lax.scan(lambda h, row: (again(row[0], h, row[1]), None), h, (p, keys), length=2)[0]
+        case "stack that carries keys":
+            return _stack_that_carries_keys(fun, p, h, key)
+        case "unrolled stack":
+            return fun(_row(p, 1), fun(_row(p, 0), h, key), key)
+    raise ValueError(wrap)
+
+
+def _stack_that_carries_keys(fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    def body(carry: tuple[jax.Array, jax.Array], row: Params) -> Any:
+        h, key = carry
+        key, own = jax.random.split(key)
+        return (fun(row, h, own), key), None
+
+    return jax.lax.scan(body, (h, key), p, length=2)[0][0]
 
 
 def _own_derivative(fun: Apply) -> Apply:
@@ -239,6 +269,13 @@ def dropout_by_number(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return h * (noise < 0.75).astype(h.dtype)
 
 
+@_layer()
+def dropout_by_position(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Each example is scaled by what its number gives."""
+    number = jnp.arange(h.shape[0]).reshape((-1,) + (1,) * (h.ndim - 1))
+    return h * (1 + 0.1 * jnp.sin(number.astype(h.dtype))) * jax.random.bernoulli(key, 0.75, h.shape).astype(h.dtype)
+
+
 @_layer(scale=(WIDTH,))
 def noise(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return h + 0.1 * jax.random.normal(key, h.shape) * _wide(p["scale"], h)
@@ -285,6 +322,26 @@ def sorted_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 @_layer()
 def rolled_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.roll(h, 1, -1) * 0.5 + jnp.flip(h, -1)
+
+
+def _feature(h: jax.Array) -> jax.Array:
+    """A feature of each example, by the first one of its values."""
+    first = jax.lax.stop_gradient(h).reshape(h.shape[0], -1)[:, 0]
+    return jnp.clip(4 + jnp.round(first), 0, WIDTH - 1).astype(np.int32)
+
+
+@_layer(scale=(WIDTH,))
+def picked_feature(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """One feature of each example, by its number."""
+    picked = h[jnp.arange(h.shape[0]), ..., _feature(h)]
+    return h * _wide(p["scale"], h) + picked[..., None]
+
+
+@_layer(scale=(WIDTH,))
+def updated_feature(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    rows, feature = jnp.arange(h.shape[0]), _feature(h)
+    h = h.at[rows, ..., feature].add(jnp.tanh(h[..., 0]))
+    return h.at[rows, ..., (feature + 1) % WIDTH].multiply(0.5).at[rows, ..., 0].set(h[..., 1]) * _wide(p["scale"], h)
 
 
 @_layer()
@@ -366,6 +423,20 @@ def recurrent_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
         return jax.lax.scan(cell, jnp.zeros(WIDTH), row, reverse=True)[1]
 
     return jax.vmap(one)(h)
+
+
+@_layer("sequence", w=(WIDTH, WIDTH))
+def token_pooling(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """A token of each example, and two others, by its number."""
+    rows = np.arange(h.shape[0])
+    place = _feature(h) % TIME
+    pair = h[rows[:, None], jnp.stack([place, (place + 1) % TIME], 1)]
+    return jnp.tanh(h @ p["w"]) + (h[rows, place] + jnp.sum(pair, 1))[:, None]
+
+
+@_layer("sequence", mixes=True, w=(WIDTH, WIDTH))
+def token_of_the_one_before(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.tanh(h @ p["w"]) + h[jnp.arange(h.shape[0]) - 1, _feature(h) % TIME][:, None]
 
 
 @_layer("sequence", decay=(WIDTH,))

@@ -67,6 +67,7 @@ PER_EXAMPLE: dict[str, Callable[[jax.Array, Batch], jax.Array]] = {
     "huber": lambda s, b: jnp.sum(jnp.where(jnp.abs(s - b["target"]) < 1, (s - b["target"]) ** 2, 1), -1),
     "cross entropy": lambda s, b: -_log_probability(s, b),
     "one-hot cross entropy": lambda s, b: -jnp.sum(jax.nn.one_hot(b["label"], WIDTH) * jax.nn.log_softmax(s), -1),
+    "cross entropy by number": lambda s, b: -jax.nn.log_softmax(s)[jnp.arange(s.shape[0]), b["label"]],
     "focal": _focal,
     "hinge": _hinge,
     "two classes": _two_class,
