@@ -16,9 +16,9 @@ import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa import LogicalMesh, ShardParallel, hlo, models, parallelize, value_and_grad
 from minialpa.intra.spmd import EquationSpecs, ShardedEquations, shard_program
 from minialpa.intra.strategies.strategies import enumerate_strategies
-from minialpa.rules.factors import factors_of
+from minialpa.rules.factors import factors_of, localize
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import is_literal, shape_of
+from minialpa.tracing.jaxprs import eval_equation, is_literal, shape_of
 from tests.rules.rule_laws import Case, cases_of, check_all, check_positions, notation, only, vjp
 from tests.rules.rule_programs import PROGRAMS, cases
 
@@ -170,6 +170,60 @@ def test_bits_that_are_not_counted_are_drawn_whole() -> None:
         assert notation_of_bits((4, 6)) == "[] -> [A B]"
         case = only(lambda key: jax.random.bits(key, (4, 6)), jax.random.key(0))
     assert notation(case) == "[] -> [A B]", "what counts is how the equation was traced"
+
+
+_DROPPED = np.arange(32, dtype=np.float32).reshape(8, 4)
+
+
+def _dropped(h: Any, key: Any) -> Any:
+    return jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0) + jnp.arange(8, dtype=h.dtype)[:, None]
+
+
+def _scanned(h: Any, key: Any) -> Any:
+    def body(h: Any, i: Any) -> Any:
+        inner = lambda k, h: _dropped(h, jax.random.fold_in(key, 3 * i + k))  # noqa: E731
+        return lax.fori_loop(0, 2, inner, h), h + _DROPPED
+
+    return lax.scan(body, h, jnp.arange(3))
+
+
+def _chosen(h: Any, key: Any) -> Any:
+    return lax.cond(h[0, 0] < 9, _dropped, lambda h, key: h * 2, h, key)
+
+
+def _until(h: Any, key: Any) -> Any:
+    body = lambda carry: (carry[0] + 1, _dropped(carry[1], jax.random.fold_in(key, carry[0])))  # noqa: E731
+    return lax.while_loop(lambda carry: carry[0] < key.ndim + 2, body, (jnp.int32(key.ndim), h))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("fun", [_scanned, _chosen, _until])
+def test_loops_and_branches_that_make_arrays_by_position(fun: Any, impl: Any) -> None:
+    """Bits that are not counted, and captured arrays, are there in full, and a shard takes its part."""
+    found = cases_of(fun, _DROPPED, jax.random.key(3, impl=impl))
+    found = tuple(case for case in found if case.eqn.primitive.name in ("cond", "scan", "while"))
+    (last,) = found[-1:]
+    assert {factors_of(last.eqn).sizes[f] for f in factors_of(last.eqn).positional} >= {8}
+    check_all((last,))
+
+
+def test_a_loop_that_mixes_what_it_makes_by_position_is_not_split() -> None:
+    def body(h: Any, key: Any) -> Any:
+        return h + jnp.sort(jax.random.uniform(key, h.shape), 0), None
+
+    case = only(lambda h, keys: lax.scan(body, h, keys), _DROPPED, jax.random.split(jax.random.key(0), 2))
+    factors = factors_of(case.eqn)
+    assert 8 not in {factors.sizes[f] for f in factors.positional}
+    assert factors.in_time(case.eqn).leading_factor(0, 0) in factors.blocked
+
+
+def test_an_equation_on_a_part_needs_to_be_told_which_one() -> None:
+    """Parameters of a part of a loop that makes arrays by position do not make a program."""
+    case = only(lambda h, key: _until(h, key), _DROPPED, jax.random.key(3))
+    factors = factors_of(case.eqn)
+    (rows,) = (f for f in factors.positional if factors.sizes[f] == 8)
+    with pytest.raises(TypeError, match="shards"):
+        eval_equation(case.eqn, case.operands, localize(case.eqn, factors, {rows: 2}))
 
 
 def test_loops_and_micro_batches_do_not_split_by_position() -> None:

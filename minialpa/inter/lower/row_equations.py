@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.rules.factors import Dims, Factors, factors_of, run_rows
-from minialpa.tracing.jaxprs import Atom, equations_for, is_literal
+from minialpa.tracing.jaxprs import Atom, equations_for, is_control_flow, is_literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,9 @@ def _factor_rows(eqn: JaxprEqn, factors: Factors, result: int, rows: Rows) -> _F
     dim = factors.results[result][rows.dim]
     factor = next((f for f in dim if factors.sizes[f] > 1), None)
     if factor is None or factor in factors.blocked or factor in factors.reductions or eqn.effects:
+        return None
+    # Loops and branches tell positions by equal parts, and rows may be any.
+    if factor in factors.positional and is_control_flow(eqn):
         return None
 
     inner = _inner(factors, dim, factor)

@@ -1,4 +1,4 @@
-"""Arrays that bodies of loops make by position, such as random bits: a micro-batch meets its rows of the full batch's."""
+"""What bodies of loops make by position, such as random bits: a micro-batch meets the rows of the full batch."""
 
 from __future__ import annotations
 
