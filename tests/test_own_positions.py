@@ -146,6 +146,7 @@ OTHER: dict[str, Callable[[Any, Any], Any]] = {
     "flipped": lambda x, i: x[_rows()[::-1], i],
     "halves": lambda x, i: x[_rows() // 2, i],
     "doubled": lambda x, i: x[2 * _rows() % B, i],
+    "flattened": lambda x, i: x.reshape(B * T, H)[_rows() * T + i],
     "of the data": lambda x, i: x[i % B, i],
     "almost": lambda x, i: x[np.array([0, 1, 3, 2]), i],
     "almost, at the end": lambda x, i: x[jnp.concatenate([jnp.arange(B - 1), jnp.array([0])]), i],

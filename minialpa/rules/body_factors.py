@@ -442,7 +442,9 @@ def run_part(
         return own_part(atom, atom.val) if is_literal(atom) else env[atom]
 
     def result(atom: Any) -> Any:
-        return np.asarray(atom.val, getattr(atom.aval, "dtype", None)) if is_literal(atom) else env[atom]
+        if not is_literal(atom):
+            return env[atom]
+        return own_part(atom, np.asarray(atom.val, getattr(atom.aval, "dtype", None)))
 
     for eqn in part.eqns:
         factors = region.factors[id(eqn)]

@@ -4,8 +4,8 @@
     while  consts, carries -> carries                   the test for another iteration is the same in all shards
     cond   index, operands -> results                   branches agree on the factors of their operands and results
 
-What is made inside by position, such as random bits, makes a factor positional (see `body_factors`): the equation then runs
-through `on_shards`, whose positions are constants of the body.
+What is made inside by position, such as random bits, makes a factor positional (see `body_factors`): the equation then
+runs through `on_shards`, whose positions are constants of the body.
 
 Gradients of weights that the body sums over examples, in a carry or for each iteration, are partial sums.
 Flops: those of the body for each iteration of scan, for one iteration of while; those of the largest branch of cond.
