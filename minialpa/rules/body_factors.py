@@ -287,7 +287,7 @@ def _follow_once(
 
     joined = [_joined([states[atom] for atom in atoms]) for atoms in region.results]
     do_branches_agree = all(state is not None for state in joined)
-    is_sound = is_sound and do_branches_agree and all(states[test] in _REPLICATED for test in region.tests)
+    is_sound = is_sound and do_branches_agree and all(states[test] in ("split", *_REPLICATED) for test in region.tests)
     return Outcome(tuple(state or "sum" for state in joined), sums), is_sound
 
 

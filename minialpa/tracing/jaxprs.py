@@ -52,6 +52,7 @@ _CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
     "custom_lin": "call_jaxpr",
+    "custom_linear_solve": "jaxprs",  # those of four functions, of which only `solve` computes anything
 }
 _JITS = ("jit", "pjit", "closed_call", "core_call")
 _REMATS = ("remat2", "checkpoint")
@@ -232,6 +233,18 @@ def _warn_of_shardings(eqn: JaxprEqn) -> None:
         )
 
 
+def _called(eqn: JaxprEqn) -> tuple[Any, list[Atom]]:
+    """The program that a call runs, and the operands that it runs it on."""
+    inner = eqn.params[_CALLS[eqn.primitive.name]]
+    if eqn.primitive.name != "custom_linear_solve":
+        return inner, list(eqn.invars)
+
+    # The operands are the constants of each function, then the right-hand sides. The other functions are derivatives.
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    return inner.solve, [*eqn.invars[start : start + lengths.solve], *eqn.invars[sum(lengths) :]]
+
+
 class _Flattener:
     """Collects the equations of a program; the consts of inner closed jaxprs become additional constvars."""
 
@@ -284,11 +297,11 @@ class _Flattener:
     def _inline(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
         """Add the equations inside a call."""
         _warn_of_shardings(eqn)
-        inner = eqn.params[_CALLS[eqn.primitive.name]]
+        inner, invars = _called(eqn)
         consts = tuple(getattr(inner, "consts", ()))
         body = getattr(inner, "jaxpr", inner)
 
-        operands = [self.read(env, atom) for atom in eqn.invars]
+        operands = [self.read(env, atom) for atom in invars]
         is_recomputed = eqn.primitive.name in _REMATS and eqn.params.get("differentiated")
         if is_recomputed and (self.always_barriers or eqn.params.get("prevent_cse")):
             operands = self._barrier(operands, scope)
