@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.rules.body_factors import Links, Node, Outcome, Region, follow, link, local_jaxpr, node_of, zero_arrays
 from minialpa.rules.common import FactorTable, Shapes
-from minialpa.rules.factors import Dims, Factors, rule
+from minialpa.rules.factors import Dims, Factors, equal_operands, rule
 from minialpa.tracing.jaxprs import Atom, FlatJaxpr, flatten_calls, fresh_var, is_literal, shape_of
 
 
@@ -83,7 +83,9 @@ def _scan_control(body: Any, n_consts: int, n_carry: int) -> _Control:
 
 
 @_remember
-def _while_control(condition: Any, body: Any, n_condition_consts: int, n_body_consts: int) -> _Control:
+def _while_control(
+    condition: Any, body: Any, n_condition_consts: int, n_body_consts: int, equal: tuple[int, ...]
+) -> _Control:
     flat = _inlined(body)
     # Condition and body have constants of their own, and share the carries.
     consts = tuple(fresh_var(var.aval) for var in _inlined(condition).invars[:n_condition_consts])
@@ -97,6 +99,7 @@ def _while_control(condition: Any, body: Any, n_condition_consts: int, n_body_co
             results=tuple((atom,) for atom in flat.outvars),
             carried=tuple((i, n_consts + i) for i in range(len(flat.outvars))),
             tests=test.outvars,
+            equal=equal,
         )
     )
 
@@ -206,7 +209,11 @@ def _scan(eqn: JaxprEqn) -> Factors:
 
 def _while_parts(eqn: JaxprEqn) -> _Control:
     params = eqn.params
-    return _while_control(params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"], params["body_nconsts"])
+    n_consts = params["cond_nconsts"], params["body_nconsts"]
+    # Initial values of carries may be equal; carries are not.
+    constants = equal_operands(eqn)[: sum(n_consts)]
+    equal = (*constants, *range(len(constants), len(eqn.invars)))
+    return _while_control(params["cond_jaxpr"], params["body_jaxpr"], *n_consts, equal)
 
 
 def _local_while(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
@@ -214,7 +221,7 @@ def _local_while(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, 
     return dict(eqn.params, cond_jaxpr=local(0), body_jaxpr=local(1))
 
 
-@rule("while", localize=_local_while)
+@rule("while", localize=_local_while, by_equal_operands=True)
 def _while(eqn: JaxprEqn) -> Factors:
     control = _while_parts(eqn)
     boundary = _Boundary(control, FactorTable(), {})
