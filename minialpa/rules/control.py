@@ -1,7 +1,8 @@
 """Control flow: `scan`, `while` and `cond`, by the rules of the equations inside them (see `body_factors`).
 
-    scan   consts, carries, [T xs] -> carries, [T ys]   T is blocked; a carry keeps its factors over all iterations
-    while  consts, carries -> carries                   the test for another iteration is the same in all shards
+    scan   consts, carries, [T xs] -> carries, [T ys]   a carry keeps its factors over all iterations; T is blocked if
+                                                        an iteration reads what an earlier one has changed
+    while  consts, carries -> carries                   the test is the same in all shards, or each may end by itself
     cond   index, operands -> results                   branches agree on the factors of their operands and results
 
 Gradients of weights that the body sums over examples, in a carry or for each iteration, are partial sums.
@@ -17,7 +18,18 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.rules.body_factors import Links, Node, Outcome, Region, follow, link, local_jaxpr, node_of, zero_arrays
+from minialpa.rules.body_factors import (
+    Links,
+    Node,
+    Outcome,
+    Region,
+    follow,
+    link,
+    local_jaxpr,
+    node_of,
+    summed_carries,
+    zero_arrays,
+)
 from minialpa.rules.common import FactorTable, Shapes
 from minialpa.rules.factors import Dims, Factors, equal_operands, rule
 from minialpa.tracing.jaxprs import Atom, FlatJaxpr, flatten_calls, fresh_var, is_literal, shape_of
@@ -191,7 +203,9 @@ def _local_scan(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
     body_inputs = (*operands[:n_unstacked], *(shape[1:] for shape in operands[n_unstacked:]))
     body_results = (*results[:n_carry], *(shape[1:] for shape in results[n_carry:]))
     local = _local(_scan_control(eqn.params["jaxpr"], n_consts, n_carry), body_inputs, body_results)
-    return dict(eqn.params, jaxpr=local(0))
+    stacked = (*operands[n_unstacked:], *results[n_carry:])
+    length = stacked[0][0] if stacked else eqn.params["length"]
+    return dict(eqn.params, jaxpr=local(0), length=length)
 
 
 @rule("scan", localize=_local_scan)
@@ -199,12 +213,26 @@ def _scan(eqn: JaxprEqn) -> Factors:
     n_consts, n_carry = scan_counts(eqn)
     control = _scan_control(eqn.params["jaxpr"], n_consts, n_carry)
     boundary = _Boundary(control, FactorTable(), {})
-    time = boundary.table.dim(eqn.params["length"], blocked=True)
+    sums = summed_carries(control.region)
+    # A scan may be a loop over the examples of a batch, as `lax.map` is. Nothing else has a position in time.
+    is_apart = sums is not None and not eqn.effects and len(eqn.invars) > n_consts + n_carry
+    is_lost = not sums and len(eqn.outvars) == n_carry
+    time = boundary.table.dim(
+        eqn.params["length"], blocked=not is_apart or is_lost, reduction="sum" if is_apart and sums else None
+    )
+
     inputs = [boundary.dims(atom) for atom in control.region.inputs]
     results = [boundary.dims(atom) for (atom,) in control.region.results]
     operands = [dims if k < n_consts + n_carry else (time, *dims) for k, dims in enumerate(inputs)]
     results = [dims if r < n_carry else (time, *dims) for r, dims in enumerate(results)]
-    return boundary.build(eqn, operands, results, eqn.params["length"] * control.part_flops[0])
+    factors = boundary.build(eqn, operands, results, eqn.params["length"] * control.part_flops[0])
+    if not sums or not is_apart:
+        return factors
+
+    (f,) = time
+    constant = {(f, r) for r in range(n_carry) if r not in sums}
+    once = {(f, n_consts + i) for i in sums}
+    return replace(factors, unaffected=factors.unaffected | constant, once=factors.once | once)
 
 
 def _while_parts(eqn: JaxprEqn) -> _Control:
