@@ -25,7 +25,7 @@ from jax.extend.core import JaxprEqn
 from minialpa.rules.endings import Ending, conditions, counters, endings
 from minialpa.rules.factors import Factors, Reduction, factors_of, localize
 from minialpa.support.disjoint_sets import DisjointSets
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, eval_on_shards, is_literal, operand_vars, shape_of
+from minialpa.tracing.jaxprs import Atom, FlatJaxpr, dtype_name, eval_on_shards, is_literal, operand_vars, shape_of
 
 #: One dimension of an array of a region.
 Node = tuple[Any, int]
@@ -301,9 +301,7 @@ class _Followed:
     states: _States
 
 
-def _follow_once(
-    region: Region, links: Links, group: Node, zeros: frozenset[Atom], sums: frozenset[int]
-) -> _Followed:
+def _follow_once(region: Region, links: Links, group: Node, zeros: frozenset[Atom], sums: frozenset[int]) -> _Followed:
     """The outcome when the inputs in `sums` are partial."""
     states = _States(links, group, zeros, {atom: "sum" for i, atom in enumerate(region.inputs) if i in sums})
     is_sound = True
@@ -427,7 +425,7 @@ def _passed_logic(eqn: JaxprEqn, states: Sequence[State], partial: set[int]) -> 
     """
     kinds = {states[k] for k in partial}
     kind, *_ = kinds
-    fits = len(kinds) == 1 and kind in ("and", "or") and eqn.outvars[0].aval.dtype == np.bool_
+    fits = len(kinds) == 1 and kind in ("and", "or") and dtype_name(eqn.outvars[0]) == "bool"
     if eqn.primitive.name == "not":
         return ("or" if kind == "and" else "and"), fits
     return kind, fits and (kind == eqn.primitive.name or len(partial) == 1)

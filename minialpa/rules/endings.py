@@ -1,9 +1,9 @@
 """Endings: what the iterations of a loop leave as it is once a condition of its test is false.
 
-A loop over a batch by hand, `while any(active): x = where(active, step(x), x)`, goes on until the last example has ended.
-A shard may end by itself if the iterations that it skips would leave its carries as they are. `endings` proves that by
-structure: it numbers the values of test and body, so that equal computations have equal numbers, and evaluates the body
-under what the false condition implies:
+A loop over a batch by hand, `while any(active): x = where(active, step(x), x)`, goes on until the last example has
+ended. A shard may end by itself if the iterations that it skips would leave its carries as they are. `endings` proves
+that by structure: it numbers the values of test and body, so that equal computations have equal numbers, and evaluates
+the body under what the false condition implies:
 
     any(p) is false           -> p is false for each element
     not all(d) is false       -> d is true for each element
@@ -87,11 +87,12 @@ def counters(body: FlatJaxpr, n_carries: int) -> frozenset[int]:
     found = set()
     for i, (carry, new) in enumerate(zip(carries, body.outvars, strict=True)):
         eqn = None if is_literal(new) else producers.get(new)
+        if eqn is None or eqn.primitive.name != "add" or not any(atom is carry for atom in eqn.invars):
+            continue
         # Narrow integers may begin again at their least value.
         is_wide = dtype_name(carry) in ("int32", "int64", "uint32", "uint64")
-        if eqn is not None and eqn.primitive.name == "add" and is_wide and carry in eqn.invars:
-            if any(is_literal(atom) and np.all(np.asarray(atom.val) == 1) for atom in eqn.invars):
-                found.add(i)
+        if is_wide and any(is_literal(atom) and np.all(np.asarray(atom.val) == 1) for atom in eqn.invars):
+            found.add(i)
     return frozenset(found)
 
 
@@ -109,10 +110,10 @@ def _inputs_of(atom: Atom, part: FlatJaxpr) -> set[Atom]:
 
 
 #: Primitives whose result is constant if their operand is, and has the same value.
-_PASSING = frozenset(
-    ("broadcast_in_dim", "convert_element_type", "copy", "reduce_and", "reduce_max", "reduce_min", "reduce_or")
-    + ("reshape", "slice", "squeeze", "stop_gradient", "transpose")
-)
+_PASSING = (
+    "broadcast_in_dim", "convert_element_type", "copy", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
+    "reshape", "slice", "squeeze", "stop_gradient", "transpose",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -164,7 +165,9 @@ class _Values:
             return
         self.constants[self.of[atom]] = int(value)
         eqn = producers.get(atom)
-        match (None if eqn is None else eqn.primitive.name, value):
+        if eqn is None:
+            return
+        match (eqn.primitive.name, value):
             case ("not", _):
                 self.assume(eqn.invars[0], not value, producers)
             case ("or" | "reduce_or", False) | ("and" | "reduce_and", True):

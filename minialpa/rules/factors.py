@@ -236,7 +236,7 @@ def equal_operands(eqn: JaxprEqn) -> tuple[int, ...]:
 
 def _array_key(atom: Any) -> Hashable:
     if not is_literal(atom):
-        return atom
+        return id(atom)
     value = np.asarray(atom.val)
     return str(value.dtype), value.shape, value.tobytes()
 

@@ -1,4 +1,4 @@
-"""Loops of which each example ends by itself: what is split, by the halving law, and the nearest loops that may not be."""
+"""Loops that each example ends by itself: what is split, by the halving law, and the nearest loops that may not be."""
 
 from __future__ import annotations
 
@@ -165,7 +165,9 @@ TOGETHER: dict[str, Callable[[], Case]] = {
     "kept the other way round": lambda: _while(_any_above, lambda x: (jnp.where(x > 1, x - 0.1, x - 0.2),), X),
     "one of two is kept": lambda: _while(lambda x, y: _any_above(x), lambda x, y: (_kept(x), y + x), X, X),
     "equal limits that are not the same": lambda: _loops(_two_limits, X, np.float32(2), np.float32(2))[0],
-    "until the first has ended": lambda: _while(lambda x: jnp.all(x > 0.1), lambda x: (jnp.where(x > 0.1, 0.5 * x, x),), X),
+    "until the first has ended": lambda: _while(
+        lambda x: jnp.all(x > 0.1), lambda x: (jnp.where(x > 0.1, 0.5 * x, x),), X
+    ),
     "any of one and any of another": lambda: _while(
         lambda x, y: _any_above(x) & _any_above(y), lambda x, y: (_kept(x), _kept(y)), X, X
     ),
