@@ -18,16 +18,26 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from minialpa.rules.endings import Ending, conditions, counters, endings
 from minialpa.rules.factors import Factors, Reduction, factors_of, localize, part_of, run_from
 from minialpa.support.disjoint_sets import DisjointSets
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, eval_on_shards, is_control_flow, is_literal, operand_vars, shape_of
+from minialpa.tracing.jaxprs import (
+    Atom,
+    FlatJaxpr,
+    dtype_name,
+    eval_on_shards,
+    is_control_flow,
+    is_literal,
+    operand_vars,
+    shape_of,
+)
 
 #: One dimension of an array of a region.
 Node = tuple[Any, int]
@@ -46,7 +56,9 @@ class Region:
         inputs: a variable for each operand.
         results: for each result, the atoms that it may come from, one for each branch.
         carried: (result, input) pairs: the result of one iteration is the input of the next.
-        tests: atoms that decide what runs, and so must be the same in every shard.
+        tests: atoms that decide whether another iteration runs. They are the same in every shard, or true or false for
+            each element of the first dimensions of all carries; or else each shard may end by itself (see `endings`).
+        equal: for each input, the number of the first one that is the same array; only of loops with tests.
     """
 
     parts: tuple[FlatJaxpr, ...]
@@ -54,6 +66,13 @@ class Region:
     results: tuple[tuple[Atom, ...], ...]
     carried: tuple[tuple[int, int], ...] = ()
     tests: tuple[Atom, ...] = ()
+    equal: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def endings(self) -> dict[Atom, Ending]:
+        """The ending of each condition of the test."""
+        test, body = self.parts
+        return endings(test, body, len(self.carried), self.equal)
 
     @functools.cached_property
     def eqns(self) -> tuple[JaxprEqn, ...]:
@@ -262,10 +281,12 @@ def follow(region: Region, links: Links, group: Node, zeros: frozenset[Atom]) ->
     """
     sums: frozenset[int] = frozenset()
     while True:
-        outcome, is_sound = _follow_once(region, links, group, zeros, sums)
+        followed = _follow_once(region, links, group, zeros, sums)
+        outcome = followed.outcome
         grown = {i for r, i in region.carried if _is_partial(outcome.results[r])}
         if grown <= sums:
-            return outcome if is_sound and _are_carries_sums(outcome, region) else None
+            is_sound = followed.is_sound and _are_carries_sums(outcome, region)
+            return _ended(region, followed) if is_sound else None
         sums |= grown
 
 
@@ -300,10 +321,23 @@ class _States:
         return self.partial.get(atom, "zero" if atom in self.zeros else "same")
 
 
-def _follow_once(
-    region: Region, links: Links, group: Node, zeros: frozenset[Atom], sums: frozenset[int]
-) -> tuple[Outcome, bool]:
-    """The outcome when the inputs in `sums` are partial; and whether the rules of all equations allow it."""
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """What one iteration makes of given states of its inputs.
+
+    Attributes:
+        outcome: the states of the results.
+        is_sound: whether the rules of all equations allow it, tests apart.
+        states: of all arrays.
+    """
+
+    outcome: Outcome
+    is_sound: bool
+    states: _States
+
+
+def _follow_once(region: Region, links: Links, group: Node, zeros: frozenset[Atom], sums: frozenset[int]) -> _Followed:
+    """The outcome when the inputs in `sums` are partial."""
     states = _States(links, group, zeros, {atom: "sum" for i, atom in enumerate(region.inputs) if i in sums})
     is_sound = True
     members = links.members.get(group, {})
@@ -313,8 +347,40 @@ def _follow_once(
 
     joined = [_joined([states[atom] for atom in atoms]) for atoms in region.results]
     do_branches_agree = all(state is not None for state in joined)
-    is_sound = is_sound and do_branches_agree and all(states[test] in _REPLICATED for test in region.tests)
-    return Outcome(tuple(state or "sum" for state in joined), sums), is_sound
+    outcome = Outcome(tuple(state or "sum" for state in joined), sums)
+    return _Followed(outcome, is_sound and do_branches_agree, states)
+
+
+def _ended(region: Region, followed: _Followed) -> Outcome | None:
+    """The outcome of all iterations, if every shard ends as the whole loop does. None if that is not known.
+
+    A test for each example ends each of them by itself: `while` keeps the carries of an example whose test is false.
+    """
+    tests = {followed.states[test] for test in region.tests}
+    if tests <= {"split", *_REPLICATED}:
+        return followed.outcome
+
+    # One condition is true if it is true in any shard; all others are the same in every shard.
+    (test,) = region.tests
+    partial = [atom for atom in conditions(region.parts[0]) if _is_partial(followed.states[atom])]
+    if len(partial) != 1 or followed.states[partial[0]] != "or" or followed.outcome.sums or is_literal(test):
+        return None
+
+    return _ended_apart(region, followed.outcome, region.endings[partial[0]])
+
+
+def _ended_apart(region: Region, outcome: Outcome, ending: Ending) -> Outcome | None:
+    """The outcome if each shard ends with its own part of a condition: what changes after that is a counter."""
+    raised = counters(region.parts[1], len(region.carried))
+    results = list(outcome.results)
+    for carry, (r, _) in enumerate(region.carried):
+        if carry in ending.kept:
+            continue
+        # The condition stays false only if nothing that it reads changes.
+        if results[r] not in _REPLICATED or carry in ending.read or carry not in raised:
+            return None
+        results[r] = "max"
+    return replace(outcome, results=tuple(results))
 
 
 def _follow_equation(eqn: JaxprEqn, factors: Factors, split: set[int], states: _States) -> bool:
@@ -357,6 +423,8 @@ def _result_state(
     partial = {k for k, state in enumerate(states) if _is_partial(state)}
     affecting = [f for f in split if factors.affects(f, result)]
     if not affecting:
+        if partial and eqn.primitive.name in _LOGIC:
+            return _passed_logic(eqn, states, partial)
         return _passed(factors, states, partial) if partial else ("same", True)
     factor = affecting[0]
     if not factors.is_partial(factor, result):
@@ -384,6 +452,22 @@ def _passed(factors: Factors, states: Sequence[State], partial: set[int]) -> tup
     return state, fits and factors.linear == "each" and len(partial) == 1
 
 
+_LOGIC = ("and", "not", "or")
+
+
+def _passed_logic(eqn: JaxprEqn, states: Sequence[State], partial: set[int]) -> tuple[State, bool]:
+    """The state of what logic makes of partial booleans, and whether it is a partial result, too.
+
+    `any(p) or q` is the `any` of `p or q`, and so is `any(p) and q` if q is no partial result; as with `all`.
+    """
+    kinds = {states[k] for k in partial}
+    kind, *_ = kinds
+    fits = len(kinds) == 1 and kind in ("and", "or") and dtype_name(eqn.outvars[0]) == "bool"
+    if eqn.primitive.name == "not":
+        return ("or" if kind == "and" else "and"), fits
+    return kind, fits and (kind == eqn.primitive.name or len(partial) == 1)
+
+
 def zero_arrays(region: Region) -> frozenset[Atom]:
     """Arrays of a region that are zero by construction: what linear equations make of the literal 0."""
     zeros: set[Atom] = set()
@@ -394,6 +478,38 @@ def zero_arrays(region: Region) -> frozenset[Atom]:
         if factors.linear == "joint" and all(is_zero):
             zeros.update(eqn.outvars)
     return frozenset(zeros)
+
+
+def summed_carries(region: Region) -> frozenset[int] | None:
+    """The carries of a body to which each iteration adds something, if all others pass unchanged; else None.
+
+    Nothing but these sums reads what another iteration has made, so the iterations may run in any order and apart.
+    """
+    (body,) = region.parts
+    readers: dict[Atom, list[JaxprEqn]] = defaultdict(list)
+    for eqn in body.eqns:
+        for atom in operand_vars(eqn):
+            readers[atom].append(eqn)
+
+    sums = set()
+    for r, i in region.carried:
+        if region.results[r][0] is region.inputs[i]:
+            continue
+        if not _is_summed(region.inputs[i], region.results[r][0], readers, [atom for (atom,) in region.results]):
+            return None
+        sums.add(r)
+    return frozenset(sums)
+
+
+def _is_summed(carry: Atom, new: Atom, readers: Mapping[Atom, list[JaxprEqn]], results: Sequence[Atom]) -> bool:
+    """Whether a carry is only added to on its way to its next value."""
+    value = carry
+    while not any(value is result for result in results):
+        # One operand of one addition reads it, or it would count twice or for something else.
+        if [eqn.primitive.name for eqn in readers.get(value, [])] not in (["add"], ["add_any"]):
+            return False
+        value = readers[value][0].outvars[0]
+    return value is new and value not in readers and sum(value is result for result in results) == 1
 
 
 def local_jaxpr(part: FlatJaxpr, region: Region, links: Links, n_splits: Mapping[Node, int]) -> Any:

@@ -1,7 +1,8 @@
 """Control flow: `scan`, `while` and `cond`, by the rules of the equations inside them (see `body_factors`).
 
-    scan   consts, carries, [T xs] -> carries, [T ys]   T is blocked; a carry keeps its factors over all iterations
-    while  consts, carries -> carries                   the test for another iteration is the same in all shards
+    scan   consts, carries, [T xs] -> carries, [T ys]   a carry keeps its factors over all iterations; T is blocked if
+                                                        an iteration reads what an earlier one has changed
+    while  consts, carries -> carries                   the test is the same in all shards, or each may end by itself
     cond   index, operands -> results                   branches agree on the factors of their operands and results
 
 What is made inside by position, such as random bits, makes a factor positional (see `body_factors`): the equation then
@@ -35,10 +36,11 @@ from minialpa.rules.body_factors import (
     local_structs,
     node_of,
     run_part,
+    summed_carries,
     zero_arrays,
 )
 from minialpa.rules.common import FactorTable, Shapes
-from minialpa.rules.factors import Dims, Factors, Starts, rule
+from minialpa.rules.factors import Dims, Factors, Starts, equal_operands, rule
 from minialpa.tracing.jaxprs import (
     Atom,
     FlatJaxpr,
@@ -111,7 +113,9 @@ def _scan_control(body: Any, n_consts: int, n_carry: int) -> _Control:
 
 
 @_remember
-def _while_control(condition: Any, body: Any, n_condition_consts: int, n_body_consts: int) -> _Control:
+def _while_control(
+    condition: Any, body: Any, n_condition_consts: int, n_body_consts: int, equal: tuple[int, ...]
+) -> _Control:
     flat = _inlined(body)
     # Condition and body have constants of their own, and share the carries.
     consts = tuple(fresh_var(var.aval) for var in _inlined(condition).invars[:n_condition_consts])
@@ -125,6 +129,7 @@ def _while_control(condition: Any, body: Any, n_condition_consts: int, n_body_co
             results=tuple((atom,) for atom in flat.outvars),
             carried=tuple((i, n_consts + i) for i in range(len(flat.outvars))),
             tests=test.outvars,
+            equal=equal,
         )
     )
 
@@ -254,8 +259,11 @@ def _local_scan(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
     n_unstacked = n_consts + n_carry
     body_inputs = (*operands[:n_unstacked], *(shape[1:] for shape in operands[n_unstacked:]))
     body_results = (*results[:n_carry], *(shape[1:] for shape in results[n_carry:]))
+    stacked = (*operands[n_unstacked:], *results[n_carry:])
+    length = stacked[0][0] if stacked else eqn.params["length"]
     control = _scan_control(eqn.params["jaxpr"], n_consts, n_carry)
-    return _local(eqn, control, body_inputs, body_results, lambda part: {"jaxpr": part(0)})
+    named = lambda part: {"jaxpr": part(0)}  # noqa: E731
+    return _local(eqn, control, body_inputs, body_results, named) | {"length": length}
 
 
 def _scan_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
@@ -282,17 +290,35 @@ def _scan(eqn: JaxprEqn) -> Factors:
     n_consts, n_carry = scan_counts(eqn)
     control = _scan_control(eqn.params["jaxpr"], n_consts, n_carry)
     boundary = _Boundary(control, FactorTable(), {})
-    time = boundary.table.dim(eqn.params["length"], blocked=True)
+    sums = summed_carries(control.region)
+    # A scan may be a loop over the examples of a batch, as `lax.map` is. Nothing else has a position in time.
+    is_apart = sums is not None and not eqn.effects and len(eqn.invars) > n_consts + n_carry
+    is_lost = not sums and len(eqn.outvars) == n_carry
+    time = boundary.table.dim(
+        eqn.params["length"], blocked=not is_apart or is_lost, reduction="sum" if is_apart and sums else None
+    )
+
     inputs = [boundary.dims(atom) for atom in control.region.inputs]
     results = [boundary.dims(atom) for (atom,) in control.region.results]
     operands = [dims if k < n_consts + n_carry else (time, *dims) for k, dims in enumerate(inputs)]
     results = [dims if r < n_carry else (time, *dims) for r, dims in enumerate(results)]
-    return boundary.build(eqn, operands, results, eqn.params["length"] * control.part_flops[0])
+    factors = boundary.build(eqn, operands, results, eqn.params["length"] * control.part_flops[0])
+    if not sums or not is_apart:
+        return factors
+
+    (f,) = time
+    constant = {(f, r) for r in range(n_carry) if r not in sums}
+    once = {(f, n_consts + i) for i in sums}
+    return replace(factors, unaffected=factors.unaffected | constant, once=factors.once | once)
 
 
 def _while_parts(eqn: JaxprEqn) -> _Control:
     params = eqn.params
-    return _while_control(params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"], params["body_nconsts"])
+    n_consts = params["cond_nconsts"], params["body_nconsts"]
+    # Initial values of carries may be equal; carries are not.
+    constants = equal_operands(eqn)[: sum(n_consts)]
+    equal = (*constants, *range(len(constants), len(eqn.invars)))
+    return _while_control(params["cond_jaxpr"], params["body_jaxpr"], *n_consts, equal)
 
 
 def _local_while(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
@@ -325,7 +351,7 @@ def _while_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str
     return eval_on_shards(eqn, [*begins, *operands[:n_test], *begins, *operands[n_test:]], local)
 
 
-@rule("while", localize=_local_while, on_shards=_while_on_shards)
+@rule("while", localize=_local_while, on_shards=_while_on_shards, by_equal_operands=True)
 def _while(eqn: JaxprEqn) -> Factors:
     control = _while_parts(eqn)
     boundary = _Boundary(control, FactorTable(), {})

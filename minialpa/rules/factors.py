@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.errors import VerifyError
 from minialpa.support.private_jax import settings_of, under_settings_of
-from minialpa.tracing.jaxprs import eval_on_shards, is_call, is_control_flow, shape_of, sub_jaxprs
+from minialpa.tracing.jaxprs import eval_on_shards, is_call, is_control_flow, is_literal, shape_of, sub_jaxprs
 
 Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
 Dims = tuple[tuple[int, ...], ...]
@@ -138,15 +138,20 @@ Rule = Callable[[JaxprEqn], Factors]
 _RULES: dict[str, Rule] = {}
 _LOCALIZERS: dict[str, Localizer] = {}
 _ON_SHARDS: dict[str, OnShards] = {}
+_BY_EQUAL_OPERANDS: set[str] = set()
 
 
 def rule(
-    *primitives: str, localize: Localizer | None = None, on_shards: OnShards | None = None
+    *primitives: str,
+    localize: Localizer | None = None,
+    on_shards: OnShards | None = None,
+    by_equal_operands: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Register the rule of one or more primitives, by name. Registering a primitive twice raises VerifyError.
 
     localize: gives the parameters for local shapes, if the primitive has shapes among its parameters.
     on_shards: computes the results on a shard if positional factors are split.
+    by_equal_operands: whether the factors depend on which operands are the same array.
     """
 
     def register(fun: Rule) -> Rule:
@@ -158,6 +163,8 @@ def rule(
                 _LOCALIZERS[name] = localize
             if on_shards is not None:
                 _ON_SHARDS[name] = on_shards
+            if by_equal_operands:
+                _BY_EQUAL_OPERANDS.add(name)
         return fun
 
     return register
@@ -204,7 +211,8 @@ def replicated_factors(eqn: JaxprEqn) -> Factors:
 def factors_of(eqn: JaxprEqn) -> Factors:
     """Factors of an equation by its primitive's rule; `replicated_factors` if there is no rule."""
     arrays = tuple((shape_of(atom), getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars))
-    key = (eqn.primitive.name, tuple(eqn.params.items()), arrays, settings_of(eqn))
+    equal = equal_operands(eqn) if eqn.primitive.name in _BY_EQUAL_OPERANDS else ()
+    key = (eqn.primitive.name, tuple(eqn.params.items()), arrays, settings_of(eqn), equal)
     try:
         return _factors(_EquationKey(key, eqn))
     except TypeError:  # a parameter that cannot be hashed
@@ -227,6 +235,19 @@ class _EquationKey:
 @functools.lru_cache(maxsize=4096)
 def _factors(kind: _EquationKey) -> Factors:
     return _by_rule(kind.eqn)
+
+
+def equal_operands(eqn: JaxprEqn) -> tuple[int, ...]:
+    """For each operand, the number of the first one that is the same array."""
+    first: dict[Hashable, int] = {}
+    return tuple(first.setdefault(_array_key(atom), k) for k, atom in enumerate(eqn.invars))
+
+
+def _array_key(atom: Any) -> Hashable:
+    if not is_literal(atom):
+        return id(atom)
+    value = np.asarray(atom.val)
+    return str(value.dtype), value.shape, value.tobytes()
 
 
 def _by_rule(eqn: JaxprEqn) -> Factors:

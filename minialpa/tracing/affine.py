@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.tracing.jaxprs import Atom, aval_of, called_jaxpr, is_call, is_literal, scan_counts, shape_of
+from minialpa.tracing.jaxprs import Atom, aval_of, called, is_call, is_literal, scan_counts, shape_of
 
 #: Constants of more elements are not looked at.
 _MOST_ELEMENTS = 1 << 20
@@ -115,7 +115,8 @@ class Program:
             return None
         r = eqn.outvars.index(var)
         if is_call(eqn):
-            return _result_inside(self, called_jaxpr(eqn), [Outside(atom) for atom in eqn.invars], r, at)
+            inner, operands = called(eqn)
+            return _result_inside(self, inner, [Outside(atom) for atom in operands], r, at)
         if eqn.primitive.name == "optimization_barrier":
             return self.affine(eqn.invars[r], at)
         if eqn.primitive.name == "scan":

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 Atom = Any  # Var | Literal
 
+_LINEAR_SOLVE = "custom_linear_solve"
 #: Primitives that only wrap other equations, and the parameter that holds them.
 _CALLS = {
     "jit": "jaxpr",
@@ -52,6 +53,7 @@ _CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
     "custom_lin": "call_jaxpr",
+    _LINEAR_SOLVE: "jaxprs",  # those of four functions, of which only `solve` computes anything
 }
 _JITS = ("jit", "pjit", "closed_call", "core_call")
 _REMATS = ("remat2", "checkpoint")
@@ -159,14 +161,23 @@ def is_control_flow(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in ("cond", "scan", "while")
 
 
-def called_jaxpr(eqn: JaxprEqn) -> Any:
-    """The program that a call wraps, a closed jaxpr or an open one."""
-    return eqn.params[_CALLS[eqn.primitive.name]]
+def called(eqn: JaxprEqn) -> tuple[Any, list[Atom]]:
+    """The program that a call runs, and the operands that it runs it on."""
+    inner = eqn.params[_CALLS[eqn.primitive.name]]
+    if eqn.primitive.name != _LINEAR_SOLVE:
+        return inner, list(eqn.invars)
+
+    # The operands are the constants of each function, then the right-hand sides. The other functions are derivatives.
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    return inner.solve, [*eqn.invars[start : start + lengths.solve], *eqn.invars[sum(lengths) :]]
 
 
 def with_called(eqn: JaxprEqn, inner: Any) -> JaxprEqn:
     """A call of another program of the same type."""
-    new: JaxprEqn = eqn.replace(params={**eqn.params, _CALLS[eqn.primitive.name]: inner})
+    name = eqn.primitive.name
+    held = eqn.params[_CALLS[name]]._replace(solve=inner) if name == _LINEAR_SOLVE else inner
+    new: JaxprEqn = eqn.replace(params={**eqn.params, _CALLS[name]: held})
     return new
 
 
@@ -308,11 +319,11 @@ class _Flattener:
     def _inline(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
         """Add the equations inside a call."""
         _warn_of_shardings(eqn)
-        inner = called_jaxpr(eqn)
+        inner, invars = called(eqn)
         consts = tuple(getattr(inner, "consts", ()))
         body = getattr(inner, "jaxpr", inner)
 
-        operands = [self.read(env, atom) for atom in eqn.invars]
+        operands = [self.read(env, atom) for atom in invars]
         is_recomputed = eqn.primitive.name in _REMATS and eqn.params.get("differentiated")
         if is_recomputed and (self.always_barriers or eqn.params.get("prevent_cse")):
             operands = self._barrier(operands, scope)

@@ -24,7 +24,7 @@ from minialpa.tracing.affine import At, Outside, Program, inputs_of_scan, inside
 from minialpa.tracing.jaxprs import (
     Atom,
     FlatJaxpr,
-    called_jaxpr,
+    called,
     equations_for,
     is_call,
     shape_of,
@@ -51,8 +51,8 @@ def _rewritten(eqn: JaxprEqn, program: Program) -> list[JaxprEqn]:
     if name in _SCATTERS:
         return _scatter(eqn, program)
     if is_call(eqn):
-        inner = called_jaxpr(eqn)
-        body = _body(inner, program, [Outside(atom) for atom in eqn.invars])
+        inner, operands = called(eqn)
+        body = _body(inner, program, [Outside(atom) for atom in operands])
         return [eqn if body is inner else with_called(eqn, body)]
     return [_with_bodies(eqn, _bodies(eqn, program))] if name in ("scan", "while", "cond") else [eqn]
 

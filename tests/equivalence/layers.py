@@ -369,14 +369,137 @@ def iterated(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, 3, lambda i, z: jnp.tanh(0.5 * z @ p["w"] + h), jnp.zeros_like(h))
 
 
-@_layer(mixes=True, w=(WIDTH, WIDTH))
+# ---- loops that each example ends by itself -------------------------------------------------------------------------
+
+
+def _each(fun: Callable[..., jax.Array], h: jax.Array, *others: jax.Array) -> jax.Array:
+    """A function of each example, and of its row of others, without derivative: while loops have none backwards."""
+    return jax.lax.stop_gradient(jax.vmap(fun)(jax.lax.stop_gradient(h), *others))
+
+
+def _halved(row: jax.Array) -> jax.Array:
+    return jax.lax.while_loop(lambda r: jnp.sum(r**2) > 4, lambda r: 0.5 * r, row)
+
+
+@_layer(w=(WIDTH, WIDTH))
 def until_small(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """Each example is halved until it is short: a while loop, without derivative, that runs until the last one is."""
+    """Each example is halved until it is short."""
+    return jnp.tanh(h @ p["w"]) + _each(_halved, h)
 
-    def halved(row: jax.Array) -> jax.Array:
-        return jax.lax.while_loop(lambda r: jnp.sum(r**2) > 4, lambda r: 0.5 * r, row)
 
-    return jnp.tanh(h @ p["w"]) + jax.lax.stop_gradient(jax.vmap(halved)(h))
+@_layer(w=(WIDTH, WIDTH))
+def counted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Scaled by how often each example was halved, five times at most."""
+
+    def steps(row: jax.Array) -> jax.Array:
+        test = lambda c: (jnp.sum(c[1] ** 2) > 0.1) & (c[0] < 5)  # noqa: E731
+        return jax.lax.while_loop(test, lambda c: (c[0] + 1, 0.5 * c[1]), (0, row))[0]
+
+    count = _each(lambda row: 0.2 * steps(row).astype(h.dtype), h)
+    return jnp.tanh(h @ p["w"]) * count.reshape(-1, *(1,) * (h.ndim - 1))
+
+
+@_layer(w=(WIDTH, WIDTH))
+def loop_in_loop(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    def outer(row: jax.Array) -> jax.Array:
+        body = lambda c: (c[0] + 1, 0.7 * c[1] + 0.1 * _halved(3 * c[1]))  # noqa: E731
+        return jax.lax.while_loop(lambda c: (jnp.max(c[1]) > 0.5) & (c[0] < 4), body, (0, row))[1]
+
+    return jnp.tanh(h @ p["w"]) + _each(outer, h)
+
+
+@_layer(scale=(WIDTH,))
+def drawn_until_accepted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Noise is drawn for each example until its sum is small, each time by a new key."""
+
+    def draw(row: jax.Array, key: jax.Array) -> jax.Array:
+        def again(c: Any) -> Any:
+            next_key, mine = jax.random.split(c[0])
+            return next_key, jax.random.normal(mine, row.shape)
+
+        return jax.lax.while_loop(lambda c: jnp.abs(jnp.sum(c[1])) > 1, again, (key, jnp.ones_like(row)))[1]
+
+    return h * _wide(p["scale"], h) + 0.1 * _each(draw, h, jax.random.split(key, h.shape[0]))
+
+
+@_layer(w=(WIDTH, WIDTH))
+def adaptive_steps(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """A differential equation for each example, in steps as long as their error allows."""
+
+    def solve(row: jax.Array) -> jax.Array:
+        def step(c: Any) -> Any:
+            t, dt, y = c
+            dt = jnp.minimum(dt, 1 - t)
+            slope = lambda y: -y * (1 + y**2)  # noqa: E731
+            euler, heun = y + dt * slope(y), y + 0.5 * dt * (slope(y) + slope(y + dt * slope(y)))
+            error = jnp.max(jnp.abs(euler - heun))
+            accept = error < 0.05
+            factor = jnp.where(accept, 1.5, 0.5).astype(dt.dtype)
+            return jnp.where(accept, t + dt, t), dt * factor, jnp.where(accept, heun, y)
+
+        start = (jnp.zeros((), row.dtype), jnp.full((), 0.3, row.dtype), jnp.tanh(row))
+        return jax.lax.while_loop(lambda c: c[0] < 0.999, step, start)[2]
+
+    return jnp.tanh(h @ p["w"]) + _each(solve, h)
+
+
+@_layer(w=(WIDTH, WIDTH))
+def as_often_as_it_says(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """The number of iterations is the place of the largest feature."""
+
+    def repeated(row: jax.Array) -> jax.Array:
+        n = jnp.argmax(row.reshape(-1, WIDTH)[0])
+        return jax.lax.fori_loop(0, n, lambda i, r: jnp.sin(r) + 0.1 * i.astype(r.dtype), row)
+
+    return jnp.tanh(h @ p["w"]) + _each(repeated, h)
+
+
+@_layer(w=(WIDTH, WIDTH))
+def halved_by_hand(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """One loop over the batch, which leaves what is small as it is."""
+    halve = lambda x: jnp.where(jnp.abs(x) > 1, 0.5 * x, x)  # noqa: E731
+    small = jax.lax.while_loop(lambda x: jnp.any(jnp.abs(x) > 1), halve, jax.lax.stop_gradient(h))
+    return jnp.tanh(h @ p["w"]) + jax.lax.stop_gradient(small)
+
+
+@_layer(w=(WIDTH, WIDTH))
+def fixed_point(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """A root for each example, by Newton's method, with the derivative of the implicit function."""
+
+    def root(row: jax.Array) -> jax.Array:
+        fun = lambda y: y**3 + y - row  # noqa: E731
+        is_far = lambda y: jnp.max(jnp.abs(fun(y))) > 1e-3  # noqa: E731
+        newton = lambda _, start: jax.lax.while_loop(is_far, lambda y: y - fun(y) / (3 * y**2 + 1), start)  # noqa: E731
+        return jax.lax.custom_root(fun, jnp.zeros_like(row), newton, lambda slope, y: y / slope(jnp.ones_like(y)))
+
+    return jax.vmap(root)(h @ p["w"])
+
+
+@_layer(w=(WIDTH, WIDTH))
+def solved(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """A linear system for each vector of features."""
+
+    def solve(v: jax.Array) -> jax.Array:
+        return jnp.linalg.solve(2 * jnp.eye(WIDTH) + jnp.outer(v, v) + p["w"] @ p["w"].T, v)
+
+    return jax.vmap(solve)(h.reshape(-1, WIDTH)).reshape(h.shape)
+
+
+@_layer(w=(WIDTH, WIDTH))
+def mapped(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """A scan over the examples."""
+    return jax.lax.map(lambda row: jnp.tanh(row @ p["w"]), h)
+
+
+@_layer(w=(WIDTH, WIDTH))
+def mapped_by_two(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.lax.map(lambda row: jax.nn.silu(row @ p["w"]), h, batch_size=min(2, h.shape[0]))
+
+
+@_layer()
+def ranked(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    order = jnp.argsort(h, -1)
+    return jnp.take_along_axis(h, order[..., ::-1], -1) + 0.1 * jnp.cumsum(h, -1)
 
 
 @_layer(scale=(WIDTH,))
@@ -437,6 +560,17 @@ def token_pooling(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 @_layer("sequence", mixes=True, w=(WIDTH, WIDTH))
 def token_of_the_one_before(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h @ p["w"]) + h[jnp.arange(h.shape[0]) - 1, _feature(h) % TIME][:, None]
+
+
+@_layer("sequence", w=(WIDTH, WIDTH))
+def gated_in_time(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """In each step of time, a branch for each example by itself, and a loop in one of them."""
+
+    def cell(c: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c = jax.lax.cond(jnp.sum(x) > 0, lambda c: jnp.tanh(c @ p["w"] + x), lambda c: 0.5 * c, c)
+        return c, c + jax.lax.stop_gradient(_halved(jax.lax.stop_gradient(4 * c)))
+
+    return jax.vmap(lambda row: jax.lax.scan(cell, jnp.zeros(WIDTH), row)[1])(h)
 
 
 @_layer("sequence", decay=(WIDTH,))
@@ -510,6 +644,20 @@ def mixed_with_reverse(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 @_layer("vector", mixes=True, w=(WIDTH, WIDTH))
 def attention_over_examples(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.nn.softmax(h @ p["w"] @ h.T) @ h
+
+
+@_layer(mixes=True, w=(WIDTH, WIDTH))
+def halved_together(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """All examples are halved until the last one is small."""
+    test = lambda x: jnp.any(jnp.abs(x) > 1)  # noqa: E731
+    small = jax.lax.while_loop(test, lambda x: 0.5 * x, jax.lax.stop_gradient(h))
+    return jnp.tanh(h @ p["w"]) + jax.lax.stop_gradient(small)
+
+
+@_layer(mixes=True)
+def faded_in_turn(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """A scan over the examples that passes something on."""
+    return jax.lax.scan(lambda c, row: (0.5 * c + row, row + 0.1 * c), jnp.zeros(h.shape[1:]), h)[1]
 
 
 @_layer(mixes=True)
