@@ -51,6 +51,13 @@ def test_what_serial_runs_differ_by_is_allowed() -> None:
     assert wrong({**END, "w": END["w"] - np.float32(1e-1)}, others=[(noisy, LOSSES)])
 
 
+def test_not_a_number_is_equal_to_itself_alone() -> None:
+    losses = [np.float32("nan"), np.float32(1.0)]
+    assert compare((END, losses), (END, losses), [(END, losses)], START).wrong == ()
+    assert compare((END, LOSSES), (END, losses), [(END, losses)], START).wrong[0].startswith("results[0]")
+    assert wrong(END, losses)[0].startswith("results[0]")
+
+
 def test_rounding_moves_floats_by_a_last_place_and_no_whole_numbers() -> None:
     tree = {"w": np.float32([0.3, 1.0, 2.7]), "n": np.int32(3), "half": jnp.bfloat16(0.3), "f": abs}
     moved = rounded_differently(tree, 0)

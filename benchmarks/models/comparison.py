@@ -56,7 +56,7 @@ def compare(found: Any, serial: Any, others: Sequence[Any], start: Any) -> Compa
         if value.dtype != own.dtype or value.shape != own.shape:
             wrong.append((np.inf, f"{path}: {own.dtype}{own.shape} in place of {value.dtype}{value.shape}"))
             continue
-        if value.dtype.kind not in "fcV" and not _is_float(value):
+        if not _is_float(value):
             known = np.logical_and.reduce([one[path] == value for one in noisy])
             if not np.array_equal(value[known], own[known]):
                 wrong.append((np.inf, f"{path}: {_short(own)} in place of {_short(value)}"))
@@ -64,11 +64,14 @@ def compare(found: Any, serial: Any, others: Sequence[Any], start: Any) -> Compa
 
         old = before.get(path)
         error, noise = _norm(_minus(own, value)), np.array([_norm(_minus(one[path], value)) for one in noisy])
-        size = _norm(value if old is None or old.shape != value.shape else _minus(value, old))
+        is_update = old is not None and old.shape == value.shape and old.dtype == value.dtype
+        size = _norm(_minus(value, old) if old is not None and is_update else _wide(value))
         allowed = ROUNDINGS * max(noise, default=0.0) + _last_places(value) * size + _half_a_place(value)
         total, off, moved = total + size**2, off + error**2, moved + noise**2
         if not error <= allowed:
-            wrong.append((error / allowed, f"{path}: off by {error:.2g} of {size:.2g} (allowed: {allowed:.1g})"))
+            wrong.append(
+                (error / max(allowed, 1e-200), f"{path}: off by {error:.2g} of {size:.2g} (allowed: {allowed:.1g})")
+            )
 
     scale = np.sqrt(total) or 1.0
     return Compared(
@@ -88,7 +91,7 @@ def rounded_differently(tree: Any, seed: int, eps: float | None = None) -> Any:
     def one(leaf: Any) -> Any:
         if not hasattr(leaf, "dtype") or not _is_float(leaf):
             return leaf
-        values = np.asarray(leaf).astype(np.float64)
+        values = _wide(np.asarray(leaf))
         factor = 1 + rng.uniform(-1, 1, values.shape) * (eps or float(jax.numpy.finfo(leaf.dtype).eps))
         return np.where(values == np.round(values), values, values * factor).astype(leaf.dtype)
 
@@ -111,17 +114,17 @@ def _leaves(tree: Any, name: str) -> Leaves:
 
 
 def _is_float(value: Any) -> bool:
-    return bool(jax.numpy.issubdtype(value.dtype, jax.numpy.floating))
+    return bool(jax.numpy.issubdtype(value.dtype, jax.numpy.inexact))
 
 
 def _norm(value: np.ndarray) -> float:
-    return float(np.linalg.norm(value))
+    """Of the finite numbers: `_minus` has made large ones of differences that are not."""
+    return float(np.linalg.norm(value[np.isfinite(value)]))
 
 
 def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """`a - b` where equal infinities, and NaN twice, are no difference; one alone is a difference beyond all bounds."""
-    wide = np.complex128 if np.iscomplexobj(a) else np.float64
-    a, b = a.astype(wide), b.astype(wide)
+    a, b = _wide(a), _wide(b)
     with np.errstate(invalid="ignore"):
         same = (a == b) | (np.isnan(a) & np.isnan(b))
         return np.where(same, 0, np.where(np.isfinite(a) & np.isfinite(b), a - b, 1e30))
@@ -135,8 +138,11 @@ def _last_places(value: np.ndarray) -> float:
 
 def _half_a_place(value: np.ndarray) -> float:
     """How far storing the result may move it."""
-    wide = value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)
-    return 0.5 * float(jax.numpy.finfo(value.dtype).eps) * _norm(wide[np.isfinite(wide)])
+    return 0.5 * float(jax.numpy.finfo(value.dtype).eps) * _norm(_wide(value))
+
+
+def _wide(value: np.ndarray) -> np.ndarray:
+    return value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)
 
 
 def _short(value: np.ndarray) -> str:

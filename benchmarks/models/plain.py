@@ -507,7 +507,7 @@ def nerf() -> Training:
     "jax optax", "MLP, private gradients of each example", "dpsgd (noise and clipping)", (SHARD, DATA, DATA_2, PIPE_2)
 )
 def private_gradients() -> Training:
-    optimizer = optax.contrib.dpsgd(1e-1, 1.0, 0.5, jax.random.key(3))
+    optimizer = optax.contrib.dpsgd(1e-1, 1.0, 0.5, 3)
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state = state

@@ -609,8 +609,7 @@ def mamba() -> Training:
     from mamba2_jax import Mamba2Config, Mamba2ForCausalLM
 
     config = Mamba2Config(
-        vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=8, expand=2, head_dim=8, num_heads=4,
-        chunk_size=4,
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=8, expand=2, head_dim=8, chunk_size=4,
     )  # fmt: skip
     graph, params, *others = nnx.split(Mamba2ForCausalLM(config, rngs=nnx.Rngs(0)), nnx.Param, ...)
 
@@ -621,26 +620,36 @@ def mamba() -> Training:
     return minimise(loss, params, optax.adamw(1e-3), tokens(32, 8))
 
 
-@model("spyx dm-haiku optax", "spiking network with surrogate gradients", "adam")
+@model("spyx flax optax", "spiking network with surrogate gradients", "adam")
 def spiking() -> Training:
-    import haiku as hk
     import spyx
+    from flax import nnx
 
-    def net(x: Any) -> Any:
-        core = hk.DeepRNN([hk.Linear(16), spyx.nn.LIF((16,)), hk.Linear(4), spyx.nn.LI((4,))])
-        spikes, _ = hk.dynamic_unroll(core, x, core.initial_state(x.shape[0]), time_major=False)
-        return spikes.sum(1)
+    rngs = nnx.Rngs(0)
+    net = spyx.nn.LIF((16,), rngs=rngs), spyx.nn.LI((4,), rngs=rngs)
+    graph, params, *others = nnx.split(net, nnx.Param, ...)
 
-    found = hk.without_apply_rng(hk.transform(net))
+    def loss(params: Any, batch: Any) -> jax.Array:
+        spiking, leaking = nnx.merge(graph, params["net"], *others)
+
+        def one(potentials: Any, frame: Any) -> Any:
+            spikes, first = spiking(apply_tower(params["in"], frame), potentials[0])
+            out, last = leaking(apply_tower(params["out"], spikes), potentials[1])
+            return (first, last), out
+
+        n = batch["x"].shape[0]
+        _, out = jax.lax.scan(one, (jnp.zeros((n, 16)), jnp.zeros((n, 4))), jnp.swapaxes(batch["x"], 0, 1))
+        return cross_entropy(out.sum(0), batch["y"])
+
     data = batches(lambda s: {"x": floats(N_EXAMPLES, 8, 6, seed=s), "y": integers(4, N_EXAMPLES, seed=s + 1)})
-    params = found.init(KEY(0), data[0]["x"])
-    return minimise(lambda p, b: cross_entropy(found.apply(p, b["x"]), b["y"]), params, optax.adam(1e-2), data)
+    start = {"net": params, "in": towers(6, 16), "out": towers(16, 4, seed=3)}
+    return minimise(loss, start, optax.adam(1e-2), data)
 
 
 @model("jaxkan flax optax", "Kolmogorov-Arnold network", "adam")
 def kolmogorov_arnold() -> Training:
     from flax import nnx
-    from jaxkan.KAN import KAN
+    from jaxkan.models.KAN import KAN
 
     graph, params, *others = nnx.split(KAN([4, 6, 2], "spline", {"k": 3, "G": 3}, 0), nnx.Param, ...)
 
@@ -652,7 +661,7 @@ def kolmogorov_arnold() -> Training:
 
 @model("equimo equinox optax", "a vision transformer of equimo", "adamw")
 def equimo_vit() -> Training:
-    import equimo.vision.models as models
+    import equimo.models as models
     import equinox as eqx
 
     net = models.VisionTransformer(
