@@ -125,7 +125,16 @@ losses. *Rounding* is the same for serial runs among themselves: on inputs that 
 compiler that does not optimise. A row is equal if each leaf by itself differs by at most {ROUNDINGS:.0f} times what
 these differ by, and a few places of its dtype (benchmarks/models/comparison.py), and if integers are the same.
 
-{_table(row for row in rows if row["outcome"] != "not run")}{_refusals(rows)}"""
+{_without_rows(rows)}{_table(row for row in rows if row["outcome"] != "not run")}{_refusals(rows)}"""
+
+
+def _without_rows(rows: Rows) -> str:
+    """The models that are missing, if the table was made of some of them."""
+    missing = MODELS.keys() - {row["name"] for row in rows}
+    listed = ", ".join(f"`{name}`" for name in MODELS if name in missing)
+    return (
+        f"The rows are from partial runs. Of {len(MODELS)} models, these are missing: {listed}.\n\n" if missing else ""
+    )
 
 
 def _table(rows: Iterable[dict[str, Any]]) -> str:
