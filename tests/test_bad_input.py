@@ -86,7 +86,7 @@ def placed_args(parallel: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("method", [ShardParallel(num_micro_batches=4), PipeshardParallel(num_micro_batches=4)])
 def test_a_batch_that_micro_batches_do_not_divide(method: Any) -> None:
-    parallel = minialpa.parallelize(train_step, method=method)
+    parallel = minialpa.parallelize(train_step, method=method, on_ragged="error")
     params, batch = placed_args(parallel)
     message = "batch of 10 examples cannot be split into 4 equal micro-batches.*`num_micro_batches`.*divisors"
     refused(TraceError, message, parallel, params, jax.tree.map(lambda x: x[:10], batch))

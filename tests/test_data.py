@@ -353,8 +353,8 @@ def test_fewer_examples_are_run_exactly(method: Any) -> None:
         assert_allclose((params, value), (expected, wanted), rtol=1e-4, atol=1e-6)
 
 
-def test_fewer_examples_than_micro_batches_can_share_are_refused_by_the_step() -> None:
-    step = minialpa.parallelize(train_step, method=METHODS["pipeline"])
+def test_fewer_examples_than_micro_batches_can_share_are_refused_by_the_step_if_told() -> None:
+    step = minialpa.parallelize(train_step, method=METHODS["pipeline"], on_ragged="error")
     (batch,) = DataLoader([make_batch(0, 5)], step)
     with pytest.raises(minialpa.TraceError, match="A batch of 5 examples cannot be split into 4 equal micro-batches"):
         step(make_params(), batch)

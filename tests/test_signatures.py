@@ -211,11 +211,11 @@ def test_errors_of_examples_name_the_batch_that_was_found() -> None:
     args = make_params(), make_x(10), make_y(10)
     method = ShardParallel(num_micro_batches=4)
     with pytest.raises(TraceError, match="cannot be split into 4") as caught:
-        minialpa.parallelize(two_arrays, method=method)(*args)
+        minialpa.parallelize(two_arrays, method=method, on_ragged="error")(*args)
     (note,) = caught.value.__notes__
     assert note == "The examples were taken to be in `x`, `y`; `batch_argnums=(…)` says it otherwise."
     with pytest.raises(TraceError, match="cannot be split into 4") as caught:
-        minialpa.parallelize(two_arrays, method=method, batch_argnums=(1, 2))(*args)
+        minialpa.parallelize(two_arrays, method=method, batch_argnums=(1, 2), on_ragged="error")(*args)
     assert not hasattr(caught.value, "__notes__")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minialpa.api.parallelized import ParallelizedFunc
+from minialpa.api.ragged import OnRagged
 from minialpa.api.step_planner import OnStale, StepPlanner
 from minialpa.calls import Argnums
 from minialpa.cluster import ClusterSpec
@@ -28,6 +29,7 @@ def parallelize(
     donate_argnums: Argnums = "auto",
     batch_argnums: Argnums = "auto",
     on_stale: OnStale = "refuse",
+    on_ragged: OnRagged = "fewer",
 ) -> Any:
     """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
 
@@ -42,6 +44,9 @@ def parallelize(
     on_stale: what to do if a saved `Plan` was made for other shapes or another step. "refuse" raises a VerifyError
         that says what differs; "replan" keeps the stages, micro-batches, schedule and rematerialisation of the plan,
         solves the shardings again, and warns.
+    on_ragged: what to do with a batch whose examples `num_micro_batches` does not divide, such as the last one of an
+        epoch. "fewer" runs it in the largest number of micro-batches below that which divides it, and warns once for
+        each size; "error" raises a TraceError that says which numbers divide it.
     """
     if fun is None:
         return functools.partial(
@@ -51,6 +56,7 @@ def parallelize(
             donate_argnums=donate_argnums,
             batch_argnums=batch_argnums,
             on_stale=on_stale,
+            on_ragged=on_ragged,
         )
     return ParallelizedFunc(
         fun,
@@ -59,6 +65,7 @@ def parallelize(
         donate_argnums=donate_argnums,
         batch_argnums=batch_argnums,
         on_stale=on_stale,
+        on_ragged=on_ragged,
     )
 
 

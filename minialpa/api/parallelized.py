@@ -19,6 +19,7 @@ import jax
 from jax.tree_util import PyTreeDef
 
 from minialpa.api.following import Followed, computes_gradients, find_followed, note_training_step, refusal
+from minialpa.api.ragged import OnRagged
 from minialpa.api.step_compiler import compile_creation, compile_step
 from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
 from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, on_leaves, rebuild, shown
@@ -76,10 +77,13 @@ class ParallelizedFunc:
         donate_argnums: Argnums = "auto",
         batch_argnums: Argnums = "auto",
         on_stale: OnStale = "refuse",
+        on_ragged: OnRagged = "fewer",
     ) -> None:
         check_method(method)
         if on_stale not in ("refuse", "replan"):
             raise ShardingError(f'`on_stale` is "refuse" or "replan"; got {on_stale!r}.')
+        if on_ragged not in ("fewer", "error"):
+            raise ShardingError(f'`on_ragged` is "fewer" or "error"; got {on_ragged!r}.')
         functools.update_wrapper(self, fun)
         self._fun, self._method = fun, method
         self._parameters = Parameters(fun, static_argnums, donate_argnums, batch_argnums)
@@ -88,9 +92,10 @@ class ParallelizedFunc:
             "donate_argnums": donate_argnums,
             "batch_argnums": batch_argnums,
             "on_stale": on_stale,
+            "on_ragged": on_ragged,
         }
 
-        self._planner = StepPlanner(method, on_stale)
+        self._planner = StepPlanner(method, on_stale, on_ragged)
         # Compiled programs by the shapes of the call, by the session and by the meshes that they follow, if they follow
         # a training step; one thread compiles at a time.
         self._executables: dict[tuple[Any, ...], Compiled] = {}

@@ -5,6 +5,8 @@ Planning imports much, and only the first call of a step plans. So the planner i
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -12,9 +14,10 @@ from typing import Any, ClassVar, Literal
 import jax
 
 from minialpa.api.following import Followed
+from minialpa.api.ragged import OnRagged, explain_fewer, numbers_to_try, warn_of_fewer
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.errors import InfeasibleError, TraceError
-from minialpa.inter.staging.replan import check_fits, difference, logical_mesh_of
+from minialpa.errors import InfeasibleError, MinialpaError, TraceError
+from minialpa.inter.staging.replan import check_fits, difference, logical_mesh_of, options_of
 from minialpa.methods import (
     CreateStateParallel,
     FollowingMethod,
@@ -34,6 +37,8 @@ from minialpa.tracing.trace import TracedStep
 
 OnStale = Literal["refuse", "replan"]
 Relax = Callable[[AutoShardingOption], AutoShardingOption]
+#: Plans a step under some options, of which those for the shardings may be relaxed.
+_MakePlan = Callable[[PlanOptions, Relax | None], Plan]
 #: What a plan is made for: a step on a cluster, or on a view of its devices.
 _PlannedFor = tuple[Fingerprint, ClusterSpec, LogicalMesh | None]
 
@@ -49,8 +54,8 @@ class StepPlanner:
     #: The layers of each of its stages, also where the answer is one stage and the plan itself needs no layers.
     last_layers: ClassVar[tuple[tuple[int, ...], ...]] = ()
 
-    def __init__(self, method: Method | FollowingMethod | Plan, on_stale: OnStale) -> None:
-        self._method, self._on_stale = method, on_stale
+    def __init__(self, method: Method | FollowingMethod | Plan, on_stale: OnStale, on_ragged: OnRagged) -> None:
+        self._method, self._on_stale, self._on_ragged = method, on_stale, on_ragged
         self._plans: dict[_PlannedFor, Plan] = {}
         self._given: set[_PlannedFor] = set()
 
@@ -76,14 +81,18 @@ class StepPlanner:
 
         from minialpa.intra.graph.option_constraints import UnevenBatchError
 
-        arguments = (traced, followed.plan, placements, followed.options, followed.target)
+        # How the training step splits its examples is nothing that this function has asked for, so that one number of
+        # micro-batches will do.
+        n, *_ = numbers_to_try(traced, followed.options.n_micro_batches, self._on_ragged)
+        options = dataclasses.replace(followed.options, n_micro_batches=n)
+        arguments = (traced, followed.plan, placements, options, followed.target)
         try:
             plan = _follow_plan(*arguments)
         except InfeasibleError as error:
-            # How the training step splits its examples is nothing that this function has asked for.
             if not _is_caused_by(UnevenBatchError, error):
                 raise
             plan = _follow_plan(*arguments, AutoShardingOption.for_any_batch)
+        warn_of_fewer(traced, followed.options.n_micro_batches, plan)
         StepPlanner.last_plan, StepPlanner.last_layers = plan, tuple(stage.layers for stage in plan.stages)
         return plan
 
@@ -98,12 +107,15 @@ class StepPlanner:
                 return train_step.plan(state_shapes(traced), *others)
             case Plan():
                 plan = self._saved_plan(traced, self._method)
-            case FollowParallel():
-                plan = _new_plan(traced, self._method, target, is_first=is_first)
-            case _:
+            case FollowParallel() as method:
+                plan = self._new_plan(traced, method.options(), _following(traced, method, target), is_first=is_first)
+            case method:
                 key = (traced.fingerprint, target.cluster, target.logical_mesh)
                 if key not in self._plans:
-                    self._plans[key] = _new_plan(traced, self._method, target, is_first=is_first)
+                    make = _on_known_stages(
+                        _planning(traced, target), self._known_like(traced, target), method.options()
+                    )
+                    self._plans[key] = self._new_plan(traced, method.options(), make, is_first=is_first)
                 plan = self._plans[key]
 
         StepPlanner.last_plan, StepPlanner.last_layers = plan, _layers_of_stages(traced, self._method, plan)
@@ -120,7 +132,8 @@ class StepPlanner:
             return saved
 
         method = plan_to_method(saved)
-        plan = _make_plan(traced, method, resolve_devices(method.devices))
+        make = _planning(traced, resolve_devices(method.devices))
+        plan = self._for_batch(traced, method.options(), make)
         warnings.warn(
             f"The plan was made for another call: {found}. Its stages, micro-batches, schedule and rematerialisation "
             f"are kept, and the shardings were solved again: {plan.cost.total_s:.3g} s per step, where the plan had "
@@ -130,31 +143,92 @@ class StepPlanner:
         )
         return plan
 
+    def _new_plan(self, traced: TracedStep, options: PlanOptions, make: _MakePlan, *, is_first: bool) -> Plan:
+        """The plan of a method, but for what it or the step asks and the devices cannot have; a warning says so.
 
-def _new_plan(traced: TracedStep, method: Method | FollowParallel, target: Target, *, is_first: bool) -> Plan:
-    """The plan of a method, but for what it or the step asks and the devices cannot have; a warning says so.
+        A `with_sharding_constraint` may be for a mesh that the plan does not have. The devices may not divide the last
+        batch of an epoch; then its examples are split in another way or not at all.
+        """
+        from minialpa.intra.graph.option_constraints import UnevenBatchError
 
-    A `with_sharding_constraint` may be for a mesh that the plan does not have. The devices may not divide the last
-    batch of an epoch; then its examples are split in another way or not at all.
-    """
-    from minialpa.intra.graph.option_constraints import UnevenBatchError
-
-    try:
-        return _make_plan(traced, method, target)
-    except InfeasibleError as error:
-        if any(map(is_constraint, traced.flat.eqns)):
-            relax, how = AutoShardingOption.without_constraints, "The step is planned without its sharding constraints."
-        elif not is_first and _is_caused_by(UnevenBatchError, error):
-            how = "This batch has another shape than the one before, so it is planned without the option."
-            relax = AutoShardingOption.for_any_batch
-        else:
-            raise
         try:
-            plan = _make_plan(traced, method, target, relax)
-        except InfeasibleError:
-            raise error from None
-        warnings.warn(f"{error} {how}", UserWarning, stacklevel=2)
-        return plan
+            return self._for_batch(traced, options, make)
+        except InfeasibleError as error:
+            if any(map(is_constraint, traced.flat.eqns)):
+                relax, how = (
+                    AutoShardingOption.without_constraints,
+                    "The step is planned without its sharding constraints.",
+                )
+            elif not is_first and _is_caused_by(UnevenBatchError, error):
+                how = "This batch has another shape than the one before, so it is planned without the option."
+                relax = AutoShardingOption.for_any_batch
+            else:
+                raise
+            try:
+                plan = self._for_batch(traced, options, make, relax)
+            except InfeasibleError:
+                raise error from None
+            warnings.warn(f"{error} {how}", UserWarning, stacklevel=2)
+            return plan
+
+    def _for_batch(self, traced: TracedStep, options: PlanOptions, make: _MakePlan, relax: Relax | None = None) -> Plan:
+        """The plan with as many micro-batches as the options say, or with the most below that which the batch and the
+        devices allow, with a warning.
+
+        Raises the error of the largest number if the devices divide the micro-batches of none.
+        """
+        from minialpa.intra.graph.option_constraints import UnevenBatchError
+
+        uneven: InfeasibleError | None = None
+        for n in numbers_to_try(traced, options.n_micro_batches, self._on_ragged):
+            try:
+                plan = make(dataclasses.replace(options, n_micro_batches=n), relax)
+            except InfeasibleError as error:
+                if n != options.n_micro_batches:
+                    error.add_note(explain_fewer(traced, options.n_micro_batches, n))
+                if not _is_caused_by(UnevenBatchError, error):
+                    raise
+                uneven = uneven or error
+                continue
+            warn_of_fewer(traced, options.n_micro_batches, plan)
+            return plan
+        assert uneven is not None
+        raise uneven
+
+    def _known_like(self, traced: TracedStep, target: Target) -> Plan | None:
+        """The latest plan there is for the same cluster and a step with the same arguments, of other shapes."""
+        for (_, *where), plan in reversed(self._plans.items()):
+            paths = tuple(value.path for value in plan.inputs)
+            if where == [target.cluster, target.logical_mesh] and paths == traced.in_paths:
+                return plan
+        return None
+
+
+def _planning(traced: TracedStep, target: Target) -> _MakePlan:
+    return lambda options, relax: _make_plan(traced, options if relax is None else options.relaxed(relax), target)
+
+
+def _following(traced: TracedStep, method: FollowParallel, target: Target) -> _MakePlan:
+    return lambda options, relax: _follow_plan(traced, method.source(), None, options, target, relax)
+
+
+def _on_known_stages(make: _MakePlan, known: Plan | None, asked: PlanOptions) -> _MakePlan:
+    """`make`, but on the stages of a known plan where the number of micro-batches is not the one that was asked for.
+
+    asked: the options of the method. Then the state is not moved between stages for one batch. Where this cannot be,
+    the method decides.
+    """
+    if known is None or asked.layers is None:
+        return make
+
+    def make_alike(options: PlanOptions, relax: Relax | None) -> Plan:
+        if options.n_micro_batches != asked.n_micro_batches and relax is None:
+            with contextlib.suppress(MinialpaError):
+                alike = dataclasses.replace(options_of(known), n_micro_batches=options.n_micro_batches)
+                return make(dataclasses.replace(alike, keep_rows=options.keep_rows), relax)
+        return make(options, relax)
+
+    return make_alike
 
 
 def state_shapes(traced: TracedStep) -> Any:
@@ -174,17 +248,11 @@ def _is_caused_by(kind: type[Exception], error: BaseException) -> bool:
     return any(isinstance(cause, kind) for cause in causes)
 
 
-def _make_plan(traced: TracedStep, method: Method | FollowParallel, target: Target, relax: Relax | None = None) -> Plan:
-    """relax: what becomes of the options for the shardings; None if they stay."""
-    if isinstance(method, FollowParallel):
-        return _follow_plan(traced, method.source(), None, method.options(), target, relax)
+def _make_plan(traced: TracedStep, options: PlanOptions, target: Target) -> Plan:
     from minialpa.inter.compilers import compiler_of
     from minialpa.inter.pipeline import plan_step
 
-    options = method.options()
     _check_batch(traced, options)
-    if relax is not None:
-        options = options.relaxed(relax)
     with ProgressBar() as bar, collection_paused():
         plan = plan_step(
             traced,

@@ -1,0 +1,149 @@
+"""Whether a training run agrees with the serial one: what each comes to is compared leaf by leaf.
+
+Floats of the state are compared as the update over all steps, new minus old. A leaf may differ by
+
+    ROUNDINGS * noise + LAST_PLACES * eps * |update| + half a last place of the new state     (2-norms over the leaf)
+
+where the noise is how far the serial run itself moves when its inputs are rounded differently, or when its
+compiler does not optimise. Integers have to be equal, but for those in which these serial runs differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+ROUNDINGS = 16.0
+#: Of a float of 32 bits, so that a factor of 1.0001 on a gradient is seen where the serial run determines it so well.
+LAST_PLACES = {8: 1e4, 4: 170.0, 2: 4.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The whole of a run against the serial one.
+
+    Attributes:
+        difference: 2-norm of the differences of all floats, relative to that of the updates and losses themselves.
+        noise: the same of the serial runs among themselves, the greatest.
+        wrong: the leaves that differ by more than they may, worst first.
+    """
+
+    difference: float
+    noise: float
+    wrong: tuple[str, ...]
+
+
+Leaves = list[tuple[str, np.ndarray]]
+
+
+def compare(found: Any, serial: Any, others: Sequence[Any], start: Any) -> Compared:
+    """Compare `(state, results)` of a run with those of the serial run, and with `others`, serial runs as above.
+
+    start: the state before the first step.
+    """
+    before = dict(_leaves(start, "state"))
+    wanted, got = _run_leaves(serial), _run_leaves(found)
+    if [path for path, _ in wanted] != [path for path, _ in got]:
+        return Compared(difference=np.inf, noise=0.0, wrong=("the results have another structure",))
+    noisy = [dict(_run_leaves(other)) for other in others]
+
+    wrong, total, off, moved = [], 0.0, 0.0, np.zeros(len(noisy))
+    for (path, value), (_, own) in zip(wanted, got, strict=True):
+        if value.dtype != own.dtype or value.shape != own.shape:
+            wrong.append((np.inf, f"{path}: {own.dtype}{own.shape} in place of {value.dtype}{value.shape}"))
+            continue
+        if not _is_float(value):
+            known = np.logical_and.reduce([one[path] == value for one in noisy])
+            if not np.array_equal(value[known], own[known]):
+                wrong.append((np.inf, f"{path}: {_short(own)} in place of {_short(value)}"))
+            continue
+
+        old = before.get(path)
+        error, noise = _norm(_minus(own, value)), np.array([_norm(_minus(one[path], value)) for one in noisy])
+        is_update = old is not None and old.shape == value.shape and old.dtype == value.dtype
+        size = _norm(_minus(value, old) if old is not None and is_update else _wide(value))
+        allowed = ROUNDINGS * max(noise, default=0.0) + _last_places(value) * size + _half_a_place(value)
+        total, off, moved = total + size**2, off + error**2, moved + noise**2
+        if not error <= allowed:
+            wrong.append(
+                (error / max(allowed, 1e-200), f"{path}: off by {error:.2g} of {size:.2g} (allowed: {allowed:.1g})")
+            )
+
+    scale = np.sqrt(total) or 1.0
+    return Compared(
+        difference=float(np.sqrt(off) / scale),
+        noise=float(np.sqrt(max(moved, default=0.0)) / scale),
+        wrong=tuple(text for _, text in sorted(wrong, key=lambda pair: -pair[0])),
+    )
+
+
+def rounded_differently(tree: Any, seed: int, eps: float | None = None) -> Any:
+    """Floats times 1 plus or minus up to a rounding; whole numbers, which are masks and counts, stay.
+
+    eps: the rounding, relative to the value; None for that of the dtype.
+    """
+    rng = np.random.default_rng(seed)
+
+    def one(leaf: Any) -> Any:
+        if not hasattr(leaf, "dtype") or not _is_float(leaf):
+            return leaf
+        values = _wide(np.asarray(leaf))
+        factor = 1 + rng.uniform(-1, 1, values.shape) * (eps or float(jax.numpy.finfo(leaf.dtype).eps))
+        return np.where(values == np.round(values), values, values * factor).astype(leaf.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def _run_leaves(run: Any) -> Leaves:
+    state, results = run
+    return _leaves(state, "state") + _leaves(results, "results")
+
+
+def _leaves(tree: Any, name: str) -> Leaves:
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        if hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float):
+            found.append((name + jax.tree_util.keystr(path), np.asarray(leaf)))
+    return found
+
+
+def _is_float(value: Any) -> bool:
+    return bool(jax.numpy.issubdtype(value.dtype, jax.numpy.inexact))
+
+
+def _norm(value: np.ndarray) -> float:
+    """Of the finite numbers: `_minus` has made large ones of differences that are not."""
+    return float(np.linalg.norm(value[np.isfinite(value)]))
+
+
+def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """`a - b` where equal infinities, and NaN twice, are no difference; one alone is a difference beyond all bounds."""
+    a, b = _wide(a), _wide(b)
+    with np.errstate(invalid="ignore"):
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        return np.where(same, 0, np.where(np.isfinite(a) & np.isfinite(b), a - b, 1e30))
+
+
+def _last_places(value: np.ndarray) -> float:
+    eps = float(jax.numpy.finfo(value.dtype).eps)
+    width = value.dtype.itemsize // (2 if np.iscomplexobj(value) else 1)
+    return LAST_PLACES[width] * eps
+
+
+def _half_a_place(value: np.ndarray) -> float:
+    """How far storing the result may move it."""
+    return 0.5 * float(jax.numpy.finfo(value.dtype).eps) * _norm(_wide(value))
+
+
+def _wide(value: np.ndarray) -> np.ndarray:
+    return value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)
+
+
+def _short(value: np.ndarray) -> str:
+    return np.array2string(value, threshold=6, edgeitems=3).replace("\n", "")

@@ -1,0 +1,114 @@
+"""The table of models tells right runs from wrong ones, and goes on behind a model that ends its process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.models import models, row, table
+from benchmarks.models.all_models import MODELS
+from benchmarks.models.catalogue import METHODS, SHARD_2, Training
+from benchmarks.models.comparison import compare, rounded_differently
+from benchmarks.models.plain import mlp
+
+START = {"w": np.linspace(1, 2, 12, dtype=np.float32).reshape(3, 4), "n": np.int32(0)}
+END = {"w": START["w"] + np.float32(0.1) * np.sin(START["w"]), "n": np.int32(3)}
+LOSSES = [np.float32(2.0), np.float32(1.0)]
+
+
+def wrong(state: Any, losses: Any = LOSSES, others: Any = ()) -> tuple[str, ...]:
+    return compare((state, losses), (END, LOSSES), [(END, LOSSES), *others], START).wrong
+
+
+def test_a_run_is_compared_by_its_updates() -> None:
+    assert wrong(END) == ()
+    assert wrong({**END, "w": np.nextafter(END["w"], np.float32(9))}) == ()
+    # One percent of the update, which is a tenth of a percent of the parameters.
+    (told,) = wrong({**END, "w": START["w"] + 1.01 * (END["w"] - START["w"])})
+    assert told.startswith("state['w']: off by")
+    assert wrong(END, [np.float32(2.0), np.float32(1.001)])[0].startswith("results[1]")
+    assert wrong({**END, "w": np.full((3, 4), np.nan, np.float32)})[0].startswith("state['w']: off by 3.5e+30")
+
+
+def test_dtypes_shapes_and_integers_have_to_be_equal() -> None:
+    assert wrong({**END, "n": np.int32(4)}) == ("state['n']: 4 in place of 3",)
+    assert wrong({**END, "w": END["w"].astype(np.float64)})[0].startswith("state['w']: float64")
+    assert wrong({"w": END["w"]}) == ("the results have another structure",)
+    # An integer that serial runs differ in is known to none of them.
+    assert wrong({**END, "n": np.int32(4)}, others=[({**END, "n": np.int32(5)}, LOSSES)]) == ()
+
+
+def test_what_serial_runs_differ_by_is_allowed() -> None:
+    noisy = {**END, "w": END["w"] + np.float32(1e-3)}
+    assert wrong({**END, "w": END["w"] - np.float32(1e-3)})
+    assert wrong({**END, "w": END["w"] - np.float32(1e-3)}, others=[(noisy, LOSSES)]) == ()
+    assert wrong({**END, "w": END["w"] - np.float32(1e-1)}, others=[(noisy, LOSSES)])
+
+
+def test_not_a_number_is_equal_to_itself_alone() -> None:
+    losses = [np.float32("nan"), np.float32(1.0)]
+    assert compare((END, losses), (END, losses), [(END, losses)], START).wrong == ()
+    assert compare((END, LOSSES), (END, losses), [(END, losses)], START).wrong[0].startswith("results[0]")
+    assert wrong(END, losses)[0].startswith("results[0]")
+
+
+def test_rounding_moves_floats_by_a_last_place_and_no_whole_numbers() -> None:
+    tree = {"w": np.float32([0.3, 1.0, 2.7]), "n": np.int32(3), "half": jnp.bfloat16(0.3), "f": abs}
+    moved = rounded_differently(tree, 0)
+    assert moved["n"] == 3 and moved["f"] is abs and moved["w"][1] == 1
+    np.testing.assert_allclose(moved["w"], tree["w"], rtol=3e-7)
+    assert any(rounded_differently(tree, seed)["w"][0] != tree["w"][0] for seed in range(3))
+
+
+def test_a_step_that_is_computed_otherwise_is_wrong() -> None:
+    """The plan is right, and the table is told another serial step."""
+    training = mlp()
+
+    def step(state: Any, batch: Any) -> Any:
+        new, loss = training.step(state, batch)
+        return jax.tree.map(lambda a, b: (b + 1.01 * (a - b)).astype(a.dtype), new, state), loss
+
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        serial, others = row._serial_runs(Training(step=step, state=training.state, batches=training.batches))
+        told = row._outcome(training, SHARD_2, serial, others)
+    assert told["outcome"] == "wrong" and "state[0][3]['" in told["detail"]
+
+
+def test_the_smallest_rows_are_equal() -> None:
+    assert [one["outcome"] for one in models("tiny")] == ["equal", "equal"]
+
+
+def test_every_model_has_methods_that_there_are() -> None:
+    assert len(MODELS) >= 45
+    assert all(model.methods and set(model.methods) <= METHODS.keys() for model in MODELS.values())
+    assert all(" " not in name for name in MODELS)
+
+
+def test_a_model_that_ends_its_process_is_a_crash_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Process:
+        code = -11
+
+        def __init__(self, names: Any) -> None:
+            self._names = names
+
+        def lines(self) -> Iterator[str]:
+            for name in self._names:
+                if name == "gan":
+                    return
+                found = {"name": name, "package": "jax 1", "model": name, "optimizer": "adam", "method": "m"}
+                yield row.ROW + json.dumps(found | {"outcome": "equal", "difference": 1e-7, "rounding": 2e-7})
+                yield row.DONE + name
+
+    monkeypatch.setattr(table, "_Process", Process)
+    rows = table.rows_of(["mlp", "gan", "vae"], 2, tell=lambda text: None)
+    assert [(one["name"], one["outcome"]) for one in rows] == [("mlp", "equal"), ("gan", "crash"), ("vae", "equal")]
+    text = table.page(rows)
+    assert "3 rows: 2 equal, 1 crash." in text
+    assert "| jax 1 | mlp | adam | m | equal | 1.0e-07 | 2.0e-07 |" in text
+    assert "the process ended with code -11" in text

@@ -1,0 +1,257 @@
+"""A batch that `num_micro_batches` does not divide runs in fewer micro-batches, with the numbers of the serial run."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import (
+    AutoLayerOption,
+    AutoParallel,
+    DataParallel,
+    InfeasibleError,
+    PipeshardParallel,
+    ShardParallel,
+    Zero3Parallel,
+)
+from minialpa.data import MeshDriverDataLoader
+from minialpa.inter import pipeline
+from minialpa.testing import assert_allclose
+from tests.runtime.cluster.in_process_session import in_process_session
+
+LAYERS = AutoLayerOption(layer_num=2)
+METHODS: dict[str, Any] = {
+    "shard": ShardParallel(num_micro_batches=4),
+    "searched": AutoParallel(num_micro_batches=4),
+    "pipeline": PipeshardParallel(num_micro_batches=4, layer_option=LAYERS),
+    "interleaved": PipeshardParallel(
+        num_micro_batches=4,
+        pipeline_schedule="1f1b-interleaved",
+        layer_option=AutoLayerOption(layer_num=4),
+        stage_option=minialpa.UniformStageOption(num_stages=2, num_chunks=2),
+    ),
+}
+
+
+def make_params() -> Any:
+    rng = np.random.default_rng(0)
+    return {f"w{i}": rng.normal(0, 0.3, (8, 8)).astype(np.float32) for i in range(4)}
+
+
+def make_batch(n: int) -> Any:
+    rng = np.random.default_rng(n)
+    return {"x": rng.normal(size=(n, 8)).astype(np.float32), "y": rng.normal(size=(n, 8)).astype(np.float32)}
+
+
+def loss_of(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"]
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def train_step(params: Any, batch: Any) -> Any:
+    loss, grads = minialpa.value_and_grad(loss_of)(params, batch)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), {"loss": loss}
+
+
+def runs_as_alone(step: Any, sizes: dict[int, int]) -> list[str]:
+    """The warnings of batches of some sizes, each run twice, against the serial run. sizes: their micro-batches."""
+    params = expected = make_params()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for n in (*sizes, *sizes):
+            params, found = step(params, make_batch(n))
+            expected, wanted = train_step(expected, make_batch(n))
+            assert_allclose((params, found), (expected, wanted), rtol=1e-5, atol=1e-6)
+            assert step.get_last_executable().get_parallel_plan().n_micro_batches == sizes[n]
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_ragged_batch_runs_in_the_most_micro_batches_that_divide_it(name: str) -> None:
+    step = minialpa.parallelize(train_step, method=METHODS[name])
+    # More examples than the first batch, a prime number of them, fewer than micro-batches.
+    said = runs_as_alone(step, {16: 4, 18: 3, 7: 1, 2: 2})
+    assert [message.split(" as ")[0] for message in said] == [
+        f"A batch of {n} examples cannot be split into 4 equal micro-batches," for n in (18, 7, 2)
+    ]
+    assert "It is run in 3 of 6. Memory" in said[0]
+
+
+def test_the_first_batch_may_be_ragged() -> None:
+    step = minialpa.parallelize(train_step, method=METHODS["shard"])
+    assert len(runs_as_alone(step, {6: 3, 16: 4})) == 1
+    with pytest.warns(UserWarning, match="10 examples .* run in 2 of 5"):
+        plan = minialpa.plan(
+            train_step,
+            (make_params(), make_batch(10)),
+            cluster=minialpa.ClusterSpec.preset("cpu"),
+            method=METHODS["shard"],
+        )
+    assert plan.n_micro_batches == 2
+
+
+def test_micro_batches_are_those_that_the_devices_divide() -> None:
+    """12 examples could be in 4 parts of 3 or 3 parts of 4, which six devices do not divide."""
+    step = minialpa.parallelize(train_step, method=DataParallel(jax.local_devices()[:2], num_micro_batches=4))
+    (said,) = runs_as_alone(step, {16: 4, 18: 3})
+    assert "3 of 6" in said
+    step = minialpa.parallelize(train_step, method=DataParallel(jax.local_devices()[:6], num_micro_batches=5))
+    (said,) = runs_as_alone(step, {30: 5, 12: 2})
+    assert "12 examples cannot be split into 5" in said and "2 of 6" in said
+
+
+@pytest.mark.parametrize("kind", [DataParallel, Zero3Parallel])
+def test_a_first_batch_of_which_the_devices_divide_no_part_is_refused(kind: Any) -> None:
+    step = minialpa.parallelize(train_step, method=kind(num_micro_batches=4))
+    with pytest.raises(InfeasibleError, match="splits the examples over 8 devices") as caught:
+        step(make_params(), make_batch(10))
+    assert "cannot be split into 4 equal micro-batches" in caught.value.__notes__[0]
+
+    # A later one is split in another way.
+    step = minialpa.parallelize(train_step, method=kind(num_micro_batches=4))
+    fewer, otherwise = runs_as_alone(step, {32: 4, 10: 2})
+    assert "run in 2 of 5" in fewer and "planned without the option" in otherwise
+
+
+def test_no_memory_for_fewer_micro_batches_says_why_they_are_fewer() -> None:
+    option = minialpa.AutoShardingOption(memory_limit_bytes=20_000)
+    method = ShardParallel(jax.local_devices()[:1], num_micro_batches=64, auto_sharding_option=option)
+    step = minialpa.parallelize(train_step, method=method)
+    step.plan(make_params(), make_batch(64))
+    with pytest.raises(InfeasibleError) as caught:
+        step.plan(make_params(), make_batch(1009))
+    assert "A batch of 1009 examples cannot be split into 64" in caught.value.__notes__[0]
+
+
+def test_exactness_may_be_asked_for() -> None:
+    for method in (METHODS["shard"], METHODS["pipeline"]):
+        step = minialpa.parallelize(train_step, method=method, on_ragged="error")
+        with pytest.raises(
+            minialpa.TraceError, match=r"10 examples cannot be split into 4 equal.* divisors: 1, 2, 5, 10"
+        ):
+            step(make_params(), make_batch(10))
+        with pytest.raises(minialpa.TraceError, match="cannot be split"):
+            pickle.loads(pickle.dumps(step))(make_params(), make_batch(10))
+        assert runs_as_alone(step, {8: 4}) == []
+    with pytest.raises(minialpa.ShardingError, match='`on_ragged` is "fewer" or "error"; got \'drop\''):
+        minialpa.parallelize(train_step, on_ragged="drop")
+
+
+def test_a_step_that_micro_batches_would_change_is_refused_in_fewer_ones_too() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        jax.debug.print("{}", batch["x"][:, 0])
+        return train_step(params, batch)
+
+    parallel = minialpa.parallelize(step, method=METHODS["shard"])
+    with pytest.raises(minialpa.TraceError, match="debug"):
+        parallel(make_params(), make_batch(10))
+
+
+def test_the_stages_of_the_other_batches_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for stages runs once; a ragged batch has its stages and rematerialisation."""
+    searches = []
+    search = pipeline.plan_on_searched_stages
+    monkeypatch.setattr(pipeline, "plan_on_searched_stages", lambda *args: (searches.append(args), search(*args))[1])
+    # Large weights, and links between hosts that are slower than what the stages send each other.
+    cluster = minialpa.ClusterSpec.preset("v100-p3.16xlarge", num_hosts=2, devices_per_host=1)
+    params = {f"w{i}": jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for i in range(4)}
+    batches = [{name: jax.ShapeDtypeStruct((n, 4096), jnp.float32) for name in "xy"} for n in (1024, 1023)]
+    layers = AutoLayerOption(layer_num=4, remat="full")
+    method = PipeshardParallel(cluster, num_micro_batches=4, layer_option=layers, stage_option="auto")
+    step = minialpa.parallelize(train_step, method=method)
+    first = step.plan(params, batches[0])
+    with pytest.warns(UserWarning, match="3 of 341"):
+        last = step.plan(params, batches[1])
+    assert len(searches) == 1
+    places = [[(stage.layers, stage.submesh, stage.logical_shape) for stage in plan.stages] for plan in (first, last)]
+    assert places[0] == places[1] and len(places[0]) == 2
+    assert (first.layer_of_group, first.remat) == (last.layer_of_group, last.remat)
+
+
+def test_a_plan_from_a_file_gives_its_stages_to_ragged_batches() -> None:
+    saved = minialpa.parallelize(train_step, method=METHODS["pipeline"]).plan(make_params(), make_batch(16))
+    step = minialpa.parallelize(train_step, method=PipeshardParallel(num_micro_batches=4, layer_option=LAYERS))
+    step.use_plan(saved)
+    assert len(runs_as_alone(step, {16: 4, 6: 3})) == 1
+    assert step.plan(make_params(), make_batch(6)).layer_of_group == saved.layer_of_group
+
+    stale = minialpa.parallelize(train_step, method=saved, on_stale="replan")
+    fewer, replanned = runs_as_alone(stale, {16: 4, 6: 3})
+    assert "run in 3 of 2" in fewer and "The plan was made for another call" in replanned
+    exact = minialpa.parallelize(train_step, method=saved, on_stale="replan", on_ragged="error")
+    with pytest.raises(minialpa.TraceError, match="cannot be split into 4"):
+        exact(make_params(), make_batch(6))
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_an_evaluation_on_a_ragged_batch_runs_where_the_state_is(follows: bool) -> None:
+    step = minialpa.parallelize(train_step, method=METHODS["pipeline"])
+    params, _ = step(make_params(), make_batch(16))
+    method: Any = minialpa.FollowParallel(step, 4) if follows else PipeshardParallel(num_micro_batches=4)
+    evaluate = minialpa.parallelize(loss_of, method=method)
+    with pytest.warns(UserWarning, match="run in 2 of 5"):
+        found = evaluate(params, make_batch(10))
+    assert_allclose(found, loss_of(jax.device_get(params), make_batch(10)), rtol=1e-5, atol=1e-6)
+    meshes = [
+        [(s.first_device, s.n_devices) for s in f.get_last_executable().get_parallel_plan().stages]
+        for f in (step, evaluate)
+    ]
+    assert meshes[0] == meshes[1]
+
+
+def samples(start: int, end: int, batch_size: int) -> Iterator[Any]:
+    every = make_batch(42)
+    for i in range(start, end, batch_size):
+        yield {name: values[i : min(i + batch_size, end)] for name, values in every.items()}
+
+
+@pytest.mark.parametrize("n_hosts", [1, 2])
+def test_two_epochs_with_ragged_ends_on_workers(n_hosts: int) -> None:
+    """Two and a half batches of 16: workers read the full ones, and the last ones are laid out in fewer parts."""
+    method = METHODS["shard"] if n_hosts == 1 else METHODS["pipeline"]
+    step = minialpa.parallelize(train_step, method=method)
+    params = expected = make_params()
+    with in_process_session(n_hosts, 4 // n_hosts), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step.get_executable(params, make_batch(16))
+        for _ in range(2):
+            with MeshDriverDataLoader(16, 42, samples, step) as loader:
+                for batch in loader:
+                    params, _ = step(params, batch)
+        assert step.get_last_executable().get_parallel_plan().n_micro_batches == 2
+        for _ in range(2):
+            for batch in samples(0, 42, 16):
+                expected, _ = train_step(expected, batch)
+        assert_allclose(params, expected, rtol=1e-5, atol=1e-6)
+    assert sum("cannot be split" in str(warning.message) for warning in caught) == 1
+
+
+def test_train_goes_over_the_ends_of_epochs() -> None:
+    def batches() -> Iterator[Any]:
+        for _ in range(2):
+            yield from samples(0, 42, 16)
+
+    losses, expected, params = [], [], make_params()
+    with pytest.warns(UserWarning, match="10 examples .* run in 2 of 5"):
+        result = minialpa.train(
+            minialpa.parallelize(train_step, method=METHODS["pipeline"]),
+            make_params,
+            batches,
+            report=lambda done: losses.append(float(done.metrics["loss"])),
+        )
+    for batch in batches():
+        params, metrics = train_step(params, batch)
+        expected.append(float(metrics["loss"]))
+    assert result.n_steps == 6
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert_allclose(result.state, params, rtol=1e-5, atol=1e-6)
