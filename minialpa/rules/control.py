@@ -10,7 +10,6 @@ Flops: those of the body for each iteration of scan, for one iteration of while;
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.rules.body_factors import Links, Node, Outcome, Region, follow, link, local_jaxpr, node_of, zero_arrays
 from minialpa.rules.common import FactorTable, Shapes
-from minialpa.rules.factors import Dims, Factors, rule
+from minialpa.rules.factors import Dims, Factors, cached, rule
 from minialpa.tracing.jaxprs import Atom, FlatJaxpr, flatten_calls, fresh_var, is_literal, shape_of
 
 
@@ -71,7 +70,7 @@ def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> FlatJaxpr:
 
 
 # Planning asks for the factors of an equation several times. Jaxprs are compared by identity.
-_remember = functools.lru_cache(maxsize=256)
+_remember = cached(maxsize=256)
 
 
 @_remember

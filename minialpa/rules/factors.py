@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from jax.extend.core import JaxprEqn
 
@@ -25,6 +25,7 @@ from minialpa.tracing.jaxprs import eval_on_shards, is_call, shape_of, sub_jaxpr
 
 Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
 Dims = tuple[tuple[int, ...], ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,23 +124,49 @@ class Starts:
 Localizer = Callable[[JaxprEqn, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]], dict[str, Any]]
 #: From shards of the operands, local parameters and positions to shards of the results.
 OnShards = Callable[[JaxprEqn, Sequence[Any], Mapping[str, Any], Starts], Sequence[Any]]
-Rule = Callable[[JaxprEqn], Factors]
+RuleOf = TypeVar("RuleOf", bound="Callable[[JaxprEqn], Factors | None]")
+#: None stands for an equation that nothing is known of: all of it is computed by every device.
+Rule = Callable[[JaxprEqn], Factors | None]
 
 _RULES: dict[str, Rule] = {}
 _LOCALIZERS: dict[str, Localizer] = {}
 _ON_SHARDS: dict[str, OnShards] = {}
+#: Primitives whose rule may be None, with a name for an equation.
+_OPERATION_NAMES: dict[str, Callable[[JaxprEqn], str]] = {}
+_CACHES: list[Any] = []
+
+
+def cached(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """`functools.lru_cache` for what follows from rules: forgotten when a rule is added."""
+
+    def decorate(fun: Callable[..., T]) -> Callable[..., T]:
+        _CACHES.append(functools.lru_cache(maxsize)(fun))
+        remembering: Callable[..., T] = _CACHES[-1]
+        return remembering
+
+    return decorate
+
+
+def forget() -> None:
+    """Empty the caches of what follows from rules."""
+    for cache in _CACHES:
+        cache.cache_clear()
 
 
 def rule(
-    *primitives: str, localize: Localizer | None = None, on_shards: OnShards | None = None
-) -> Callable[[Rule], Rule]:
+    *primitives: str,
+    localize: Localizer | None = None,
+    on_shards: OnShards | None = None,
+    named: Callable[[JaxprEqn], str] | None = None,
+) -> Callable[[RuleOf], RuleOf]:
     """Register the rule of one or more primitives, by name. Registering a primitive twice raises VerifyError.
 
     localize: gives the parameters for local shapes, if the primitive has shapes among its parameters.
     on_shards: computes the results on a shard if positional factors are split.
+    named: gives the name of an equation for messages, if the rule may be None.
     """
 
-    def register(fun: Rule) -> Rule:
+    def register(fun: RuleOf) -> RuleOf:
         for name in primitives:
             if name in _RULES:
                 raise VerifyError(f"Primitive `{name}` already has a rule.")
@@ -148,6 +175,8 @@ def rule(
                 _LOCALIZERS[name] = localize
             if on_shards is not None:
                 _ON_SHARDS[name] = on_shards
+            if named is not None:
+                _OPERATION_NAMES[name] = named
         return fun
 
     return register
@@ -164,15 +193,30 @@ def known_primitives() -> tuple[str, ...]:
 
 
 def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
-    """Sorted names of the primitives that make arrays and have no rule, those in loop bodies and branches included."""
+    """Sorted names of the operations that make arrays and have no rule, those in loop bodies and branches included."""
     names: set[str] = set()
     for eqn in eqns:
-        if has_rule(eqn.primitive.name) or is_call(eqn):
+        name = eqn.primitive.name
+        if name in _OPERATION_NAMES:
+            if _RULES[name](eqn) is None:
+                names.add(operation_name(eqn))
+        elif has_rule(name) or is_call(eqn):
             for inner in sub_jaxprs(eqn):
                 names.update(primitives_without_rule(inner.eqns))
         elif any(shape_of(var) for var in eqn.outvars):
-            names.add(eqn.primitive.name)
+            names.add(name)
     return sorted(names)
+
+
+def operation_name(eqn: JaxprEqn) -> str:
+    """The name of an equation for messages: that of the primitive, or of what a kernel's primitive calls."""
+    named = _OPERATION_NAMES.get(eqn.primitive.name)
+    return str(eqn.primitive.name) if named is None else named(eqn)
+
+
+def is_kernel(eqn: JaxprEqn) -> bool:
+    """Whether an equation runs code that the planner cannot look into, or need not."""
+    return eqn.primitive.name in _OPERATION_NAMES
 
 
 def replicated_factors(eqn: JaxprEqn) -> Factors:
@@ -214,14 +258,15 @@ class _EquationKey:
     eqn: JaxprEqn = field(compare=False)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached(maxsize=4096)
 def _factors(kind: _EquationKey) -> Factors:
     return _by_rule(kind.eqn)
 
 
 def _by_rule(eqn: JaxprEqn) -> Factors:
     fun = _RULES.get(eqn.primitive.name)
-    return replicated_factors(eqn) if fun is None else fun(eqn)
+    factors = None if fun is None else fun(eqn)
+    return replicated_factors(eqn) if factors is None else factors
 
 
 def localize(eqn: JaxprEqn, factors: Factors, n_splits: Mapping[int, int]) -> dict[str, Any]:

@@ -3,7 +3,19 @@
 Each family has its file; a primitive without a rule is replicated (factors.replicated_factors).
 """
 
-from minialpa.rules import contraction, control, elementwise, index, layout, random, reduction, reshape, slice, window
+from minialpa.rules import (
+    contraction,
+    control,
+    elementwise,
+    index,
+    layout,
+    random,
+    reduction,
+    registered,
+    reshape,
+    slice,
+    window,
+)
 
 __all__ = [
     "contraction",
@@ -13,6 +25,7 @@ __all__ = [
     "layout",
     "random",
     "reduction",
+    "registered",
     "reshape",
     "slice",
     "window",

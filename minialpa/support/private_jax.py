@@ -130,6 +130,11 @@ def define_lowering(primitive: Primitive, rule: Rule) -> None:
     mlir.register_lowering(primitive, rule)
 
 
+def define_lowering_of(primitive: Primitive, fun: Callable[..., Sequence[Any]]) -> None:
+    """Lower a primitive as the equations of `fun(*operands, **params)`, which returns a sequence of results."""
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=True))
+
+
 # ---- memory of arrays ------------------------------------------------------------------------------------------------
 
 
