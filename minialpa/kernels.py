@@ -136,7 +136,7 @@ class _WithRule:
             out_trees[:] = [out_tree]
             return results
 
-        return OpaqueFunction(name=self.__name__, fun=flat, text=self._text, flops=self._flops), out_trees
+        return OpaqueFunction(self.__name__, flat, self._text, self._flops), out_trees
 
 
 # ---- checking -------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class ShardingRule:
     operands: tuple[ArrayRule, ...]
     results: tuple[ArrayRule, ...]
     reductions: tuple[tuple[str, Reduction], ...] = ()
-    replicated: frozenset[str] = frozenset()
+    replicated: tuple[str, ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
 
     def names(self) -> dict[str, None]:
@@ -232,7 +232,7 @@ def parse_rule(
         operands=operands,
         results=results,
         reductions=tuple(by_factor.items()),  # type: ignore[arg-type]
-        replicated=frozenset(_names(need_replication)),
+        replicated=_names(need_replication),
         sizes=tuple((factor_sizes or {}).items()),
     )
     _check(rule)
@@ -373,7 +373,7 @@ def derivative_rule(
         operands=(*read, *(made[r] for r in of_results)),
         results=tuple(read[k] for k in of_operands),
         reductions=tuple((name, "sum") for name in named.sizes if name not in blocked),
-        replicated=blocked,
+        replicated=tuple(sorted(blocked)),
         sizes=rule.sizes,
     )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -152,36 +152,38 @@ def _ffi_call(eqn: JaxprEqn) -> Factors | None:
 # ---- functions ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class OpaqueFunction:
     """A function of arrays that runs as one equation. Compared by identity.
 
-    Attributes:
-        name: for messages.
-        fun: takes arrays and returns a list of arrays; it is called on shards, too.
-        text: its rule.
-        flops: floating point operations, from the types of its operands; None: those of its jaxpr.
-        traced: jaxprs of the function by the types of its operands, so that equal calls are equal equations.
-        derived: the functions of its derivatives and batches.
+    Keeps its jaxprs by the types of its operands, so that equal calls are equal equations, and the functions that are
+    its derivatives and batches.
     """
 
-    name: str
-    fun: Callable[..., Any]
-    text: ShardingRule
-    flops: Flops | None = None
-    traced: dict[Any, Any] = field(default_factory=dict)
-    derived: dict[Any, OpaqueFunction] = field(default_factory=dict)
+    def __init__(self, name: str, fun: Callable[..., Any], text: ShardingRule, flops: Flops | None = None) -> None:
+        """`fun` takes arrays and returns a list of arrays, also of shards; `text` is its rule.
+
+        flops: floating point operations, from the types of its operands; None: those of its jaxpr.
+        """
+        self.name, self.fun, self.text, self.flops = name, fun, text, flops
+        self._traced: dict[Any, Any] = {}
+        self._derived: dict[Any, OpaqueFunction] = {}
 
     def __repr__(self) -> str:
         return self.name
 
     def jaxpr(self, avals: Sequence[Any]) -> Any:
         """The function on operands of these types, as a closed jaxpr."""
-        key = tuple((tuple(aval.shape), str(aval.dtype), is_weak(aval)) for aval in avals)
-        if key not in self.traced:
+        key = (_jax_settings(), *((tuple(aval.shape), str(aval.dtype), is_weak(aval)) for aval in avals))
+        if key not in self._traced:
             structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=is_weak(a)) for a in avals]
-            self.traced[key] = jax.make_jaxpr(self.fun)(*structs)
-        return self.traced[key]
+            closed = jax.make_jaxpr(self.fun)(*structs)
+            if any(isinstance(value, jax.core.Tracer) for value in closed.consts):
+                raise ShardingError(
+                    f"`{self.name}`, which has a sharding rule, reads a value of the step by closure. Its rule says "
+                    "nothing of that value: pass it as an argument."
+                )
+            self._traced[key] = closed
+        return self._traced[key]
 
     def derivative(self, avals: Sequence[Any], made: Sequence[Any]) -> OpaqueFunction:
         """Operands, and cotangents of the results in, cotangents of the operands out; those of floats only."""
@@ -189,7 +191,7 @@ class OpaqueFunction:
         text = derivative_rule(self.text, shapes_of(avals), shapes_of(made), inexact)  # type: ignore[arg-type]
         of_operands, of_results = inexact
         key = ("derivative", text)
-        if key not in self.derived:
+        if key not in self._derived:
             n = len(avals)
 
             def fun(*arrays: Any) -> Any:
@@ -207,14 +209,14 @@ class OpaqueFunction:
 
             flops = self.flops
             own = None if flops is None else lambda *types: 3.0 * flops(*types[:n])
-            self.derived[key] = OpaqueFunction(name=f"derivative of {self.name}", fun=fun, text=text, flops=own)
-        return self.derived[key]
+            self._derived[key] = OpaqueFunction(f"derivative of {self.name}", fun, text, own)
+        return self._derived[key]
 
     def batched(self, is_batched: Sequence[bool], operands: Shapes, results: Shapes) -> OpaqueFunction:
         """The function with one more leading dimension of some operands and all results."""
         text = batched_rule(self.text, is_batched, operands, results)
         key = ("batched", tuple(is_batched), text)
-        if key not in self.derived:
+        if key not in self._derived:
             fun = jax.vmap(self.fun, in_axes=tuple(0 if batched else None for batched in is_batched))
             flops, dims = self.flops, tuple(is_batched)
 
@@ -225,8 +227,8 @@ class OpaqueFunction:
                 return float(n) * flops(*rest)
 
             given = None if flops is None else own
-            self.derived[key] = OpaqueFunction(name=self.name, fun=fun, text=text, flops=given)
-        return self.derived[key]
+            self._derived[key] = OpaqueFunction(self.name, fun, text, given)
+        return self._derived[key]
 
 
 def _jax_settings() -> tuple[Any, ...]:
@@ -246,32 +248,17 @@ function_p.multiple_results = True
 def opaque_call(function: OpaqueFunction, arrays: Sequence[Any]) -> list[Any]:
     """The results of an opaque function, which can be differentiated, as one equation.
 
-    Raises ShardingError if the rule does not fit the arrays, or the function reads traced values by closure.
+    Raises ShardingError if the rule does not fit the arrays, or if the function reads traced values by closure.
     """
     return list(_differentiable(function, *arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(function: OpaqueFunction, *arrays: Any) -> Any:
+    # The line of the call is that of this error.
     avals = [jax.typeof(array) for array in arrays]
-    try:
-        closed = function.jaxpr(avals)
-    except jax.errors.UnexpectedTracerError as error:
-        raise ShardingError(_closure_message(function)) from error
-    if any(isinstance(value, jax.core.Tracer) for value in closed.consts):
-        function.traced.clear()
-        raise ShardingError(_closure_message(function))
-
-    # Here the message has the line of the call.
-    function.text.named_factors(shapes_of(avals), shapes_of(closed.out_avals), function.name)
-    return tuple(function_p.bind(*arrays, function=function, jaxpr=closed))
-
-
-def _closure_message(function: OpaqueFunction) -> str:
-    return (
-        f"`{function.name}`, which has a sharding rule, reads a value of the step by closure. Its rule says nothing of "
-        "that value: pass it as an argument."
-    )
+    function.text.named_factors(shapes_of(avals), shapes_of(function.jaxpr(avals).out_avals), function.name)
+    return tuple(_bind(function, arrays))
 
 
 def _forward(function: OpaqueFunction, *arrays: Any) -> Any:
@@ -292,11 +279,14 @@ def _backward(function: OpaqueFunction, arrays: Sequence[Any], cotangents: Seque
 _differentiable.defvjp(_forward, _backward)
 
 
-def _run(*arrays: Any, function: OpaqueFunction, jaxpr: Any) -> list[Any]:
+def _run(*arrays: Any, function: OpaqueFunction, text: ShardingRule, jaxpr: Any) -> list[Any]:
+    del function, text
     return list(jaxpr_as_fun(jaxpr)(*arrays))
 
 
-def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, function: OpaqueFunction, jaxpr: Any) -> Any:
+def _batch(
+    arrays: Sequence[Any], dims: Sequence[int | None], *, function: OpaqueFunction, text: ShardingRule, jaxpr: Any
+) -> Any:
     is_batched = [dim is not None for dim in dims]
     moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
     batched = function.batched(is_batched, shapes_of(jaxpr.in_avals), shapes_of(jaxpr.out_avals))
@@ -306,11 +296,11 @@ def _batch(arrays: Sequence[Any], dims: Sequence[int | None], *, function: Opaqu
 
 def _bind(function: OpaqueFunction, arrays: Sequence[Any]) -> list[Any]:
     closed = function.jaxpr([jax.typeof(array) for array in arrays])
-    return list(function_p.bind(*arrays, function=function, jaxpr=closed))
+    return list(function_p.bind(*arrays, function=function, text=function.text, jaxpr=closed))
 
 
 function_p.def_impl(lambda *arrays, **params: jax.jit(functools.partial(_run, **params))(*arrays))
-function_p.def_abstract_eval(lambda *avals, function, jaxpr: list(jaxpr.out_avals))
+function_p.def_abstract_eval(lambda *avals, function, text, jaxpr: list(jaxpr.out_avals))
 define_batching(function_p, _batch)
 define_lowering_of(function_p, _run)
 
