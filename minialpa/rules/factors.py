@@ -124,14 +124,12 @@ class Starts:
 Localizer = Callable[[JaxprEqn, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]], dict[str, Any]]
 #: From shards of the operands, local parameters and positions to shards of the results.
 OnShards = Callable[[JaxprEqn, Sequence[Any], Mapping[str, Any], Starts], Sequence[Any]]
-RuleOf = TypeVar("RuleOf", bound="Callable[[JaxprEqn], Factors | None]")
-#: None stands for an equation that nothing is known of: all of it is computed by every device.
-Rule = Callable[[JaxprEqn], Factors | None]
+Rule = Callable[[JaxprEqn], Factors]
 
 _RULES: dict[str, Rule] = {}
 _LOCALIZERS: dict[str, Localizer] = {}
 _ON_SHARDS: dict[str, OnShards] = {}
-#: Primitives whose rule may be None, with a name for an equation.
+#: Primitives of kernels: for each the name of what an equation runs.
 _OPERATION_NAMES: dict[str, Callable[[JaxprEqn], str]] = {}
 _CACHES: list[Any] = []
 
@@ -158,15 +156,15 @@ def rule(
     localize: Localizer | None = None,
     on_shards: OnShards | None = None,
     named: Callable[[JaxprEqn], str] | None = None,
-) -> Callable[[RuleOf], RuleOf]:
+) -> Callable[[Rule], Rule]:
     """Register the rule of one or more primitives, by name. Registering a primitive twice raises VerifyError.
 
     localize: gives the parameters for local shapes, if the primitive has shapes among its parameters.
     on_shards: computes the results on a shard if positional factors are split.
-    named: gives the name of an equation for messages, if the rule may be None.
+    named: for primitives of kernels, what an equation runs, for messages.
     """
 
-    def register(fun: RuleOf) -> RuleOf:
+    def register(fun: Rule) -> Rule:
         for name in primitives:
             if name in _RULES:
                 raise VerifyError(f"Primitive `{name}` already has a rule.")
@@ -198,7 +196,7 @@ def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
     for eqn in eqns:
         name = eqn.primitive.name
         if name in _OPERATION_NAMES:
-            if _RULES[name](eqn) is None:
+            if not factors_of(eqn).splittable and any(math.prod(shape_of(var)) > 1 for var in eqn.outvars):
                 names.add(operation_name(eqn))
         elif has_rule(name) or is_call(eqn):
             for inner in sub_jaxprs(eqn):
@@ -219,7 +217,7 @@ def is_kernel(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _OPERATION_NAMES
 
 
-def replicated_factors(eqn: JaxprEqn) -> Factors:
+def replicated_factors(eqn: JaxprEqn, flops: float = 0.0) -> Factors:
     """Factors for primitives without a rule: every dimension is a blocked factor of its own, so nothing is split."""
     sizes: list[int] = []
 
@@ -232,7 +230,8 @@ def replicated_factors(eqn: JaxprEqn) -> Factors:
 
     operands = tuple(fresh(atom) for atom in eqn.invars)
     results = tuple(fresh(var) for var in eqn.outvars)
-    return Factors(sizes=tuple(sizes), operands=operands, results=results, blocked=frozenset(range(len(sizes))))
+    blocked = frozenset(range(len(sizes)))
+    return Factors(sizes=tuple(sizes), operands=operands, results=results, blocked=blocked, flops=flops)
 
 
 def factors_of(eqn: JaxprEqn) -> Factors:
@@ -265,8 +264,7 @@ def _factors(kind: _EquationKey) -> Factors:
 
 def _by_rule(eqn: JaxprEqn) -> Factors:
     fun = _RULES.get(eqn.primitive.name)
-    factors = None if fun is None else fun(eqn)
-    return replicated_factors(eqn) if factors is None else factors
+    return replicated_factors(eqn) if fun is None else fun(eqn)
 
 
 def localize(eqn: JaxprEqn, factors: Factors, n_splits: Mapping[int, int]) -> dict[str, Any]:

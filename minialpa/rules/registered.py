@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 
 from minialpa.errors import ShardingError
 from minialpa.rules.common import Shapes, n_elements
-from minialpa.rules.factors import Factors, factors_of, forget, has_rule, rule
+from minialpa.rules.factors import Factors, factors_of, forget, has_rule, is_kernel, replicated_factors, rule
 from minialpa.rules.notation import Flops, ShardingRule, batched_rule, derivative_rule, shapes_of
 from minialpa.support.private_jax import changed_aval, define_batching, define_lowering_of, result_avals
 from minialpa.tracing.jaxprs import aval_of, is_weak, sub_jaxprs
@@ -70,15 +70,16 @@ def elements_made(eqn: JaxprEqn) -> float:
 
 def jaxpr_flops(jaxpr: Any) -> float:
     """Floating point operations of a jaxpr, by the rules of its equations, with those inside loops and branches."""
-    flops = 0.0
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        own = factors_of(eqn).flops if has_rule(eqn.primitive.name) else 0.0
-        if not own:
-            times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-            inner = [jaxpr_flops(body) for body in sub_jaxprs(eqn)]
-            own = times * (max(inner, default=0.0) if eqn.primitive.name == "cond" else sum(inner))
-        flops += own
-    return flops
+    return sum(_equation_flops(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+
+
+def _equation_flops(eqn: JaxprEqn) -> float:
+    inner = [] if is_kernel(eqn) else [jaxpr_flops(body) for body in sub_jaxprs(eqn)]
+    if not inner:
+        return factors_of(eqn).flops if has_rule(eqn.primitive.name) else 0.0
+    if eqn.primitive.name == "cond":
+        return max(inner)
+    return sum(inner) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
 
 
 # ---- primitives -----------------------------------------------------------------------------------------------------
@@ -138,11 +139,11 @@ def _target_name(eqn: JaxprEqn) -> str:
 
 
 @rule("ffi_call", localize=_local_call, named=_target_name)
-def _ffi_call(eqn: JaxprEqn) -> Factors | None:
+def _ffi_call(eqn: JaxprEqn) -> Factors:
     """By the rule of the target. `vmap_method` does not say how many leading dimensions were added by `vmap`."""
     target = _TARGETS.get(eqn.params["target_name"])
     if target is None or eqn.effects:
-        return None
+        return replicated_factors(eqn, elements_made(eqn))
     name = _target_name(eqn)
     named = target.text.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), name)
     flops = elements_made(eqn) if target.flops is None else float(target.flops(*_structs(eqn.invars)))
