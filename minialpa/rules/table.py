@@ -6,6 +6,7 @@ Each family has its file; a primitive without a rule is replicated (factors.repl
 from minialpa.rules import (
     contraction,
     control,
+    custom_partitioning,
     elementwise,
     index,
     layout,
@@ -21,6 +22,7 @@ from minialpa.rules import (
 __all__ = [
     "contraction",
     "control",
+    "custom_partitioning",
     "elementwise",
     "index",
     "layout",
