@@ -68,9 +68,7 @@ def register_sharding_rule(
 
     Raises ShardingError if the rule cannot be read, or if the operation has one.
     """
-    text = parse_rule(
-        rule, reductions=reductions, need_replication=need_replication, factor_sizes=factor_sizes
-    )
+    text = parse_rule(rule, reductions=reductions, need_replication=need_replication, factor_sizes=factor_sizes)
     if isinstance(operation, Primitive):
         operation = str(operation.name)
     if isinstance(operation, str):
@@ -95,7 +93,9 @@ def register_sharding_rule(
 class _WithRule:
     """A function that has a sharding rule. Its calls are equations of their own."""
 
-    def __init__(self, fun: Callable[..., Any], text: Any, static_argnums: tuple[int, ...], flops: Flops | None) -> None:
+    def __init__(
+        self, fun: Callable[..., Any], text: Any, static_argnums: tuple[int, ...], flops: Flops | None
+    ) -> None:
         functools.update_wrapper(self, fun)
         self.__name__: str = getattr(fun, "__name__", type(fun).__name__)
         self._fun, self._text, self._static_argnums, self._flops = fun, text, static_argnums, flops

@@ -122,8 +122,12 @@ class _Proposal:
     def local_function(self, operands: Shapes, results: Shapes) -> Any:
         """The function for shards of these shapes, as a closed jaxpr. Raises _RefusedError."""
         params, mesh = self.eqn.params, _mesh(self.n_splits)
-        whole_operands = [self._whole(*each) for each in zip(self.eqn.invars, operands, self.factors.operands, strict=True)]
-        whole_results = [self._whole(*each) for each in zip(self.eqn.outvars, results, self.factors.results, strict=True)]
+        whole_operands = [
+            self._whole(*each) for each in zip(self.eqn.invars, operands, self.factors.operands, strict=True)
+        ]
+        whole_results = [
+            self._whole(*each) for each in zip(self.eqn.outvars, results, self.factors.results, strict=True)
+        ]
         try:
             _, function, result_shardings, operand_shardings = params["partition"](
                 *params["static_args"],
@@ -152,7 +156,9 @@ class _Proposal:
         """The type and sharding of the array whose shard has this shape."""
         leading = [next((f for f in dim if self.factors.sizes[f] > 1), None) for dim in dims]
         axes = [_axis(f) if f in self.n_splits else None for f in leading]
-        shape = [size * self.n_splits.get(f, 1) if f is not None else size for f, size in zip(leading, local, strict=True)]
+        shape = [
+            size * self.n_splits.get(f, 1) if f is not None else size for f, size in zip(leading, local, strict=True)
+        ]
         return _struct(atom, shape, NamedSharding(_mesh(self.n_splits), PartitionSpec(*axes)))
 
     def _without_sums(self, flat: FlatJaxpr) -> FlatJaxpr:

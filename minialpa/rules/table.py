@@ -4,6 +4,7 @@ Each family has its file; a primitive without a rule is replicated (factors.repl
 """
 
 from minialpa.rules import (
+    attention,
     contraction,
     control,
     custom_partitioning,
@@ -20,6 +21,7 @@ from minialpa.rules import (
 )
 
 __all__ = [
+    "attention",
     "contraction",
     "control",
     "custom_partitioning",
