@@ -30,7 +30,8 @@ class Value:
 
 
 def constant(value: Any) -> Value:
-    return Value(np.asarray(value))
+    """A value that is the same everywhere; Python integers have 32 bits, as in kernels."""
+    return Value(np.asarray(value, np.int32) if isinstance(value, int) else np.asarray(value))
 
 
 #: An unknown value that depends on no position in the grid.
@@ -83,7 +84,7 @@ def evaluate(jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
 
 def read(values: Mapping[Var, Value], atom: Atom) -> Value:
     """The value of a variable or literal; unknown if `values` has none."""
-    return constant(atom.val) if is_literal(atom) else values.get(atom, UNKNOWN)
+    return Value(np.asarray(atom.val, atom.aval.dtype)) if is_literal(atom) else values.get(atom, UNKNOWN)
 
 
 def compute(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
@@ -98,7 +99,8 @@ def compute(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
             return evaluate(inner, operands)
     if is_scalar and all(value is not None for value in known):
         if name in _FUNCTIONS:
-            return [Value(np.asarray(_FUNCTIONS[name](*known)), axes)]
+            with np.errstate(all="ignore"):  # integers wrap, as on devices
+                return [Value(np.asarray(_FUNCTIONS[name](*known)), axes)]
         if name == "convert_element_type" and np.dtype(eqn.params["new_dtype"]).kind in "iub":
             return [Value(known[0].astype(eqn.params["new_dtype"]), axes)]  # type: ignore[union-attr]
     return [Value(None, axes)] * len(eqn.outvars)

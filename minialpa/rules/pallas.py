@@ -29,8 +29,8 @@ from minialpa.rules.factors import Dims, Factors, replicated_factors, rule
 from minialpa.rules.kernel_body import carries, computes_on_blocks, positions_read
 from minialpa.rules.known_integers import UNKNOWN, Value, evaluate
 from minialpa.rules.registered import jaxpr_flops
-from minialpa.support.private_jax import KernelArray, KernelGrid, kernel_grid, local_kernel_params
-from minialpa.tracing.jaxprs import operand_vars, shape_of
+from minialpa.support.private_jax import KernelArray, KernelGrid, kernel_grid, local_kernel_params, written_operands
+from minialpa.tracing.jaxprs import shape_of
 
 #: Positions of a grid for which index maps are computed, at most.
 _MOST_POSITIONS = 2**20
@@ -62,6 +62,8 @@ def _cuts(eqn: JaxprEqn, grid: KernelGrid) -> list[_Cut]:
     own_axes = [axis for axis in range(len(grid.sizes)) if axis not in grid.vmapped]
     asked = {own_axes[axis] for axis in positions_read(body)}
     indices = [_indices(array, grid) for array in grid.arrays]
+    if any(len(values) != len(array.shape) for values, array in zip(indices, grid.arrays, strict=True)):
+        return []
 
     cuts = []
     for axis, size in enumerate(grid.sizes):
@@ -80,32 +82,14 @@ def _cuts(eqn: JaxprEqn, grid: KernelGrid) -> list[_Cut]:
 def _writes_operands(body: Any, grid: KernelGrid) -> bool:
     """Whether the body writes into the blocks of an operand."""
     n_read = len(body.invars) - grid.n_scratch - grid.n_results
-    operands = set(body.invars[:n_read])
-    written = ("swap", "addupdate", "masked_swap")
-    is_written = any(
-        eqn.primitive.name in written and any(var in operands for var in operand_vars(eqn)[:1]) for eqn in body.eqns
-    )
-    # Inside loops and branches, effects say what is written.
-    return is_written or any(
-        type(effect).__name__ in ("WriteEffect", "AccumEffect") and _number(effect, body) < n_read
-        for effect in body.effects
-    )
-
-
-def _number(effect: Any, body: Any) -> int:
-    """The number of the operand that an effect of a body is on, in all versions of jax."""
-    source = getattr(effect, "input_index", None)
-    if isinstance(source, int):
-        return source
-    where = getattr(effect, "input_var", getattr(effect, "var", source))
-    return next((i for i, var in enumerate(body.invars) if var is where), len(body.invars))
+    return any(number < n_read for number in written_operands(body))
 
 
 def _indices(array: KernelArray, grid: KernelGrid) -> list[Value]:
     """The block indices of an array over the grid, one for each dimension."""
     n_axes = len(grid.sizes)
     positions = [
-        Value(np.arange(size).reshape([-1 if i == axis else 1 for i in range(n_axes)]), frozenset({axis}))
+        Value(np.arange(size, dtype=np.int32).reshape([-1 if i == axis else 1 for i in range(n_axes)]), frozenset({axis}))
         for axis, size in enumerate(grid.sizes)
     ]
     n_other = len(array.index_map.jaxpr.invars) - n_axes

@@ -217,6 +217,17 @@ def _block_length(block: Any) -> int | None:
     return None
 
 
+def written_operands(body: Any) -> set[int]:
+    """The numbers of the operands that the body of a kernel writes to; 0 stands for one that is not known."""
+    numbers = {var: i for i, var in enumerate(body.invars)}
+    found = set()
+    for effect in body.effects:
+        if type(effect).__name__ in ("WriteEffect", "AccumEffect"):
+            source = getattr(effect, "input", getattr(effect, "input_index", 0))
+            found.add(source if isinstance(source, int) else numbers.get(source, 0))
+    return found
+
+
 def local_kernel_params(
     params: Mapping[str, Any], sizes: tuple[int, ...], shapes: Sequence[tuple[int, ...]]
 ) -> dict[str, Any]:
