@@ -39,7 +39,9 @@ def _forward_kernel(q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, statistics
     statistics_ref[...] = largest + jnp.log(total)
 
 
-def _query_gradient_kernel(q_ref: Any, k_ref: Any, v_ref: Any, bar_ref: Any, s_ref: Any, d_ref: Any, o_ref: Any) -> None:
+def _query_gradient_kernel(
+    q_ref: Any, k_ref: Any, v_ref: Any, bar_ref: Any, s_ref: Any, d_ref: Any, o_ref: Any
+) -> None:
     weights = jnp.exp(q_ref[...] @ k_ref[...].T - s_ref[...][:, None])
     scores_bar = weights * (bar_ref[...] @ v_ref[...].T - d_ref[...][:, None])
     o_ref[...] = scores_bar @ k_ref[...]

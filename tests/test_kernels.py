@@ -18,7 +18,15 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
 import minialpa
-from minialpa import AutoShardingOption, DataParallel, LogicalMesh, PipeshardParallel, ShardParallel, Zero2Parallel, Zero3Parallel
+from minialpa import (
+    AutoShardingOption,
+    DataParallel,
+    LogicalMesh,
+    PipeshardParallel,
+    ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+)
 from minialpa.testing import assert_allclose
 from minialpa.tracing.jaxprs import sub_jaxprs
 from tests.pallas_kernels import flash_attention, plain_attention, plain_norm, row_norm

@@ -37,8 +37,8 @@ class _Attention:
         value_features = shape_of(eqn.invars[2])[3]
 
         self.table = FactorTable()
-        self.examples = self.table.dim(batch, reduction="sum")
-        self.key_heads = self.table.dim(n_key_heads, reduction="sum")
+        self.examples = self.table.dim(batch)
+        self.key_heads = self.table.dim(n_key_heads)
         sharing = self.table.dim(n_heads // n_key_heads, blocked=True)
         self.heads: Dim = (*self.key_heads, *sharing)
         self.positions, self.key_positions, self.features, self.value_features = (
@@ -113,4 +113,9 @@ def _backward(eqn: JaxprEqn) -> Factors:
     arrays = [of.queries(), of.keys(), of.values()]
     operands = [*arrays, *map(of.other, eqn.invars[3:-2]), of.outputs(), of.outputs()]
     results = [*arrays, *map(of.other, eqn.outvars[3:])]
+
+    # The gradient of a bias that all examples or all heads read.
+    for (factor,) in (of.examples, of.key_heads):
+        if any(not any(factor in dim for dim in dims) for dims in results):
+            of.table.reductions[factor] = "sum"
     return of.table.build(eqn, operands, results, flops=2.5 * _flops(eqn))

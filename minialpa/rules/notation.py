@@ -195,11 +195,13 @@ class NamedFactors:
             return tuple(tuple(tuple(numbers[name] for name in dim) for dim in dims) for dims in arrays)
 
         blocked = self.blocked()
+        # What is combined is missing in some result.
+        lost = [f for f in numbers if not all(any(f in dim for dim in dims) for dims in self.results)]
         return Factors(
             sizes=tuple(self.sizes.values()),
             operands=numbered(self.operands),
             results=numbered(self.results),
-            reductions={numbers[f]: how for f, how in self.rule.reductions if f in numbers and f not in blocked},
+            reductions={numbers[f]: how for f, how in self.rule.reductions if f in lost and f not in blocked},
             blocked=frozenset(numbers[name] for name in blocked),
             flops=flops,
         )

@@ -89,7 +89,9 @@ def _indices(array: KernelArray, grid: KernelGrid) -> list[Value]:
     """The block indices of an array over the grid, one for each dimension."""
     n_axes = len(grid.sizes)
     positions = [
-        Value(np.arange(size, dtype=np.int32).reshape([-1 if i == axis else 1 for i in range(n_axes)]), frozenset({axis}))
+        Value(
+            np.arange(size, dtype=np.int32).reshape([-1 if i == axis else 1 for i in range(n_axes)]), frozenset({axis})
+        )
         for axis, size in enumerate(grid.sizes)
     ]
     n_other = len(array.index_map.jaxpr.invars) - n_axes

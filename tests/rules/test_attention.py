@@ -64,7 +64,7 @@ def test_examples_and_heads_are_split_forward_and_backward() -> None:
     forward, backward = _texts(_both(_attention(), *_qkv()))
     assert forward.startswith("[a B (c D) E], [a F c E], [a F c G], ")
     assert "-> [a B (c D) G], [a (c D) B]" in forward, forward
-    assert "-> [a B (c D) E], [a F c E], [a F c G] " in backward, backward
+    assert "-> [a B (c D) E], [a F c E], [a F c G]" in backward, backward
 
 
 @pytest.mark.parametrize("shape", [(B, N, T, S), (1, N, T, S), (B, 1, T, S), (1, 1, T, S)])
