@@ -111,8 +111,8 @@ class _WithRule:
             known = key in self._functions
         except TypeError as error:
             raise ShardingError(
-                f"`{self.__name__}` has a sharding rule, and static arguments that cannot be compared: {error}. Arrays are "
-                "given by position; all other arguments by `static_argnums` or by name."
+                f"`{self.__name__}` has a sharding rule, and static arguments that cannot be compared: {error}. Arrays "
+                "are given by position; all other arguments by `static_argnums` or by name."
             ) from error
         if not known:
             self._functions[key] = self._opaque(tree, len(args), static, kwargs)
@@ -126,7 +126,7 @@ class _WithRule:
     def _opaque(
         self, tree: Any, n_args: int, static: Mapping[int, Any], kwargs: Mapping[str, Any]
     ) -> tuple[OpaqueFunction, list[Any]]:
-        """The function of the leaves of its arrays, and a list that holds the pytree of its results once it is traced."""
+        """The function of the leaves of its arrays, and a list for the pytree of its results."""
         out_trees: list[Any] = []
 
         def flat(*leaves: Any) -> Any:

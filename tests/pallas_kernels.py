@@ -16,7 +16,7 @@ def _block(length: int, most: int = 4) -> int:
     return next(n for n in range(min(length, most), 0, -1) if length % n == 0)
 
 
-# ---- attention: [examples, positions, heads, features] ------------------------------------------------------------------
+# ---- attention: [examples, positions, heads, features] ---------------------------------------------------------------
 
 
 def _forward_kernel(q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, statistics_ref: Any, *, block: int) -> None:
@@ -141,7 +141,7 @@ def plain_attention(q: Any, k: Any, v: Any) -> Any:
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
 
 
-# ---- rows ---------------------------------------------------------------------------------------------------------------
+# ---- rows ------------------------------------------------------------------------------------------------------------
 
 
 def _row_call(kernel: Callable[..., None], name: str, *arrays: Any) -> Any:

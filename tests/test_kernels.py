@@ -116,7 +116,7 @@ _ROWS = ("row_norm", "row_norm_gradient")
 
 
 def _assert_shapes(executable: Any, attention: tuple[int, ...], rows: int) -> None:
-    expected = dict.fromkeys(_ATTENTION, {attention}) | dict.fromkeys(_ROWS, {(rows, WIDTH)})
+    expected = {name: {attention} for name in _ATTENTION} | {name: {(rows, WIDTH)} for name in _ROWS}
     assert kernel_shapes(executable) == expected
 
 

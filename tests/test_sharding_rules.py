@@ -1,4 +1,4 @@
-"""Rules that users register: functions, primitives, foreign functions and custom_partitioning, and the check of rules."""
+"""Rules of functions, primitives, foreign functions and custom_partitioning that users give, and the check of rules."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from minialpa.rules.factors import factors_of, primitives_without_rule
 from minialpa.support.private_jax import define_lowering_of
 from minialpa.testing import assert_allclose
 from minialpa.tracing.jaxprs import trace_flat
+from tests.lapack_call import lu_by_lapack
 from tests.rules.rule_laws import cases_of, check_all, notation, vjp
 from tests.rules.rule_programs import floats
 
@@ -150,15 +151,15 @@ def test_flops_are_counted_or_given() -> None:
 
 
 def test_errors_name_the_function() -> None:
-    with pytest.raises(ShardingError, match="`halved`.* has 2 operands, and the call has 1"):
+    with pytest.raises(ShardingError, match=r"`halved`.* has 2 operands, and the call has 1"):
         minialpa.register_sharding_rule(halved, "b, b -> c b")(floats((4,), 0))
-    with pytest.raises(ShardingError, match="`relu`.* has 1 dimensions for operand 0, whose shape is"):
+    with pytest.raises(ShardingError, match=r"`relu`.* has 1 dimensions for operand 0, whose shape is"):
         minialpa.register_sharding_rule(jax.nn.relu, "b -> b")(floats((4, 2), 0))
-    with pytest.raises(ShardingError, match="`halved` says that `b` may be split.*instead of"):
+    with pytest.raises(ShardingError, match=r"`halved` says that `b` may be split.*instead of"):
         factors_of(trace_flat(minialpa.register_sharding_rule(halved, "b -> c b"), floats((4,), 0))[0].eqns[-1])
     with pytest.raises(ShardingError, match="reads a value of the step by closure"):
         jax.jit(lambda x: minialpa.register_sharding_rule(lambda y: x + y, "b -> b")(x))(floats((4,), 0))
-    with pytest.raises(ShardingError, match="`_attention` already has a sharding rule"):
+    with pytest.raises(ShardingError, match=r"`_attention` already has a sharding rule"):
         minialpa.register_sharding_rule(attention, "b -> b")
     with pytest.raises(ShardingError, match="not for 3"):
         minialpa.register_sharding_rule(3, "b -> b")  # type: ignore[arg-type]
@@ -243,16 +244,16 @@ def test_a_primitive_takes_its_rule_by_object_or_name() -> None:
     )
     assert _texts(fun, x) == ["[a] -> [a B]"]
     assert primitives_without_rule(trace_flat(fun, x)[0].eqns) == []
-    with pytest.raises(ShardingError, match="`my_tile` already has a sharding rule"):
+    with pytest.raises(ShardingError, match=r"`my_tile` already has a sharding rule"):
         minialpa.register_sharding_rule("my_tile", "b -> b n")
-    with pytest.raises(ShardingError, match="`add` already has a sharding rule"):
+    with pytest.raises(ShardingError, match=r"`add` already has a sharding rule"):
         minialpa.register_sharding_rule("add", "b, b -> b")
 
 
 def test_parameters_that_hold_shapes_need_localize() -> None:
     tile = _tile_primitive("my_other_tile")
     minialpa.register_sharding_rule("my_other_tile", "b -> b n", flops=lambda x: 5.0 * x.shape[0])
-    with pytest.raises(ShardingError, match="`my_other_tile` says that `b` may be split.*or give `localize`"):
+    with pytest.raises(ShardingError, match=r"`my_other_tile` says that `b` may be split.*or give `localize`"):
         factors_of(trace_flat(lambda x: tile.bind(x, shape=(4, 3)), floats((4,), 0))[0].eqns[-1])
 
 
@@ -271,45 +272,27 @@ def test_a_rule_counts_also_where_the_operation_was_seen_before() -> None:
 # ---- foreign functions -----------------------------------------------------------------------------------------------
 
 
-def _lu(x: Any) -> Any:
-    """LU decompositions by LAPACK, in place, with pivots and whether they worked."""
-    matrix = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
-    leading = x.shape[:-2]
-    results = [
-        jax.ShapeDtypeStruct(x.shape, np.float32),
-        jax.ShapeDtypeStruct((*leading, x.shape[-1]), np.int32),
-        jax.ShapeDtypeStruct(leading, np.int32),
-    ]
-    call = jax.ffi.ffi_call(
-        "lapack_sgetrf_ffi", results, input_layouts=[matrix], output_layouts=[matrix, None, None],
-        input_output_aliases={0: 0}, vmap_method="broadcast_all",
-    )  # fmt: skip
-    return call(x)
-
-
 def test_a_foreign_function_takes_its_rule_by_target() -> None:
     x = np.random.default_rng(0).normal(size=(4, 2, 3, 3)).astype(np.float32)
-    jax.lax.linalg.lu(x)  # registers the targets of LAPACK
-    assert primitives_without_rule(trace_flat(_lu, x)[0].eqns) == ["ffi:lapack_sgetrf_ffi"]
+    assert primitives_without_rule(trace_flat(lu_by_lapack, x)[0].eqns) == ["ffi:lapack_sgetrf_ffi"]
 
     minialpa.register_sharding_rule("ffi:lapack_sgetrf_ffi", "... n m -> ... n m, ... p, ...", need_replication="n m p")
-    assert _texts(_lu, x) == ["[a b C D] -> [a b C D], [a b E], [a b]"]
-    assert _texts(jax.vmap(_lu), x) == ["[a b C D] -> [a b C D], [a b E], [a b]"]
-    found = minialpa.check_sharding_rule(_lu, x)
+    assert _texts(lu_by_lapack, x) == ["[a b C D] -> [a b C D], [a b E], [a b]"]
+    assert _texts(jax.vmap(lu_by_lapack), x) == ["[a b C D] -> [a b C D], [a b E], [a b]"]
+    found = minialpa.check_sharding_rule(lu_by_lapack, x)
     assert [one.parts for one in found] == [2, 2]
-    with pytest.raises(ShardingError, match="`lapack_sgetrf_ffi` already has a sharding rule"):
+    with pytest.raises(ShardingError, match=r"`lapack_sgetrf_ffi` already has a sharding rule"):
         minialpa.register_sharding_rule("ffi:lapack_sgetrf_ffi", "b -> b")
     with pytest.raises(ShardingError, match="leave `localize` out"):
         minialpa.register_sharding_rule("ffi:other", "b -> b", localize=lambda params, operands, results: params)
 
 
 def test_a_foreign_function_with_a_rule_runs_on_shards() -> None:
-    jax.lax.linalg.lu(np.eye(2, dtype=np.float32))
     minialpa.register_sharding_rule("ffi:lapack_sgetrf_ffi", "... n m -> ... n m, ... p, ...", need_replication="n m p")
 
     def step(w: Any, batch: Any) -> Any:
         def loss(w: Any) -> Any:
-            factors, _, _ = _lu(jax.lax.stop_gradient(batch))
+            factors, _, _ = lu_by_lapack(jax.lax.stop_gradient(batch))
             return jnp.mean((factors @ w) ** 2)
 
         return w - 0.1 * minialpa.grad(loss)(w)
@@ -462,7 +445,7 @@ def test_a_step_with_custom_partitioning_trains() -> None:
 def test_the_check_reports_what_it_cut() -> None:
     found = minialpa.check_sharding_rule(attention, *_qkv())
     assert {(one.operation, one.parts) for one in found} == {("_attention", 2)}
-    assert [one.arrays for one in found][0] == "operand 0: 0, operand 1: 0, operand 2: 0, result 0: 0"
+    assert found[0].arrays == "operand 0: 0, operand 1: 0, operand 2: 0, result 0: 0"
     gradients = jax.grad(lambda q, k, v: jnp.sum(attention(q, k, v) ** 2), (0, 1, 2))
     assert {one.operation for one in minialpa.check_sharding_rule(gradients, *_qkv())} == {
         "_attention",
@@ -490,7 +473,7 @@ def test_the_check_finds_rules_that_lie(fun: Any, rule: str, options: dict[str, 
 
 def test_the_check_finds_custom_partitioning_that_lies() -> None:
     lying = _partitioned(lambda x: jnp.cumsum(x, 0), sharding_rule="i j -> i j")
-    with pytest.raises(ShardingError, match="custom_partitioning.* is not that of the whole"):
+    with pytest.raises(ShardingError, match=r"custom_partitioning.* is not that of the whole"):
         minialpa.check_sharding_rule(lying, floats((4, 6), 0))
 
 

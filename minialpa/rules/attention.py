@@ -106,7 +106,7 @@ def _forward(eqn: JaxprEqn) -> Factors:
 
 @rule("dot_product_attention_bwd_wrapper", named=lambda eqn: "derivative of cuDNN attention")
 def _backward(eqn: JaxprEqn) -> Factors:
-    """The operands of the forward pass, its statistics, result and cotangent -> cotangents of q, k, v, and of a bias."""
+    """The forward pass's operands, statistics and result, and a cotangent -> cotangents of q, k, v, and of a bias."""
     if _is_whole(eqn):
         return replicated_factors(eqn, 2.5 * _flops(eqn))
     of = _Attention(eqn)

@@ -155,14 +155,14 @@ class _Proposal:
     def _whole(self, atom: Atom, local: Sequence[int], dims: Dims) -> Any:
         """The type and sharding of the array whose shard has this shape."""
         leading = [next((f for f in dim if self.factors.sizes[f] > 1), None) for dim in dims]
-        axes = [_axis(f) if f in self.n_splits else None for f in leading]
+        axes = [None if f is None or f not in self.n_splits else _axis(f) for f in leading]
         shape = [
             size * self.n_splits.get(f, 1) if f is not None else size for f, size in zip(leading, local, strict=True)
         ]
         return _struct(atom, shape, NamedSharding(_mesh(self.n_splits), PartitionSpec(*axes)))
 
     def _without_sums(self, flat: FlatJaxpr) -> FlatJaxpr:
-        """The function without sums over the axes of reduction factors at its end. Raises if it communicates besides."""
+        """The function without final sums over the axes of reduction factors. Raises if it communicates besides."""
         reduced = {_axis(f) for f in self.n_splits if self.factors.reductions.get(f) == "sum"}
         read = {atom for eqn in flat.eqns for atom in eqn.invars if not is_literal(atom)}
         summed: dict[Any, Atom] = {}

@@ -76,7 +76,7 @@ def carries(body: Any, n_scratch: int, inner_axes: set[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _FirstIteration:
-    """Follows a body in the order of its equations. Known are the positions along `inner_axes`, and what is constant."""
+    """Follows a body in the order of its equations. Constants and positions along `inner_axes` are known."""
 
     inner_axes: frozenset[int]
 
@@ -160,16 +160,16 @@ class _FirstIteration:
         if any(not is_literal(atom) and atom in names for atom in eqn.invars[1:]):
             raise _CarriedError
         region = self._region(eqn, values, n_before)
-        known = written[names[eqn.invars[0]]]
+        known = written[names[_variable(eqn)]]
         if not np.all(known if region is None else known[region]):
             raise _CarriedError
 
     def _write(self, eqn: JaxprEqn, values: Mapping[Var, Value], names: _Names, written: _Written) -> None:
-        if eqn.invars[0] not in names:
+        if _variable(eqn) not in names:
             raise _CarriedError
         region = self._region(eqn, values, n_before=2)
         if region is not None:
-            written[names[eqn.invars[0]]][region] = True
+            written[names[_variable(eqn)]][region] = True
 
     def _region(self, eqn: JaxprEqn, values: Mapping[Var, Value], n_before: int) -> tuple[Any, ...] | None:
         """What a `get` or `swap` touches, as an index of NumPy; None if that is not known."""
@@ -198,6 +198,13 @@ class _FirstIteration:
             return int(value)
         known = read(values, value).known if is_literal(value) or isinstance(value, Var) else None
         return int(known) if known is not None and known.ndim == 0 else None
+
+
+def _variable(eqn: JaxprEqn) -> Var:
+    """The memory that a `get` or `swap` touches."""
+    memory = eqn.invars[0]
+    assert not is_literal(memory), eqn
+    return memory
 
 
 def _copy(written: _Written) -> _Written:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.tracing.jaxprs import Atom, is_literal, sub_jaxprs
+from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, sub_jaxprs
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def evaluate(jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
 
 def read(values: Mapping[Var, Value], atom: Atom) -> Value:
     """The value of a variable or literal; unknown if `values` has none."""
-    return Value(np.asarray(atom.val, atom.aval.dtype)) if is_literal(atom) else values.get(atom, UNKNOWN)
+    return Value(np.asarray(atom.val, aval_of(atom).dtype)) if is_literal(atom) else values.get(atom, UNKNOWN)
 
 
 def compute(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:

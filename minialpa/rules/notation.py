@@ -1,8 +1,8 @@
 """Rules as text: `"b q (k g) d, b s k d -> b q (k g) d"` in, the factors of an equation out.
 
 The notation is that of Shardy and of `jax.experimental.custom_partitioning`: operands before `->`, results behind it,
-arrays separated by commas, a name for each dimension. `(k g)` is one dimension made of two factors, the first outermost;
-`...` is any number of leading dimensions. A factor may be split if
+arrays separated by commas, a name for each dimension. `(k g)` is one dimension made of two factors, the first
+outermost; `...` is any number of leading dimensions. A factor may be split if
 
     some operand has it,  every result has it or its parts are combined,  and nobody said that it needs replication.
 
@@ -320,8 +320,8 @@ def _check_dimensions(rule: ShardingRule) -> None:
         twice = next((name for name in flat if flat.count(name) > 1 and name not in rule.replicated), None)
         if twice is not None:
             raise ShardingError(
-                f"In the sharding rule `{rule.text}`, {rule._array(i)} has the factor `{twice}` twice. Parts of it would "
-                f"lie on a diagonal: give the dimensions two names, or say `need_replication=('{twice}',)`."
+                f"In the sharding rule `{rule.text}`, {rule._array(i)} has the factor `{twice}` twice. Parts of it "
+                f"would lie on a diagonal: give the dimensions two names, or say `need_replication=('{twice}',)`."
             )
 
 

@@ -121,7 +121,7 @@ def _cut(grid: KernelGrid, indices: Sequence[Sequence[Value]], axis: int, parts:
 
 
 def _step(value: Value, axis: int, size: int, n_axes: int) -> int | None:
-    """By how much an index grows when the position along an axis grows by `size`; None if that differs or is unknown."""
+    """By how much an index grows if the position along an axis grows by `size`; None if that differs or is unknown."""
     known = value.known
     if known is None:
         return None if axis in value.axes else 0

@@ -1,8 +1,8 @@
 """Operations that get their rule from the user: primitives by name, foreign functions by target, Python functions.
 
-    register_primitive("my_primitive", rule, localize=...)      parameters that hold shapes need `localize`
-    register_target("my_target", rule)                           `jax.ffi.ffi_call`, whose result types are localised here
-    OpaqueFunction(...)                                          one equation that holds the function, see `opaque_call`
+    register_primitive("my_primitive", rule, localize=...)    parameters that hold shapes need `localize`
+    register_target("my_target", rule)                        `jax.ffi.ffi_call`; its result types are localised here
+    OpaqueFunction(...)                                       one equation that holds the function, see `opaque_call`
 
 An opaque function is computed on shards by calling it on shards. Its derivative is one more opaque function, which
 computes the function again, with the rule that `derivative_rule` derives; under `vmap` it gets one more factor.

@@ -9,7 +9,7 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 | `Primitive.get_bind_params`, `abstract_eval` | running an equation again; its result types | a function for both |
 | `ShapedArray.update` | the aval of a part of an array | avals made by `jax.extend.core` |
 | `jax.interpreters` | the rules of primitives that mark a trace | the same rules in `jax.extend` |
-| parameters of `pallas_call` | which blocks a kernel works on; its grid on a shard | accessors in `jax.experimental.pallas` |
+| parameters of `pallas_call` | the blocks of a kernel; its grid on a shard | accessors in `jax.experimental.pallas` |
 | `unsafe_buffer_pointer`, `on_device_size_in_bytes` | NCCL on arrays; do arrays share memory | a cheap `__dlpack__` |
 | `make_cpu_client`, `make_gloo_tcp_collectives` | the address that gloo binds | a setting of `jax.config` |
 

@@ -152,8 +152,7 @@ def _compute(name: str, operands: list[Any]) -> list[Any]:
 
 def _cases() -> Iterator[Any]:
     for shape in ((B, N, T, S), (1, N, T, S), (B, 1, T, S), (1, 1, T, S)):
-        for eqn in _both(_attention(), *_qkv(), _half(*shape, seed=3)):
-            yield eqn
+        yield from _both(_attention(), *_qkv(), _half(*shape, seed=3))
 
 
 def test_shards_of_a_plain_attention_keep_the_halving_law() -> None:

@@ -1,4 +1,4 @@
-"""Which axes of a kernel's grid may be cut: those that may keep the halving law, and the nearest kernels may not be cut."""
+"""Which axes of a kernel's grid may be cut: those that are keep the halving law, and the nearest others are not cut."""
 
 from __future__ import annotations
 
@@ -251,30 +251,49 @@ def _adds(x_ref: Ref, out_ref: Ref) -> None:
     out_ref[...] += x_ref[...]
 
 
+def _reads(index_map: Callable[[Any], Any], rows: int = 2) -> dict[str, Any]:
+    return {"read": _spec(rows, COLUMNS, index_map)}
+
+
+def _writes(index_map: Callable[[Any], Any], rows: int = 2) -> dict[str, Any]:
+    return {"write": _spec(rows, COLUMNS, index_map)}
+
+
+_SHORT = {"made": (2, COLUMNS)}
+
+
 @pytest.mark.parametrize(
     ("kernel", "options"),
     [
         pytest.param(_asks_for_row, {}, id="asks for its position"),
         pytest.param(_asks_in_a_branch, {}, id="asks for its position in a branch"),
-        pytest.param(_double, {"read": _spec(2, COLUMNS, lambda i: (jnp.minimum(i + 1, 3), 0))}, id="next block"),
-        pytest.param(_double, {"read": _spec(2, COLUMNS, lambda i: ((i + 1) % 4, 0))}, id="next block, in a ring"),
-        pytest.param(_double, {"read": _spec(2, COLUMNS, lambda i: (3 - i, 0))}, id="reversed"),
-        pytest.param(_double, {"read": _spec(2, COLUMNS, lambda i: (0, 0)), "write": _spec(2, COLUMNS, lambda i: (i * i % 4, 0))}, id="squares"),
-        pytest.param(_double, {"grid": (3,), "read": _spec(2, COLUMNS, lambda i: (i + 1, 0))}, id="all but the first"),
+        pytest.param(_double, {**_reads(lambda i: (jnp.minimum(i + 1, 3), 0))}, id="next block"),
+        pytest.param(_double, {**_reads(lambda i: ((i + 1) % 4, 0))}, id="next block, in a ring"),
+        pytest.param(_double, {**_reads(lambda i: (3 - i, 0))}, id="reversed"),
+        pytest.param(_double, {**_reads(lambda i: (0, 0)), **_writes(lambda i: (i * i % 4, 0))}, id="squares"),
+        pytest.param(_double, {"grid": (3,), **_reads(lambda i: (i + 1, 0))}, id="all but the first"),
         pytest.param(_double, {"grid": (3,)}, id="not all blocks"),
-        pytest.param(_double, {"grid": (3,), "read": _spec(3, COLUMNS, lambda i: (i, 0)), "write": _spec(3, COLUMNS, lambda i: (i, 0))}, id="blocks beyond the end"),
+        pytest.param(
+            _double,
+            {"grid": (3,), **_reads(lambda i: (i, 0), 3), **_writes(lambda i: (i, 0), 3)},
+            id="blocks beyond the end",
+        ),
         pytest.param(_writes_operand, {"input_output_aliases": {0: 0}}, id="writes into its operand"),
-        pytest.param(_double, {"read": _spec(2, COLUMNS, lambda i: (i * 1431655766 // 2**30 % 4, 0))}, id="overflow"),
+        pytest.param(_double, {**_reads(lambda i: (i * 1431655766 // 2**30 % 4, 0))}, id="overflow"),
         pytest.param(_prints, {}, id="prints"),
-        pytest.param(_adds, {"write": _spec(2, COLUMNS, lambda i: (0, 0)), "made": (2, COLUMNS)}, id="a result that all write"),
-        pytest.param(_double, {"write": _spec(2, COLUMNS, lambda i: (i // 4, 0)), "made": (2, COLUMNS)}, id="a result that the last writes"),
+        pytest.param(_adds, {**_writes(lambda i: (0, 0)), **_SHORT}, id="a result that all write"),
+        pytest.param(_double, {**_writes(lambda i: (i // 4, 0)), **_SHORT}, id="a result that the last writes"),
         pytest.param(_carries, {**_INNER, **_SCRATCH}, id="scratch that never starts"),
         pytest.param(_starts_in_part, {**_INNER, **_SCRATCH}, id="scratch that starts in part"),
         pytest.param(_starts_later, {**_INNER, **_SCRATCH}, id="scratch that starts later"),
         pytest.param(_starts_by_data, {**_INNER, **_SCRATCH}, id="scratch that starts by data"),
-        pytest.param(_double, {"input_output_aliases": {0: 0}, "read": _spec(2, COLUMNS, lambda i: (3 - i, 0))}, id="aliases that follow differently"),
+        pytest.param(
+            _double,
+            {"input_output_aliases": {0: 0}, **_reads(lambda i: (3 - i, 0))},
+            id="aliases that follow differently",
+        ),
     ],
-)  # fmt: skip
+)
 def test_kernels_that_see_the_whole_are_not_cut(kernel: Callable[..., None], options: dict[str, Any]) -> None:
     flat, _ = trace_flat(lambda x: _call(kernel, x, **options), floats((ROWS, COLUMNS), 0))
     assert factors_of(flat.eqns[-1]).splittable == ()
