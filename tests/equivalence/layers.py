@@ -342,17 +342,19 @@ def either(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 # ---- kernels -------------------------------------------------------------------------------------------------------
 
 
-#: jax differentiates neither a Pallas kernel twice nor custom_partitioning at all, and has no `vmap` of the latter.
-_TWICE = ("penalty on input gradients", "penalty on gradients", "meta")
-_NO_DERIVATIVES = (*_TWICE, "clipped by example", "curvature", "random curvature", "vmap")
+#: jax has no tangents of functions with derivatives by hand, no second derivative of a Pallas kernel, and neither
+#: derivatives nor `vmap` of custom_partitioning.
+_NO_TANGENTS = ("curvature", "random curvature")
+_ONCE = (*_NO_TANGENTS, "penalty on input gradients", "penalty on gradients", "meta")
+_NO_DERIVATIVES = (*_ONCE, "clipped by example", "vmap")
 
 
-@_layer(without=_TWICE, scale=(WIDTH,))
+@_layer(without=_ONCE, scale=(WIDTH,))
 def pallas_rows(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return row_norm(h.reshape(-1, WIDTH)).reshape(h.shape) * _wide(p["scale"], h)
 
 
-@_layer("sequence", without=_TWICE, qkv=(WIDTH, 3 * WIDTH))
+@_layer("sequence", without=_ONCE, qkv=(WIDTH, 3 * WIDTH))
 def pallas_attention(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     parts = (h @ p["qkv"]).reshape(h.shape[0], TIME, 3, 2, WIDTH // 2)
     return flash_attention(*(parts[:, :, i] for i in range(3))).reshape(h.shape)
@@ -382,7 +384,7 @@ _product.defvjp(
 )
 
 
-@_layer(w=(WIDTH, WIDTH))
+@_layer(without=_NO_TANGENTS, w=(WIDTH, WIDTH))
 def registered_function(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return _registered_rows(h.reshape(-1, WIDTH), p["w"]).reshape(h.shape)
 
