@@ -75,7 +75,8 @@ def test_its_derivative_has_a_rule_that_follows() -> None:
     assert_allclose(vjp(attention)(*_qkv()), vjp(_attention)(*_qkv()))
 
 
-def test_second_derivatives_vmap_and_transformations_of_it_work() -> None:
+@pytest.mark.slow
+def test_second_derivatives_of_it_work() -> None:
     q, k, v = (x[:1, :2, :1, :2] for x in _qkv())
 
     def second(fun: Any) -> Any:
@@ -86,6 +87,10 @@ def test_second_derivatives_vmap_and_transformations_of_it_work() -> None:
         )
 
     assert_allclose(second(attention)(q), second(_attention)(q))
+
+
+def test_vmap_and_other_transformations_of_it_work() -> None:
+    q, k, v = (x[:1, :2, :1, :2] for x in _qkv())
     one = lambda fun: jax.vmap(lambda q, v: jnp.sum(fun(q[None], k, v[None])))  # noqa: E731
     assert_allclose(one(attention)(q, v), one(_attention)(q, v))
     batched = jax.vmap(attention, in_axes=(1, None, 1), out_axes=1)

@@ -145,6 +145,7 @@ def test_scratch_that_starts_anew_is_not_carried() -> None:
     assert _text(lambda x: _call(_sum_of_columns, x, **_INNER, **_SCRATCH)) == "[(a B) C] -> [(a D) 1]"
 
 
+@pytest.mark.slow
 def test_real_kernels_are_cut_by_examples_and_heads() -> None:
     blocks = gpu_attention.BlockSizes(
         block_q=16, block_k=16, block_q_dkv=16, block_kv_dkv=16, block_q_dq=16, block_kv_dq=16
@@ -158,11 +159,14 @@ def test_real_kernels_are_cut_by_examples_and_heads() -> None:
         first, *_ = text.split("]")
         assert first.replace("(b C)", "B") in ("[a B c D", "[a B d E"), text
 
-    assert _text(lambda x: softmax.softmax(x, interpret=True)) == "[a B] -> [a C]"
     norm = functools.partial(rms_norm.rms_norm, interpret=True)
     weight = floats((16,), 1)
     texts = _texts(vjp(norm), floats((2, 4, 16), 0), weight, weight)
     assert texts[0] == "[a b C], [D], [E] -> [a b F], [a b]"
+
+
+def test_softmax_of_jax_is_cut_by_rows() -> None:
+    assert _text(lambda x: softmax.softmax(x, interpret=True)) == "[a B] -> [a C]"
 
 
 def test_flash_attention_of_tpus_is_cut_by_examples_and_heads() -> None:
