@@ -27,9 +27,9 @@ which the result lacks, leaves partial sums; `max(b)` and others likewise. `(a b
 the first outermost. A `scan` with matrix products is planned equation by equation instead, with collectives in each
 iteration.
 
-The rows of `pallas_call`, `custom_partitioning`, `ffi_call` and `minialpa_function` are examples: these have factors by their
-kernels, see [kernels.md](kernels.md). Every device computes primitives that are not listed in full, with one warning that
-names them.
+The rows of `pallas_call`, `custom_partitioning`, `ffi_call` and `minialpa_function` are examples: these have factors by
+their kernels, see [kernels.md](kernels.md). Every device computes primitives that are not listed in full, with one
+warning that names them.
 
 | primitive | an equation |
 |---|---|
