@@ -18,6 +18,7 @@ from minialpa.errors import (
 )
 from minialpa.inter.schedule.simulate import simulate
 from minialpa.inter.schedule.timeline import Timeline
+from minialpa.kernels import check_sharding_rule, register_sharding_rule
 from minialpa.methods import (
     AutoParallel,
     CreateStateParallel,
@@ -84,6 +85,7 @@ __all__ = [
     "Zero3Parallel",
     "__version__",
     "available_hosts",
+    "check_sharding_rule",
     "explain",
     "get_3d_parallel_method",
     "get_last_dp_result",
@@ -95,6 +97,7 @@ __all__ = [
     "plan",
     "plan_to_method",
     "prefetch",
+    "register_sharding_rule",
     "replan",
     "restart",
     "restore_checkpoint",

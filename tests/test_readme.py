@@ -10,8 +10,11 @@ import jax
 import numpy as np
 import pytest
 
+import minialpa
+
 README = Path(__file__).parents[1] / "README.md"
 CHECKPOINTS = README.parent / "docs" / "checkpoints.md"
+KERNELS = README.parent / "docs" / "kernels.md"
 PLANS = README.parent / "docs" / "plans.md"
 
 
@@ -86,3 +89,16 @@ def test_the_examples_of_plans_run_one_after_the_other(tmp_path: Path, monkeypat
         exec(compile("\n".join(examples), str(PLANS), "exec"), names)
     assert np.isfinite(float(names["loss"]))
     assert names["train_step"].get_last_executable().get_parallel_plan() != names["plan"]
+
+
+def test_the_example_of_kernels_runs_and_its_rule_is_checked() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", KERNELS.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, "kernels.md", "exec"), names)
+    qkv = (names["q"], names["k"], names["v"])
+    checked = minialpa.check_sharding_rule(names["attention"], *qkv)
+    assert [one.arrays for one in checked] == [
+        "operand 0: 0, operand 1: 0, operand 2: 0, result 0: 0",
+        "operand 0: 2, operand 1: 2, operand 2: 2, result 0: 2",
+        "operand 2: 3, result 0: 3",
+    ]

@@ -40,7 +40,7 @@ from minialpa.rules.body_factors import (
     zero_arrays,
 )
 from minialpa.rules.common import FactorTable, Shapes
-from minialpa.rules.factors import Dims, Factors, Starts, equal_operands, rule
+from minialpa.rules.factors import Dims, Factors, Starts, cached, equal_operands, rule
 from minialpa.tracing.jaxprs import (
     Atom,
     FlatJaxpr,
@@ -101,7 +101,7 @@ def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> FlatJaxpr:
 
 
 # Planning asks for the factors of an equation several times. Jaxprs are compared by identity.
-_remember = functools.lru_cache(maxsize=256)
+_remember = cached(maxsize=256)
 
 
 @_remember

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from jax import lax
@@ -27,6 +27,7 @@ from minialpa.tracing.jaxprs import eval_on_shards, is_call, is_control_flow, is
 
 Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
 Dims = tuple[tuple[int, ...], ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,26 @@ _RULES: dict[str, Rule] = {}
 _LOCALIZERS: dict[str, Localizer] = {}
 _ON_SHARDS: dict[str, OnShards] = {}
 _BY_EQUAL_OPERANDS: set[str] = set()
+#: Primitives of kernels: for each the name of what an equation runs.
+_OPERATION_NAMES: dict[str, Callable[[JaxprEqn], str]] = {}
+_CACHES: list[Any] = []
+
+
+def cached(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """`functools.lru_cache` for what follows from rules: forgotten when a rule is added."""
+
+    def decorate(fun: Callable[..., T]) -> Callable[..., T]:
+        _CACHES.append(functools.lru_cache(maxsize)(fun))
+        remembering: Callable[..., T] = _CACHES[-1]
+        return remembering
+
+    return decorate
+
+
+def forget() -> None:
+    """Empty the caches of what follows from rules."""
+    for cache in _CACHES:
+        cache.cache_clear()
 
 
 def rule(
@@ -146,12 +167,14 @@ def rule(
     localize: Localizer | None = None,
     on_shards: OnShards | None = None,
     by_equal_operands: bool = False,
+    named: Callable[[JaxprEqn], str] | None = None,
 ) -> Callable[[Rule], Rule]:
     """Register the rule of one or more primitives, by name. Registering a primitive twice raises VerifyError.
 
     localize: gives the parameters for local shapes, if the primitive has shapes among its parameters.
     on_shards: computes the results on a shard if positional factors are split.
     by_equal_operands: whether the factors depend on which operands are the same array.
+    named: for primitives of kernels, what an equation runs, for messages.
     """
 
     def register(fun: Rule) -> Rule:
@@ -165,6 +188,8 @@ def rule(
                 _ON_SHARDS[name] = on_shards
             if by_equal_operands:
                 _BY_EQUAL_OPERANDS.add(name)
+            if named is not None:
+                _OPERATION_NAMES[name] = named
         return fun
 
     return register
@@ -181,18 +206,33 @@ def known_primitives() -> tuple[str, ...]:
 
 
 def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
-    """Sorted names of the primitives that make arrays and have no rule, those in loop bodies and branches included."""
+    """Sorted names of the operations that make arrays and have no rule, those in loop bodies and branches included."""
     names: set[str] = set()
     for eqn in eqns:
-        if has_rule(eqn.primitive.name) or is_call(eqn):
+        name = eqn.primitive.name
+        if name in _OPERATION_NAMES:
+            if not factors_of(eqn).splittable and any(math.prod(shape_of(var)) > 1 for var in eqn.outvars):
+                names.add(operation_name(eqn))
+        elif has_rule(name) or is_call(eqn):
             for inner in sub_jaxprs(eqn):
                 names.update(primitives_without_rule(inner.eqns))
         elif any(shape_of(var) for var in eqn.outvars):
-            names.add(eqn.primitive.name)
+            names.add(name)
     return sorted(names)
 
 
-def replicated_factors(eqn: JaxprEqn) -> Factors:
+def operation_name(eqn: JaxprEqn) -> str:
+    """The name of an equation for messages: that of the primitive, or of what a kernel's primitive calls."""
+    named = _OPERATION_NAMES.get(eqn.primitive.name)
+    return str(eqn.primitive.name) if named is None else named(eqn)
+
+
+def is_kernel(eqn: JaxprEqn) -> bool:
+    """Whether an equation runs code that the planner cannot look into, or need not."""
+    return eqn.primitive.name in _OPERATION_NAMES
+
+
+def replicated_factors(eqn: JaxprEqn, flops: float = 0.0) -> Factors:
     """Factors for primitives without a rule: every dimension is a blocked factor of its own, so nothing is split."""
     sizes: list[int] = []
 
@@ -205,7 +245,8 @@ def replicated_factors(eqn: JaxprEqn) -> Factors:
 
     operands = tuple(fresh(atom) for atom in eqn.invars)
     results = tuple(fresh(var) for var in eqn.outvars)
-    return Factors(sizes=tuple(sizes), operands=operands, results=results, blocked=frozenset(range(len(sizes))))
+    blocked = frozenset(range(len(sizes)))
+    return Factors(sizes=tuple(sizes), operands=operands, results=results, blocked=blocked, flops=flops)
 
 
 def factors_of(eqn: JaxprEqn) -> Factors:
@@ -232,7 +273,7 @@ class _EquationKey:
     eqn: JaxprEqn = field(compare=False)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached(maxsize=4096)
 def _factors(kind: _EquationKey) -> Factors:
     return _by_rule(kind.eqn)
 

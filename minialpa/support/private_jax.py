@@ -9,6 +9,7 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 | `Primitive.get_bind_params`, `abstract_eval` | running an equation again; its result types | a function for both |
 | `ShapedArray.update` | the aval of a part of an array | avals made by `jax.extend.core` |
 | `jax.interpreters` | the rules of primitives that mark a trace | the same rules in `jax.extend` |
+| parameters of `pallas_call` | the blocks of a kernel; its grid on a shard | accessors in `jax.experimental.pallas` |
 | `unsafe_buffer_pointer`, `on_device_size_in_bytes` | NCCL on arrays; do arrays share memory | a cheap `__dlpack__` |
 | `make_cpu_client`, `make_gloo_tcp_collectives` | the address that gloo binds | a setting of `jax.config` |
 
@@ -18,8 +19,10 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -128,6 +131,126 @@ def define_batching(primitive: Primitive, rule: Rule) -> None:
 def define_lowering(primitive: Primitive, rule: Rule) -> None:
     """rule(context, *operands, **params) -> results, all of them values of MLIR."""
     mlir.register_lowering(primitive, rule)
+
+
+def define_lowering_of(primitive: Primitive, fun: Callable[..., Sequence[Any]]) -> None:
+    """Lower a primitive as the equations of `fun(*operands, **params)`, which returns a sequence of results."""
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=True))
+
+
+# ---- kernels of Pallas -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KernelArray:
+    """An operand or result of a kernel.
+
+    Attributes:
+        shape: of the whole array.
+        blocks: the length of a block in each dimension; None where blocks are no multiples of it.
+        index_map: a closed jaxpr, from positions in the grid (and scalars that were read before) to block indices.
+    """
+
+    shape: tuple[int, ...]
+    blocks: tuple[int | None, ...]
+    index_map: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelGrid:
+    """The grid of a `pallas_call`.
+
+    Attributes:
+        sizes: number of positions along each axis.
+        vmapped: axes that `vmap` has added; the body does not count them.
+        arrays: operands, without those of `n_index`, then results.
+        n_index: number of leading operands that index maps read.
+        n_results: number of results.
+        n_scratch: number of arrays of scratch memory, the last operands of the body.
+        aliases: pairs (operand, result) that share memory; operands are numbered from the first of all.
+        flops: the user's estimate of the floating point operations, or 0.
+        is_plain: whether all of this says all there is to say; if not, the grid has no positions here.
+    """
+
+    sizes: tuple[int, ...]
+    vmapped: tuple[int, ...]
+    arrays: tuple[KernelArray, ...]
+    n_index: int
+    n_results: int
+    n_scratch: int
+    aliases: tuple[tuple[int, int], ...]
+    flops: float
+    is_plain: bool
+
+
+def kernel_grid(params: Mapping[str, Any]) -> KernelGrid:
+    """The grid of a `pallas_call` with these parameters."""
+    mapping = params["grid_mapping"]
+    hooks = (mapping.grid_names, mapping.get_grid_indices, mapping.local_grid_env, params.get("mesh"))
+    is_static = all(isinstance(size, int) for size in mapping.grid)
+    cost = params.get("cost_estimate")
+    return KernelGrid(
+        sizes=tuple(mapping.grid) if is_static else (),
+        vmapped=tuple(mapping.vmapped_dims),
+        arrays=tuple(
+            KernelArray(tuple(own.array_aval.shape), tuple(map(_block_length, own.block_shape)), own.index_map_jaxpr)
+            for own in mapping.block_mappings
+        ),
+        n_index=mapping.num_index_operands,
+        n_results=mapping.num_outputs,
+        n_scratch=len(mapping.scratch_avals),
+        aliases=tuple(tuple(pair) for pair in params["input_output_aliases"]),
+        flops=float(cost.flops) if cost is not None else 0.0,
+        is_plain=is_static and bool(mapping.grid) and all(hook is None for hook in hooks),
+    )
+
+
+def _block_length(block: Any) -> int | None:
+    if isinstance(block, int):
+        return block
+    match type(block).__name__:
+        case "Blocked":
+            length: int = block.block_size
+            return length
+        case "Squeezed":
+            return 1
+    return None
+
+
+def written_operands(body: Any) -> set[int]:
+    """The numbers of the operands that the body of a kernel writes to; 0 stands for one that is not known."""
+    numbers = {var: i for i, var in enumerate(body.invars)}
+    found = set()
+    for effect in body.effects:
+        if type(effect).__name__ in ("WriteEffect", "AccumEffect"):
+            source = getattr(effect, "input", getattr(effect, "input_index", 0))
+            found.add(source if isinstance(source, int) else numbers.get(source, 0))
+    return found
+
+
+def local_kernel_params(
+    params: Mapping[str, Any], sizes: tuple[int, ...], shapes: Sequence[tuple[int, ...]]
+) -> dict[str, Any]:
+    """The parameters of a `pallas_call` on a grid of these sizes, for operands and results of these shapes."""
+    mapping = params["grid_mapping"]
+    arrays = tuple(
+        own.replace(array_aval=own.array_aval.update(shape=shape))
+        for own, shape in zip(mapping.block_mappings, shapes, strict=True)
+    )
+    results = shapes[len(shapes) - mapping.num_outputs :]
+    out_avals = tuple(aval.update(shape=shape) for aval, shape in zip(params["out_avals"], results, strict=True))
+    local = dict(params, grid_mapping=mapping.replace(grid=sizes, block_mappings=arrays), out_avals=out_avals)
+
+    cost = params.get("cost_estimate")
+    if cost is not None:
+        part, whole = math.prod(sizes), math.prod(mapping.grid)
+        changes = {
+            one.name: value * part // whole
+            for one in fields(cost)
+            if isinstance(value := getattr(cost, one.name), int) and not isinstance(value, bool)
+        }
+        local["cost_estimate"] = replace(cost, **changes)
+    return local
 
 
 # ---- memory of arrays ------------------------------------------------------------------------------------------------

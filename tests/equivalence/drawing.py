@@ -67,7 +67,7 @@ def _model(random: Random, scheme: str) -> Model:
     n_layers = random.randint(1, 3)
     return Model(
         kind,
-        tuple(_layer(random, kind, scheme not in NO_BATCH_NORM) for _ in range(n_layers)),
+        tuple(_layer(random, kind, scheme) for _ in range(n_layers)),
         boundary=random.randint(0, n_layers),
         from_tokens=kind == "sequence" and scheme not in FLOAT_INPUT and random.random() < 0.5,
         tied=random.random() < 0.2,
@@ -76,13 +76,16 @@ def _model(random: Random, scheme: str) -> Model:
     )
 
 
-def _layer(random: Random, kind: str, may_meet: bool) -> Layer | BatchNorm:
-    """A layer for activations of a kind; where they may not meet, examples have no statistics in common."""
+def _layer(random: Random, kind: str, scheme: str) -> Layer | BatchNorm:
+    """A layer for activations of a kind, which a scheme of training can work with; some want examples by themselves."""
+    may_meet = scheme not in NO_BATCH_NORM
     if may_meet and random.random() < 0.1:
         return BatchNorm(random.choice(list(VARIANCES)))
     meets = may_meet and random.random() < 0.01
-    name = random.choice((_MEETING if meets else _LAYERS)[kind])
-    return Layer(name, "plain" if meets else _often(random, (3, ["plain", "residual"]), (4, WRAPS)))
+    names = (_MEETING if meets else _LAYERS)[kind]
+    name = random.choice([name for name in names if scheme not in RULES[name].without])
+    wraps = [wrap for wrap in WRAPS if wrap not in RULES[name].without]
+    return Layer(name, "plain" if meets else _often(random, (3, ["plain", "residual"]), (4, wraps)))
 
 
 # ---- losses and steps -----------------------------------------------------------------------------------------------

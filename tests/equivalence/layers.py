@@ -14,6 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+
+from minialpa import register_sharding_rule
+from tests.pallas_kernels import flash_attention, row_norm
 
 WIDTH, TIME, SIDE, EXPERTS = 8, 4, 4, 4
 KINDS = ("vector", "sequence", "image")
@@ -30,20 +34,26 @@ Apply = Callable[[Params, jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """mixes: examples meet each other in this layer, beyond statistics: over micro-batches it may be refused."""
+    """mixes: examples meet each other in this layer, beyond statistics: over micro-batches it may be refused.
+
+    without: wraps and schemes of training that jax itself cannot use it in.
+    """
 
     apply: Apply
     shapes: dict[str, tuple[int, ...]]
     kinds: tuple[str, ...]
     mixes: bool
+    without: tuple[str, ...] = ()
 
 
 RULES: dict[str, Rule] = {}
 
 
-def _layer(kinds: str = "vector sequence image", mixes: bool = False, **shapes: tuple[int, ...]) -> Any:
+def _layer(
+    kinds: str = "vector sequence image", mixes: bool = False, without: tuple[str, ...] = (), **shapes: tuple[int, ...]
+) -> Any:
     def register(apply: Apply) -> Apply:
-        RULES[apply.__name__.strip("_")] = Rule(apply, shapes, tuple(kinds.split()), mixes)
+        RULES[apply.__name__.strip("_")] = Rule(apply, shapes, tuple(kinds.split()), mixes, without)
         return apply
 
     return register
@@ -507,6 +517,61 @@ def either(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A branch for each example by itself."""
     pick = lambda r: jax.lax.cond(jnp.sum(r) > 0, jnp.sin, lambda r: 0.5 * r, r)  # noqa: E731
     return jax.vmap(pick)(h) * _wide(p["scale"], h)
+
+
+# ---- kernels -------------------------------------------------------------------------------------------------------
+
+
+#: jax has no tangents of functions with derivatives by hand, no second derivative of a Pallas kernel, and neither
+#: derivatives nor `vmap` of custom_partitioning.
+_NO_TANGENTS = ("curvature", "random curvature")
+_ONCE = (*_NO_TANGENTS, "penalty on input gradients", "penalty on gradients", "meta")
+_NO_DERIVATIVES = (*_ONCE, "clipped by example", "vmap")
+
+
+@_layer(without=_ONCE, scale=(WIDTH,))
+def pallas_rows(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return row_norm(h.reshape(-1, WIDTH)).reshape(h.shape) * _wide(p["scale"], h)
+
+
+@_layer("sequence", without=_ONCE, qkv=(WIDTH, 3 * WIDTH))
+def pallas_attention(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    parts = (h @ p["qkv"]).reshape(h.shape[0], TIME, 3, 2, WIDTH // 2)
+    return flash_attention(*(parts[:, :, i] for i in range(3))).reshape(h.shape)
+
+
+def _dense_rows(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+_registered_rows = register_sharding_rule(_dense_rows, "b i, i j -> b j", need_replication="i")
+_partitioned_product = custom_partitioning(lambda x, w: x @ w)
+_partitioned_product.def_partition(
+    lambda mesh, args, result: (mesh, lambda x, w: x @ w, result.sharding, tuple(arg.sharding for arg in args)),
+    sharding_rule="b i, i j -> b j",
+    reduction_factors=("i",),
+)
+
+
+@jax.custom_vjp
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return _partitioned_product(x, w)
+
+
+_product.defvjp(
+    lambda x, w: (_partitioned_product(x, w), (x, w)),
+    lambda saved, bar: (_partitioned_product(bar, saved[1].T), _partitioned_product(saved[0].T, bar)),
+)
+
+
+@_layer(without=_NO_TANGENTS, w=(WIDTH, WIDTH))
+def registered_function(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return _registered_rows(h.reshape(-1, WIDTH), p["w"]).reshape(h.shape)
+
+
+@_layer(without=_NO_DERIVATIVES, w=(WIDTH, WIDTH))
+def partitioned(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.tanh(_product(h.reshape(-1, WIDTH), p["w"]).reshape(h.shape))
 
 
 # ---- layers of sequences --------------------------------------------------------------------------------------------

@@ -323,7 +323,8 @@ def notation(case: Case) -> str:
     factors, letters = factors_of(case.eqn), {}  # type: ignore[var-annotated]
 
     def letter(f: int) -> str:
-        name = letters.setdefault(f, string.ascii_lowercase[len(letters)])
+        n = len(letters)
+        name = letters.setdefault(f, string.ascii_lowercase[n % 26] + str(n // 26 or ""))
         return str(name.upper() + "'" * (f in factors.positional) if f in factors.blocked else name)
 
     def dim(factor_ids: Sequence[int]) -> str:

@@ -16,10 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.random import threefry2x32_p
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from minialpa import register_sharding_rule
 from minialpa.tracing.gradients import gradient_p, per_micro_batch_p
+from tests.lapack_call import lu_by_lapack
+from tests.pallas_kernels import flash_attention, row_norm
 from tests.rules.rule_laws import Case, cases_of, vjp
 
 
@@ -386,3 +390,22 @@ _program(
 _program("scan", vjp(lambda w, x: lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, w)[0]), (2, 6, 6), (4, 6))
 _program("while", lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, x)), (4, 6))
 _program("cond", lambda i, x: lax.cond(i > 2, jnp.sin, jnp.cos, x), np.int32(3), (4, 6))
+
+# Kernels. Those that need a device of their own, such as the attention of cuDNN, are in tests of their own.
+
+
+def _partitioned(x: Any, y: Any) -> Any:
+    call = custom_partitioning(lambda x, y: x @ y)
+    call.def_partition(
+        lambda mesh, args, result: (mesh, lambda x, y: x @ y, result.sharding, tuple(arg.sharding for arg in args)),
+        sharding_rule="i k, k j -> i j",
+        reduction_factors=("k",),
+    )
+    return call(x, y)
+
+
+_program("pallas_call", row_norm, (4, 6))
+_program("pallas attention", flash_attention, (2, 8, 4, 2), (2, 8, 4, 2), (2, 8, 4, 2))
+_program("custom_partitioning", _partitioned, (4, 6), (6, 8))
+_program("function", register_sharding_rule(lambda x, y: x @ y, "i k, k j -> i j", reductions="k"), (4, 6), (6, 8))
+_program("ffi_call", lu_by_lapack, (4, 2, 2))

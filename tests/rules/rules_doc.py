@@ -27,7 +27,9 @@ which the result lacks, leaves partial sums; `max(b)` and others likewise. `(a b
 the first outermost. A `scan` with matrix products is planned equation by equation instead, with collectives in each
 iteration.
 
-Every device computes primitives that are not listed in full, with one warning that names them.
+The rows of `pallas_call`, `custom_partitioning`, `ffi_call` and `minialpa_function` are examples: these have factors by
+their kernels, see [kernels.md](kernels.md). Every device computes primitives that are not listed in full, with one
+warning that names them.
 
 | primitive | an equation |
 |---|---|
@@ -36,7 +38,13 @@ Every device computes primitives that are not listed in full, with one warning t
 
 def table() -> str:
     """The whole document."""
-    first: dict[str, str] = {}
+    # Attention of cuDNN, which no CPU computes: examples, and heads of keys and values (`rules/attention.py`).
+    q, k, v, bias = "[a B (c D) E]", "[a F c E]", "[a F c G]", "[a (c D) B F]"
+    out, statistics = "[a B (c D) G]", "[a (c D) B]"
+    first: dict[str, str] = {
+        "dot_product_attention_fwd_wrapper": f"{q}, {k}, {v}, {bias}, ... -> {out}, {statistics}",
+        "dot_product_attention_bwd_wrapper": f"{q}, {k}, {v}, {bias}, ..., {out} -> {q}, {k}, {v}",
+    }
     for program in PROGRAMS:
         for case in cases(program):
             text = notation(case).strip()

@@ -7,7 +7,7 @@ import math
 from jax.extend.core import JaxprEqn
 
 from minialpa.intra.strategies.strategies import is_contraction, is_shared_copy
-from minialpa.rules.factors import Factors
+from minialpa.rules.factors import Factors, is_kernel
 from minialpa.tracing.jaxprs import is_constraint, is_gradient_marker, shape_of
 
 
@@ -28,7 +28,7 @@ def makes_array(eqn: JaxprEqn) -> bool:
 
 def has_own_strategies(eqn: JaxprEqn, factors: Factors) -> bool:
     """Whether an equation has strategies of its own even if all that it reads comes from one node."""
-    return is_contraction(eqn) or _widens(factors) or is_identity(eqn) or is_constraint(eqn)
+    return is_contraction(eqn) or is_kernel(eqn) or _widens(factors) or is_identity(eqn) or is_constraint(eqn)
 
 
 def _widens(factors: Factors) -> bool:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
-from minialpa.rules.factors import Factors
+from minialpa.rules.factors import Factors, is_kernel
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import bytes_of, dtype_name, shape_of, sub_jaxprs
 
@@ -196,7 +196,7 @@ def work_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> float:
 
     dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
     written = sum(map(bytes_of, eqn.outvars))
-    read = sum(map(bytes_of, eqn.invars)) if is_contraction(eqn) else 0
+    read = sum(map(bytes_of, eqn.invars)) if is_contraction(eqn) or is_kernel(eqn) else 0
     return max(factors.flops / mesh.device.flops_per_s(dtype), (read + written) / mesh.device.memory_bandwidth)
 
 

@@ -1,0 +1,271 @@
+"""Sharding rules of a user's kernels: `register_sharding_rule` gives one, `check_sharding_rule` tries it out.
+
+In: an operation that the planner cannot look into, and a text that says what may be split in it. Out: for a Python
+function, the function to call in its place; for primitives and foreign functions, nothing: their equations have the
+rule from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn, Primitive
+
+import minialpa.rules.table  # noqa: F401 (the rules of jax's own primitives come first)
+from minialpa.errors import ShardingError
+from minialpa.rules.factors import Dims, Factors, Reduction, factors_of, is_kernel, operation_name, run_shard
+from minialpa.rules.notation import Flops, parse_rule
+from minialpa.rules.registered import OpaqueFunction, ParamsOf, opaque_call, register_primitive, register_target
+from minialpa.tracing.jaxprs import eval_equation, is_literal, trace_flat
+
+#: Largest difference of results, as a part of their largest element, by bytes of the dtype.
+_TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-9}
+_COMBINE: dict[Reduction, Callable[[Any, Any], Any]] = {
+    "and": np.bitwise_and,
+    "max": np.maximum,
+    "min": np.minimum,
+    "or": np.bitwise_or,
+    "prod": np.multiply,
+    "sum": np.add,
+}
+
+
+def register_sharding_rule(
+    operation: Callable[..., Any] | Primitive | str,
+    rule: str,
+    *,
+    reductions: Mapping[str, Reduction] | Iterable[str] = (),
+    need_replication: Iterable[str] = (),
+    factor_sizes: Mapping[str, int] | None = None,
+    static_argnums: Sequence[int] = (),
+    localize: ParamsOf | None = None,
+    flops: Flops | None = None,
+) -> Any:
+    """Say what may be split in an operation, so that devices and micro-batches share it.
+
+    Args:
+        operation: a function, such as one that calls a kernel; a primitive or its name; or `"ffi:"` and the name of a
+            target of `jax.ffi.ffi_call`.
+        rule: the factors of operands and results, such as `"b q h d, b k h d, b k h d -> b q h d"`. `(h d)` is one
+            dimension made of two factors, `...` any number of leading dimensions. A factor that some result lacks is
+            not split, unless `reductions` has it.
+        reductions: how partial results are combined if a factor is split: "sum", "max", ...; names alone mean "sum".
+        need_replication: factors that may not be split.
+        factor_sizes: the lengths of inner factors that no dimension says.
+        static_argnums: for a function, the arguments that are no arrays. Keyword arguments are static, too.
+        localize: for a primitive whose parameters hold shapes: from parameters and the shapes of the shards of operands
+            and results to the parameters for shards.
+        flops: floating point operations, from the types of the operands. Without it, those of a function are counted,
+            and a primitive takes one for each element of its results.
+
+    Returns the function to call instead of `operation`, if that is a function: one equation with this rule. Its
+    derivative computes the function again, with a rule that follows from this one. Otherwise returns None.
+
+    Raises ShardingError if the rule cannot be read, or if the operation has one.
+    """
+    text = parse_rule(rule, reductions=reductions, need_replication=need_replication, factor_sizes=factor_sizes)
+    if isinstance(operation, Primitive):
+        operation = str(operation.name)
+    if isinstance(operation, str):
+        if static_argnums:
+            raise ShardingError("`static_argnums` is for functions; parameters of a primitive are static.")
+        target = operation.removeprefix("ffi:")
+        if target == operation:
+            return register_primitive(operation, text, localize=localize, flops=flops)
+        if localize is not None:
+            raise ShardingError("The result types of `ffi_call` are those of the shards; leave `localize` out.")
+        return register_target(target, text, flops=flops)
+
+    if not callable(operation):
+        raise ShardingError(f"A rule is for a function, a primitive or the name of one, not for {operation!r}.")
+    if isinstance(operation, _WithRule):
+        raise ShardingError(f"`{operation.__name__}` already has a sharding rule.")
+    if localize is not None:
+        raise ShardingError("A function is called on shards as it is; leave `localize` out.")
+    return _WithRule(operation, text, tuple(static_argnums), flops)
+
+
+class _WithRule:
+    """A function that has a sharding rule. Its calls are equations of their own."""
+
+    def __init__(
+        self, fun: Callable[..., Any], text: Any, static_argnums: tuple[int, ...], flops: Flops | None
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self.__name__: str = getattr(fun, "__name__", type(fun).__name__)
+        self._fun, self._text, self._static_argnums, self._flops = fun, text, static_argnums, flops
+        self._functions: dict[Any, tuple[OpaqueFunction, list[Any]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        static = {i % len(args): args[i] for i in self._static_argnums if -len(args) <= i < len(args)}
+        dynamic = [arg for i, arg in enumerate(args) if i not in static]
+        leaves, tree = jax.tree.flatten(dynamic)
+
+        key = (tree, len(args), tuple(static.items()), tuple(sorted(kwargs.items())))
+        try:
+            known = key in self._functions
+        except TypeError as error:
+            raise ShardingError(
+                f"`{self.__name__}` has a sharding rule, and static arguments that cannot be compared: {error}. Arrays "
+                "are given by position; all other arguments by `static_argnums` or by name."
+            ) from error
+        if not known:
+            self._functions[key] = self._opaque(tree, len(args), static, kwargs)
+        function, out_trees = self._functions[key]
+        results = opaque_call(function, leaves)
+        return jax.tree.unflatten(out_trees[-1], results)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def _opaque(
+        self, tree: Any, n_args: int, static: Mapping[int, Any], kwargs: Mapping[str, Any]
+    ) -> tuple[OpaqueFunction, list[Any]]:
+        """The function of the leaves of its arrays, and a list for the pytree of its results."""
+        out_trees: list[Any] = []
+
+        def flat(*leaves: Any) -> Any:
+            arrays = iter(jax.tree.unflatten(tree, leaves))
+            args = [static[i] if i in static else next(arrays) for i in range(n_args)]
+            results, out_tree = jax.tree.flatten(self._fun(*args, **kwargs))
+            out_trees[:] = [out_tree]
+            return results
+
+        return OpaqueFunction(self.__name__, flat, self._text, self._flops), out_trees
+
+
+# ---- checking -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFactor:
+    """A factor of an operation that was cut, and whose parts gave the whole.
+
+    Attributes:
+        operation: name of the function, primitive, target or kernel.
+        arrays: which dimensions were cut, such as `operand 0: 1, result 0: 1`.
+        parts: number of parts.
+    """
+
+    operation: str
+    arrays: str
+    parts: int
+
+
+def check_sharding_rule(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[CheckedFactor, ...]:
+    """Run `fun(*args, **kwargs)` and try out the rules of the kernels in it, those that minialpa finds out itself too.
+
+    Each factor that may be split is cut into equal parts, and each part is computed by itself. Together they must give
+    the results of the whole. Use values like those of training: equal values hide mistakes. To check the rule of a
+    derivative, give a function that takes it, such as `jax.grad(loss)`.
+
+    Returns what was checked. Raises ShardingError if a rule says what is not so, or if there is no kernel.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+
+    def flat_fun(*arrays: Any) -> Any:
+        own_args, own_kwargs = jax.tree.unflatten(tree, arrays)
+        return fun(*own_args, **own_kwargs)
+
+    flat, _ = trace_flat(flat_fun, *leaves)
+    env: dict[Any, Any] = dict(zip(flat.constvars, flat.consts, strict=True))
+    env.update(zip(flat.invars, leaves, strict=True))
+    checked: list[CheckedFactor] = []
+    n_kernels = 0
+    for eqn in flat.eqns:
+        operands = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
+        results = eval_equation(eqn, operands)
+        if is_kernel(eqn):
+            n_kernels += 1
+            checked += _check_equation(eqn, operands, results)
+        env.update(zip(eqn.outvars, results, strict=True))
+    if not n_kernels:
+        raise ShardingError("The function runs no kernel outside of loops: nothing has a rule to be checked.")
+    return tuple(checked)
+
+
+def _check_equation(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> list[CheckedFactor]:
+    factors = factors_of(eqn)
+    checked = []
+    for f in factors.splittable:
+        parts = next(p for p in range(2, factors.sizes[f] + 1) if factors.sizes[f] % p == 0)
+        if factors.may_split(f, parts):
+            _check_factor(eqn, factors, (f, parts), operands, results)
+            checked.append(CheckedFactor(operation_name(eqn), _dims_of(factors, f), parts))
+    return checked
+
+
+def _dims_of(factors: Factors, factor: int) -> str:
+    found = [
+        f"{kind} {i}: {d}"
+        for kind, arrays in (("operand", factors.operands), ("result", factors.results))
+        for i, dims in enumerate(arrays)
+        for d, dim in enumerate(dims)
+        if factor in dim
+    ]
+    return ", ".join(found)
+
+
+def _check_factor(
+    eqn: JaxprEqn, factors: Factors, cut: tuple[int, int], operands: Sequence[Any], results: Sequence[Any]
+) -> None:
+    """Raise ShardingError unless the parts of the operation along a factor give its results."""
+    factor, n = cut
+    where = (
+        f"The sharding rule of `{operation_name(eqn)}` says that it may be split along {_dims_of(factors, factor)} "
+        "(array: dimension)"
+    )
+    shards = []
+    for part in range(n):
+        cuts = [_part(x, dims, factor, (part, n)) for x, dims in zip(operands, factors.operands, strict=True)]
+        try:
+            shards.append(run_shard(eqn, factors, cuts, {factor: n}, {}))
+        except ShardingError:
+            raise
+        except Exception as error:
+            raise ShardingError(f"{where}, and part {part} of {n} fails: {type(error).__name__}: {error}") from error
+
+    for r, expected in enumerate(results):
+        own = [np.asarray(shard[r]) for shard in shards]
+        axes = [d for d, dim in enumerate(factors.results[r]) if factor in dim]
+        if axes:
+            joined = np.concatenate(own, axis=axes[0])
+        elif factors.is_partial(factor, r):
+            joined = functools.reduce(_COMBINE[factors.reductions[factor]], own)
+        else:
+            joined = own[-1]
+        problem = _difference(joined, np.asarray(expected))
+        if problem:
+            raise ShardingError(f"{where}, and result {r} of {n} parts is not that of the whole: {problem}.")
+
+
+def _part(x: Any, dims: Dims, factor: int, part: tuple[int, int]) -> Any:
+    """One of n parts of an array along a factor; the whole array if it lacks the factor."""
+    number, n = part
+    for axis, dim in enumerate(dims):
+        if factor in dim:
+            size = x.shape[axis] // n
+            x = x[(slice(None),) * axis + (slice(number * size, (number + 1) * size),)]
+    return x
+
+
+def _difference(found: np.ndarray, expected: np.ndarray) -> str:
+    """What is wrong with an array; empty if nothing is."""
+    if found.shape != expected.shape:
+        return f"its shape is {found.shape} instead of {expected.shape}"
+    if not jax.numpy.issubdtype(expected.dtype, np.inexact):
+        return "" if np.array_equal(found, expected) else f"{np.sum(found != expected)} elements differ"
+
+    wide = np.complex128 if np.iscomplexobj(expected) else np.float64
+    one, other = found.astype(wide), expected.astype(wide)
+    largest = float(np.max(np.abs(other), initial=0.0, where=np.isfinite(other)))
+    tolerance = _TOLERANCES[min(expected.dtype.itemsize, 8)] * max(largest, 1e-30)
+    is_same = np.isclose(one, other, rtol=0, atol=tolerance, equal_nan=True)
+    if np.all(is_same):
+        return ""
+    return f"{np.sum(~is_same)} of {found.size} elements differ, by up to {np.nanmax(np.abs(one - other)):.3g}"

@@ -1,0 +1,306 @@
+"""`jax.experimental.custom_partitioning`: the factors of its sharding rule, as far as its `partition` agrees.
+
+The rule is a text or an `SdyShardingRule`. jax takes it as a proposal: `partition` may answer with other shardings, and
+then the operation cannot be cut like that. So every factor is proposed to `partition`, on a mesh without devices, and
+
+    stays          if `partition` accepts the shardings, and its function makes shards of the right shapes
+    is blocked     if it answers with others, fails, or its function communicates.
+
+What runs on a shard is the function that `partition` returns. A sum over the devices that split a reduction factor is
+left out at its end: the plan says where partial sums are added. Without a rule, every device computes all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import BATCHING, SdyShardingRule
+from jax.extend.core import JaxprEqn
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from minialpa.errors import ShardingError
+from minialpa.rules.common import Shapes
+from minialpa.rules.factors import Dims, Factors, replicated_factors, rule
+from minialpa.rules.notation import ArrayRule, ShardingRule, parse_rule, shapes_of
+from minialpa.rules.registered import jaxpr_flops
+from minialpa.tracing.jaxprs import Atom, FlatJaxpr, aval_of, eval_flat, flatten_calls, is_literal, sub_jaxprs
+
+
+class _RefusedError(Exception):
+    """`partition` does not accept a proposal."""
+
+
+def _name(eqn: JaxprEqn) -> str:
+    name = getattr(getattr(eqn.params["call"].jaxpr, "debug_info", None), "func_name", "")
+    return f"custom_partitioning ({name})" if name else "custom_partitioning"
+
+
+# ---- the rule -------------------------------------------------------------------------------------------------------
+
+
+def _text_of(eqn: JaxprEqn) -> ShardingRule | None:
+    """The sharding rule of an equation."""
+    given = eqn.params["sharding_rule"]
+    options: Mapping[str, Any] = {}
+    if callable(given):
+        types = [[_type(atom) for atom in atoms] for atoms in (eqn.invars, eqn.outvars)]
+        given = given(*eqn.params["static_args"], _mesh({0: 2}), *types)
+        if isinstance(given, tuple | list):
+            given, options = given
+    if isinstance(given, SdyShardingRule):
+        return _of_shardy(given)
+    return None if given is None else _of_words(given, dict(options))
+
+
+def _type(atom: Atom) -> Any:
+    """What a rule reads of the type of an array."""
+    shape = tuple(aval_of(atom).shape)
+    return SimpleNamespace(shape=shape, rank=len(shape), element_type=aval_of(atom).dtype)
+
+
+def _of_words(text: str, options: dict[str, Any]) -> ShardingRule:
+    own = {name: tuple(options.pop(f"{name}_factors", ())) for name in ("reduction", "need_replication", "permutation")}
+    replicated = (*own["need_replication"], *own["permutation"])
+    return _without_outer_sizes(parse_rule(text, reductions=own["reduction"], need_replication=replicated), options)
+
+
+def _of_shardy(given: SdyShardingRule) -> ShardingRule:
+    def array(mapping: Sequence[Any]) -> ArrayRule:
+        dims = [(dim,) if isinstance(dim, str) else tuple(dim) for dim in mapping]
+        if dims and dims[0][0].startswith(BATCHING):
+            return ArrayRule(dims[0][0].removeprefix(BATCHING) or "0", tuple(dims[1:]))
+        return ArrayRule(None, tuple(dims))
+
+    bare = ShardingRule(
+        text=str(given),
+        operands=tuple(map(array, given.operand_mappings)),
+        results=tuple(map(array, given.result_mappings)),
+        reductions=tuple((name, "sum") for name in given.reduction_factors),
+        replicated=(*given.need_replication_factors, *given.permutation_factors),
+    )
+    return _without_outer_sizes(bare, given.factor_sizes)
+
+
+def _without_outer_sizes(text: ShardingRule, sizes: Mapping[str, int]) -> ShardingRule:
+    """The rule with the lengths of inner factors; those of outermost ones follow from the arrays, also from shards."""
+    dims = [dim for array in (*text.operands, *text.results) for dim in array.dims]
+    inner = {name for dim in dims for name in dim[1:]}
+    return ShardingRule(
+        text=text.text,
+        operands=text.operands,
+        results=text.results,
+        reductions=text.reductions,
+        replicated=text.replicated,
+        sizes=tuple((name, size) for name, size in sizes.items() if name in inner),
+    )
+
+
+# ---- proposals ------------------------------------------------------------------------------------------------------
+
+
+def _axis(factor: int) -> str:
+    return f"factor{factor}"
+
+
+def _mesh(n_splits: Mapping[int, int]) -> AbstractMesh:
+    names = tuple(map(_axis, n_splits))
+    return AbstractMesh(tuple(n_splits.values()), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """Some factors of an equation, each cut along a mesh axis of its own; `n_splits[factor]` parts."""
+
+    eqn: JaxprEqn
+    factors: Factors
+    n_splits: Mapping[int, int]
+
+    def local_function(self, operands: Shapes, results: Shapes) -> Any:
+        """The function for shards of these shapes, as a closed jaxpr. Raises _RefusedError."""
+        params, mesh = self.eqn.params, _mesh(self.n_splits)
+        whole_operands = [
+            self._whole(*each) for each in zip(self.eqn.invars, operands, self.factors.operands, strict=True)
+        ]
+        whole_results = [
+            self._whole(*each) for each in zip(self.eqn.outvars, results, self.factors.results, strict=True)
+        ]
+        try:
+            _, function, result_shardings, operand_shardings = params["partition"](
+                *params["static_args"],
+                mesh,
+                params["in_tree"].unflatten(whole_operands),
+                params["out_tree"].unflatten(whole_results),
+            )
+        except Exception as error:
+            raise _RefusedError(f"`partition` raises {type(error).__name__}: {error}") from error
+
+        _check_accepted(operand_shardings, whole_operands)
+        _check_accepted(result_shardings, whole_results)
+        structs = [_struct(atom, shape) for atom, shape in zip(self.eqn.invars, operands, strict=True)]
+        try:
+            traced = jax.make_jaxpr(function, axis_env=list(mesh.shape.items()))(*params["in_tree"].unflatten(structs))
+        except Exception as error:
+            raise _RefusedError(f"its function raises {type(error).__name__}: {error}") from error
+
+        local = self._without_sums(flatten_calls(traced.jaxpr, tuple(traced.consts)))
+        closed = jax.make_jaxpr(lambda *arrays: eval_flat(local, arrays))(*structs)
+        if shapes_of(closed.out_avals) != tuple(results):
+            raise _RefusedError(f"its function makes {shapes_of(closed.out_avals)} instead of {tuple(results)}")
+        return closed
+
+    def _whole(self, atom: Atom, local: Sequence[int], dims: Dims) -> Any:
+        """The type and sharding of the array whose shard has this shape."""
+        leading = [next((f for f in dim if self.factors.sizes[f] > 1), None) for dim in dims]
+        axes = [None if f is None or f not in self.n_splits else _axis(f) for f in leading]
+        shape = [
+            size * self.n_splits.get(f, 1) if f is not None else size for f, size in zip(leading, local, strict=True)
+        ]
+        return _struct(atom, shape, NamedSharding(_mesh(self.n_splits), PartitionSpec(*axes)))
+
+    def _without_sums(self, flat: FlatJaxpr) -> FlatJaxpr:
+        """The function without final sums over the axes of reduction factors. Raises if it communicates besides."""
+        reduced = {_axis(f) for f in self.n_splits if self.factors.reductions.get(f) == "sum"}
+        read = {atom for eqn in flat.eqns for atom in eqn.invars if not is_literal(atom)}
+        summed: dict[Any, Atom] = {}
+        eqns = []
+        for eqn in flat.eqns:
+            axes = set(_named_axes(eqn))
+            if not axes:
+                eqns.append(eqn)
+            elif eqn.primitive.name == "psum" and axes <= reduced and not read.intersection(eqn.outvars):
+                summed.update(zip(eqn.outvars, eqn.invars, strict=True))
+            else:
+                raise _RefusedError(f"its function communicates by `{eqn.primitive.name}`")
+        outvars = tuple(atom if is_literal(atom) else summed.get(atom, atom) for atom in flat.outvars)
+        return FlatJaxpr(
+            constvars=flat.constvars,
+            consts=flat.consts,
+            invars=flat.invars,
+            eqns=tuple(eqns),
+            scopes=("",) * len(eqns),
+            outvars=outvars,
+        )
+
+
+def _struct(atom: Atom, shape: Sequence[int], sharding: Any = None) -> Any:
+    return jax.ShapeDtypeStruct(tuple(shape), aval_of(atom).dtype, sharding=sharding)
+
+
+def _check_accepted(answered: Any, proposed: Sequence[Any]) -> None:
+    """Raise _RefusedError unless the shardings are those of the proposal."""
+    leaves = jax.tree.leaves(answered, is_leaf=lambda leaf: leaf is None or isinstance(leaf, jax.sharding.Sharding))
+    if len(leaves) != len(proposed):
+        raise _RefusedError("`partition` returns another number of shardings")
+    for own, array in zip(leaves, proposed, strict=True):
+        found = _spec(own, len(array.shape))
+        expected = _spec(array.sharding, len(array.shape))
+        if found != expected:
+            raise _RefusedError(f"`partition` wants {found} instead of {expected}")
+
+
+def _spec(sharding: Any, rank: int) -> tuple[Any, ...] | None:
+    """The axes of each dimension; None for shardings that do not say it."""
+    spec = getattr(sharding, "spec", None)
+    if spec is None:
+        return None
+    axes = [() if own is None else own if isinstance(own, tuple) else (own,) for own in spec]
+    return (*axes, *[()] * (rank - len(axes)))
+
+
+def _named_axes(eqn: JaxprEqn) -> Iterable[str]:
+    """The mesh axes that an equation, or one inside it, is about."""
+    for name in ("axes", "axis_name", "axis_names"):
+        given = eqn.params.get(name, ())
+        yield from (axis for axis in (given if isinstance(given, tuple | list) else (given,)) if isinstance(axis, str))
+    for body in sub_jaxprs(eqn):
+        for inner in getattr(body, "jaxpr", body).eqns:
+            yield from _named_axes(inner)
+
+
+# ---- factors --------------------------------------------------------------------------------------------------------
+
+
+def _of_rule(eqn: JaxprEqn) -> Factors | None:
+    """The factors that the rule proposes; None if there is no rule that can be read."""
+    try:
+        text = _text_of(eqn)
+    except ShardingError:
+        raise
+    except Exception:
+        # A callable may look at its arguments in ways that only jax's own types allow.
+        return None
+    if text is None:
+        return None
+    named = text.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), _name(eqn))
+    return named.factors(jaxpr_flops(eqn.params["call"]))
+
+
+def _accepts(eqn: JaxprEqn, factors: Factors, n_splits: Mapping[int, int]) -> bool:
+    operands, results = (
+        tuple(factors.shape(dims, n_splits) for dims in arrays) for arrays in (factors.operands, factors.results)
+    )
+    try:
+        _Proposal(eqn, factors, n_splits).local_function(operands, results)
+    except _RefusedError:
+        return False
+    return True
+
+
+def _local_call(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
+    factors = _of_rule(eqn)
+    assert factors is not None, eqn
+    n_splits = _n_splits(factors, (*eqn.invars, *eqn.outvars), (*operands, *results))
+    if not n_splits:
+        return dict(eqn.params)
+    try:
+        call = _Proposal(eqn, factors, n_splits).local_function(operands, results)
+    except _RefusedError as refused:
+        raise ShardingError(
+            f"`{_name(eqn)}` cannot be computed on shards of shapes {list(operands)}, although its rule allows them: "
+            f"{refused}. Name the factor in `need_replication_factors`."
+        ) from refused
+    return dict(eqn.params, call=call)
+
+
+def _n_splits(factors: Factors, atoms: Sequence[Atom], shapes: Shapes) -> dict[int, int]:
+    """Into how many parts each factor is cut, from the shapes of shards."""
+    n_splits: dict[int, int] = {}
+    for atom, dims, local in zip(atoms, (*factors.operands, *factors.results), shapes, strict=True):
+        for dim, whole, size in zip(dims, aval_of(atom).shape, local, strict=True):
+            if size != whole:
+                leading = next(f for f in dim if factors.sizes[f] > 1)
+                # Rows of a scan over layers may be any part; then the shape of the whole is that of two such parts.
+                n_splits[leading] = whole // size if whole % size == 0 else 2
+    return n_splits
+
+
+@rule("custom_partitioning", localize=_local_call, named=_name)
+def _custom_partitioning(eqn: JaxprEqn) -> Factors:
+    factors = _of_rule(eqn)
+    if factors is None or eqn.effects:
+        return replicated_factors(eqn, jaxpr_flops(eqn.params["call"]))
+
+    # Together with those before it, since `partition` may accept each of two factors alone, and not both.
+    accepted: dict[int, int] = {}
+    for f in factors.splittable:
+        n = next(p for p in range(2, factors.sizes[f] + 1) if factors.sizes[f] % p == 0)
+        if factors.may_split(f, n) and _accepts(eqn, factors, {**accepted, f: n}):
+            accepted[f] = n
+    blocked = frozenset(range(len(factors.sizes))).difference(accepted)
+    return _blocked(factors, blocked)
+
+
+def _blocked(factors: Factors, blocked: frozenset[int]) -> Factors:
+    reductions = {f: how for f, how in factors.reductions.items() if f not in blocked}
+    return Factors(
+        sizes=factors.sizes,
+        operands=factors.operands,
+        results=factors.results,
+        reductions=reductions,
+        blocked=blocked,
+        flops=factors.flops,
+    )

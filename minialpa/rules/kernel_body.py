@@ -1,0 +1,211 @@
+"""What the body of a Pallas kernel does with the position of its block: may an axis of its grid be cut?
+
+    depends_on(body, axis)        the body asks for its position along the axis, or does what only a whole grid can
+    carries(body, axis)           memory of the kernel brings values from one position along the axis to the next
+
+Iterations of a grid run in order, the last axis fastest, and scratch memory lives through all of them. A part of a grid
+that is cut along an axis begins with the inner axes at 0. If at such a point the body writes scratch memory before it
+reads it, nothing is carried: `@pl.when(pl.program_id(2) == 0)` around the initialisation of a sum is the common case.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.rules.known_integers import UNKNOWN, Value, compute, constant, read
+from minialpa.tracing.jaxprs import is_literal, sub_jaxprs
+
+#: Beginnings of the names of primitives that do more than compute on the blocks of one iteration.
+_BEYOND_BLOCKS = (
+    "all_", "axis_index", "barrier", "debug", "delay", "device_id", "dma", "get_barrier", "io_callback", "ppermute",
+    "prng", "psum", "pure_callback", "semaphore",
+)  # fmt: skip
+_MEMORY_EFFECTS = ("ReadEffect", "WriteEffect", "AccumEffect")
+_POSITIONS = ("program_id", "num_programs")
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+
+
+def _equations(jaxpr: Any) -> list[JaxprEqn]:
+    """All equations, those inside loops and branches included."""
+    eqns = list(getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    return eqns + [inner for eqn in eqns for body in sub_jaxprs(eqn) for inner in _equations(body)]
+
+
+def computes_on_blocks(body: Any) -> bool:
+    """Whether the body does nothing but compute on its memory."""
+    return all(type(effect).__name__ in _MEMORY_EFFECTS for effect in body.effects) and not any(
+        eqn.primitive.name.startswith(_BEYOND_BLOCKS) for eqn in _equations(body)
+    )
+
+
+def positions_read(body: Any) -> set[int]:
+    """The axes along which the body asks for its position, in its own numbering."""
+    return {eqn.params["axis"] for eqn in _equations(body) if eqn.primitive.name in _POSITIONS}
+
+
+class _CarriedError(Exception):
+    """Scratch memory is read before it is written, or nothing is known of it."""
+
+
+#: The scratch memory behind the variables of a jaxpr, by number; and which elements of it have been written.
+_Names = Mapping[Var, int]
+_Written = dict[int, np.ndarray]
+
+
+def carries(body: Any, n_scratch: int, inner_axes: set[int]) -> bool:
+    """Whether scratch memory may bring in values, at an iteration whose positions along `inner_axes` are 0.
+
+    body: the jaxpr of the kernel, whose last `n_scratch` operands are the scratch memory.
+    """
+    scratch = body.invars[len(body.invars) - n_scratch :]
+    written = {i: np.zeros(var.aval.shape, bool) for i, var in enumerate(scratch)}
+    run = _FirstIteration(frozenset(inner_axes))
+    try:
+        run.body(body, {}, dict(zip(scratch, range(n_scratch), strict=True)), written)
+    except _CarriedError:
+        return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstIteration:
+    """Follows a body in the order of its equations. Constants and positions along `inner_axes` are known."""
+
+    inner_axes: frozenset[int]
+
+    def body(self, jaxpr: Any, values: dict[Var, Value], names: _Names, written: _Written) -> list[Value]:
+        """The results of a jaxpr; notes in `written` what it surely writes."""
+        uses = Counter(atom for eqn in jaxpr.eqns for atom in eqn.invars if not is_literal(atom))
+        uses.update(atom for atom in jaxpr.outvars if not is_literal(atom))
+        for eqn in jaxpr.eqns:
+            touched = {var: names[var] for var in eqn.invars if not is_literal(var) and var in names}
+            if eqn.primitive.name == "program_id":
+                results = [constant(0) if eqn.params["axis"] in self.inner_axes else UNKNOWN]
+            elif not touched:
+                results = compute(eqn, [read(values, atom) for atom in eqn.invars])
+            else:
+                self._touch(eqn, values, names, written, is_read=any(uses[var] for var in eqn.outvars))
+                results = [UNKNOWN] * len(eqn.outvars)
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [read(values, atom) for atom in jaxpr.outvars]
+
+    def _touch(
+        self, eqn: JaxprEqn, values: Mapping[Var, Value], names: _Names, written: _Written, *, is_read: bool
+    ) -> None:
+        """Follow an equation that has scratch memory among its operands."""
+        match eqn.primitive.name:
+            case "get":
+                self._read(eqn, values, names, written, n_before=1)
+            case "swap":
+                if is_read:
+                    self._read(eqn, values, names, written, n_before=2)
+                self._write(eqn, values, names, written)
+            case "addupdate":
+                self._read(eqn, values, names, written, n_before=2)
+            case "cond":
+                self._branches(eqn, values, names, written)
+            case "scan":
+                (inner,) = sub_jaxprs(eqn)
+                self._inside(inner, eqn.invars, names, _copy(written))
+            case name if name in _CALLS:
+                inner, *_ = sub_jaxprs(eqn)
+                self._inside(inner, eqn.invars, names, written, values)
+            case _:
+                raise _CarriedError
+
+    def _inside(
+        self,
+        closed: Any,
+        operands: Sequence[Any],
+        names: _Names,
+        written: _Written,
+        values: Mapping[Var, Value] | None = None,
+    ) -> None:
+        """Follow an inner jaxpr, whose operands are known only if `values` are given."""
+        jaxpr = getattr(closed, "jaxpr", closed)
+        if len(jaxpr.invars) != len(operands):
+            raise _CarriedError
+        pairs = list(zip(jaxpr.invars, operands, strict=True))
+        own = {var: names[atom] for var, atom in pairs if not is_literal(atom) and atom in names}
+        known = {} if values is None else {var: read(values, atom) for var, atom in pairs if var not in own}
+        self.body(jaxpr, known, own, written)
+
+    def _branches(self, eqn: JaxprEqn, values: Mapping[Var, Value], names: _Names, written: _Written) -> None:
+        branches = eqn.params["branches"]
+        index = read(values, eqn.invars[0]).known
+        if index is not None:
+            taken = min(max(int(index), 0), len(branches) - 1)
+            self._inside(branches[taken], eqn.invars[1:], names, written, values)
+            return
+
+        after = []
+        for branch in branches:
+            own = _copy(written)
+            self._inside(branch, eqn.invars[1:], names, own, values)
+            after.append(own)
+        for i in written:
+            written[i] = np.all([own[i] for own in after], axis=0)
+
+    def _read(
+        self, eqn: JaxprEqn, values: Mapping[Var, Value], names: _Names, written: _Written, *, n_before: int
+    ) -> None:
+        """Raise unless all that is read is written; `n_before`: operands in front of the indices."""
+        if any(not is_literal(atom) and atom in names for atom in eqn.invars[1:]):
+            raise _CarriedError
+        region = self._region(eqn, values, n_before)
+        known = written[names[_variable(eqn)]]
+        if not np.all(known if region is None else known[region]):
+            raise _CarriedError
+
+    def _write(self, eqn: JaxprEqn, values: Mapping[Var, Value], names: _Names, written: _Written) -> None:
+        if _variable(eqn) not in names:
+            raise _CarriedError
+        region = self._region(eqn, values, n_before=2)
+        if region is not None:
+            written[names[_variable(eqn)]][region] = True
+
+    def _region(self, eqn: JaxprEqn, values: Mapping[Var, Value], n_before: int) -> tuple[Any, ...] | None:
+        """What a `get` or `swap` touches, as an index of NumPy; None if that is not known."""
+        transforms = jax.tree.unflatten(eqn.params["tree"], eqn.invars[n_before:])
+        if not transforms:
+            return (...,)
+        if len(transforms) > 1 or not hasattr(transforms[0], "indices"):
+            return None
+
+        index: list[Any] = []
+        for own in transforms[0].indices:
+            start = self._integer(getattr(own, "start", own), values)
+            if start is None:
+                return None
+            if not hasattr(own, "size"):
+                index.append(start)
+            elif isinstance(own.size, int):
+                index.append(slice(start, start + own.size * own.stride, own.stride))
+            else:
+                return None
+        return tuple(index)
+
+    @staticmethod
+    def _integer(value: Any, values: Mapping[Var, Value]) -> int | None:
+        if isinstance(value, int | np.integer):
+            return int(value)
+        known = read(values, value).known if is_literal(value) or isinstance(value, Var) else None
+        return int(known) if known is not None and known.ndim == 0 else None
+
+
+def _variable(eqn: JaxprEqn) -> Var:
+    """The memory that a `get` or `swap` touches."""
+    memory = eqn.invars[0]
+    assert not is_literal(memory), eqn
+    return memory
+
+
+def _copy(written: _Written) -> _Written:
+    return {i: mask.copy() for i, mask in written.items()}

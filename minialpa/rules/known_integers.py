@@ -1,0 +1,106 @@
+"""Integers that a small program computes, where they are known: index maps of kernels and the tests of `pl.when`.
+
+`evaluate` runs a jaxpr of scalars in NumPy. A value is an array over the points of a grid, of length 1 along axes that
+it does not depend on, or unknown; then `axes` still says which axes it may depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, sub_jaxprs
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A scalar of a program.
+
+    Attributes:
+        known: the value at each point of the grid, or None.
+        axes: the axes of the grid that it may depend on.
+    """
+
+    known: np.ndarray | None
+    axes: frozenset[int] = frozenset()
+
+
+def constant(value: Any) -> Value:
+    """A value that is the same everywhere; Python integers have 32 bits, as in kernels."""
+    return Value(np.asarray(value, np.int32) if isinstance(value, int) else np.asarray(value))
+
+
+#: An unknown value that depends on no position in the grid.
+UNKNOWN = Value(None)
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    """Division of integers as lax has it, towards zero."""
+    magnitude = np.abs(x) // np.maximum(np.abs(y), 1)
+    return np.where((x < 0) != (y < 0), -magnitude, magnitude)
+
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "and": np.bitwise_and,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "div": _quotient,
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": lambda x: np.logical_not(x) if x.dtype == np.bool_ else np.invert(x),
+    "or": np.bitwise_or,
+    "rem": lambda x, y: x - y * _quotient(x, y),
+    "select_n": lambda which, *cases: np.choose(which.astype(np.int64), cases),
+    "sign": np.sign,
+    "sub": np.subtract,
+}
+#: Calls whose jaxpr has the operands of the equation.
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+
+
+def evaluate(jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
+    """The results of a jaxpr."""
+    consts = getattr(jaxpr, "consts", ())
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    values: dict[Var, Value] = dict(zip(jaxpr.constvars, map(constant, consts), strict=False))
+    values.update(zip(jaxpr.invars, operands, strict=True))
+    for eqn in jaxpr.eqns:
+        results = compute(eqn, [read(values, atom) for atom in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(values, atom) for atom in jaxpr.outvars]
+
+
+def read(values: Mapping[Var, Value], atom: Atom) -> Value:
+    """The value of a variable or literal; unknown if `values` has none."""
+    return Value(np.asarray(atom.val, aval_of(atom).dtype)) if is_literal(atom) else values.get(atom, UNKNOWN)
+
+
+def compute(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+    """The results of an equation."""
+    axes = frozenset[int]().union(*(operand.axes for operand in operands))
+    known = [operand.known for operand in operands]
+    name = eqn.primitive.name
+    is_scalar = all(not getattr(var.aval, "shape", ()) for var in eqn.outvars)
+    if name in _CALLS and is_scalar:
+        (inner, *_) = sub_jaxprs(eqn)
+        if len(getattr(inner, "jaxpr", inner).invars) == len(operands):
+            return evaluate(inner, operands)
+    if is_scalar and all(value is not None for value in known):
+        if name in _FUNCTIONS:
+            with np.errstate(all="ignore"):  # integers wrap, as on devices
+                return [Value(np.asarray(_FUNCTIONS[name](*known)), axes)]
+        if name == "convert_element_type" and np.dtype(eqn.params["new_dtype"]).kind in "iub":
+            return [Value(known[0].astype(eqn.params["new_dtype"]), axes)]  # type: ignore[union-attr]
+    return [Value(None, axes)] * len(eqn.outvars)

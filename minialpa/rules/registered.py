@@ -1,0 +1,322 @@
+"""Operations that get their rule from the user: primitives by name, foreign functions by target, Python functions.
+
+    register_primitive("my_primitive", rule, localize=...)    parameters that hold shapes need `localize`
+    register_target("my_target", rule)                        `jax.ffi.ffi_call`; its result types are localised here
+    OpaqueFunction(...)                                       one equation that holds the function, see `opaque_call`
+
+An opaque function is computed on shards by calling it on shards. Its derivative is one more opaque function, which
+computes the function again, with the rule that `derivative_rule` derives; under `vmap` it gets one more factor.
+What a rule says is checked for shapes as soon as it is used: every factor that may be split is cut once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
+
+from minialpa.errors import ShardingError
+from minialpa.rules.common import Shapes, n_elements
+from minialpa.rules.factors import Factors, factors_of, forget, has_rule, is_kernel, replicated_factors, rule
+from minialpa.rules.notation import Flops, ShardingRule, batched_rule, derivative_rule, shapes_of
+from minialpa.support.private_jax import changed_aval, define_batching, define_lowering_of, result_avals
+from minialpa.tracing.jaxprs import aval_of, is_weak, sub_jaxprs
+
+#: From parameters and the shapes of the shards of operands and results to the parameters for shards.
+ParamsOf = Callable[[dict[str, Any], Shapes, Shapes], dict[str, Any]]
+
+
+def check_shards(eqn: JaxprEqn, factors: Factors, names: Sequence[str], operation: str, local: Any) -> None:
+    """Raise ShardingError unless the operation makes shards of the shapes that its rule says, for each factor cut once.
+
+    names: of the factors.
+    local: `local(eqn, operand shapes, result shapes)` gives the parameters for shards.
+    """
+    for f in factors.splittable:
+        n = next(p for p in range(2, factors.sizes[f] + 1) if factors.sizes[f] % p == 0)
+        if not factors.may_split(f, n):
+            continue
+        operands, results = (
+            tuple(factors.shape(dims, {f: n}) for dims in arrays) for arrays in (factors.operands, factors.results)
+        )
+        avals = [changed_aval(aval_of(atom), shape=shape) for atom, shape in zip(eqn.invars, operands, strict=True)]
+        try:
+            made = shapes_of(result_avals(eqn, avals, local(eqn, operands, results)))
+        except ShardingError:
+            raise
+        except Exception as error:
+            raise ShardingError(
+                f"The sharding rule of `{operation}` says that `{names[f]}` may be split, and the operation does not "
+                f"take shards of shapes {list(operands)}: {type(error).__name__}: {error}"
+            ) from error
+        if made != results:
+            raise ShardingError(
+                f"The sharding rule of `{operation}` says that `{names[f]}` may be split, and of shards of shapes "
+                f"{list(operands)} the operation makes results of shapes {list(made)} instead of {list(results)}. "
+                "Correct the rule, or give `localize` if parameters of the operation hold shapes."
+            )
+
+
+def elements_made(eqn: JaxprEqn) -> float:
+    """One operation for each element of the largest result: what is assumed of code that cannot be looked into."""
+    return float(max((n_elements(var) for var in eqn.outvars), default=0))
+
+
+def jaxpr_flops(jaxpr: Any) -> float:
+    """Floating point operations of a jaxpr, by the rules of its equations, with those inside loops and branches."""
+    return sum(_equation_flops(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+
+
+def _equation_flops(eqn: JaxprEqn) -> float:
+    inner = [] if is_kernel(eqn) else [jaxpr_flops(body) for body in sub_jaxprs(eqn)]
+    if not inner:
+        return factors_of(eqn).flops if has_rule(eqn.primitive.name) else 0.0
+    if eqn.primitive.name == "cond":
+        return max(inner)
+    return sum(inner) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+
+
+# ---- primitives -----------------------------------------------------------------------------------------------------
+
+
+def register_primitive(name: str, text: ShardingRule, *, localize: ParamsOf | None, flops: Flops | None) -> None:
+    """Give a primitive a rule. Raises ShardingError if it has one."""
+    if has_rule(name):
+        raise ShardingError(f"The primitive `{name}` already has a sharding rule.")
+
+    def local(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
+        return dict(eqn.params) if localize is None else localize(dict(eqn.params), operands, results)
+
+    def of_equation(eqn: JaxprEqn) -> Factors:
+        own = elements_made(eqn) if flops is None else float(flops(*_structs(eqn.invars)))
+        named = text.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), name)
+        factors = named.factors(own)
+        check_shards(eqn, factors, tuple(named.sizes), name, local)
+        return factors
+
+    rule(name, localize=local, named=lambda eqn: name)(of_equation)
+    forget()
+
+
+def _structs(atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in atoms]
+
+
+# ---- foreign functions ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    text: ShardingRule
+    flops: Flops | None
+
+
+_TARGETS: dict[str, _Target] = {}
+
+
+def register_target(name: str, text: ShardingRule, *, flops: Flops | None) -> None:
+    """Give calls of a foreign function a rule. Raises ShardingError if it has one."""
+    if name in _TARGETS:
+        raise ShardingError(f"The FFI target `{name}` already has a sharding rule.")
+    _TARGETS[name] = _Target(text, flops)
+    forget()
+
+
+def _local_call(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
+    avals = eqn.params["result_avals"]
+    local = tuple(changed_aval(aval, shape=shape) for aval, shape in zip(avals, results, strict=True))
+    return dict(eqn.params, result_avals=local)
+
+
+def _target_name(eqn: JaxprEqn) -> str:
+    return f"ffi:{eqn.params['target_name']}"
+
+
+@rule("ffi_call", localize=_local_call, named=_target_name)
+def _ffi_call(eqn: JaxprEqn) -> Factors:
+    """By the rule of the target. `vmap_method` does not say how many leading dimensions were added by `vmap`."""
+    target = _TARGETS.get(eqn.params["target_name"])
+    if target is None or eqn.effects:
+        return replicated_factors(eqn, elements_made(eqn))
+    name = _target_name(eqn)
+    named = target.text.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), name)
+    flops = elements_made(eqn) if target.flops is None else float(target.flops(*_structs(eqn.invars)))
+    return named.factors(flops)
+
+
+# ---- functions ------------------------------------------------------------------------------------------------------
+
+
+class OpaqueFunction:
+    """A function of arrays that runs as one equation. Compared by identity.
+
+    Keeps its jaxprs by the types of its operands, so that equal calls are equal equations, and the functions that are
+    its derivatives and batches.
+    """
+
+    def __init__(self, name: str, fun: Callable[..., Any], text: ShardingRule, flops: Flops | None = None) -> None:
+        """`fun` takes arrays and returns a list of arrays, also of shards; `text` is its rule.
+
+        flops: floating point operations, from the types of its operands; None: those of its jaxpr.
+        """
+        self.name, self.fun, self.text, self.flops = name, fun, text, flops
+        self._traced: dict[Any, Any] = {}
+        self._derived: dict[Any, OpaqueFunction] = {}
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def jaxpr(self, avals: Sequence[Any]) -> Any:
+        """The function on operands of these types, as a closed jaxpr."""
+        key = (_jax_settings(), *((tuple(aval.shape), str(aval.dtype), is_weak(aval)) for aval in avals))
+        if key not in self._traced:
+            structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=is_weak(a)) for a in avals]
+            closed = jax.make_jaxpr(self.fun)(*structs)
+            if any(isinstance(value, jax.core.Tracer) for value in closed.consts):
+                raise ShardingError(
+                    f"`{self.name}`, which has a sharding rule, reads a value of the step by closure. Its rule says "
+                    "nothing of that value: pass it as an argument."
+                )
+            self._traced[key] = closed
+        return self._traced[key]
+
+    def derivative(self, avals: Sequence[Any], made: Sequence[Any]) -> OpaqueFunction:
+        """Operands, and cotangents of the results in, cotangents of the operands out; those of floats only."""
+        inexact = tuple([i for i, a in enumerate(avs) if jnp.issubdtype(a.dtype, np.inexact)] for avs in (avals, made))
+        text = derivative_rule(self.text, shapes_of(avals), shapes_of(made), inexact)  # type: ignore[arg-type]
+        of_operands, of_results = inexact
+        key = ("derivative", text)
+        if key not in self._derived:
+            n = len(avals)
+
+            def fun(*arrays: Any) -> Any:
+                operands, cotangents = arrays[:n], arrays[n:]
+
+                def floats(*values: Any) -> Any:
+                    filled = list(operands)
+                    for k, value in zip(of_operands, values, strict=True):
+                        filled[k] = value
+                    results = self.fun(*filled)
+                    return [results[r] for r in of_results]
+
+                _, pull = jax.vjp(floats, *(operands[k] for k in of_operands))
+                return list(pull(list(cotangents)))
+
+            flops = self.flops
+            own = None if flops is None else lambda *types: 3.0 * flops(*types[:n])
+            self._derived[key] = OpaqueFunction(f"derivative of {self.name}", fun, text, own)
+        return self._derived[key]
+
+    def batched(self, is_batched: Sequence[bool], operands: Shapes, results: Shapes) -> OpaqueFunction:
+        """The function with one more leading dimension of some operands and all results."""
+        text = batched_rule(self.text, is_batched, operands, results)
+        key = ("batched", tuple(is_batched), text)
+        if key not in self._derived:
+            fun = jax.vmap(self.fun, in_axes=tuple(0 if batched else None for batched in is_batched))
+            flops, dims = self.flops, tuple(is_batched)
+
+            def own(*types: Any) -> float:
+                assert flops is not None
+                rest = [jax.ShapeDtypeStruct(t.shape[b:], t.dtype) for t, b in zip(types, dims, strict=True)]
+                n = max(t.shape[0] for t, b in zip(types, dims, strict=True) if b)
+                return float(n) * flops(*rest)
+
+            given = None if flops is None else own
+            self._derived[key] = OpaqueFunction(self.name, fun, text, given)
+        return self._derived[key]
+
+
+def _jax_settings() -> tuple[Any, ...]:
+    """The settings of jax that tracing depends on."""
+    return tuple(getattr(jax.config, name) for name in _SETTINGS)
+
+
+_SETTINGS = (
+    "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion", "jax_threefry_partitionable",
+)  # fmt: skip
+
+function_p = Primitive("minialpa_function")
+function_p.multiple_results = True
+
+
+def opaque_call(function: OpaqueFunction, arrays: Sequence[Any]) -> list[Any]:
+    """The results of an opaque function, which can be differentiated, as one equation.
+
+    Raises ShardingError if the rule does not fit the arrays, or if the function reads traced values by closure.
+    """
+    return list(_differentiable(function, *arrays))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(function: OpaqueFunction, *arrays: Any) -> Any:
+    # The line of the call is that of this error.
+    avals = [jax.typeof(array) for array in arrays]
+    function.text.named_factors(shapes_of(avals), shapes_of(function.jaxpr(avals).out_avals), function.name)
+    return tuple(_bind(function, arrays))
+
+
+def _forward(function: OpaqueFunction, *arrays: Any) -> Any:
+    return _differentiable(function, *arrays), arrays
+
+
+def _backward(function: OpaqueFunction, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+    avals = [jax.typeof(array) for array in arrays]
+    derivative = function.derivative(avals, function.jaxpr(avals).out_avals)
+    of_results = [c for c in cotangents if getattr(c, "dtype", None) != jax.dtypes.float0]
+    found = iter(opaque_call(derivative, [*arrays, *of_results]))
+    return tuple(
+        next(found) if jnp.issubdtype(aval.dtype, np.inexact) else np.zeros(aval.shape, jax.dtypes.float0)
+        for aval in avals
+    )
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _run(*arrays: Any, function: OpaqueFunction, text: ShardingRule, jaxpr: Any) -> list[Any]:
+    del function, text
+    return list(jaxpr_as_fun(jaxpr)(*arrays))
+
+
+def _batch(
+    arrays: Sequence[Any], dims: Sequence[int | None], *, function: OpaqueFunction, text: ShardingRule, jaxpr: Any
+) -> Any:
+    is_batched = [dim is not None for dim in dims]
+    moved = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(arrays, dims, strict=True)]
+    batched = function.batched(is_batched, shapes_of(jaxpr.in_avals), shapes_of(jaxpr.out_avals))
+    results = _bind(batched, moved)
+    return results, [0] * len(results)
+
+
+def _bind(function: OpaqueFunction, arrays: Sequence[Any]) -> list[Any]:
+    closed = function.jaxpr([jax.typeof(array) for array in arrays])
+    return list(function_p.bind(*arrays, function=function, text=function.text, jaxpr=closed))
+
+
+function_p.def_impl(lambda *arrays, **params: jax.jit(functools.partial(_run, **params))(*arrays))
+function_p.def_abstract_eval(lambda *avals, function, text, jaxpr: list(jaxpr.out_avals))
+define_batching(function_p, _batch)
+define_lowering_of(function_p, _run)
+
+
+def _local_function(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
+    avals = [changed_aval(aval_of(atom), shape=shape) for atom, shape in zip(eqn.invars, operands, strict=True)]
+    return dict(eqn.params, jaxpr=eqn.params["function"].jaxpr(avals))
+
+
+@rule("minialpa_function", localize=_local_function, named=lambda eqn: eqn.params["function"].name)
+def _function(eqn: JaxprEqn) -> Factors:
+    function: OpaqueFunction = eqn.params["function"]
+    named = function.text.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), function.name)
+    flops = function.flops
+    own = jaxpr_flops(eqn.params["jaxpr"]) if flops is None else float(flops(*_structs(eqn.invars)))
+    factors = named.factors(own)
+    check_shards(eqn, factors, tuple(named.sizes), function.name, _local_function)
+    return factors

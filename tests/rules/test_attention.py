@@ -1,0 +1,196 @@
+"""The rule of cuDNN's attention, without cuDNN: its jaxpr, its shapes on shards, and numbers of a plain implementation.
+
+What jax asks of the machine (the version of cuDNN, the device) is replaced here, and only here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.extend.core import JaxprEqn
+
+import minialpa.rules.table  # noqa: F401 (fills the rule table)
+from minialpa.rules.factors import factors_of, localize
+from minialpa.support.private_jax import changed_aval, result_avals
+from minialpa.tracing.jaxprs import aval_of, trace_flat
+from tests.rules.rule_laws import Case, notation
+
+B, T, S, N, K, H = 4, 8, 6, 4, 2, 16
+
+
+@pytest.fixture(autouse=True)
+def _some_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda capability: False)
+
+
+def _half(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).normal(size=shape).astype(jnp.bfloat16)
+
+
+def _attention(**options: Any) -> Callable[..., Any]:
+    return lambda q, k, v, *bias: jax.nn.dot_product_attention(q, k, v, *bias, implementation="cudnn", **options)
+
+
+def _both(fun: Callable[..., Any], *arrays: Any) -> list[JaxprEqn]:
+    """The equations of attention, forward and backward."""
+
+    def gradients(*arrays: Any) -> Any:
+        out, pull = jax.vjp(fun, *arrays)
+        return pull(out)
+
+    flat, _ = trace_flat(gradients, *arrays)
+    found = [eqn for eqn in flat.eqns if eqn.primitive.name.startswith("dot_product_attention")]
+    assert len(found) == 2, flat.eqns
+    return found
+
+
+def _qkv() -> tuple[Any, Any, Any]:
+    return _half(B, T, N, H), _half(B, S, K, H, seed=1), _half(B, S, K, H, seed=2)
+
+
+def _texts(eqns: list[JaxprEqn]) -> list[str]:
+    return [notation(Case(eqn, (), ())) for eqn in eqns]
+
+
+def test_examples_and_heads_are_split_forward_and_backward() -> None:
+    forward, backward = _texts(_both(_attention(), *_qkv()))
+    assert forward.startswith("[a B (c D) E], [a F c E], [a F c G], ")
+    assert "-> [a B (c D) G], [a (c D) B]" in forward, forward
+    assert "-> [a B (c D) E], [a F c E], [a F c G]" in backward, backward
+
+
+@pytest.mark.parametrize("shape", [(B, N, T, S), (1, N, T, S), (B, 1, T, S), (1, 1, T, S)])
+def test_the_gradient_of_a_shared_bias_is_summed(shape: tuple[int, ...]) -> None:
+    _, backward = _both(_attention(), *_qkv(), _half(*shape, seed=3))
+    factors = factors_of(backward)
+    examples, heads = factors.operands[0][0][0], factors.operands[0][2][0]
+    assert factors.is_partial(examples, 3) == (shape[0] == 1)
+    assert factors.is_partial(heads, 3) == (shape[1] == 1)
+    assert not any(factors.is_partial(f, r) for f in (examples, heads) for r in range(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "is_split"),
+    [
+        ({}, True),
+        ({"is_causal": True}, True),
+        ({"local_window_size": (2, 0), "is_causal": True}, True),
+        ({"query_seq_lengths": np.full(B, 5, np.int32), "key_value_seq_lengths": np.full(B, 3, np.int32)}, True),
+    ],
+)
+def test_masks_and_lengths_do_not_stop_it(options: dict[str, Any], is_split: bool) -> None:
+    for eqn in _both(_attention(**options), *_qkv()):
+        factors = factors_of(eqn)
+        assert [factors.sizes[f] for f in factors.splittable] == ([B, K] if is_split else [])
+
+
+@pytest.mark.parametrize("change", ["dropout", "packed"])
+def test_what_depends_on_the_whole_call_is_not_split(change: str) -> None:
+    query, key, value = _half(B, T, N, H), _half(B, S, N, H), _half(B, S, N, H)
+    options: dict[str, Any] = {"dropout_rate": 0.1}
+    if change == "packed":
+        lengths, offsets = np.full((B, 2), 2, np.int32), np.tile(np.array([[0, 2, 4]], np.int32), (B, 1))
+        options = {
+            "q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": offsets, "kv_offsets": offsets,
+            "mask_type": cudnn.MaskType.PADDING,
+        }  # fmt: skip
+    for eqn in _both(lambda *qkv: cudnn.dot_product_attention(*qkv, **options), query, key, value):
+        assert factors_of(eqn).splittable == ()
+
+
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+def test_shards_have_the_shapes_that_the_rule_says(layout: str) -> None:
+    arrays = _qkv() if layout == "BTNH" else tuple(jnp.swapaxes(x, 1, 2) for x in _qkv())
+    bias = _half(1, N, T, S, seed=3)
+    call = lambda q, k, v, bias: cudnn.dot_product_attention(q, k, v, bias, qkv_layout=layout)  # noqa: E731
+    for eqn in _both(call, *arrays, bias):
+        factors = factors_of(eqn)
+        for n_splits in [
+            {},
+            *({f: factors.sizes[f]} for f in factors.splittable),
+            dict.fromkeys(factors.splittable, 2),
+        ]:
+            local = [
+                changed_aval(aval_of(atom), shape=factors.shape(dims, n_splits))
+                for atom, dims in zip(eqn.invars, factors.operands, strict=True)
+            ]
+            made = result_avals(eqn, local, localize(eqn, factors, n_splits))
+            assert [own.shape for own in made] == [factors.shape(dims, n_splits) for dims in factors.results]
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def _plain(q: Any, k: Any, v: Any, bias: Any) -> tuple[Any, Any]:
+    """Results and softmax statistics, in float64."""
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k) + bias
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits), v), jax.nn.logsumexp(logits, -1)
+
+
+def _compute(name: str, operands: list[Any]) -> list[Any]:
+    q, k, v, bias, *_ = operands
+    if name.endswith("fwd_wrapper"):
+        return list(_plain(q, k, v, bias))
+    repeat = q.shape[2] // k.shape[2]
+    share = lambda x: jnp.repeat(x, repeat, 2)  # noqa: E731
+
+    def out(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, share(k)) + bias)
+        return jnp.einsum("bnts,bsnh->btnh", weights, share(v))
+
+    return list(jax.vjp(out, q, k, v, bias)[1](operands[12]))
+
+
+def _cases() -> Iterator[Any]:
+    for shape in ((B, N, T, S), (1, N, T, S), (B, 1, T, S), (1, 1, T, S)):
+        yield from _both(_attention(), *_qkv(), _half(*shape, seed=3))
+
+
+def test_shards_of_a_plain_attention_keep_the_halving_law() -> None:
+    rng = np.random.default_rng(0)
+    for eqn in _cases():
+        factors = factors_of(eqn)
+        operands = [rng.normal(size=atom.aval.shape).astype(np.float32) for atom in eqn.invars]
+        expected = _compute(eqn.primitive.name, operands)
+        for f in factors.splittable:
+            parts = [
+                _compute(
+                    eqn.primitive.name, [_cut(x, d, f, i) for x, d in zip(operands, factors.operands, strict=True)]
+                )
+                for i in (0, 1)
+            ]
+            for r, whole in enumerate(expected):
+                axes = [d for d, dim in enumerate(factors.results[r]) if f in dim]
+                first, second = parts[0][r], parts[1][r]
+                joined = np.concatenate([first, second], axes[0]) if axes else first + second
+                assert axes or factors.is_partial(f, r)
+                np.testing.assert_allclose(joined, whole, rtol=2e-4, atol=2e-4)
+
+
+def _cut(x: Any, dims: Any, factor: int, half: int) -> Any:
+    for axis, dim in enumerate(dims):
+        if factor in dim:
+            x = np.split(x, 2, axis)[half]
+    return x
+
+
+def test_a_shard_is_lowered_for_gpus() -> None:
+    (forward, _) = _both(_attention(), *_qkv())
+    factors = factors_of(forward)
+    structs = [
+        jax.ShapeDtypeStruct(factors.shape(dims, dict.fromkeys(factors.splittable, 2)), atom.aval.dtype)
+        for atom, dims in zip(forward.invars, factors.operands, strict=True)
+    ]
+    call = jax.jit(lambda *xs: forward.primitive.bind(*xs, **forward.params))
+    text = call.trace(*structs).lower(lowering_platforms=("cuda",)).as_text()
+    assert "cudnn$fmha" in text, text
+    assert f"tensor<{B // 2}x{T}x{N // 2}x{H}xbf16>" in text
