@@ -4,9 +4,9 @@ Each family has its file; a primitive without a rule is replicated (factors.repl
 """
 
 from minialpa.rules import (
-    attention,
     contraction,
     control,
+    cudnn_attention,
     custom_partitioning,
     elementwise,
     index,
@@ -21,9 +21,9 @@ from minialpa.rules import (
 )
 
 __all__ = [
-    "attention",
     "contraction",
     "control",
+    "cudnn_attention",
     "custom_partitioning",
     "elementwise",
     "index",

@@ -38,7 +38,7 @@ warning that names them.
 
 def table() -> str:
     """The whole document."""
-    # Attention of cuDNN, which no CPU computes: examples, and heads of keys and values (`rules/attention.py`).
+    # Attention of cuDNN, which no CPU computes: examples, and heads of keys and values (`rules/cudnn_attention.py`).
     q, k, v, bias = "[a B (c D) E]", "[a F c E]", "[a F c G]", "[a (c D) B F]"
     out, statistics = "[a B (c D) G]", "[a (c D) B]"
     first: dict[str, str] = {
