@@ -130,6 +130,16 @@ def define_lowering(primitive: Primitive, rule: Rule) -> None:
     mlir.register_lowering(primitive, rule)
 
 
+def define_function(primitive: Primitive, fun: Callable[..., Any], platform: str | None = None) -> None:
+    """Lower a primitive with several results as jax lowers `fun(*operands, **params)`; on one platform, or on all."""
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=True), platform=platform)
+
+
+def new_aval(shape: Sequence[int], dtype: Any) -> Any:
+    """The aval of an array."""
+    return jax.core.ShapedArray(tuple(shape), dtype)
+
+
 # ---- memory of arrays ------------------------------------------------------------------------------------------------
 
 
