@@ -3,9 +3,22 @@
 Each family has its file; a primitive without a rule is replicated (factors.replicated_factors).
 """
 
-from minialpa.rules import contraction, control, elementwise, index, layout, random, reduction, reshape, slice, window
+from minialpa.rules import (
+    attention,
+    contraction,
+    control,
+    elementwise,
+    index,
+    layout,
+    random,
+    reduction,
+    reshape,
+    slice,
+    window,
+)
 
 __all__ = [
+    "attention",
     "contraction",
     "control",
     "elementwise",

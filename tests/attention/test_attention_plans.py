@@ -1,0 +1,79 @@
+"""Steps with attention as one operation: planned and run on several devices, they give what one device gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import AutoLayerOption, AutoShardingOption, PipeshardParallel, ShardParallel, UniformStageOption
+from tests.attention_calls import causal, fused
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+_B, _S, _G, _R, _D, _LAYERS = 8, 16, 2, 2, 4, 2
+_HIDDEN = _G * _R * _D
+
+
+def _layer(weights: Any, x: jax.Array) -> jax.Array:
+    b, s, _ = x.shape
+    query = (x @ weights["query"]).reshape(b, s, _G, _R, _D)
+    key, value = ((x @ weights[name]).reshape(b, s, _G, _D) for name in ("key", "value"))
+    x = x + fused(causal(_D), query, key, value).reshape(x.shape) @ weights["out"]
+    return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+
+
+def _step(grad: Callable[..., Any]) -> Step:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for weights in params:
+            x = _layer(weights, x)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def step(params: Any, batch: Any) -> tuple[Any, Any]:
+        value, grads = grad(loss)(params, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    return step
+
+
+def _arguments(b: int = _B, s: int = _S) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    shapes = {
+        "query": (_HIDDEN, _HIDDEN),
+        "key": (_HIDDEN, _G * _D),
+        "value": (_HIDDEN, _G * _D),
+        "out": (_HIDDEN, _HIDDEN),
+        "up": (_HIDDEN, 2 * _HIDDEN),
+        "down": (2 * _HIDDEN, _HIDDEN),
+    }
+
+    def draw(shape: tuple[int, ...]) -> np.ndarray:
+        return (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
+
+    params = [{name: draw(shape) for name, shape in shapes.items()} for _ in range(_LAYERS)]
+    return params, {name: draw((b, s, _HIDDEN)) * 4 for name in "xy"}
+
+
+_STAGES = UniformStageOption(2)
+_METHODS = {
+    "shard": ShardParallel(num_micro_batches=1),
+    "2x4": ShardParallel(num_micro_batches=2, logical_shape=(2, 4)),
+    "one example": ShardParallel(num_micro_batches=8),
+    "stages": PipeshardParallel(num_micro_batches=2, layer_option=AutoLayerOption(2), stage_option=_STAGES),
+    "remat": PipeshardParallel(
+        num_micro_batches=2, layer_option=AutoLayerOption(2, remat="dots"), stage_option=_STAGES
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _METHODS)
+def test_several_devices_give_what_one_gives(name: str) -> None:
+    arguments = _arguments()
+    expected = jax.jit(_step(jax.value_and_grad))(*arguments)
+    found = minialpa.parallelize(_step(minialpa.value_and_grad), method=_METHODS[name])(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, expected)
