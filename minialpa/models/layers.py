@@ -15,9 +15,17 @@ def attend(
 ) -> jax.Array:
     """softmax(query key^T / sqrt(d) + bias) value, softmax in float32. [b q h d], [b k h d], [b k h d] -> [b q h d].
 
-    `bias` is [1 h q k]. With `causal`, position q sees positions k <= q.
+    `bias` is [1 h q k]. With `causal`, position q sees positions k <= q. Of fewer key/value heads, each serves the next
+    h / (their number) query heads (grouped-query attention, Ainslie et al., 2023).
     """
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(query.shape[-1])
+    b, q, h, d = query.shape
+    g = key.shape[2]
+    if g == h:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(d)
+    else:
+        grouped = jnp.einsum("bqgrd,bkgd->bgrqk", query.reshape(b, q, g, h // g, d), key)
+        scores = grouped.reshape(b, h, q, -1) / math.sqrt(d)
+
     scores = scores.astype(jnp.float32)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
@@ -25,7 +33,11 @@ def attend(
         visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         scores = jnp.where(visible[None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores).astype(value.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+    if g == h:
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    out = jnp.einsum("bgrqk,bkgd->bqgrd", weights.reshape(b, g, h // g, q, -1), value)
+    return out.reshape(b, q, h, -1)
 
 
 class FusedAttention(nn.Module):

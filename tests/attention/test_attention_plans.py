@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import minialpa
-from minialpa import AutoLayerOption, AutoShardingOption, PipeshardParallel, ShardParallel, UniformStageOption
+from minialpa import AutoLayerOption, LogicalMesh, PipeshardParallel, ShardParallel, UniformStageOption
 from tests.attention_calls import causal, fused
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -77,3 +77,19 @@ def test_several_devices_give_what_one_gives(name: str) -> None:
     expected = jax.jit(_step(jax.value_and_grad))(*arguments)
     found = minialpa.parallelize(_step(minialpa.value_and_grad), method=_METHODS[name])(*arguments)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, expected)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (4, 2)], ids=str)
+def test_positions_of_one_example_are_split(shape: tuple[int, ...]) -> None:
+    """There are no examples to split, and fewer heads than devices: each device has a part of the query positions."""
+    with jax.enable_x64(True):
+        arguments = jax.tree.map(lambda x: x.astype(np.float64), _arguments(b=1, s=64))
+        expected = jax.jit(_step(jax.value_and_grad))(*arguments)
+        step = minialpa.parallelize(_step(minialpa.value_and_grad), method=ShardParallel(LogicalMesh(shape)))
+        found = step(*arguments)
+
+    operators = step.plan(*arguments).stages[0].operators
+    parts = {operator.name: operator.result for operator in operators if "attention" in operator.name}
+    assert len(parts) == 2 and all(spec.dims[1] for spec in parts.values())
+    assert all(spec.n_shards(shape) == 8 for spec in parts.values())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, expected)
