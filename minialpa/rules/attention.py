@@ -1,11 +1,11 @@
 """Attention and its derivative as one operation each; `minialpa.attention.operation` says what they compute.
 
 Letters: b example, g key/value head, r query head of that group, t query position, s key position, d and e features of
-keys and values. Each position of a query needs whole scores, so d and e are blocked: a sum over d is inside of the
-exponential, and parts of e would each compute all scores again.
+keys and values. Examples, heads and query positions may be split. The others are blocked:
 
-    forward    s is blocked, as the softmax runs over it
-    gradient   s may be split: the softmax is known by `logsumexp`, and query_bar is a sum over key positions
+    s      the softmax runs over it. The gradient may have to compute the sum of the softmax again, where the rounded
+           `logsumexp` is too coarse, so it needs all keys as well.
+    d, e   each shard would need whole scores: of d before the exponential, and of e to weigh its values.
 
 flops = 2 b g r t s (d + e) forward and 2 b g r t s (3 d + 2 e) backward, which computes the scores again; only scores
 that the window leaves count.
@@ -26,12 +26,13 @@ from minialpa.tracing.jaxprs import shape_of
 
 #: Dimensions of the scores, and of what is added to them.
 _SCORES = "bgrts"
+_BLOCKED = "sde"
 _QUERY, _KEY, _VALUE, _OUT, _STATISTICS = "btgrd", "bsgd", "bsge", "btgre", "btgr"
 
 
 @rule("minialpa_attention")
 def _attention(eqn: JaxprEqn) -> Factors:
-    table, named = _letters(eqn, blocked="sde")
+    table, named = _letters(eqn)
     kind = eqn.params["kind"]
     operands = [
         *(_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE)),
@@ -50,7 +51,7 @@ def _attention(eqn: JaxprEqn) -> Factors:
 @rule("minialpa_attention_gradient")
 def _attention_gradient(eqn: JaxprEqn) -> Factors:
     """Linear in `out_bar`. A factor that a result lacks is summed over in it."""
-    table, named = _letters(eqn, blocked="de")
+    table, named = _letters(eqn)
     kind, wants_bias = eqn.params["kind"], eqn.params["wants_bias"]
     added = [_scores_like(named, shape_of(atom)) for atom in eqn.invars[6 + kind.n_positions :]]
     wanted = [dims for dims, is_wanted in zip(added, wants_bias, strict=False) if is_wanted]
@@ -61,7 +62,7 @@ def _attention_gradient(eqn: JaxprEqn) -> Factors:
         *added,
     ]
     results = [*(_dims(named, letters) for letters in (_QUERY, _KEY, _VALUE)), *wanted]
-    for letter in _SCORES:
+    for letter in "bgrt":
         if any(named[letter] not in dims for dims in results):
             table.reductions[named[letter][0]] = "sum"
 
@@ -76,13 +77,13 @@ def _attention_gradient(eqn: JaxprEqn) -> Factors:
     )
 
 
-def _letters(eqn: JaxprEqn, *, blocked: str) -> tuple[FactorTable, dict[str, Dim]]:
-    """A table with a factor for each letter; those in `blocked` may not be split."""
+def _letters(eqn: JaxprEqn) -> tuple[FactorTable, dict[str, Dim]]:
+    """A table with a factor for each letter."""
     b, t, g, r, d = shape_of(eqn.invars[0])
     s, e = shape_of(eqn.invars[1])[1], shape_of(eqn.invars[2])[-1]
     table = FactorTable()
     sizes = zip("bgrtsde", (b, g, r, t, s, d, e), strict=True)
-    return table, {letter: table.dim(size, blocked=letter in blocked) for letter, size in sizes}
+    return table, {letter: table.dim(size, blocked=letter in _BLOCKED) for letter, size in sizes}
 
 
 def _dims(named: Mapping[str, Dim], letters: str) -> Dims:
@@ -114,4 +115,4 @@ def _ramps(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> dict[int,
     if t != s or len(reach) != 1:
         return {}
     ramp = t if reach[0] is None else min(t, reach[0] + 1)
-    return {named[letter][0]: ramp for letter in "ts"}
+    return {named["t"][0]: ramp}
