@@ -23,52 +23,24 @@ part of the queries know which.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Primitive
 
 from minialpa.attention.blockwise import attend, differentiate
-from minialpa.support.private_jax import define_function, new_aval
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
-    """What the operands of an attention are, and how scores are made of them.
-
-    Attributes:
-        scale: factor of the products of queries and keys.
-        left: how many positions back a query sees; None for all.
-        right: how many positions ahead a query sees; None for all, 0 for a causal mask.
-        masked_score: the score of what is masked; -inf, or a finite number, at which a query that sees nothing averages
-            over all keys.
-        n_biases: number of arrays that are added to the scores.
-        n_masks: number of boolean arrays; a score is masked where one of them is False.
-    """
-
-    scale: float
-    left: int | None = None
-    right: int | None = None
-    masked_score: float = float("-inf")
-    n_biases: int = 0
-    n_masks: int = 0
-
-    @property
-    def has_window(self) -> bool:
-        """Whether positions decide on what is seen, so that they are operands."""
-        return self.left is not None or self.right is not None
-
-    @property
-    def n_positions(self) -> int:
-        """Number of operands that are positions: those of the queries and those of the keys, or none."""
-        return 2 if self.has_window else 0
+from minialpa.attention.kind import Attention as Attention
+from minialpa.support.private_jax import define_batching, define_function, new_aval
 
 
 #: Operands: query [b t g r d], key [b s g d], value [b s g e]; if there is a window, positions of queries [t] and of
-#: keys [s], int32; `n_biases` arrays and `n_masks` boolean arrays of [b g r t s], where any dimension may be of length 1.
-#: Results: out [b t g r e] of the value's dtype, logsumexp [b t g r] of float32 (float64 for float64).
+#: keys [s], int32; `n_biases` arrays and `n_masks` boolean arrays of [b g r t s], any dimension of which may be 1.
+#: Results: out [b t g r e] of the value's dtype, logsumexp [b t g r] of float32 (float64 for a query of float64).
 #: Parameter: kind, an `Attention`.
 attention_p = Primitive("minialpa_attention")
 
@@ -98,11 +70,100 @@ def _gradient_avals(
     return [new_aval(x.shape, np.dtype(dtype)) for x, dtype in zip((query, key, value, *wanted), dtypes, strict=True)]
 
 
-for primitive, avals, fun in (
-    (attention_p, _attention_avals, attend),
-    (attention_gradient_p, _gradient_avals, differentiate),
+def _batched_attention(operands: Sequence[Any], dims: Sequence[int | None], *, kind: Attention) -> tuple[Any, Any]:
+    """`vmap`: what is mapped becomes a part of the examples b."""
+    if _maps_positions(dims, kind, 3):
+        return _one_by_one(attention_p, operands, dims, {"kind": kind})
+    n = _mapped_length(operands, dims)
+    folded = _fold(operands, dims, n, range(3), range(3, 3 + kind.n_positions))
+    return _unfold(attention_p.bind(*folded, kind=kind), n)
+
+
+def _batched_gradient(
+    operands: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    kind: Attention,
+    dtypes: Sequence[str],
+    wants_bias: Sequence[bool],
+) -> tuple[Any, Any]:
+    params = {"kind": kind, "dtypes": dtypes, "wants_bias": wants_bias}
+    if _maps_positions(dims, kind, 6):
+        return _one_by_one(attention_gradient_p, operands, dims, params)
+
+    # A bias has a cotangent for each of what is mapped, so it is folded even if it is the same for all.
+    first_bias = 6 + kind.n_positions
+    wanted = [first_bias + i for i, is_wanted in enumerate(wants_bias) if is_wanted]
+    n = _mapped_length(operands, dims)
+    folded = _fold(operands, dims, n, (*range(6), *wanted), range(6, first_bias))
+    results, result_dims = _unfold(attention_gradient_p.bind(*folded, **params), n)
+
+    for place, i in enumerate(wanted, start=3):
+        n_examples = operands[i].shape[0 if dims[i] != 0 else 1]
+        if n_examples < results[place].shape[1]:
+            results[place] = results[place].sum(axis=1, keepdims=True)
+    return results, result_dims
+
+
+def _maps_positions(dims: Sequence[int | None], kind: Attention, first: int) -> bool:
+    return any(dim is not None for dim in dims[first : first + kind.n_positions])
+
+
+def _one_by_one(
+    primitive: Primitive, operands: Sequence[Any], dims: Sequence[int | None], params: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    mapped = [jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True) if dim is not None]
+
+    def run(parts: Sequence[Any]) -> Any:
+        rest = iter(parts)
+        one = [x if dim is None else next(rest) for x, dim in zip(operands, dims, strict=True)]
+        return primitive.bind(*one, **params)
+
+    results = lax.map(run, mapped)
+    return results, [0] * len(results)
+
+
+def _mapped_length(operands: Sequence[Any], dims: Sequence[int | None]) -> int:
+    return next(int(x.shape[dim]) for x, dim in zip(operands, dims, strict=True) if dim is not None)
+
+
+def _fold(
+    operands: Sequence[Any], dims: Sequence[int | None], n: int, always: Collection[int], positions: Collection[int]
+) -> list[Any]:
+    """Operands [b ...], of which some have one more dimension of length n, as [n*b ...].
+
+    Positions remain what they are, and so does what is the same for all n and all b, except the operands in `always`.
+    """
+    b = operands[0].shape[0 if dims[0] != 0 else 1]
+    folded = []
+    for i, (x, dim) in enumerate(zip(operands, dims, strict=True)):
+        if i not in positions and (dim is not None or i in always or x.shape[0] > 1):
+            moved = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
+            x = jnp.broadcast_to(moved, (n, b, *moved.shape[2:])).reshape(n * b, *moved.shape[2:])
+        folded.append(x)
+    return folded
+
+
+def _unfold(results: Sequence[Any], n: int) -> tuple[list[Any], list[int]]:
+    return [x.reshape(n, -1, *x.shape[1:]) for x in results], [0] * len(results)
+
+
+@functools.partial(jax.jit, static_argnames=("primitive", "params"))
+def _run(*operands: Any, primitive: Primitive, params: Sequence[tuple[str, Any]]) -> Any:
+    return primitive.bind(*operands, **dict(params))
+
+
+def _implementation(primitive: Primitive) -> Callable[..., list[Any]]:
+    """What computes the primitive outside of `jax.jit`: the same that it is lowered to."""
+    return lambda *operands, **params: _run(*operands, primitive=primitive, params=tuple(sorted(params.items())))
+
+
+for primitive, avals, batched, fun in (
+    (attention_p, _attention_avals, _batched_attention, attend),
+    (attention_gradient_p, _gradient_avals, _batched_gradient, differentiate),
 ):
     primitive.multiple_results = True
     primitive.def_abstract_eval(avals)
-    primitive.def_impl(fun)
+    primitive.def_impl(_implementation(primitive))
+    define_batching(primitive, batched)
     define_function(primitive, fun)
