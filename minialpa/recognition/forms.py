@@ -113,7 +113,10 @@ class Forms:
     def __init__(self, eqns: Sequence[JaxprEqn], producers: Mapping[Var, JaxprEqn]) -> None:
         self._producers = producers
         self._numbers = Numbers(producers)
+        # Forms of arrays, and those of arrays as operands of products.
         self._forms: dict[Var, Form] = {}
+        self._factors: dict[Var, Form] = {}
+        self._may_be_product = True
         self._names = itertools.count()
         #: Indices of scores, whose names mean the same in all forms.
         self.fixed: set[Label] = set()
@@ -129,12 +132,20 @@ class Forms:
             if value.ndim or value.dtype.kind not in "biuf" and value.dtype.name != "bfloat16":
                 raise NoFormula
             return Form((), Expr({}) if value == 0 else number(float(value)))
-        if atom not in self._forms:
-            self._forms[atom] = self._outside(atom)
-        return self._forms[atom]
+        known = self._forms if self._may_be_product else self._factors
+        if atom in self.followed:
+            return self.followed[atom]
+        if atom not in known:
+            known[atom] = self._outside(atom)
+        return known[atom]
 
-    def producer(self, atom: Atom) -> JaxprEqn | None:
-        return None if is_literal(atom) else self._producers.get(atom)
+    def factor(self, atom: Atom) -> Form:
+        """The form of an operand of a product of matrices, which is a leaf even if it is such a product itself."""
+        before, self._may_be_product = self._may_be_product, False
+        try:
+            return self[atom]
+        finally:
+            self._may_be_product = before
 
     # ---- which equations are followed ------------------------------------------------------------------------------
 
@@ -188,18 +199,15 @@ class Forms:
         axes = tuple(None if size == 1 else next(self._names) for size in shape_of(var))
         return Form(axes, of_atom(Leaf(self._numbers(var), axes, var)))
 
-    def _outside(self, var: Var, products: bool = True) -> Form:
-        """The form of an array that no rule has followed: a leaf, or a leaf in another layout."""
+    def _outside(self, var: Var) -> Form:
+        """The form of an array that no rule has followed: a leaf in some layout, or a product of two."""
         eqn = self._producers.get(var)
         rule = None if eqn is None else _LAYOUTS.get(eqn.primitive.name)
-        if eqn is not None and products and eqn.primitive.name == "dot_general":
+        if eqn is not None and self._may_be_product and eqn.primitive.name == "dot_general":
             rule = _dot_general
         if rule is None or eqn is None:
             return self.leaf(var)
         try:
-            for atom in operand_vars(eqn):
-                if atom not in self._forms:
-                    self._forms[atom] = self._outside(atom, products and rule is not _dot_general)
             return rule(self, eqn)
         except NoFormula:
             return self.leaf(var)
@@ -445,7 +453,7 @@ def _reduce_sum(forms: Forms, eqn: JaxprEqn) -> Form:
 
 def _dot_general(forms: Forms, eqn: JaxprEqn) -> Form:
     (left_dims, right_dims), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-    left, right = (forms[atom] for atom in eqn.invars)
+    left, right = (forms.factor(atom) for atom in eqn.invars)
     for atom, form in zip(eqn.invars, (left, right), strict=True):
         # The result of an attention goes on into the model; only products with its probabilities are followed.
         if not is_literal(atom) and atom in forms.followed and _has_ended(forms, form):
