@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -115,6 +115,20 @@ def operands_of(role: Role, reader: Callable[[Scores], MaskReader], fixed: froze
         if label is not None
     }  # fmt: skip
     return Operands(scores=scores, value=value, cotangent=cotangent, window=window, parts=parts, sizes=sizes)
+
+
+def with_cotangent(operands: Operands, role: Role, fixed: frozenset[Label]) -> Operands | None:
+    """The operands of a forward pass, with the cotangent that a role names."""
+    cotangent = role.cotangent
+    features = set() if cotangent is None else cotangent.labels - fixed
+    if cotangent is None or len(features) != 1 or not cotangent.labels - features <= operands.scores.labels:
+        return None
+    (feature,) = operands.value.labels - operands.scores.labels
+    axes = tuple(feature if label in features else label for label in cotangent.axes)
+    sizes = dict(zip(axes, shape_of(cotangent.var), strict=True))
+    if operands.scores.key_position in axes or sizes[feature] != operands.sizes[feature]:
+        return None
+    return replace(operands, cotangent=Leaf(cotangent.number, axes, cotangent.var))
 
 
 def shared_dtype(operands: Operands, results: Sequence[Request]) -> Any:

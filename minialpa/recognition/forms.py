@@ -264,6 +264,10 @@ class Forms:
         return tuple(axes), out
 
 
+def _is_float(atom: Atom) -> bool:
+    return aval_of(atom).dtype.name in _FLOATS
+
+
 def _sources(*forms: Form) -> frozenset[tuple[str, Var]]:
     return frozenset().union(*(form.sources for form in forms))
 
@@ -407,7 +411,7 @@ def _is_at_least_0(forms: Forms, eqn: JaxprEqn) -> Form:
 
 
 def _select_n(forms: Forms, eqn: JaxprEqn) -> Form:
-    if len(eqn.invars) != 3 or aval_of(eqn.invars[0]).dtype != np.bool_:
+    if len(eqn.invars) != 3 or aval_of(eqn.invars[0]).dtype != np.bool_ or not _is_float(eqn.outvars[0]):
         raise NoFormula
     if not shape_of(eqn.invars[0]) and shape_of(eqn.outvars[0]):
         raise NoFormula

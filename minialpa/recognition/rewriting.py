@@ -16,7 +16,15 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.recognition.algebra import LogSum, NoFormula
-from minialpa.recognition.emission import Operands, Request, emit_attention, emit_gradient, operands_of, shared_dtype
+from minialpa.recognition.emission import (
+    Operands,
+    Request,
+    emit_attention,
+    emit_gradient,
+    operands_of,
+    shared_dtype,
+    with_cotangent,
+)
 from minialpa.recognition.forms import Forms
 from minialpa.recognition.masks import MaskReader
 from minialpa.recognition.scores import Role, Scores, find_role
@@ -217,7 +225,14 @@ class _Rewriter:
         found = [self._operands_of(request) for request in attention.results + attention.gradients]
         backward = [operands for operands in found if operands is not None and operands.cotangent is not None]
         known = [operands for operands in found if operands is not None]
-        return (replace(known[0], cotangent=None) if known else None), (backward[0] if backward else None)
+        if not known:
+            return None, None
+        forward = replace(known[0], cotangent=None)
+        if attention.gradients and not backward:
+            # The gradient of the values alone does not depend on them.
+            backward = [operands for operands in [with_cotangent(forward, attention.gradients[0].role, self._fixed)]
+                        if operands is not None]  # fmt: skip
+        return forward, (backward[0] if backward else None)
 
     # ---- the new equations -----------------------------------------------------------------------------------------
 
