@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
@@ -108,9 +109,16 @@ class Forms:
     """The forms of the values of a program.
 
     producers: the equation of each variable, also of those around a scan.
+    is_result: whether a value with this form, given the indices whose names are fixed, is what an attention computes.
     """
 
-    def __init__(self, eqns: Sequence[JaxprEqn], producers: Mapping[Var, JaxprEqn]) -> None:
+    def __init__(
+        self,
+        eqns: Sequence[JaxprEqn],
+        producers: Mapping[Var, JaxprEqn],
+        is_result: Callable[[Form, frozenset[Label]], bool],
+    ) -> None:
+        self._is_result = is_result
         self._producers = producers
         self._numbers = Numbers(producers)
         # Forms of arrays, and those of arrays as operands of products.
@@ -157,11 +165,10 @@ class Forms:
             if rule is None or not (is_after or id(eqn) in before_exp):
                 continue
             if eqn.primitive.name == "optimization_barrier":
-                for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
-                    if not is_literal(atom) and atom in self.followed:
-                        self._forms[out] = self.followed[out] = self.followed[atom]
-                    elif not is_literal(atom) and atom in self._forms and self._forms[atom].sources:
-                        self._forms[out] = self._forms[atom]
+                self._follow_barrier(eqn)
+                continue
+            # The model goes on with a result as with any other array.
+            if eqn.primitive.name not in _TRUE_LAYOUTS and any(map(self._has_finished, operand_vars(eqn))):
                 continue
             try:
                 form = rule(self, eqn)
@@ -173,6 +180,20 @@ class Forms:
             self._forms[out] = form
             if is_after or eqn.primitive.name == "exp":
                 self.followed[out] = form
+
+    def _follow_barrier(self, eqn: JaxprEqn) -> None:
+        """Scores and what comes of them are the same behind a barrier."""
+        for atom, out in zip(eqn.invars, eqn.outvars, strict=True):
+            if is_literal(atom) or self._has_finished(atom):
+                continue
+            if atom in self.followed:
+                self._forms[out] = self.followed[out] = self.followed[atom]
+            elif atom in self._forms and self._forms[atom].sources:
+                self._forms[out] = self._forms[atom]
+
+    def _has_finished(self, var: Var) -> bool:
+        form = self.followed.get(var)
+        return form is not None and _has_ended(self, form) and self._is_result(form, frozenset(self.fixed))
 
     def _before_exponentials(self, eqns: Sequence[JaxprEqn]) -> set[int]:
         """The equations from a product of matrices to an `exp`, by identity."""
@@ -205,7 +226,7 @@ class Forms:
         rule = None if eqn is None else _LAYOUTS.get(eqn.primitive.name)
         if eqn is not None and self._may_be_product and eqn.primitive.name == "dot_general":
             rule = _dot_general
-        if rule is None or eqn is None:
+        if rule is None or eqn is None or any(operand in self.followed for operand in operand_vars(eqn)):
             return self.leaf(var)
         try:
             return rule(self, eqn)
@@ -423,8 +444,13 @@ def _select_n(forms: Forms, eqn: JaxprEqn) -> Form:
         return Form(axes, chosen, _sources(*operands))
 
     leaf = _only_leaf(which)
-    for value, other, positive in ((if_false, if_true, True), (if_true, if_false, False)):
+    sources = [form.sources for form in aligned[1:]]
+    for value, other, positive, has_source in (
+        (if_false, if_true, True, sources[1]), (if_true, if_false, False, sources[0]),
+    ):  # fmt: skip
         c = value.constant
+        if not has_source:
+            continue
         if c == 0:
             return Form(axes, multiply(of_atom(Mask(leaf, positive)), other), _sources(*operands))
         if c is not None and all(monomial.exponent is None for monomial in other.terms):
@@ -507,6 +533,14 @@ def _joined(forms: Forms, left: Form, right: Form, pairs: Iterable[tuple[int, in
     return left, right
 
 
+def _reduce_precision(forms: Forms, eqn: JaxprEqn) -> Form:
+    """What saved values go through under `jax.checkpoint`: a rounding to the dtype that they have."""
+    info = jnp.finfo(aval_of(eqn.outvars[0]).dtype)
+    if eqn.params["exponent_bits"] < info.nexp or eqn.params["mantissa_bits"] < info.nmant:
+        raise NoFormula
+    return forms[eqn.invars[0]]
+
+
 _LAYOUTS: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "convert_element_type": _convert,
@@ -520,6 +554,7 @@ _LAYOUTS: dict[str, Rule] = {
     "transpose": _transpose,
     "neg": _elementwise(lambda x: scaled(x, -1.0)),
     "sqrt": _of_number(math.sqrt),
+    "reduce_precision": _reduce_precision,
     "rsqrt": _of_number(lambda x: 1 / math.sqrt(x)),
     "pow": _pow,
 }
@@ -537,6 +572,7 @@ def _by_number(fun: Callable[[Expr, Expr], Expr]) -> Rule:
     return rule
 
 
+_TRUE_LAYOUTS = frozenset(_LAYOUTS) - {"neg", "sqrt", "rsqrt", "pow"}
 _LAYOUTS |= {"mul": _by_number(multiply), "div": _by_number(_quotient)}
 
 _RULES: dict[str, Rule] = {

@@ -90,7 +90,7 @@ def rewrite(
     section: for each equation, the number of its section; empty for one section.
     """
     producers = {**written.producers, **{var: eqn for eqn in eqns for var in eqn.outvars}}
-    forms = Forms(eqns, producers)
+    forms = Forms(eqns, producers, lambda form, fixed: find_role(form, fixed) is not None)
     if not forms.followed:
         return None
     rewriter = _Rewriter(eqns, outvars, forms, replace(written, producers=producers), accept)
@@ -241,7 +241,7 @@ class _Rewriter:
         assert forward is not None, attention
         dtype = shared_dtype(forward, attention.results)
         results = sorted(attention.results, key=lambda request: request.place)
-        place = results[-1].place if results else min(request.place for request in attention.gradients)
+        place = results[0].place if results else min(request.place for request in attention.gradients)
         emitted = emit_attention(forward, results, dtype)
         new, names = self._new(emitted.eqns, emitted.results, results, place)
         if attention.gradients:
