@@ -93,7 +93,7 @@ class Numbers:
         if eqn is None or eqn.effects:
             return ("variable", id(var))
         i = eqn.outvars.index(var)
-        if eqn.primitive.name == "optimization_barrier":
+        if eqn.primitive.name == "optimization_barrier" or _keeps_elements(eqn):
             return self(eqn.invars[i], depth)
         if depth == 0:
             return ("variable", id(var))
@@ -103,6 +103,17 @@ class Numbers:
         except TypeError:  # a parameter that cannot be hashed
             return ("variable", id(var))
         return key
+
+
+def _keeps_elements(eqn: JaxprEqn) -> bool:
+    """Whether an equation only changes the dtype of floats, or nothing at all."""
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return all(aval_of(atom).dtype.name in _FLOATS for atom in (eqn.invars[0], eqn.outvars[0]))
+    if name == "reduce_precision":
+        info = jnp.finfo(aval_of(eqn.outvars[0]).dtype)
+        return bool(eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant)
+    return name in ("copy", "name", "stop_gradient")
 
 
 class Forms:
@@ -263,6 +274,12 @@ class Forms:
                 if label in self.fixed:
                     if axes[i] not in (None, label):
                         raise NoFormula
+                    axes[i] = label
+
+        # Scores keep the names of their indices: then a saved product has the same ones in the backward pass.
+        for form in forms:
+            for i, label in enumerate(form.axes if form.sources else ()):
+                if axes[i] is None and label not in axes:
                     axes[i] = label
 
         out = []
@@ -535,8 +552,7 @@ def _joined(forms: Forms, left: Form, right: Form, pairs: Iterable[tuple[int, in
 
 def _reduce_precision(forms: Forms, eqn: JaxprEqn) -> Form:
     """What saved values go through under `jax.checkpoint`: a rounding to the dtype that they have."""
-    info = jnp.finfo(aval_of(eqn.outvars[0]).dtype)
-    if eqn.params["exponent_bits"] < info.nexp or eqn.params["mantissa_bits"] < info.nmant:
+    if not _keeps_elements(eqn):
         raise NoFormula
     return forms[eqn.invars[0]]
 
