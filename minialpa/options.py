@@ -12,6 +12,10 @@ from minialpa.cluster import DeviceSpec
 from minialpa.errors import ShardingError
 
 
+#: What becomes of the attentions of a step.
+Attention = Literal["auto", "fused", "written"]
+
+
 @dataclass(frozen=True, slots=True)
 class AutoShardingOption:
     """How the operators of one stage may be sharded. Options that contradict each other raise ShardingError.
@@ -35,6 +39,9 @@ class AutoShardingOption:
             temporaries; None for the device's memory.
         solver_time_limit_s: seconds for the solver of one stage.
         keep_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.
+        attention: which attentions of the step are computed by a kernel, in memory that grows linearly with the number of
+            positions: "fused" for all that are recognised, "auto" for those with more than 128 * 128 scores per head,
+            "written" for none. It holds for the whole step, so that a stage has that of the method.
     """
 
     enable_auto_sharding: bool = True
@@ -49,6 +56,7 @@ class AutoShardingOption:
     memory_limit_bytes: float | None = None
     solver_time_limit_s: float = 20.0
     keep_constraints: bool = field(default=True, metadata={"may_be_missing": True})
+    attention: Attention = field(default="auto", metadata={"may_be_missing": True})
 
     def __post_init__(self) -> None:
         pairs = self.fixed_specs.items() if isinstance(self.fixed_specs, Mapping) else self.fixed_specs
@@ -105,6 +113,8 @@ def _check_values(option: AutoShardingOption) -> None:
     if not time_limit_s >= 0:
         raise ShardingError(f"`solver_time_limit_s` is a number of seconds, at least 0; got {time_limit_s!r}.")
 
+    if option.attention not in get_args(Attention):
+        raise ShardingError(f"`attention` is {_one_of(map(repr, get_args(Attention)))}; got {option.attention!r}.")
     for name in _SWITCHES:
         if not isinstance(getattr(option, name), bool):
             raise ShardingError(f"`{name}` is True or False; got {getattr(option, name)!r}.")
