@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 from minialpa.cluster import DeviceSpec
 from minialpa.errors import ShardingError
 
-
 #: What becomes of the attentions of a step.
 Attention = Literal["auto", "fused", "written"]
 
@@ -39,9 +38,9 @@ class AutoShardingOption:
             temporaries; None for the device's memory.
         solver_time_limit_s: seconds for the solver of one stage.
         keep_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.
-        attention: which attentions of the step are computed by a kernel, in memory that grows linearly with the number of
+        attention: which attentions of the step are one operation, whose memory grows linearly with the number of
             positions: "fused" for all that are recognised, "auto" for those with more than 128 * 128 scores per head,
-            "written" for none. It holds for the whole step, so that a stage has that of the method.
+            "written" for none. It holds for the whole step, so a stage has that of the method.
     """
 
     enable_auto_sharding: bool = True
