@@ -1,5 +1,4 @@
-"""Recognition: the attentions of a traced step become one operation each.
+"""In: a `TracedStep`. Out: the same step with attentions as operations, in the place of scores, softmax and products.
 
-A `TracedStep` goes in, and the same step comes out, with `attention_p` and `attention_gradient_p` in the place of the
-equations that compute scores, softmax and products. Imports `attention` and `tracing`.
+Imports: `attention`, `tracing`, and `support` for the source lines of equations.
 """

@@ -51,7 +51,7 @@ class Node:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return type(self) is type(other) and self._hash == other._hash and self._key == other._key  # type: ignore[attr-defined]
+        return type(self) is type(other) and self._hash == other._hash and self._key == other._key
 
 
 class Leaf(Node):
@@ -129,10 +129,10 @@ class Expr(Node):
     __slots__ = ("terms",)
 
     def __init__(self, terms: Mapping[Monomial, float]) -> None:
+        self.terms: Mapping[Monomial, float] = terms
         if len(terms) > _MOST_TERMS or any(len(monomial.atoms) > _MOST_ATOMS for monomial in terms):
             raise NoFormula
         super().__init__(frozenset(terms.items()), frozenset().union(*(monomial.labels for monomial in terms)))
-        self.terms = terms
 
     @property
     def constant(self) -> float | None:

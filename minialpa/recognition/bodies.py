@@ -76,9 +76,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def with_recognised_bodies(
-    flat: FlatJaxpr, outvars: Sequence[Atom], is_wanted: IsWanted
-) -> list[NewEquation] | None:
+def with_recognised_bodies(flat: FlatJaxpr, outvars: Sequence[Atom], is_wanted: IsWanted) -> list[NewEquation] | None:
     """The equations of a program with the attentions in their bodies as operations; None if there are none."""
     consts = dict(zip(flat.constvars, flat.consts, strict=True))
     return _in_bodies(flat.eqns, outvars, Written(consts=consts), is_wanted)
@@ -99,8 +97,8 @@ def _in_bodies(
         if i in behind or not sub_jaxprs(eqn):
             continue
         if eqn.primitive.name != "scan":
-            new = _with_parts(eqn, is_wanted)
-            changed |= {} if new is None else {i: [new]}
+            with_parts = _with_parts(eqn, is_wanted)
+            changed |= {} if with_parts is None else {i: [with_parts]}
             continue
         pair = _scan_pair(eqns, outvars, i, partner[i], written, is_wanted) if i in partner else None
         if pair is None:
@@ -238,7 +236,7 @@ def _body(eqn: JaxprEqn, place: int, linked: Mapping[Atom, Atom]) -> _Body:
         eqns=tuple(eqns),
         new_carries=tuple(results[:n_carry]),
         stacked=tuple(zip(results[n_carry:], eqn.outvars[n_carry:], strict=True)),
-        consts={names[var]: value for var, value in zip(flat.constvars, flat.consts, strict=True)},  # type: ignore[misc]
+        consts={names[var]: value for var, value in zip(flat.constvars, flat.consts, strict=True)},
     )
 
 
@@ -361,9 +359,7 @@ def _new_scan(body: _Body) -> list[JaxprEqn]:
     eqns, atoms = equations_for(compute, *outer)
     targets = [*body.eqn.outvars[:n_carry], *(var for _, var in body.stacked)]
     names = dict(zip(atoms, targets, strict=True))
-    return [
-        with_source_of(eqn.replace(outvars=[names.get(var, var) for var in eqn.outvars]), body.eqn) for eqn in eqns
-    ]
+    return [with_source_of(eqn.replace(outvars=[names.get(var, var) for var in eqn.outvars]), body.eqn) for eqn in eqns]
 
 
 def _like(x: Any, other: Any) -> Any:

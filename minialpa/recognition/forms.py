@@ -148,7 +148,7 @@ class Forms:
         """The form of an atom; that of a leaf, if nothing more is known."""
         if is_literal(atom):
             value = np.asarray(atom.val)
-            if value.ndim or value.dtype.kind not in "biuf" and value.dtype.name != "bfloat16":
+            if value.ndim or (value.dtype.kind not in "biuf" and value.dtype.name != "bfloat16"):
                 raise NoFormula
             return Form((), Expr({}) if value == 0 else number(float(value)))
         known = self._forms if self._may_be_product else self._factors
@@ -372,9 +372,9 @@ def _sum_of(sign: float) -> Rule:
         # Behind the attention, other values are added to its result: this is where it ends.
         are_followed = [not is_literal(atom) and atom in forms.followed for atom in eqn.invars]
         is_number = [forms[atom].expr.constant is not None for atom in eqn.invars]
-        if any(are_followed) and not all(a or b for a, b in zip(are_followed, is_number, strict=True)):
-            if _has_ended(forms, forms[eqn.invars[are_followed.index(True)]]):
-                raise NoFormula
+        is_mixed = any(are_followed) and not all(a or b for a, b in zip(are_followed, is_number, strict=True))
+        if is_mixed and _has_ended(forms, forms[eqn.invars[are_followed.index(True)]]):
+            raise NoFormula
         return form
 
     return rule

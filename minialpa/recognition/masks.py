@@ -23,7 +23,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A condition on positions: index `query` at i and index `key` at j see each other if i - left <= j <= i + right."""
+    """A condition on positions: index `query` at i sees index `key` at j if i - left <= j <= i + right."""
 
     query: Label
     key: Label
@@ -76,7 +76,7 @@ class MaskReader:
         """The conditions that hold together where a boolean array is `positive`."""
         if is_literal(atom):
             return [] if bool(atom.val) == positive else [_never(atom)]
-        whole = [Part(atom, axes, positive)]
+        whole: list[Condition] = [Part(atom, axes, positive)]
         if atom in self.consts:
             band = self._band(np.asarray(self.consts[atom]), axes) if positive else None
             return whole if band is None else [band]

@@ -119,9 +119,7 @@ class _Rewriter:
             return None
 
         new = [
-            NewEquation(eqn=self._needed_part(eqn, kept[i]), place=i)
-            for i, eqn in enumerate(self._eqns)
-            if i in kept
+            NewEquation(eqn=self._needed_part(eqn, kept[i]), place=i) for i, eqn in enumerate(self._eqns) if i in kept
         ]
         for attention in attentions.values():
             new += self._emit(attention)
@@ -306,5 +304,3 @@ def in_order(new: Sequence[NewEquation], section: Sequence[int]) -> list[NewEqua
                 heapq.heappush(ready, priority(reader))
     sections = [section[one.place] for one in out]
     return out if len(out) == len(new) and sections == sorted(sections) else None
-
-

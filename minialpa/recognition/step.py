@@ -45,9 +45,7 @@ def _with_equations(step: TracedStep, new: Sequence[NewEquation]) -> TracedStep:
     # Groups are numbered without gaps, in the order in which they were.
     groups = sorted({origin.group for origin in origins if origin.group is not None})
     number = {group: i for i, group in enumerate(groups)}
-    origins = [
-        origin if origin.group is None else replace(origin, group=number[origin.group]) for origin in origins
-    ]
+    origins = [origin if origin.group is None else replace(origin, group=number[origin.group]) for origin in origins]
     flat = replace(
         step.flat,
         eqns=tuple(one.eqn for one in new),
@@ -62,5 +60,3 @@ def _origin(one: NewEquation, origins: Sequence[Origin]) -> Origin:
         return own
     # The gradient belongs to the forward group of its attention, and not to that of a product in it.
     return replace(own, group=origins[one.forward].group)
-
-
