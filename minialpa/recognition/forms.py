@@ -239,6 +239,9 @@ class Forms:
             rule = _dot_general
         if rule is None or eqn is None or any(operand in self.followed for operand in operand_vars(eqn)):
             return self.leaf(var)
+        if _narrows(eqn):
+            # Products of rotated keys that were rounded to bfloat16, say, are written for units of that dtype.
+            return self.leaf(var)
         try:
             return rule(self, eqn)
         except NoFormula:
@@ -324,6 +327,14 @@ def _convert(forms: Forms, eqn: JaxprEqn) -> Form:
     if not is_number and (old not in _FLOATS or new not in _FLOATS) and old != new:
         raise NoFormula
     return form
+
+
+def _narrows(eqn: JaxprEqn) -> bool:
+    """Whether an equation rounds floats to a shorter dtype."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    old, new = (aval_of(atom).dtype for atom in (eqn.invars[0], eqn.outvars[0]))
+    return bool(old.itemsize > new.itemsize)
 
 
 def _transpose(forms: Forms, eqn: JaxprEqn) -> Form:

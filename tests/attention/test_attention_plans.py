@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 import minialpa
+from benchmarks.corpus import arguments as shapes_of
+from benchmarks.planning import traced_step
 from minialpa import AutoLayerOption, LogicalMesh, PipeshardParallel, ShardParallel, UniformStageOption
+from minialpa.recognition.step import recognise
+from minialpa.rules.heavy import is_contraction
 from tests.attention_calls import causal, fused
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -93,3 +97,18 @@ def test_positions_of_one_example_are_split(shape: tuple[int, ...]) -> None:
     assert len(parts) == 2 and all(spec.dims[1] for spec in parts.values())
     assert all(spec.n_shards(shape) == 8 for spec in parts.values())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, expected)
+
+
+@pytest.mark.parametrize("n_heads, n_kv_heads", [(4, 4), (8, 2)])
+def test_attention_of_a_bfloat16_model_is_computed_in_bfloat16(n_heads: int, n_kv_heads: int) -> None:
+    """Rotary embeddings are in float32, and what they make is rounded before it is multiplied."""
+    case = minialpa.models.build(
+        "llama", n_layers=1, n_heads=n_heads, n_kv_heads=n_kv_heads, dtype=jnp.bfloat16, hidden=32
+    )
+    step = recognise(traced_step(case.train_step(minialpa.value_and_grad), *shapes_of(case)), everywhere=True)
+    found = [eqn for eqn in step.flat.eqns if is_contraction(eqn) and "attention" in eqn.primitive.name]
+    assert len(found) == 2
+    for eqn in found:
+        query, key, value = (v.aval for v in eqn.invars[:3])
+        assert query.shape[2:4] == (n_kv_heads, n_heads // n_kv_heads)
+        assert {x.dtype.name for x in (query, key, value)} == {"bfloat16"}
