@@ -68,10 +68,8 @@ SETTINGS = tuple(
     for n_devices in counts
     for seq_len in (8192, 32768)
 )
-#: Seconds: small enough for tests.
-_TINY = Setting(
-    "llama", 8, 2048, (("hidden", 512), ("n_heads", 8), ("n_kv_heads", 2), ("ffn", 1024), ("batch_size", 16))
-)
+#: Small enough for tests.
+_TINY = Setting("llama", 2, 256, (("hidden", 64), ("n_layers", 1), ("batch_size", 4)))
 
 
 # ---- methods ---------------------------------------------------------------------------------------------------------
@@ -92,16 +90,15 @@ def _by_hand(setting: Setting, option: AutoShardingOption, remat: Remat, example
     )
 
 
-_SHARDED = {"force_data_parallel": True, "prefer_reduce_scatter": True}
-
-
 def _fsdp(setting: Setting, remat: Remat) -> Method:
-    return _by_hand(setting, AutoShardingOption(force_zero_stage_3=True, **_SHARDED), remat, setting.n_devices)
+    option = AutoShardingOption(force_zero_stage_3=True, force_data_parallel=True, prefer_reduce_scatter=True)
+    return _by_hand(setting, option, remat, setting.n_devices)
 
 
 def _hsdp(setting: Setting, remat: Remat) -> Method:
     in_host = {"*.params*": PartitionSpec("y")}
-    return _by_hand(setting, AutoShardingOption(fixed_specs=in_host, **_SHARDED), remat, setting.n_devices)
+    option = AutoShardingOption(fixed_specs=in_host, force_data_parallel=True, prefer_reduce_scatter=True)
+    return _by_hand(setting, option, remat, setting.n_devices)
 
 
 def _dp_tp(setting: Setting, remat: Remat) -> Method:
@@ -136,23 +133,13 @@ def rows(setting: Setting, names: Sequence[str] = METHODS) -> Iterator[dict[str,
     traced = setting.traced()
     trace_cpu_s = time.process_time() - start
     for name in names:
-        for last in _tries(name, setting, traced):
-            row = last
-        if _has(name, setting):
-            yield row | {"trace_cpu_s": trace_cpu_s}
-
-
-def _has(name: str, setting: Setting) -> bool:
-    return next(_choices(name, setting), None) is not None
-
-
-def _tries(name: str, setting: Setting, traced: TracedStep) -> Iterator[dict[str, Any]]:
-    """A row for each variant, up to the first that fits."""
-    for method in _choices(name, setting):
-        row = _row(name, setting, traced, method)
-        yield row
-        if "step_s" in row:
-            return
+        found: dict[str, Any] = {}
+        for method in _choices(name, setting):
+            found = _row(name, setting, traced, method)
+            if "step_s" in found:
+                break
+        if found:
+            yield found | {"trace_cpu_s": trace_cpu_s}
 
 
 def _row(name: str, setting: Setting, traced: TracedStep, method: Method) -> dict[str, Any]:

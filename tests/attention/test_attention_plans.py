@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import minialpa
 from benchmarks.corpus import arguments as shapes_of
 from benchmarks.planning import traced_step
-from minialpa import AutoLayerOption, LogicalMesh, PipeshardParallel, ShardParallel, UniformStageOption
+from minialpa import AutoLayerOption, LogicalMesh, PipeshardParallel, ShardParallel, UniformStageOption, hlo
 from minialpa.recognition.step import recognise
 from minialpa.rules.heavy import is_contraction
 from tests.attention_calls import causal, fused
@@ -112,3 +113,19 @@ def test_attention_of_a_bfloat16_model_is_computed_in_bfloat16(n_heads: int, n_k
         query, key, value = (v.aval for v in eqn.invars[:3])
         assert query.shape[2:4] == (n_kv_heads, n_heads // n_kv_heads)
         assert {x.dtype.name for x in (query, key, value)} == {"bfloat16"}
+
+
+def test_collectives_are_counted_beside_the_loops_of_attention() -> None:
+    """Attention on several blocks of keys compiles to loops, and what it gathers is outside of them, as planned."""
+    arguments = _arguments(b=1, s=4096)
+    step = minialpa.parallelize(_step(minialpa.value_and_grad), method=ShardParallel(LogicalMesh((8,))))
+    executable = step.get_executable(*arguments)
+    (text,) = executable.get_hlo_text()
+    assert " while(" in text
+
+    planned, compiled = Counter[str](), Counter[str]()
+    for one in executable.get_parallel_plan().collectives:
+        planned[one.kind] += int(one.n_bytes) * one.times_per_step
+    for found in hlo.collectives(text):
+        compiled[found.kind] += int(found.n_bytes) * found.times
+    assert {"all-gather", "reduce-scatter"} <= set(planned) and planned == compiled
