@@ -145,7 +145,8 @@ class _Axis:
 
     def exists(self, i: Any) -> jax.Array:
         """Which positions of block i are not padding."""
-        return i * self.block + lax.iota(np.int32, self.block) < self.length
+        exists: jax.Array = i * self.block + lax.iota(np.int32, self.block) < self.length
+        return exists
 
 
 def _axis(length: int, side: int) -> _Axis:

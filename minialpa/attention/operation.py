@@ -37,7 +37,6 @@ from minialpa.attention.blockwise import attend, differentiate
 from minialpa.attention.kind import Attention as Attention
 from minialpa.support.private_jax import define_batching, define_function, new_aval
 
-
 #: Operands: query [b t g r d], key [b s g d], value [b s g e]; if there is a window, positions of queries [t] and of
 #: keys [s], int32; `n_biases` arrays and `n_masks` boolean arrays of [b g r t s], any dimension of which may be 1.
 #: Results: out [b t g r e] of the value's dtype, logsumexp [b t g r] of float32 (float64 for a query of float64).
