@@ -33,7 +33,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
-from minialpa.attention.blockwise import attend, differentiate
+from minialpa.attention import blockwise, cudnn
 from minialpa.attention.kind import Attention as Attention
 from minialpa.support.private_jax import define_batching, define_function, new_aval
 
@@ -157,12 +157,13 @@ def _implementation(primitive: Primitive) -> Callable[..., list[Any]]:
     return lambda *operands, **params: _run(*operands, primitive=primitive, params=tuple(sorted(params.items())))
 
 
-for primitive, avals, batched, fun in (
-    (attention_p, _attention_avals, _batched_attention, attend),
-    (attention_gradient_p, _gradient_avals, _batched_gradient, differentiate),
+for primitive, avals, batched, fun, fun_on_gpus in (
+    (attention_p, _attention_avals, _batched_attention, blockwise.attend, cudnn.attend),
+    (attention_gradient_p, _gradient_avals, _batched_gradient, blockwise.differentiate, cudnn.differentiate),
 ):
     primitive.multiple_results = True
     primitive.def_abstract_eval(avals)
     primitive.def_impl(_implementation(primitive))
     define_batching(primitive, batched)
     define_function(primitive, fun)
+    define_function(primitive, fun_on_gpus, "cuda")

@@ -11,6 +11,7 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 | `jax.interpreters` | the rules of primitives that mark a trace | the same rules in `jax.extend` |
 | `unsafe_buffer_pointer`, `on_device_size_in_bytes` | NCCL on arrays; do arrays share memory | a cheap `__dlpack__` |
 | `make_cpu_client`, `make_gloo_tcp_collectives` | the address that gloo binds | a setting of `jax.config` |
+| `fused_attention_stablehlo`, `cuda_versions` | the gradient of cuDNN's attention, of kept results | it in `jax.nn` |
 
 `jax.core.ShapedArray` and `jax.core.Tracer` have no private part in their names, and are used where they are needed.
 """
@@ -138,6 +139,73 @@ def define_function(primitive: Primitive, fun: Callable[..., Any], platform: str
 def new_aval(shape: Sequence[int], dtype: Any) -> Any:
     """The aval of an array."""
     return jax.core.ShapedArray(tuple(shape), dtype)
+
+
+# ---- attention of cuDNN ----------------------------------------------------------------------------------------------
+
+
+def cudnn_version() -> int | None:
+    """The version of cuDNN that jax loaded, such as 90701 for 9.7.1; None without one, or if jax calls it otherwise."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as cudnn
+        from jax._src.lib import cuda_versions
+
+        is_known = all(hasattr(cudnn, f"_dot_product_attention_{name}_impl") for name in ("fwd", "bwd"))
+        return None if cuda_versions is None or not is_known else int(cuda_versions.cudnn_get_version())
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+
+
+def cudnn_attention(
+    query: Any, key: Any, value: Any, *, scale: float, is_causal: bool, window: int | None
+) -> tuple[Any, Any]:
+    """out [b t n d] and logsumexp [b n t] of query [b t n d] and key and value [b s m d], n a multiple of m.
+
+    Query i sees keys j <= i if `is_causal`, and of these only j > i - window.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    compute: Any = cudnn._dot_product_attention_fwd_impl
+    absent = [jax.numpy.zeros(0, query.dtype)] * 7
+    params = _cudnn_params(scale, is_causal, window)
+    out, logsumexp = compute(query, key, value, *absent, is_training=True, **params)
+    return out, logsumexp
+
+
+def cudnn_attention_gradient(
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    out_bar: Any,
+    *,
+    scale: float,
+    is_causal: bool,
+    window: int | None,
+) -> Sequence[Any]:
+    """The cotangents of query, key and value."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    compute: Any = cudnn._dot_product_attention_bwd_impl
+    absent = [jax.numpy.zeros(0, query.dtype)] * 7
+    params = _cudnn_params(scale, is_causal, window)
+    cotangents: Sequence[Any] = compute(query, key, value, *absent, logsumexp, out, out_bar, **params)
+    return cotangents
+
+
+def _cudnn_params(scale: float, is_causal: bool, window: int | None) -> dict[str, Any]:
+    from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
+
+    return {
+        "scale": scale,
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": MaskType.CAUSAL if is_causal else MaskType.NO_MASK,
+        "layout": AttentionLayout.BTNH.value,
+        "sliding_window_length": window,
+    }
 
 
 # ---- memory of arrays ------------------------------------------------------------------------------------------------
