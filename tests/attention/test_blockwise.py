@@ -285,6 +285,17 @@ def test_equal_attentions_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> No
 # ---- memory and work -------------------------------------------------------------------------------------------------
 
 
+def test_blocks_that_no_query_sees_are_not_computed() -> None:
+    """A value of NaN would reach all queries by 0 * NaN. It does not reach those that skip its block."""
+    kind = Attention(scale=0.5, left=5, right=0)
+    case = make_case(np.random.default_rng(0), kind, sizes=_sizes(t=24, s=24))
+    value = case.operands[2].at[:, 9].set(math.nan)
+    out, _ = attention_p.bind(*case.operands[:2], value, *case.operands[3:], kind=kind)
+    sees = np.isnan(out).all(axis=(0, 2, 3, 4))
+    # Position 9 is in block 8 to 11. Queries from 8 on meet it, and those from 17 on have it out of their window.
+    np.testing.assert_array_equal(sees, [8 <= n < 20 for n in range(24)])
+
+
 def _compiled(t: int, kind: Attention) -> Any:
     shapes = [(1, t, 1, 1, 32), (1, t, 1, 32), (1, t, 1, 32)]
     operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]

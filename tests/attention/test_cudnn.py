@@ -1,4 +1,4 @@
-"""On GPUs, cuDNN computes what it computes alike, and nothing else. No GPU is needed here: a written program replaces it."""
+"""On GPUs, cuDNN computes what it computes alike, and nothing else. Where no GPU is, a plain program replaces it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_cudnn_is_not_called_if_it_is_old_or_absent(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of cuDNN, what it computes by its documentation; all results are 1000 too large, to be recognised."""
+    """In place of cuDNN, what it computes by its documentation; all arrays are doubled, to be recognised."""
 
     def kind_of(scale: float, is_causal: bool, window: int | None) -> Attention:
         return Attention(scale=scale, left=None if window is None else window - 1, right=0 if is_causal else None)
@@ -117,7 +117,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
         arrays = operands(query, key, value, kind)
         _, logsumexp = blockwise.attend(*arrays, kind=kind)
         out = written(*arrays, kind=kind).reshape(query.shape).astype(query.dtype)
-        return out + jnp.asarray(1000, out.dtype), logsumexp.reshape(*query.shape[:-1]).transpose(0, 2, 1)
+        return out * 2, logsumexp.reshape(*query.shape[:-1]).transpose(0, 2, 1)
 
     def backward(
         query: Any,
@@ -144,17 +144,15 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
             dtypes=(query.dtype.name,) * 3,
             wants_bias=(),
         )
-        return [
-            (x + jnp.asarray(1000, x.dtype)).reshape(y.shape) for x, y in zip(bars, (query, key, value), strict=True)
-        ]
+        return [(x * 2).reshape(y.shape) for x, y in zip(bars, (query, key, value), strict=True)]
 
     monkeypatch.setattr(cudnn, "cudnn_attention", forward)
     monkeypatch.setattr(cudnn, "cudnn_attention_gradient", backward)
 
 
 def _check(case: Case, by_cudnn: bool) -> None:
-    """Results are those of the plain program, plus 1000 if cuDNN computed them."""
-    added = 1000.0 if by_cudnn else 0.0
+    """Results are those of the plain program, doubled if cuDNN computed them."""
+    factor = 2.0 if by_cudnn else 1.0
     out, logsumexp = blockwise.attend(*case.operands, kind=case.kind)
     arrays = (*case.operands[:3], out, logsumexp, case.out_bar, *case.operands[3:])
     params: Any = {"kind": case.kind, "dtypes": ("bfloat16",) * 3, "wants_bias": ()}
@@ -164,13 +162,7 @@ def _check(case: Case, by_cudnn: bool) -> None:
     found = (found_out, *cudnn.differentiate(*arrays, **params))
     np.testing.assert_allclose(found_logsumexp, logsumexp, rtol=1e-5, atol=1e-5)
     for x, y in zip(found, expected, strict=True):
-        tolerance = 0.01 if not by_cudnn else 4.0  # 1000 in bfloat16
-        np.testing.assert_allclose(
-            np.asarray(x, np.float64),
-            np.asarray(y, np.float64) + added,
-            rtol=0,
-            atol=tolerance * (1 if by_cudnn else 1),
-        )
+        np.testing.assert_allclose(x.astype(np.float32), factor * y.astype(np.float32), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.usefixtures("pretended")
