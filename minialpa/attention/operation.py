@@ -49,24 +49,21 @@ attention_p = Primitive("minialpa_attention")
 attention_gradient_p = Primitive("minialpa_attention_gradient")
 
 
-def _attention_avals(query: Any, key: Any, value: Any, *_: Any, kind: Attention) -> list[Any]:
+def _attention_avals(*operands: Any, kind: Attention) -> list[Any]:
+    query, _, value, *_ = operands
     b, t, g, r, _ = query.shape
     statistics = np.promote_types(query.dtype, np.float32)
-    return [new_aval((b, t, g, r, value.shape[-1]), value.dtype), new_aval((b, t, g, r), statistics)]
+    return [
+        new_aval((b, t, g, r, value.shape[-1]), value.dtype, operands),
+        new_aval((b, t, g, r), statistics, operands),
+    ]
 
 
-def _gradient_avals(
-    query: Any,
-    key: Any,
-    value: Any,
-    *others: Any,
-    kind: Attention,
-    dtypes: Sequence[str],
-    wants_bias: Sequence[bool],
-) -> list[Any]:
-    biases = others[3 + kind.n_positions :][: kind.n_biases]
+def _gradient_avals(*operands: Any, kind: Attention, dtypes: Sequence[str], wants_bias: Sequence[bool]) -> list[Any]:
+    biases = operands[6 + kind.n_positions :][: kind.n_biases]
     wanted = [bias for bias, is_wanted in zip(biases, wants_bias, strict=True) if is_wanted]
-    return [new_aval(x.shape, np.dtype(dtype)) for x, dtype in zip((query, key, value, *wanted), dtypes, strict=True)]
+    like = zip((*operands[:3], *wanted), dtypes, strict=True)
+    return [new_aval(x.shape, np.dtype(dtype), operands) for x, dtype in like]
 
 
 def _batched_attention(operands: Sequence[Any], dims: Sequence[int | None], *, kind: Attention) -> tuple[Any, Any]:

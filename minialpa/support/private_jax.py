@@ -8,6 +8,7 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 | `JaxprEqn.ctx` | the settings that an equation was traced under | an accessor in `jax.extend.core` |
 | `Primitive.get_bind_params`, `abstract_eval` | running an equation again; its result types | a function for both |
 | `ShapedArray.update` | the aval of a part of an array | avals made by `jax.extend.core` |
+| `ShapedArray.manual_axis_type` | the axes of a `shard_map` that a new primitive's results vary over | the same |
 | `jax.interpreters` | the rules of primitives that mark a trace | the same rules in `jax.extend` |
 | `unsafe_buffer_pointer`, `on_device_size_in_bytes` | NCCL on arrays; do arrays share memory | a cheap `__dlpack__` |
 | `make_cpu_client`, `make_gloo_tcp_collectives` | the address that gloo binds | a setting of `jax.config` |
@@ -133,12 +134,25 @@ def define_lowering(primitive: Primitive, rule: Rule) -> None:
 
 def define_function(primitive: Primitive, fun: Callable[..., Any], platform: str | None = None) -> None:
     """Lower a primitive with several results as jax lowers `fun(*operands, **params)`; on one platform, or on all."""
-    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=True), platform=platform)
+    lower = mlir.lower_fun(fun, multiple_results=True)
+
+    def rule(context: Any, *operands: Any, **params: Any) -> Any:
+        # Which mesh axes values vary over is checked before. The constants and loops of `fun` would not match here.
+        avals = [[new_aval(x.shape, x.dtype) for x in some] for some in (context.avals_in, context.avals_out)]
+        return lower(context.replace(avals_in=avals[0], avals_out=avals[1]), *operands, **params)
+
+    mlir.register_lowering(primitive, rule, platform=platform)
 
 
-def new_aval(shape: Sequence[int], dtype: Any) -> Any:
-    """The aval of an array."""
-    return jax.core.ShapedArray(tuple(shape), dtype)
+def new_aval(shape: Sequence[int], dtype: Any, operands: Sequence[Any] = ()) -> Any:
+    """The aval of an array, which in a `shard_map` varies over all mesh axes that one of the operands varies over."""
+    varying = frozenset[str]().union(*(x.manual_axis_type.varying for x in operands))
+    if not varying:
+        return jax.core.ShapedArray(tuple(shape), dtype)
+    like = next(x for x in operands if x.manual_axis_type.varying)
+    manual = type(like.manual_axis_type)(varying=varying)
+    sharding = like.sharding.update(spec=jax.P(*(None for _ in shape)))
+    return jax.core.ShapedArray(tuple(shape), dtype, sharding=sharding, manual_axis_type=manual)
 
 
 # ---- attention of cuDNN ----------------------------------------------------------------------------------------------

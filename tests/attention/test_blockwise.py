@@ -250,7 +250,7 @@ def test_loops_shards_and_remat() -> None:
     specs = (P(None, "x"), P(), P(), P("x"), P())
 
     @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=specs, out_specs=P(None, "x"), check_vma=False)
+    @jax.shard_map(mesh=mesh, in_specs=specs, out_specs=P(None, "x"))
     def run(query: Any, *others: Any) -> Any:
         @jax.checkpoint
         def body(query: Any, _: None) -> Any:
