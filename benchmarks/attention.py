@@ -49,7 +49,8 @@ def _row(t: int, name: str, repeats: int) -> dict[str, Any]:
     row: dict[str, Any] = {"n_positions": t, "kind": name}
     for way, run in compiled.items():
         row[f"{way}_ms"] = 1e3 * statistics.median(seconds[way])
-        row[f"{way}_mib"] = run.memory_analysis().temp_size_in_bytes / 2**20
+        memory: Any = run.memory_analysis()
+        row[f"{way}_mib"] = memory.temp_size_in_bytes / 2**20
     return row
 
 
