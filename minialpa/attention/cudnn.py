@@ -157,5 +157,5 @@ def _masked_weigh_nothing(logsumexp: jax.Array, kind: Attention, key: jax.Array)
 
 def _heads(x: jax.Array) -> jax.Array:
     """[b t g r d] as [b t n d]: the queries of a key head are beside each other."""
-    b, t, _, _, d = x.shape
-    return x.reshape(b, t, -1, d)
+    b, t, g, r, d = x.shape
+    return x.reshape(b, t, g * r, d)

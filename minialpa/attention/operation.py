@@ -72,7 +72,7 @@ def _batched_attention(operands: Sequence[Any], dims: Sequence[int | None], *, k
         return _one_by_one(attention_p, operands, dims, {"kind": kind})
     n = _mapped_length(operands, dims)
     folded = _fold(operands, dims, n, range(3), range(3, 3 + kind.n_positions))
-    return _unfold(attention_p.bind(*folded, kind=kind), n)
+    return _unfold(attention_p.bind(*folded, kind=kind), n, _n_examples(operands, dims))
 
 
 def _batched_gradient(
@@ -92,11 +92,10 @@ def _batched_gradient(
     wanted = [first_bias + i for i, is_wanted in enumerate(wants_bias) if is_wanted]
     n = _mapped_length(operands, dims)
     folded = _fold(operands, dims, n, (*range(6), *wanted), range(6, first_bias))
-    results, result_dims = _unfold(attention_gradient_p.bind(*folded, **params), n)
+    results, result_dims = _unfold(attention_gradient_p.bind(*folded, **params), n, _n_examples(operands, dims))
 
     for place, i in enumerate(wanted, start=3):
-        n_examples = operands[i].shape[0 if dims[i] != 0 else 1]
-        if n_examples < results[place].shape[1]:
+        if _n_examples(operands, dims, i) < results[place].shape[1]:
             results[place] = results[place].sum(axis=1, keepdims=True)
     return results, result_dims
 
@@ -130,7 +129,7 @@ def _fold(
 
     Positions remain what they are, and so does what is the same for all n and all b, except the operands in `always`.
     """
-    b = operands[0].shape[0 if dims[0] != 0 else 1]
+    b = _n_examples(operands, dims)
     folded = []
     for i, (x, dim) in enumerate(zip(operands, dims, strict=True)):
         if i not in positions and (dim is not None or i in always or x.shape[0] > 1):
@@ -140,8 +139,13 @@ def _fold(
     return folded
 
 
-def _unfold(results: Sequence[Any], n: int) -> tuple[list[Any], list[int]]:
-    return [x.reshape(n, -1, *x.shape[1:]) for x in results], [0] * len(results)
+def _unfold(results: Sequence[Any], n: int, b: int) -> tuple[list[Any], list[int]]:
+    return [x.reshape(n, b, *x.shape[1:]) for x in results], [0] * len(results)
+
+
+def _n_examples(operands: Sequence[Any], dims: Sequence[int | None], i: int = 0) -> int:
+    """The length b of an operand [b ...] that may have one more dimension."""
+    return int(operands[i].shape[0 if dims[i] != 0 else 1])
 
 
 @functools.partial(jax.jit, static_argnames=("primitive", "params"))
