@@ -7,7 +7,7 @@ in `attention/operation.py`, and compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from minialpa.recognition.algebra import (
@@ -224,6 +224,8 @@ def _result(form: Form, scores: Scores, fixed: frozenset[Label]) -> Role | None:
     (value,) = values
     if value.labels & scores.query_positions:
         return None
+    if not _fits(form, scores.batch | scores.query_positions, fixed):
+        return None
     expected = _summed(multiply(_probabilities(scores), of_atom(value)), {scores.key_position}, fixed)
     ratio = _ratio(form.expr, expected)
     return None if ratio is None else Role(name="out", scores=scores, value=value, axes=form.axes, ratio=ratio)
@@ -237,6 +239,8 @@ def _gradient(form: Form, scores: Scores, fixed: frozenset[Label]) -> Role | Non
     found = {"scores": scores, "value": value, "cotangent": cotangent, "axes": form.axes}
 
     if value is None:
+        if not _fits(form, scores.batch | {scores.key_position}, fixed):
+            return None
         expected = _of_axes(multiply(_probabilities(scores), of_atom(cotangent)), form, fixed)
         ratio = _ratio(form.expr, expected)
         return None if ratio is None else Role(name="value", ratio=ratio, **found)  # type: ignore[arg-type]
@@ -244,8 +248,8 @@ def _gradient(form: Form, scores: Scores, fixed: frozenset[Label]) -> Role | Non
     score_bar = _score_bar(scores, value, cotangent, fixed)
     for name, other in (("query", scores.key), ("key", scores.query)):
         product = renamed(multiply(score_bar, of_atom(other)), common_names(other, scores.features, "free"))
-        labels = set(form.axes) - {None}
-        if not labels <= product.labels:
+        own = scores.query_positions if name == "query" else {scores.key_position}
+        if not _fits(form, scores.batch | own, fixed) or not set(form.axes) - {None} <= product.labels:
             continue
         ratio = _ratio(form.expr, scaled(_of_axes(product, form, fixed), scores.scale))
         if ratio is not None:
@@ -257,6 +261,12 @@ def _gradient(form: Form, scores: Scores, fixed: frozenset[Label]) -> Role | Non
         if ratio is not None:
             return Role(name="bias", bias=i, ratio=ratio, **found)  # type: ignore[arg-type]
     return None
+
+
+def _fits(form: Form, labels: Set[Label], fixed: frozenset[Label]) -> bool:
+    """Whether an array has one index of features, and besides it only these."""
+    own = set(form.axes) - {None}
+    return len(own - fixed) == 1 and own & fixed <= labels
 
 
 def _of_axes(x: Expr, form: Form, fixed: frozenset[Label]) -> Expr:
