@@ -19,11 +19,13 @@ from minialpa.errors import ShardingError
 from minialpa.inter.schedule.schedules import PipelineSize, make_schedule
 from minialpa.inter.staging.replan import logical_mesh_of, options_of
 from minialpa.options import (
+    Attention,
     AutoLayerOption,
     AutoShardingOption,
     AutoStageOption,
     LayerOption,
     ManualLayerOption,
+    ManualStageOption,
     PlanOptions,
     StageOption,
     UniformStageOption,
@@ -220,7 +222,7 @@ class PipeshardParallel:
             n_micro_batches=_micro_batches(self.num_micro_batches),
             schedule=self.pipeline_schedule,
             layers=layers,
-            stages=stages,
+            stages=_with_attention(stages, attention_of(self)),
             sharding=self.default_auto_sharding_option or AutoShardingOption(),
         )
 
@@ -427,6 +429,48 @@ def _first_devices(devices: Devices, cluster: ClusterSpec, submesh: tuple[int, i
 def _submesh(shape: tuple[int, int], cluster: ClusterSpec) -> tuple[int, int]:
     n = shape[0] * shape[1]
     return (1, n) if n <= cluster.devices_per_host else (n // cluster.devices_per_host, cluster.devices_per_host)
+
+
+def attention_of(method: Method | FollowingMethod | Plan) -> Attention:
+    """What a method makes of the attentions of a step. A saved plan is for the step as its method made it."""
+    match method:
+        case Plan():
+            return method.stages[0].option.attention
+        case FollowParallel():
+            return method.source().stages[0].option.attention
+        case CreateStateParallel():
+            return "written"
+        case PipeshardParallel():
+            option = method.default_auto_sharding_option
+        case _:
+            option = method.auto_sharding_option
+    return AutoShardingOption().attention if option is None else option.attention
+
+
+def _with_attention(stages: StageOption, attention: Attention) -> StageOption:
+    """Options of stages, with the attention of the method.
+
+    Raises ShardingError for a stage that asks for another one: the step is the same for all stages.
+    """
+    match stages:
+        case UniformStageOption(submesh_autosharding_option=AutoShardingOption() as option):
+            own = [option.attention]
+            new: StageOption = dataclasses.replace(
+                stages, submesh_autosharding_option=dataclasses.replace(option, attention=attention)
+            )
+        case ManualStageOption(submesh_autosharding_option_dicts=dicts) if dicts:
+            own = [fields.get("attention", "auto") for fields in dicts]
+            changed = tuple({**fields, "attention": attention} for fields in dicts)
+            new = dataclasses.replace(stages, submesh_autosharding_option_dicts=changed)
+        case _:
+            return stages
+    for asked in own:
+        if asked not in ("auto", attention):
+            raise ShardingError(
+                f"A stage asks for `attention={asked!r}`, and the method has {attention!r}. Give it to "
+                "`default_auto_sharding_option`: it holds for the whole step."
+            )
+    return stages if all(asked == attention for asked in own) else new
 
 
 Method = ShardParallel | PipeshardParallel | AutoParallel

@@ -11,6 +11,9 @@ from jax.sharding import PartitionSpec
 from minialpa.cluster import DeviceSpec
 from minialpa.errors import ShardingError
 
+#: What becomes of the attentions of a step.
+Attention = Literal["auto", "fused", "written"]
+
 
 @dataclass(frozen=True, slots=True)
 class AutoShardingOption:
@@ -35,6 +38,9 @@ class AutoShardingOption:
             temporaries; None for the device's memory.
         solver_time_limit_s: seconds for the solver of one stage.
         keep_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.
+        attention: which attentions of the step are one operation, whose memory grows linearly with the number of
+            positions: "fused" for all that are recognised, "auto" for those with more than 128 * 128 scores per head,
+            "written" for none. It holds for the whole step, so a stage has that of the method.
     """
 
     enable_auto_sharding: bool = True
@@ -49,6 +55,7 @@ class AutoShardingOption:
     memory_limit_bytes: float | None = None
     solver_time_limit_s: float = 20.0
     keep_constraints: bool = field(default=True, metadata={"may_be_missing": True})
+    attention: Attention = field(default="auto", metadata={"may_be_missing": True})
 
     def __post_init__(self) -> None:
         pairs = self.fixed_specs.items() if isinstance(self.fixed_specs, Mapping) else self.fixed_specs
@@ -105,6 +112,8 @@ def _check_values(option: AutoShardingOption) -> None:
     if not time_limit_s >= 0:
         raise ShardingError(f"`solver_time_limit_s` is a number of seconds, at least 0; got {time_limit_s!r}.")
 
+    if option.attention not in get_args(Attention):
+        raise ShardingError(f"`attention` is {_one_of(map(repr, get_args(Attention)))}; got {option.attention!r}.")
     for name in _SWITCHES:
         if not isinstance(getattr(option, name), bool):
             raise ShardingError(f"`{name}` is True or False; got {getattr(option, name)!r}.")

@@ -31,11 +31,13 @@ from minialpa.methods import (
     FollowParallel,
     Method,
     Target,
+    attention_of,
     check_method,
     resolve_devices,
 )
 from minialpa.plan import Plan
 from minialpa.pytrees import check_no_graph, update_modules
+from minialpa.recognition.step import recognise
 from minialpa.session import Session, current_session, running_session
 from minialpa.support.collection import collection_paused
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
@@ -446,6 +448,15 @@ class ParallelizedFunc:
             raise
 
     def _trace(self, call: Call) -> TracedStep:
+        """The step for these arguments, as it is planned and run."""
+        traced = self._traced_as_written(call)
+        attention = attention_of(self._method)
+        if attention == "written":
+            return traced
+        with collection_paused():
+            return recognise(traced, everywhere=attention == "fused")
+
+    def _traced_as_written(self, call: Call) -> TracedStep:
         tree, names = call.tree
         values = jax.tree.unflatten(tree, call.leaves)
         paths, numbers = self._parameters.paths(call)

@@ -33,9 +33,9 @@ from minialpa.inter.staging.tasks import StagedStep
 from minialpa.inter.staging.transfers import planned_transfers
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.promises import gathered_state
-from minialpa.intra.strategies.strategies import is_contraction
 from minialpa.options import PlanOptions
 from minialpa.plan import Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
+from minialpa.rules.heavy import is_contraction
 from minialpa.tracing.jaxprs import shape_of
 
 

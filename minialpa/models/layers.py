@@ -15,17 +15,39 @@ def attend(
 ) -> jax.Array:
     """softmax(query key^T / sqrt(d) + bias) value, softmax in float32. [b q h d], [b k h d], [b k h d] -> [b q h d].
 
-    `bias` is [1 h q k]. With `causal`, position q sees positions k <= q.
+    `bias` is [1 h q k]. With `causal`, position q sees positions k <= q. Of fewer key/value heads, each serves the next
+    query heads, all the same number of them (grouped-query attention, Ainslie et al., 2023).
     """
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(query.shape[-1])
+    *leading, h, d = query.shape
+    g = key.shape[2]
+    if g < h:
+        return _attend_grouped(query.reshape(*leading, g, h // g, d), key, value, causal, bias).reshape(query.shape)
+
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(d)
+    weights = _weights(scores, causal, bias).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+def _attend_grouped(
+    query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, bias: jax.Array | None
+) -> jax.Array:
+    """[b q g r d], [b k g d], [b k g d] -> [b q g r d]: each key/value head g serves r query heads."""
+    scores = jnp.einsum("bqgrd,bkgd->bgrqk", query, key) / math.sqrt(query.shape[-1])
+    if bias is not None:
+        bias = bias.reshape(bias.shape[0], *scores.shape[1:3], *bias.shape[2:])
+    weights = _weights(scores, causal, bias).astype(value.dtype)
+    return jnp.einsum("bgrqk,bkgd->bqgrd", weights, value)
+
+
+def _weights(scores: jax.Array, causal: bool, bias: jax.Array | None) -> jax.Array:
+    """The softmax of scores [... q k] and a bias of the same dimensions, in float32."""
     scores = scores.astype(jnp.float32)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
     if causal:
         visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-        scores = jnp.where(visible[None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores).astype(value.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+        scores = jnp.where(jnp.expand_dims(visible, range(scores.ndim - 2)), scores, jnp.finfo(jnp.float32).min)
+    return jax.nn.softmax(scores)
 
 
 class FusedAttention(nn.Module):

@@ -1,7 +1,7 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, untied head, AdamW.
 
 With `scan_layers` the blocks are one `lax.scan` over stacked parameters [n_layers ...], else a Python loop.
-Letters of the shapes: b batch, s positions, g key/value heads, r query heads for each of them, d features of a head.
+Letters of the shapes: b batch, s positions, d features of a head.
 """
 
 from __future__ import annotations
@@ -51,9 +51,6 @@ class LlamaBlock(nn.Module):
         key = rotate(self.dense(self.n_kv_heads * d, "key")(y).reshape(b, s, self.n_kv_heads, d), self.rope_base)
         value = self.dense(self.n_kv_heads * d, "value")(y).reshape(b, s, self.n_kv_heads, d)
 
-        # [b s g d] -> [b s g r d] -> [b s h d]: each key/value head serves r consecutive query heads.
-        grouped = (b, s, self.n_kv_heads, self.n_heads // self.n_kv_heads, d)
-        key, value = (jnp.broadcast_to(t[:, :, :, None], grouped).reshape(query.shape) for t in (key, value))
         x = x + self.dense(hidden, "out")(attend(query, key, value, causal=True).reshape(x.shape))
 
         y = nn.RMSNorm(dtype=self.dtype, name="ffn_norm")(x)

@@ -7,8 +7,9 @@ ends with `FactorTable.build`, which drops `linear` if the values cannot be summ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -60,6 +61,7 @@ class FactorTable:
         linear: Literal["none", "joint", "each"] = "none",
         linear_operands: Sequence[int] = (),
         flops: float = 0.0,
+        ramps: Mapping[int, int] = MappingProxyType({}),
     ) -> Factors:
         """The finished factors of `eqn`."""
         # Booleans and keys cannot be summed, so nothing is linear in them.
@@ -77,6 +79,7 @@ class FactorTable:
             linear=linear,
             linear_operands=tuple(linear_operands),
             flops=flops,
+            ramps=ramps,
         )
 
 

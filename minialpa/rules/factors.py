@@ -53,6 +53,8 @@ class Factors:
         once: pairs (factor, operand) of additional operands that take part once: initial values of sums over a loop.
         positional: blocked factors of the second kind that can be split if shards know their positions, as devices do:
             see `on_mesh` and `OnShards`. Micro-batches split those of loops and branches only, see `in_time`.
+        ramps: factors whose positions have unequal work, as under a causal mask: position i, counted from one of its
+            ends, has min(i + 1, ramps[factor]) parts of it.
     """
 
     sizes: tuple[int, ...]
@@ -66,9 +68,11 @@ class Factors:
     unaffected: frozenset[tuple[int, int]] = frozenset()
     once: frozenset[tuple[int, int]] = frozenset()
     positional: frozenset[int] = frozenset()
+    ramps: Mapping[int, int] = ()  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reductions", dict(self.reductions))
+        object.__setattr__(self, "ramps", dict(self.ramps))
 
     @property
     def splittable(self) -> tuple[int, ...]:
@@ -109,6 +113,18 @@ class Factors:
     def shape(self, dims: Dims, n_splits: Mapping[int, int]) -> tuple[int, ...]:
         """Local shape of an array whose factors are split into `n_splits[factor]` parts."""
         return tuple(math.prod(self.sizes[f] // n_splits.get(f, 1) for f in dim) for dim in dims)
+
+    def n_shares(self, factor: int, n: int) -> float:
+        """How many times less than the whole the busiest of n parts along a factor has to do; n, if all do the same."""
+        if factor not in self.ramps:
+            return n
+        size, ramp = self.sizes[factor], self.ramps[factor]
+
+        def work(n_positions: int) -> int:
+            steep = min(n_positions, ramp)
+            return steep * (steep + 1) // 2 + (n_positions - steep) * ramp
+
+        return work(size) / (work(size) - work(size - size // n))
 
     def may_split(self, factor: int, n: int) -> bool:
         """Whether splitting `factor` in `n` cuts every array into contiguous, equal blocks."""

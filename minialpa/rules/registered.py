@@ -25,7 +25,7 @@ from minialpa.errors import ShardingError
 from minialpa.rules.common import Shapes, n_elements
 from minialpa.rules.factors import Factors, factors_of, forget, has_rule, is_kernel, replicated_factors, rule
 from minialpa.rules.notation import Flops, ShardingRule, batched_rule, derivative_rule, shapes_of
-from minialpa.support.private_jax import changed_aval, define_batching, define_lowering_of, result_avals
+from minialpa.support.private_jax import changed_aval, define_batching, define_function, result_avals
 from minialpa.tracing.jaxprs import aval_of, is_weak, sub_jaxprs
 
 #: From parameters and the shapes of the shards of operands and results to the parameters for shards.
@@ -303,7 +303,7 @@ def _bind(function: OpaqueFunction, arrays: Sequence[Any]) -> list[Any]:
 function_p.def_impl(lambda *arrays, **params: jax.jit(functools.partial(_run, **params))(*arrays))
 function_p.def_abstract_eval(lambda *avals, function, text, jaxpr: list(jaxpr.out_avals))
 define_batching(function_p, _batch)
-define_lowering_of(function_p, _run)
+define_function(function_p, _run)
 
 
 def _local_function(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Each family has its file; a primitive without a rule is replicated (factors.repl
 """
 
 from minialpa.rules import (
+    attention,
     contraction,
     control,
     cudnn_attention,
@@ -21,6 +22,7 @@ from minialpa.rules import (
 )
 
 __all__ = [
+    "attention",
     "contraction",
     "control",
     "cudnn_attention",

@@ -21,7 +21,9 @@ from jax.extend.random import threefry2x32_p
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from minialpa import register_sharding_rule
+from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
 from minialpa.tracing.gradients import gradient_p, per_micro_batch_p
+from tests.attention_calls import causal, fused
 from tests.lapack_call import lu_by_lapack
 from tests.pallas_kernels import flash_attention, row_norm
 from tests.rules.rule_laws import Case, cases_of, vjp
@@ -384,6 +386,48 @@ _program(
     "hardware generator",
     lambda k: [lax.rng_bit_generator(k, (4, 6)), lax.rng_uniform(0.0, 1.0, (4, 6))],
     np.arange(4, dtype=np.uint32),
+)
+
+# Attention: query [b t g r d], key [b s g d], value [b s g e], with b = 2, t = 4, g = 2, r = 6, s = 8, d = 3, e = 5.
+_QUERY, _KEY, _VALUE = (2, 4, 2, 6, 3), (2, 8, 2, 3), (2, 8, 2, 5)
+_program("attention", vjp(lambda q, k, v: fused(Attention(scale=0.5), q, k, v)), _QUERY, _KEY, _VALUE)
+_program("causal attention", vjp(lambda q, k, v: fused(causal(3), q, k, v)), _QUERY, (2, 4, 2, 3), (2, 4, 2, 5))
+_program("windows of attention", vjp(lambda q, k, v: fused(causal(3, left=2, right=1), q, k, v)), _QUERY, _KEY, _VALUE)
+
+
+def _biased(query: Any, key: Any, value: Any, out_bar: Any, *biases: Any) -> list[Any]:
+    """Attention with biases and masks of all shapes, and its gradients. Position 0 is seen by all."""
+    t, s = query.shape[1], key.shape[1]
+    seen = integers((2, 1, 1, 1, s), 2) > 0
+    masks = [seen | (np.arange(s) == 0), np.ones((1, 2, 6, t, s), bool)]
+    kind = Attention(scale=0.5, n_biases=len(biases), n_masks=len(masks))
+    out, logsumexp = attention_p.bind(query, key, value, *biases, *masks, kind=kind)
+    gradients = attention_gradient_p.bind(
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        out_bar,
+        *biases,
+        *masks,
+        kind=kind,
+        dtypes=("float32",) * (3 + len(biases)),
+        wants_bias=(True,) * len(biases),
+    )
+    return [out, logsumexp, *gradients]
+
+
+_program(
+    "attention with biases",
+    _biased,
+    _QUERY,
+    _KEY,
+    _VALUE,
+    (2, 4, 2, 6, 5),
+    (1, 2, 6, 4, 8),
+    (2, 1, 6, 1, 8),
+    (1, 2, 1, 4, 1),
 )
 
 # Control flow; its own tests are in test_rules_control.py.

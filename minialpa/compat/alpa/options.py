@@ -39,6 +39,7 @@ class AutoShardingOption(Adjustable):
     memory_limit_bytes: float | None = None
     solver_time_limit_s: float = 20.0
     keep_constraints: bool = True
+    attention: Literal["auto", "fused", "written"] = "auto"
 
     SETTINGS = {  # noqa: RUF012
         "force_zero_stage_3_all_gather_threshold": Setting("The planner prices every all-gather by its bytes."),

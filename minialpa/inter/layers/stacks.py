@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import is_barrier
-from minialpa.intra.strategies.strategies import has_contraction, is_contraction
 from minialpa.rules.factors import Factors, factors_of
+from minialpa.rules.heavy import has_contraction, is_contraction
 from minialpa.support.disjoint_sets import DisjointSets
 from minialpa.tracing.jaxprs import Atom, flatten_calls, is_literal, operand_vars, scan_counts, shape_of, sub_jaxprs
 from minialpa.tracing.trace import TracedStep

@@ -18,8 +18,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.strategies.reshard import reshard_table
-from minialpa.intra.strategies.strategies import StrategySet, has_contraction
+from minialpa.intra.strategies.strategies import StrategySet
 from minialpa.intra.strategies.strategy_cache import EquationKind, MeshStrategies, StrategyCache
+from minialpa.rules.heavy import has_contraction
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import Atom, bytes_of, is_literal, shape_of
 

@@ -12,15 +12,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.forms import Once, Own, Same
 from minialpa.inter.microbatch.partial_sums import ValueForms
-from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars, sub_jaxprs
+from minialpa.rules.heavy import is_heavy
+from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars
 from minialpa.tracing.trace import TracedStep
-
-_HEAVY = ("dot_general", "conv_general_dilated", "sort", "cholesky", "qr", "svd", "eigh", "lu")
-
-
-def is_heavy(eqn: JaxprEqn) -> bool:
-    """Whether an equation is too expensive to run once for each equation that reads its results."""
-    return eqn.primitive.name in _HEAVY or bool(sub_jaxprs(eqn))
 
 
 class Levels:

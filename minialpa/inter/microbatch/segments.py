@@ -28,13 +28,14 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import batch_kinds, is_barrier
 from minialpa.inter.microbatch.forms import KNOWN, Form, Once, Own, Partial, Rows, Same, Scale
-from minialpa.inter.microbatch.levels import Levels, is_heavy
+from minialpa.inter.microbatch.levels import Levels
 from minialpa.inter.microbatch.normalisations import find_moments
 from minialpa.inter.microbatch.on_examples import OnExamples
 from minialpa.inter.microbatch.on_totals import OnTotals
 from minialpa.inter.microbatch.partial_sums import ValueForms
 from minialpa.inter.microbatch.scales import Scales
 from minialpa.inter.microbatch.statistics import NotOwnError, Statistics, find_statistics, normalisations, without
+from minialpa.rules.heavy import is_heavy
 from minialpa.tracing.jaxprs import Atom, source_line
 from minialpa.tracing.trace import TracedStep
 

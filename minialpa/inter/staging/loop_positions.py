@@ -20,10 +20,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.split_step import Op, SplitStep
 from minialpa.inter.staging.split_values import combined_values, step_results
-from minialpa.tracing.jaxprs import operand_vars, sub_jaxprs
-
-#: Primitives that are too expensive to compute in several tasks.
-_EXPENSIVE = ("dot_general", "conv_general_dilated", "sort", "cholesky", "qr", "svd", "eigh", "lu")
+from minialpa.rules.heavy import is_heavy
+from minialpa.tracing.jaxprs import operand_vars
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ def _floating_equations(split: SplitStep, segment: int) -> dict[Var, JaxprEqn]:
 
 def _is_expensive(eqn: JaxprEqn) -> bool:
     """Whether an equation must not run twice, for its cost or its effects."""
-    return eqn.primitive.name in _EXPENSIVE or bool(sub_jaxprs(eqn)) or bool(eqn.effects)
+    return is_heavy(eqn) or bool(eqn.effects)
 
 
 def _examples(split: SplitStep) -> set[Var]:

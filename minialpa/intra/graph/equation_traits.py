@@ -6,8 +6,9 @@ import math
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.strategies.strategies import is_contraction, is_shared_copy
+from minialpa.intra.strategies.strategies import is_shared_copy
 from minialpa.rules.factors import Factors, is_kernel
+from minialpa.rules.heavy import is_contraction
 from minialpa.tracing.jaxprs import is_constraint, is_gradient_marker, shape_of
 
 

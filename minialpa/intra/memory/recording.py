@@ -6,14 +6,18 @@ loop or branch is what its bodies need, recorded in the same way.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.extend import core as jex
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Primitive, Var
 
+from minialpa.attention.blockwise import attend, differentiate
+from minialpa.attention.operation import attention_gradient_p, attention_p
 from minialpa.intra.memory.compiler import Compiler, Values
 from minialpa.intra.memory.packing import pack
 from minialpa.intra.memory.timeline import Timeline, timeline_of
@@ -25,6 +29,8 @@ from minialpa.sharding import EquationSpecs
 from minialpa.tracing.jaxprs import Atom, bytes_of, dtype_name, flatten_calls, is_literal, shape_of, sub_jaxprs
 
 _LOOPS = ("scan", "while", "cond")
+#: Primitives that compilers see as the function that computes them.
+_FUNCTIONS = {attention_p: attend, attention_gradient_p: differentiate}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +85,9 @@ def record_program(program: ShardedEquations, compiler: Compiler) -> Recording:
         scratch_bytes = 0.0
         if eqn.primitive.name in _LOOPS:
             scratch_bytes = _local_body_bytes(eqn, factors, chosen, mesh_shape, compiler)
+        elif eqn.primitive in _FUNCTIONS:
+            params = localize(eqn, factors, _splits(factors, chosen, mesh_shape))
+            scratch_bytes = _function_bytes(eqn, params, recorder, operands, compiler)
         return add_equation(recorder, eqn, operands, shapes, scratch_bytes)
 
     def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: list[int]) -> list[int]:
@@ -106,6 +115,8 @@ def record_equations(
         shapes = [shape_of(v) for v in eqn.outvars]
         has_body = eqn.primitive.name in _LOOPS and sub_jaxprs(eqn)
         scratch_bytes = _body_bytes(eqn.params, compiler) if has_body else 0.0
+        if eqn.primitive in _FUNCTIONS:
+            scratch_bytes = _function_bytes(eqn, eqn.params, recorder, reads, compiler)
         made = compiler.add_equation(recorder, eqn, reads, shapes, scratch_bytes)
         env.update(zip(eqn.outvars, made, strict=True))
 
@@ -118,10 +129,39 @@ def _local_body_bytes(
     eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...], compiler: Compiler
 ) -> float:
     """The same as `_body_bytes` for a loop or branch over shards."""
-    splits = {
-        factor: math.prod(mesh_shape[axis] for axis in axes) for factor, axes in split_axes(factors, chosen).items()
-    }
-    return _body_bytes(localize(eqn, factors, splits), compiler)
+    return _body_bytes(localize(eqn, factors, _splits(factors, chosen, mesh_shape)), compiler)
+
+
+def _splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]) -> dict[int, int]:
+    """The number of parts of each factor that is split."""
+    axes_of = split_axes(factors, chosen)
+    return {factor: math.prod(mesh_shape[axis] for axis in axes) for factor, axes in axes_of.items()}
+
+
+def _function_bytes(
+    eqn: JaxprEqn, params: Mapping[str, Any], recorder: Values, operands: Sequence[int], compiler: Compiler
+) -> float:
+    """What the function behind a primitive needs besides its operands and results, which are values of `recorder`."""
+    arrays = tuple((recorder.values[v].shape, recorder.values[v].dtype) for v in operands)
+    return _bytes_of_function(eqn.primitive, tuple(params.items()), arrays, compiler)
+
+
+@functools.lru_cache(maxsize=256)
+def _bytes_of_function(
+    primitive: Primitive,
+    params: tuple[tuple[str, Hashable], ...],
+    arrays: tuple[tuple[tuple[int, ...], str], ...],
+    compiler: Compiler,
+) -> float:
+    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
+    jaxpr = jax.make_jaxpr(functools.partial(_FUNCTIONS[primitive], **dict(params)))(*avals)
+
+    # What a loop over blocks stacks is copied once more, in the dtype of its sums.
+    stacked_bytes = 0.0
+    if primitive is attention_p:
+        out, logsumexp = jaxpr.out_avals
+        stacked_bytes = float(math.prod(out.shape) * logsumexp.dtype.itemsize)
+    return _body_bytes({"jaxpr": jaxpr}, compiler) + stacked_bytes
 
 
 def _body_bytes(params: Mapping[str, Any], compiler: Compiler) -> float:

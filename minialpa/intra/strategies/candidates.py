@@ -63,14 +63,14 @@ class _Candidate:
         operands: the spec of each operand.
         made: the spec of each result as the shards compute it.
         results: the spec of each result as it is left.
-        n_shares: the number of parts into which the work is split.
+        n_shares: the number of equal parts into which the work is split; less if the parts are unequal.
         finish: see `Bill`.
     """
 
     operands: Specs
     made: Specs
     results: Specs
-    n_shares: int
+    n_shares: float
     finish: tuple[ReshardStep | None, ...]
 
     @property
@@ -90,7 +90,7 @@ class Candidates:
         made: for each result, its spec as the shards compute it: of each candidate if `has_choice`, else under each
             strategy.
         results: for each result, its spec as it is left under each strategy.
-        n_shares: for each candidate, the number of parts into which the work is split.
+        n_shares: for each candidate, the same as of `_Candidate`.
         bills: what candidates communicate, without repetition.
         bill_of: for each candidate, the number of its bill.
         strategies: for each strategy, the numbers of its candidates.
@@ -101,7 +101,7 @@ class Candidates:
     operands: tuple[Specs, ...]
     made: tuple[Specs, ...]
     results: tuple[Specs, ...]
-    n_shares: NDArray[np.int64]
+    n_shares: NDArray[np.float64]
     bills: tuple[Bill, ...]
     bill_of: NDArray[np.int64]
     strategies: tuple[tuple[int, ...], ...]
@@ -187,7 +187,7 @@ def _columns(
         operands=tuple(tuple(first.operands[k] for first in firsts) for k in range(n_operands)),
         made=tuple(tuple(maker.made[r] for maker in makers) for r in range(n_results)),
         results=tuple(tuple(first.results[r] for first in firsts) for r in range(n_results)),
-        n_shares=np.array([candidate.n_shares for candidate in candidates], np.int64),
+        n_shares=np.array([candidate.n_shares for candidate in candidates], np.float64),
         bills=tuple(bills),
         bill_of=np.array(bill_of, np.int64),
         strategies=tuple(strategies),
@@ -307,13 +307,13 @@ def _candidates_of(
         yield _Candidate(operands=operands, made=made, results=results, n_shares=n_shares, finish=finish)
 
 
-def _n_shares(factors: Factors, splits: Mapping[int, int]) -> int:
-    """The number of parts into which the work is split.
+def _n_shares(factors: Factors, splits: Mapping[int, int]) -> float:
+    """How many times less than the whole the busiest device has to do.
 
     Splits of a factor that is both positional and reduced do not count: each part of a table makes a result of full
     size, most of it zeros.
     """
-    return math.prod(n for factor, n in splits.items()
+    return math.prod(factors.n_shares(factor, n) for factor, n in splits.items()
                      if factor not in factors.positional or factor not in factors.reductions)  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.intra.strategies.strategies import has_contraction
+from minialpa.rules.heavy import has_contraction
 from minialpa.tracing.jaxprs import operand_vars
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies.sharing import share_reads
-from minialpa.intra.strategies.strategies import has_contraction
 from minialpa.rules.factors import factors_of
+from minialpa.rules.heavy import has_contraction
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import FlatJaxpr, flatten_calls, is_literal, live_equations, scan_counts, shape_of
 

@@ -15,7 +15,8 @@ from typing import Any
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.intra.strategies.strategies import SHARED_NAME, has_contraction
+from minialpa.intra.strategies.strategies import SHARED_NAME
+from minialpa.rules.heavy import has_contraction
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.jaxprs import is_inexact, is_literal, operand_vars, shape_of, unary_equation
 

@@ -17,8 +17,9 @@ from minialpa.cluster import LogicalMesh
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.rules.factors import Factors, is_kernel
+from minialpa.rules.heavy import has_contraction, is_contraction
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import bytes_of, dtype_name, shape_of, sub_jaxprs
+from minialpa.tracing.jaxprs import bytes_of, dtype_name, shape_of
 
 #: The `checkpoint_name` of a copy that several contractions read.
 SHARED_NAME = "minialpa_shared"
@@ -208,16 +209,6 @@ def _is_row(eqn: JaxprEqn) -> bool:
     return before == (1, *after) or after == (1, *before)
 
 
-def is_contraction(eqn: JaxprEqn) -> bool:
-    """Whether the equation is a matrix product or a convolution."""
-    return eqn.primitive.name in ("dot_general", "conv_general_dilated")
-
-
 def is_shared_copy(eqn: JaxprEqn) -> bool:
     """Whether an equation copies a value for several contractions to read."""
     return eqn.primitive.name == "name" and eqn.params["name"] == SHARED_NAME
-
-
-def has_contraction(eqn: JaxprEqn) -> bool:
-    """Whether the equation, or one inside it, is a contraction."""
-    return is_contraction(eqn) or any(has_contraction(inner) for body in sub_jaxprs(eqn) for inner in body.eqns)

@@ -253,8 +253,9 @@ class StrategyCache:
 
 
 def _structure(factors: Factors) -> Hashable:
-    """All properties of factors but their sizes."""
+    """All properties of factors but their sizes, except those that decide how unequal parts are."""
     return (
         factors.operands, factors.results, tuple(factors.reductions.items()), factors.blocked, factors.linear,
         factors.linear_operands, factors.unaffected, factors.once, factors.positional,
+        tuple((factor, ramp, factors.sizes[factor]) for factor, ramp in factors.ramps.items()),
     )  # fmt: skip

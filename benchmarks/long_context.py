@@ -1,0 +1,194 @@
+"""Plans for Llama 3 at long context on H100s: what `AutoParallel` finds, and what experts use, priced alike.
+
+python -m benchmarks.long_context llama-3-8b 64 8192 [--methods auto fsdp ...]     one setting, told as it goes
+python -m benchmarks.long_context --list
+
+Nothing runs. Attention is one operation, whatever the model writes (`recognise`). Seconds are those of the cost model,
+which counts devices and links at the rates of their data sheets and nothing twice at a time. The methods:
+
+    auto    `AutoParallel`: stages, submeshes, shardings, micro-batches and rematerialisation are chosen
+    fsdp    parameters, gradients and optimizer state sharded over all devices, one example per device at a time
+    hsdp    the same, but parameters are sharded in each host and replicated between hosts
+    dp_tp   examples split between hosts, operators split in each host
+
+The last three compute again what is no result of a contraction (`dots`), or, where that does not fit, everything
+(`full`). They are the shardings that published runs of these models use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+import minialpa
+from benchmarks.corpus import arguments
+from benchmarks.planning import PER_HOST, cluster_of, planned, traced_step
+from benchmarks.registry import Rows, Size, benchmark
+from minialpa import AutoLayerOption, AutoParallel, AutoShardingOption, PipeshardParallel, Plan, UniformStageOption
+from minialpa.errors import InfeasibleError
+from minialpa.methods import Method
+from minialpa.options import Remat
+from minialpa.recognition.step import recognise
+from minialpa.tracing.trace import TracedStep
+
+#: Tokens of a batch, and those where that would be too few examples for the devices.
+_TOKENS, _MANY_TOKENS = 2**22, 2**24
+_REMATS: tuple[Remat, ...] = ("none", "dots", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model of `minialpa.models` on H100s. arguments: what differs from the published size."""
+
+    model: str
+    n_devices: int
+    seq_len: int
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def batch_size(self) -> int:
+        few = _TOKENS // self.seq_len
+        return few if few >= self.n_devices else _MANY_TOKENS // self.seq_len
+
+    def traced(self) -> TracedStep:
+        sizes = {"seq_len": self.seq_len, "batch_size": self.batch_size} | dict(self.arguments)
+        case = minialpa.models.build(self.model, **sizes)
+        step = traced_step(case.train_step(minialpa.value_and_grad), *arguments(case))
+        return recognise(step, everywhere=True)
+
+
+SETTINGS = tuple(
+    Setting(model, n_devices, seq_len)
+    for model, counts in (("llama-3-8b", (8, 64)), ("llama-3-70b", (64, 256)))
+    for n_devices in counts
+    for seq_len in (8192, 32768)
+)
+#: Small enough for tests.
+_TINY = Setting("llama", 2, 256, (("hidden", 64), ("n_layers", 1), ("batch_size", 4)))
+
+
+# ---- methods ---------------------------------------------------------------------------------------------------------
+
+
+def _by_hand(setting: Setting, option: AutoShardingOption, remat: Remat, examples_over: int) -> Method:
+    """One stage under `option`, with one example for each of `examples_over` groups of devices in a micro-batch.
+
+    A pipeline of one stage may compute again block by block.
+    """
+    n = setting.n_devices
+    shape = (n,) if n <= PER_HOST else (n // PER_HOST, PER_HOST)
+    batch_size = dict(setting.arguments).get("batch_size", setting.batch_size)
+    return PipeshardParallel(
+        num_micro_batches=batch_size // examples_over,
+        layer_option=AutoLayerOption(remat=remat),
+        stage_option=UniformStageOption(1, submesh_logical_shape=shape, submesh_autosharding_option=option),
+    )
+
+
+def _fsdp(setting: Setting, remat: Remat) -> Method:
+    option = AutoShardingOption(force_zero_stage_3=True, force_data_parallel=True, prefer_reduce_scatter=True)
+    return _by_hand(setting, option, remat, setting.n_devices)
+
+
+def _hsdp(setting: Setting, remat: Remat) -> Method:
+    in_host = {"*.params*": PartitionSpec("y")}
+    option = AutoShardingOption(fixed_specs=in_host, force_data_parallel=True, prefer_reduce_scatter=True)
+    return _by_hand(setting, option, remat, setting.n_devices)
+
+
+def _dp_tp(setting: Setting, remat: Remat) -> Method:
+    option = AutoShardingOption(force_batch_dim_to_mesh_dim=0, prefer_reduce_scatter=True)
+    return _by_hand(setting, option, remat, setting.n_devices // PER_HOST)
+
+
+_EXPERTS: dict[str, Callable[[Setting, Remat], Method]] = {"fsdp": _fsdp, "hsdp": _hsdp, "dp_tp": _dp_tp}
+METHODS = ("auto", *_EXPERTS)
+
+
+def _choices(name: str, setting: Setting) -> Iterator[Method]:
+    """The method, or its variants, the fastest first."""
+    if name == "auto":
+        yield AutoParallel()
+    elif name == "fsdp" or setting.n_devices > PER_HOST:
+        yield from (_EXPERTS[name](setting, remat) for remat in _REMATS[1:])
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+@benchmark("long_context")
+def long_context(size: Size) -> Rows:
+    """Predicted seconds, memory, and the seconds of planning, for each setting and method."""
+    return [row for setting in (SETTINGS if size == "full" else (_TINY,)) for row in rows(setting)]
+
+
+def rows(setting: Setting, names: Sequence[str] = METHODS) -> Iterator[dict[str, Any]]:
+    """A row for each method that the setting has."""
+    start = time.process_time()
+    traced = setting.traced()
+    trace_cpu_s = time.process_time() - start
+    for name in names:
+        found: dict[str, Any] = {}
+        for method in _choices(name, setting):
+            found = _row(name, setting, traced, method)
+            if "step_s" in found:
+                break
+        if found:
+            yield found | {"trace_cpu_s": trace_cpu_s}
+
+
+def _row(name: str, setting: Setting, traced: TracedStep, method: Method) -> dict[str, Any]:
+    cluster = cluster_of("h100", setting.n_devices)
+    start, cpu_start = time.perf_counter(), time.process_time()
+    cells: dict[str, Any] = {
+        "model": setting.model,
+        "devices": setting.n_devices,
+        "seq_len": setting.seq_len,
+        "method": name,
+    }
+    try:
+        cells |= _cells(setting, planned(traced, cluster, method))
+    except InfeasibleError as error:
+        cells |= {"failure": str(error).splitlines()[0]}
+    return cells | {"plan_s": time.perf_counter() - start, "plan_cpu_s": time.process_time() - cpu_start}
+
+
+def _cells(setting: Setting, plan: Plan) -> dict[str, Any]:
+    cost = plan.cost
+    n_tokens = dict(setting.arguments).get("batch_size", setting.batch_size) * setting.seq_len
+    return {
+        "step_s": cost.total_s,
+        "tokens_per_s_and_device": n_tokens / cost.total_s / setting.n_devices,
+        "communication_s": cost.communication_s,
+        "micro_batches": plan.n_micro_batches,
+        "stages": len(plan.stages),
+        "mesh": "x".join(map(str, plan.stages[0].logical_shape)),
+        "remat": "+".join(remat for remat in _REMATS if remat in plan.remat) or "none",
+        "peak_gb": max(cost.peak_bytes) / 1e9,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.long_context", description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help="a model of the table")
+    parser.add_argument("devices", nargs="?", type=int)
+    parser.add_argument("seq_len", nargs="?", type=int)
+    parser.add_argument("--methods", nargs="*", default=METHODS, choices=METHODS)
+    parser.add_argument("--list", action="store_true", help="print the settings")
+    args = parser.parse_args(argv)
+    found = [s for s in SETTINGS if (s.model, s.n_devices, s.seq_len) == (args.model, args.devices, args.seq_len)]
+    if args.list or not found:
+        print("\n".join(f"{s.model} {s.n_devices} {s.seq_len}" for s in SETTINGS))
+        return 0 if args.list else 2
+    for row in rows(found[0], args.methods):
+        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,469 @@
+"""Attention in plain jax, block by block (Rabe and Staats 2021; Dao et al. 2022), for machines without a kernel.
+
+The operands of `attention_p` and `attention_gradient_p` go in, and their results come out. `operation` has the
+formulas. Queries are cut into blocks i and keys into blocks j, and only the scores of one pair of blocks exist at a
+time. A block of queries keeps, of the keys that it has met,
+
+    maximum = max_s score,     total = sum_s exp(score - maximum),     mixed = sum_s exp(score - maximum) value
+
+so that out = mixed / total at the end. Where positions say that no query of block i sees a key of block j, all scores
+of the pair are `masked_score`, and what they add is known without a product:
+
+    total += n_keys exp(masked_score - maximum),     mixed += exp(masked_score - maximum) sum_s value
+
+and, in the gradient, value_bar += sum_(r t) p out_bar for each of these keys. This is exact for every `masked_score`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from minialpa.attention.kind import Attention
+
+Carry = TypeVar("Carry")
+State = tuple[jax.Array, jax.Array, jax.Array]
+
+#: Largest number of positions in a block, if both queries and keys have several blocks.
+SIDE = 512
+#: Largest number of scores that exist at a time, unless blocks of the smallest side have more.
+MOST_SCORES = 1 << 24
+SMALLEST_SIDE = 128
+#: Beyond this magnitude, a logsumexp is too coarse for exp(score - logsumexp) to be accurate.
+COARSE = 64.0
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def attend(*operands: jax.Array, kind: Attention) -> list[jax.Array]:
+    """The results of `attention_p`."""
+    query, key, value, *others = operands
+    problem = _problem(query, key, value, others, kind)
+    maximum, total, mixed = _walk(problem)
+
+    # If no key has a score above -inf, total is 0, and the result NaN, as it is where softmax is written out.
+    out = problem.rows.unpad(mixed / total[..., None], 3)
+    logsumexp = problem.rows.unpad(_finite(maximum) + jnp.log(total), 3)
+    statistics = np.promote_types(query.dtype, np.float32)
+    return [out.transpose(0, 3, 1, 2, 4).astype(value.dtype), logsumexp.transpose(0, 3, 1, 2).astype(statistics)]
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "dtypes", "wants_bias"))
+def differentiate(
+    *operands: jax.Array, kind: Attention, dtypes: Sequence[str], wants_bias: Sequence[bool]
+) -> list[jax.Array]:
+    """The results of `attention_gradient_p`."""
+    query, key, value, out, logsumexp, out_bar, *others = operands
+    problem = _problem(query, key, value, others, kind)
+    rows = _rows_of_gradient(problem, out, logsumexp, out_bar)
+    wanted = [n for n, is_wanted in enumerate(wants_bias) if is_wanted]
+    bias_bars = [jnp.zeros(problem.biases[n].shape, problem.dtype) for n in wanted]
+
+    def add_row(j: Any, i: Any, carry: Any) -> Any:
+        query_bar, bias_bars, key_bar, value_bar = carry
+        query_piece, key_piece, value_piece, bias_pieces = _pair_gradient(problem, rows, wanted, i, j)
+        query_bar = problem.rows.add(query_bar, query_piece, i, 3)
+        bias_bars = [problem.add(bar, piece, i, j) for bar, piece in zip(bias_bars, bias_pieces, strict=True)]
+        return query_bar, bias_bars, key_bar + key_piece, value_bar + value_piece
+
+    def add_column(carry: Any, j: Any) -> Any:
+        key_zeros, value_zeros = (jnp.zeros_like(problem.columns.cut(x, 0, 2)) for x in (problem.key, problem.value))
+        *carry, key_bar, value_bar = _loop(
+            problem.rows.n_blocks, functools.partial(add_row, j), (*carry, key_zeros, value_zeros)
+        )
+        return tuple(carry), (key_bar, value_bar)
+
+    carry, (key_bar, value_bar) = _scan(
+        problem.columns.n_blocks, add_column, (jnp.zeros_like(problem.query), bias_bars)
+    )
+    query_bar, bias_bars = carry
+    query_bar = problem.rows.unpad(query_bar * jnp.asarray(kind.scale, problem.dtype), 3).transpose(0, 3, 1, 2, 4)
+    key_bar, value_bar = (
+        problem.columns.unpad(problem.columns.join(x, 2), 2).transpose(0, 2, 1, 3) for x in (key_bar, value_bar)
+    )
+    bias_bars = [problem.unpad(bar) for bar in bias_bars]
+    results = (query_bar, key_bar, value_bar, *bias_bars)
+    return [x.astype(dtype) for x, dtype in zip(results, dtypes, strict=True)]
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Axis:
+    """Positions in blocks of one length.
+
+    Attributes:
+        length: number of positions.
+        n_blocks: number of blocks.
+        block: positions of each block; together they may have a few more than `length`, at the end.
+    """
+
+    length: int
+    n_blocks: int
+    block: int
+
+    @property
+    def is_padded(self) -> bool:
+        return self.n_blocks * self.block > self.length
+
+    def pad(self, x: jax.Array, dim: int, fill: float = 0) -> jax.Array:
+        """The array with whole blocks along `dim`; a dimension of length 1 that is broadcast remains so."""
+        if not self.is_padded or x.shape[dim] != self.length:
+            return x
+        widths = [(0, 0, 0)] * x.ndim
+        widths[dim] = (0, self.n_blocks * self.block - self.length, 0)
+        return lax.pad(x, jnp.asarray(fill, x.dtype), widths)
+
+    def unpad(self, x: jax.Array, dim: int) -> jax.Array:
+        return lax.slice_in_dim(x, 0, self.length, axis=dim) if x.shape[dim] > self.length else x
+
+    def cut(self, x: jax.Array, i: Any, dim: int) -> jax.Array:
+        """Block i, or all of a dimension of length 1 that is broadcast."""
+        if self.n_blocks == 1 or x.shape[dim] == 1:
+            return x
+        return lax.dynamic_slice_in_dim(x, i * self.block, self.block, dim)
+
+    def add(self, x: jax.Array, piece: jax.Array, i: Any, dim: int) -> jax.Array:
+        """The array with `piece` added to block i."""
+        if self.n_blocks == 1:
+            return x + piece
+        return lax.dynamic_update_slice_in_dim(x, self.cut(x, i, dim) + piece, i * self.block, dim)
+
+    def join(self, blocks: jax.Array, dim: int) -> jax.Array:
+        """Blocks [i ...], one beside the other along `dim` of what they are blocks of."""
+        moved = jnp.moveaxis(blocks, 0, dim)
+        n_positions = moved.shape[dim] * moved.shape[dim + 1]
+        joined: jax.Array = moved.reshape(*moved.shape[:dim], n_positions, *moved.shape[dim + 2 :])
+        return joined
+
+    def exists(self, i: Any) -> jax.Array:
+        """Which positions of block i are not padding."""
+        exists: jax.Array = i * self.block + lax.iota(np.int32, self.block) < self.length
+        return exists
+
+
+def _axis(length: int, side: int) -> _Axis:
+    """Blocks of at most `side` positions: a divisor of the length if there is a large one, else with padding."""
+    fewest = max(1, -(-length // side))
+    n_blocks = next((n for n in range(fewest, 2 * fewest) if length % n == 0), fewest)
+    return _Axis(length=length, n_blocks=n_blocks, block=-(-length // n_blocks))
+
+
+def _axes(n_queries: int, n_keys: int, n_heads: int) -> tuple[_Axis, _Axis]:
+    """Blocks of queries and of keys. If one side is short, as in decoding, the other has long blocks."""
+    side = SIDE
+    while side > SMALLEST_SIDE and n_heads * side * side > MOST_SCORES:
+        side //= 2
+    rows = _axis(n_queries, max(side, side * side // max(n_keys, 1)))
+    return rows, _axis(n_keys, max(side, side * side // max(rows.block, 1)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Problem:
+    """Arrays in the dtype that sums are in, with whole blocks.
+
+    Attributes:
+        kind: the parameter of the primitive.
+        dtype: of all sums.
+        rows: blocks of queries.
+        columns: blocks of keys.
+        query: [b g r t d], times the scale.
+        key: [b g s d].
+        value: [b g s e].
+        positions: of queries [t] and keys [s], or nothing.
+        biases: [b g r t s], in which a dimension may be of length 1; in their own dtypes.
+        masks: the same, of bools.
+    """
+
+    kind: Attention
+    dtype: np.dtype[Any]
+    rows: _Axis
+    columns: _Axis
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    positions: Sequence[jax.Array]
+    biases: Sequence[jax.Array]
+    masks: Sequence[jax.Array]
+
+    @property
+    def masked_score(self) -> jax.Array:
+        return jnp.asarray(self.kind.masked_score, self.dtype)
+
+    def cut(self, x: jax.Array, i: Any, j: Any) -> jax.Array:
+        """What an array of [b g r t s] has for a pair of blocks."""
+        return self.columns.cut(self.rows.cut(x, i, 3), j, 4)
+
+    def add(self, x: jax.Array, piece: jax.Array, i: Any, j: Any) -> jax.Array:
+        """An array of [b g r t s] with `piece` added to what it has for a pair of blocks."""
+        starts = [0, 0, 0, *(k * axis.block if x.shape[dim] > 1 else 0 for k, axis, dim in self._sides(i, j))]
+        return lax.dynamic_update_slice(x, self.cut(x, i, j) + piece, [jnp.asarray(k, np.int32) for k in starts])
+
+    def unpad(self, x: jax.Array) -> jax.Array:
+        """An array of [b g r t s] without the padding of dimensions that are not broadcast."""
+        return self.columns.unpad(x, 4) if x.shape[3] == 1 else self.rows.unpad(self.columns.unpad(x, 4), 3)
+
+    def _sides(self, i: Any, j: Any) -> tuple[tuple[Any, _Axis, int], ...]:
+        return (i, self.rows, 3), (j, self.columns, 4)
+
+    def scores(self, i: Any, j: Any) -> tuple[jax.Array, jax.Array | None]:
+        """Scores [b g r t s] of a pair of blocks, and which of them are not masked; None for all."""
+        query, key = self.rows.cut(self.query, i, 3), self.columns.cut(self.key, j, 2)
+        score = _product(query, key, ((4,), (3,)))
+        for bias in self.biases:
+            score = score + self.cut(bias, i, j).astype(self.dtype)
+
+        conditions = [self.cut(mask, i, j) for mask in self.masks] + self._window(i, j)
+        if conditions:
+            score = jnp.where(functools.reduce(jnp.logical_and, conditions), score, self.masked_score)
+
+        # What is padding has no weight, not even that of a masked score.
+        if self.rows.is_padded or self.columns.is_padded:
+            exists = _outer(jnp.logical_and, self.rows.exists(i), self.columns.exists(j))
+            score = jnp.where(exists, score, -jnp.inf)
+            conditions.append(exists)
+        return score, functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+    def _window(self, i: Any, j: Any) -> list[jax.Array]:
+        if not self.positions:
+            return []
+        queries, keys = (self.rows.cut(self.positions[0], i, 0), self.columns.cut(self.positions[1], j, 0))
+        ahead = _outer(lambda query, key: key - query, queries, keys)
+        bounds = [ahead >= -self.kind.left] if self.kind.left is not None else []
+        return bounds + ([ahead <= self.kind.right] if self.kind.right is not None else [])
+
+    def some_seen(self, i: Any, j: Any) -> jax.Array | None:
+        """False only if the window hides all keys of block j from all queries of block i; None if it cannot tell."""
+        if not self.positions or self.rows.n_blocks * self.columns.n_blocks == 1:
+            return None
+        queries, keys = (self.rows.cut(self.positions[0], i, 0), self.columns.cut(self.positions[1], j, 0))
+        bounds = [keys.max() - queries.min() >= -self.kind.left] if self.kind.left is not None else []
+        bounds += [keys.min() - queries.max() <= self.kind.right] if self.kind.right is not None else []
+        return functools.reduce(jnp.logical_and, bounds)
+
+
+def _problem(query: jax.Array, key: jax.Array, value: jax.Array, others: Sequence[Any], kind: Attention) -> _Problem:
+    n, end = kind.n_positions, kind.n_positions + kind.n_biases
+    positions, biases, masks = others[:n], others[n:end], others[end:]
+    dtype = np.dtype(np.float32)
+    for x in (query, key, value, *biases):
+        dtype = np.promote_types(dtype, x.dtype)
+
+    b, t, g, r, _ = query.shape
+    rows, columns = _axes(t, key.shape[1], b * g * r)
+    return _Problem(
+        kind=kind,
+        dtype=dtype,
+        rows=rows,
+        columns=columns,
+        query=rows.pad(query.transpose(0, 2, 3, 1, 4).astype(dtype) * jnp.asarray(kind.scale, dtype), 3),
+        key=columns.pad(key.transpose(0, 2, 1, 3).astype(dtype), 2),
+        value=columns.pad(value.transpose(0, 2, 1, 3).astype(dtype), 2),
+        positions=[_pad_positions(axis, x) for axis, x in zip((rows, columns), positions, strict=False)],
+        biases=[columns.pad(rows.pad(x, 3), 4) for x in biases],
+        masks=[columns.pad(rows.pad(x, 3), 4) for x in masks],
+    )
+
+
+def _pad_positions(axis: _Axis, positions: jax.Array) -> jax.Array:
+    """Padding repeats the last position, so that the bounds of the last block are those of what exists."""
+    return (
+        jnp.pad(positions, (0, axis.n_blocks * axis.block - axis.length), mode="edge") if axis.is_padded else positions
+    )
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def _walk(problem: _Problem) -> State:
+    """maximum, total and mixed of all queries, [b g r t] and [b g r t e], padding included."""
+    value_sums = _value_sums(problem)
+
+    def row(i: Any) -> State:
+        b, g, r, t, _ = problem.rows.cut(problem.query, 0, 3).shape
+        start = (
+            jnp.full((b, g, r, t), -jnp.inf, problem.dtype),
+            jnp.zeros((b, g, r, t), problem.dtype),
+            jnp.zeros((b, g, r, t, problem.value.shape[-1]), problem.dtype),
+        )
+        return _loop(problem.columns.n_blocks, functools.partial(_add_pair, problem, value_sums, i), start)
+
+    _, blocks = _scan(problem.rows.n_blocks, lambda carry, i: (carry, row(i)), ())
+    maximum, total, mixed = (problem.rows.join(x, 3) for x in blocks)
+    return maximum, total, mixed
+
+
+def _add_pair(problem: _Problem, value_sums: jax.Array, i: Any, j: Any, state: State) -> State:
+    """What block i of queries keeps, after it has met block j of keys."""
+    some_seen = problem.some_seen(i, j)
+    if some_seen is None:
+        return _add_scores(problem, i, j, state)
+    kept: State = lax.cond(
+        some_seen,
+        lambda: _add_scores(problem, i, j, state),
+        lambda: _add_masked(problem, j, value_sums, state),
+    )
+    return kept
+
+
+def _add_scores(problem: _Problem, i: Any, j: Any, state: State) -> State:
+    old, total, mixed = state
+    score, _ = problem.scores(i, j)
+    maximum = jnp.maximum(old, score.max(axis=-1, initial=-jnp.inf))
+    # Where all scores are -inf so far, nothing is subtracted, since -inf - -inf is NaN.
+    shift = _finite(maximum)
+    weight = jnp.exp(score - shift[..., None])
+    kept = jnp.exp(old - shift)
+    new = _product(weight, problem.columns.cut(problem.value, j, 2), ((4,), (2,)))
+    return maximum, kept * total + weight.sum(axis=-1), kept[..., None] * mixed + new
+
+
+def _add_masked(problem: _Problem, j: Any, value_sums: jax.Array, state: State) -> State:
+    """`_add_scores` of a block of keys that are all masked."""
+    if problem.kind.masked_score == -math.inf:
+        return state
+    old, total, mixed = state
+    maximum = jnp.maximum(old, problem.masked_score)
+    weight, kept = jnp.exp(problem.masked_score - maximum), jnp.exp(old - maximum)
+    n_keys = jnp.minimum(problem.columns.block, problem.columns.length - j * problem.columns.block)
+    value_sum = lax.dynamic_index_in_dim(value_sums, j, 2)[:, :, None]
+    # So that sums beyond the largest number do no harm where they have no weight.
+    new = jnp.where(weight[..., None] == 0, 0, weight[..., None] * value_sum)
+    return maximum, kept * total + n_keys.astype(problem.dtype) * weight, kept[..., None] * mixed + new
+
+
+def _value_sums(problem: _Problem) -> jax.Array:
+    """Sums of the values in each block, [b g j e]."""
+    b, g, _, e = problem.value.shape
+    return problem.value.reshape(b, g, problem.columns.n_blocks, problem.columns.block, e).sum(axis=3)
+
+
+def _finite(maximum: jax.Array) -> jax.Array:
+    return jnp.where(maximum == -jnp.inf, 0, maximum)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """What the gradients need of each query: p = exp(score - shift) * factor, and the cotangent of its result.
+
+    Attributes:
+        shift: [b g r t]; inf for padding, so that p is 0.
+        factor: [b g r t].
+        out_bar: [b g r t e].
+        inner: [b g r t], sum_e out_bar out.
+        masked: sum_(r t) p out_bar of a key that is masked, for each block of queries, [b g i e].
+    """
+
+    shift: jax.Array
+    factor: jax.Array
+    out_bar: jax.Array
+    inner: jax.Array
+    masked: jax.Array
+
+
+def _rows_of_gradient(problem: _Problem, out: jax.Array, logsumexp: jax.Array, out_bar: jax.Array) -> _Rows:
+    dtype, pad = problem.dtype, problem.rows.pad
+    out, out_bar = (pad(x.transpose(0, 2, 3, 1, 4).astype(dtype), 3) for x in (out, out_bar))
+    logsumexp = pad(logsumexp.transpose(0, 2, 3, 1).astype(dtype), 3, math.inf)
+
+    # A logsumexp far from 0 is too coarse: a query that sees nothing has -1e9 + log(n_keys), say, rounded to -1e9.
+    # Few programs have any, so the maximum and the total are computed again only if there is one.
+    def again() -> tuple[jax.Array, jax.Array]:
+        maximum, total, _ = _walk(problem)
+        is_padding = logsumexp == jnp.inf
+        return jnp.where(is_padding, logsumexp, maximum), jnp.where(is_padding, 1, 1 / total)
+
+    is_coarse = jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > COARSE)
+    shift, factor = lax.cond(is_coarse.any(), again, lambda: (logsumexp, jnp.ones_like(logsumexp)))
+
+    weight = (jnp.exp(problem.masked_score - shift) * factor)[..., None]
+    masked = jnp.where(weight == 0, 0, weight * out_bar)
+    b, g, r, _, e = masked.shape
+    blocks = masked.reshape(b, g, r, problem.rows.n_blocks, problem.rows.block, e)
+    return _Rows(
+        shift=shift,
+        factor=factor,
+        out_bar=out_bar,
+        inner=(out_bar * out).sum(axis=-1),
+        masked=blocks.sum(axis=(2, 4)),
+    )
+
+
+def _pair_gradient(problem: _Problem, rows: _Rows, wanted: Sequence[int], i: Any, j: Any) -> Any:
+    """What a pair of blocks adds to the cotangents: query [b g r t d], key [b g s d], value [b g s e], and biases."""
+    some_seen = problem.some_seen(i, j)
+    if some_seen is None:
+        return _gradient_of_scores(problem, rows, wanted, i, j)
+    seen = functools.partial(_gradient_of_scores, problem, rows, wanted, i, j)
+    shapes = jax.eval_shape(seen)
+
+    def masked() -> Any:
+        query_bar, key_bar, value_bar, bias_bars = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return query_bar, key_bar, value_bar + lax.dynamic_index_in_dim(rows.masked, i, 2), bias_bars
+
+    return lax.cond(some_seen, seen, masked)
+
+
+def _gradient_of_scores(problem: _Problem, rows: _Rows, wanted: Sequence[int], i: Any, j: Any) -> Any:
+    cut = problem.rows.cut
+    out_bar, query = cut(rows.out_bar, i, 3), cut(problem.query, i, 3)
+    key, value = (problem.columns.cut(x, j, 2) for x in (problem.key, problem.value))
+    shift, factor, inner = (cut(x, i, 3)[..., None] for x in (rows.shift, rows.factor, rows.inner))
+
+    score, seen = problem.scores(i, j)
+    p = jnp.exp(score - shift) * factor
+    p_bar = _product(out_bar, value, ((4,), (3,)))
+    score_bar = p * (p_bar - inner)
+    if seen is not None:
+        score_bar = jnp.where(seen, score_bar, 0)
+
+    bias_bars = [_sum_to(score_bar, problem.cut(problem.biases[n], i, j).shape) for n in wanted]
+    return (
+        _product(score_bar, key, ((4,), (2,))),
+        _product(score_bar, query, ((2, 3), (2, 3))),
+        _product(p, out_bar, ((2, 3), (2, 3))),
+        bias_bars,
+    )
+
+
+def _sum_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    return x.sum(axis=[dim for dim, length in enumerate(shape) if length != x.shape[dim]], keepdims=True)
+
+
+# ---- products and loops ----------------------------------------------------------------------------------------------
+
+
+def _product(x: jax.Array, y: jax.Array, summed: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+    """For each example and key head, the product of two arrays over the dimensions `summed`."""
+    return lax.dot_general(x, y, (summed, ((0, 1), (0, 1))))
+
+
+def _outer(fun: Callable[[jax.Array, jax.Array], jax.Array], queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """fun of each query and each key, [1 1 1 t s]."""
+    return fun(queries[:, None], keys[None, :])[None, None, None]
+
+
+def _loop(n: int, body: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
+    """The carry after body(i, carry) for each i in range(n)."""
+    last: Carry
+    last, _ = _scan(n, lambda carry, i: (body(i, carry), None), carry)
+    return last
+
+
+def _scan(n: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """`lax.scan` over range(n); no loop if n is 1."""
+    if n > 1:
+        return lax.scan(body, carry, lax.iota(np.int32, n))
+    carry, block = body(carry, np.int32(0))
+    return carry, jax.tree.map(lambda x: x[None], block)

@@ -1,0 +1,345 @@
+"""The equations of a recognised attention: operands are brought into the layout of the primitives, and results back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
+from minialpa.recognition.algebra import Axes, Label, Leaf, NoFormula
+from minialpa.recognition.masks import MaskReader, Part, Window
+from minialpa.recognition.scores import Role, Scores
+from minialpa.tracing.jaxprs import Atom, aval_of, equations_for, shape_of
+
+#: The indices that make up one dimension of an operand.
+Group = tuple[Label, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A variable that an attention is to compute.
+
+    Attributes:
+        var: the variable.
+        role: what it is to the attention.
+        place: number of the equation that computed it.
+    """
+
+    var: Var
+    role: Role
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operands:
+    """The arrays that an attention reads, and what the indices of its dimensions are.
+
+    Attributes:
+        scores: how the scores are made.
+        value: the array of values.
+        cotangent: the cotangent of the result; None for the forward pass.
+        window: the window of positions.
+        parts: the other masks.
+        sizes: the length of each index.
+    """
+
+    scores: Scores
+    value: Leaf
+    cotangent: Leaf | None
+    window: Window | None
+    parts: tuple[Part, ...]
+    sizes: Mapping[Label, int] = field(repr=False)
+
+    @property
+    def variables(self) -> list[Var]:
+        leaves = [self.scores.query, self.scores.key, self.value, *(leaf for leaf, _ in self.scores.biases)]
+        cotangent = [] if self.cotangent is None else [self.cotangent]
+        found = [*(leaf.var for leaf in (*leaves, *cotangent)), *(part.var for part in self.parts)]
+        return list(dict.fromkeys(found))
+
+    @property
+    def position(self) -> Label:
+        """The index of query positions: that of the window, else the longest that the keys do not have."""
+        if self.window is not None:
+            return self.window.query
+        axes = [label for label in self.scores.query.axes if label in self.scores.query_positions]
+        return max(axes, key=lambda label: self.sizes[label])
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The indices behind each letter of the primitives' layouts."""
+        scores = self.scores
+        order = [label for leaf in (scores.query, scores.key, self.value) for label in leaf.axes]
+        order += sorted(scores.batch, key=str)
+        batch = tuple(label for label in dict.fromkeys(order) if label in scores.batch)
+        rest = tuple(label for label in scores.query.axes if label in scores.query_positions - {self.position})
+        return {
+            "b": batch[:1] if len(batch) < 2 else batch[:-1],
+            "g": batch[1:] if len(batch) < 2 else batch[-1:],
+            "r": rest,
+            "t": (self.position,),
+            "s": (scores.key_position,),
+        }
+
+    @property
+    def n_scores(self) -> int:
+        """Query positions times key positions."""
+        return self.sizes[self.position] * self.sizes[self.scores.key_position]
+
+
+def operands_of(role: Role, reader: Callable[[Scores], MaskReader], fixed: frozenset[Label]) -> Operands:
+    """What the attention of a role reads. Raises NoFormula if the primitives cannot have it."""
+    scores, value = role.scores, role.value
+    if value is None:
+        raise NoFormula
+    window, parts = reader(scores).read(scores.masks)
+    features = value.labels - fixed
+    cotangent = role.cotangent
+    is_plain = len(features) == 1 and value.labels - features <= scores.labels
+    if cotangent is not None:
+        is_plain = is_plain and cotangent.labels <= scores.labels - {scores.key_position} | features
+    if not is_plain:
+        raise NoFormula
+
+    leaves = [scores.query, scores.key, value, *(leaf for leaf, _ in scores.biases)]
+    leaves += [mask.leaf for mask in scores.masks] + ([] if cotangent is None else [cotangent])
+    sizes = {
+        label: size for leaf in leaves for label, size in zip(leaf.axes, shape_of(leaf.var), strict=True)
+        if label is not None
+    }  # fmt: skip
+    return Operands(scores=scores, value=value, cotangent=cotangent, window=window, parts=parts, sizes=sizes)
+
+
+def with_cotangent(operands: Operands, role: Role, fixed: frozenset[Label]) -> Operands | None:
+    """The operands of a forward pass, with the cotangent that a role names."""
+    cotangent = role.cotangent
+    features = set() if cotangent is None else cotangent.labels - fixed
+    if cotangent is None or len(features) != 1 or not cotangent.labels - features <= operands.scores.labels:
+        return None
+    (feature,) = operands.value.labels - operands.scores.labels
+    axes = tuple(feature if label in features else label for label in cotangent.axes)
+    sizes = dict(zip(axes, shape_of(cotangent.var), strict=True))
+    if operands.scores.key_position in axes or sizes[feature] != operands.sizes[feature]:
+        return None
+    return replace(operands, cotangent=Leaf(cotangent.number, axes, cotangent.var))
+
+
+def shared_dtype(operands: Operands, results: Sequence[Request]) -> Any:
+    """The dtype of query, key and value: at least that of the written result."""
+    scores = operands.scores
+    atoms = [scores.query.var, scores.key.var, operands.value.var]
+    atoms += [request.var for request in results if request.role.name == "out"]
+    dtype = aval_of(atoms[0]).dtype
+    for atom in atoms[1:]:
+        dtype = jnp.promote_types(dtype, aval_of(atom).dtype)
+    return dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emitted:
+    """The equations of a call of a primitive.
+
+    Attributes:
+        eqns: in an order in which they can run.
+        results: the atom for each request.
+        raw: the results of the primitive, in its own layout.
+    """
+
+    eqns: list[JaxprEqn]
+    results: list[Atom]
+    raw: list[Atom]
+
+
+def emit_attention(operands: Operands, requests: Sequence[Request], dtype: Any) -> Emitted:
+    """The equations of `attention_p`, and of the requested results."""
+    writer = _Writer(operands, dtype)
+    variables = operands.variables
+
+    def compute(*arrays: Any) -> list[Any]:
+        read = dict(zip(variables, arrays, strict=True))
+        raw = attention_p.bind(*writer.main(read), *writer.others(read), kind=writer.kind)
+        out = []
+        for request in requests:
+            role = request.role
+            if role.name == "out":
+                out.append(writer.result(raw[0], "btgr", _only_free(role.axes, writer), request))
+            else:
+                out.append(writer.result(raw[1], "btgr", (), request))
+        return [*raw, *out]
+
+    eqns, atoms = equations_for(compute, *variables)
+    return Emitted(eqns=eqns, results=atoms[2:], raw=atoms[:2])
+
+
+def emit_gradient(operands: Operands, forward: Sequence[Atom], requests: Sequence[Request], dtype: Any) -> Emitted:
+    """The equations of `attention_gradient_p`. forward: the results of `attention_p`, in its own layout."""
+    writer = _Writer(operands, dtype)
+    variables, cotangent = operands.variables, operands.cotangent
+    assert cotangent is not None, operands
+    wanted = tuple(any(_is_bias(request, i) for request in requests) for i in range(writer.kind.n_biases))
+    biases = [leaf for leaf, _ in operands.scores.biases]
+
+    def dtype_of(name: str, default: Any, bias: int = 0) -> str:
+        asked = [aval_of(r.var).dtype for r in requests if r.role.name == name and r.role.bias == bias]
+        for other in asked:
+            default = other if other is asked[0] else jnp.promote_types(default, other)
+        return str(np.dtype(default))
+
+    names = ("query", "key", "value")
+    dtypes = (
+        *(dtype_of(name, dtype) for name in names),
+        *(dtype_of("bias", aval_of(leaf.var).dtype, i) for i, leaf in enumerate(biases) if wanted[i]),
+    )
+
+    def compute(out: Any, logsumexp: Any, *arrays: Any) -> list[Any]:
+        read = dict(zip(variables, arrays, strict=True))
+        (feature,) = operands.value.labels - operands.scores.labels
+        out_bar = writer.operand(read[cotangent.var], cotangent.axes, "btgr", (feature,))
+        out_bar = lax.convert_element_type(out_bar, dtype)
+        raw = attention_gradient_p.bind(
+            *writer.main(read), out, logsumexp, out_bar, *writer.others(read),
+            kind=writer.kind, dtypes=dtypes, wants_bias=wanted,
+        )  # fmt: skip
+        results = []
+        for request in requests:
+            role = request.role
+            if role.name == "bias":
+                x = raw[3 + sum(wanted[: role.bias])]
+                results.append(writer.bias_gradient(x, biases[role.bias], request))
+            else:
+                x, letters = raw[names.index(role.name)], "btgr" if role.name == "query" else "bsg"
+                results.append(writer.result(x, letters, _only_free(role.axes, writer), request))
+        return [*raw, *results]
+
+    eqns, atoms = equations_for(compute, *forward, *variables)
+    n = len(dtypes)
+    return Emitted(eqns=eqns, results=atoms[n:], raw=atoms[:n])
+
+
+def _is_bias(request: Request, i: int) -> bool:
+    return request.role.name == "bias" and request.role.bias == i
+
+
+def _only_free(axes: Axes, writer: _Writer) -> Group:
+    """The index of features of a result."""
+    return tuple(label for label in axes if label is not None and label not in writer.operands.scores.labels)
+
+
+class _Writer:
+    """Writes operands in the layout of the primitives, and their results in that of the program."""
+
+    def __init__(self, operands: Operands, dtype: Any) -> None:
+        self.operands, self.dtype = operands, dtype
+        self.groups = operands.groups
+        scores, window = operands.scores, operands.window
+        self.shift = 0
+        left, right = (None, None) if window is None else (window.left, window.right)
+        # A window that lies behind the query is one that ends at a query further back.
+        if right is not None and right < 0:
+            self.shift, left, right = right, None if left is None else left + right, 0
+        elif left is not None and left < 0:
+            self.shift, left, right = -left, 0, None if right is None else right + left
+        if min(left or 0, right or 0) < 0:
+            raise NoFormula
+        self.kind = Attention(
+            scale=scores.scale,
+            left=left,
+            right=right,
+            masked_score=scores.masked_score if scores.masks else -math.inf,
+            n_biases=len(scores.biases),
+            n_masks=len(operands.parts),
+        )
+
+    def main(self, read: Mapping[Var, Any]) -> list[Any]:
+        """Query, key and value."""
+        scores, value = self.operands.scores, self.operands.value
+        (score_feature,), (value_feature,) = scores.features, value.labels - scores.labels
+        arrays = (
+            self.operand(read[scores.query.var], scores.query.axes, "btgr", (score_feature,)),
+            self.operand(read[scores.key.var], scores.key.axes, "bsg", (score_feature,)),
+            self.operand(read[value.var], value.axes, "bsg", (value_feature,)),
+        )
+        return [lax.convert_element_type(array, self.dtype) for array in arrays]
+
+    def others(self, read: Mapping[Var, Any]) -> list[Any]:
+        """Positions, biases and masks."""
+        out = []
+        if self.kind.has_window:
+            sizes = [self.operands.sizes[self.groups[letter][0]] for letter in "ts"]
+            queries, keys = (lax.iota(np.int32, size) for size in sizes)
+            out += [lax.add(queries, np.int32(self.shift)) if self.shift else queries, keys]
+        for leaf, factor in self.operands.scores.biases:
+            bias = self.operand(read[leaf.var], leaf.axes, "bgrts", None)
+            out.append(bias if factor == 1 else bias * factor)
+        for part in self.operands.parts:
+            mask = self.operand(read[part.var], part.axes, "bgrts", None)
+            out.append(mask if part.positive else lax.bitwise_not(mask))
+        return out
+
+    def operand(self, x: Any, axes: Axes, letters: str, features: Group | None) -> Any:
+        """An array with one dimension for each letter, and one for features.
+
+        features: None for biases and masks, which have no features, and have length 1 where they do not depend on the
+            indices of a letter.
+        """
+        may_be_one = features is None
+        groups = [self.groups[letter] for letter in letters] + ([] if features is None else [features])
+        own = [label for label in axes if label is not None]
+        wanted = [label for group in groups for label in group if not may_be_one or set(group) & set(own)]
+        found = {label: n for label, n in zip(axes, x.shape, strict=True) if label is not None}
+        sizes = {**self.operands.sizes, **found}
+
+        x = _reshaped(x, [sizes[label] for label in own])
+        present = [label for label in wanted if label in own]
+        x = _transposed(x, [own.index(label) for label in present])
+        full = [sizes[label] for label in wanted]
+        if present != wanted:
+            x = lax.broadcast_in_dim(x, full, [wanted.index(label) for label in present])
+        shape = [math.prod(sizes[label] for label in group if label in wanted) for group in groups]
+        return _reshaped(x, shape)
+
+    def result(self, x: Any, letters: str, features: Group, request: Request) -> Any:
+        """A result of a primitive, in the layout of a variable of the program."""
+        labels = [label for letter in letters for label in self.groups[letter]] + list(features)
+        return self._in_layout(x, labels, dict(zip(features, x.shape[-1:], strict=False)), request)
+
+    def bias_gradient(self, x: Any, bias: Leaf, request: Request) -> Any:
+        groups = [self.groups[letter] for letter in "bgrts"]
+        labels = [label for group in groups for label in group if set(group) & bias.labels]
+        factor = self.operands.scores.biases[request.role.bias][1]
+        return self._in_layout(x if factor == 1 else x * factor, labels, {}, request)
+
+    def _in_layout(self, x: Any, labels: Sequence[Label], others: Mapping[Label, int], request: Request) -> Any:
+        axes, ratio = request.role.axes, request.role.ratio
+        sizes = {**self.operands.sizes, **others}
+        x = _reshaped(x, [sizes[label] for label in labels])
+        own = [label for label in axes if label is not None]
+
+        # An operand that does not have an index was the same for all of its values.
+        summed = [i for i, label in enumerate(labels) if label not in own]
+        if summed:
+            x = jnp.sum(x, tuple(summed))
+        kept = [label for label in labels if label in own]
+        x = _transposed(x, [kept.index(label) for label in own])
+        shape = shape_of(request.var)
+        x = _reshaped(x, [1 if label is None else size for label, size in zip(axes, shape, strict=True)])
+        if x.shape != shape:
+            x = lax.broadcast_in_dim(x, shape, range(len(shape)))
+        if ratio != 1:
+            x = x * ratio
+        return lax.convert_element_type(x, aval_of(request.var).dtype)
+
+
+def _reshaped(x: Any, shape: Sequence[int]) -> Any:
+    return x if tuple(x.shape) == tuple(shape) else lax.reshape(x, tuple(shape))
+
+
+def _transposed(x: Any, permutation: Sequence[int]) -> Any:
+    return x if list(permutation) == list(range(x.ndim)) else lax.transpose(x, tuple(permutation))

@@ -1,0 +1,306 @@
+"""Attentions in a list of equations: `rewrite` puts the primitives in, and leaves out what nothing reads any more.
+
+A list may be in two sections, the bodies of a scan and of its derivative. A value that a formula names as a result of
+an attention is computed by a primitive if something outside of the attention needs it, so the program stays the same
+whatever else reads its probabilities. The new program is used if the product of the scores is gone; otherwise that
+attention is left as it was written.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.recognition.algebra import LogSum, NoFormula
+from minialpa.recognition.emission import (
+    Operands,
+    Request,
+    emit_attention,
+    emit_gradient,
+    operands_of,
+    shared_dtype,
+    with_cotangent,
+)
+from minialpa.recognition.forms import Forms
+from minialpa.recognition.masks import MaskReader
+from minialpa.recognition.scores import Role, Scores, find_role
+from minialpa.support.private_jax import with_source_of
+from minialpa.tracing.jaxprs import Atom, equations_for, is_literal, operand_vars
+
+#: What tells attentions apart: their scores, and the products that these are made of.
+Name = tuple[LogSum, frozenset[Var]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewEquation:
+    """An equation of the new program.
+
+    Attributes:
+        eqn: the equation.
+        place: number of the equation that it is, or in whose place it is.
+        forward: number of the equation in whose place the attention is whose gradient this is; None if it is none.
+        is_new: whether it is not in the old program.
+    """
+
+    eqn: JaxprEqn
+    place: int
+    forward: int | None = None
+    is_new: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Equations around or before those that are rewritten.
+
+    Attributes:
+        producers: the equation of each variable.
+        consts: values of captured arrays.
+    """
+
+    producers: Mapping[Var, JaxprEqn] = field(default_factory=dict)
+    consts: Mapping[Var, object] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Attention:
+    """What is asked of one attention."""
+
+    results: list[Request] = field(default_factory=list)
+    gradients: list[Request] = field(default_factory=list)
+
+
+Accept = Callable[[Operands, Sequence[int]], bool]
+
+
+def rewrite(
+    eqns: Sequence[JaxprEqn],
+    outvars: Sequence[Atom],
+    written: Written,
+    accept: Accept,
+    section: Sequence[int] = (),
+) -> list[NewEquation] | None:
+    """The equations with attentions as operations; None if there are none.
+
+    accept: whether an attention with these operands is to become an operation, where the equations with these numbers
+        are left out.
+    section: for each equation, the number of its section; empty for one section.
+    """
+    producers = {**written.producers, **{var: eqn for eqn in eqns for var in eqn.outvars}}
+    forms = Forms(eqns, producers, lambda form, fixed: find_role(form, fixed) is not None)
+    if not forms.followed:
+        return None
+    rewriter = _Rewriter(eqns, outvars, forms, replace(written, producers=producers), accept)
+    return rewriter.run(section or (0,) * len(eqns))
+
+
+class _Rewriter:
+    def __init__(
+        self, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], forms: Forms, written: Written, accept: Accept
+    ) -> None:
+        self._eqns, self._outvars, self._forms = eqns, outvars, forms
+        self._written, self._accept = written, accept
+        self._fixed = frozenset(forms.fixed)
+        self._roles: dict[Var, Role | None] = {}
+        self._operands: dict[Var, Operands | None] = {}
+
+    def run(self, section: Sequence[int]) -> list[NewEquation] | None:
+        left: set[Name] = set()
+        while True:
+            attentions, kept = self._choose(left)
+            refused = {name for name, attention in attentions.items() if not self._is_good(name, attention, kept)}
+            if not refused:
+                break
+            left |= refused
+        if not attentions:
+            return None
+
+        new = [
+            NewEquation(eqn=self._needed_part(eqn, kept[i]), place=i) for i, eqn in enumerate(self._eqns) if i in kept
+        ]
+        for attention in attentions.values():
+            new += self._emit(attention)
+        return in_order(new, section)
+
+    # ---- which attentions ------------------------------------------------------------------------------------------
+
+    def _choose(self, left: Set[Name]) -> tuple[dict[Name, _Attention], dict[int, set[Var]]]:
+        """What is asked of each attention, and the equations that stay, with their results that are needed."""
+        needed = {atom for atom in self._outvars if not is_literal(atom)}
+        attentions: dict[Name, _Attention] = {}
+        kept: dict[int, set[Var]] = {}
+        for i in range(len(self._eqns) - 1, -1, -1):
+            eqn = self._eqns[i]
+            wanted = needed.intersection(eqn.outvars)
+            if not wanted and not eqn.effects:
+                continue
+            role = self._role(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
+            name = None if role is None else self._name(eqn.outvars[0], role)
+            if role is None or name is None or name in left:
+                kept[i] = wanted
+                needed.update(operand_vars(self._needed_part(eqn, wanted)))
+                continue
+
+            attention = attentions.setdefault(name, _Attention())
+            request = Request(var=eqn.outvars[0], role=role, place=i)
+            (attention.results if role.cotangent is None else attention.gradients).append(request)
+            needed.update(self._variables(request))
+        return attentions, kept
+
+    def _needed_part(self, eqn: JaxprEqn, wanted: Set[Var]) -> JaxprEqn:
+        """A barrier without the values that nothing reads; any other equation as it is."""
+        if eqn.primitive.name != "optimization_barrier" or len(wanted) == len(eqn.outvars):
+            return eqn
+        pairs = [pair for pair in zip(eqn.invars, eqn.outvars, strict=True) if pair[1] in wanted]
+        new: JaxprEqn = eqn.replace(invars=[atom for atom, _ in pairs], outvars=[var for _, var in pairs])
+        return new
+
+    def _role(self, var: Var) -> Role | None:
+        if var not in self._roles:
+            form = self._forms.followed.get(var)
+            self._roles[var] = None if form is None else find_role(form, self._fixed)
+        return self._roles[var]
+
+    def _name(self, var: Var, role: Role) -> Name:
+        return role.scores.log_sum, self._forms.followed[var].scores
+
+    def _variables(self, request: Request) -> list[Var]:
+        """The variables that a request makes the new program read."""
+        role = request.role
+        operands = self._operands_of(request)
+        if operands is not None:
+            return operands.variables
+        leaves = [role.scores.query, role.scores.key, *([role.cotangent] if role.cotangent is not None else [])]
+        return [leaf.var for leaf in leaves]
+
+    def _operands_of(self, request: Request) -> Operands | None:
+        if request.var not in self._operands:
+            try:
+                found = operands_of(request.role, self._reader, self._fixed)
+            except NoFormula:
+                found = None
+            self._operands[request.var] = found
+        return self._operands[request.var]
+
+    def _reader(self, scores: Scores) -> MaskReader:
+        return MaskReader(self._written.producers, self._written.consts, scores.key_position, scores.query_positions)
+
+    def _is_good(self, name: Name, attention: _Attention, kept: Mapping[int, set[Var]]) -> bool:
+        """Whether one call of each primitive computes everything that is asked, and the scores are gone."""
+        forward, backward = self._sides(attention)
+        if forward is None or len(name[1]) != 1 or (attention.gradients and backward is None):
+            return False
+        requests = attention.results + attention.gradients
+        values = {request.role.value.number for request in requests if request.role.value is not None}
+        cotangents = {self._cotangent_key(request) for request in attention.gradients}
+        if len(values) != 1 or len(cotangents) > 1:
+            return False
+        if any(request.role.value is not None and self._operands_of(request) is None for request in requests):
+            return False
+        (scores,) = name[1]
+        dropped = [i for i, eqn in enumerate(self._eqns) if i not in kept and self._belongs(eqn, name)]
+        if any(scores in eqn.outvars for i, eqn in enumerate(self._eqns) if i in kept):
+            return False
+        return self._accept(forward, dropped)
+
+    def _belongs(self, eqn: JaxprEqn, name: Name) -> bool:
+        """Whether an equation is part of an attention: its scores, or what depends on their exponential."""
+        return any(
+            var in name[1] or (var in self._forms.followed and self._forms.followed[var].scores == name[1])
+            for var in eqn.outvars
+        )
+
+    def _cotangent_key(self, request: Request) -> object:
+        cotangent = request.role.cotangent
+        assert cotangent is not None, request
+        return cotangent.number, tuple(label if label in self._fixed else None for label in cotangent.axes)
+
+    def _sides(self, attention: _Attention) -> tuple[Operands | None, Operands | None]:
+        """The operands of the forward pass and of the gradient, if some request names all of them."""
+        found = [self._operands_of(request) for request in attention.results + attention.gradients]
+        backward = [operands for operands in found if operands is not None and operands.cotangent is not None]
+        known = [operands for operands in found if operands is not None]
+        if not known:
+            return None, None
+        forward = replace(known[0], cotangent=None)
+        if attention.gradients and not backward:
+            # The gradient of the values alone does not depend on them.
+            backward = [operands for operands in [with_cotangent(forward, attention.gradients[0].role, self._fixed)]
+                        if operands is not None]  # fmt: skip
+        return forward, (backward[0] if backward else None)
+
+    # ---- the new equations -----------------------------------------------------------------------------------------
+
+    def _emit(self, attention: _Attention) -> list[NewEquation]:
+        forward, backward = self._sides(attention)
+        assert forward is not None, attention
+        dtype = shared_dtype(forward, attention.results)
+        results = sorted(attention.results, key=lambda request: request.place)
+        place = results[0].place if results else min(request.place for request in attention.gradients)
+        emitted = emit_attention(forward, results, dtype)
+        new, names = self._new(emitted.eqns, emitted.results, results, place)
+        if attention.gradients:
+            assert backward is not None, attention
+            gradients = sorted(attention.gradients, key=lambda request: request.place)
+            raw = [names.get(atom, atom) for atom in emitted.raw]
+            behind = emit_gradient(backward, raw, gradients, dtype)
+            new += self._new(behind.eqns, behind.results, gradients, gradients[0].place, place)[0]
+        return new
+
+    def _new(
+        self,
+        eqns: Sequence[JaxprEqn],
+        results: Sequence[Atom],
+        requests: Sequence[Request],
+        place: int,
+        forward: int | None = None,
+    ) -> tuple[list[NewEquation], dict[Var, Var]]:
+        """Equations under the source line of the one that they replace, and new names for some of their results.
+
+        The requested variables are results of these equations.
+        """
+        names: dict[Var, Var] = {}
+        eqns = list(eqns)
+        for atom, request in zip(results, requests, strict=True):
+            if names.setdefault(atom, request.var) is not request.var:  # the same result, asked for twice
+                (copying,), (copied,) = equations_for(jnp.copy, atom)
+                eqns.append(copying)
+                names[copied] = request.var
+        out = []
+        for eqn in eqns:
+            eqn = eqn.replace(
+                invars=[atom if is_literal(atom) else names.get(atom, atom) for atom in eqn.invars],
+                outvars=[names.get(var, var) for var in eqn.outvars],
+            )
+            eqn = with_source_of(eqn, self._eqns[place])
+            out.append(NewEquation(eqn=eqn, place=place, forward=forward, is_new=True))
+        return out, names
+
+
+def in_order(new: Sequence[NewEquation], section: Sequence[int]) -> list[NewEquation] | None:
+    """The equations in an order in which they can run, close to that of the old ones; None if there is none."""
+    maker = {var: k for k, one in enumerate(new) for var in one.eqn.outvars}
+    waits = [{maker[var] for var in operand_vars(one.eqn) if var in maker} for one in new]
+    readers: list[list[int]] = [[] for _ in new]
+    for k, makers in enumerate(waits):
+        for other in makers:
+            readers[other].append(k)
+
+    def priority(k: int) -> tuple[int, int, int]:
+        return section[new[k].place], new[k].place, k
+
+    ready = [priority(k) for k, makers in enumerate(waits) if not makers]
+    heapq.heapify(ready)
+    out: list[NewEquation] = []
+    while ready:
+        k = heapq.heappop(ready)[-1]
+        out.append(new[k])
+        for reader in readers[k]:
+            waits[reader].discard(k)
+            if not waits[reader]:
+                heapq.heappush(ready, priority(reader))
+    sections = [section[one.place] for one in out]
+    return out if len(out) == len(new) and sections == sorted(sections) else None

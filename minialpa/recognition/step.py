@@ -1,0 +1,62 @@
+"""Attentions of a traced step become operations: `recognise` takes a `TracedStep` and returns one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from minialpa.recognition.bodies import with_recognised_bodies
+from minialpa.recognition.emission import Operands
+from minialpa.recognition.rewriting import NewEquation, Written, rewrite
+from minialpa.tracing.origins import Origin
+from minialpa.tracing.trace import TracedStep
+
+#: Query positions times key positions from which on scores are large: below, all scores of a head fit in a processor's
+#: cache or registers, and XLA fuses what is written better than a loop over blocks runs.
+_FEW_SCORES = 128 * 128
+
+
+def recognise(step: TracedStep, *, everywhere: bool = False) -> TracedStep:
+    """The step with its attentions as `attention_p` and `attention_gradient_p`; the step itself if it has none.
+
+    everywhere: also attentions with few scores. An attention that a pipeline boundary cuts is left as it was written.
+    """
+    flat = step.flat
+
+    def is_wanted(operands: Operands) -> bool:
+        return everywhere or operands.n_scores > _FEW_SCORES
+
+    def accept(operands: Operands, dropped: Sequence[int]) -> bool:
+        layers = {step.origins[i].layer for i in dropped if step.origins[i].direction != "other"}
+        return is_wanted(operands) and len(layers) <= 1
+
+    outvars = (*flat.outvars, *step.gradients)
+    consts = dict(zip(flat.constvars, flat.consts, strict=True))
+    new = rewrite(flat.eqns, outvars, Written(consts=consts), accept)
+    if new is not None:
+        step = _with_equations(step, new)
+    bodies = with_recognised_bodies(step.flat, (*step.flat.outvars, *step.gradients), is_wanted)
+    return step if bodies is None else _with_equations(step, bodies)
+
+
+def _with_equations(step: TracedStep, new: Sequence[NewEquation]) -> TracedStep:
+    """The step with other equations, each of which has the origin of the one that it replaces."""
+    origins = [_origin(one, step.origins) for one in new]
+    # Groups are numbered without gaps, in the order in which they were.
+    groups = sorted({origin.group for origin in origins if origin.group is not None})
+    number = {group: i for i, group in enumerate(groups)}
+    origins = [origin if origin.group is None else replace(origin, group=number[origin.group]) for origin in origins]
+    flat = replace(
+        step.flat,
+        eqns=tuple(one.eqn for one in new),
+        scopes=tuple(step.flat.scopes[one.place] for one in new),
+    )
+    return replace(step, flat=flat, origins=tuple(origins))
+
+
+def _origin(one: NewEquation, origins: Sequence[Origin]) -> Origin:
+    own = origins[one.place]
+    if one.forward is None or own.group is None or origins[one.forward].group is None:
+        return own
+    # The gradient belongs to the forward group of its attention, and not to that of a product in it.
+    return replace(own, group=origins[one.forward].group)

@@ -1,0 +1,29 @@
+"""Which operations are expensive: the one list of their primitives, for all passes that treat such operations apart."""
+
+from __future__ import annotations
+
+from jax.extend.core import JaxprEqn
+
+from minialpa.tracing.jaxprs import sub_jaxprs
+
+#: Operations whose work grows faster than their operands and results: matrix products, and what is made of them.
+_CONTRACTIONS = frozenset(
+    ("conv_general_dilated", "dot_general", "minialpa_attention", "minialpa_attention_gradient"),
+)
+#: Operations that run once, and not again for each equation or task that reads their results.
+_HEAVY = _CONTRACTIONS | {"cholesky", "eigh", "lu", "qr", "sort", "svd"}
+
+
+def is_contraction(eqn: JaxprEqn) -> bool:
+    """Whether the equation is a matrix product, a convolution or an attention."""
+    return eqn.primitive.name in _CONTRACTIONS
+
+
+def has_contraction(eqn: JaxprEqn) -> bool:
+    """Whether the equation, or one inside it, is a contraction."""
+    return is_contraction(eqn) or any(has_contraction(inner) for body in sub_jaxprs(eqn) for inner in body.eqns)
+
+
+def is_heavy(eqn: JaxprEqn) -> bool:
+    """Whether an equation is too expensive to run once for each equation or task that reads its results."""
+    return eqn.primitive.name in _HEAVY or bool(sub_jaxprs(eqn))

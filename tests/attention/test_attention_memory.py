@@ -1,0 +1,59 @@
+"""What the memory model says that programs with attention need, against what the compiler says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from minialpa.attention.operation import Attention
+from minialpa.intra.memory.recording import record_equations
+from minialpa.intra.memory.xla_cpu.model import XLA_CPU
+from minialpa.tracing.jaxprs import flatten_calls
+from tests.attention_calls import causal, fused
+
+
+def _forward(kind: Attention) -> Callable[..., Any]:
+    return lambda query, key, value, _: fused(kind, query, key, value)
+
+
+def _gradients(kind: Attention) -> Callable[..., Any]:
+    """The attention and its gradients; the cotangent is an argument."""
+
+    def fun(query: Any, key: Any, value: Any, out_bar: Any) -> Any:
+        out, pull_back = jax.vjp(lambda *xs: fused(kind, *xs), query, key, value)
+        return out, pull_back(out_bar)
+
+    return fun
+
+
+def _arguments(n: int, dtype: Any, d: int = 32) -> tuple[jax.ShapeDtypeStruct, ...]:
+    query, key = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, n, 2, 4, d), (2, n, 2, d)))
+    return query, key, key, query
+
+
+def _predicted(fun: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    closed = jax.make_jaxpr(fun)(*arguments)
+    flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
+    inputs = (*flat.constvars, *flat.invars)
+    recording, _ = record_equations(flat.eqns, inputs, flat.outvars, XLA_CPU, waits_at_barriers=False)
+    return recording.temp_bytes()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("fun", [_forward(Attention(scale=0.1)), _forward(causal(32)), _gradients(causal(32))])
+def test_scratch_is_never_less_than_the_compiled_programs(fun: Callable[..., Any], dtype: Any) -> None:
+    arguments = _arguments(1024, dtype)
+    stats = jax.jit(fun).lower(*arguments).compile().memory_analysis()
+    assert stats is not None
+    assert stats.temp_size_in_bytes <= _predicted(fun, arguments) <= 2 * stats.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("fun", [_forward(causal(32)), _gradients(causal(32))])
+def test_memory_is_linear_in_the_length(fun: Callable[..., Any]) -> None:
+    """From 8k positions to 64k: not more than 8 times the bytes. All scores would take 64 times as many."""
+    few, many = (_predicted(fun, _arguments(n, jnp.bfloat16)) for n in (8192, 65536))
+    assert many <= 8 * few

@@ -1,0 +1,131 @@
+"""Steps with attention as one operation: planned and run on several devices, they give what one device gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from benchmarks.corpus import arguments as shapes_of
+from benchmarks.planning import traced_step
+from minialpa import AutoLayerOption, LogicalMesh, PipeshardParallel, ShardParallel, UniformStageOption, hlo
+from minialpa.recognition.step import recognise
+from minialpa.rules.heavy import is_contraction
+from tests.attention_calls import causal, fused
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+_B, _S, _G, _R, _D, _LAYERS = 8, 16, 2, 2, 4, 2
+_HIDDEN = _G * _R * _D
+
+
+def _layer(weights: Any, x: jax.Array) -> jax.Array:
+    b, s, _ = x.shape
+    query = (x @ weights["query"]).reshape(b, s, _G, _R, _D)
+    key, value = ((x @ weights[name]).reshape(b, s, _G, _D) for name in ("key", "value"))
+    x = x + fused(causal(_D), query, key, value).reshape(x.shape) @ weights["out"]
+    return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+
+
+def _step(grad: Callable[..., Any]) -> Step:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for weights in params:
+            x = _layer(weights, x)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def step(params: Any, batch: Any) -> tuple[Any, Any]:
+        value, grads = grad(loss)(params, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    return step
+
+
+def _arguments(b: int = _B, s: int = _S) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    shapes = {
+        "query": (_HIDDEN, _HIDDEN),
+        "key": (_HIDDEN, _G * _D),
+        "value": (_HIDDEN, _G * _D),
+        "out": (_HIDDEN, _HIDDEN),
+        "up": (_HIDDEN, 2 * _HIDDEN),
+        "down": (2 * _HIDDEN, _HIDDEN),
+    }
+
+    def draw(shape: tuple[int, ...]) -> np.ndarray:
+        return (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
+
+    params = [{name: draw(shape) for name, shape in shapes.items()} for _ in range(_LAYERS)]
+    return params, {name: draw((b, s, _HIDDEN)) * 4 for name in "xy"}
+
+
+_STAGES = UniformStageOption(2)
+_METHODS = {
+    "shard": ShardParallel(num_micro_batches=1),
+    "2x4": ShardParallel(num_micro_batches=2, logical_shape=(2, 4)),
+    "one example": ShardParallel(num_micro_batches=8),
+    "stages": PipeshardParallel(num_micro_batches=2, layer_option=AutoLayerOption(2), stage_option=_STAGES),
+    "remat": PipeshardParallel(
+        num_micro_batches=2, layer_option=AutoLayerOption(2, remat="dots"), stage_option=_STAGES
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _METHODS)
+def test_several_devices_give_what_one_gives(name: str) -> None:
+    arguments = _arguments()
+    expected = jax.jit(_step(jax.value_and_grad))(*arguments)
+    found = minialpa.parallelize(_step(minialpa.value_and_grad), method=_METHODS[name])(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, expected)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (4, 2)], ids=str)
+def test_positions_of_one_example_are_split(shape: tuple[int, ...]) -> None:
+    """There are no examples to split, and fewer heads than devices: each device has a part of the query positions."""
+    with jax.enable_x64(True):
+        arguments = jax.tree.map(lambda x: x.astype(np.float64), _arguments(b=1, s=64))
+        expected = jax.jit(_step(jax.value_and_grad))(*arguments)
+        step = minialpa.parallelize(_step(minialpa.value_and_grad), method=ShardParallel(LogicalMesh(shape)))
+        found = step(*arguments)
+
+    operators = step.plan(*arguments).stages[0].operators
+    parts = {operator.name: operator.result for operator in operators if "attention" in operator.name}
+    assert len(parts) == 2 and all(spec.dims[1] for spec in parts.values())
+    assert all(spec.n_shards(shape) == 8 for spec in parts.values())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, expected)
+
+
+@pytest.mark.parametrize("n_heads, n_kv_heads", [(4, 4), (8, 2)])
+def test_attention_of_a_bfloat16_model_is_computed_in_bfloat16(n_heads: int, n_kv_heads: int) -> None:
+    """Rotary embeddings are in float32, and what they make is rounded before it is multiplied."""
+    case = minialpa.models.build(
+        "llama", n_layers=1, n_heads=n_heads, n_kv_heads=n_kv_heads, dtype=jnp.bfloat16, hidden=32
+    )
+    step = recognise(traced_step(case.train_step(minialpa.value_and_grad), *shapes_of(case)), everywhere=True)
+    found = [eqn for eqn in step.flat.eqns if is_contraction(eqn) and "attention" in eqn.primitive.name]
+    assert len(found) == 2
+    for eqn in found:
+        query, key, value = (v.aval for v in eqn.invars[:3])
+        assert query.shape[2:4] == (n_kv_heads, n_heads // n_kv_heads)
+        assert {x.dtype.name for x in (query, key, value)} == {"bfloat16"}
+
+
+def test_collectives_are_counted_beside_the_loops_of_attention() -> None:
+    """Attention on several blocks of keys compiles to loops, and what it gathers is outside of them, as planned."""
+    arguments = _arguments(b=1, s=4096)
+    step = minialpa.parallelize(_step(minialpa.value_and_grad), method=ShardParallel(LogicalMesh((8,))))
+    executable = step.get_executable(*arguments)
+    (text,) = executable.get_hlo_text()
+    assert " while(" in text
+
+    planned, compiled = Counter[str](), Counter[str]()
+    for one in executable.get_parallel_plan().collectives:
+        planned[one.kind] += int(one.n_bytes) * one.times_per_step
+    for found in hlo.collectives(text):
+        compiled[found.kind] += int(found.n_bytes) * found.times
+    assert {"all-gather", "reduce-scatter"} <= set(planned) and planned == compiled
