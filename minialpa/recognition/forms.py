@@ -470,7 +470,8 @@ def _select_n(forms: Forms, eqn: JaxprEqn) -> Form:
             continue
         if c == 0:
             return Form(axes, multiply(of_atom(Mask(leaf, positive)), other), _sources(*operands))
-        if c is not None and all(monomial.exponent is None for monomial in other.terms):
+        is_score = c is not None and (math.isfinite(c) or c == -math.inf)
+        if c is not None and is_score and all(monomial.exponent is None for monomial in other.terms):
             return Form(axes, of_atom(Masked(other, Mask(leaf, positive), c)), _sources(*operands))
     raise NoFormula
 
