@@ -342,7 +342,7 @@ def _broadcast_in_dim(forms: Forms, eqn: JaxprEqn) -> Form:
 def _reshape(forms: Forms, eqn: JaxprEqn) -> Form:
     """Dimensions of length 1 come and go; other ones stay as they are."""
     form = forms[eqn.invars[0]]
-    if eqn.params.get("dimensions") is not None:
+    if eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None:
         raise NoFormula
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     kept = [label for label, size in zip(form.axes, old, strict=True) if size != 1]
@@ -502,6 +502,11 @@ def _reduce_sum(forms: Forms, eqn: JaxprEqn) -> Form:
 def _dot_general(forms: Forms, eqn: JaxprEqn) -> Form:
     (left_dims, right_dims), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left, right = (forms.factor(atom) for atom in eqn.invars)
+    # A product with an array of one number, such as a mask of ones, may have a product as its other operand.
+    if left.expr.constant is not None:
+        right = forms[eqn.invars[1]]
+    elif right.expr.constant is not None:
+        left = forms[eqn.invars[0]]
     for atom, form in zip(eqn.invars, (left, right), strict=True):
         # The result of an attention goes on into the model; only products with its probabilities are followed.
         if not is_literal(atom) and atom in forms.followed and _has_ended(forms, form):
@@ -551,6 +556,14 @@ def _joined(forms: Forms, left: Form, right: Form, pairs: Iterable[tuple[int, in
     return left, right
 
 
+def _part_of_number(forms: Forms, eqn: JaxprEqn) -> Form:
+    """A part of an array whose elements are all one number, such as the head mask of ones that no user gave."""
+    form = forms[eqn.invars[0]]
+    if form.expr.constant is None:
+        raise NoFormula
+    return Form((None,) * len(shape_of(eqn.outvars[0])), form.expr, form.sources)
+
+
 def _reduce_precision(forms: Forms, eqn: JaxprEqn) -> Form:
     """What saved values go through under `jax.checkpoint`: a rounding to the dtype that they have."""
     if not _keeps_elements(eqn):
@@ -561,6 +574,7 @@ def _reduce_precision(forms: Forms, eqn: JaxprEqn) -> Form:
 _LAYOUTS: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "convert_element_type": _convert,
+    "dynamic_slice": _part_of_number,
     "copy": _same,
     "copy_p": _same,
     "name": _same,
@@ -572,6 +586,7 @@ _LAYOUTS: dict[str, Rule] = {
     "neg": _elementwise(lambda x: scaled(x, -1.0)),
     "sqrt": _of_number(math.sqrt),
     "reduce_precision": _reduce_precision,
+    "slice": _part_of_number,
     "rsqrt": _of_number(lambda x: 1 / math.sqrt(x)),
     "pow": _pow,
 }

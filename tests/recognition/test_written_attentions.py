@@ -300,3 +300,12 @@ def test_attentions_with_few_scores_are_left_as_written() -> None:
     assert recognised(with_gradients(dpa), *SAME, everywhere=False).counts == (0, 0)
     long = tuple(jax.ShapeDtypeStruct((1, 256, 1, 2), jnp.float32) for _ in range(3))
     assert recognised(jax.grad(lambda *a: jnp.sum(dpa(*a) ** 2)), *long, everywhere=False).counts == (1, 1)
+
+
+def test_a_mask_of_heads_that_is_all_ones() -> None:
+    def fun(q: Any, k: Any, v: Any) -> Any:
+        heads = jnp.ones((3, N))[1]
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        return jnp.einsum("bhts,bshd->bthd", jnp.einsum("bhts,h->bhts", p, heads), v)
+
+    assert compared(with_gradients(fun), QUERY, KEY, VALUE).counts == (1, 1)
