@@ -320,7 +320,10 @@ def _same(forms: Forms, eqn: JaxprEqn) -> Form:
 def _convert(forms: Forms, eqn: JaxprEqn) -> Form:
     old, new = (aval_of(atom).dtype.name for atom in (eqn.invars[0], eqn.outvars[0]))
     form = forms[eqn.invars[0]]
-    is_number = form.expr.constant is not None and new in _FLOATS
+    c = form.expr.constant
+    # Every dtype of whole numbers has these.
+    is_small = c is not None and c in range(128) and "int" in new
+    is_number = c is not None and (new in _FLOATS or is_small)
     if not is_number and (old not in _FLOATS or new not in _FLOATS) and old != new:
         raise NoFormula
     return form
