@@ -140,12 +140,14 @@ class _Axis:
     def join(self, blocks: jax.Array, dim: int) -> jax.Array:
         """Blocks [i ...], one beside the other along `dim` of what they are blocks of."""
         moved = jnp.moveaxis(blocks, 0, dim)
-        joined: jax.Array = moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])
+        n_positions = moved.shape[dim] * moved.shape[dim + 1]
+        joined: jax.Array = moved.reshape(*moved.shape[:dim], n_positions, *moved.shape[dim + 2 :])
         return joined
 
     def exists(self, i: Any) -> jax.Array:
         """Which positions of block i are not padding."""
-        return i * self.block + lax.iota(np.int32, self.block) < self.length
+        exists: jax.Array = i * self.block + lax.iota(np.int32, self.block) < self.length
+        return exists
 
 
 def _axis(length: int, side: int) -> _Axis:

@@ -33,10 +33,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
-from minialpa.attention.blockwise import attend, differentiate
+from minialpa.attention import blockwise, cudnn
 from minialpa.attention.kind import Attention as Attention
 from minialpa.support.private_jax import define_batching, define_function, new_aval
-
 
 #: Operands: query [b t g r d], key [b s g d], value [b s g e]; if there is a window, positions of queries [t] and of
 #: keys [s], int32; `n_biases` arrays and `n_masks` boolean arrays of [b g r t s], any dimension of which may be 1.
@@ -50,24 +49,21 @@ attention_p = Primitive("minialpa_attention")
 attention_gradient_p = Primitive("minialpa_attention_gradient")
 
 
-def _attention_avals(query: Any, key: Any, value: Any, *_: Any, kind: Attention) -> list[Any]:
+def _attention_avals(*operands: Any, kind: Attention) -> list[Any]:
+    query, _, value, *_ = operands
     b, t, g, r, _ = query.shape
     statistics = np.promote_types(query.dtype, np.float32)
-    return [new_aval((b, t, g, r, value.shape[-1]), value.dtype), new_aval((b, t, g, r), statistics)]
+    return [
+        new_aval((b, t, g, r, value.shape[-1]), value.dtype, operands),
+        new_aval((b, t, g, r), statistics, operands),
+    ]
 
 
-def _gradient_avals(
-    query: Any,
-    key: Any,
-    value: Any,
-    *others: Any,
-    kind: Attention,
-    dtypes: Sequence[str],
-    wants_bias: Sequence[bool],
-) -> list[Any]:
-    biases = others[3 + kind.n_positions :][: kind.n_biases]
+def _gradient_avals(*operands: Any, kind: Attention, dtypes: Sequence[str], wants_bias: Sequence[bool]) -> list[Any]:
+    biases = operands[6 + kind.n_positions :][: kind.n_biases]
     wanted = [bias for bias, is_wanted in zip(biases, wants_bias, strict=True) if is_wanted]
-    return [new_aval(x.shape, np.dtype(dtype)) for x, dtype in zip((query, key, value, *wanted), dtypes, strict=True)]
+    like = zip((*operands[:3], *wanted), dtypes, strict=True)
+    return [new_aval(x.shape, np.dtype(dtype), operands) for x, dtype in like]
 
 
 def _batched_attention(operands: Sequence[Any], dims: Sequence[int | None], *, kind: Attention) -> tuple[Any, Any]:
@@ -76,7 +72,7 @@ def _batched_attention(operands: Sequence[Any], dims: Sequence[int | None], *, k
         return _one_by_one(attention_p, operands, dims, {"kind": kind})
     n = _mapped_length(operands, dims)
     folded = _fold(operands, dims, n, range(3), range(3, 3 + kind.n_positions))
-    return _unfold(attention_p.bind(*folded, kind=kind), n)
+    return _unfold(attention_p.bind(*folded, kind=kind), n, _n_examples(operands, dims))
 
 
 def _batched_gradient(
@@ -96,11 +92,10 @@ def _batched_gradient(
     wanted = [first_bias + i for i, is_wanted in enumerate(wants_bias) if is_wanted]
     n = _mapped_length(operands, dims)
     folded = _fold(operands, dims, n, (*range(6), *wanted), range(6, first_bias))
-    results, result_dims = _unfold(attention_gradient_p.bind(*folded, **params), n)
+    results, result_dims = _unfold(attention_gradient_p.bind(*folded, **params), n, _n_examples(operands, dims))
 
     for place, i in enumerate(wanted, start=3):
-        n_examples = operands[i].shape[0 if dims[i] != 0 else 1]
-        if n_examples < results[place].shape[1]:
+        if _n_examples(operands, dims, i) < results[place].shape[1]:
             results[place] = results[place].sum(axis=1, keepdims=True)
     return results, result_dims
 
@@ -134,7 +129,7 @@ def _fold(
 
     Positions remain what they are, and so does what is the same for all n and all b, except the operands in `always`.
     """
-    b = operands[0].shape[0 if dims[0] != 0 else 1]
+    b = _n_examples(operands, dims)
     folded = []
     for i, (x, dim) in enumerate(zip(operands, dims, strict=True)):
         if i not in positions and (dim is not None or i in always or x.shape[0] > 1):
@@ -144,8 +139,13 @@ def _fold(
     return folded
 
 
-def _unfold(results: Sequence[Any], n: int) -> tuple[list[Any], list[int]]:
-    return [x.reshape(n, -1, *x.shape[1:]) for x in results], [0] * len(results)
+def _unfold(results: Sequence[Any], n: int, b: int) -> tuple[list[Any], list[int]]:
+    return [x.reshape(n, b, *x.shape[1:]) for x in results], [0] * len(results)
+
+
+def _n_examples(operands: Sequence[Any], dims: Sequence[int | None], i: int = 0) -> int:
+    """The length b of an operand [b ...] that may have one more dimension."""
+    return int(operands[i].shape[0 if dims[i] != 0 else 1])
 
 
 @functools.partial(jax.jit, static_argnames=("primitive", "params"))
@@ -158,12 +158,13 @@ def _implementation(primitive: Primitive) -> Callable[..., list[Any]]:
     return lambda *operands, **params: _run(*operands, primitive=primitive, params=tuple(sorted(params.items())))
 
 
-for primitive, avals, batched, fun in (
-    (attention_p, _attention_avals, _batched_attention, attend),
-    (attention_gradient_p, _gradient_avals, _batched_gradient, differentiate),
+for primitive, avals, batched, fun, fun_on_gpus in (
+    (attention_p, _attention_avals, _batched_attention, blockwise.attend, cudnn.attend),
+    (attention_gradient_p, _gradient_avals, _batched_gradient, blockwise.differentiate, cudnn.differentiate),
 ):
     primitive.multiple_results = True
     primitive.def_abstract_eval(avals)
     primitive.def_impl(_implementation(primitive))
     define_batching(primitive, batched)
     define_function(primitive, fun)
+    define_function(primitive, fun_on_gpus, "cuda")

@@ -8,9 +8,11 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 | `JaxprEqn.ctx` | the settings that an equation was traced under | an accessor in `jax.extend.core` |
 | `Primitive.get_bind_params`, `abstract_eval` | running an equation again; its result types | a function for both |
 | `ShapedArray.update` | the aval of a part of an array | avals made by `jax.extend.core` |
+| `ShapedArray.manual_axis_type` | the axes of a `shard_map` that a new primitive's results vary over | the same |
 | `jax.interpreters` | the rules of primitives that mark a trace | the same rules in `jax.extend` |
 | `unsafe_buffer_pointer`, `on_device_size_in_bytes` | NCCL on arrays; do arrays share memory | a cheap `__dlpack__` |
 | `make_cpu_client`, `make_gloo_tcp_collectives` | the address that gloo binds | a setting of `jax.config` |
+| `fused_attention_stablehlo`, `cuda_versions` | the gradient of cuDNN's attention, of kept results | it in `jax.nn` |
 
 `jax.core.ShapedArray` and `jax.core.Tracer` have no private part in their names, and are used where they are needed.
 """
@@ -132,12 +134,92 @@ def define_lowering(primitive: Primitive, rule: Rule) -> None:
 
 def define_function(primitive: Primitive, fun: Callable[..., Any], platform: str | None = None) -> None:
     """Lower a primitive with several results as jax lowers `fun(*operands, **params)`; on one platform, or on all."""
-    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=True), platform=platform)
+    lower = mlir.lower_fun(fun, multiple_results=True)
+
+    def rule(context: Any, *operands: Any, **params: Any) -> Any:
+        # Which mesh axes values vary over is checked before. The constants and loops of `fun` would not match here.
+        avals = [[new_aval(x.shape, x.dtype) for x in some] for some in (context.avals_in, context.avals_out)]
+        return lower(context.replace(avals_in=avals[0], avals_out=avals[1]), *operands, **params)
+
+    mlir.register_lowering(primitive, rule, platform=platform)
 
 
-def new_aval(shape: Sequence[int], dtype: Any) -> Any:
-    """The aval of an array."""
-    return jax.core.ShapedArray(tuple(shape), dtype)
+def new_aval(shape: Sequence[int], dtype: Any, operands: Sequence[Any] = ()) -> Any:
+    """The aval of an array, which in a `shard_map` varies over all mesh axes that one of the operands varies over."""
+    varying = frozenset[str]().union(*(x.manual_axis_type.varying for x in operands))
+    if not varying:
+        return jax.core.ShapedArray(tuple(shape), dtype)
+    like = next(x for x in operands if x.manual_axis_type.varying)
+    manual = type(like.manual_axis_type)(varying=varying)
+    sharding = like.sharding.update(spec=jax.P(*(None for _ in shape)))
+    return jax.core.ShapedArray(tuple(shape), dtype, sharding=sharding, manual_axis_type=manual)
+
+
+# ---- attention of cuDNN ----------------------------------------------------------------------------------------------
+
+
+def cudnn_version() -> int | None:
+    """The version of cuDNN that jax loaded, such as 90701 for 9.7.1; None without one, or if jax calls it otherwise."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as cudnn
+        from jax._src.lib import cuda_versions
+
+        is_known = all(hasattr(cudnn, f"_dot_product_attention_{name}_impl") for name in ("fwd", "bwd"))
+        return None if cuda_versions is None or not is_known else int(cuda_versions.cudnn_get_version())
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+
+
+def cudnn_attention(
+    query: Any, key: Any, value: Any, *, scale: float, is_causal: bool, window: int | None
+) -> tuple[Any, Any]:
+    """out [b t n d] and logsumexp [b n t] of query [b t n d] and key and value [b s m d], n a multiple of m.
+
+    Query i sees keys j <= i if `is_causal`, and of these only j > i - window.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    compute: Any = cudnn._dot_product_attention_fwd_impl
+    absent = [jax.numpy.zeros(0, query.dtype)] * 7
+    params = _cudnn_params(scale, is_causal, window)
+    out, logsumexp = compute(query, key, value, *absent, is_training=True, **params)
+    return out, logsumexp
+
+
+def cudnn_attention_gradient(
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    out_bar: Any,
+    *,
+    scale: float,
+    is_causal: bool,
+    window: int | None,
+) -> Sequence[Any]:
+    """The cotangents of query, key and value."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    compute: Any = cudnn._dot_product_attention_bwd_impl
+    absent = [jax.numpy.zeros(0, query.dtype)] * 7
+    params = _cudnn_params(scale, is_causal, window)
+    cotangents: Sequence[Any] = compute(query, key, value, *absent, logsumexp, out, out_bar, **params)
+    return cotangents
+
+
+def _cudnn_params(scale: float, is_causal: bool, window: int | None) -> dict[str, Any]:
+    from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
+
+    return {
+        "scale": scale,
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": MaskType.CAUSAL if is_causal else MaskType.NO_MASK,
+        "layout": AttentionLayout.BTNH.value,
+        "sliding_window_length": window,
+    }
 
 
 # ---- memory of arrays ------------------------------------------------------------------------------------------------

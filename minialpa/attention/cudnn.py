@@ -1,0 +1,161 @@
+"""Attention on NVIDIA GPUs: by cuDNN where it computes the same, and block by block elsewhere.
+
+The operands of `attention_p` and `attention_gradient_p` go in, and their results come out. cuDNN knows a causal mask
+and a window that ends at the query, both counted from 0, and no finite `masked_score`. So it computes an attention
+
+- without masks and biases, of 16 bits, with heads that fit into its kernels (`_fits`);
+- if there is a window: whose queries all see all keys, or whose queries and keys are at the same consecutive positions;
+- in which `masked_score` has no weight next to what each query sees.
+
+The first is known when a program is compiled. The others depend on numbers, and are asked as the program runs: devices
+that hold parts of an attention learn their positions only then.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from minialpa.attention import blockwise
+from minialpa.attention.kind import Attention
+from minialpa.support.private_jax import cudnn_attention, cudnn_attention_gradient, cudnn_version
+
+Compute = Callable[[], list[jax.Array]]
+
+#: The oldest version that is used; older ones have no window, or faults with it.
+OLDEST = 90700
+OLDEST_GPU = 8.0
+#: Below this many positions a plain program is as fast.
+FEWEST = 64
+#: Largest head on GPUs before Hopper; a program may be compiled where no GPU is, so newer ones have no other limit.
+LARGEST_HEAD = 128
+#: exp(-x) is 0 in float32 for this x and more.
+NOTHING = 104.0
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def attend(*operands: jax.Array, kind: Attention) -> list[jax.Array]:
+    """The results of `attention_p`."""
+    plain: Compute = functools.partial(blockwise.attend, *operands, kind=kind)
+    query, key, value, *others = operands
+    if not _fits(query, key, value, kind):
+        return plain()
+
+    def run(*, is_causal: bool, window: int | None) -> list[jax.Array]:
+        out, logsumexp = cudnn_attention(
+            _heads(query), key, value, scale=kind.scale, is_causal=is_causal, window=window
+        )
+        results = [out.reshape(query.shape), logsumexp.transpose(0, 2, 1).reshape(query.shape[:-1])]
+        if not is_causal or kind.masked_score == -math.inf:
+            return results
+        return _either(_masked_weigh_nothing(results[1], kind, key), lambda: results, plain)
+
+    return _choose(run, plain, others, kind)
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "dtypes", "wants_bias"))
+def differentiate(
+    *operands: jax.Array, kind: Attention, dtypes: Sequence[str], wants_bias: Sequence[bool]
+) -> list[jax.Array]:
+    """The results of `attention_gradient_p`."""
+    plain: Compute = functools.partial(
+        blockwise.differentiate, *operands, kind=kind, dtypes=dtypes, wants_bias=wants_bias
+    )
+    query, key, value, out, logsumexp, out_bar, *others = operands
+    if not _fits(query, key, value, kind) or {x.dtype for x in (out, out_bar)} != {query.dtype}:
+        return plain()
+
+    def gradient(is_causal: bool, window: int | None) -> list[jax.Array]:
+        query_bar, *bars = cudnn_attention_gradient(
+            _heads(query),
+            key,
+            value,
+            _heads(out),
+            logsumexp.reshape(*query.shape[:2], -1).transpose(0, 2, 1),
+            _heads(out_bar),
+            scale=kind.scale,
+            is_causal=is_causal,
+            window=window,
+        )
+        return [x.astype(dtype) for x, dtype in zip((query_bar.reshape(query.shape), *bars), dtypes, strict=True)]
+
+    def run(*, is_causal: bool, window: int | None) -> list[jax.Array]:
+        compute = functools.partial(gradient, is_causal, window)
+        if not is_causal or kind.masked_score == -math.inf:
+            return compute()
+        return _either(_masked_weigh_nothing(logsumexp, kind, key), compute, plain)
+
+    return _choose(run, plain, others, kind)
+
+
+def _fits(query: jax.Array, key: jax.Array, value: jax.Array, kind: Attention) -> bool:
+    """Whether cuDNN is here and has kernels for arrays of this kind."""
+    t, s, d = query.shape[1], key.shape[1], query.shape[-1]
+    is_known_window = kind.right == 0 and (kind.left is None or kind.left >= 0)
+    return (
+        (cudnn_version() or 0) >= OLDEST
+        and query.dtype == key.dtype == value.dtype
+        and query.dtype in (jnp.bfloat16, jnp.float16)
+        and d == value.shape[-1]
+        and d % 8 == 0
+        and 0 < d <= LARGEST_HEAD
+        and min(t, s) >= FEWEST
+        and min(query.shape) > 0
+        and kind.scale > 0
+        and kind.n_biases == kind.n_masks == 0
+        and (is_known_window or not kind.has_window)
+        and not _has_old_gpu()
+    )
+
+
+def _has_old_gpu() -> bool:
+    """Whether a GPU here is older than Ampere, for which there are no such kernels."""
+    gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
+    return any(float(getattr(gpu, "compute_capability", OLDEST_GPU)) < OLDEST_GPU for gpu in gpus)
+
+
+def _choose(
+    run: Callable[..., list[jax.Array]],
+    plain: Compute,
+    positions: Sequence[jax.Array],
+    kind: Attention,
+) -> list[jax.Array]:
+    """run(...) by cuDNN where the positions allow it, else plain()."""
+    everything = functools.partial(run, is_causal=False, window=None)
+    if not kind.has_window:
+        return everything()
+    queries, keys = positions
+    sees_all = keys.max() <= queries.min()
+    if kind.left is not None:
+        sees_all &= keys.min() - queries.max() >= -kind.left
+    if len(queries) != len(keys):
+        return _either(sees_all, everything, plain)
+
+    window = None if kind.left is None else kind.left + 1
+    steps = lax.iota(np.int32, len(queries))
+    is_diagonal = ((queries == queries[0] + steps) & (keys == queries[0] + steps)).all()
+    diagonal = functools.partial(run, is_causal=True, window=window)
+    return _either(is_diagonal, diagonal, lambda: _either(sees_all, everything, plain))
+
+
+def _either(condition: jax.Array, then: Compute, otherwise: Compute) -> list[jax.Array]:
+    results: list[jax.Array] = lax.cond(condition, then, otherwise)
+    return results
+
+
+def _masked_weigh_nothing(logsumexp: jax.Array, kind: Attention, key: jax.Array) -> jax.Array:
+    """Whether masked scores would add nothing to any query's total; false for NaN."""
+    # A query whose largest visible score is m has a logsumexp of at most m + log(n_keys).
+    return (logsumexp > kind.masked_score + NOTHING + math.log(key.shape[1])).all()
+
+
+def _heads(x: jax.Array) -> jax.Array:
+    """[b t g r d] as [b t n d]: the queries of a key head are beside each other."""
+    b, t, g, r, d = x.shape
+    return x.reshape(b, t, g * r, d)

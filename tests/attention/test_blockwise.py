@@ -1,0 +1,319 @@
+"""Attention block by block is what a user writes with all scores at once, in memory that grows with the lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from minialpa.attention import blockwise
+from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
+from tests.attention.written import Case, assert_same, make_case, with_gradients, written, written_with_gradients
+
+LOWEST = float(np.finfo(np.float32).min)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    """Blocks of four positions, so that short arrays have several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blockwise, "SIDE", 4)
+        _forget()
+        yield
+    _forget()
+
+
+def _forget() -> None:
+    blockwise.attend.clear_cache()
+    blockwise.differentiate.clear_cache()
+
+
+def _sizes(**changes: int) -> tuple[int, int, int, int, int, int, int]:
+    sizes = {"b": 2, "t": 10, "s": 11, "g": 2, "r": 2, "d": 3, "e": 5} | changes
+    b, t, s, g, r, d, e = sizes.values()
+    return b, t, s, g, r, d, e
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    b, t, s, g, r, d, e = (draw(st.integers(1, most)) for most in (2, 13, 13, 2, 2, 3, 3))
+    left, right = (draw(st.none() | st.integers(-3, 8)) for _ in range(2))
+    shapes = st.tuples(*(st.sampled_from((1, n)) for n in (b, g, r, t, s)))
+    biases, masks = (draw(st.lists(shapes, max_size=2)) for _ in range(2))
+    kind = Attention(
+        scale=draw(st.sampled_from((0.3, 1.0, -0.5))),
+        left=left,
+        right=right,
+        masked_score=draw(st.sampled_from((-math.inf, LOWEST, -1e30, -1e9, -1e4, -100.0, -1.0, 0.0, 2.0))),
+        n_biases=len(biases),
+        n_masks=len(masks),
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    positions = rng.permutation(t + 3)[:t], rng.permutation(s + 3)[:s]
+    return make_case(
+        rng,
+        kind,
+        sizes=(b, t, s, g, r, d, e),
+        bias_shapes=biases,
+        mask_shapes=masks,
+        seen=draw(st.sampled_from((0.0, 0.3, 0.9))),
+        positions=positions if draw(st.booleans()) else None,
+    )
+
+
+@settings(max_examples=3)
+@given(cases())
+def test_it_is_what_is_written(case: Case) -> None:
+    assert_same(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(cases())
+def test_it_is_what_is_written_in_many_cases(case: Case) -> None:
+    assert_same(case)
+
+
+@pytest.mark.parametrize("masked_score", [-math.inf, LOWEST, -1e4])
+def test_queries_that_see_nothing(masked_score: float) -> None:
+    """The first 12 see no key, whether a block of keys is computed or skipped."""
+    kind = Attention(scale=0.5, right=-12, masked_score=masked_score)
+    case = make_case(np.random.default_rng(0), kind, sizes=_sizes(t=16, s=12))
+    assert_same(case)
+    out, _ = with_gradients(case)
+    average = np.asarray(case.operands[2]).mean(axis=1)[:, :, None]
+    if math.isfinite(masked_score):
+        np.testing.assert_allclose(out[:, 0], np.broadcast_to(average, out[:, 0].shape), rtol=1e-5, atol=1e-5)
+    else:
+        assert np.isnan(out[:, :8]).all() and np.isfinite(out[:, 12:]).all()
+
+
+@pytest.mark.parametrize("added", [LOWEST, -1e4])
+def test_masks_that_are_added(added: float) -> None:
+    """The second example is all padding; its logsumexp, -1e9 + log(n_keys), is rounded to -1e9."""
+    kind = Attention(scale=0.5, n_biases=1, right=0, masked_score=-1e9)
+    case = make_case(np.random.default_rng(0), kind, sizes=_sizes(), bias_shapes=[(2, 1, 1, 1, 11)])
+    bias = jnp.zeros((2, 1, 1, 1, 11)).at[0, ..., 7:].set(added).at[1].set(added)
+    assert_same(Case(kind=kind, operands=(*case.operands[:-1], bias), out_bar=case.out_bar))
+
+
+@pytest.mark.parametrize("value", [math.inf, pytest.param(math.nan, marks=pytest.mark.slow)])
+def test_infinity_and_nan_reach_what_they_reach_when_written(value: float) -> None:
+    kind = Attention(scale=0.5)
+    case = make_case(np.random.default_rng(0), kind, sizes=_sizes())
+    for n, place in ((0, (0, 3, 0, 0, 0)), (1, (0, 2, 0, 0)), (2, (1, 2, 1, 0))):
+        operands = list(case.operands)
+        operands[n] = operands[n].at[place].set(value)
+        out, _ = with_gradients(Case(kind=kind, operands=tuple(operands), out_bar=case.out_bar))
+        np.testing.assert_allclose(out, written(*operands, kind=kind), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [(jnp.bfloat16,) * 3, (jnp.bfloat16, np.float32, jnp.float16)],
+    ids=lambda dtypes: " ".join(np.dtype(x).name for x in dtypes),
+)
+def test_sums_of_16_bits_are_in_32(dtypes: Any) -> None:
+    """All that is lost is the rounding of results, and of `out` in the gradient."""
+    kind = Attention(scale=0.5, right=0, masked_score=-1e9)
+    case = make_case(np.random.default_rng(0), kind, sizes=_sizes(t=40, s=40), dtypes=dtypes)
+    out, bars = with_gradients(case)
+    assert [x.dtype for x in bars] == [x.dtype for x in case.operands[:3]]
+    expected, expected_bars = written_with_gradients(case)
+    np.testing.assert_array_equal(_rounded_apart(out, expected), 0)
+    for x, y in zip(bars, expected_bars, strict=True):
+        difference = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()
+        assert difference < 4 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(np.asarray(y, np.float64)).max()
+
+
+def _rounded_apart(x: Any, expected: Any) -> Any:
+    """By how much results differ from the expected ones beyond one rounding."""
+    x, expected = np.asarray(x, np.float64), np.asarray(expected, np.float64)
+    bound = float(jnp.finfo(jnp.bfloat16).eps) * np.abs(expected) + 1e-6
+    return np.maximum(np.abs(x - expected) - bound, 0)
+
+
+def test_float64() -> None:
+    with jax.enable_x64(True):
+        kind = Attention(scale=0.5, right=0, masked_score=-1e9)
+        case = make_case(np.random.default_rng(0), kind, sizes=_sizes(), dtypes=(np.float64,) * 3)
+        assert_same(case, 1e-13)
+        assert attention_p.bind(*case.operands, kind=kind)[1].dtype == np.float64
+
+
+@pytest.mark.parametrize("sizes", [_sizes(s=1), _sizes(t=0), _sizes(b=0), _sizes(t=13, s=3), _sizes(t=1, s=30, r=1)])
+def test_lengths(sizes: Any) -> None:
+    assert_same(make_case(np.random.default_rng(0), Attention(scale=0.5, right=0, masked_score=-1e9), sizes=sizes))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True, "scale": 0.3},
+        {"local_window_size": (3, 1)},
+        {"bias": (2, 1, 10, 10)},
+        {"bias": (1, 4, 1, 10), "mask": (2, 1, 10, 10), "is_causal": True},
+    ],
+    ids=str,
+)
+def test_it_is_what_jax_computes(options: dict[str, Any]) -> None:
+    """`jax.nn.dot_product_attention` has heads in one dimension, groups beside each other."""
+    rng = np.random.default_rng(0)
+    options = {name: _made(rng, name, x) for name, x in options.items()}
+    query, key, value = (jnp.asarray(rng.standard_normal((2, 10, n, 4)), np.float32) for n in (4, 2, 2))
+    expected = jax.nn.dot_product_attention(query, key, value, **options, implementation="xla")
+
+    left, right = options.get("local_window_size", (None, None))
+    arrays = [_grouped(options[name]) for name in ("bias", "mask") if name in options]
+    kind = Attention(
+        scale=options.get("scale", 0.5),
+        left=left,
+        right=0 if "is_causal" in options else right,
+        masked_score=-0.7 * float(np.finfo(np.float32).max),
+        n_biases="bias" in options,
+        n_masks="mask" in options,
+    )
+    positions = [jnp.arange(10, dtype=np.int32)] * kind.n_positions
+    out, _ = attention_p.bind(query.reshape(2, 10, 2, 2, 4), key, value, *positions, *arrays, kind=kind)
+    np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
+
+
+def _made(rng: np.random.Generator, name: str, option: Any) -> Any:
+    if name == "bias":
+        return jnp.asarray(rng.standard_normal(option), np.float32)
+    return jnp.asarray(rng.random(option) < 0.7) if name == "mask" else option
+
+
+def _grouped(x: jax.Array) -> jax.Array:
+    """[b n t s] as [b g r t s]."""
+    return x.reshape(x.shape[0], 2 if x.shape[1] > 1 else 1, -1, *x.shape[2:])
+
+
+# ---- where it runs ---------------------------------------------------------------------------------------------------
+
+
+def test_vmap_of_some_operands() -> None:
+    """Only queries and the first bias are mapped, the bias along its last dimension."""
+    kind = Attention(scale=0.5, right=0, masked_score=-1e9, n_biases=2, n_masks=1)
+    shapes = {"bias_shapes": [(1, 1, 1, 10, 11), (2, 1, 1, 1, 11)], "mask_shapes": [(1, 1, 1, 1, 11)]}
+    rng = np.random.default_rng(0)
+    case, other = (make_case(rng, kind, sizes=_sizes(), **shapes) for _ in range(2))
+    mapped = [0, None, None, None, None, 5, None, None]
+    operands = [
+        x if dim is None else jnp.stack((x, y), dim)
+        for x, y, dim in zip(case.operands, other.operands, mapped, strict=True)
+    ]
+
+    def both(*operands: Any) -> Any:
+        one = Case(kind=kind, operands=operands, out_bar=case.out_bar)
+        return with_gradients(one)
+
+    together = jax.vmap(both, mapped)(*operands)
+    for i in range(2):
+        alone = both(*(x if dim is None else jnp.take(x, i, dim) for x, dim in zip(operands, mapped, strict=True)))
+        jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, rtol=1e-5, atol=1e-5), together, alone)
+
+
+def test_vmap_of_positions() -> None:
+    kind = Attention(scale=0.5, right=0, masked_score=-1e9)
+    case = make_case(np.random.default_rng(0), kind, sizes=_sizes())
+    starts = jnp.arange(3, dtype=np.int32) * 4
+
+    def run(start: Any) -> Any:
+        operands = (*case.operands[:3], case.operands[3] + start, case.operands[4])
+        return with_gradients(Case(kind=kind, operands=operands, out_bar=case.out_bar))
+
+    together = jax.vmap(run)(starts)
+    for i, start in enumerate(starts):
+        jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, rtol=1e-5, atol=1e-5), together, run(start))
+
+
+def test_loops_shards_and_remat() -> None:
+    """Each device has half of the queries, and positions that say which; the scan and the checkpoint are around it."""
+    kind = Attention(scale=0.5, right=0, masked_score=-1e9)
+    case = make_case(np.random.default_rng(0), kind, sizes=_sizes(t=12, s=12, e=3))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    specs = (P(None, "x"), P(), P(), P("x"), P())
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=specs, out_specs=P(None, "x"))
+    def run(query: Any, *others: Any) -> Any:
+        @jax.checkpoint
+        def body(query: Any, _: None) -> Any:
+            return attention_p.bind(query, *others, kind=kind)[0], None
+
+        return jax.lax.scan(body, query, None, length=2)[0]
+
+    query, *others = case.operands
+    expected = written(written(query, *others, kind=kind), *others, kind=kind)
+    np.testing.assert_allclose(run(query, *others), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_equal_attentions_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+    make = blockwise._problem
+    monkeypatch.setattr(blockwise, "_problem", lambda *args: traced.append(args) or make(*args))
+    case = make_case(np.random.default_rng(0), Attention(scale=0.125), sizes=_sizes(t=9))
+
+    def two_layers(*operands: Any) -> Any:
+        first, _ = attention_p.bind(*operands, kind=Attention(scale=0.125))
+        second, _ = attention_p.bind(*operands, kind=Attention(scale=0.125))
+        return first + second
+
+    lowered = jax.jit(two_layers).lower(*case.operands)
+    assert len(traced) == 1
+    assert lowered.as_text().count("call @attend") == 2
+    attention_p.bind(*case.operands, kind=case.kind)
+    attention_p.bind(*case.operands, kind=case.kind)
+    assert len(traced) == 1
+
+
+# ---- memory and work -------------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_no_query_sees_are_not_computed() -> None:
+    """A value of NaN would reach all queries by 0 * NaN. It does not reach those that skip its block."""
+    kind = Attention(scale=0.5, left=5, right=0)
+    case = make_case(np.random.default_rng(0), kind, sizes=_sizes(t=24, s=24))
+    value = case.operands[2].at[:, 9].set(math.nan)
+    out, _ = attention_p.bind(*case.operands[:2], value, *case.operands[3:], kind=kind)
+    sees = np.isnan(out).all(axis=(0, 2, 3, 4))
+    # Position 9 is in block 8 to 11. Queries from 8 on meet it, and those from 17 on have it out of their window.
+    np.testing.assert_array_equal(sees, [8 <= n < 20 for n in range(24)])
+
+
+def _compiled(t: int, kind: Attention) -> Any:
+    shapes = [(1, t, 1, 1, 32), (1, t, 1, 32), (1, t, 1, 32)]
+    operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    operands += [jax.ShapeDtypeStruct((t,), np.int32)] * kind.n_positions
+
+    def run(operands: Any) -> Any:
+        out, logsumexp = attention_p.bind(*operands, kind=kind)
+        params = {"kind": kind, "dtypes": ("float32",) * 3, "wants_bias": ()}
+        return attention_gradient_p.bind(*operands[:3], out, logsumexp, out, *operands[3:], **params)
+
+    return jax.jit(run).lower(operands).compile()
+
+
+def test_memory_is_linear_in_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Temporary bytes of both passes grow by the same with each position: by less than 20 vectors of a head."""
+    monkeypatch.setattr(blockwise, "SIDE", 256)
+    _forget()
+    kind = Attention(scale=0.125, right=0, masked_score=-1e9)
+    lengths = np.array([1024, 2048, 4096, 8192])
+    used = np.array([_compiled(t, kind).memory_analysis().temp_size_in_bytes for t in lengths])
+    slopes = np.diff(used) / np.diff(lengths)
+    assert slopes[2] < 1.05 * slopes[1] and slopes.max() < 32 * 4 * 20, (used, slopes)
+    _forget()

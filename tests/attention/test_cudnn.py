@@ -1,0 +1,202 @@
+"""On GPUs, cuDNN computes what it computes alike, and nothing else. Where no GPU is, a plain program replaces it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from minialpa.attention import blockwise, cudnn
+from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
+from tests.attention.written import Case, make_case, written
+
+CAUSAL = Attention(scale=0.5, right=0, masked_score=-1e9)
+SIZES = (1, 64, 64, 1, 2, 8, 8)
+HALVES = (jnp.bfloat16,) * 3
+
+
+@pytest.fixture(autouse=True)
+def new_version(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cudnn, "cudnn_version", lambda: 91000)
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    cudnn.attend.clear_cache()
+    cudnn.differentiate.clear_cache()
+
+
+def _case(kind: Attention, sizes: Any = SIZES, dtypes: Any = HALVES, **options: Any) -> Case:
+    return make_case(np.random.default_rng(0), kind, sizes=sizes, dtypes=dtypes, **options)
+
+
+# ---- which program ---------------------------------------------------------------------------------------------------
+
+
+def _lowered(case: Case) -> str:
+    """Text of both primitives, lowered for GPUs."""
+
+    def run(operands: Any, out_bar: Any) -> Any:
+        out, logsumexp = attention_p.bind(*operands, kind=case.kind)
+        dtypes = tuple(x.dtype.name for x in (*operands[:3], *case.biases))
+        return attention_gradient_p.bind(
+            *operands[:3],
+            out,
+            logsumexp,
+            out_bar,
+            *operands[3:],
+            kind=case.kind,
+            dtypes=dtypes,
+            wants_bias=(True,) * case.kind.n_biases,
+        )
+
+    return jax.jit(run).trace(case.operands, case.out_bar).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("kind", [Attention(scale=0.5), CAUSAL, dataclasses.replace(CAUSAL, left=7)], ids=str)
+def test_cudnn_is_called(kind: Attention) -> None:
+    text = _lowered(_case(kind))
+    assert "fmhaSoftmax(" in text and "fmhaSoftmaxBackward(" in text
+    if kind.has_window:
+        window = 0 if kind.left is None else kind.left + 1
+        assert "CAUSAL" in text and f"sliding_window_length\\22: {window}," in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Attention(scale=0.5), {"dtypes": (np.float32,) * 3}),
+        (Attention(scale=0.5), {"dtypes": (jnp.bfloat16, jnp.bfloat16, jnp.float16)}),
+        (Attention(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 8, 16)}),
+        (Attention(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 12, 12)}),
+        (Attention(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 256, 256)}),
+        (Attention(scale=-0.5), {}),
+        (Attention(scale=0.5, right=1), {}),
+        (Attention(scale=0.5, left=3), {}),
+        (Attention(scale=0.5, left=-1, right=0), {}),
+        (Attention(scale=0.5, n_masks=1), {"mask_shapes": [(1, 1, 1, 64, 64)]}),
+        (Attention(scale=0.5, n_biases=1), {"bias_shapes": [(1, 1, 1, 64, 64)]}),
+    ],
+    ids=str,
+)
+def test_cudnn_is_not_called(kind: Attention, options: Any) -> None:
+    assert "fmha" not in _lowered(_case(kind, **options))
+
+
+@pytest.mark.parametrize("version", [None, 90600])
+def test_cudnn_is_not_called_if_it_is_old_or_absent(monkeypatch: pytest.MonkeyPatch, version: int | None) -> None:
+    monkeypatch.setattr(cudnn, "cudnn_version", lambda: version)
+    assert "fmha" not in _lowered(_case(Attention(scale=0.5)))
+
+
+# ---- which numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of cuDNN, what it computes by its documentation; all arrays are doubled, to be recognised."""
+
+    def kind_of(scale: float, is_causal: bool, window: int | None) -> Attention:
+        return Attention(scale=scale, left=None if window is None else window - 1, right=0 if is_causal else None)
+
+    def operands(query: Any, key: Any, value: Any, kind: Attention) -> Any:
+        b, t, _, d = query.shape
+        positions = [jnp.arange(n, dtype=np.int32) for n in (t, key.shape[1])][: kind.n_positions]
+        return query.reshape(b, t, key.shape[2], -1, d), key, value, *positions
+
+    def forward(query: Any, key: Any, value: Any, *, scale: float, is_causal: bool, window: int | None) -> Any:
+        kind = kind_of(scale, is_causal, window)
+        arrays = operands(query, key, value, kind)
+        _, logsumexp = blockwise.attend(*arrays, kind=kind)
+        out = written(*arrays, kind=kind).reshape(query.shape).astype(query.dtype)
+        return out * 2, logsumexp.reshape(*query.shape[:-1]).transpose(0, 2, 1)
+
+    def backward(
+        query: Any,
+        key: Any,
+        value: Any,
+        out: Any,
+        logsumexp: Any,
+        out_bar: Any,
+        *,
+        scale: float,
+        is_causal: bool,
+        window: int | None,
+    ) -> Any:
+        kind = kind_of(scale, is_causal, window)
+        arrays = operands(query, key, value, kind)
+        shape = arrays[0].shape
+        bars = blockwise.differentiate(
+            *arrays[:3],
+            out.reshape(shape),
+            logsumexp.transpose(0, 2, 1).reshape(shape[:-1]),
+            out_bar.reshape(shape),
+            *arrays[3:],
+            kind=kind,
+            dtypes=(query.dtype.name,) * 3,
+            wants_bias=(),
+        )
+        return [(x * 2).reshape(y.shape) for x, y in zip(bars, (query, key, value), strict=True)]
+
+    monkeypatch.setattr(cudnn, "cudnn_attention", forward)
+    monkeypatch.setattr(cudnn, "cudnn_attention_gradient", backward)
+
+
+def _check(case: Case, by_cudnn: bool) -> None:
+    """Results are those of the plain program, doubled if cuDNN computed them."""
+    factor = 2.0 if by_cudnn else 1.0
+    out, logsumexp = blockwise.attend(*case.operands, kind=case.kind)
+    arrays = (*case.operands[:3], out, logsumexp, case.out_bar, *case.operands[3:])
+    params: Any = {"kind": case.kind, "dtypes": ("bfloat16",) * 3, "wants_bias": ()}
+    expected = (out, *blockwise.differentiate(*arrays, **params))
+
+    found_out, found_logsumexp = cudnn.attend(*case.operands, kind=case.kind)
+    found = (found_out, *cudnn.differentiate(*arrays, **params))
+    np.testing.assert_allclose(found_logsumexp, logsumexp, rtol=1e-5, atol=1e-5)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x.astype(np.float32), factor * y.astype(np.float32), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize(
+    ("name", "queries", "keys", "by_cudnn"),
+    [
+        ("whole", np.arange(64), np.arange(64), True),
+        ("part of both", np.arange(64) + 64, np.arange(64) + 64, True),
+        ("later queries", np.arange(64) + 64, np.arange(64), True),
+        ("one later", np.arange(64) + 1, np.arange(64), False),
+        ("earlier queries", np.arange(64), np.arange(64) + 64, False),
+        ("every second", 2 * np.arange(64), 2 * np.arange(64), False),
+        ("reversed", np.arange(64)[::-1], np.arange(64)[::-1], False),
+    ],
+)
+def test_positions_decide(name: str, queries: Any, keys: Any, by_cudnn: bool) -> None:
+    _check(_case(CAUSAL, positions=(queries, keys)), by_cudnn)
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize(("masked_score", "by_cudnn"), [(-math.inf, True), (-1e4, True), (-50.0, False), (0.0, False)])
+def test_masked_scores_that_have_weight(masked_score: float, by_cudnn: bool) -> None:
+    _check(_case(dataclasses.replace(CAUSAL, masked_score=masked_score)), by_cudnn)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_windows() -> None:
+    windowed = dataclasses.replace(CAUSAL, left=5)
+    _check(_case(windowed), True)
+    _check(_case(windowed, positions=(np.arange(64) + 64, np.arange(64))), False)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_more_keys_than_queries() -> None:
+    """The last 64 of 128 positions are not a diagonal that cuDNN counts from 0."""
+    _check(_case(CAUSAL, sizes=(1, 64, 128, 1, 2, 8, 8)), False)
+    _check(_case(CAUSAL, sizes=(1, 64, 128, 1, 2, 8, 8), positions=(np.arange(64) + 128, np.arange(128))), True)
