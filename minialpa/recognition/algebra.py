@@ -130,6 +130,8 @@ class Expr(Node):
 
     def __init__(self, terms: Mapping[Monomial, float]) -> None:
         self.terms: Mapping[Monomial, float] = terms
+        if any(math.isnan(c) for c in terms.values()):
+            raise NoFormula
         if len(terms) > _MOST_TERMS or any(len(monomial.atoms) > _MOST_ATOMS for monomial in terms):
             raise NoFormula
         super().__init__(frozenset(terms.items()), frozenset().union(*(monomial.labels for monomial in terms)))

@@ -323,7 +323,10 @@ def _same(forms: Forms, eqn: JaxprEqn) -> Form:
 def _convert(forms: Forms, eqn: JaxprEqn) -> Form:
     old, new = (aval_of(atom).dtype.name for atom in (eqn.invars[0], eqn.outvars[0]))
     form = forms[eqn.invars[0]]
-    is_number = form.expr.constant is not None and new in _FLOATS
+    c = form.expr.constant
+    # Every dtype of whole numbers has these.
+    is_small = c is not None and c in range(128) and "int" in new
+    is_number = c is not None and (new in _FLOATS or is_small)
     if not is_number and (old not in _FLOATS or new not in _FLOATS) and old != new:
         raise NoFormula
     return form
@@ -353,7 +356,7 @@ def _broadcast_in_dim(forms: Forms, eqn: JaxprEqn) -> Form:
 def _reshape(forms: Forms, eqn: JaxprEqn) -> Form:
     """Dimensions of length 1 come and go; other ones stay as they are."""
     form = forms[eqn.invars[0]]
-    if eqn.params.get("dimensions") is not None:
+    if eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None:
         raise NoFormula
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     kept = [label for label, size in zip(form.axes, old, strict=True) if size != 1]
@@ -481,7 +484,8 @@ def _select_n(forms: Forms, eqn: JaxprEqn) -> Form:
             continue
         if c == 0:
             return Form(axes, multiply(of_atom(Mask(leaf, positive)), other), _sources(*operands))
-        if c is not None and all(monomial.exponent is None for monomial in other.terms):
+        is_score = c is not None and (math.isfinite(c) or c == -math.inf)
+        if c is not None and is_score and all(monomial.exponent is None for monomial in other.terms):
             return Form(axes, of_atom(Masked(other, Mask(leaf, positive), c)), _sources(*operands))
     raise NoFormula
 
@@ -512,6 +516,11 @@ def _reduce_sum(forms: Forms, eqn: JaxprEqn) -> Form:
 def _dot_general(forms: Forms, eqn: JaxprEqn) -> Form:
     (left_dims, right_dims), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left, right = (forms.factor(atom) for atom in eqn.invars)
+    # A product with an array of one number, such as a mask of ones, may have a product as its other operand.
+    if left.expr.constant is not None:
+        right = forms[eqn.invars[1]]
+    elif right.expr.constant is not None:
+        left = forms[eqn.invars[0]]
     for atom, form in zip(eqn.invars, (left, right), strict=True):
         # The result of an attention goes on into the model; only products with its probabilities are followed.
         if not is_literal(atom) and atom in forms.followed and _has_ended(forms, form):
@@ -561,6 +570,14 @@ def _joined(forms: Forms, left: Form, right: Form, pairs: Iterable[tuple[int, in
     return left, right
 
 
+def _part_of_number(forms: Forms, eqn: JaxprEqn) -> Form:
+    """A part of an array whose elements are all one number, such as the head mask of ones that no user gave."""
+    form = forms[eqn.invars[0]]
+    if form.expr.constant is None:
+        raise NoFormula
+    return Form((None,) * len(shape_of(eqn.outvars[0])), form.expr, form.sources)
+
+
 def _reduce_precision(forms: Forms, eqn: JaxprEqn) -> Form:
     """What saved values go through under `jax.checkpoint`: a rounding to the dtype that they have."""
     if not _keeps_elements(eqn):
@@ -571,6 +588,7 @@ def _reduce_precision(forms: Forms, eqn: JaxprEqn) -> Form:
 _LAYOUTS: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "convert_element_type": _convert,
+    "dynamic_slice": _part_of_number,
     "copy": _same,
     "copy_p": _same,
     "name": _same,
@@ -582,6 +600,7 @@ _LAYOUTS: dict[str, Rule] = {
     "neg": _elementwise(lambda x: scaled(x, -1.0)),
     "sqrt": _of_number(math.sqrt),
     "reduce_precision": _reduce_precision,
+    "slice": _part_of_number,
     "rsqrt": _of_number(lambda x: 1 / math.sqrt(x)),
     "pow": _pow,
 }

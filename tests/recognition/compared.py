@@ -52,6 +52,8 @@ def compared(fun: Callable[..., Any], *args: Any, tolerance: float = 1e-5, one_s
         own size is that of its rounding error.
     """
     found = recognised(fun, *args)
+    if found.counts == (0, 0):  # the same program
+        return found
     leaves = jax.tree.leaves(args)
     new = jax.jit(lambda *xs: eval_flat(found.step.flat, xs))(*leaves)
     old = jax.jit(lambda *xs: jax.tree.leaves(fun(*jax.tree.unflatten(jax.tree.structure(args), xs))))(*leaves)

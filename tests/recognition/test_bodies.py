@@ -52,12 +52,17 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", BODIES)
+#: Cases that are like others.
+LONG = ("remat with barriers", "saved products without batch")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in BODIES])
 def test_scans_over_layers(name: str) -> None:
     body, counts = BODIES[name]
     assert compared(scanned(body), WEIGHTS, X).counts == counts
 
 
+@pytest.mark.slow
 def test_a_scan_backwards_with_unrolled_iterations() -> None:
     assert compared(scanned(layer, reverse=True, unroll=3), WEIGHTS, X).counts == (1, 1)
 
@@ -132,5 +137,5 @@ def _temporary_bytes(length: int) -> int:
 
 
 def test_memory_grows_linearly_with_the_length() -> None:
-    short, long = _temporary_bytes(2048), _temporary_bytes(8192)
+    short, long = _temporary_bytes(1024), _temporary_bytes(4096)
     assert long < 5 * short

@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_dot_product_attention(name: str) -> None:
     options = OPTIONS[name]
     fun = functools.partial(dpa, **options)
-    assert compared(fun, *SAME).counts == (1, 0)
+    assert recognised(fun, *SAME).counts == (1, 0)
     assert compared(with_gradients(fun), *SAME).counts == (1, 1)
 
 
@@ -84,7 +84,7 @@ def test_layers_of_the_models() -> None:
     assert compared(fun, *SAME, array(7, 1, N, T, T)).counts == (1, 1)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+@pytest.mark.parametrize("wanted", [(0,), (2,), *(pytest.param(w, marks=pytest.mark.slow) for w in ((1,), (0, 2)))])
 def test_some_gradients(wanted: tuple[int, ...]) -> None:
     fun = functools.partial(dpa, is_causal=True)
     assert compared(with_gradients(fun, wanted), *SAME).counts == (1, 1)
@@ -132,7 +132,7 @@ SOFTMAX = {
 
 
 @pytest.mark.parametrize("name", SOFTMAX)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ways_to_write_softmax(name: str, masked: bool) -> None:
     def attention(q: Any, k: Any, v: Any) -> Any:
         x = jnp.einsum("bthd,bshd->bhts", q, k) / math.sqrt(D)
@@ -141,7 +141,7 @@ def test_ways_to_write_softmax(name: str, masked: bool) -> None:
         return jnp.einsum("bhts,bshd->bthd", SOFTMAX[name](x), v)
 
     assert compared(with_gradients(attention), QUERY, KEY, VALUE).counts == (1, 1)
-    assert compared(attention, QUERY, KEY, VALUE).counts == (1, 0)
+    assert recognised(attention, QUERY, KEY, VALUE).counts == (1, 0)
 
 
 def _divided_behind(q: Any, k: Any, v: Any) -> Any:
@@ -265,7 +265,7 @@ WRITTEN = {
 def test_ways_to_write_attention(name: str) -> None:
     fun, attentions = WRITTEN[name]
     assert compared(with_gradients(fun), QUERY, KEY, VALUE).counts == (attentions, 1)
-    assert compared(fun, QUERY, KEY, VALUE).counts == (1, 0)
+    assert recognised(fun, QUERY, KEY, VALUE).counts == (1, 0)
 
 
 def test_one_array_for_query_key_and_value() -> None:
@@ -300,3 +300,12 @@ def test_attentions_with_few_scores_are_left_as_written() -> None:
     assert recognised(with_gradients(dpa), *SAME, everywhere=False).counts == (0, 0)
     long = tuple(jax.ShapeDtypeStruct((1, 256, 1, 2), jnp.float32) for _ in range(3))
     assert recognised(jax.grad(lambda *a: jnp.sum(dpa(*a) ** 2)), *long, everywhere=False).counts == (1, 1)
+
+
+def test_a_mask_of_heads_that_is_all_ones() -> None:
+    def fun(q: Any, k: Any, v: Any) -> Any:
+        heads = jnp.ones((3, N))[1]
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        return jnp.einsum("bhts,bshd->bthd", jnp.einsum("bhts,h->bhts", p, heads), v)
+
+    assert compared(with_gradients(fun), QUERY, KEY, VALUE).counts == (1, 1)
