@@ -9,6 +9,7 @@ attention is left as it was written.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
@@ -97,6 +98,16 @@ def rewrite(
     return rewriter.run(section or (0,) * len(eqns))
 
 
+def _parts_by_scores(eqns: Sequence[JaxprEqn], forms: Forms) -> dict[Set[Var], list[int]]:
+    """The equations of each attention, by its scores: those that make them, and what depends on their exponential."""
+    parts: dict[Set[Var], list[int]] = defaultdict(list)
+    maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
+    for var, form in forms.followed.items():
+        if var in maker:
+            parts[form.scores].append(maker[var])
+    return {scores: sorted({*own, *(maker[var] for var in scores if var in maker)}) for scores, own in parts.items()}
+
+
 class _Rewriter:
     def __init__(
         self, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], forms: Forms, written: Written, accept: Accept
@@ -106,6 +117,7 @@ class _Rewriter:
         self._fixed = frozenset(forms.fixed)
         self._roles: dict[Var, Role | None] = {}
         self._operands: dict[Var, Operands | None] = {}
+        self._parts = _parts_by_scores(eqns, forms)
 
     def run(self, section: Sequence[int]) -> list[NewEquation] | None:
         left: set[Name] = set()
@@ -201,17 +213,9 @@ class _Rewriter:
         if any(request.role.value is not None and self._operands_of(request) is None for request in requests):
             return False
         (scores,) = name[1]
-        dropped = [i for i, eqn in enumerate(self._eqns) if i not in kept and self._belongs(eqn, name)]
-        if any(scores in eqn.outvars for i, eqn in enumerate(self._eqns) if i in kept):
+        if any(scores in self._eqns[i].outvars for i in self._parts[name[1]] if i in kept):
             return False
-        return self._accept(forward, dropped)
-
-    def _belongs(self, eqn: JaxprEqn, name: Name) -> bool:
-        """Whether an equation is part of an attention: its scores, or what depends on their exponential."""
-        return any(
-            var in name[1] or (var in self._forms.followed and self._forms.followed[var].scores == name[1])
-            for var in eqn.outvars
-        )
+        return self._accept(forward, [i for i in self._parts[name[1]] if i not in kept])
 
     def _cotangent_key(self, request: Request) -> object:
         cotangent = request.role.cotangent
