@@ -24,6 +24,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective
 from minialpa.errors import VerifyError
+from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import eager_reductions
 from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
@@ -139,13 +140,30 @@ class _Shards(Generic[T]):
             return
 
         factors = factors_of(eqn)
-        made = self.ops.run(eqn, factors, chosen, operands)
+        run = self._run_balanced if chosen.is_balanced else self.ops.run
+        made = run(eqn, factors, chosen, operands)
         # Only sums can stay pending. A maximum, for example, is reduced at once.
         finish = eager_reductions(factors, chosen.operands, chosen.made, self.program.mesh.shape)
         for v, shard, step, src, dst in zip(eqn.outvars, made, finish, chosen.made, chosen.results, strict=True):
             finished = shard if step is None else self.ops.move(shard, step, v)
             self.held[v, src] = finished
             self.held[v, dst] = self.moved(finished, v, src, dst)
+
+    def _run_balanced(self, eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[T]) -> list[T]:
+        """Run an equation between two exchanges that give all devices equal work."""
+        balance = balance_of(factors, chosen.operands, chosen.made, self.program.mesh.shape)
+        assert balance is not None, (eqn.primitive, chosen)
+
+        # An array that is several operands in one spec is exchanged once.
+        known: dict[tuple[int, ReshardStep | None], T] = {}
+        for atom, shard, step in zip(eqn.invars, operands, balance.operands, strict=True):
+            if (id(atom), step) not in known:
+                known[id(atom), step] = shard if step is None else self.ops.move(shard, step, atom)
+
+        swapped = [known[id(atom), step] for atom, step in zip(eqn.invars, balance.operands, strict=True)]
+        made = self.ops.run(eqn, factors, chosen, swapped)
+        ends = zip(eqn.outvars, made, balance.results, strict=True)
+        return [shard if step is None else self.ops.move(shard, step, v) for v, shard, step in ends]
 
     def _run_loop(self, eqn: JaxprEqn, chosen: EquationSpecs, operands: list[T]) -> None:
         body, inside = _iteration(eqn, chosen, self.program)
@@ -366,6 +384,11 @@ def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
             return lax.psum_scatter(x, names, scatter_dimension=step.dim, tiled=True)
         case "all-to-all":
             return lax.all_to_all(x, names, step.dim, step.source, tiled=True)
+        case "swap":
+            n = math.prod(mesh_shape[axis] for axis in step.axes)
+            kept, sent = jnp.split(x, 2, axis=step.dim)
+            received = lax.ppermute(sent, names, [(i, n - 1 - i) for i in range(n)])
+            return jnp.concatenate([kept, received], axis=step.dim)
 
 
 def _all_reduce(x: Any, names: tuple[str, ...], reduction: Reduction) -> Any:

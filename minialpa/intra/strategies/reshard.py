@@ -25,7 +25,7 @@ from minialpa.errors import ShardingError
 from minialpa.rules.factors import Reduction
 from minialpa.sharding import Spec, specs_of
 
-ReshardKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"]
+ReshardKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "swap"]
 #: Seconds that every step costs besides its communication, so that of paths that cost the same the shortest is taken.
 _STEP_S = 1e-13
 #: Seconds that a mask costs on top, so that no sum is left pending without a reason.
@@ -41,7 +41,7 @@ class ReshardStep:
         axes: mesh axes along which they do it.
         src: the spec before.
         dst: the spec after.
-        dim: the dimension that is cut, gathered, scattered to, or that an all-to-all splits.
+        dim: the dimension that is cut, gathered, scattered to, that an all-to-all splits, or whose halves are swapped.
         source: the dimension that an all-to-all puts together again.
         reduction: of an all-reduce; all others sum.
     """
@@ -61,6 +61,8 @@ class ReshardStep:
                 return None
             case "all-gather":
                 return Collective("all-gather", n_bytes / self.dst.n_shards(mesh_shape), self.axes)
+            case "swap":
+                return Collective("collective-permute", n_bytes / self.src.n_shards(mesh_shape) / 2, self.axes)
             case _:
                 kind: CollectiveKind = self.kind
                 return Collective(kind, n_bytes / self.src.n_shards(mesh_shape), self.axes)
