@@ -1,4 +1,4 @@
-"""Devices that split query positions under a causal mask exchange halves: same numbers, equal work, as it was planned."""
+"""Devices that split query positions under a causal mask exchange halves: same numbers, equal work, as planned."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from minialpa.attention.operation import Attention, attention_gradient_p, attent
 from minialpa.cluster import DeviceSpec
 from minialpa.intra.spmd import ShardedEquations, collectives_of, shard_program, take_step
 from minialpa.intra.strategies.balance import balance_of
-from minialpa.intra.strategies.reshard import ReshardStep
+from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.intra.strategies.strategies import StrategySet, enumerate_strategies
 from minialpa.rules.factors import factors_of, forget
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec
-from minialpa.tracing.jaxprs import eval_equation, shape_of
+from minialpa.tracing.jaxprs import bytes_of, eval_equation, shape_of
 from tests.attention_calls import causal
 
 _B, _G, _R, _D, _E = 1, 1, 2, 4, 3
@@ -65,7 +65,6 @@ def _equations(kind: Attention, n: int, positions: Any = None) -> dict[str, tupl
     others = [*at, *added[: kind.n_biases], *masks]
 
     out, logsumexp = attention_p.bind(query, key, value, *others, kind=kind)
-    # All positions of queries and keys are one array, which the equation reads in two specs.
     dtypes, wants_bias = (query.dtype.name,) * (3 + kind.n_biases), (True,) * kind.n_biases
     found = {}
     for name, primitive, operands, params in (
@@ -141,3 +140,132 @@ def test_balanced_devices_give_the_numbers_of_one(kind: str, shape: tuple[int, .
                 planned[one.kind] += int(one.n_bytes) * times
             assert planned["collective-permute"] > 0
             assert _kinds_and_bytes(compiled.as_text())["collective-permute"] == planned["collective-permute"]
+
+
+@pytest.mark.parametrize("shape, axes", [((2,), (0,)), ((3,), (0,)), ((4,), (0,)), ((2, 2), (0, 1)), ((2, 2), (1,))])
+def test_two_exchanges_are_none(shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    """And one pairs each early half with a late one."""
+    n = int(np.prod([shape[axis] for axis in axes]))
+    spec = Spec((axes, ()))
+    step = ReshardStep(kind="swap", axes=axes, src=spec, dst=spec, dim=0)
+    mesh = Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), AXIS_NAMES[: len(shape)])
+
+    def run(n_times: int, x: jax.Array) -> jax.Array:
+        def swap(x: jax.Array) -> jax.Array:
+            for _ in range(n_times):
+                x = take_step(x, step, shape)
+            return x
+
+        return jax.shard_map(swap, mesh=mesh, in_specs=spec.partition_spec(), out_specs=spec.partition_spec())(x)
+
+    halves = jnp.arange(2 * n)[:, None] * jnp.ones((1, 3), jnp.int32)
+    np.testing.assert_array_equal(run(2, halves), halves)
+    pairs = np.asarray(run(1, halves))[:, 0].reshape(n, 2)
+    np.testing.assert_array_equal(pairs, [(2 * i, 2 * n - 1 - 2 * i) for i in range(n)])
+
+
+def _work(kind: Attention, rows: np.ndarray, n_keys: int) -> int:
+    """Pairs of blocks that are computed for these query positions, as `blockwise` finds them."""
+    blocks, keys = rows.reshape(-1, _SIDE), np.arange(n_keys).reshape(-1, _SIDE)
+    seen = np.ones((len(blocks), len(keys)), bool)
+    if kind.left is not None:
+        seen &= keys.max(1)[None] - blocks.min(1)[:, None] >= -kind.left
+    if kind.right is not None:
+        seen &= keys.min(1)[None] - blocks.max(1)[:, None] <= kind.right
+    return int(seen.sum())
+
+
+_SIDE = minialpa.rules.attention.SIDE
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_devices_compute_about_equally_many_blocks(n: int, blocks: int) -> None:
+    """Without the exchange, the busiest computes almost twice the mean."""
+    kind, t = causal(_D), 2 * n * blocks * _SIDE
+    halves = np.arange(t).reshape(2 * n, -1)
+    alone = [_work(kind, halves[[2 * i, 2 * i + 1]].ravel(), t) for i in range(n)]
+    paired = [_work(kind, halves[[2 * i, 2 * n - 1 - 2 * i]].ravel(), t) for i in range(n)]
+    assert sum(alone) == sum(paired)
+    assert max(paired) <= 1.1 * np.mean(paired)
+    assert max(alone) > (1.1 if n == 2 else 1.4) * np.mean(alone)
+
+
+@pytest.mark.parametrize("kind", [causal(_D), causal(_D, left=5), causal(_D, left=40), causal(_D, left=0, right=None)])
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.usefixtures("small_blocks")
+def test_balanced_share_is_the_work_of_the_busiest(kind: Attention, n: int) -> None:
+    t = 12 * n
+    eqn, _ = _equations(kind, t)["forward"]
+    factors = factors_of(eqn)
+    (factor,) = factors.ramps
+    assert factors.may_balance(factor, n)
+
+    ahead = np.arange(t)[None] - np.arange(t)[:, None]
+    left, right = (t if reach is None else reach for reach in (kind.left, kind.right))
+    halves = ((ahead >= -left) & (ahead <= right)).sum(1).reshape(2 * n, -1).sum(1)
+    paired = [halves[2 * i] + halves[2 * n - 1 - 2 * i] for i in range(n)]
+    assert factors.n_balanced_shares(factor, n) == pytest.approx(halves.sum() / max(paired))
+
+
+@pytest.mark.parametrize(
+    "t, n, expected", [(16, 2, True), (12, 3, True), (12, 2, False), (8, 4, False), (16, 1, False)]
+)
+@pytest.mark.usefixtures("small_blocks")
+def test_halves_are_whole_blocks(t: int, n: int, expected: bool) -> None:
+    factors = factors_of(_equations(causal(_D), t)["forward"][0])
+    (factor,) = factors.ramps
+    assert factors.may_balance(factor, n) == expected
+
+
+@pytest.mark.parametrize("kind", [Attention(scale=1.0), causal(_D, left=2, right=1)], ids=["all", "both sides"])
+@pytest.mark.usefixtures("small_blocks")
+def test_equal_work_is_not_exchanged(kind: Attention) -> None:
+    for eqn, _ in _equations(kind, 16).values():
+        strategies, s = _split_by_positions(eqn, LogicalMesh((4,)))
+        assert not strategies.balanced
+        specs = strategies.read(s)
+        assert balance_of(factors_of(eqn), specs.operands, specs.made, (4,)) is None
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_examples_and_heads_are_not_exchanged() -> None:
+    for eqn, _ in _equations(causal(_D), 16).values():
+        strategies, _ = _split_by_positions(eqn, LogicalMesh((2,)))
+        for s, spec in enumerate(strategies.operands[0]):
+            assert (s in strategies.balanced) == bool(spec.dims[1])
+
+
+def _device() -> DeviceSpec:
+    return DeviceSpec(name="device", memory_bytes=1e12, memory_bandwidth=1e15, peak_flops=(("float32", 1e12),))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_halves_are_exchanged_where_that_is_cheaper() -> None:
+    """Over fast links; over slow ones, the busiest device sets the time. Either way, the price is that of what runs."""
+    eqn, _ = _equations(causal(_D), 64)["backward"]
+    factors = factors_of(eqn)
+    fast = LogicalMesh((4,), alpha=(1e-12,), beta=(1e-15,), device=_device())
+    slow = dataclasses.replace(fast, alpha=(1e-3,))
+
+    seconds = []
+    for mesh in (fast, slow):
+        strategies, s = _split_by_positions(eqn, mesh)
+        assert (s in strategies.balanced) == (mesh is fast)
+        seconds.append(strategies.compute_s[s])
+        moved = collectives_of(_program(eqn, strategies.read(s), mesh))
+        swapped_s = sum(one.seconds(mesh) for one, *_ in moved if one.kind == "collective-permute")
+        assert (swapped_s > 0) == (mesh is fast)
+        assert strategies.communication_s[s] == pytest.approx(_unbalanced_s(eqn, strategies, s, mesh) + swapped_s)
+
+    (factor,) = factors.ramps
+    ratio = factors.n_shares(factor, 4) / factors.n_balanced_shares(factor, 4)
+    assert ratio < 0.6
+    assert seconds[0] == pytest.approx(ratio * seconds[1])
+
+
+def _unbalanced_s(eqn: JaxprEqn, strategies: StrategySet, s: int, mesh: LogicalMesh) -> float:
+    """Seconds of turning what is made into the results."""
+    chosen = strategies.read(s)
+    ends = zip(eqn.outvars, chosen.made, chosen.results, strict=True)
+    return sum(reshard_table(shape_of(v), bytes_of(v), mesh).cost(made, left) for v, made, left in ends)
