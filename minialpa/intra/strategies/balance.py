@@ -40,7 +40,10 @@ class Balance:
     results: tuple[ReshardStep | None, ...]
 
     def seconds(self, eqn: JaxprEqn, mesh: LogicalMesh) -> float:
-        """Seconds of all exchanges. An array that is several operands in one spec is exchanged once."""
+        """Seconds of all exchanges. An array that is several operands in one spec is exchanged once.
+
+        A program may exchange less: positions that it makes itself, and what an earlier equation had exchanged.
+        """
         atoms, steps = (*eqn.invars, *eqn.outvars), (*self.operands, *self.results)
         moved = {(id(atom), step): bytes_of(atom) for atom, step in zip(atoms, steps, strict=True) if step is not None}
         collectives = (step.collective(n_bytes, mesh.shape) for (_, step), n_bytes in moved.items())

@@ -25,7 +25,7 @@ from minialpa.errors import ShardingError
 from minialpa.rules.factors import Reduction
 from minialpa.sharding import Spec, specs_of
 
-ReshardKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "swap"]
+ReshardKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "swap", "cut-halves"]
 #: Seconds that every step costs besides its communication, so that of paths that cost the same the shortest is taken.
 _STEP_S = 1e-13
 #: Seconds that a mask costs on top, so that no sum is left pending without a reason.
@@ -37,7 +37,8 @@ class ReshardStep:
     """One operation on the shards of an array.
 
     Attributes:
-        kind: what the devices do.
+        kind: what the devices do. A swap exchanges halves as `balance.py` says, and cut-halves takes from a replicated
+            array what a cut and a swap would give.
         axes: mesh axes along which they do it.
         src: the spec before.
         dst: the spec after.
@@ -57,7 +58,7 @@ class ReshardStep:
     def collective(self, n_bytes: float, mesh_shape: tuple[int, ...]) -> Collective | None:
         """What is communicated for an array of `n_bytes` in all; None if nothing is."""
         match self.kind:
-            case "cut" | "mask":
+            case "cut" | "mask" | "cut-halves":
                 return None
             case "all-gather":
                 return Collective("all-gather", n_bytes / self.dst.n_shards(mesh_shape), self.axes)

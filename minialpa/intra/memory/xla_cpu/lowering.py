@@ -212,7 +212,7 @@ def add_step(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, mesh_sha
     shape = step.dst.shard_shape(shape_of(atom), mesh_shape)
     if step.kind == "mask" and v in recorder.zeros:
         return v
-    if step.kind in ("cut", "mask"):
+    if step.kind in ("cut", "mask", "cut-halves"):
         out = recorder.shard(atom, shape, step.kind)
         recorder.add("loop", (v,), (out,), joins_sum=False)
         return out
