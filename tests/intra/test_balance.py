@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import pathlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,18 +17,23 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import minialpa
 import minialpa.rules.attention
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
-from minialpa import LogicalMesh, hlo
+from minialpa import LogicalMesh, ShardParallel, VerifyError, hlo
 from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
 from minialpa.cluster import DeviceSpec
+from minialpa.intra.memory.recording import record_program
+from minialpa.intra.memory.xla_cpu.model import XLA_CPU
 from minialpa.intra.spmd import ShardedEquations, collectives_of, shard_program, take_step
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.intra.strategies.strategies import StrategySet, enumerate_strategies
+from minialpa.plan.codec import decode
 from minialpa.rules.factors import factors_of, forget
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec
 from minialpa.tracing.jaxprs import bytes_of, eval_equation, shape_of
+from tests.attention.test_attention_plans import _arguments, _step
 from tests.attention_calls import causal
 
 _B, _G, _R, _D, _E = 1, 1, 2, 4, 3
@@ -50,15 +57,15 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
-def _equations(kind: Attention, n: int, positions: Any = None) -> dict[str, tuple[JaxprEqn, list[Any]]]:
+def _equations(kind: Attention, n: int, dtype: Any = None) -> dict[str, tuple[JaxprEqn, list[Any]]]:
     """Attention of n positions and its gradient, each with its operands."""
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape))
+        return jnp.asarray(rng.normal(size=shape), dtype)
 
     query, key, value = draw(_B, n, _G, _R, _D), draw(_B, n, _G, _D), draw(_B, n, _G, _E)
-    at = [jnp.arange(n, dtype=jnp.int32) if positions is None else positions] * kind.n_positions
+    at = [jnp.arange(n, dtype=jnp.int32)] * kind.n_positions
     n_added = kind.n_biases + kind.n_masks
     added = [draw(*({"t": n, "s": n}.get(x, x) for x in shape)) for shape in _ADDED[:n_added]]
     masks = [x > -1 for x in added[kind.n_biases :]]
@@ -269,3 +276,78 @@ def _unbalanced_s(eqn: JaxprEqn, strategies: StrategySet, s: int, mesh: LogicalM
     chosen = strategies.read(s)
     ends = zip(eqn.outvars, chosen.made, chosen.results, strict=True)
     return sum(reshard_table(shape_of(v), bytes_of(v), mesh).cost(made, left) for v, made, left in ends)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4,), (2, 4)], ids=str)
+@pytest.mark.usefixtures("small_blocks")
+def test_a_step_runs_and_exchanges_as_planned(shape: tuple[int, ...], tmp_path: pathlib.Path) -> None:
+    """Forward and backward, with the plan read from its file."""
+    with jax.enable_x64(True):
+        _check_step(shape, 16 * math.prod(shape), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_step_of_many_blocks_runs_and_exchanges_as_planned(tmp_path: pathlib.Path) -> None:
+    with jax.enable_x64(True):
+        _check_step((4,), 4096, tmp_path)
+
+
+def _check_step(shape: tuple[int, ...], s: int, tmp_path: pathlib.Path) -> None:
+    arguments = jax.tree.map(lambda x: x.astype(np.float64), _arguments(b=1, s=s))
+    method = ShardParallel(LogicalMesh(shape))
+    plan = minialpa.parallelize(_step(minialpa.value_and_grad), method=method).plan(*arguments)
+    n_balanced = sum(one.is_balanced for one in plan.stages[0].equation_specs)
+    assert n_balanced == 4  # of two layers, forward and backward
+
+    plan.save(tmp_path / "plan.json")
+    loaded = minialpa.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+
+    step = minialpa.parallelize(_step(minialpa.value_and_grad), method=loaded)
+    executable = step.get_executable(*arguments)
+    planned: Counter[str] = Counter()
+    for one in plan.collectives:
+        planned[one.kind] += int(one.n_bytes) * one.times_per_step
+    assert planned["collective-permute"] > 0
+    assert _kinds_and_bytes(*executable.get_hlo_text()) == planned
+
+    expected = jax.jit(_step(jax.value_and_grad))(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), step(*arguments), expected)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_plan_that_balances_what_cannot_be_is_refused() -> None:
+    """The mark is on an equation whose devices have nothing to exchange, or is no mark."""
+    arguments = _arguments(b=1, s=64)
+    step = minialpa.parallelize(_step(minialpa.value_and_grad), method=ShardParallel(LogicalMesh((4,))))
+    plan = step.plan(*arguments)
+    stage = plan.stages[0]
+    i = next(i for i, one in enumerate(stage.equation_specs) if not one.is_balanced)
+
+    wrong = list(stage.equation_specs)
+    wrong[i] = dataclasses.replace(wrong[i], is_balanced=True)
+    plan = dataclasses.replace(plan, stages=(dataclasses.replace(stage, equation_specs=tuple(wrong)),))
+    with pytest.raises(VerifyError, match=rf"equation_specs\[{i}\].*nothing to exchange"):
+        minialpa.parallelize(_step(minialpa.value_and_grad), method=plan)(*arguments)
+
+    for mark in (False, 1, "true"):
+        with pytest.raises(VerifyError, match="`true` if it is balanced"):
+            decode(EquationSpecs, [[], [], [], [], mark], "specs")
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_memory_has_room_for_what_is_exchanged(way: str) -> None:
+    mesh = LogicalMesh((2,))
+    eqn, operands = _equations(_KINDS["causal"], 4 * _SIDE, dtype=np.float32)[way]
+    strategies, s = _split_by_positions(eqn, mesh)
+    chosen = strategies.read(s)
+    assert chosen.is_balanced
+    predicted = {}
+    for is_balanced in (True, False):
+        program = _program(eqn, dataclasses.replace(chosen, is_balanced=is_balanced), mesh)
+        predicted[is_balanced] = record_program(program, XLA_CPU).temp_bytes()
+    program = _program(eqn, chosen, mesh)
+    needed = _compiled(program, operands).memory_analysis().temp_size_in_bytes
+    print(predicted, needed)
+    assert needed <= predicted[True] <= 2 * needed
+    assert predicted[True] > predicted[False]
