@@ -21,6 +21,7 @@ import minialpa
 import minialpa.rules.attention
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa import LogicalMesh, ShardParallel, VerifyError, hlo
+from minialpa.attention import blockwise
 from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
 from minialpa.cluster import DeviceSpec
 from minialpa.intra.memory.recording import record_program
@@ -33,8 +34,7 @@ from minialpa.plan.codec import decode
 from minialpa.rules.factors import factors_of, forget
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec
 from minialpa.tracing.jaxprs import bytes_of, eval_equation, shape_of
-from tests.attention.test_attention_plans import _arguments, _step
-from tests.attention_calls import causal
+from tests.attention_calls import causal, two_layers, two_layers_arguments
 
 _B, _G, _R, _D, _E = 1, 1, 2, 4, 3
 _KINDS = {
@@ -174,28 +174,31 @@ def test_two_exchanges_are_none(shape: tuple[int, ...], axes: tuple[int, ...]) -
     np.testing.assert_array_equal(pairs, [(2 * i, 2 * n - 1 - 2 * i) for i in range(n)])
 
 
-def _work(kind: Attention, rows: np.ndarray, n_keys: int) -> int:
-    """Pairs of blocks that are computed for these query positions, as `blockwise` finds them."""
-    blocks, keys = rows.reshape(-1, _SIDE), np.arange(n_keys).reshape(-1, _SIDE)
+def _work(kind: Attention, positions: np.ndarray, n_keys: int, n_heads: int) -> int:
+    """Scores of the pairs of blocks that `blockwise` computes for these query positions."""
+    rows, columns = blockwise._axes(len(positions), n_keys, n_heads)
+    assert not rows.is_padded and not columns.is_padded
+    blocks, keys = positions.reshape(rows.n_blocks, -1), np.arange(n_keys).reshape(columns.n_blocks, -1)
     seen = np.ones((len(blocks), len(keys)), bool)
     if kind.left is not None:
         seen &= keys.max(1)[None] - blocks.min(1)[:, None] >= -kind.left
     if kind.right is not None:
         seen &= keys.min(1)[None] - blocks.max(1)[:, None] <= kind.right
-    return int(seen.sum())
+    return int(seen.sum()) * rows.block * columns.block
 
 
 _SIDE = minialpa.rules.attention.SIDE
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_devices_compute_about_equally_many_blocks(n: int, blocks: int) -> None:
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("n_heads", [1, 128, 1024])
+def test_devices_compute_about_equally_many_scores(n: int, blocks: int, n_heads: int) -> None:
     """Without the exchange, the busiest computes almost twice the mean."""
     kind, t = causal(_D), 2 * n * blocks * _SIDE
     halves = np.arange(t).reshape(2 * n, -1)
-    alone = [_work(kind, halves[[2 * i, 2 * i + 1]].ravel(), t) for i in range(n)]
-    paired = [_work(kind, halves[[2 * i, 2 * n - 1 - 2 * i]].ravel(), t) for i in range(n)]
+    alone = [_work(kind, halves[[2 * i, 2 * i + 1]].ravel(), t, n_heads) for i in range(n)]
+    paired = [_work(kind, halves[[2 * i, 2 * n - 1 - 2 * i]].ravel(), t, n_heads) for i in range(n)]
     assert sum(alone) == sum(paired)
     assert max(paired) <= 1.1 * np.mean(paired)
     assert max(alone) > (1.1 if n == 2 else 1.4) * np.mean(alone)
@@ -296,9 +299,9 @@ def test_a_step_of_many_blocks_runs_and_exchanges_as_planned(tmp_path: pathlib.P
 
 
 def _check_step(shape: tuple[int, ...], s: int, tmp_path: pathlib.Path) -> None:
-    arguments = jax.tree.map(lambda x: x.astype(np.float64), _arguments(b=1, s=s))
+    arguments = jax.tree.map(lambda x: x.astype(np.float64), two_layers_arguments(b=1, s=s))
     method = ShardParallel(LogicalMesh(shape))
-    plan = minialpa.parallelize(_step(minialpa.value_and_grad), method=method).plan(*arguments)
+    plan = minialpa.parallelize(two_layers(minialpa.value_and_grad), method=method).plan(*arguments)
     n_balanced = sum(one.is_balanced for one in plan.stages[0].equation_specs)
     assert n_balanced == 4  # of two layers, forward and backward
 
@@ -306,7 +309,7 @@ def _check_step(shape: tuple[int, ...], s: int, tmp_path: pathlib.Path) -> None:
     loaded = minialpa.Plan.load(tmp_path / "plan.json")
     assert loaded == plan
 
-    step = minialpa.parallelize(_step(minialpa.value_and_grad), method=loaded)
+    step = minialpa.parallelize(two_layers(minialpa.value_and_grad), method=loaded)
     executable = step.get_executable(*arguments)
     planned: Counter[str] = Counter()
     for one in plan.collectives:
@@ -314,15 +317,15 @@ def _check_step(shape: tuple[int, ...], s: int, tmp_path: pathlib.Path) -> None:
     assert planned["collective-permute"] > 0
     assert _kinds_and_bytes(*executable.get_hlo_text()) == planned
 
-    expected = jax.jit(_step(jax.value_and_grad))(*arguments)
+    expected = jax.jit(two_layers(jax.value_and_grad))(*arguments)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), step(*arguments), expected)
 
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_plan_that_balances_what_cannot_be_is_refused() -> None:
     """The mark is on an equation whose devices have nothing to exchange, or is no mark."""
-    arguments = _arguments(b=1, s=64)
-    step = minialpa.parallelize(_step(minialpa.value_and_grad), method=ShardParallel(LogicalMesh((4,))))
+    arguments = two_layers_arguments(b=1, s=64)
+    step = minialpa.parallelize(two_layers(minialpa.value_and_grad), method=ShardParallel(LogicalMesh((4,))))
     plan = step.plan(*arguments)
     stage = plan.stages[0]
     i = next(i for i, one in enumerate(stage.equation_specs) if not one.is_balanced)
@@ -331,7 +334,7 @@ def test_a_plan_that_balances_what_cannot_be_is_refused() -> None:
     wrong[i] = dataclasses.replace(wrong[i], is_balanced=True)
     plan = dataclasses.replace(plan, stages=(dataclasses.replace(stage, equation_specs=tuple(wrong)),))
     with pytest.raises(VerifyError, match=rf"equation_specs\[{i}\].*nothing to exchange"):
-        minialpa.parallelize(_step(minialpa.value_and_grad), method=plan)(*arguments)
+        minialpa.parallelize(two_layers(minialpa.value_and_grad), method=plan)(*arguments)
 
     for mark in (False, 1, "true"):
         with pytest.raises(VerifyError, match="`true` if it is balanced"):
