@@ -188,6 +188,12 @@ class LogicalMesh:
         """Seconds to exchange blocks when each device holds `n_bytes`, axis by axis."""
         return sum(self._linear_s(axis, n_bytes) for axis, _ in self._outer_to_inner(axes))
 
+    def permute_s(self, n_bytes: float, axes: Sequence[int]) -> float:
+        """Seconds until each device has sent `n_bytes` to one other, over the slowest link between two such devices."""
+        return max(
+            (self.alpha[axis] + self.beta[axis] * n_bytes for axis, _ in self._outer_to_inner(axes)), default=0.0
+        )
+
     def _linear_s(self, axis: int, n_bytes: float) -> float:
         k = self.shape[axis]
         return self.alpha[axis] + self.beta[axis] * (k - 1) / k * n_bytes

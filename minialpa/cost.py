@@ -7,7 +7,7 @@ from typing import Literal
 
 from minialpa.cluster import LogicalMesh
 
-CollectiveKind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all"]
+CollectiveKind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +35,5 @@ class Collective:
                 return mesh.reduce_scatter_s(self.n_bytes, self.axes)
             case "all-to-all":
                 return mesh.all_to_all_s(self.n_bytes, self.axes)
+            case "collective-permute":
+                return mesh.permute_s(self.n_bytes, self.axes)

@@ -127,12 +127,14 @@ class EquationSpecs:
         made: its results as the shards compute them, with partial sums.
         results: its results as later equations find them.
         body: for a loop, the specs of the equations of an iteration.
+        is_balanced: whether devices exchange halves of their shards around the equation, so that they have equal work.
     """
 
     operands: tuple[Spec, ...]
     made: tuple[Spec, ...]
     results: tuple[Spec, ...]
     body: tuple[EquationSpecs, ...] = ()
+    is_balanced: bool = False
 
 
 def specs_of(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterable[Spec]:

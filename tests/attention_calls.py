@@ -1,13 +1,15 @@
-"""Attention by its primitives, for tests: `fused` is what a recognised attention is in a step."""
+"""Attention by its primitives, for tests: `fused` is what a recognised attention is in a step, and a step of it."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
 
@@ -36,3 +38,51 @@ def _backward(kind: Attention, residuals: tuple[Any, ...], out_bar: jax.Array) -
 
 
 fused.defvjp(_forward, _backward)
+
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+_B, _S, _G, _R, _D, _LAYERS = 8, 16, 2, 2, 4, 2
+_HIDDEN = _G * _R * _D
+
+
+def _layer(weights: Any, x: jax.Array) -> jax.Array:
+    b, s, _ = x.shape
+    query = (x @ weights["query"]).reshape(b, s, _G, _R, _D)
+    key, value = ((x @ weights[name]).reshape(b, s, _G, _D) for name in ("key", "value"))
+    x = x + fused(causal(_D), query, key, value).reshape(x.shape) @ weights["out"]
+    return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
+
+
+def two_layers(grad: Callable[..., Any]) -> Step:
+    """A training step of two layers with attention; grad: `jax.value_and_grad`, or that of minialpa."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for weights in params:
+            x = _layer(weights, x)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def step(params: Any, batch: Any) -> tuple[Any, Any]:
+        value, grads = grad(loss)(params, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    return step
+
+
+def two_layers_arguments(b: int = _B, s: int = _S) -> tuple[Any, Any]:
+    """Weights and a batch of b examples of s positions."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "query": (_HIDDEN, _HIDDEN),
+        "key": (_HIDDEN, _G * _D),
+        "value": (_HIDDEN, _G * _D),
+        "out": (_HIDDEN, _HIDDEN),
+        "up": (_HIDDEN, 2 * _HIDDEN),
+        "down": (2 * _HIDDEN, _HIDDEN),
+    }
+
+    def draw(shape: tuple[int, ...]) -> np.ndarray:
+        return (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
+
+    params = [{name: draw(shape) for name, shape in shapes.items()} for _ in range(_LAYERS)]
+    return params, {name: draw((b, s, _HIDDEN)) * 4 for name in "xy"}

@@ -15,7 +15,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective, CollectiveKind
@@ -33,11 +33,7 @@ from minialpa.hlo.text import (
 )
 from minialpa.hlo.trip_counts import trip_count
 
-HloKind = CollectiveKind | Literal["collective-permute"]
-_KINDS: dict[str, HloKind] = {
-    **{kind: kind for kind in get_args(CollectiveKind)},
-    "collective-permute": "collective-permute",
-}
+_KINDS: dict[str, CollectiveKind] = {kind: kind for kind in get_args(CollectiveKind)}
 _CALLS = ("to_apply", "calls", "branch_computations", "true_computation", "false_computation", "called_computations")
 _MOVES = ("bitcast", "copy", "reshape", "transpose")
 
@@ -54,7 +50,7 @@ class HloCollective:
         n_elements: elements of the largest array that it moves; 1 if it moves scalars only.
     """
 
-    kind: HloKind
+    kind: CollectiveKind
     n_bytes: float
     groups: Groups
     times: int
@@ -80,9 +76,9 @@ def collectives(text: str, *, scatter: bool = False) -> tuple[HloCollective, ...
     return tuple(found)
 
 
-def bytes_by_kind(found: Iterable[HloCollective]) -> dict[HloKind, float]:
+def bytes_by_kind(found: Iterable[HloCollective]) -> dict[CollectiveKind, float]:
     """Total bytes of the collectives of each kind, each counted as often as it runs."""
-    total: defaultdict[HloKind, float] = defaultdict(float)
+    total: defaultdict[CollectiveKind, float] = defaultdict(float)
     for one in found:
         total[one.kind] += one.times * one.n_bytes
     return dict(total)
@@ -133,7 +129,7 @@ def _one_s(one: HloCollective, mesh: LogicalMesh) -> float:
     """
     if one.kind == "collective-permute":
         pairs = [_crossed(group, mesh) for group in one.groups if len(set(group)) > 1]
-        return max((max(mesh.alpha[a] + mesh.beta[a] * one.n_bytes for a in axes) for axes in pairs), default=0.0)
+        return max((mesh.permute_s(one.n_bytes, axes) for axes in pairs), default=0.0)
 
     times = []
     for group in one.groups:
@@ -229,7 +225,7 @@ def _callees(instruction: Instruction, around: Computation, module: Module) -> I
 # ---- one collective --------------------------------------------------------------------------------------------------
 
 
-def _collective(instruction: Instruction, kind: HloKind, times: int, n_devices: int) -> HloCollective:
+def _collective(instruction: Instruction, kind: CollectiveKind, times: int, n_devices: int) -> HloCollective:
     groups = parse_groups(instruction.attributes, n_devices)
     shape = instruction.shape
     if instruction.opcode.endswith("-start") and kind != "all-reduce":
@@ -258,7 +254,7 @@ def _scattered(
         yield one
         return
 
-    parts: dict[HloKind, list[tuple[int, float]]] = {"all-reduce": [], "reduce-scatter": []}
+    parts: dict[CollectiveKind, list[tuple[int, float]]] = {"all-reduce": [], "reduce-scatter": []}
     for names, (n, n_bytes) in zip(_results(instruction, computation), array_sizes(instruction.shape), strict=True):
         is_sliced = bool(names) and all(_is_only_sliced(name, n // group_size, computation, module) for name in names)
         parts["reduce-scatter" if is_sliced else "all-reduce"].append((n, n_bytes))

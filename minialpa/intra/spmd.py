@@ -24,6 +24,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective
 from minialpa.errors import VerifyError
+from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import eager_reductions
 from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
@@ -104,6 +105,10 @@ class _Shards(Generic[T]):
     def __init__(self, program: ShardedEquations, ops: ShardOps[T]) -> None:
         self.program, self.ops = program, ops
         self.held: dict[tuple[Var, Spec], T] = {}
+        #: Shards after an exchange of halves.
+        self.swapped: dict[tuple[Var, ReshardStep], T] = {}
+        #: What makes the variables that are made of nothing, such as positions.
+        self.makers: dict[Var, JaxprEqn] = {}
 
     def operand(self, atom: Atom, spec: Spec) -> T:
         """The shard of a variable or literal in `spec`."""
@@ -139,13 +144,43 @@ class _Shards(Generic[T]):
             return
 
         factors = factors_of(eqn)
-        made = self.ops.run(eqn, factors, chosen, operands)
+        if eqn.primitive.name == "iota" and not eqn.invars:
+            self.makers[eqn.outvars[0]] = eqn
+        run = self._run_balanced if chosen.is_balanced else self.ops.run
+        made = run(eqn, factors, chosen, operands)
         # Only sums can stay pending. A maximum, for example, is reduced at once.
         finish = eager_reductions(factors, chosen.operands, chosen.made, self.program.mesh.shape)
         for v, shard, step, src, dst in zip(eqn.outvars, made, finish, chosen.made, chosen.results, strict=True):
             finished = shard if step is None else self.ops.move(shard, step, v)
             self.held[v, src] = finished
             self.held[v, dst] = self.moved(finished, v, src, dst)
+
+    def _run_balanced(self, eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[T]) -> list[T]:
+        """Run an equation between two exchanges that give all devices equal work."""
+        balance = balance_of(factors, chosen.operands, chosen.made, self.program.mesh.shape)
+        assert balance is not None, (eqn.primitive, chosen)
+
+        steps = zip(eqn.invars, operands, balance.operands, strict=True)
+        swapped = [shard if step is None else self._swapped(atom, shard, step) for atom, shard, step in steps]
+        made = self.ops.run(eqn, factors, chosen, swapped)
+        ends = zip(eqn.outvars, made, balance.results, strict=True)
+        return [shard if step is None else self.ops.move(shard, step, v) for v, shard, step in ends]
+
+    def _swapped(self, atom: Atom, shard: T, step: ReshardStep) -> T:
+        """The shard of an operand after an exchange of halves."""
+        if is_literal(atom):
+            return self.ops.move(shard, step, atom)
+        if (atom, step) not in self.swapped:
+            maker = self.makers.get(atom)
+            if maker is not None:
+                # What is made of nothing is made anew, so that nothing has to be exchanged.
+                whole = Spec.replicated(len(shape_of(atom)))
+                (shard,) = self.ops.run(maker, factors_of(maker), EquationSpecs((), (whole,), (whole,)), [])
+                taken = replace(step, kind="cut-halves", src=whole)
+                self.swapped[atom, step] = self.ops.move(shard, taken, atom)
+            else:
+                self.swapped[atom, step] = self.ops.move(shard, step, atom)
+        return self.swapped[atom, step]
 
     def _run_loop(self, eqn: JaxprEqn, chosen: EquationSpecs, operands: list[T]) -> None:
         body, inside = _iteration(eqn, chosen, self.program)
@@ -366,6 +401,17 @@ def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
             return lax.psum_scatter(x, names, scatter_dimension=step.dim, tiled=True)
         case "all-to-all":
             return lax.all_to_all(x, names, step.dim, step.source, tiled=True)
+        case "cut-halves":
+            i, n = lax.axis_index(names), math.prod(mesh_shape[axis] for axis in step.axes)
+            size = x.shape[step.dim] // (2 * n)
+            starts = (2 * i * size, (2 * n - 1 - 2 * i) * size)
+            halves = [lax.dynamic_slice_in_dim(x, start, size, step.dim) for start in starts]
+            return jnp.concatenate(halves, axis=step.dim)
+        case "swap":
+            n = math.prod(mesh_shape[axis] for axis in step.axes)
+            kept, sent = jnp.split(x, 2, axis=step.dim)
+            received = lax.ppermute(sent, names, [(i, n - 1 - i) for i in range(n)])
+            return jnp.concatenate([kept, received], axis=step.dim)
 
 
 def _all_reduce(x: Any, names: tuple[str, ...], reduction: Reduction) -> Any:

@@ -18,6 +18,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.graph.problem import MeshEquations
+from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import nearest_candidate
 from minialpa.intra.strategies.loops import ScanBody, scan_body
 from minialpa.intra.strategies.reshard import reshard_table
@@ -179,6 +180,7 @@ class _Verifier:
             _check_replicated(eqn, chosen, where)
         else:
             self._check_candidate(eqn, chosen, where)
+        self._check_balanced(eqn, chosen, where)
 
     def _check_candidate(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
         """The specs are a sharding candidate of the equation. If not, the error names the nearest one."""
@@ -192,6 +194,13 @@ class _Verifier:
             for k, (spec, expected) in enumerate(zip(specs, nearest, strict=True)):
                 text = f"{expected} by the rule of `{eqn.primitive.name}`, next to {_listed(chosen)}"
                 require(spec == expected, f"{where}[{place}][{k}]", spec, text)
+
+    def _check_balanced(self, eqn: JaxprEqn, chosen: EquationSpecs, where: str) -> None:
+        """Only shards that have whole blocks of positions of unequal work are exchanged."""
+        if chosen.is_balanced:
+            balance = balance_of(factors_of(eqn), chosen.operands, chosen.made, self.mesh.shape)
+            expected = f"no balanced equation: the devices of `{eqn.primitive.name}` have nothing to exchange"
+            require(balance is not None, where, "balanced", expected)
 
     # ---- loops ------------------------------------------------------------------------------------------------------
 

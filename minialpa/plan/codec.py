@@ -40,7 +40,8 @@ def encode(value: Any) -> Any:
     if isinstance(value, Spec):
         return str(value)
     if isinstance(value, EquationSpecs):
-        return [encode(value.operands), encode(value.made), encode(value.results), encode(value.body)]
+        fields = [encode(value.operands), encode(value.made), encode(value.results), encode(value.body)]
+        return [*fields, True] if value.is_balanced else fields
     if isinstance(value, PartitionSpec):
         return [_UNCONSTRAINED if entry is PartitionSpec.UNCONSTRAINED else encode(entry) for entry in value]
     if dataclasses.is_dataclass(value):
@@ -171,13 +172,14 @@ def _spec(data: Any, where: str) -> Spec:
 
 def _equation_specs(data: Any, where: str, n_outside: int = 0) -> EquationSpecs:
     """The specs of an equation. n_outside: how many loops are around it, which bounds the recursion."""
-    _expect(isinstance(data, list) and len(data) == 4, data, "a list of operands, made, results, body", where)
+    is_whole = isinstance(data, list) and (len(data) == 4 or (len(data) == 5 and data[4] is True))
+    _expect(is_whole, data, "a list of operands, made, results, body, and `true` if it is balanced", where)
     specs = [_tuple((Spec, ...), data[i], f"{where}[{i}]") for i in range(3)]
     body, inside = data[3], f"{where}[3]"
     _expect(isinstance(body, list), body, "a list", inside)
     _expect(not body or n_outside < _MOST_LOOPS, body, f"at most {_MOST_LOOPS} loops inside each other", inside)
     equations = tuple(_equation_specs(item, f"{inside}[{i}]", n_outside + 1) for i, item in enumerate(body))
-    return EquationSpecs(specs[0], specs[1], specs[2], equations)
+    return EquationSpecs(specs[0], specs[1], specs[2], equations, len(data) == 5)
 
 
 def _partition_spec(data: Any, where: str) -> PartitionSpec:

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from minialpa.attention.blockwise import SIDE
 from minialpa.rules.common import Dim, FactorTable
-from minialpa.rules.factors import Dims, Factors, rule
+from minialpa.rules.factors import Dims, Factors, Ramp, rule
 from minialpa.tracing.jaxprs import shape_of
 
 #: Dimensions of the scores, and of what is added to them.
@@ -108,11 +109,11 @@ def _n_scores(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> float:
     return _size(table, named, "bgr") * float(np.sum(np.maximum(end - first, 0)))
 
 
-def _ramps(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> dict[int, int]:
+def _ramps(table: FactorTable, named: Mapping[str, Dim], kind: Any) -> dict[int, Ramp]:
     """A query that sees no position ahead has as much work as there are positions behind it, up to the window."""
     t, s = _size(table, named, "t"), _size(table, named, "s")
     reach = [side for side in (kind.left, kind.right) if side != 0]
     if t != s or len(reach) != 1:
         return {}
-    ramp = t if reach[0] is None else min(t, reach[0] + 1)
-    return {named["t"][0]: ramp}
+    most = t if reach[0] is None else min(t, reach[0] + 1)
+    return {named["t"][0]: Ramp(most, SIDE)}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.rules.factors import Dims, Factors, Reduction
+from minialpa.rules.factors import Dims, Factors, Ramp, Reduction
 from minialpa.tracing.jaxprs import shape_of
 
 #: Shapes of several arrays.
@@ -61,7 +61,7 @@ class FactorTable:
         linear: Literal["none", "joint", "each"] = "none",
         linear_operands: Sequence[int] = (),
         flops: float = 0.0,
-        ramps: Mapping[int, int] = MappingProxyType({}),
+        ramps: Mapping[int, Ramp] = MappingProxyType({}),
     ) -> Factors:
         """The finished factors of `eqn`."""
         # Booleans and keys cannot be summed, so nothing is linear in them.

@@ -12,6 +12,7 @@ results on a shard, also if they depend on the position of the shard. f stands f
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,24 @@ from minialpa.tracing.jaxprs import eval_on_shards, is_call, is_control_flow, is
 Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
 Dims = tuple[tuple[int, ...], ...]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """Work that grows with the position: position i, counted from one of the ends, has min(i + 1, most) parts of it.
+
+    Attributes:
+        most: parts of the work of a position far from that end.
+        block: positions that are computed together, so that only whole blocks are spared what their positions need not.
+    """
+
+    most: int
+    block: int
+
+    def parts(self, n_positions: int) -> int:
+        """Parts of the work of the first positions."""
+        steep = min(n_positions, self.most)
+        return steep * (steep + 1) // 2 + (n_positions - steep) * self.most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +72,7 @@ class Factors:
         once: pairs (factor, operand) of additional operands that take part once: initial values of sums over a loop.
         positional: blocked factors of the second kind that can be split if shards know their positions, as devices do:
             see `on_mesh` and `OnShards`. Micro-batches split those of loops and branches only, see `in_time`.
-        ramps: factors whose positions have unequal work, as under a causal mask: position i, counted from one of its
-            ends, has min(i + 1, ramps[factor]) parts of it.
+        ramps: factors whose positions have unequal work, as under a causal mask.
     """
 
     sizes: tuple[int, ...]
@@ -68,7 +86,7 @@ class Factors:
     unaffected: frozenset[tuple[int, int]] = frozenset()
     once: frozenset[tuple[int, int]] = frozenset()
     positional: frozenset[int] = frozenset()
-    ramps: Mapping[int, int] = ()  # type: ignore[assignment]
+    ramps: Mapping[int, Ramp] = ()  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reductions", dict(self.reductions))
@@ -118,13 +136,24 @@ class Factors:
         """How many times less than the whole the busiest of n parts along a factor has to do; n, if all do the same."""
         if factor not in self.ramps:
             return n
-        size, ramp = self.sizes[factor], self.ramps[factor]
-
-        def work(n_positions: int) -> int:
-            steep = min(n_positions, ramp)
-            return steep * (steep + 1) // 2 + (n_positions - steep) * ramp
-
+        size, work = self.sizes[factor], self.ramps[factor].parts
         return work(size) / (work(size) - work(size - size // n))
+
+    def may_balance(self, factor: int, n: int) -> bool:
+        """Whether n parts along a factor may exchange halves with each other, so that they have about equal work.
+
+        Part i and part n - 1 - i exchange their second halves, each of which is some whole blocks.
+        """
+        if factor not in self.ramps or factor in self.positional or n < 2:
+            return False
+        return self.sizes[factor] % (2 * n * self.ramps[factor].block) == 0
+
+    def n_balanced_shares(self, factor: int, n: int) -> float:
+        """The same as `n_shares`, if parts exchange halves as `may_balance` says."""
+        size, work = self.sizes[factor], self.ramps[factor].parts
+        until = [work(half * size // (2 * n)) for half in range(2 * n + 1)]
+        halves = [end - start for start, end in itertools.pairwise(until)]
+        return work(size) / max(halves[2 * i] + halves[2 * (n - 1 - i) + 1] for i in range(n))
 
     def may_split(self, factor: int, n: int) -> bool:
         """Whether splitting `factor` in `n` cuts every array into contiguous, equal blocks."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,52 +15,7 @@ from benchmarks.planning import traced_step
 from minialpa import AutoLayerOption, LogicalMesh, PipeshardParallel, ShardParallel, UniformStageOption, hlo
 from minialpa.recognition.step import recognise
 from minialpa.rules.heavy import is_contraction
-from tests.attention_calls import causal, fused
-
-Step = Callable[[Any, Any], tuple[Any, Any]]
-_B, _S, _G, _R, _D, _LAYERS = 8, 16, 2, 2, 4, 2
-_HIDDEN = _G * _R * _D
-
-
-def _layer(weights: Any, x: jax.Array) -> jax.Array:
-    b, s, _ = x.shape
-    query = (x @ weights["query"]).reshape(b, s, _G, _R, _D)
-    key, value = ((x @ weights[name]).reshape(b, s, _G, _D) for name in ("key", "value"))
-    x = x + fused(causal(_D), query, key, value).reshape(x.shape) @ weights["out"]
-    return x + jnp.tanh(x @ weights["up"]) @ weights["down"]
-
-
-def _step(grad: Callable[..., Any]) -> Step:
-    def loss(params: Any, batch: Any) -> jax.Array:
-        x = batch["x"]
-        for weights in params:
-            x = _layer(weights, x)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    def step(params: Any, batch: Any) -> tuple[Any, Any]:
-        value, grads = grad(loss)(params, batch)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
-
-    return step
-
-
-def _arguments(b: int = _B, s: int = _S) -> tuple[Any, Any]:
-    rng = np.random.default_rng(0)
-    shapes = {
-        "query": (_HIDDEN, _HIDDEN),
-        "key": (_HIDDEN, _G * _D),
-        "value": (_HIDDEN, _G * _D),
-        "out": (_HIDDEN, _HIDDEN),
-        "up": (_HIDDEN, 2 * _HIDDEN),
-        "down": (2 * _HIDDEN, _HIDDEN),
-    }
-
-    def draw(shape: tuple[int, ...]) -> np.ndarray:
-        return (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
-
-    params = [{name: draw(shape) for name, shape in shapes.items()} for _ in range(_LAYERS)]
-    return params, {name: draw((b, s, _HIDDEN)) * 4 for name in "xy"}
-
+from tests.attention_calls import two_layers, two_layers_arguments
 
 _STAGES = UniformStageOption(2)
 _METHODS = {
@@ -78,9 +31,9 @@ _METHODS = {
 
 @pytest.mark.parametrize("name", _METHODS)
 def test_several_devices_give_what_one_gives(name: str) -> None:
-    arguments = _arguments()
-    expected = jax.jit(_step(jax.value_and_grad))(*arguments)
-    found = minialpa.parallelize(_step(minialpa.value_and_grad), method=_METHODS[name])(*arguments)
+    arguments = two_layers_arguments()
+    expected = jax.jit(two_layers(jax.value_and_grad))(*arguments)
+    found = minialpa.parallelize(two_layers(minialpa.value_and_grad), method=_METHODS[name])(*arguments)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, expected)
 
 
@@ -88,9 +41,9 @@ def test_several_devices_give_what_one_gives(name: str) -> None:
 def test_positions_of_one_example_are_split(shape: tuple[int, ...]) -> None:
     """There are no examples to split, and fewer heads than devices: each device has a part of the query positions."""
     with jax.enable_x64(True):
-        arguments = jax.tree.map(lambda x: x.astype(np.float64), _arguments(b=1, s=64))
-        expected = jax.jit(_step(jax.value_and_grad))(*arguments)
-        step = minialpa.parallelize(_step(minialpa.value_and_grad), method=ShardParallel(LogicalMesh(shape)))
+        arguments = jax.tree.map(lambda x: x.astype(np.float64), two_layers_arguments(b=1, s=64))
+        expected = jax.jit(two_layers(jax.value_and_grad))(*arguments)
+        step = minialpa.parallelize(two_layers(minialpa.value_and_grad), method=ShardParallel(LogicalMesh(shape)))
         found = step(*arguments)
 
     operators = step.plan(*arguments).stages[0].operators
@@ -117,8 +70,8 @@ def test_attention_of_a_bfloat16_model_is_computed_in_bfloat16(n_heads: int, n_k
 
 def test_collectives_are_counted_beside_the_loops_of_attention() -> None:
     """Attention on several blocks of keys compiles to loops, and what it gathers is outside of them, as planned."""
-    arguments = _arguments(b=1, s=4096)
-    step = minialpa.parallelize(_step(minialpa.value_and_grad), method=ShardParallel(LogicalMesh((8,))))
+    arguments = two_layers_arguments(b=1, s=4096)
+    step = minialpa.parallelize(two_layers(minialpa.value_and_grad), method=ShardParallel(LogicalMesh((8,))))
     executable = step.get_executable(*arguments)
     (text,) = executable.get_hlo_text()
     assert " while(" in text

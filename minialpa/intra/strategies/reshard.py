@@ -25,7 +25,7 @@ from minialpa.errors import ShardingError
 from minialpa.rules.factors import Reduction
 from minialpa.sharding import Spec, specs_of
 
-ReshardKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all"]
+ReshardKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "swap", "cut-halves"]
 #: Seconds that every step costs besides its communication, so that of paths that cost the same the shortest is taken.
 _STEP_S = 1e-13
 #: Seconds that a mask costs on top, so that no sum is left pending without a reason.
@@ -37,11 +37,12 @@ class ReshardStep:
     """One operation on the shards of an array.
 
     Attributes:
-        kind: what the devices do.
+        kind: what the devices do. A swap exchanges halves as `balance.py` says, and cut-halves takes from a replicated
+            array what a cut and a swap would give.
         axes: mesh axes along which they do it.
         src: the spec before.
         dst: the spec after.
-        dim: the dimension that is cut, gathered, scattered to, or that an all-to-all splits.
+        dim: the dimension that is cut, gathered, scattered to, that an all-to-all splits, or whose halves are swapped.
         source: the dimension that an all-to-all puts together again.
         reduction: of an all-reduce; all others sum.
     """
@@ -57,10 +58,12 @@ class ReshardStep:
     def collective(self, n_bytes: float, mesh_shape: tuple[int, ...]) -> Collective | None:
         """What is communicated for an array of `n_bytes` in all; None if nothing is."""
         match self.kind:
-            case "cut" | "mask":
+            case "cut" | "mask" | "cut-halves":
                 return None
             case "all-gather":
                 return Collective("all-gather", n_bytes / self.dst.n_shards(mesh_shape), self.axes)
+            case "swap":
+                return Collective("collective-permute", n_bytes / self.src.n_shards(mesh_shape) / 2, self.axes)
             case _:
                 kind: CollectiveKind = self.kind
                 return Collective(kind, n_bytes / self.src.n_shards(mesh_shape), self.axes)

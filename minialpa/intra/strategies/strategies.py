@@ -7,13 +7,14 @@ seconds = max(flops / peak, bytes / bandwidth) on each device      -> work_s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
+from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.rules.factors import Factors, is_kernel
@@ -34,7 +35,8 @@ class StrategySet:
         made: for each result, its spec as the shards compute it.
         results: for each result, its spec as it is left.
         compute_s: seconds of the equation itself.
-        communication_s: seconds of turning what is made into the results.
+        communication_s: seconds of turning what is made into the results, and of balancing.
+        balanced: the strategies in which devices exchange halves of their shards, see `balance.py`.
     """
 
     operands: tuple[tuple[Spec, ...], ...]
@@ -42,6 +44,7 @@ class StrategySet:
     results: tuple[tuple[Spec, ...], ...]
     compute_s: NDArray[np.float64]
     communication_s: NDArray[np.float64]
+    balanced: frozenset[int] = frozenset()
 
     @property
     def seconds(self) -> NDArray[np.float64]:
@@ -53,7 +56,7 @@ class StrategySet:
         def row(columns: tuple[Specs, ...]) -> Specs:
             return tuple(column[s] for column in columns)
 
-        return EquationSpecs(row(self.operands), row(self.made), row(self.results))
+        return EquationSpecs(row(self.operands), row(self.made), row(self.results), is_balanced=s in self.balanced)
 
     def select(self, keep: Sequence[int]) -> StrategySet:
         """The strategies of these numbers."""
@@ -68,6 +71,9 @@ class StrategySet:
             results=kept(self.results),
             compute_s=self.compute_s[numbers],
             communication_s=self.communication_s[numbers],
+            balanced=frozenset(i for i, s in enumerate(numbers) if s in self.balanced)
+            if self.balanced
+            else frozenset(),
         )
 
 
@@ -150,13 +156,36 @@ def priced(
         picks = np.array([min(choice, key=seconds.__getitem__) for choice in candidates.strategies], np.int64)
         made = tuple(tuple(column[number] for number in picks) for column in made)
 
-    return StrategySet(
+    strategies = StrategySet(
         operands=candidates.operands,
         made=made,
         results=candidates.results,
         compute_s=compute[picks],
         communication_s=communication[picks],
     )
+    return _balanced(eqn, factors, mesh, strategies) if factors.ramps else strategies
+
+
+def _balanced(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, strategies: StrategySet) -> StrategySet:
+    """The same strategies, balanced where that saves more compute than it communicates.
+
+    A mesh without a device has no price for compute, so that everything is balanced that can be.
+    """
+    compute_s, communication_s = strategies.compute_s.copy(), strategies.communication_s.copy()
+    balanced = []
+
+    for s in range(len(compute_s)):
+        specs = strategies.read(s)
+        balance = balance_of(factors, specs.operands, specs.made, mesh.shape)
+        if balance is None:
+            continue
+        exchange_s = balance.seconds(eqn, mesh)
+        if mesh.device is None or exchange_s < (1 - balance.share) * compute_s[s]:
+            compute_s[s] *= balance.share
+            communication_s[s] += exchange_s
+            balanced.append(s)
+
+    return replace(strategies, compute_s=compute_s, communication_s=communication_s, balanced=frozenset(balanced))
 
 
 def _is_gathered(result: Var, step: ReshardStep | None) -> bool:

@@ -212,11 +212,23 @@ def add_step(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, mesh_sha
     shape = step.dst.shard_shape(shape_of(atom), mesh_shape)
     if step.kind == "mask" and v in recorder.zeros:
         return v
-    if step.kind in ("cut", "mask"):
+    if step.kind in ("cut", "mask", "cut-halves"):
         out = recorder.shard(atom, shape, step.kind)
         recorder.add("loop", (v,), (out,), joins_sum=False)
         return out
+    if step.kind == "swap":
+        return _add_swap(recorder, v, step, atom, shape)
     return _add_collective(recorder, v, step, atom, shape)
+
+
+def _add_swap(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, shape: tuple[int, ...]) -> int:
+    """One half of the shard is copied and sent, and what comes is put beside the other half."""
+    half = tuple(n // 2 if d == step.dim else n for d, n in enumerate(shape))
+    sent, received, out = (recorder.shard(atom, size, step.kind) for size in (half, half, shape))
+    recorder.add("loop", (v,), (sent,), joins_sum=False)
+    recorder.add("own", (sent,), (received,))
+    recorder.add("own", (v, received), (out,))
+    return out
 
 
 def _add_collective(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, shape: tuple[int, ...]) -> int:

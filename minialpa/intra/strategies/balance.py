@@ -1,0 +1,86 @@
+"""Equal work for devices that split positions of unequal work: an attention's query positions, under a causal mask.
+
+Of n devices in order, device i has the positions of halves 2i and 2i + 1 of 2n. Devices i and n - 1 - i exchange their
+second halves, so that device i has halves 2i and 2n - 1 - 2i: one early and one late, of equal work in all. The same
+exchange brings results home.
+
+    operands --swap--> equation --swap--> results
+
+Operands and results without these positions stay as they are. An equation without a place for its positions (it is not
+`positional`) computes the same for each of them wherever it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax.extend.core import JaxprEqn
+
+from minialpa.cluster import LogicalMesh
+from minialpa.intra.strategies.reshard import ReshardStep
+from minialpa.rules.factors import Dims, Factors
+from minialpa.sharding import Spec
+from minialpa.tracing.jaxprs import bytes_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """What devices exchange around an equation.
+
+    Attributes:
+        share: work of the busiest device, as a part of what it has without the exchange.
+        operands: for each operand, the exchange before the equation; None for what stays.
+        results: for each result, the exchange after it.
+    """
+
+    share: float
+    operands: tuple[ReshardStep | None, ...]
+    results: tuple[ReshardStep | None, ...]
+
+    def seconds(self, eqn: JaxprEqn, mesh: LogicalMesh) -> float:
+        """Seconds of all exchanges. An array that is several operands in one spec is exchanged once.
+
+        A program may exchange less: positions that it makes itself, and what an earlier equation had exchanged.
+        """
+        atoms, steps = (*eqn.invars, *eqn.outvars), (*self.operands, *self.results)
+        moved = {(id(atom), step): bytes_of(atom) for atom, step in zip(atoms, steps, strict=True) if step is not None}
+        collectives = (step.collective(n_bytes, mesh.shape) for (_, step), n_bytes in moved.items())
+        return sum(one.seconds(mesh) for one in collectives if one is not None)
+
+
+def balance_of(
+    factors: Factors, operands: Sequence[Spec], made: Sequence[Spec], mesh_shape: tuple[int, ...]
+) -> Balance | None:
+    """How the devices of an equation that reads and makes these specs get equal work; None if they cannot, or have."""
+    for factor in factors.ramps:
+        axes = _axes_of(factors, operands, factor)
+        n = math.prod(mesh_shape[axis] for axis in axes)
+        if factors.may_balance(factor, n):
+            return Balance(
+                share=factors.n_shares(factor, n) / factors.n_balanced_shares(factor, n),
+                operands=_swaps(factor, axes, factors.operands, operands),
+                results=_swaps(factor, axes, factors.results, made),
+            )
+    return None
+
+
+def _axes_of(factors: Factors, operands: Sequence[Spec], factor: int) -> tuple[int, ...]:
+    """The mesh axes that split a factor."""
+    for k, spec in enumerate(operands):
+        for dim, axes in enumerate(spec.dims):
+            if axes and factors.leading_factor(k, dim) == factor:
+                return axes
+    return ()
+
+
+def _swaps(
+    factor: int, axes: tuple[int, ...], arrays: Sequence[Dims], specs: Sequence[Spec]
+) -> tuple[ReshardStep | None, ...]:
+    """For each array, the exchange of the second half of its shard along a factor."""
+    steps = []
+    for dims, spec in zip(arrays, specs, strict=True):
+        dim = next((d for d, dim in enumerate(dims) if factor in dim), None)
+        steps.append(None if dim is None else ReshardStep(kind="swap", axes=axes, src=spec, dst=spec, dim=dim))
+    return tuple(steps)
