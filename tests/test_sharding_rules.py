@@ -20,7 +20,7 @@ from minialpa import DataParallel, PipeshardParallel, ShardingError, ShardParall
 from minialpa.rules import factors as factors_module
 from minialpa.rules import registered as registered_module
 from minialpa.rules.factors import factors_of, primitives_without_rule
-from minialpa.support.private_jax import define_lowering_of
+from minialpa.support.private_jax import define_function
 from minialpa.testing import assert_allclose
 from minialpa.tracing.jaxprs import trace_flat
 from tests.lapack_call import lu_by_lapack
@@ -233,7 +233,7 @@ def _tile_primitive(name: str) -> Primitive:
     run = lambda x, *, shape: jnp.broadcast_to(x[:, None], shape) + 0  # noqa: E731
     primitive.def_impl(run)
     primitive.def_abstract_eval(lambda x, *, shape: jax.core.ShapedArray(shape, x.dtype))
-    define_lowering_of(primitive, lambda x, *, shape: [run(x, shape=shape)])
+    define_function(primitive, lambda x, *, shape: [run(x, shape=shape)])
     return primitive
 
 

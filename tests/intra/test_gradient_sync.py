@@ -85,8 +85,10 @@ def test_input_gradients_are_added_before_they_are_reduced() -> None:
 def test_a_scan_over_layers_costs_about_what_its_layers_cost(key: jax.Array) -> None:
     """On a mesh where only communication counts. A carry has one spec: the first layer cannot differ from the rest."""
     costs, moved = [], []
+    # As many key/value heads as devices: fewer of them cannot be split, and then the carries decide on much more.
+    sizes = dict(n_layers=4, hidden=128, ffn=256, n_kv_heads=4, batch_size=4, seq_len=16)
     for scan in (False, True):
-        case = models.build("llama", n_layers=4, scan_layers=scan, hidden=128, ffn=256, batch_size=4, seq_len=16)
+        case = models.build("llama", scan_layers=scan, **sizes)
         state = jax.eval_shape(case.init, key)
         mesh = LogicalMesh((4,), alpha=(0.0,), beta=(1e-9,))
         step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=ShardParallel(devices=mesh))
