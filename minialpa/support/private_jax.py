@@ -158,7 +158,9 @@ def compiled_function(primitive: Primitive) -> Callable[..., Sequence[Any]] | No
     entry = getattr(private_mlir, "_lowerings", {}).get(primitive)
     own = getattr(private_mlir, "_platform_specific_lowerings", {})
     lower = getattr(entry, "rule", None)
-    if getattr(lower, "__qualname__", "") != "lower_fun.<locals>.f_lowered" or any(primitive in of for of in own.values()):
+    if getattr(lower, "__qualname__", "") != "lower_fun.<locals>.f_lowered" or any(
+        primitive in of for of in own.values()
+    ):
         return None
 
     closed_over = inspect.getclosurevars(lower).nonlocals  # type: ignore[arg-type]
