@@ -52,7 +52,7 @@ def _loop(
     """`while any(c(x))` with a flag; each argument changes one place of it. The second flag is read by nothing."""
 
     def body(carry: Any) -> Any:
-        x, flag, before, n = carry
+        x, flag, _, n = carry
         new = 0.5 * x
         return jnp.where(chosen(flag, x), new, old(x)), join(flag, again(new)), flag, n + 1
 
@@ -64,9 +64,10 @@ def _loop(
 
 
 def _of_equinox(x: Any, limit: Any = 1.0) -> Any:
-    loop = lambda r: eqxi.while_loop(
-        lambda c: c[0] > limit, lambda c: (0.5 * c[0], c[1] + 1), (r, 0), kind="lax", max_steps=9
-    )  # noqa: E731, E501
+    def loop(r: Any) -> Any:
+        halved = lambda c: (0.5 * c[0], c[1] + 1)  # noqa: E731
+        return eqxi.while_loop(lambda c: c[0] > limit, halved, (r, 0), kind="lax", max_steps=9)
+
     return jax.vmap(loop)(x)
 
 
@@ -83,7 +84,7 @@ def _with_a_constant_flag(x: Any) -> Any:
     return jax.vmap(solve)(x)
 
 
-#: Programs, and whether they have one loop whose number of carries falls.
+#: Programs with one such loop.
 SAME: dict[str, Callable[..., Any]] = {
     "by hand": _loop(),
     "in a scan": lambda x: lax.scan(lambda c, _: (_loop()(c) + 1, None), x, length=2)[0],
@@ -137,7 +138,7 @@ def test_the_nearest_loops_stay_as_they_are(name: str) -> None:
 def test_a_carry_that_is_a_result_stays() -> None:
     def fun(x: Any) -> Any:
         def body(c: Any) -> Any:
-            x, flag, before = c
+            x, flag, _ = c
             return jnp.where(flag, 0.5 * x, x), flag & _above(0.5 * x), flag
 
         return lax.while_loop(lambda c: jnp.any(_above(c[0])), body, (x, _above(x), _above(x)))
