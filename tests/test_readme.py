@@ -37,10 +37,10 @@ def test_set_up_takes_two_commands_and_ci_gives_both_in_order() -> None:
     assert places == sorted(places)
 
 
-def test_the_example_of_micro_batches_runs() -> None:
+def test_the_examples_of_micro_batches_run() -> None:
     text = (README.parent / "docs" / "micro_batches.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(compile(example, "micro_batches.md", "exec"), {})
+    for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(example, "micro_batches.md", "exec"), {})
 
 
 def test_the_examples_of_signatures_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
