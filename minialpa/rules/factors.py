@@ -24,7 +24,7 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.errors import VerifyError
 from minialpa.support.private_jax import settings_of, under_settings_of
-from minialpa.tracing.jaxprs import eval_on_shards, is_call, is_control_flow, is_literal, shape_of, sub_jaxprs
+from minialpa.tracing.jaxprs import eval_on_shards, is_call, is_control_flow, is_literal, keep, shape_of, sub_jaxprs
 
 Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
 Dims = tuple[tuple[int, ...], ...]
@@ -227,6 +227,7 @@ def rule(
             if name in _RULES:
                 raise VerifyError(f"Primitive `{name}` already has a rule.")
             _RULES[name] = fun
+            keep(name)
             if localize is not None:
                 _LOCALIZERS[name] = localize
             if on_shards is not None:

@@ -113,11 +113,17 @@ def _fft(eqn: JaxprEqn) -> Factors:
 #: Operations on one n x n matrix, in units of n**3 (Golub & Van Loan, Matrix Computations).
 _CUBIC: dict[str, float] = {
     "cholesky": 1 / 3,
+    "eig": 25.0,
     "eigh": 9.0,
+    "geqrf": 4 / 3,
+    "hessenberg": 10 / 3,
     "householder_product": 4 / 3,
     "lu": 2 / 3,
+    "ormqr": 4.0,
     "qr": 8 / 3,
+    "schur": 25.0,
     "svd": 22.0,
+    "tridiagonal": 4 / 3,
 }
 
 

@@ -10,6 +10,7 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 | `ShapedArray.update` | the aval of a part of an array | avals made by `jax.extend.core` |
 | `ShapedArray.manual_axis_type` | the axes of a `shard_map` that a new primitive's results vary over | the same |
 | `jax.interpreters` | the rules of primitives that mark a trace | the same rules in `jax.extend` |
+| `mlir._lowerings`, closure of `lower_fun` | what primitives of other libraries compute | a function in `jax.extend` |
 | parameters of `pallas_call` | the blocks of a kernel; its grid on a shard | accessors in `jax.experimental.pallas` |
 | `unsafe_buffer_pointer`, `on_device_size_in_bytes` | NCCL on arrays; do arrays share memory | a cheap `__dlpack__` |
 | `make_cpu_client`, `make_gloo_tcp_collectives` | the address that gloo binds | a setting of `jax.config` |
@@ -21,6 +22,7 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +30,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
+from jax._src.interpreters import mlir as private_mlir
 from jax._src.source_info_util import user_frames
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Primitive
@@ -145,6 +148,26 @@ def define_function(primitive: Primitive, fun: Callable[..., Any], platform: str
         return lower(context.replace(avals_in=avals[0], avals_out=avals[1]), *operands, **params)
 
     mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def compiled_function(primitive: Primitive) -> Callable[..., Sequence[Any]] | None:
+    """The function that a primitive is compiled as, `fun(*operands, **params) -> results`.
+
+    None if it is not one function of jax on all platforms, which jax traces when it compiles the primitive.
+    """
+    entry = getattr(private_mlir, "_lowerings", {}).get(primitive)
+    own = getattr(private_mlir, "_platform_specific_lowerings", {})
+    lower = getattr(entry, "rule", None)
+    if getattr(lower, "__qualname__", "") != "lower_fun.<locals>.f_lowered" or any(
+        primitive in of for of in own.values()
+    ):
+        return None
+
+    closed_over = inspect.getclosurevars(lower).nonlocals  # type: ignore[arg-type]
+    fun = closed_over.get("fun")
+    if fun is None or "multiple_results" not in closed_over:  # in another version of jax
+        return None
+    return fun if closed_over["multiple_results"] else lambda *operands, **params: (fun(*operands, **params),)
 
 
 def new_aval(shape: Sequence[int], dtype: Any, operands: Sequence[Any] = ()) -> Any:

@@ -20,17 +20,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import Sharding
 
 from minialpa.arrays import own_copy
 from minialpa.support.private_jax import (
     bind_again,
+    compiled_function,
     frames_of,
     innermost_line,
     name_stack,
     result_avals,
     settings_of,
+    under_settings_of,
     with_some_line,
     with_source_of,
 )
@@ -55,6 +57,8 @@ _CALLS = {
     "custom_lin": "call_jaxpr",
     _LINEAR_SOLVE: "jaxprs",  # those of four functions, of which only `solve` computes anything
 }
+#: Names of the primitives that have a rule of their own, which `keep` adds. All others are written out if they can be.
+_KEPT: set[str] = set()
 _JITS = ("jit", "pjit", "closed_call", "core_call")
 _REMATS = ("remat2", "checkpoint")
 
@@ -156,6 +160,11 @@ def is_call(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _CALLS
 
 
+def keep(primitive: str) -> None:
+    """Let `flatten_calls` keep equations of the primitive of this name as they are."""
+    _KEPT.add(primitive)
+
+
 def is_control_flow(eqn: JaxprEqn) -> bool:
     """Whether the equation is a loop or a choice between branches."""
     return eqn.primitive.name in ("cond", "scan", "while")
@@ -236,11 +245,15 @@ def flatten_calls(
 ) -> FlatJaxpr:
     """Inline call-like equations, with fresh variables for each of them.
 
-    only_jit: inline jit and the like, but not custom derivatives and remat.
+    only_jit: inline jit and the like, but not custom derivatives, remat and primitives of other libraries, so that what
+        is left has the derivatives that were defined for it.
     always_barriers: also put a barrier before recomputed blocks that ask for none, because they are in a scan.
 
     Inlining keeps rematerialisation: the inputs of a recomputed block pass through an `optimization_barrier`, so that
     XLA does not merge the block with the forward computation.
+
+    Primitives that no rule knows, such as those of other libraries, are written out: as the equations that they are
+    compiled as, if these are a function of jax, here and in the bodies of loops and branches.
     """
     flattener = _Flattener(_JITS if only_jit else tuple(_CALLS), always_barriers)
     env: dict[Var, Atom] = {var: var for var in (*jaxpr.constvars, *jaxpr.invars)}
@@ -272,6 +285,7 @@ class _Flattener:
 
     def __init__(self, calls: Sequence[str], always_barriers: bool = False) -> None:
         self.calls, self.always_barriers = calls, always_barriers
+        self.writes_out = calls is not _JITS
         self.eqns: list[JaxprEqn] = []
         self.scopes: list[str] = []
         self.constvars: list[Var] = []
@@ -294,6 +308,8 @@ class _Flattener:
                 self._inline(eqn, env, own)
             elif eqn.primitive.name in _OVER_AXES and all(isinstance(axis, int) for axis in eqn.params["axes"]):
                 self._reduce(eqn, env, own)
+            elif self.writes_out and (written := _written_out(eqn)) is not None:
+                self._replace(eqn, env, own, written)
             elif eqn.primitive.name == "reshard":  # to a mesh of the user; the plan decides on shardings
                 env[eqn.outvars[0]] = self.read(env, eqn.invars[0])
             else:
@@ -304,13 +320,23 @@ class _Flattener:
         axes, reduce = eqn.params["axes"], _OVER_AXES[eqn.primitive.name]
         structs = [jax.ShapeDtypeStruct(aval_of(atom).shape, aval_of(atom).dtype) for atom in eqn.invars]
         traced = jax.make_jaxpr(lambda *arrays: [reduce(array, axes) for array in arrays])(*structs)
-        inner_env = dict(zip(traced.jaxpr.invars, [self.read(env, atom) for atom in eqn.invars], strict=True))
+        self._replace(eqn, env, scope, traced)
+
+    def _replace(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str, traced: ClosedJaxpr) -> None:
+        """Add a program in the place of an equation, whose source line and scopes its equations have."""
+        inner_env: dict[Var, Atom] = {
+            var: self.read(env, atom) for var, atom in zip(traced.jaxpr.invars, eqn.invars, strict=True)
+        }
+        for var, value in zip(traced.jaxpr.constvars, traced.consts, strict=True):
+            inner_env[var] = self._const(var, value)
         for inner_eqn in traced.jaxpr.eqns:
             self.run([with_source_of(inner_eqn, eqn)], inner_env, scope)
         self._name_results(eqn, env, traced.jaxpr.outvars, inner_env)
 
     def emit(self, eqn: JaxprEqn, env: dict[Var, Atom], scope: str) -> None:
-        """Add one equation as it is, with fresh variables for its results."""
+        """Add one equation, with fresh variables for its results."""
+        if self.writes_out and is_control_flow(eqn):
+            eqn = _with_bodies_written_out(eqn)
         outvars = [fresh_var(var.aval) for var in eqn.outvars]
         self.eqns.append(eqn.replace(invars=[self.read(env, atom) for atom in eqn.invars], outvars=outvars))
         self.scopes.append(scope)
@@ -358,6 +384,64 @@ class _Flattener:
         self.run(barrier.jaxpr.eqns, env, scope)
         behind = iter([self.read(env, atom) for atom in barrier.jaxpr.outvars])
         return [atom if is_literal(atom) else next(behind) for atom in operands]
+
+
+def _written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What an equation of a primitive without a rule is compiled as; None if it is kept as it is."""
+    if eqn.primitive.name in _KEPT or eqn.effects:
+        return None
+    compiled = compiled_function(eqn.primitive)
+    if compiled is None:
+        return None
+
+    # Traced here, on whole arrays and outside of any mesh: parameters may hold shapes, types and shardings.
+    structs = [
+        jax.ShapeDtypeStruct(shape_of(atom), aval_of(atom).dtype, weak_type=is_weak(aval_of(atom)))
+        for atom in eqn.invars
+    ]
+    with under_settings_of(eqn):
+        traced = jax.make_jaxpr(lambda *arrays: compiled(*arrays, **eqn.params))(*structs)
+
+    types = [[(shape_of(var), dtype_name(var)) for var in some] for some in (traced.jaxpr.outvars, eqn.outvars)]
+    return None if traced.effects or types[0] != types[1] else traced
+
+
+def _is_to_be_written_out(eqns: Iterable[JaxprEqn]) -> bool:
+    """Whether equations, or those inside them, have a primitive that is written out."""
+    for eqn in eqns:
+        if is_call(eqn) or is_control_flow(eqn):
+            if any(_is_to_be_written_out(inner.eqns) for inner in sub_jaxprs(eqn)):
+                return True
+        elif eqn.primitive.name not in _KEPT and compiled_function(eqn.primitive) is not None:
+            return True
+    return False
+
+
+def _with_bodies_written_out(eqn: JaxprEqn) -> JaxprEqn:
+    """A loop or branches whose bodies have no primitive that can be written out."""
+    if not _is_to_be_written_out([eqn]):
+        return eqn
+
+    def written(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return _body_written_out(value)
+        return tuple(map(written, value)) if isinstance(value, tuple) and name == "branches" else value
+
+    params = {}
+    for name, value in eqn.params.items():
+        params[name] = written(value)
+    new: JaxprEqn = eqn.replace(params=params)
+    return new
+
+
+def _body_written_out(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A body without primitives that can be written out."""
+    if not _is_to_be_written_out(closed.jaxpr.eqns):
+        return closed
+    # Whoever takes the loop apart later has to find what is recomputed behind a barrier.
+    flat = flatten_calls(closed.jaxpr, tuple(closed.consts), always_barriers=True)
+    body = closed.jaxpr.replace(constvars=list(flat.constvars), eqns=list(flat.eqns), outvars=list(flat.outvars))
+    return ClosedJaxpr(body, list(flat.consts))
 
 
 def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:

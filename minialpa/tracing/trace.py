@@ -16,6 +16,7 @@ from jax.extend.core import Var
 from minialpa.errors import TraceError
 from minialpa.tracing.arguments import argument_name, find_batch_dims, leaf_type
 from minialpa.tracing.fingerprint import Fingerprint, fingerprint_of
+from minialpa.tracing.flags import with_flags_as_tests
 from minialpa.tracing.gradients import tracing_step
 from minialpa.tracing.jaxprs import FlatJaxpr, aval_of, trace_flat
 from minialpa.tracing.origins import Origin, find_origins, without_dead_equations, without_marks
@@ -140,7 +141,7 @@ def trace_step(
         ) from error
 
     # Before dead equations go: what counted the own positions may be read by nothing else.
-    program = without_dead_equations(without_marks(with_own_positions(flat)))
+    program = without_dead_equations(without_marks(with_flags_as_tests(with_own_positions(flat))))
     origins = find_origins(program.flat.eqns, program.flat.scopes, program.boundaries_before)
 
     # Which results replace an argument follows from the program itself.

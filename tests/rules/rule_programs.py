@@ -283,6 +283,15 @@ _program(
     (2, 4, 4),
 )
 _program(
+    "factors of one side",
+    lambda x, t: [
+        lax.linalg.eig(x), lax.linalg.hessenberg(x), lax.linalg.schur(x), lax.linalg.tridiagonal(_positive(x)),
+        jax.vmap(jax.scipy.linalg.qr_multiply)(x, x), lax.linalg.ormqr(x, t, x[:, :, :2]),
+    ],
+    (2, 4, 4),
+    (2, 4),
+)  # fmt: skip
+_program(
     "householder and pivots",
     lambda x, t, p: (lax.linalg.householder_product(x, t), lax.linalg.lu_pivots_to_permutation(p, 6)),
     (2, 4, 4),

@@ -1,0 +1,278 @@
+"""Loops whose test computes again what a carried flag already says.
+
+A loop over examples may carry a flag for each of them, and have a test that is computed from the other carries:
+
+    while any(c(x)):  x, flag = where(flag, n(x), x), flag and c(n(x))        with flag = c(x) before the loop
+
+Then flag = c(x) before each iteration: where it is set, x becomes n(x) and the flag c(n(x)); elsewhere, both stay.
+`with_flags_as_tests` lets the loop test `any(flag)`, which is the same program, and shows that an iteration leaves all
+examples as they are whose flag is not set. The loops of equinox have this form. A carry that nothing reads goes, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from minialpa.tracing.jaxprs import (
+    Atom,
+    FlatJaxpr,
+    dtype_name,
+    flatten_calls,
+    is_control_flow,
+    is_literal,
+    live_equations,
+    operand_vars,
+    shape_of,
+)
+from minialpa.tracing.values import ELEMENTWISE, Values, producers_of
+
+
+def with_flags_as_tests(flat: FlatJaxpr) -> FlatJaxpr:
+    """The program with loops, those in other loops included, that test a flag where they can."""
+    if not any(is_control_flow(eqn) for eqn in flat.eqns):
+        return flat
+
+    used = {atom for eqn in flat.eqns for atom in operand_vars(eqn)}
+    used.update(atom for atom in flat.outvars if not is_literal(atom))
+    values: Values | None = None
+    eqns = []
+    for eqn in flat.eqns:
+        loop = _loop_of(eqn) if eqn.primitive.name == "while" else None
+        if loop is not None:
+            values = values or _values_of(flat)
+            eqn = _tested_by_flag(loop, values, used) or eqn
+        eqns.append(_with_bodies(eqn) if is_control_flow(eqn) else eqn)
+    return replace(flat, eqns=tuple(eqns))
+
+
+def _values_of(flat: FlatJaxpr) -> Values:
+    values = Values()
+    for i, var in enumerate(flat.invars):
+        values.name(var, ("input", i))
+    values.run(flat)
+    return values
+
+
+def _with_bodies(eqn: JaxprEqn) -> JaxprEqn:
+    """A loop or branches with loops inside that test a flag where they can."""
+
+    def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
+        if not any(is_control_flow(inner) for inner in closed.jaxpr.eqns):
+            return closed
+        flat = FlatJaxpr(
+            constvars=tuple(closed.jaxpr.constvars), consts=tuple(closed.consts), invars=tuple(closed.jaxpr.invars),
+            eqns=tuple(closed.jaxpr.eqns), scopes=("",) * len(closed.jaxpr.eqns), outvars=tuple(closed.jaxpr.outvars),
+        )  # fmt: skip
+        new = with_flags_as_tests(flat)
+        if all(after is before for after, before in zip(new.eqns, flat.eqns, strict=True)):
+            return closed
+        return ClosedJaxpr(closed.jaxpr.replace(eqns=list(new.eqns)), list(closed.consts))
+
+    params = dict(eqn.params)
+    for name, value in eqn.params.items():
+        if isinstance(value, ClosedJaxpr):
+            params[name] = rewritten(value)
+        elif name == "branches":
+            params[name] = tuple(rewritten(branch) for branch in value)
+    is_same = all(_is_same(params[name], value) for name, value in eqn.params.items())
+    new: JaxprEqn = eqn if is_same else eqn.replace(params=params)
+    return new
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(map(_is_same, first, second))
+    return first is second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loop:
+    """A `while` with a test that is `any` of something for each example.
+
+    Attributes:
+        eqn: the loop.
+        test: its test, with the constants of the test before the carries.
+        body: its body, with the constants of the body before the carries.
+        condition: the equation of the test that reduces by `or`.
+    """
+
+    eqn: JaxprEqn
+    test: FlatJaxpr
+    body: FlatJaxpr
+    condition: JaxprEqn
+
+    @property
+    def n_carries(self) -> int:
+        return len(self.eqn.outvars)
+
+    def carries(self, inputs: Sequence[Atom]) -> list[Atom]:
+        """The carries among the inputs of the test, of the body or of the loop."""
+        return list(inputs[len(inputs) - self.n_carries :])
+
+
+def _loop_of(eqn: JaxprEqn) -> _Loop | None:
+    """The loop, if it may carry a flag that says what its test computes."""
+    shapes = {shape_of(var) for var in eqn.outvars if dtype_name(var) == "bool" and shape_of(var)}
+    if not shapes or eqn.effects:
+        return None
+    test, body = (
+        flatten_calls(eqn.params[name].jaxpr, tuple(eqn.params[name].consts)) for name in ("cond_jaxpr", "body_jaxpr")
+    )
+    found = [one for one in test.eqns if one.primitive.name == "reduce_or" and shape_of(one.invars[0]) in shapes]
+    if len(found) != 1 or shape_of(found[0].outvars[0]) or is_literal(found[0].invars[0]):
+        return None
+    return _Loop(eqn=eqn, test=test, body=body, condition=found[0])
+
+
+def _tested_by_flag(loop: _Loop, values: Values, used: set[Atom]) -> JaxprEqn | None:
+    """The loop with a flag as its test, without carries that nothing reads; None if no flag says what it computes.
+
+    values: of the program that the loop is in.
+    used: variables of that program that something reads.
+    """
+    initial = loop.carries(loop.eqn.invars)
+    shape = shape_of(loop.condition.invars[0])
+    for k, carry in enumerate(loop.carries(loop.body.invars)):
+        if dtype_name(carry) != "bool" or shape_of(carry) != shape:
+            continue
+        if _holds_before(loop, values, initial[k]) and _stays(loop, values, k):
+            return _without_dead_carries(_with_test(loop, k), used)
+    return None
+
+
+def _run_test(loop: _Loop, values: Values, carries: Sequence[Atom]) -> int:
+    """The number of what the test reduces, for these values of the carries."""
+    n_consts = loop.eqn.params["cond_nconsts"]
+    numbers = [values.read(atom) for atom in (*loop.eqn.invars[:n_consts], *carries)]
+    values.of.update(zip(loop.test.invars, numbers, strict=True))
+    values.run(loop.test)
+    return values.read(loop.condition.invars[0])
+
+
+def _holds_before(loop: _Loop, values: Values, flag: Atom) -> bool:
+    """Whether the flag is what the test computes before the first iteration."""
+    own = values.copy()
+    return _run_test(loop, own, loop.carries(loop.eqn.invars)) == own.read(flag)
+
+
+def _stays(loop: _Loop, values: Values, k: int) -> bool:
+    """Whether carry `k` is what the test computes after an iteration, if it is before."""
+    body, producers = loop.body, producers_of(loop.body)
+    carries = loop.carries(body.invars)
+    flag = carries[k]
+
+    def source(atom: Atom) -> Atom:
+        """What an atom is a copy of."""
+        while not is_literal(atom) and atom in producers and producers[atom].primitive.name == "copy":
+            atom = producers[atom].invars[0]
+        return atom
+
+    # The flag goes on as `flag and X`.
+    last = None if is_literal(body.outvars[k]) else producers.get(source(body.outvars[k]))
+    if last is None or last.primitive.name != "and" or not any(source(atom) is flag for atom in last.invars):
+        return False
+    others = [atom for atom in last.invars if source(atom) is not flag]
+
+    # Each carry that the test reads goes on as `where(flag, N, carry)`, or stays.
+    read = _read_by_condition(loop)
+    if read is None or len(others) != 1:
+        return False
+    advanced = list(carries)
+    for i in read:
+        new = source(body.outvars[i])
+        if new is carries[i]:
+            continue
+        select = None if is_literal(new) else producers.get(new)
+        if select is None or select.primitive.name != "select_n" or shape_of(new) != shape_of(flag):
+            return False
+        chosen, old, advanced[i] = select.invars[0], select.invars[1], select.invars[-1]
+        if len(select.invars) != 3 or source(chosen) is not flag or source(old) is not carries[i]:
+            return False
+
+    # X is what the test computes of N.
+    inside = values.copy()
+    n_consts = loop.eqn.params["cond_nconsts"]
+    constants = loop.eqn.invars[n_consts : len(loop.eqn.invars) - loop.n_carries]
+    inside.of.update(zip(body.invars, (inside.read(atom) for atom in constants), strict=False))
+    for i, carry in enumerate(carries):
+        inside.name(carry, ("carry", id(loop), i))
+    inside.run(body)
+    number = inside.read(others[0])
+    return _run_test(loop, inside, advanced) == number
+
+
+def _read_by_condition(loop: _Loop) -> list[int] | None:
+    """Numbers of the carries that the test reduces a function of; None if that mixes the elements of an array."""
+    condition = loop.condition.invars[0]
+    shape, producers = shape_of(condition), producers_of(loop.test)
+    carries = loop.carries(loop.test.invars)
+    found, seen, todo = [], set(), [condition]
+    while todo:
+        atom = todo.pop()
+        if is_literal(atom) or atom in seen:
+            continue
+        seen.add(atom)
+        if atom in producers:
+            eqn = producers[atom]
+            is_filled = eqn.primitive.name == "broadcast_in_dim" and not shape_of(eqn.invars[0])
+            if not (eqn.primitive.name in ELEMENTWISE or is_filled) or shape_of(atom) not in ((), shape):
+                return None
+            todo += eqn.invars
+        elif atom in carries:
+            found.append(carries.index(atom))
+    return found
+
+
+def _with_test(loop: _Loop, k: int) -> _Loop:
+    """The loop with a test of carry `k`."""
+    flag = loop.carries(loop.test.invars)[k]
+    condition = loop.condition.replace(invars=[flag])
+    eqns = tuple(condition if eqn is loop.condition else eqn for eqn in loop.test.eqns)
+    is_live = live_equations(eqns, loop.test.outvars)
+    kept = tuple(eqn for eqn, live in zip(eqns, is_live, strict=True) if live)
+    return replace(loop, test=replace(loop.test, eqns=kept), condition=condition)
+
+
+def _without_dead_carries(loop: _Loop, used: set[Atom]) -> JaxprEqn:
+    """The loop as an equation, without carries that neither the test nor what follows needs."""
+    read = {atom for eqn in loop.test.eqns for atom in operand_vars(eqn)} | set(loop.test.outvars)
+    carries = loop.carries(loop.body.invars)
+    rows = list(zip(loop.eqn.outvars, loop.carries(loop.test.invars), strict=True))
+    needed = {i for i, (result, tested) in enumerate(rows) if result in used or tested in read}
+    while True:
+        outvars = [loop.body.outvars[i] for i in sorted(needed)]
+        is_live = live_equations(loop.body.eqns, outvars)
+        eqns = [eqn for eqn, live in zip(loop.body.eqns, is_live, strict=True) if live]
+        inside = {atom for eqn in eqns for atom in operand_vars(eqn)}
+        inside.update(atom for atom in outvars if not is_literal(atom))
+        grown = needed | {i for i, carry in enumerate(carries) if carry in inside}
+        if grown == needed:
+            break
+        needed = grown
+
+    def kept(inputs: Sequence[Any]) -> list[Any]:
+        n_consts = len(inputs) - loop.n_carries
+        return [*inputs[:n_consts], *(inputs[n_consts + i] for i in sorted(needed))]
+
+    before = loop.eqn.params["cond_jaxpr"].jaxpr, loop.eqn.params["body_jaxpr"].jaxpr
+    test = before[0].replace(
+        constvars=list(loop.test.constvars), invars=kept(loop.test.invars), eqns=list(loop.test.eqns),
+        outvars=list(loop.test.outvars), debug_info=before[0].debug_info.with_unknown_names(),
+    )  # fmt: skip
+    body = before[1].replace(
+        constvars=list(loop.body.constvars), invars=kept(loop.body.invars), eqns=eqns, outvars=outvars,
+        debug_info=before[1].debug_info.with_unknown_names(),
+    )  # fmt: skip
+    params = dict(
+        loop.eqn.params,
+        cond_jaxpr=ClosedJaxpr(test, list(loop.test.consts)),
+        body_jaxpr=ClosedJaxpr(body, list(loop.body.consts)),
+    )
+    new: JaxprEqn = loop.eqn.replace(
+        invars=kept(loop.eqn.invars), outvars=[loop.eqn.outvars[i] for i in sorted(needed)], params=params
+    )
+    return new

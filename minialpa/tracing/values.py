@@ -1,0 +1,188 @@
+"""The values of a program by number, so that equal computations have equal numbers.
+
+Two values are known to be equal if they are the same operation on equal values, or if all their elements are known to
+be the same number. Nothing is concluded from mathematics or from the values that arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from minialpa.tracing.jaxprs import Atom, FlatJaxpr, dtype_name, is_literal, shape_of
+
+
+def producers_of(part: FlatJaxpr) -> dict[Atom, JaxprEqn]:
+    """The equation that makes each variable."""
+    return {var: eqn for eqn in part.eqns for var in eqn.outvars}
+
+
+#: Primitives whose result is constant if their operand is, and has the same value.
+_PASSING = (
+    "broadcast_in_dim", "convert_element_type", "copy", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
+    "reshape", "slice", "squeeze", "stop_gradient", "transpose",
+)  # fmt: skip
+
+
+#: Primitives that compute each element of their only result from the same elements of operands of its shape, and of
+#: scalars.
+ELEMENTWISE = (
+    "abs", "add", "and", "convert_element_type", "copy", "div", "eq", "ge", "gt", "is_finite", "le", "lt", "max", "min",
+    "mul", "ne", "neg", "not", "or", "select_n", "sign", "stop_gradient", "sub", "xor",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Values:
+    """The values of a program by number: equal numbers are equal values.
+
+    Attributes:
+        numbers: the number of each computation.
+        of: the number of each variable.
+        constants: values of which all elements are known to be this number.
+        scalars: for values of which all elements are the same scalar, the number of the scalar.
+    """
+
+    numbers: dict[Hashable, int] = field(default_factory=dict)
+    of: dict[Atom, int] = field(default_factory=dict)
+    constants: dict[int, int] = field(default_factory=dict)
+    scalars: dict[int, int] = field(default_factory=dict)
+
+    def copy(self) -> Values:
+        return replace(
+            self,
+            numbers=dict(self.numbers),
+            of=dict(self.of),
+            constants=dict(self.constants),
+            scalars=dict(self.scalars),
+        )
+
+    def number(self, computation: Hashable) -> int:
+        """The number of a computation."""
+        return self.numbers.setdefault(computation, len(self.numbers))
+
+    def name(self, var: Atom, computation: Hashable) -> None:
+        self.of[var] = self.number(computation)
+
+    def read(self, atom: Atom) -> int:
+        """The number of an operand."""
+        if not is_literal(atom):
+            return self.of[atom]
+        value = np.asarray(atom.val)
+        number = self.number(("literal", dtype_name(atom), shape_of(atom), value.tobytes()))
+        if value.dtype.kind in "biu" and value.size and np.all(value == value.flat[0]):
+            self.constants[number] = int(value.flat[0])
+        return number
+
+    def constant(self, atom: Atom) -> int | None:
+        """The number that all elements of an array are, if that is known."""
+        return self.constants.get(self.read(atom))
+
+    def are_equal(self, first: Atom, second: Atom) -> bool:
+        """Whether two arrays of one shape and type are known to be equal."""
+        constant = self.constant(first)
+        return self.read(first) == self.read(second) or (constant is not None and constant == self.constant(second))
+
+    def assume(self, atom: Atom, value: bool, producers: Mapping[Atom, JaxprEqn]) -> None:
+        """Note that all elements of a boolean array are `value`, and what follows for what it is computed from."""
+        if is_literal(atom):
+            return
+        self.constants[self.of[atom]] = int(value)
+        eqn = producers.get(atom)
+        if eqn is None:
+            return
+        match (eqn.primitive.name, value):
+            case ("not", _):
+                self.assume(eqn.invars[0], not value, producers)
+            case ("or" | "reduce_or", False) | ("and" | "reduce_and", True):
+                for operand in eqn.invars:
+                    self.assume(operand, value, producers)
+
+    def run(self, part: FlatJaxpr) -> None:
+        """Number the values of a program, whose inputs have numbers."""
+        for var, value in zip(part.constvars, part.consts, strict=True):
+            self.name(var, ("constant", id(value)))
+        for eqn in part.eqns:
+            self._run(eqn)
+
+    def _run(self, eqn: JaxprEqn) -> None:
+        constant = self._constant_result(eqn)
+        same = self._same_as(eqn)
+        if same is not None:
+            self.of[eqn.outvars[0]] = self.read(same)
+        elif (scalar := self._scalar_of(eqn)) is not None:
+            # One computation, whether `vmap` broadcasts before or behind it.
+            (result,) = eqn.outvars
+            self.name(result, ("filled", scalar, shape_of(result)))
+            self.scalars[self.of[result]] = scalar
+        else:
+            computation = self._computation(eqn)
+            for r, var in enumerate(eqn.outvars):
+                self.name(var, (computation, r))
+        if constant is not None:
+            self.constants[self.of[eqn.outvars[0]]] = constant
+
+    def _computation(self, eqn: JaxprEqn) -> Hashable:
+        operands = tuple(self.read(atom) for atom in eqn.invars)
+        shapes = tuple((shape_of(var), dtype_name(var)) for var in eqn.outvars)
+        computation = (eqn.primitive.name, tuple(eqn.params.items()), operands, shapes)
+        try:
+            hash(computation)
+        except TypeError:  # a parameter that cannot be hashed
+            return id(eqn)
+        return id(eqn) if eqn.effects else computation
+
+    def _scalar_of(self, eqn: JaxprEqn) -> int | None:
+        """The number of the scalar that all elements of the only result are, if an array is known to have one."""
+        if not eqn.outvars or not shape_of(eqn.outvars[0]):
+            return None
+        scalars = [self._scalar(atom) for atom in eqn.invars]
+        if None in scalars or eqn.effects:
+            return None
+        if eqn.primitive.name == "broadcast_in_dim":
+            return scalars[0]
+        if eqn.primitive.name not in ELEMENTWISE:
+            return None
+        result = ((), dtype_name(eqn.outvars[0]))
+        computation = (eqn.primitive.name, tuple(eqn.params.items()), tuple(scalars), (result,))
+        try:
+            return self.number((computation, 0))
+        except TypeError:  # a parameter that cannot be hashed
+            return None
+
+    def _scalar(self, atom: Atom) -> int | None:
+        number = self.read(atom)
+        return number if not shape_of(atom) else self.scalars.get(number)
+
+    def _constant_result(self, eqn: JaxprEqn) -> int | None:
+        """The number that all elements of the only result are, if that follows from constant operands."""
+        name, constants = eqn.primitive.name, [self.constant(atom) for atom in eqn.invars]
+        is_boolean = len(eqn.outvars) == 1 and dtype_name(eqn.outvars[0]) == "bool"
+        if name in _PASSING and len(constants) == 1 and 0 not in shape_of(eqn.invars[0]):
+            return constants[0] if constants[0] in (0, 1) else None  # which every type has
+        if name == "not" and is_boolean and constants[0] is not None:
+            return 1 - constants[0]
+        if name in ("and", "or") and is_boolean:
+            decisive = int(name == "or")
+            return decisive if decisive in constants else None
+        return None
+
+    def _same_as(self, eqn: JaxprEqn) -> Atom | None:
+        """The operand that the only result is equal to, if one is known."""
+        name, constants = eqn.primitive.name, [self.constant(atom) for atom in eqn.invars]
+        if name == "select_n" and constants[0] in (0, 1):
+            return eqn.invars[1 + constants[0]]
+        if name in ("copy", "stop_gradient"):
+            return eqn.invars[0]
+
+        # What adds nothing: false to `or`, true to `and`, zero to a sum of integers.
+        is_boolean = dtype_name(eqn.outvars[0]) == "bool" if eqn.outvars else False
+        is_integer = "int" in dtype_name(eqn.outvars[0]) if eqn.outvars else False
+        neutral = {"or": 0, "and": 1}.get(name) if is_boolean else {"add": 0}.get(name) if is_integer else None
+        if neutral is None or neutral not in constants:
+            return None
+        other = eqn.invars[1 - constants.index(neutral)]
+        return other if shape_of(other) == shape_of(eqn.outvars[0]) else None

@@ -1,0 +1,171 @@
+"""Loops with a flag for each example test the flag, where it is what the test computes: the same to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import minialpa
+import minialpa.rules.table  # noqa: F401 (fills the rule table)
+from minialpa import DataParallel, ShardParallel
+from minialpa.methods import Method
+from minialpa.rules.factors import factors_of
+from minialpa.tracing.flags import with_flags_as_tests
+from minialpa.tracing.jaxprs import FlatJaxpr, eval_flat, shape_of, sub_jaxprs, trace_flat
+
+B = 8
+X = np.linspace(0.3, 30, B, dtype=np.float32)
+Y = np.array([20, 0.1, 9, 3, 0.5, 7, 12, 1], np.float32)
+
+
+def _above(x: Any) -> Any:
+    return x > 1
+
+
+def _loops(eqns: Any) -> list[Any]:
+    found = [eqn for eqn in eqns if eqn.primitive.name == "while"]
+    return found + [loop for eqn in eqns for inner in sub_jaxprs(eqn) for loop in _loops(inner.eqns)]
+
+
+def _rewritten(fun: Callable[..., Any], *args: Any) -> tuple[FlatJaxpr, FlatJaxpr]:
+    """The program before and after; checks that they compute the same."""
+    flat, _ = trace_flat(fun, *args)
+    new = with_flags_as_tests(flat)
+    run = jax.jit(lambda *xs: (eval_flat(flat, xs), eval_flat(new, xs)))
+    for one, other in zip(*run(*args), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.dtype == other.dtype
+    return flat, new
+
+
+def _loop(
+    *, start: Any = _above, again: Any = _above, chosen: Any = lambda flag, x: flag, test: Any = _above,
+    old: Any = lambda x: x, join: Any = jnp.logical_and,
+) -> Callable[..., Any]:  # fmt: skip
+    """`while any(c(x))` with a flag; each argument changes one place of it. The second flag is read by nothing."""
+
+    def body(carry: Any) -> Any:
+        x, flag, _, n = carry
+        new = 0.5 * x
+        return jnp.where(chosen(flag, x), new, old(x)), join(flag, again(new)), flag, n + 1
+
+    def fun(x: Any) -> Any:
+        first = x, start(x), start(x), 0
+        return lax.while_loop(lambda c: jnp.any(test(c[0])) & (c[3] < 9), body, first)[0]
+
+    return fun
+
+
+def _of_equinox(x: Any, limit: Any = 1.0) -> Any:
+    def loop(r: Any) -> Any:
+        halved = lambda c: (0.5 * c[0], c[1] + 1)  # noqa: E731
+        return eqxi.while_loop(lambda c: c[0] > limit, halved, (r, 0), kind="lax", max_steps=9)
+
+    return jax.vmap(loop)(x)
+
+
+def _with_a_constant_flag(x: Any) -> Any:
+    """The flag before the loop is made of constants that `vmap` broadcasts."""
+
+    def solve(r: Any) -> Any:
+        def body(c: Any) -> Any:
+            r, _, n = c
+            return 0.5 * r, r < 1, n + 1
+
+        return eqxi.while_loop(lambda c: ~c[1] & (c[2] < 20), body, (r, jnp.array(False), 0), kind="lax")[0]
+
+    return jax.vmap(solve)(x)
+
+
+#: Programs with one such loop.
+SAME: dict[str, Callable[..., Any]] = {
+    "by hand": _loop(),
+    "in a scan": lambda x: lax.scan(lambda c, _: (_loop()(c) + 1, None), x, length=2)[0],
+    "in a branch": lambda x: lax.cond(x[0] > 0, _loop(), jnp.sin, x),
+    "of equinox": lambda x: _of_equinox(x)[0],
+    "of equinox, from constants": _with_a_constant_flag,
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("x", [X, Y], ids=["rising", "mixed"])
+def test_the_loop_tests_its_flag(name: str, x: Any) -> None:
+    before, after = _rewritten(SAME[name], x)
+    (old,), (new,) = _loops(before.eqns), _loops(after.eqns)
+    assert len(new.outvars) < len(old.outvars)  # the second flag is gone
+    factors = factors_of(new)
+    assert any(factors.sizes[f] == B for f in factors.splittable)
+    if name != "by hand":
+        return
+    test = new.params["cond_jaxpr"].jaxpr
+    (any_of,) = (eqn for eqn in test.eqns if eqn.primitive.name == "reduce_or")
+    assert any_of.invars[0] in test.invars
+
+
+#: The nearest loops whose flag says something else.
+OTHERS: dict[str, Callable[..., Any]] = {
+    "another flag before the loop": _loop(start=lambda x: x > 2),
+    "a flag that is always set before the loop": _loop(start=lambda x: x == x),
+    "another limit in the body": _loop(again=lambda x: x > 0.5),
+    "chosen by something else": _loop(chosen=lambda flag, x: x > 3),
+    "chosen by the opposite": _loop(chosen=lambda flag, x: ~flag),
+    "the old value changes": _loop(old=lambda x: 0.9 * x),
+    "the flag comes back": _loop(join=jnp.logical_or),
+    "the flag is only the condition": _loop(join=lambda flag, new: new),
+    "examples that meet in the test": _loop(
+        start=lambda x: x > jnp.mean(x), again=lambda x: x > jnp.mean(x), test=lambda x: x > jnp.mean(x)
+    ),
+    "examples in another order": _loop(
+        start=lambda x: x[::-1] > 1, again=lambda x: x[::-1] > 1, test=lambda x: x[::-1] > 1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_nearest_loops_stay_as_they_are(name: str) -> None:
+    for x in (X, Y):
+        before, after = _rewritten(OTHERS[name], x)
+        assert all(new is old for new, old in zip(after.eqns, before.eqns, strict=True))
+
+
+def test_a_carry_that_is_a_result_stays() -> None:
+    def fun(x: Any) -> Any:
+        def body(c: Any) -> Any:
+            x, flag, _ = c
+            return jnp.where(flag, 0.5 * x, x), flag & _above(0.5 * x), flag
+
+        return lax.while_loop(lambda c: jnp.any(_above(c[0])), body, (x, _above(x), _above(x)))
+
+    _, after = _rewritten(fun, Y)
+    (loop,) = _loops(after.eqns)
+    assert [shape_of(var) for var in loop.outvars] == [(B,), (B,), (B,)]
+    assert not factors_of(loop).splittable  # the second flag is that of the last example
+
+
+def _step(w: jax.Array, x: jax.Array) -> Any:
+    def loss(w: jax.Array, x: jax.Array) -> Any:
+        ended = _of_equinox(lax.stop_gradient(x * w))[0]
+        return jnp.mean((jnp.sin(x * w) + ended) ** 2)
+
+    value, gradient = minialpa.value_and_grad(loss)(w, x)
+    return w - 0.1 * gradient, value
+
+
+@pytest.mark.parametrize(
+    "method",
+    [lambda: ShardParallel(jax.devices()[:1], 2), lambda: DataParallel(jax.devices()[:4], 1)],
+    ids=["micro-batches", "devices"],
+)
+def test_a_loop_of_equinox_runs_in_one_pass(method: Callable[[], Method]) -> None:
+    w = np.float32(1.5)
+    parallel = minialpa.parallelize(_step, method=method(), batch_argnums=(1,), donate_argnums=())
+    for found, expected in zip(parallel(w, Y), jax.jit(_step)(w, Y), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+    assert parallel.get_last_executable().get_parallel_plan().n_loops == 1
