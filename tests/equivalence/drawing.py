@@ -158,6 +158,7 @@ def _training(random: Random) -> Training:
 
 #: The scheme that halves the batch by itself.
 _BY_HALVES = "accumulated by hand"
+_BY_FORCE = ("data", "zero2", "zero3", "3d")
 
 
 def _other_batches(random: Random, example: Example) -> Example:
@@ -166,8 +167,10 @@ def _other_batches(random: Random, example: Example) -> Example:
     training, way = example.training, example.way
     if random.random() > 0.125 or way.n == 1 or training.scheme == _BY_HALVES:
         return example
-    size = random.choice([n for n in (5, 6, 7, 9, 10, 12, 14) if n % way.n] or [8])
-    first = random.choice([0, way.n, 16, 16])
+    # Methods that split the examples over devices by force want batches that these divide.
+    devices = way.mesh[0] * (way.mesh[1] if len(way.mesh) == 2 else 1) if way.kind in _BY_FORCE else 1
+    size = random.choice([n for n in (5, 6, 7, 9, 10, 12, 14) if n % way.n and n % devices == 0] or [8])
+    first = random.choice([0, way.n * devices, 16 * devices, 16 * devices])
     return Example(dataclasses.replace(training, batch_size=size), dataclasses.replace(way, first=first))
 
 
