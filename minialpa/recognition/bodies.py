@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
@@ -282,19 +283,23 @@ def _scan_pair(
 
     first = replace(first, eqns=tuple(one.eqn for one in new if one.place < n))
     second = replace(second, eqns=tuple(one.eqn for one in new if one.place >= n))
-    # What the second body reads of the first is stacked.
+    # What the second body reads of the first is stacked, or has been before the first, if it is a row of an array.
+    array_of_row = dict(first.rows)
     wanted = {var for eqn in second.eqns for var in operand_vars(eqn)}
     wanted |= {atom for atom in (*second.new_carries, *(a for a, _ in second.stacked)) if not is_literal(atom)}
     rows = []
     for var in sorted(wanted & first.own, key=lambda var: var.count if hasattr(var, "count") else id(var)):
         aval = aval_of(var)
         known = next((stacked for atom, stacked in first.stacked if atom is var), None)
+        if var in array_of_row:
+            rows.append((fresh_var(aval), array_of_row[var], var))
+            continue
         if known is None:
             length = eqns[i].params["length"]
             shaped = jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
             known = fresh_var(jax.make_jaxpr(lambda x: x)(shaped).jaxpr.invars[0].aval)
         rows.append((fresh_var(aval), known, var))
-    stacked = dict.fromkeys([*kept, *((var, known) for _, known, var in rows)])
+    stacked = dict.fromkeys([*kept, *((var, known) for _, known, var in rows if var not in array_of_row)])
     first = replace(first, stacked=tuple(stacked))
     names = {var: row for row, _, var in rows}
     second = _renamed(second, names, [(row, known) for row, known, _ in rows])
@@ -358,7 +363,16 @@ def _new_scan(body: _Body) -> list[JaxprEqn]:
 
     eqns, atoms = equations_for(compute, *outer)
     targets = [*body.eqn.outvars[:n_carry], *(var for _, var in body.stacked)]
-    names = dict(zip(atoms, targets, strict=True))
+    # Where a scan stacks the rows that it reads, jax returns the array itself; then the result is a copy of it.
+    names: dict[Atom, Var] = {}
+    made_here = {var for eqn in eqns for var in eqn.outvars}
+    for atom, target in zip(atoms, targets, strict=True):
+        if not is_literal(atom) and atom in made_here and atom not in names:
+            names[atom] = target
+            continue
+        copies, (copy,) = equations_for(jnp.copy, atom)
+        eqns += copies
+        names[copy] = target
     return [with_source_of(eqn.replace(outvars=[names.get(var, var) for var in eqn.outvars]), body.eqn) for eqn in eqns]
 
 

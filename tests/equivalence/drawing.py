@@ -7,12 +7,15 @@ cheap and has found most comes most often, and what lets examples meet, and may 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from tests.equivalence.layers import KINDS, RULES, VARIANCES, WRAPS, Layer
+from minialpa.options import Attention
+from tests.equivalence.attention_layers import FUSED, WRITTEN
+from tests.equivalence.layers import IN_BRANCHES, KINDS, RULES, VARIANCES, WRAPS, Layer
 from tests.equivalence.losses import JOINS, PAIRING, PER_EXAMPLE, REDUCTIONS, RESULTS, Loss, Term
 from tests.equivalence.model import POOLS, BatchNorm, Model
 from tests.equivalence.steps import (
@@ -42,7 +45,23 @@ def example_of(number: int) -> Example:
     random = Random(number)
     training = _training(random)
     inside = 0 < (training.model.boundary or 0) < len(training.model.layers)
-    return Example(training, _way(random, inside))
+    way = _way(random, inside)
+    way = dataclasses.replace(way, attention=_attention(random, training.model))
+    return _other_batches(random, Example(training, way))
+
+
+def pieces(example: Example) -> frozenset[str]:
+    """The parts of the grammar that an example is drawn from, by which outcomes are counted."""
+    names = {layer.name for layer in example.training.model.layers if isinstance(layer, Layer)}
+    found = {
+        "attention": bool(names & {*ATTENTIONS}),
+        "fused attention": bool(names & {*ATTENTIONS}) and example.way.attention == "fused",
+        "ragged batch": example.training.batch_size % example.way.n != 0,
+        "another batch before": bool(example.way.first),
+        "branches with dropout": bool(names & {*IN_BRANCHES}),
+        "kernels": any("pallas" in name or name in ("registered_function", "partitioned") for name in names),
+    }
+    return frozenset(name for name, is_in in found.items() if is_in)
 
 
 def _often(random: Random, *weighted: tuple[int, Sequence[Any]]) -> Any:
@@ -54,6 +73,9 @@ def _often(random: Random, *weighted: tuple[int, Sequence[Any]]) -> Any:
 def _some(random: Random, names: Sequence[str], most: int) -> tuple[str, ...]:
     return tuple(random.sample(sorted(names), random.randint(0, most)))
 
+
+#: Layers with the form of an attention, or close to it.
+ATTENTIONS = ("attention", "causal_heads", *FUSED, *WRITTEN)
 
 # ---- models ---------------------------------------------------------------------------------------------------------
 
@@ -83,9 +105,19 @@ def _layer(random: Random, kind: str, scheme: str) -> Layer | BatchNorm:
         return BatchNorm(random.choice(list(VARIANCES)))
     meets = may_meet and random.random() < 0.01
     names = (_MEETING if meets else _LAYERS)[kind]
+    if not meets:
+        new = _often(random, (14, [()]), (5, [(*FUSED, *WRITTEN)]), (1, [IN_BRANCHES]))
+        names = [name for name in names if name in new] or names
     name = random.choice([name for name in names if scheme not in RULES[name].without])
     wraps = [wrap for wrap in WRAPS if wrap not in RULES[name].without]
     return Layer(name, "plain" if meets else _often(random, (3, ["plain", "residual"]), (4, wraps)))
+
+
+def _attention(random: Random, model: Model) -> Attention:
+    """Which attentions are one operation; by default, none that are as short as those of the grammar."""
+    has_attention = any(isinstance(layer, Layer) and layer.name in ATTENTIONS for layer in model.layers)
+    choice: Attention = _often(random, (3, ["fused"]), (2, ["auto"])) if has_attention else "auto"
+    return choice
 
 
 # ---- losses and steps -----------------------------------------------------------------------------------------------
@@ -122,6 +154,24 @@ def _training(random: Random) -> Training:
         batch_size=random.choice([8, 8, 16]),
         seed=random.randint(0, 999),
     )
+
+
+#: The scheme that halves the batch by itself.
+_BY_HALVES = "accumulated by hand"
+_BY_FORCE = ("data", "zero2", "zero3", "3d")
+
+
+def _other_batches(random: Random, example: Example) -> Example:
+    """The example with a batch that its micro-batches do not divide, with one in eight; or behind a call with another
+    batch."""
+    training, way = example.training, example.way
+    if random.random() > 0.125 or way.n == 1 or training.scheme == _BY_HALVES:
+        return example
+    # Methods that split the examples over devices by force want batches that these divide.
+    devices = way.mesh[0] * (way.mesh[1] if len(way.mesh) == 2 else 1) if way.kind in _BY_FORCE else 1
+    size = random.choice([n for n in (5, 6, 7, 9, 10, 12, 14) if n % way.n and n % devices == 0] or [8])
+    first = random.choice([0, way.n * devices, 16 * devices, 16 * devices])
+    return Example(dataclasses.replace(training, batch_size=size), dataclasses.replace(way, first=first))
 
 
 # ---- ways to run them -----------------------------------------------------------------------------------------------

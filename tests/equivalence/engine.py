@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from minialpa.errors import ShardingError
 from tests.equivalence.comparison import MANY_RUNS, N_RUNS, Reference, reference
@@ -29,9 +29,11 @@ def run(example: Example) -> Outcome:
 def _run(example: Example, n_runs: int) -> Outcome:
     training = example.training
 
-    @functools.cache
-    def reference_for(ghosts: int) -> Reference:
-        return reference(make_step(training, ghosts), make_args(training), n_runs=n_runs)
+    before = make_args(dataclasses.replace(training, batch_size=example.way.first)) if example.way.first else None
+
+    def reference_for(ghosts: int, args: Sequence[Any]) -> Reference:
+        ghosts = ghosts if training.model.has_batch_norm else 1
+        return reference(make_step(training, ghosts), args, n_runs=n_runs)
 
     try:
         method = make_method(example.way)
@@ -42,10 +44,11 @@ def _run(example: Example, n_runs: int) -> Outcome:
         make_args(training),
         method,
         batch_argnums(training),
-        lambda n: reference_for(n if training.model.has_batch_norm else 1),
+        reference_for,
+        before,
     )
     if found.kind == "crash":
-        reference_for(1)
+        reference_for(1, make_args(training))
     return found
 
 
@@ -73,9 +76,18 @@ def _simpler(example: Example) -> Iterator[Example]:
 
 
 def _simpler_ways(way: Way) -> Iterator[Way]:
-    for candidate in (Way("shard", (1,), way.n), Way("shard", (2,), way.n), Way("pipeline", (2,), way.n)):
+    kept: dict[str, Any] = {"attention": way.attention, "first": way.first}
+    for candidate in (
+        Way("shard", (1,), way.n, **kept),
+        Way("shard", (2,), way.n, **kept),
+        Way("pipeline", (2,), way.n, **kept),
+    ):
         if way.kind != candidate.kind or len(way.mesh) > 1 or way.mesh > candidate.mesh or way.remat != candidate.remat:
             yield candidate
+    if way.first:
+        yield dataclasses.replace(way, first=0)
+    if way.attention != "auto":
+        yield dataclasses.replace(way, attention="auto")
     if way.n > 2:
         yield dataclasses.replace(way, n=2)
     if way.kind.startswith("pipeline") and way.remat != "none":

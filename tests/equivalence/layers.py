@@ -49,7 +49,7 @@ class Rule:
 RULES: dict[str, Rule] = {}
 
 
-def _layer(
+def layer_rule(
     kinds: str = "vector sequence image", mixes: bool = False, without: tuple[str, ...] = (), **shapes: tuple[int, ...]
 ) -> Any:
     def register(apply: Apply) -> Apply:
@@ -60,16 +60,19 @@ def _layer(
 
 
 #: What a layer can be wrapped in. `stack`: two copies under a scan, with one key or with a key for each; the wrap that
-#: carries keys makes the next one from the last. `tied`: applied twice.
+#: carries keys makes the next one from the last. `by example`: the scan is under `vmap`, and each example has its
+#: own keys. `tied`: applied twice.
 WRAPS = (
     "plain", "residual", "checkpoint", "checkpoint dots", "jit", "vmap", "stack", "checkpointed stack",
     "unrolled stack", "stack with keys", "checkpointed stack with keys", "stack that carries keys", "tied",
-    "custom_vjp", "cond", "fori", "detached branch",
+    "custom_vjp", "cond", "fori", "detached branch", "stack by example", "checkpointed stack by example",
 )  # fmt: skip
 _STACKS = (
     "stack", "unrolled stack", "checkpointed stack", "stack with keys", "checkpointed stack with keys",
-    "stack that carries keys",
+    "stack that carries keys", "stack by example", "checkpointed stack by example",
 )  # fmt: skip
+#: Wraps that apply a layer under `vmap`.
+_BY_EXAMPLE = ("vmap", "stack by example", "checkpointed stack by example")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,10 @@ def _apply_stack(wrap: str, fun: Apply, p: Params, h: jax.Array, key: jax.Array)
             return jax.lax.scan(lambda h, row: (again(row[0], h, row[1]), None), h, (p, keys), length=2)[0]
         case "stack that carries keys":
             return _stack_that_carries_keys(fun, p, h, key)
+        case "stack by example":
+            return _stack_by_example(fun, p, h, key)
+        case "checkpointed stack by example":
+            return _stack_by_example(jax.checkpoint(fun), p, h, key)
         case "unrolled stack":
             return fun(_row(p, 1), fun(_row(p, 0), h, key), key)
     raise ValueError(wrap)
@@ -165,6 +172,14 @@ def _stack_that_carries_keys(fun: Apply, p: Params, h: jax.Array, key: jax.Array
         return (fun(row, h, own), key), None
 
     return jax.lax.scan(body, (h, key), p, length=2)[0][0]
+
+
+def _stack_by_example(fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    def one(example: jax.Array, key: jax.Array) -> jax.Array:
+        body = lambda h, row: (fun(row[0], h[None], row[1])[0], None)  # noqa: E731
+        return jax.lax.scan(body, example, (p, jax.random.split(key, 2)), length=2)[0]
+
+    return jax.vmap(one)(h, jax.random.split(key, h.shape[0]))
 
 
 def _own_derivative(fun: Apply) -> Apply:
@@ -190,128 +205,128 @@ def _own_derivative(fun: Apply) -> Apply:
 # ---- layers of any kind ---------------------------------------------------------------------------------------------
 
 
-def _wide(vector: jax.Array, h: jax.Array) -> jax.Array:
+def wide(vector: jax.Array, h: jax.Array) -> jax.Array:
     """A parameter of the last dimension, with the rank of `h`."""
     return vector.reshape((1,) * (h.ndim - 1) + vector.shape)
 
 
-@_layer(w=(WIDTH, WIDTH), bias=(WIDTH,))
+@layer_rule(w=(WIDTH, WIDTH), bias=(WIDTH,))
 def dense(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return jnp.tanh(h @ p["w"] + _wide(p["bias"], h))
+    return jnp.tanh(h @ p["w"] + wide(p["bias"], h))
 
 
-@_layer(w=(WIDTH, 2 * WIDTH), bias=(2 * WIDTH,), out=(2 * WIDTH, WIDTH))
+@layer_rule(w=(WIDTH, 2 * WIDTH), bias=(2 * WIDTH,), out=(2 * WIDTH, WIDTH))
 def mlp(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return jax.nn.relu(h @ p["w"] + _wide(p["bias"], h)) @ p["out"]
+    return jax.nn.relu(h @ p["w"] + wide(p["bias"], h)) @ p["out"]
 
 
-@_layer(gate=(WIDTH, WIDTH), w=(WIDTH, WIDTH))
+@layer_rule(gate=(WIDTH, WIDTH), w=(WIDTH, WIDTH))
 def gated(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.nn.silu(h @ p["gate"]) * (h @ p["w"])
 
 
-@_layer(w=(WIDTH, WIDTH), scale=(WIDTH,))
+@layer_rule(w=(WIDTH, WIDTH), scale=(WIDTH,))
 def weight_normalised(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     norm = jnp.sqrt(jnp.sum(p["w"] ** 2, 0, keepdims=True))
     return jax.nn.gelu(h @ (p["w"] / norm * p["scale"][None]))
 
 
-@_layer(down=(WIDTH, 2), up=(2, WIDTH))
+@layer_rule(down=(WIDTH, 2), up=(2, WIDTH))
 def low_rank(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return h + jnp.einsum("...d,dr,re->...e", h, p["down"], p["up"])
 
 
-@_layer(scale=(WIDTH,), bias=(WIDTH,))
+@layer_rule(scale=(WIDTH,), bias=(WIDTH,))
 def layer_norm(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     mean = jnp.mean(h, -1, keepdims=True)
     var = jnp.var(h, -1, keepdims=True)
-    return (h - mean) * jax.lax.rsqrt(var + 1e-2) * _wide(p["scale"], h) + _wide(p["bias"], h)
+    return (h - mean) * jax.lax.rsqrt(var + 1e-2) * wide(p["scale"], h) + wide(p["bias"], h)
 
 
-@_layer(scale=(WIDTH,))
+@layer_rule(scale=(WIDTH,))
 def rms_norm(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-2) * _wide(p["scale"], h)
+    return h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-2) * wide(p["scale"], h)
 
 
-@_layer(scale=(WIDTH,), bias=(WIDTH,))
+@layer_rule(scale=(WIDTH,), bias=(WIDTH,))
 def group_norm(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     groups = h.reshape(h.shape[0], -1, 2, WIDTH // 2)
     mean = jnp.mean(groups, (1, 3), keepdims=True)
     var = jnp.mean((groups - mean) ** 2, (1, 3), keepdims=True)
     normal = ((groups - mean) / jnp.sqrt(var + 1e-2)).reshape(h.shape)
-    return normal * _wide(p["scale"], h) + _wide(p["bias"], h)
+    return normal * wide(p["scale"], h) + wide(p["bias"], h)
 
 
-@_layer("sequence image", scale=(WIDTH,))
+@layer_rule("sequence image", scale=(WIDTH,))
 def instance_norm(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     axes = tuple(range(1, h.ndim - 1))
     normal = (h - jnp.mean(h, axes, keepdims=True)) / jnp.sqrt(jnp.var(h, axes, keepdims=True) + 1e-2)
-    return normal * _wide(p["scale"], h)
+    return normal * wide(p["scale"], h)
 
 
-@_layer()
+@layer_rule()
 def unit_length(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return 2 * h / (jnp.linalg.norm(h, axis=-1, keepdims=True) + 0.1)
 
 
-@_layer()
+@layer_rule()
 def dropout(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     keep = jax.random.bernoulli(key, 0.75, h.shape)
     return jnp.where(keep, h / 0.75, 0)
 
 
-@_layer()
+@layer_rule()
 def dropout_of_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     keep = jax.random.bernoulli(key, 0.75, (h.shape[0],) + (1,) * (h.ndim - 2) + (WIDTH,))
     return h * keep.astype(h.dtype) / 0.75
 
 
-@_layer()
+@layer_rule()
 def dropout_by_keys(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     drop = lambda key, row: jnp.where(jax.random.bernoulli(key, 0.75, row.shape), row / 0.75, 0)  # noqa: E731
     return jax.vmap(drop)(jax.random.split(key, h.shape[0]), h)
 
 
-@_layer()
+@layer_rule()
 def dropout_by_number(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(h.shape[0]))
     noise = jax.vmap(lambda k: jax.random.uniform(k, h.shape[1:]))(keys)
     return h * (noise < 0.75).astype(h.dtype)
 
 
-@_layer()
+@layer_rule()
 def dropout_by_position(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """Each example is scaled by what its number gives."""
     number = jnp.arange(h.shape[0]).reshape((-1,) + (1,) * (h.ndim - 1))
     return h * (1 + 0.1 * jnp.sin(number.astype(h.dtype))) * jax.random.bernoulli(key, 0.75, h.shape).astype(h.dtype)
 
 
-@_layer(scale=(WIDTH,))
+@layer_rule(scale=(WIDTH,))
 def noise(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return h + 0.1 * jax.random.normal(key, h.shape) * _wide(p["scale"], h)
+    return h + 0.1 * jax.random.normal(key, h.shape) * wide(p["scale"], h)
 
 
-@_layer(router=(WIDTH, EXPERTS), w=(EXPERTS, WIDTH, WIDTH))
+@layer_rule(router=(WIDTH, EXPERTS), w=(EXPERTS, WIDTH, WIDTH))
 def soft_experts(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     gates = jax.nn.softmax(h @ p["router"])
     return jnp.einsum("...e,...d,edf->...f", gates, h, p["w"])
 
 
-@_layer(router=(WIDTH, EXPERTS), w=(EXPERTS, WIDTH, WIDTH))
+@layer_rule(router=(WIDTH, EXPERTS), w=(EXPERTS, WIDTH, WIDTH))
 def top_one_expert(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     gates = jax.nn.softmax(h @ p["router"])
     chosen = jax.nn.one_hot(jnp.argmax(gates, -1), EXPERTS) * gates
     return jnp.einsum("...e,...ef->...f", chosen, jnp.einsum("...d,edf->...ef", h, p["w"]))
 
 
-@_layer(router=(WIDTH, EXPERTS), w=(EXPERTS, WIDTH, WIDTH))
+@layer_rule(router=(WIDTH, EXPERTS), w=(EXPERTS, WIDTH, WIDTH))
 def top_two_experts(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     values, places = jax.lax.top_k(h @ p["router"], 2)
     weights = jnp.sum(jax.nn.softmax(values)[..., None] * jax.nn.one_hot(places, EXPERTS), -2)
     return jnp.tanh(jnp.einsum("...e,...d,edf->...f", weights, h, p["w"]))
 
 
-@_layer(table=(EXPERTS, WIDTH))
+@layer_rule(table=(EXPERTS, WIDTH))
 def codebook(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """The nearest row of a table, passed straight through."""
     distance = jnp.sum((h[..., None, :] - p["table"].reshape((1,) * (h.ndim - 1) + (EXPERTS, WIDTH))) ** 2, -1)
@@ -319,17 +334,17 @@ def codebook(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return h + jax.lax.stop_gradient(nearest - h) + 0.1 * nearest
 
 
-@_layer()
+@layer_rule()
 def softmax_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return WIDTH * jax.nn.softmax(h)
 
 
-@_layer()
+@layer_rule()
 def sorted_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.sort(h, -1)
 
 
-@_layer()
+@layer_rule()
 def rolled_features(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.roll(h, 1, -1) * 0.5 + jnp.flip(h, -1)
 
@@ -340,40 +355,40 @@ def _feature(h: jax.Array) -> jax.Array:
     return jnp.clip(4 + jnp.round(first), 0, WIDTH - 1).astype(np.int32)
 
 
-@_layer(scale=(WIDTH,))
+@layer_rule(scale=(WIDTH,))
 def picked_feature(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """One feature of each example, by its number."""
     picked = h[jnp.arange(h.shape[0]), ..., _feature(h)]
-    return h * _wide(p["scale"], h) + picked[..., None]
+    return h * wide(p["scale"], h) + picked[..., None]
 
 
-@_layer(scale=(WIDTH,))
+@layer_rule(scale=(WIDTH,))
 def updated_feature(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     rows, feature = jnp.arange(h.shape[0]), _feature(h)
     h = h.at[rows, ..., feature].add(jnp.tanh(h[..., 0]))
-    return h.at[rows, ..., (feature + 1) % WIDTH].multiply(0.5).at[rows, ..., 0].set(h[..., 1]) * _wide(p["scale"], h)
+    return h.at[rows, ..., (feature + 1) % WIDTH].multiply(0.5).at[rows, ..., 0].set(h[..., 1]) * wide(p["scale"], h)
 
 
-@_layer()
+@layer_rule()
 def parted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     left, right = jnp.split(h, 2, -1)
     return jnp.concatenate([right * jnp.tanh(left), left], -1)
 
 
-@_layer()
+@layer_rule()
 def maxout(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     pairs = h.reshape(*h.shape[:-1], WIDTH // 2, 2)
     left, right = pairs[..., 0], pairs[..., 1]
     return jnp.concatenate([jnp.maximum(left, right), jnp.minimum(left, right)], -1)
 
 
-@_layer(w=(WIDTH, WIDTH))
+@layer_rule(w=(WIDTH, WIDTH))
 def rows_as_matrix(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """All rows of all examples in one matrix."""
     return jax.nn.relu(h.reshape(-1, WIDTH) @ p["w"]).reshape(h.shape)
 
 
-@_layer(w=(WIDTH, WIDTH))
+@layer_rule(w=(WIDTH, WIDTH))
 def iterated(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A fixed number of steps towards a fixed point."""
     return jax.lax.fori_loop(0, 3, lambda i, z: jnp.tanh(0.5 * z @ p["w"] + h), jnp.zeros_like(h))
@@ -391,13 +406,13 @@ def _halved(row: jax.Array) -> jax.Array:
     return jax.lax.while_loop(lambda r: jnp.sum(r**2) > 4, lambda r: 0.5 * r, row)
 
 
-@_layer(w=(WIDTH, WIDTH))
+@layer_rule(w=(WIDTH, WIDTH))
 def until_small(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """Each example is halved until it is short."""
     return jnp.tanh(h @ p["w"]) + _each(_halved, h)
 
 
-@_layer(w=(WIDTH, WIDTH))
+@layer_rule(w=(WIDTH, WIDTH))
 def counted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """Scaled by how often each example was halved, five times at most."""
 
@@ -409,7 +424,7 @@ def counted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h @ p["w"]) * count.reshape(-1, *(1,) * (h.ndim - 1))
 
 
-@_layer(w=(WIDTH, WIDTH))
+@layer_rule(w=(WIDTH, WIDTH))
 def loop_in_loop(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     def outer(row: jax.Array) -> jax.Array:
         body = lambda c: (c[0] + 1, 0.7 * c[1] + 0.1 * _halved(3 * c[1]))  # noqa: E731
@@ -418,7 +433,7 @@ def loop_in_loop(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h @ p["w"]) + _each(outer, h)
 
 
-@_layer(scale=(WIDTH,))
+@layer_rule(scale=(WIDTH,))
 def drawn_until_accepted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """Noise is drawn for each example until its sum is small, each time by a new key."""
 
@@ -429,10 +444,10 @@ def drawn_until_accepted(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 
         return jax.lax.while_loop(lambda c: jnp.abs(jnp.sum(c[1])) > 1, again, (key, jnp.ones_like(row)))[1]
 
-    return h * _wide(p["scale"], h) + 0.1 * _each(draw, h, jax.random.split(key, h.shape[0]))
+    return h * wide(p["scale"], h) + 0.1 * _each(draw, h, jax.random.split(key, h.shape[0]))
 
 
-@_layer(w=(WIDTH, WIDTH))
+@layer_rule(w=(WIDTH, WIDTH))
 def adaptive_steps(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A differential equation for each example, in steps as long as their error allows."""
 
@@ -453,7 +468,7 @@ def adaptive_steps(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h @ p["w"]) + _each(solve, h)
 
 
-@_layer(w=(WIDTH, WIDTH))
+@layer_rule(w=(WIDTH, WIDTH))
 def as_often_as_it_says(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """The number of iterations is the place of the largest feature."""
 
@@ -464,7 +479,7 @@ def as_often_as_it_says(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h @ p["w"]) + _each(repeated, h)
 
 
-@_layer(w=(WIDTH, WIDTH))
+@layer_rule(w=(WIDTH, WIDTH))
 def halved_by_hand(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """One loop over the batch, which leaves what is small as it is."""
     halve = lambda x: jnp.where(jnp.abs(x) > 1, 0.5 * x, x)  # noqa: E731
@@ -472,7 +487,7 @@ def halved_by_hand(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h @ p["w"]) + jax.lax.stop_gradient(small)
 
 
-@_layer(w=(WIDTH, WIDTH))
+@layer_rule(w=(WIDTH, WIDTH))
 def fixed_point(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A root for each example, by Newton's method, with the derivative of the implicit function."""
 
@@ -485,7 +500,7 @@ def fixed_point(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.vmap(root)(h @ p["w"])
 
 
-@_layer(w=(WIDTH, WIDTH))
+@layer_rule(w=(WIDTH, WIDTH))
 def solved(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A linear system for each vector of features."""
 
@@ -495,28 +510,112 @@ def solved(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.vmap(solve)(h.reshape(-1, WIDTH)).reshape(h.shape)
 
 
-@_layer(w=(WIDTH, WIDTH))
+@layer_rule(w=(WIDTH, WIDTH))
 def mapped(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A scan over the examples."""
     return jax.lax.map(lambda row: jnp.tanh(row @ p["w"]), h)
 
 
-@_layer(w=(WIDTH, WIDTH))
+@layer_rule(w=(WIDTH, WIDTH))
 def mapped_by_two(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.lax.map(lambda row: jax.nn.silu(row @ p["w"]), h, batch_size=min(2, h.shape[0]))
 
 
-@_layer()
+@layer_rule()
 def ranked(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     order = jnp.argsort(h, -1)
     return jnp.take_along_axis(h, order[..., ::-1], -1) + 0.1 * jnp.cumsum(h, -1)
 
 
-@_layer(scale=(WIDTH,))
+@layer_rule(scale=(WIDTH,))
 def either(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A branch for each example by itself."""
     pick = lambda r: jax.lax.cond(jnp.sum(r) > 0, jnp.sin, lambda r: 0.5 * r, r)  # noqa: E731
-    return jax.vmap(pick)(h) * _wide(p["scale"], h)
+    return jax.vmap(pick)(h) * wide(p["scale"], h)
+
+
+# ---- branches and loops of each example, with dropout, in scans with rematerialisation ------------------------------
+
+
+def _dropped(key: jax.Array, row: jax.Array) -> jax.Array:
+    return jnp.where(jax.random.bernoulli(key, 0.75, row.shape), row / 0.75, 0)
+
+
+@layer_rule(w=(WIDTH, WIDTH))
+def dropped_in_a_branch(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Some examples skip a layer with dropout (stochastic depth), each by a key of its own."""
+
+    def one(row: jax.Array, key: jax.Array) -> jax.Array:
+        coin, mine = jax.random.split(key)
+        work = lambda row: row + _dropped(mine, jnp.tanh(row @ p["w"]))  # noqa: E731
+        return jax.lax.cond(jax.random.bernoulli(coin, 0.6), work, lambda row: row, row)
+
+    return jax.vmap(one)(h, jax.random.split(key, h.shape[0]))
+
+
+@layer_rule(w=(3, WIDTH, WIDTH))
+def routed_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """One of three branches for each example, by its largest feature, under dropout of the whole batch."""
+
+    def one(row: jax.Array) -> jax.Array:
+        branches = [
+            lambda row: jnp.tanh(row @ p["w"][0]),
+            lambda row: jax.nn.gelu(row @ p["w"][1]),
+            lambda row: 0.5 * row @ p["w"][2],
+        ]
+        number = jnp.argmax(jax.lax.stop_gradient(row).reshape(-1, WIDTH)[0]) % 3
+        return jax.lax.switch(number, branches, row)
+
+    return h + _dropped(key, jax.vmap(one)(h))
+
+
+@layer_rule(w=(WIDTH, WIDTH), gate=(WIDTH, WIDTH))
+def halting(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Adaptive computation time: three steps under remat, in which an example that has halted stays as it is."""
+
+    def step(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        h, left = carry
+        new = _dropped(key, jnp.tanh(h @ p["w"]))
+        gate = jax.nn.sigmoid(jnp.mean((h @ p["gate"]).reshape(h.shape[0], -1), 1))
+        is_on = left.reshape(-1, *(1,) * (h.ndim - 1)) > 0
+        return (jnp.where(is_on, h + new, h), left - gate), None
+
+    start = (h, jnp.full((h.shape[0],), 0.8, h.dtype))
+    return jax.lax.scan(jax.checkpoint(step), start, jax.random.split(key, 3))[0][0]
+
+
+@layer_rule(w=(WIDTH, WIDTH))
+def loops_in_a_scan(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """In each of two steps under remat, a loop that each example ends by itself, a branch of its own, and dropout."""
+
+    def one(row: jax.Array, key: jax.Array) -> jax.Array:
+        small = jax.lax.stop_gradient(_halved(jax.lax.stop_gradient(row)))
+        pick = lambda row: jax.lax.cond(jnp.sum(small) > 0, lambda r: jnp.tanh(r @ p["w"]), lambda r: 0.5 * r, row)  # noqa: E731
+        return _dropped(key, pick(row)) + 0.1 * small
+
+    def step(h: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
+        return jax.vmap(one)(h, jax.random.split(key, h.shape[0])), None
+
+    return jax.lax.scan(jax.checkpoint(step), h, jax.random.split(key, 2))[0]
+
+
+@layer_rule(w=(WIDTH, WIDTH))
+def redrawn(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Each example draws a mask of its features until the mask keeps at least five of them."""
+
+    def draw(key: jax.Array) -> jax.Array:
+        def again(c: Any) -> Any:
+            next_key, mine = jax.random.split(c[0])
+            return next_key, jax.random.bernoulli(mine, 0.5, (WIDTH,))
+
+        return jax.lax.while_loop(lambda c: jnp.sum(c[1].astype(np.int32)) < 5, again, (key, jnp.zeros(WIDTH, bool)))[1]
+
+    masks = jax.vmap(draw)(jax.random.split(key, h.shape[0])).astype(h.dtype)
+    return jnp.tanh(h @ p["w"]) * masks.reshape(-1, *(1,) * (h.ndim - 2), WIDTH)
+
+
+#: The layers of this part.
+IN_BRANCHES = ("dropped_in_a_branch", "routed_by_example", "halting", "loops_in_a_scan", "redrawn")
 
 
 # ---- kernels -------------------------------------------------------------------------------------------------------
@@ -526,15 +625,15 @@ def either(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 #: derivatives nor `vmap` of custom_partitioning.
 _NO_TANGENTS = ("curvature", "random curvature")
 _ONCE = (*_NO_TANGENTS, "penalty on input gradients", "penalty on gradients", "meta")
-_NO_DERIVATIVES = (*_ONCE, "clipped by example", "vmap")
+_NO_DERIVATIVES = (*_ONCE, "clipped by example", *_BY_EXAMPLE)
 
 
-@_layer(without=_ONCE, scale=(WIDTH,))
+@layer_rule(without=_ONCE, scale=(WIDTH,))
 def pallas_rows(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    return row_norm(h.reshape(-1, WIDTH)).reshape(h.shape) * _wide(p["scale"], h)
+    return row_norm(h.reshape(-1, WIDTH)).reshape(h.shape) * wide(p["scale"], h)
 
 
-@_layer("sequence", without=_ONCE, qkv=(WIDTH, 3 * WIDTH))
+@layer_rule("sequence", without=_ONCE, qkv=(WIDTH, 3 * WIDTH))
 def pallas_attention(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     parts = (h @ p["qkv"]).reshape(h.shape[0], TIME, 3, 2, WIDTH // 2)
     return flash_attention(*(parts[:, :, i] for i in range(3))).reshape(h.shape)
@@ -564,12 +663,12 @@ _product.defvjp(
 )
 
 
-@_layer(without=_NO_TANGENTS, w=(WIDTH, WIDTH))
+@layer_rule(without=_NO_TANGENTS, w=(WIDTH, WIDTH))
 def registered_function(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return _registered_rows(h.reshape(-1, WIDTH), p["w"]).reshape(h.shape)
 
 
-@_layer(without=_NO_DERIVATIVES, w=(WIDTH, WIDTH))
+@layer_rule(without=_NO_DERIVATIVES, w=(WIDTH, WIDTH))
 def partitioned(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(_product(h.reshape(-1, WIDTH), p["w"]).reshape(h.shape))
 
@@ -577,13 +676,13 @@ def partitioned(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 # ---- layers of sequences --------------------------------------------------------------------------------------------
 
 
-@_layer("sequence", q=(WIDTH, WIDTH), k=(WIDTH, WIDTH), v=(WIDTH, WIDTH))
+@layer_rule("sequence", q=(WIDTH, WIDTH), k=(WIDTH, WIDTH), v=(WIDTH, WIDTH))
 def attention(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     weights = jax.nn.softmax(jnp.einsum("btd,bsd->bts", h @ p["q"], h @ p["k"]) / np.sqrt(WIDTH).astype(np.float32))
     return jnp.einsum("bts,bsd->btd", weights, h @ p["v"])
 
 
-@_layer("sequence", qkv=(WIDTH, 3 * WIDTH), out=(WIDTH, WIDTH))
+@layer_rule("sequence", qkv=(WIDTH, 3 * WIDTH), out=(WIDTH, WIDTH))
 def causal_heads(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     parts = (h @ p["qkv"]).reshape(h.shape[0], TIME, 3, 2, WIDTH // 2)
     q, k, v = (parts[:, :, i] for i in range(3))
@@ -593,7 +692,7 @@ def causal_heads(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.einsum("bhts,bshd->bthd", weights, v).reshape(h.shape) @ p["out"]
 
 
-@_layer("sequence", w=(WIDTH, WIDTH), u=(WIDTH, WIDTH), gate=(WIDTH, WIDTH))
+@layer_rule("sequence", w=(WIDTH, WIDTH), u=(WIDTH, WIDTH), gate=(WIDTH, WIDTH))
 def recurrent(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     def cell(c: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         z = jax.nn.sigmoid(x @ p["gate"])
@@ -604,7 +703,7 @@ def recurrent(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.swapaxes(outs, 0, 1)
 
 
-@_layer("sequence", w=(WIDTH, WIDTH), u=(WIDTH, WIDTH))
+@layer_rule("sequence", w=(WIDTH, WIDTH), u=(WIDTH, WIDTH))
 def recurrent_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     def one(row: jax.Array) -> jax.Array:
         cell = lambda c, x: (jnp.tanh(x @ p["w"] + c @ p["u"]),) * 2  # noqa: E731
@@ -613,7 +712,7 @@ def recurrent_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.vmap(one)(h)
 
 
-@_layer("sequence", w=(WIDTH, WIDTH))
+@layer_rule("sequence", w=(WIDTH, WIDTH))
 def token_pooling(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A token of each example, and two others, by its number."""
     rows = np.arange(h.shape[0])
@@ -622,12 +721,12 @@ def token_pooling(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h @ p["w"]) + (h[rows, place] + jnp.sum(pair, 1))[:, None]
 
 
-@_layer("sequence", mixes=True, w=(WIDTH, WIDTH))
+@layer_rule("sequence", mixes=True, w=(WIDTH, WIDTH))
 def token_of_the_one_before(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h @ p["w"]) + h[jnp.arange(h.shape[0]) - 1, _feature(h) % TIME][:, None]
 
 
-@_layer("sequence", w=(WIDTH, WIDTH))
+@layer_rule("sequence", w=(WIDTH, WIDTH))
 def gated_in_time(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """In each step of time, a branch for each example by itself, and a loop in one of them."""
 
@@ -638,30 +737,30 @@ def gated_in_time(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.vmap(lambda row: jax.lax.scan(cell, jnp.zeros(WIDTH), row)[1])(h)
 
 
-@_layer("sequence", decay=(WIDTH,))
+@layer_rule("sequence", decay=(WIDTH,))
 def linear_recurrence(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    decay = jnp.broadcast_to(jax.nn.sigmoid(_wide(p["decay"], h)), h.shape)
+    decay = jnp.broadcast_to(jax.nn.sigmoid(wide(p["decay"], h)), h.shape)
     combine = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])  # noqa: E731
     return jax.lax.associative_scan(combine, (decay, h), axis=1)[1]
 
 
-@_layer("sequence")
+@layer_rule("sequence")
 def cumulative(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     count = jnp.arange(1, TIME + 1, dtype=h.dtype)[None, :, None]
     return jnp.cumsum(h, 1) / count
 
 
-@_layer("sequence", table=(TIME, WIDTH))
+@layer_rule("sequence", table=(TIME, WIDTH))
 def positions(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return h + p["table"][None] + jnp.sin(jax.lax.broadcasted_iota(h.dtype, h.shape, 1))
 
 
-@_layer("sequence", w=(3, WIDTH, WIDTH))
+@layer_rule("sequence", w=(3, WIDTH, WIDTH))
 def convolution_in_time(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.nn.relu(jax.lax.conv_general_dilated(h, p["w"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")))
 
 
-@_layer("sequence", w=(TIME, TIME))
+@layer_rule("sequence", w=(TIME, TIME))
 def mixed_in_time(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.einsum("btd,ts->bsd", h, p["w"])
 
@@ -669,30 +768,30 @@ def mixed_in_time(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 # ---- layers of images -----------------------------------------------------------------------------------------------
 
 
-@_layer("image", w=(3, 3, WIDTH, WIDTH), bias=(WIDTH,))
+@layer_rule("image", w=(3, 3, WIDTH, WIDTH), bias=(WIDTH,))
 def convolution(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     out = jax.lax.conv_general_dilated(h, p["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    return jax.nn.relu(out + _wide(p["bias"], h))
+    return jax.nn.relu(out + wide(p["bias"], h))
 
 
-@_layer("image", w=(3, 3, 1, WIDTH))
+@layer_rule("image", w=(3, 3, 1, WIDTH))
 def depthwise(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     numbers = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(h, p["w"], (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=WIDTH)
 
 
-@_layer("image")
+@layer_rule("image")
 def max_pool(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 1, 1, 1), "SAME")
 
 
-@_layer("image")
+@layer_rule("image")
 def down_and_up(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     small = jax.lax.reduce_window(h, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4
     return jnp.repeat(jnp.repeat(small, 2, 1), 2, 2) + h
 
 
-@_layer("image", down=(WIDTH, 2), up=(2, WIDTH))
+@layer_rule("image", down=(WIDTH, 2), up=(2, WIDTH))
 def squeeze_and_excite(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     gate = jax.nn.sigmoid(jax.nn.relu(jnp.mean(h, (1, 2)) @ p["down"]) @ p["up"])
     return h * gate[:, None, None]
@@ -701,17 +800,17 @@ def squeeze_and_excite(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 # ---- layers in which examples meet ----------------------------------------------------------------------------------
 
 
-@_layer(mixes=True)
+@layer_rule(mixes=True)
 def mixed_with_reverse(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return 0.7 * h + 0.3 * h[::-1]
 
 
-@_layer("vector", mixes=True, w=(WIDTH, WIDTH))
+@layer_rule("vector", mixes=True, w=(WIDTH, WIDTH))
 def attention_over_examples(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jax.nn.softmax(h @ p["w"] @ h.T) @ h
 
 
-@_layer(mixes=True, w=(WIDTH, WIDTH))
+@layer_rule(mixes=True, w=(WIDTH, WIDTH))
 def halved_together(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """All examples are halved until the last one is small."""
     test = lambda x: jnp.any(jnp.abs(x) > 1)  # noqa: E731
@@ -719,18 +818,18 @@ def halved_together(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h @ p["w"]) + jax.lax.stop_gradient(small)
 
 
-@_layer(mixes=True)
+@layer_rule(mixes=True)
 def faded_in_turn(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A scan over the examples that passes something on."""
     return jax.lax.scan(lambda c, row: (0.5 * c + row, row + 0.1 * c), jnp.zeros(h.shape[1:]), h)[1]
 
 
-@_layer(mixes=True)
+@layer_rule(mixes=True)
 def less_the_mean(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h - 0.5 * jax.lax.stop_gradient(jnp.mean(h, 0, keepdims=True)))
 
 
-@_layer(mixes=True)
+@layer_rule(mixes=True)
 def scaled_by_the_largest(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return h / jax.lax.stop_gradient(jnp.max(jnp.abs(h)))
 
@@ -761,4 +860,4 @@ def batch_norm(variance: str, p: Params, stats: Params, h: jax.Array, ghosts: in
     normal = ((parts - mean) * jax.lax.rsqrt(var + 1e-1)).reshape(h.shape)
     found = {"mean": jnp.mean(mean.reshape(-1, WIDTH), 0), "var": jnp.mean(var.reshape(-1, WIDTH), 0)}
     new_stats = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, stats, found)
-    return normal * _wide(p["scale"], h) + _wide(p["bias"], h), new_stats
+    return normal * wide(p["scale"], h) + wide(p["bias"], h), new_stats

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import minialpa
+import tests.equivalence.attention_layers  # noqa: F401 - adds its layers to the rules
 from tests.equivalence.layers import SHAPES, WIDTH, Layer, apply_layer, batch_norm, init, init_batch_norm, init_layer
 
 TOKENS = 12

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import jax
+import numpy as np
 
 import minialpa
 from minialpa.errors import InfeasibleError, ShardingError, TraceError
@@ -18,8 +22,9 @@ from tests.equivalence.comparison import Reference, differences
 Kind = Literal["equal", "refused", "rejected", "wrong", "crash"]
 
 Step = Callable[..., Any]
-#: The serial run for a number of micro-batches: BatchNorm takes its statistics over that many parts of the batch.
-ReferenceFor = Callable[[int], Reference]
+#: The serial run, for a number of micro-batches and the arguments: BatchNorm takes its statistics over that many parts
+#: of the batch.
+ReferenceFor = Callable[[int, Sequence[Any]], Reference]
 
 _NAMES_AN_OPERATION = re.compile(r"`[\w.]+`.*\.py:\d+", re.DOTALL)
 
@@ -49,17 +54,37 @@ class Outcome:
 _ABOUT_THE_REQUEST = re.compile(r"`layer_num=|cannot be split into|cannot make \d+ layers")
 
 
+#: A batch runs in fewer micro-batches than were asked for.
+_FEWER = re.compile(r"A batch of \d+ examples cannot be split into \d+ equal micro-batches")
+#: Warnings that a step may give: that, and another split of the examples than for the batches before.
+_MAY_WARN = (_FEWER.pattern, r"This batch has another shape than the one before|(?s:.*)so it is planned without")
+
+
 def outcome_of(
     step: Step,
     args: Sequence[Any],
     method: Method | None,
     batch_argnums: Sequence[int],
     reference_for: ReferenceFor,
+    before: Sequence[Any] | None = None,
 ) -> Outcome:
-    """Runs the step under `method` (None: chosen by minialpa) and compares it with the serial run."""
+    """Runs the step under `method` (None: chosen by minialpa) and compares it with the serial run.
+
+    before: arguments of a call before this one, which goes on from the state that the call returns. All warnings but
+    those of `_MAY_WARN` are errors.
+    """
     parallel = minialpa.parallelize(step, method=method, batch_argnums=batch_argnums)
     try:
-        found = parallel(*args)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("error")
+            for pattern in _MAY_WARN:
+                warnings.filterwarnings("always", pattern)
+            if before is not None:
+                state, _ = parallel(*before)
+                # The state stays where the first call left it; the serial run goes on from a copy.
+                args = (jax.tree.map(np.array, state), *args[1:])
+                caught.clear()
+            found = parallel(*(args if before is None else (state, *args[1:])))
         plan = parallel.get_last_executable().get_parallel_plan()
     except TraceError as error:
         named = _NAMES_AN_OPERATION.search(str(error))
@@ -70,7 +95,22 @@ def outcome_of(
         return Outcome("rejected", f"{type(error).__name__}: {error}")
     except Exception:
         return Outcome("crash", traceback.format_exc())
+
+    fault = _fault_of_warnings(plan.n_micro_batches, method, [str(one.message) for one in caught])
+    if fault:
+        return Outcome("crash", fault)
     # A plan says where micro-batches have statistics of their own; all else is the whole batch's.
-    expected = reference_for(plan.n_micro_batches if plan.per_micro_batch else 1)
+    expected = reference_for(plan.n_micro_batches if plan.per_micro_batch else 1, args)
     wrong = differences(found, expected)
     return Outcome("wrong" if wrong else "equal", "; ".join(map(str, wrong[:4])), expected.is_sharp)
+
+
+def _fault_of_warnings(n: int, method: Method | None, messages: Sequence[str]) -> str:
+    """What is wrong with the warnings of a call with `n` micro-batches: one says so if these are too few."""
+    asked = getattr(method, "num_micro_batches", None)
+    if not isinstance(asked, int):
+        return ""
+    warned = any(_FEWER.match(message) for message in messages)
+    if warned == (n < asked):
+        return ""
+    return f"{n} micro-batches in place of {asked}, " + ("without a warning" if not warned else "and a warning")

@@ -1,5 +1,7 @@
 """Runs drawn examples and prints what becomes of them: `python -m tests.equivalence.run --examples 200 --seed 3`.
 
+A long run, which goes on where it was ended when the same command is given again:
+    python -m tests.equivalence.run --examples 2000 --seed 3 --processes 4 --log /tmp/drawn
 --replay EXAMPLE runs one example again, as a failure prints it; --smaller also looks for a smaller one with the fault.
 """
 
@@ -7,8 +9,15 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import json
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from tests.xla_flags import FLAGS
 
@@ -19,7 +28,7 @@ if __name__ == "__main__":  # before jax starts its backend
 import jax
 
 from tests.equivalence import engine
-from tests.equivalence.drawing import Example, example_of
+from tests.equivalence.drawing import Example, example_of, pieces
 from tests.equivalence.layers import Layer
 from tests.equivalence.losses import Loss, Term
 from tests.equivalence.model import BatchNorm, Model
@@ -30,62 +39,155 @@ from tests.equivalence.ways import Way
 _NAMES = {cls.__name__: cls for cls in (BatchNorm, Example, Layer, Loss, Model, Term, Training, Way)}
 
 
-def outcomes(examples: list[Example], seconds: float | None = None) -> list[tuple[Example, Outcome, float]]:
-    """What becomes of the examples, with CPU seconds of each; those after `seconds` are left out."""
-    found, start = [], time.monotonic()
-    for i, example in enumerate(examples):
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What became of the example with a number; seconds: of CPU time."""
+
+    number: int
+    outcome: Outcome
+    seconds: float
+
+
+def outcomes(numbers: Iterable[int], seconds: float | None = None) -> Iterator[Found]:
+    """What becomes of the examples with these numbers; those after `seconds` are left out."""
+    start = time.monotonic()
+    for i, number in enumerate(numbers):
         if seconds and time.monotonic() - start > seconds:
-            break
-        began = time.process_time()
+            return
+        example, began = example_of(number), time.process_time()
         try:
             outcome = engine.run(example)
         except Exception as error:
             outcome = Outcome("crash", f"SERIAL {error!r}")
-        found.append((example, outcome, time.process_time() - began))
         if outcome.kind in ("wrong", "crash"):
             print(
-                f"{i}: {outcome.kind}: {outcome.detail if outcome.kind == 'wrong' else outcome.reason}\n    {example}",
+                f"{number}: {outcome.kind}: {outcome.detail if outcome.kind == 'wrong' else outcome.reason}\n"
+                f"    {example}",
                 flush=True,
             )
+        yield Found(number, outcome, time.process_time() - began)
         if i % 20 == 19:
             jax.clear_caches()
-    return found
 
 
 def summary(found: list[tuple[Example, Outcome, float]]) -> str:
-    """Counts of the outcomes, and of the reasons of those that are not equal."""
+    """Counts of the outcomes, the reasons of those that are not equal, and the outcomes of each part of the grammar."""
     kinds = collections.Counter(outcome.kind for _, outcome, _ in found)
     sharp = sum(outcome.is_sharp for _, outcome, _ in found if outcome.kind == "equal")
+    seconds = sum(t for *_, t in found)
     lines = [
-        f"{len(found)} examples, {sum(t for *_, t in found):.0f} s: " + ", ".join(f"{n} {k}" for k, n in kinds.items())
+        f"{len(found)} examples, {seconds:.0f} s ({seconds / max(1, len(found)):.1f} s for one): {_counts(kinds)}",
+        f"{sharp} of {kinds['equal']} that are equal would show a factor of 1.01",
     ]
-    lines.append(f"{sharp} of {kinds['equal']} that are equal would show a factor of 1.01")
-    for kind in ("refused", "rejected", "crash"):
+    for kind in ("refused", "rejected", "wrong", "crash"):
         reasons = collections.Counter(outcome.reason for _, outcome, _ in found if outcome.kind == kind)
         lines.extend(f"  {kind} {n}x {reason}" for reason, n in reasons.most_common())
+    by_piece = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
+    for example, outcome, _ in found:
+        for piece in pieces(example):
+            by_piece[piece][outcome.kind] += 1
+    lines.extend(f"  {sum(n.values())} with {piece}: {_counts(n)}" for piece, n in sorted(by_piece.items()))
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def _counts(kinds: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+
+
+# ---- a log, with which a run goes on where it ended -----------------------------------------------------------------
+
+
+def _read(log: Path) -> list[Found]:
+    """The outcomes that a log holds; a line that was cut off is left out."""
+    found = []
+    for line in log.read_text().splitlines() if log.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            fields = json.loads(line)
+            outcome = Outcome(fields["kind"], fields["detail"], fields["is_sharp"])
+            found.append(Found(fields["number"], outcome, fields["seconds"]))
+    return found
+
+
+def _write(log: Path, found: Found) -> None:
+    outcome = found.outcome
+    fields = {
+        "number": found.number,
+        "kind": outcome.kind,
+        "detail": outcome.detail,
+        "is_sharp": outcome.is_sharp,
+        "seconds": found.seconds,
+    }
+    with log.open("a") as file:
+        file.write(json.dumps(fields) + "\n")
+
+
+def _run_logged(log: Path, numbers: Sequence[int], seconds: float | None) -> list[Found]:
+    """What becomes of the examples, those of the log included; the others are run, and written to it."""
+    wanted, known = set(numbers), _read(log)
+    done = {one.number for one in known}
+    for one in outcomes([number for number in numbers if number not in done], seconds):
+        _write(log, one)
+        known.append(one)
+    return [one for one in known if one.number in wanted]
+
+
+def _in_processes(n: int, log: Path, arguments: list[str]) -> None:
+    """Runs this command in `n` processes, each of which takes its part of the numbers, with a log of its own."""
+    command = [sys.executable, "-m", "tests.equivalence.run", *arguments]
+    running = [subprocess.Popen([*command, "--part", f"{i}/{n}", "--log", _part(log, i)]) for i in range(n)]
+    for process in running:
+        process.wait()
+
+
+def _part(log: Path, i: int) -> Path:
+    return log.with_name(f"{log.name}.{i}")
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--seed", type=int, default=0, help="examples begin with the number 1,000,000 times this")
+    parser.add_argument("--seconds", type=float, help="no example begins after so many seconds")
+    parser.add_argument(
+        "--pieces", help="only examples with one of these parts of the grammar, such as attention,kernels"
+    )
+    parser.add_argument("--log", type=Path, help="a file of outcomes: those that it holds are not run again")
+    parser.add_argument("--processes", type=int, default=1, help="so many processes, which need a --log")
+    parser.add_argument("--part", default="0/1", help="I/N: of the examples, the I-th and each N-th after it")
     parser.add_argument("--replay")
     parser.add_argument("--smaller", action="store_true")
     args = parser.parse_args()
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     if args.replay:
-        example = eval(args.replay, _NAMES)
-        outcome = engine.run(example)
-        print(outcome.kind, outcome.detail)
-        if args.smaller:
-            print(engine.smaller(example, outcome))
+        _replay(eval(args.replay, _NAMES), args.smaller)
         return
-    first = args.seed * 1_000_000
-    print(summary(outcomes([example_of(first + i) for i in range(args.examples)], args.seconds)))
+
+    numbers = range(args.seed * 1_000_000, args.seed * 1_000_000 + args.examples)
+    if args.pieces:
+        wanted = set(args.pieces.split(","))
+        numbers = [number for number in numbers if pieces(example_of(number)) & wanted]
+    i, n = map(int, args.part.split("/"))
+    if args.processes > 1:
+        if args.log is None:
+            parser.error("several processes need a --log")
+        options = {"--examples": args.examples, "--seed": args.seed, "--seconds": args.seconds, "--pieces": args.pieces}
+        _in_processes(args.processes, args.log, [x for o, v in options.items() if v is not None for x in (o, str(v))])
+        found = [one for k in range(args.processes) for one in _read(_part(args.log, k))]
+    elif args.log:
+        found = _run_logged(args.log, numbers[i::n], args.seconds)
+    else:
+        found = list(outcomes(numbers[i::n], args.seconds))
+    wanted_numbers = set(numbers)
+    print(summary([(example_of(f.number), f.outcome, f.seconds) for f in found if f.number in wanted_numbers]))
+
+
+def _replay(example: Example, smaller: bool) -> None:
+    outcome = engine.run(example)
+    print(outcome.kind, outcome.detail)
+    if smaller:
+        print(engine.smaller(example, outcome))
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -69,6 +69,12 @@ FOUND = {
         ),
         Way("3d", (2,)),
     ),
+    "rows that the derivative of a scan reads": Example(
+        Training(Model("sequence", (Layer("queries_in_blocks"),)), _MEAN), Way("shard", (1,), attention="fused")
+    ),
+    "a ragged batch behind another": Example(
+        Training(Model("sequence", (Layer("halting"),)), _MEAN, batch_size=6), Way("shard", (1,), 4, first=8)
+    ),
     "a stage without work": Example(Training(_MODEL, _MEAN, "only the head"), Way("pipeline", (2,))),
 }
 

@@ -35,7 +35,9 @@ def _reference(name: str) -> Reference:
 
 
 def outcome(step: str, method: str) -> Outcome:
-    return outcome_of(STEPS[step], (make_state(), make_batch()), _method(method), (1,), lambda n: _reference(step))
+    return outcome_of(
+        STEPS[step], (make_state(), make_batch()), _method(method), (1,), lambda n, args: _reference(step)
+    )
 
 
 @pytest.mark.parametrize("step", STEPS)

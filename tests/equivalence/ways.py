@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 
 from minialpa import (
     AutoLayerOption,
+    AutoShardingOption,
     AutoStageOption,
     DataParallel,
     LogicalMesh,
@@ -22,6 +24,7 @@ from minialpa import (
     get_3d_parallel_method,
 )
 from minialpa.methods import AutoParallel, Method
+from minialpa.options import Attention
 
 _SHARDED: dict[str, Any] = {
     "shard": ShardParallel,
@@ -37,6 +40,7 @@ class Way:
     """kind: of method, see `make_method`. mesh: shape of the logical mesh, or the number of devices. n: micro-batches.
 
     stages: of a pipeline, which divide the devices. remat: of its layers. manual: layers end at the model's boundary.
+    attention: which attentions are one operation. first: the number of examples of a call before; 0 for no such call.
     """
 
     kind: str = "shard"
@@ -45,6 +49,8 @@ class Way:
     stages: int = 2
     remat: str = "none"
     manual: bool = False
+    attention: Attention = "auto"
+    first: int = 0
 
 
 def make_method(way: Way) -> Method | None:
@@ -53,18 +59,21 @@ def make_method(way: Way) -> Method | None:
         return None
     n_devices = way.mesh[0] * (way.mesh[1] if len(way.mesh) == 2 else 1)
     devices = jax.devices()[:n_devices]
+    option = AutoShardingOption(attention=way.attention)
     if way.kind in _SHARDED:
-        return _SHARDED[way.kind](LogicalMesh(way.mesh) if len(way.mesh) == 2 else devices, way.n)
+        return _SHARDED[way.kind](LogicalMesh(way.mesh) if len(way.mesh) == 2 else devices, way.n, option)
     if way.kind == "auto":
-        return AutoParallel(devices, way.n)
+        return AutoParallel(devices, way.n, option)
     if way.kind == "3d":
-        return get_3d_parallel_method(way.n, n_devices // way.stages, 1, way.stages, devices=devices)
+        method = get_3d_parallel_method(way.n, n_devices // way.stages, 1, way.stages, devices=devices)
+        return dataclasses.replace(method, default_auto_sharding_option=option)
     return PipeshardParallel(
         devices,
         way.n,
         _SCHEDULES.get(way.kind, "1f1b"),
         layer_option=_layers(way),
         stage_option=_stages(way, n_devices),
+        default_auto_sharding_option=option,
     )
 
 

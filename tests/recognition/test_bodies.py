@@ -75,6 +75,36 @@ def test_a_scan_whose_stacked_results_are_also_results() -> None:
     assert compared(jax.value_and_grad(loss, (0, 1), has_aux=True), WEIGHTS, X).counts == (1, 1)
 
 
+def test_a_scan_over_blocks_of_queries() -> None:
+    """The derivative reads the queries, which are rows of an array and not computed in the scan."""
+
+    def loss(query: Any, key: Any, value: Any) -> Any:
+        blocks = jnp.moveaxis(jnp.reshape(jnp.tanh(query), (B, 2, T // 2, N, D)), 1, 0)
+        out = jax.lax.map(lambda block: jax.nn.dot_product_attention(block, key, value), blocks)
+        return jnp.sum(jnp.sin(out))
+
+    arrays = [array(seed, B, T, N, D) for seed in (2, 3, 4)]
+    assert compared(jax.value_and_grad(loss, (0, 1, 2)), *arrays).counts == (1, 1)
+
+
+def test_a_derivative_of_second_order_of_a_scan_with_a_bias() -> None:
+    """The bias of a layer is a row that the derivative reads, of an array that is computed before the scan."""
+
+    def loss(bias: Any, weights: Any, x: Any) -> Any:
+        def body(x: Any, row: Any) -> tuple[Any, None]:
+            w, bias = row
+            q, k, v = (jnp.reshape(x @ w[i], (B, T, N, D)) for i in range(3))
+            out = jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
+            return x + jnp.reshape(out, x.shape) @ w[3], None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(body, x, (weights, bias))[0]))
+
+    def meta(bias: Any, weights: Any, x: Any) -> Any:
+        return loss(bias - 0.1 * jax.grad(loss)(bias, weights, x), weights, x)
+
+    compared(jax.value_and_grad(meta, (0, 1)), array(5, LAYERS, 1, N, T, T), WEIGHTS, X, tolerance=1e-4)
+
+
 def test_a_scan_in_a_scan() -> None:
     def loss(weights: Any, x: Any) -> Any:
         y, _ = jax.lax.scan(layer, x, weights)

@@ -1,0 +1,356 @@
+"""The grammar of attention: layers of sequences, and of images, that users and libraries write in many ways.
+
+`FUSED` and `WRITTEN` list what has the form of an attention, and what is close to it and has to stay as it is written.
+Importing this module adds them to `layers.RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.equivalence.layers import SIDE, TIME, WIDTH, Apply, Params, layer_rule
+
+HEADS, DEPTH, MEMORY = 4, 4, 3
+_ROOT = np.float32(np.sqrt(DEPTH))
+#: Names of layers.
+FUSED: list[str] = []
+WRITTEN: list[str] = []
+
+#: Shapes of the parameters of queries, keys, values and the output, for all heads and for two heads of keys.
+_PROJECTIONS = {name: (WIDTH, HEADS * DEPTH) for name in ("q", "k", "v")} | {"out": (HEADS * DEPTH, WIDTH)}
+_GROUPED = {**_PROJECTIONS, "k": (WIDTH, 2 * DEPTH), "v": (WIDTH, 2 * DEPTH)}
+_ONE_HEAD = {**_PROJECTIONS, "k": (WIDTH, DEPTH), "v": (WIDTH, DEPTH)}
+
+
+def _attention(names: list[str], kinds: str = "sequence", **shapes: tuple[int, ...]) -> Callable[[Apply], Apply]:
+    def register(apply: Apply) -> Apply:
+        names.append(apply.__name__.strip("_"))
+        layer_rule(kinds, **shapes)(apply)
+        return apply
+
+    return register
+
+
+def _heads(h: jax.Array, w: jax.Array) -> jax.Array:
+    """Projections [b t h d]."""
+    return (h @ w).reshape(*h.shape[:-1], -1, DEPTH)
+
+
+def _qkv(p: Params, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return _heads(h, p["q"]), _heads(h, p["k"]), _heads(h, p["v"])
+
+
+def _merged(p: Params, heads: jax.Array) -> jax.Array:
+    return heads.reshape(*heads.shape[:-2], -1) @ p["out"]
+
+
+def _lengths(h: jax.Array, least: int) -> jax.Array:
+    """How many positions of each example count, by the first of its values: `least` to TIME."""
+    first = jnp.abs(jax.lax.stop_gradient(h).reshape(h.shape[0], -1)[:, 0])
+    return jnp.clip(jnp.floor(3 * first).astype(np.int32), least, TIME)
+
+
+def _is_padding(h: jax.Array, least: int) -> jax.Array:
+    """[b s]"""
+    return jnp.arange(TIME)[None] >= _lengths(h, least)[:, None]
+
+
+def _causal(n_queries: int, n_keys: int) -> jax.Array:
+    """[t s], where the last query sees all keys."""
+    return jnp.arange(n_keys)[None] <= jnp.arange(n_queries)[:, None] + (n_keys - n_queries)
+
+
+def _softmax_by_hand(scores: jax.Array) -> jax.Array:
+    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True)))
+    return weights / jnp.sum(weights, -1, keepdims=True)
+
+
+# ---- jax.nn.dot_product_attention -----------------------------------------------------------------------------------
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h)))
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def causal_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), is_causal=True, scale=0.7))
+
+
+@_attention(FUSED, **_GROUPED)
+def grouped_causal_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), is_causal=True))
+
+
+@_attention(FUSED, **_ONE_HEAD)
+def one_head_of_keys(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return h + _merged(p, jax.nn.dot_product_attention(*_qkv(p, h)))
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def padded_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    mask = ~_is_padding(h, 1)[:, None, None, :]
+    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), mask=mask, is_causal=True))
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def dot_product_of_lengths(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    lengths = _lengths(h, 1)
+    attended = jax.nn.dot_product_attention(
+        *_qkv(p, h), query_seq_lengths=lengths, key_value_seq_lengths=lengths, is_causal=True
+    )
+    return _merged(p, attended)
+
+
+@_attention(FUSED, **_GROUPED, bias=(1, HEADS, TIME, TIME))
+def biased_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), bias=p["bias"]))
+
+
+@_attention(FUSED, **_PROJECTIONS, bias=(1, HEADS, TIME, TIME))
+def biased_masked_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    mask = ~_is_padding(h, 1)[:, None, None, :]
+    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), bias=p["bias"], mask=mask, is_causal=True))
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def window_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), local_window_size=(1, 1)))
+
+
+@_attention(FUSED, **_GROUPED)
+def causal_window_dot_product(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), is_causal=True, local_window_size=2))
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def dot_product_by_example(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    one = lambda row: _merged(p, jax.nn.dot_product_attention(*_qkv(p, row), is_causal=True))  # noqa: E731
+    return jax.vmap(one)(h)
+
+
+# ---- as many queries as are wanted ----------------------------------------------------------------------------------
+
+
+@_attention(FUSED, **_PROJECTIONS, table=(2, WIDTH))
+def learned_queries(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Two learned queries for all examples, as in a perceiver."""
+    table = jnp.broadcast_to(p["table"][None], (h.shape[0], *p["table"].shape))
+    found = jax.nn.dot_product_attention(_heads(table, p["q"]), _heads(h, p["k"]), _heads(h, p["v"]))
+    return h + jnp.repeat(_merged(p, found), TIME // 2, 1)
+
+
+@_attention(FUSED, **_PROJECTIONS, table=(MEMORY, WIDTH))
+def learned_keys(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """A learned memory before the positions: more keys than queries, and a causal mask that begins behind it."""
+    seen = jnp.concatenate([jnp.broadcast_to(p["table"][None], (h.shape[0], MEMORY, WIDTH)), h], 1)
+    q, k, v = _heads(h, p["q"]), _heads(seen, p["k"]), _heads(seen, p["v"])
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
+    weights = jax.nn.softmax(jnp.where(_causal(TIME, MEMORY + TIME)[None, None], scores, -1e9))
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def last_queries(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Only the last two positions ask."""
+    q, k, v = _heads(h[:, 2:], p["q"]), _heads(h, p["k"]), _heads(h, p["v"])
+    scores = jnp.einsum("bthd,bshd->bhts", q / _ROOT, k)
+    weights = jax.nn.softmax(jnp.where(_causal(2, TIME)[None, None], scores, jnp.finfo(scores.dtype).min))
+    return jnp.concatenate([h[:, :2], _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))], 1)
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def queries_in_blocks(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """A scan over blocks of queries."""
+    q, k, v = _qkv(p, h)
+    blocks = jnp.moveaxis(q.reshape(h.shape[0], 2, TIME // 2, HEADS, DEPTH), 1, 0)
+    found = jax.lax.map(lambda block: jax.nn.dot_product_attention(block, k, v), blocks)
+    return _merged(p, jnp.moveaxis(found, 0, 1).reshape(h.shape[0], TIME, HEADS, DEPTH))
+
+
+# ---- as libraries write it, and by hand -----------------------------------------------------------------------------
+
+
+@_attention(FUSED, **_PROJECTIONS, bias=(1, HEADS, TIME, TIME))
+def as_flax_writes_it(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    q, k, v = _qkv(p, h)
+    scores = jnp.einsum("...qhd,...khd->...hqk", q / jnp.sqrt(DEPTH).astype(q.dtype), k) + p["bias"]
+    mask = jnp.logical_and(_causal(TIME, TIME)[None, None], ~_is_padding(h, 1)[:, None, None, :])
+    weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min)).astype(v.dtype)
+    return _merged(p, jnp.einsum("...hqk,...khd->...qhd", weights, v))
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def products_of_matrices(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in _qkv(p, h))
+    weights = _softmax_by_hand(0.5 * (q @ jnp.swapaxes(k, 2, 3)))
+    return _merged(p, jnp.swapaxes(weights @ v, 1, 2))
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def divided_last(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """The division stands behind the product with the values."""
+    q, k, v = _qkv(p, h)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k / _ROOT)
+    scores = jnp.where(_causal(TIME, TIME)[None, None], scores, -jnp.inf)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True)))
+    total = jnp.sum(weights, -1)[..., None]
+    return _merged(p, jnp.swapaxes(jnp.einsum("bhts,bshd->bhtd", weights, v) / total, 1, 2))
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def by_log_of_the_sum(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    q, k, v = _qkv(p, h)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
+    weights = jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True))
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def additive_masks(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Large negative numbers on the scores, for what comes later and, in each example, for padding."""
+    q, k, v = _qkv(p, h)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
+    scores = scores + jnp.where(_causal(TIME, TIME), 0.0, -1e4)[None, None]
+    scores = scores + (-1e4 * _is_padding(h, 1).astype(h.dtype))[:, None, None, :]
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def some_see_nothing(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """An example of length zero averages over all keys, as the masked score is finite."""
+    q, k, v = _qkv(p, h)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
+    weights = jax.nn.softmax(jnp.where(_is_padding(h, 0)[:, None, None, :], -1e9, scores))
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def segments(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Several texts in one example: a position sees those of its own, by numbers of each example."""
+    number = jnp.cumsum((jax.lax.stop_gradient(h)[..., 0] > 0).astype(np.int32), 1)
+    same = number[:, None, :, None] == number[:, None, None, :]
+    mask = jnp.logical_and(same, _causal(TIME, TIME)[None, None])
+    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, h), mask=mask))
+
+
+@_attention(FUSED, **_PROJECTIONS)
+def slopes(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """A constant bias by the distance, other for each head."""
+    q, k, v = _qkv(p, h)
+    distance = (jnp.arange(TIME)[:, None] - jnp.arange(TIME)[None]).astype(h.dtype)
+    bias = -(2.0 ** -jnp.arange(1, HEADS + 1, dtype=h.dtype))[:, None, None] * jnp.abs(distance)[None]
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT + bias[None]
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
+
+
+@_attention(FUSED, **_GROUPED)
+def turned_heads(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Rotary positions, and heads of keys that are repeated."""
+    angle = jnp.arange(TIME, dtype=h.dtype)[:, None] * jnp.array([1.0, 0.1], h.dtype)[None]
+    cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]
+
+    def turn(x: jax.Array) -> jax.Array:
+        left, right = jnp.split(x, 2, -1)
+        return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], -1)
+
+    q, k, v = _qkv(p, h)
+    k, v = (jnp.repeat(x, HEADS // 2, 2) for x in (turn(k), v))
+    scores = jnp.where(_causal(TIME, TIME)[None, None], jnp.einsum("bthd,bshd->bhts", turn(q), k), -1e9)
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
+
+
+@_attention(FUSED, **_PROJECTIONS, scale=(HEADS, 1))
+def unit_queries_and_keys(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Queries and keys of length one, and a learned scale on the queries of each head."""
+    q, k, v = _qkv(p, h)
+    q, k = (x / jnp.sqrt(jnp.sum(x**2, -1, keepdims=True) + 1e-2) for x in (q, k))
+    return _merged(p, jax.nn.dot_product_attention(q * (2 * p["scale"])[None, None], k, v, scale=1.0))
+
+
+@_attention(FUSED, "image", **_PROJECTIONS)
+def attention_over_pixels(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    pixels = h.reshape(h.shape[0], SIDE * SIDE, WIDTH)
+    return _merged(p, jax.nn.dot_product_attention(*_qkv(p, pixels))).reshape(h.shape)
+
+
+@_attention(FUSED, "image", **_PROJECTIONS)
+def attention_along_rows(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """Pixels of a row see each other: each row of each example by itself."""
+    weights = jax.nn.softmax(jnp.einsum("bithd,bishd->bihts", _heads(h, p["q"]), _heads(h, p["k"])) / _ROOT)
+    return _merged(p, jnp.einsum("bihts,bishd->bithd", weights, _heads(h, p["v"])))
+
+
+# ---- close to an attention ------------------------------------------------------------------------------------------
+
+
+@_attention(WRITTEN, **_PROJECTIONS)
+def dropout_on_weights(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    q, k, v = _qkv(p, h)
+    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT)
+    keep = jax.random.bernoulli(key, 0.75, weights.shape)
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", jnp.where(keep, weights / 0.75, 0), v))
+
+
+@_attention(WRITTEN, **_PROJECTIONS)
+def soft_cap(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    q, k, v = _qkv(p, h)
+    scores = 2 * jnp.tanh(jnp.einsum("bthd,bshd->bhts", q, k) / 2)
+    weights = jax.nn.softmax(jnp.where(_causal(TIME, TIME)[None, None], scores, -1e9))
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+
+
+@_attention(WRITTEN, **_PROJECTIONS, bias=(1, HEADS, 1, 1))
+def sinks(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """One score more in the softmax, which has no value."""
+    q, k, v = _qkv(p, h)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
+    sink = jnp.broadcast_to(p["bias"], (*scores.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, sink], -1))[..., :-1]
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+
+
+@_attention(WRITTEN, **_PROJECTIONS)
+def weights_read_twice(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    q, k, v = _qkv(p, h)
+    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT)
+    entropy = jnp.sum(weights * jnp.log(weights + 1e-3), (1, 3))
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v)) + 0.1 * entropy[..., None]
+
+
+@_attention(WRITTEN, **_PROJECTIONS, scale=(1, HEADS, 1, 1))
+def learned_temperature(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    q, k, v = _qkv(p, h)
+    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) * p["scale"])
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights, v))
+
+
+@_attention(WRITTEN, **_PROJECTIONS)
+def normalised_over_queries(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """The softmax runs over the queries, as in slot attention."""
+    q, k, v = _qkv(p, h)
+    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT, 2)
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights / (jnp.sum(weights, -1, keepdims=True) + 0.1), v))
+
+
+@_attention(WRITTEN, **_PROJECTIONS, bias=(1, HEADS, TIME, TIME))
+def two_masked_values(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """What comes later is far below, padding a little below, and a bias stands behind the masks."""
+    q, k, v = _qkv(p, h)
+    scores = jnp.where(_is_padding(h, 1)[:, None, None, :], -3.0, jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT)
+    scores = jnp.where(_causal(TIME, TIME)[None, None], scores, -1e9) + p["bias"]
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
+
+
+@_attention(WRITTEN, **_PROJECTIONS)
+def not_quite_a_softmax(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+    """The sum is a little larger, so that weights do not add up to one."""
+    q, k, v = _qkv(p, h)
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
+    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True)))
+    return _merged(p, jnp.einsum("bhts,bshd->bthd", weights / (jnp.sum(weights, -1, keepdims=True) + 0.1), v))
