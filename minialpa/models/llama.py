@@ -106,9 +106,8 @@ class Llama(nn.Module):
                 self.boundaries.after(i)
         x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
 
-        head = {"features": self.vocab_size, "use_bias": False, "dtype": self.dtype, "name": "head"}
         if labels is None:
-            return nn.Dense(**head)(x)
+            return nn.Dense(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")(x)
         b = len(tokens)
         runs = x.reshape(b, self.loss_chunks, -1, self.hidden), labels.reshape(b, self.loss_chunks, -1)
         in_runs = nn.scan(
@@ -118,7 +117,8 @@ class Llama(nn.Module):
             in_axes=1,
             out_axes=1,
         )
-        _, losses = in_runs(**head)(None, runs)
+        losses: jax.Array
+        _, losses = in_runs(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")(None, runs)
         return losses
 
 
