@@ -3,7 +3,8 @@
 python -m benchmarks.long_context llama-3-8b 64 8192 [--methods auto fsdp ...]     one setting, told as it goes
 python -m benchmarks.long_context --list
 
-Nothing runs. Attention is one operation, whatever the model writes (`recognise`). Seconds are those of the cost model,
+Nothing runs. Attention is one operation, whatever the model writes (`recognise`), and the loss goes over runs of 1024
+positions. Seconds are those of the cost model,
 which counts devices and links at the rates of their data sheets and nothing twice at a time. The methods:
 
     auto    `AutoParallel`: stages, submeshes, shardings, micro-batches and rematerialisation are chosen
@@ -38,6 +39,8 @@ from minialpa.tracing.trace import TracedStep
 
 #: Tokens of a batch, and those where that would be too few examples for the devices.
 _TOKENS, _MANY_TOKENS = 2**22, 2**24
+#: Positions whose logits are there at once: those of 32,768 would be 17 GB in float32 for each example.
+_CHUNK = 1024
 _REMATS: tuple[Remat, ...] = ("none", "dots", "full")
 
 
@@ -56,7 +59,11 @@ class Setting:
         return few if few >= self.n_devices else _MANY_TOKENS // self.seq_len
 
     def traced(self) -> TracedStep:
-        sizes = {"seq_len": self.seq_len, "batch_size": self.batch_size} | dict(self.arguments)
+        sizes = {
+            "seq_len": self.seq_len,
+            "batch_size": self.batch_size,
+            "loss_chunks": self.seq_len // _CHUNK,
+        } | dict(self.arguments)
         case = minialpa.models.build(self.model, **sizes)
         step = traced_step(case.train_step(minialpa.value_and_grad), *arguments(case))
         return recognise(step, everywhere=True)

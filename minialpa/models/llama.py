@@ -1,10 +1,14 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, untied head, AdamW.
 
-With `scan_layers` the blocks are one `lax.scan` over stacked parameters [n_layers ...], else a Python loop.
+With `scan_layers` the blocks are one `lax.scan` over stacked parameters [n_layers ...], else a Python loop. With
+`loss_chunks` the logits of a long sequence are never there at once: the head and the loss are a `lax.scan` over runs of
+positions, which the backward pass computes again, as trainers for long contexts do.
 Letters of the shapes: b batch, s positions, d features of a head.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +69,17 @@ class _ScanBlock(LlamaBlock):
         return super().__call__(x), None
 
 
+class _HeadLosses(nn.Dense):
+    """The head and the loss of a run of positions, with the (carry, input) -> (carry, output) signature of a scan."""
+
+    @nn.compact
+    def __call__(self, _: None, run: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:  # type: ignore[override]
+        x, labels = run
+        return None, cross_entropies(super().__call__(x), labels)
+
+
 class Llama(nn.Module):
-    """Tokens [b s] -> logits [b s vocab_size]."""
+    """Tokens [b s] -> logits [b s vocab_size]; with `loss_chunks` tokens, labels [b s] -> losses [b chunk s]."""
 
     hidden: int
     n_layers: int
@@ -78,9 +91,10 @@ class Llama(nn.Module):
     scan_layers: bool
     dtype: DTypeLike
     boundaries: Boundaries
+    loss_chunks: int = 0
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, labels: jax.Array | None = None) -> jax.Array:
         x = nn.Embed(self.vocab_size, self.hidden, dtype=self.dtype, name="tokens")(tokens)
         shape = (self.n_heads, self.n_kv_heads, self.ffn, self.rope_base, self.dtype)
         if self.scan_layers:
@@ -91,7 +105,21 @@ class Llama(nn.Module):
                 x = LlamaBlock(*shape, name=f"block_{i}")(x)
                 self.boundaries.after(i)
         x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
-        return nn.Dense(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")(x)
+
+        if labels is None:
+            return nn.Dense(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")(x)
+        b = len(tokens)
+        runs = x.reshape(b, self.loss_chunks, -1, self.hidden), labels.reshape(b, self.loss_chunks, -1)
+        in_runs = nn.scan(
+            nn.remat(_HeadLosses, prevent_cse=False),
+            variable_broadcast="params",
+            split_rngs={"params": False},
+            in_axes=1,
+            out_axes=1,
+        )
+        losses: jax.Array
+        _, losses = in_runs(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")(None, runs)
+        return losses
 
 
 def llama_case(
@@ -106,15 +134,21 @@ def llama_case(
     vocab_size: int = 64,
     rope_base: float = 10000.0,
     scan_layers: bool = False,
+    loss_chunks: int = 0,
     learning_rate: float = 1e-3,
     dtype: DTypeLike = jnp.float32,
     boundary: Hook | None = None,
     n_boundaries: int = 1,
 ) -> ModelCase:
-    """Batch: `tokens` and `labels`, both int32 [b seq_len]."""
+    """Batch: `tokens` and `labels`, both int32 [b seq_len]. loss_chunks: a divisor of `seq_len`; 0 for all at once."""
     if scan_layers and boundary is not None and n_boundaries:
         raise TraceError("A boundary cannot lie inside a scan. Use `scan_layers=False`, or give no `boundary`.")
+    if loss_chunks and seq_len % loss_chunks:
+        raise TraceError(f"`loss_chunks={loss_chunks}` does not divide the {seq_len} positions of `seq_len`.")
     cuts = Boundaries(boundary, n_boundaries, n_layers)
+
+    def loss(outputs: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return jnp.mean(outputs if loss_chunks else cross_entropies(outputs, batch["labels"])), {}
 
     return make_case(
         "llama",
@@ -129,9 +163,10 @@ def llama_case(
             scan_layers=scan_layers,
             dtype=dtype,
             boundaries=cuts,
+            loss_chunks=loss_chunks,
         ),
-        inputs=("tokens",),
-        loss=lambda logits, batch: (jnp.mean(cross_entropies(logits, batch["labels"])), {}),
+        inputs=("tokens", "labels") if loss_chunks else ("tokens",),
+        loss=loss,
         optimizer=optax.adamw(learning_rate),
         sample=lambda rng, n: next_tokens(rng, n, seq_len, vocab_size),
         batch_size=batch_size,

@@ -23,6 +23,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_untied": ("gpt", {"tie_head": False}),
     "gpt_bfloat16": ("gpt", {"dtype": jnp.bfloat16}),
     "llama_scan": ("llama", {"scan_layers": True}),
+    "llama_loss_chunks": ("llama", {"loss_chunks": 4}),
     "resnet_bottleneck": ("resnet", {"kind": "bottleneck", "imagenet_stem": True}),
 } | {name: (name, {}) for name in MODELS}
 
@@ -152,6 +153,21 @@ def test_scanned_llama_equals_unrolled_llama(seed: int) -> None:
     params = {**{name: leaf for name, leaf in stacked.params.items() if name != "blocks"}, **blocks}
     state = state.replace(params=params)
     np.testing.assert_allclose(_loss_of(scanned)(stacked, batch), _loss_of(unrolled)(state, batch), rtol=1e-5)
+
+
+def test_llama_with_a_loss_in_chunks_trains_like_llama(seed: int) -> None:
+    (chunked, state), (whole, same) = _started("llama_loss_chunks", seed), _started("llama", seed)
+    jax.tree.map(np.testing.assert_array_equal, state.params, same.params)
+    batch = whole.make_batch(seed, 4)
+    after, metrics = jax.jit(chunked.train_step(jax.value_and_grad))(state, batch)
+    expected, expected_metrics = jax.jit(whole.train_step(jax.value_and_grad))(same, batch)
+    np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), after.params, expected.params)
+
+
+def test_chunks_that_do_not_divide_the_positions_are_refused() -> None:
+    with pytest.raises(TraceError, match="`loss_chunks=3` does not divide the 16 positions"):
+        build("llama", loss_chunks=3)
 
 
 @hypothesis.given(hypothesis.strategies.integers(0, 2**31), hypothesis.strategies.integers(1, 8))
