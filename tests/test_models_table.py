@@ -141,3 +141,26 @@ def test_a_model_that_ends_its_process_is_a_crash_and_the_others_go_on(monkeypat
     assert "3 rows: 2 equal, 1 crash." in text
     assert "| jax 1 | mlp | adam | m | equal | 1.0e-07 | 2.0e-07 |" in text
     assert "the process ended with code -11" in text
+
+
+def test_a_later_run_of_a_model_takes_the_place_of_an_earlier_one() -> None:
+    def found(name: str, method: str, outcome: str) -> dict[str, Any]:
+        told = {"detail": "why"} if outcome != "equal" else {}
+        return {
+            "name": name,
+            "package": "p",
+            "model": name,
+            "optimizer": "o",
+            "method": method,
+            "outcome": outcome,
+        } | told
+
+    first = [found("gan", "", "not run"), found("mlp", "a", "equal"), found("mlp", "b", "wrong")]
+    rows = table.merged([first, [found("gan", "a", "equal"), found("gan", "b", "equal")]])
+    assert [(one["name"], one["method"]) for one in rows] == [("mlp", "a"), ("mlp", "b"), ("gan", "a"), ("gan", "b")]
+
+    text = table.page(rows)
+    assert "4 rows: 3 equal, 1 wrong." in text and "why" in text
+    missing = text[text.index("The rows are of 2 of") : text.index("| package")]
+    assert "`vae`" in missing and "`gan`" not in missing
+    assert max(map(len, missing.splitlines())) <= 120

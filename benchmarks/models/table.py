@@ -105,6 +105,14 @@ class _Process:
         return timer
 
 
+def merged(runs: Iterable[Rows]) -> Rows:
+    """Rows of several runs in the order of the models; a later run of a model takes the place of an earlier one."""
+    of_model: dict[str, Rows] = {}
+    for rows in runs:
+        of_model |= {name: [row for row in rows if row["name"] == name] for name in {row["name"] for row in rows}}
+    return [row for name in MODELS for row in of_model.get(name, [])]
+
+
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
@@ -169,13 +177,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2, help="processes at a time")
     parser.add_argument("--json", type=Path, help="a file for the rows")
     parser.add_argument("--write", type=Path, help="a file for the page")
-    parser.add_argument("--from-json", type=Path, nargs="*", help="write the page of such rows, and train nothing")
+    parser.add_argument("--from-json", type=Path, nargs="*", help="write the page of such rows, train nothing")
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.names) - MODELS.keys()):
         parser.error(f"no model is called {', '.join(unknown)}")
 
     if args.from_json:
-        rows = [row for path in args.from_json for row in json.loads(path.read_text("utf-8"))]
+        rows = merged([json.loads(path.read_text("utf-8")) for path in args.from_json])
     else:
         rows = rows_of(args.names or list(MODELS), args.processes)
     if args.json is not None:
