@@ -16,7 +16,9 @@ RAY = (pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=RAY if name.startswith("ray_") else ()) for name in all_benchmarks()]
+    "name",
+    # Those of the models are in tests/test_models_table.py.
+    [pytest.param(name, marks=RAY if name.startswith("ray_") else ()) for name in all_benchmarks() if name != "models"],
 )
 def test_benchmark_gives_rows_of_numbers_and_text(name: str) -> None:
     rows = all_benchmarks()[name]("tiny")

@@ -14,8 +14,8 @@ import pytest
 from benchmarks.models import models, row, table
 from benchmarks.models.all_models import MODELS
 from benchmarks.models.catalogue import METHODS, SHARD_2, Training
+from benchmarks.models.common import regression
 from benchmarks.models.comparison import compare, rounded_differently
-from benchmarks.models.plain import mlp
 
 START = {"w": np.linspace(1, 2, 12, dtype=np.float32).reshape(3, 4), "n": np.int32(0)}
 END = {"w": START["w"] + np.float32(0.1) * np.sin(START["w"]), "n": np.int32(3)}
@@ -51,6 +51,30 @@ def test_what_serial_runs_differ_by_is_allowed() -> None:
     assert wrong({**END, "w": END["w"] - np.float32(1e-1)}, others=[(noisy, LOSSES)])
 
 
+def test_one_leaf_does_not_decide_how_large_the_difference_is() -> None:
+    """The scale of a loss is 1e30 times greater than the parameters, and a gradient that is zero is all rounding."""
+    start = {name: np.zeros(4, np.float32) for name in ("a", "b", "c", "zero")} | {"scale": np.float32(0)}
+    weights = {name: np.ones(4, np.float32) for name in ("a", "b", "c")}
+    end = {**weights, "zero": np.float32([1e-9] * 4), "scale": np.float32(1e30)}
+    found = {**{name: np.float32(1.01) * value for name, value in weights.items()}, "zero": -end["zero"]}
+    found["scale"] = end["scale"]
+
+    told = compare((found, []), (end, []), [(end, [])], start)
+    np.testing.assert_allclose(told.difference, 0.01, rtol=1e-4)
+    assert told.noise == 0
+    # The rounding of a serial run is measured in the same way.
+    told = compare((end, []), (end, []), [(found, []), (end, [])], start)
+    assert told.difference == 0
+    np.testing.assert_allclose(told.noise, 0.01, rtol=1e-4)
+
+
+def test_a_leaf_without_an_update_is_left_out_of_the_difference() -> None:
+    start = {name: np.ones(4, np.float32) for name in ("a", "b", "c")}
+    end = {**start, "c": np.full(4, 2, np.float32)}
+    found = {**end, "c": np.full(4, 2.01, np.float32)}
+    assert compare((found, []), (end, []), [(end, [])], start).difference > 9e-3
+
+
 def test_not_a_number_is_equal_to_itself_alone() -> None:
     losses = [np.float32("nan"), np.float32(1.0)]
     assert compare((END, losses), (END, losses), [(END, losses)], START).wrong == ()
@@ -68,20 +92,25 @@ def test_rounding_moves_floats_by_a_last_place_and_no_whole_numbers() -> None:
 
 def test_a_step_that_is_computed_otherwise_is_wrong() -> None:
     """The plan is right, and the table is told another serial step."""
-    training = mlp()
 
-    def step(state: Any, batch: Any) -> Any:
-        new, loss = training.step(state, batch)
-        return jax.tree.map(lambda a, b: (b + 1.01 * (a - b)).astype(a.dtype), new, state), loss
+    def trained_with(rate: float) -> Training:
+        def step(weights: Any, batch: Any) -> Any:
+            loss, grads = jax.value_and_grad(lambda w: jnp.mean((batch["x"] @ w - batch["y"]) ** 2))(weights)
+            return weights - rate * grads, loss
 
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        serial, others = row._serial_runs(Training(step=step, state=training.state, batches=training.batches))
-        told = row._outcome(training, SHARD_2, serial, others)
-    assert told["outcome"] == "wrong" and "state[0][3]['" in told["detail"]
+        return Training(step=step, state=jnp.ones((8, 4)), batches=regression(8, 4))
+
+    # One percent of an update, as above.
+    serial, others = row._serial_runs(trained_with(0.101))
+    told = row._outcome(trained_with(0.1), SHARD_2, serial, others)
+    assert told["outcome"] == "wrong" and told["detail"].startswith("state: off by")
+    assert row._outcome(trained_with(0.101), SHARD_2, serial, others)["outcome"] == "equal"
 
 
 def test_the_smallest_rows_are_equal() -> None:
-    assert [one["outcome"] for one in models("tiny")] == ["equal", "equal"]
+    rows = models("tiny")
+    assert [one["outcome"] for one in rows] == ["equal", "equal"]
+    assert all(isinstance(value, str | float) for one in rows for value in one.values())
 
 
 def test_every_model_has_methods_that_there_are() -> None:
@@ -112,3 +141,26 @@ def test_a_model_that_ends_its_process_is_a_crash_and_the_others_go_on(monkeypat
     assert "3 rows: 2 equal, 1 crash." in text
     assert "| jax 1 | mlp | adam | m | equal | 1.0e-07 | 2.0e-07 |" in text
     assert "the process ended with code -11" in text
+
+
+def test_a_later_run_of_a_model_takes_the_place_of_an_earlier_one() -> None:
+    def found(name: str, method: str, outcome: str) -> dict[str, Any]:
+        told = {"detail": "why"} if outcome != "equal" else {}
+        return {
+            "name": name,
+            "package": "p",
+            "model": name,
+            "optimizer": "o",
+            "method": method,
+            "outcome": outcome,
+        } | told
+
+    first = [found("gan", "", "not run"), found("mlp", "a", "equal"), found("mlp", "b", "wrong")]
+    rows = table.merged([first, [found("gan", "a", "equal"), found("gan", "b", "equal")]])
+    assert [(one["name"], one["method"]) for one in rows] == [("mlp", "a"), ("mlp", "b"), ("gan", "a"), ("gan", "b")]
+
+    text = table.page(rows)
+    assert "4 rows: 3 equal, 1 wrong." in text and "why" in text
+    missing = text[text.index("The rows are of 2 of") : text.index("| package")]
+    assert "`vae`" in missing and "`gan`" not in missing
+    assert max(map(len, missing.splitlines())) <= 120

@@ -27,7 +27,7 @@ class Compared:
     """The whole of a run against the serial one.
 
     Attributes:
-        difference: 2-norm of the differences of all floats, relative to that of the updates and losses themselves.
+        difference: 2-norm of a leaf's difference, relative to that of its update: the median over the leaves of floats.
         noise: the same of the serial runs among themselves, the greatest.
         wrong: the leaves that differ by more than they may, worst first.
     """
@@ -51,7 +51,7 @@ def compare(found: Any, serial: Any, others: Sequence[Any], start: Any) -> Compa
         return Compared(difference=np.inf, noise=0.0, wrong=("the results have another structure",))
     noisy = [dict(_run_leaves(other)) for other in others]
 
-    wrong, total, off, moved = [], 0.0, 0.0, np.zeros(len(noisy))
+    wrong, off, moved = [], list[float](), list[list[float]]()
     for (path, value), (_, own) in zip(wanted, got, strict=True):
         if value.dtype != own.dtype or value.shape != own.shape:
             wrong.append((np.inf, f"{path}: {own.dtype}{own.shape} in place of {value.dtype}{value.shape}"))
@@ -67,16 +67,20 @@ def compare(found: Any, serial: Any, others: Sequence[Any], start: Any) -> Compa
         is_update = old is not None and old.shape == value.shape and old.dtype == value.dtype
         size = _norm(_minus(value, old) if old is not None and is_update else _wide(value))
         allowed = ROUNDINGS * max(noise, default=0.0) + _last_places(value) * size + _half_a_place(value)
-        total, off, moved = total + size**2, off + error**2, moved + noise**2
+        # A leaf that has no update in any run says nothing of how precise the updates are.
+        if size or error or noise.any():
+            off.append(_relative(error, size))
+            moved.append([_relative(one, size) for one in noise])
         if not error <= allowed:
             wrong.append(
                 (error / max(allowed, 1e-200), f"{path}: off by {error:.2g} of {size:.2g} (allowed: {allowed:.1g})")
             )
 
-    scale = np.sqrt(total) or 1.0
+    # The median, because one leaf may be far greater than all others (a loss scale), and because rounding is all there
+    # is in leaves whose gradients are zero (the biases of keys in attention).
     return Compared(
-        difference=float(np.sqrt(off) / scale),
-        noise=float(np.sqrt(max(moved, default=0.0)) / scale),
+        difference=float(np.median(off or [0.0])),
+        noise=float(np.max(np.median(moved or [[0.0]], axis=0), initial=0.0)),
         wrong=tuple(text for _, text in sorted(wrong, key=lambda pair: -pair[0])),
     )
 
@@ -120,6 +124,11 @@ def _is_float(value: Any) -> bool:
 def _norm(value: np.ndarray) -> float:
     """Of the finite numbers: `_minus` has made large ones of differences that are not."""
     return float(np.linalg.norm(value[np.isfinite(value)]))
+
+
+def _relative(difference: float, size: float) -> float:
+    """At most 1, which is a difference of the size of the value."""
+    return difference / max(size, difference, 1e-300)
 
 
 def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -557,7 +557,8 @@ def by_label() -> Training:
     decay = optax.masked(optax.add_decayed_weights(1e-3), jax.tree.map(lambda x: x.ndim > 1, params))
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        return squared_error(list(params.values()), batch)
+        # By name, because jax sorts the keys of dicts.
+        return squared_error([params[name] for name in rules], batch)
 
     return minimise(loss, params, optax.chain(decay, by_name), regression(16, 4))
 

@@ -48,9 +48,7 @@ def rows_of(name: str, methods: Sequence[str]) -> Any:
             training = model.build()
             serial, others = _serial_runs(training)
         except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            text = f"{type(error).__name__}: {_first_line(error)} ({Path(last.filename).name}:{last.lineno})"
-            yield base | {"method": "", "outcome": "not run", "detail": text}
+            yield base | {"method": "", "outcome": "not run", "detail": _where(error)}
             return
         for method in methods:
             start_s = time.perf_counter()
@@ -102,15 +100,21 @@ def _outcome(training: Training, method: str, serial: Any, others: Sequence[Any]
         found = _run(parallel, training.state, training.batches)
     except MinialpaError as error:
         return {"outcome": "refused", "detail": f"{type(error).__name__}: {_first_line(error)}"}
-    except Exception:
+    except Exception as error:
         print(traceback.format_exc(), file=sys.stderr, flush=True)
-        return {"outcome": "crash", "detail": " / ".join(traceback.format_exc().strip().splitlines()[-3:])}
+        return {"outcome": "crash", "detail": _where(error)}
 
     compared = compare(found, serial, others, _on_host(training.state))
     outcome = {"difference": compared.difference, "rounding": compared.noise}
     if compared.wrong:
         return {"outcome": "wrong", "detail": "; ".join(compared.wrong[:3])} | outcome
     return {"outcome": "equal"} | outcome
+
+
+def _where(error: Exception) -> str:
+    """What an error says, and the line that has raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {_first_line(error)} ({Path(last.filename).name}:{last.lineno})"
 
 
 def _first_line(error: BaseException) -> str:

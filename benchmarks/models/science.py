@@ -488,17 +488,13 @@ def penzai_transformer() -> Training:
         parameter_dtype=jnp.float32, activation_dtype=jnp.float32,
     )  # fmt: skip
     net = llama.build_llamalike_transformer(config, KEY(0))
-    unbound, variables = pz.unbind_params(net)
-    params = {v.label: v.value for v in variables}
-    frozen = {v.label: v for v in variables}
+    # Frozen, they are pytrees of values in place of variables that are written to.
+    unbound, params = pz.unbind_params(net, freeze=True)
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        import dataclasses
-
-        own = [dataclasses.replace(frozen[name], value=value) for name, value in params.items()]
         ids = pz.nx.wrap(batch["ids"]).tag("batch", "seq")
         positions = pz.nx.wrap(jnp.arange(batch["ids"].shape[1])).tag("seq")
-        logits = pz.bind_variables(unbound, own)(ids, token_positions=positions)
+        logits = pz.bind_variables(unbound, params)(ids, token_positions=positions)
         return next_token_loss(logits.unwrap("batch", "seq", "vocabulary"), batch["ids"])
 
     return minimise(loss, params, optax.adam(1e-3), tokens(32, 10))
@@ -569,15 +565,15 @@ def keras_cnn() -> Training:
     return Training(step=step, state=state, batches=images(8, 4))
 
 
-@model("rax flax optax", "learning to rank: listwise and metric losses", "adam")
+@model("rax optax", "learning to rank: listwise and pairwise losses", "adam")
 def ranking() -> Training:
     import rax
 
     def loss(params: Any, batch: Any) -> jax.Array:
         scores = apply_tower(params, batch["x"])[..., 0]
         labels = batch["y"].astype(jnp.float32)
-        metric = rax.approx_t12n(rax.ndcg_metric)
-        return rax.softmax_loss(scores, labels) + rax.pairwise_logistic_loss(scores, labels) - metric(scores, labels)
+        lists = rax.softmax_loss(scores, labels) + rax.poly1_softmax_loss(scores, labels)
+        return lists + rax.pairwise_logistic_loss(scores, labels, lambdaweight_fn=rax.dcg_lambdaweight)
 
     data = batches(lambda s: {"x": floats(N_EXAMPLES, 6, 5, seed=s), "y": integers(3, N_EXAMPLES, 6, seed=s + 1)})
     return minimise(loss, towers(5, 16, 1), optax.adam(1e-2), data)

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -104,6 +105,14 @@ class _Process:
         return timer
 
 
+def merged(runs: Iterable[Rows]) -> Rows:
+    """Rows of several runs in the order of the models; a later run of a model takes the place of an earlier one."""
+    of_model: dict[str, Rows] = {}
+    for rows in runs:
+        of_model |= {name: [row for row in rows if row["name"] == name] for name in {row["name"] for row in rows}}
+    return [row for name in MODELS for row in of_model.get(name, [])]
+
+
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
@@ -120,10 +129,11 @@ synthetic, and a batch has {N_EXAMPLES} examples. The code is in [benchmarks/mod
 
 {len(rows)} rows: {told}.
 
-*Difference* is the 2-norm of what all floats of state and losses differ by, divided by that of the updates and the
-losses. *Rounding* is the same for serial runs among themselves: on inputs that are rounded differently, and by a
-compiler that does not optimise. A row is equal if each leaf by itself differs by at most {ROUNDINGS:.0f} times what
-these differ by, and a few places of its dtype (benchmarks/models/comparison.py), and if integers are the same.
+*Difference* is the 2-norm of what a leaf differs by, divided by that of its update over all steps (of the loss, for
+losses): the median over the leaves of floats. *Rounding* is the same for serial runs among themselves: on inputs that
+are rounded differently, and by a compiler that does not optimise. A row is equal if each leaf by itself differs by at
+most {ROUNDINGS:.0f} times what these differ by, and a few places of its dtype (benchmarks/models/comparison.py), and
+if integers are the same.
 
 {_without_rows(rows)}{_table(row for row in rows if row["outcome"] != "not run")}{_refusals(rows)}"""
 
@@ -131,10 +141,11 @@ these differ by, and a few places of its dtype (benchmarks/models/comparison.py)
 def _without_rows(rows: Rows) -> str:
     """The models that are missing, if the table was made of some of them."""
     missing = MODELS.keys() - {row["name"] for row in rows}
+    if not missing:
+        return ""
     listed = ", ".join(f"`{name}`" for name in MODELS if name in missing)
-    return (
-        f"The rows are from partial runs. Of {len(MODELS)} models, these are missing: {listed}.\n\n" if missing else ""
-    )
+    told = f"The rows are of {len(MODELS) - len(missing)} of {len(MODELS)} models. Not run for this page: {listed}."
+    return textwrap.fill(told, 120, break_long_words=False, break_on_hyphens=False) + "\n\n"
 
 
 def _table(rows: Iterable[dict[str, Any]]) -> str:
@@ -166,13 +177,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2, help="processes at a time")
     parser.add_argument("--json", type=Path, help="a file for the rows")
     parser.add_argument("--write", type=Path, help="a file for the page")
-    parser.add_argument("--from-json", type=Path, nargs="*", help="write the page of such rows, and train nothing")
+    parser.add_argument("--from-json", type=Path, nargs="*", help="write the page of such rows, train nothing")
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.names) - MODELS.keys()):
         parser.error(f"no model is called {', '.join(unknown)}")
 
     if args.from_json:
-        rows = [row for path in args.from_json for row in json.loads(path.read_text("utf-8"))]
+        rows = merged([json.loads(path.read_text("utf-8")) for path in args.from_json])
     else:
         rows = rows_of(args.names or list(MODELS), args.processes)
     if args.json is not None:
