@@ -11,6 +11,7 @@ import jax
 from minialpa import ClusterSpec, Plan
 from minialpa.inter.pipeline import plan_step
 from minialpa.methods import Method
+from minialpa.recognition.step import recognise
 from minialpa.support.collection import collection_paused
 from minialpa.tracing.trace import TracedStep, trace_step
 
@@ -25,7 +26,7 @@ def traced_step(step: Callable[..., Any], state: Any, batch: Any) -> TracedStep:
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
     numbers = [number for number, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
     with collection_paused():
-        return trace_step(
+        traced = trace_step(
             lambda *leaves: step(*jax.tree.unflatten(tree, leaves)),
             leaves,
             in_paths=paths,
@@ -34,6 +35,7 @@ def traced_step(step: Callable[..., Any], state: Any, batch: Any) -> TracedStep:
             donate="auto",
             state_like=(0,),
         )
+        return recognise(traced)
 
 
 def planned(traced: TracedStep, cluster: ClusterSpec, method: Method) -> Plan:
