@@ -6,6 +6,7 @@ import importlib.util
 import os
 import secrets
 from collections import Counter
+from collections.abc import Iterator
 
 from tests.xla_flags import FLAGS
 
@@ -30,6 +31,22 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture
+def own_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sharding rules that a test registers are gone after it."""
+    from minialpa.rules import factors, registered
+
+    for module, name in (
+        (factors, "_RULES"),
+        (factors, "_LOCALIZERS"),
+        (factors, "_OPERATION_NAMES"),
+        (registered, "_TARGETS"),
+    ):
+        monkeypatch.setattr(module, name, dict(getattr(module, name)))
+    yield
+    factors.forget()
 
 
 DRAWN_STEPS = "tests/equivalence/test_engine.py"

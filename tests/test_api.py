@@ -324,16 +324,18 @@ def test_debug_prints_do_not_break_the_step(capfd: pytest.CaptureFixture[str]) -
 
 def test_primitives_without_a_rule_are_replicated_and_named_in_one_warning() -> None:
     def twice(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return x + jax.lax.linalg.hessenberg(x)[0], None
+        return x + jax.lax.linalg.symmetric_product(x, x), None
 
     def step(params: Params, batch: Any) -> Any:
         x = jnp.tanh(batch["x"].T @ batch["x"]) + params["w"][:WIDTH, :WIDTH]
         x, _ = jax.lax.scan(twice, x, None, length=2)
-        return params, jnp.abs(jnp.linalg.eigvals(x)).sum(), jax.lax.linalg.hessenberg(x)[0]
+        return params, jax.lax.linalg.cholesky_update(jnp.tril(x).T, x[0])
 
     parallel = minialpa.parallelize(step)
     args = make_params(), make_batch()
-    with pytest.warns(UserWarning, match="No sharding rule for `eig`, `hessenberg`: every device") as caught:
+    with pytest.warns(
+        UserWarning, match="No sharding rule for `cholesky_update`, `symmetric_product`: every device"
+    ) as caught:
         actual = parallel(*args)
     assert len(caught) == 1
     assert_allclose(actual, step(make_params(), make_batch()), rtol=1e-3)

@@ -101,6 +101,7 @@ def test_what_is_compiled_by_other_code_is_kept(primitive: Primitive, place: str
     assert primitive.name in _names(flat.eqns)
 
 
+@pytest.mark.usefixtures("own_rules")
 def test_a_primitive_with_a_rule_is_kept() -> None:
     ruled_p = _primitive("test_ruled", jnp.tanh)
     mlir.register_lowering(ruled_p, mlir.lower_fun(jnp.tanh, multiple_results=False))

@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import minialpa
 from minialpa import DataParallel, PipeshardParallel, ShardingError, ShardParallel, Zero3Parallel
 from minialpa.rules import factors as factors_module
-from minialpa.rules import registered as registered_module
 from minialpa.rules.factors import factors_of, primitives_without_rule
 from minialpa.support.private_jax import define_function
 from minialpa.testing import assert_allclose
@@ -27,17 +26,8 @@ from tests.lapack_call import lu_by_lapack
 from tests.rules.rule_laws import cases_of, check_all, notation, vjp
 from tests.rules.rule_programs import floats
 
-
-@pytest.fixture(autouse=True)
-def _own_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rules that a test registers are gone after it."""
-    for module, name in (
-        (factors_module, "_RULES"), (factors_module, "_LOCALIZERS"), (factors_module, "_OPERATION_NAMES"),
-        (registered_module, "_TARGETS"),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, dict(getattr(module, name)))
-    yield
-    factors_module.forget()
+#: Rules that a test registers are gone after it.
+pytestmark = pytest.mark.usefixtures("own_rules")
 
 
 def _attention(q: Any, k: Any, v: Any, *, scale: float = 1.0) -> Any:

@@ -109,7 +109,7 @@ def graphs(name: str, **sizes: int) -> tuple[GraphBuilder, GraphBuilder]:
     return GraphBuilder(problem, MESH, option, folded=True), GraphBuilder(problem, MESH, option)
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "llama"))])
 def test_the_best_plan_of_layers_alike_is_as_good_as_the_best_of_all(name: str) -> None:
     folded_graph, free = graphs(name, n_layers=12)
     assert folded_graph.folding is not None
