@@ -76,7 +76,9 @@ def runs_as_alone(step: Any, sizes: dict[int, int]) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", ["shard", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("searched", "interleaved"))]
+)
 def test_a_ragged_batch_runs_in_the_most_micro_batches_that_divide_it(name: str) -> None:
     step = minialpa.parallelize(train_step, method=METHODS[name])
     # More examples than the first batch, a prime number of them, fewer than micro-batches.
