@@ -63,10 +63,10 @@ class _Body:
     consts: dict[Var, Any]
 
     @property
-    def own(self) -> set[Var]:
-        """The variables of one iteration."""
-        made = {var for eqn in self.eqns for var in eqn.outvars}
-        return made | set(self.carries) | {var for var, _ in self.rows}
+    def own(self) -> dict[Var, None]:
+        """The variables of one iteration, in the order in which they are known."""
+        made = (var for eqn in self.eqns for var in eqn.outvars)
+        return dict.fromkeys([*self.carries, *(var for var, _ in self.rows), *made])
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
@@ -288,7 +288,8 @@ def _scan_pair(
     wanted = {var for eqn in second.eqns for var in operand_vars(eqn)}
     wanted |= {atom for atom in (*second.new_carries, *(a for a, _ in second.stacked)) if not is_literal(atom)}
     rows = []
-    for var in sorted(wanted & first.own, key=lambda var: var.count if hasattr(var, "count") else id(var)):
+    # In the order of the program, so that each run of Python stacks them in the same one.
+    for var in [var for var in first.own if var in wanted]:
         aval = aval_of(var)
         known = next((stacked for atom, stacked in first.stacked if atom is var), None)
         if var in array_of_row:
@@ -327,7 +328,7 @@ def _new_scan(body: _Body) -> list[JaxprEqn]:
     first_carries = body.eqn.invars[n_consts : n_consts + n_carry]
     results = [*body.new_carries, *(atom for atom, _ in body.stacked)]
     read = {var for eqn in body.eqns for var in operand_vars(eqn)} | {a for a in results if not is_literal(a)}
-    made = body.own | body.consts.keys()
+    made = body.own.keys() | body.consts.keys()
     outer = list(dict.fromkeys([
         *(atom for atom in (*first_carries, *(array for _, array in body.rows)) if not is_literal(atom)),
         *(var for eqn in body.eqns for var in operand_vars(eqn) if var not in made),
