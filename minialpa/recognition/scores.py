@@ -31,7 +31,7 @@ from minialpa.recognition.algebra import (
     scaled,
     sum_over,
 )
-from minialpa.recognition.forms import Form
+from minialpa.recognition.form import Form
 
 #: Ratio of two numbers that are the same product of the program's constants, at most.
 _ROUNDING = 1e-9
