@@ -264,22 +264,37 @@ class _Rewriter:
 
         The requested variables are results of these equations.
         """
-        names: dict[Var, Var] = {}
-        eqns = list(eqns)
-        for atom, request in zip(results, requests, strict=True):
-            if names.setdefault(atom, request.var) is not request.var:  # the same result, asked for twice
-                (copying,), (copied,) = equations_for(jnp.copy, atom)
-                eqns.append(copying)
-                names[copied] = request.var
-        out = []
-        for eqn in eqns:
-            eqn = eqn.replace(
-                invars=[atom if is_literal(atom) else names.get(atom, atom) for atom in eqn.invars],
-                outvars=[names.get(var, var) for var in eqn.outvars],
-            )
-            eqn = with_source_of(eqn, self._eqns[place])
-            out.append(NewEquation(eqn=eqn, place=place, forward=forward, is_new=True))
+        named, names = with_named_results(eqns, results, [request.var for request in requests])
+        line = self._eqns[place]
+        out = [NewEquation(eqn=with_source_of(eqn, line), place=place, forward=forward, is_new=True) for eqn in named]
         return out, names
+
+
+def with_named_results(
+    eqns: Sequence[JaxprEqn], results: Sequence[Atom], targets: Sequence[Var]
+) -> tuple[list[JaxprEqn], dict[Var, Var]]:
+    """Equations whose results have the names of other variables, and the new names."""
+    made = {var for eqn in eqns for var in eqn.outvars}
+    names: dict[Var, Var] = {}
+    eqns = list(eqns)
+    for atom, target in zip(results, targets, strict=True):
+        if not is_literal(atom) and atom in made and atom not in names:
+            names[atom] = target
+            continue
+        # A copy has the second name of a result, and the first one of what no equation here makes: jax returns a
+        # stacked operand itself where a scan stacks the rows that it reads.
+        copies, (copy,) = equations_for(jnp.copy, atom)
+        eqns += copies
+        names[copy] = target
+
+    named = [
+        eqn.replace(
+            invars=[atom if is_literal(atom) else names.get(atom, atom) for atom in eqn.invars],
+            outvars=[names.get(var, var) for var in eqn.outvars],
+        )
+        for eqn in eqns
+    ]
+    return named, names
 
 
 def in_order(new: Sequence[NewEquation], section: Sequence[int]) -> list[NewEquation] | None:
