@@ -14,7 +14,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
 from minialpa.recognition.algebra import Axes, Label, Leaf, NoFormula
-from minialpa.recognition.masks import MaskReader, Part, Window
+from minialpa.recognition.masks import MaskReader, Part
+from minialpa.recognition.positions import Window
 from minialpa.recognition.scores import Role, Scores
 from minialpa.tracing.jaxprs import Atom, aval_of, equations_for, shape_of
 
