@@ -91,8 +91,7 @@ class WindowReader:
             value = np.asarray(atom.val)
             return {None: int(value)} if value.ndim == 0 and value.dtype.kind in "iu" else None
         eqn = self.producers.get(atom)
-        # Smaller whole numbers could overflow.
-        if eqn is None or aval_of(atom).dtype.kind != "i" or aval_of(atom).dtype.itemsize < 4:
+        if eqn is None or not _has_32_bits(atom):
             return None
 
         match eqn.primitive.name:
@@ -116,12 +115,15 @@ class WindowReader:
         (query,) = (label for label in labels if label != self.key)
         if query not in self.queries:
             return None
+
+        # seen[i, j]: the query at i sees the key at j.
         value = value.reshape([size for size, label in zip(value.shape, axes, strict=True) if label is not None])
         seen = value.T if labels[0] == self.key else value
         offsets = np.arange(seen.shape[1]) - np.arange(seen.shape[0])[:, None]
         left, right = -int(offsets[seen].min()), int(offsets[seen].max())
         if not np.array_equal(seen, (offsets >= -left) & (offsets <= right)):
             return None
+
         # A side that hides nothing is no condition.
         return Window(
             query,
@@ -129,6 +131,12 @@ class WindowReader:
             left=None if offsets.min() >= -left else left,
             right=None if offsets.max() <= right else right,
         )
+
+
+def _has_32_bits(atom: Atom) -> bool:
+    """Whether these are signed integers of 32 bits or more. Sums of positions overflow in shorter ones."""
+    dtype = aval_of(atom).dtype
+    return bool(dtype.kind == "i" and dtype.itemsize >= 4)
 
 
 def _sum(a: Position, b: Position, factor: int) -> Position:
@@ -148,6 +156,7 @@ def operand_axes(eqn: JaxprEqn, axes: Axes) -> Axes | None:
         return axes
     if name not in LAYOUTS:
         return None
+
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if name == "broadcast_in_dim":
         return tuple(
@@ -156,6 +165,8 @@ def operand_axes(eqn: JaxprEqn, axes: Axes) -> Axes | None:
     if name == "transpose":
         inverse = np.argsort(eqn.params["permutation"])
         return tuple(axes[i] for i in inverse)
+
+    # Of reshapes, those that add or leave out dimensions of length 1.
     if [size for size in old if size != 1] != [size for size in new if size != 1]:
         return None
     left = iter([label for label, size in zip(axes, new, strict=True) if size != 1])
