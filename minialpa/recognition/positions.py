@@ -31,6 +31,8 @@ class Window:
         return Window(self.query, self.key, least(self.left, other.left), least(self.right, other.right))
 
 
+#: Offsets of windows at most, so that sums and differences of positions and offsets have 32 bits.
+_FARTHEST = 1 << 30
 #: A whole number as a sum of indices times factors, and a number, which is under None.
 Position = dict[Label | None, int]
 
@@ -76,7 +78,7 @@ class WindowReader:
         """i - j + c >= 0 or j - i + c >= 0, for the position i of a query and j of a key."""
         factors = {label: factor for label, factor in x.items() if factor and label is not None}
         queries = [label for label in factors if label in self.queries]
-        if len(queries) != 1 or factors.keys() != {queries[0], self.key}:
+        if len(queries) != 1 or factors.keys() != {queries[0], self.key} or abs(x[None]) > _FARTHEST:
             return None
         match factors[queries[0]], factors[self.key]:
             case 1, -1:
@@ -86,14 +88,18 @@ class WindowReader:
         return None
 
     def _position(self, atom: Atom, axes: Axes) -> Position | None:
-        """An array of whole numbers as a sum of indices and a number."""
+        """An array of whole numbers as a sum of indices and a number, if none of its values overflows."""
         if is_literal(atom):
             value = np.asarray(atom.val)
             return {None: int(value)} if value.ndim == 0 and value.dtype.kind in "iu" else None
         eqn = self.producers.get(atom)
         if eqn is None or not _has_32_bits(atom):
             return None
+        found = self._computed(eqn, axes)
+        return found if found is not None and _fits(found, atom, axes) else None
 
+    def _computed(self, eqn: JaxprEqn, axes: Axes) -> Position | None:
+        """The result of an equation as a sum of indices and a number, if it were computed without overflow."""
         match eqn.primitive.name:
             case "iota":
                 label = axes[eqn.params["dimension"]]
@@ -134,9 +140,17 @@ class WindowReader:
 
 
 def _has_32_bits(atom: Atom) -> bool:
-    """Whether these are signed integers of 32 bits or more. Sums of positions overflow in shorter ones."""
+    """Whether these are signed integers of 32 bits or more."""
     dtype = aval_of(atom).dtype
     return bool(dtype.kind == "i" and dtype.itemsize >= 4)
+
+
+def _fits(x: Position, atom: Atom, axes: Axes) -> bool:
+    """Whether the dtype of an array has the smallest and the largest value of x."""
+    ends = [x.get(label, 0) * (size - 1) for size, label in zip(shape_of(atom), axes, strict=True) if label is not None]
+    offset, limits = x.get(None, 0), np.iinfo(aval_of(atom).dtype)
+    low, high = offset + sum(min(0, end) for end in ends), offset + sum(max(0, end) for end in ends)
+    return bool(limits.min <= low and high <= limits.max)
 
 
 def _sum(a: Position, b: Position, factor: int) -> Position:
