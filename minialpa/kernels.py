@@ -18,21 +18,13 @@ from jax.extend.core import JaxprEqn, Primitive
 
 import minialpa.rules.table  # noqa: F401 (the rules of jax's own primitives come first)
 from minialpa.errors import ShardingError
-from minialpa.rules.factors import Dims, Factors, Reduction, factors_of, is_kernel, operation_name, run_shard
+from minialpa.rules.factors import COMBINE, Dims, Factors, Reduction, factors_of, is_kernel, operation_name, run_shard
 from minialpa.rules.notation import Flops, parse_rule
 from minialpa.rules.registered import OpaqueFunction, ParamsOf, opaque_call, register_primitive, register_target
 from minialpa.tracing.jaxprs import eval_equation, is_literal, trace_flat
 
 #: Largest difference of results, as a part of their largest element, by bytes of the dtype.
 _TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-9}
-_COMBINE: dict[Reduction, Callable[[Any, Any], Any]] = {
-    "and": np.bitwise_and,
-    "max": np.maximum,
-    "min": np.minimum,
-    "or": np.bitwise_or,
-    "prod": np.multiply,
-    "sum": np.add,
-}
 
 
 def register_sharding_rule(
@@ -192,11 +184,9 @@ def check_sharding_rule(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> t
 def _check_equation(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> list[CheckedFactor]:
     factors = factors_of(eqn)
     checked = []
-    for f in factors.splittable:
-        parts = next(p for p in range(2, factors.sizes[f] + 1) if factors.sizes[f] % p == 0)
-        if factors.may_split(f, parts):
-            _check_factor(eqn, factors, (f, parts), operands, results)
-            checked.append(CheckedFactor(operation_name(eqn), _dims_of(factors, f), parts))
+    for f, parts in factors.smallest_splits():
+        _check_factor(eqn, factors, (f, parts), operands, results)
+        checked.append(CheckedFactor(operation_name(eqn), _dims_of(factors, f), parts))
     return checked
 
 
@@ -236,7 +226,7 @@ def _check_factor(
         if axes:
             joined = np.concatenate(own, axis=axes[0])
         elif factors.is_partial(factor, r):
-            joined = functools.reduce(_COMBINE[factors.reductions[factor]], own)
+            joined = functools.reduce(COMBINE[factors.reductions[factor]], own)
         else:
             joined = own[-1]
         problem = _difference(joined, np.asarray(expected))

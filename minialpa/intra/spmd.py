@@ -360,7 +360,8 @@ def split_axes(factors: Factors, chosen: EquationSpecs) -> dict[int, tuple[int, 
         for dims, spec in zip(arrays, specs, strict=True):
             for dim, axes in zip(dims, spec.dims, strict=True):
                 if axes:
-                    leading = next(factor for factor in dim if factors.sizes[factor] > 1)
+                    leading = factors.leading(dim)
+                    assert leading is not None, (dim, axes)
                     splits[leading] = axes
     return splits
 

@@ -39,8 +39,8 @@ from minialpa.rules.body_factors import (
     summed_carries,
     zero_arrays,
 )
-from minialpa.rules.common import FactorTable, Shapes
-from minialpa.rules.factors import Dims, Factors, Starts, cached, equal_operands, rule
+from minialpa.rules.common import FactorTable
+from minialpa.rules.factors import Dims, Factors, Shapes, Starts, cached, equal_operands, rule
 from minialpa.tracing.jaxprs import (
     Atom,
     FlatJaxpr,

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from minialpa.errors import ShardingError
-from minialpa.rules.common import Shapes
-from minialpa.rules.factors import Dims, Factors, Reduction
+from minialpa.rules.factors import Dims, Factors, Reduction, Shapes
 
 #: The factors of one dimension by name, outermost first.
 Names = tuple[str, ...]
@@ -45,6 +44,29 @@ class ArrayRule:
             return None
         return (*((f"...{self.leading}.{i}",) for i in range(n_leading)), *self.dims)
 
+    def of_shape(self, shape: Sequence[int]) -> ArrayRule:
+        """The rule for arrays of this one shape, which must fit: `...` becomes a name for each leading dimension."""
+        dims = self.named(shape)
+        assert dims is not None, (self, shape)
+        return ArrayRule(None, dims)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dimension:
+    """One dimension of an array of a call.
+
+    Attributes:
+        array: number of the array; results are counted on from the operands.
+        axis: number of the dimension in the array.
+        names: its factors.
+        length: number of elements.
+    """
+
+    array: int
+    axis: int
+    names: Names
+    length: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingRule:
@@ -66,9 +88,22 @@ class ShardingRule:
     replicated: tuple[str, ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def arrays(self) -> tuple[ArrayRule, ...]:
+        """The dimensions of each operand, then of each result."""
+        return (*self.operands, *self.results)
+
     def names(self) -> dict[str, None]:
         """The names of all factors but those that `...` stands for, in order."""
-        return dict.fromkeys(name for array in (*self.operands, *self.results) for dim in array.dims for name in dim)
+        return dict.fromkeys(name for array in self.arrays for dim in array.dims for name in dim)
+
+    def inner_names(self) -> frozenset[str]:
+        """The names of the factors that some dimension has behind another one."""
+        return frozenset(name for array in self.arrays for dim in array.dims for name in dim[1:])
+
+    def array_name(self, i: int) -> str:
+        """What messages call an array; results are counted on from the operands."""
+        return f"operand {i}" if i < len(self.operands) else f"result {i - len(self.operands)}"
 
     def named_factors(self, operands: Shapes, results: Shapes, operation: str) -> NamedFactors:
         """The factors of a call with these shapes. Raises ShardingError that names `operation` if they do not fit."""
@@ -84,6 +119,7 @@ class ShardingRule:
         return NamedFactors(sizes=sizes, operands=arrays[: len(operands)], results=arrays[len(operands) :], rule=self)
 
     def _named(self, operands: Shapes, results: Shapes, operation: str) -> list[tuple[Names, ...]]:
+        """The factors of each dimension of each array. Raises ShardingError if ranks or numbers of arrays are wrong."""
         for kind, rules, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
             if len(rules) != len(shapes):
                 raise ShardingError(
@@ -92,69 +128,83 @@ class ShardingRule:
                 )
 
         named, n_leading = [], dict[str, int]()
-        for i, (array, shape) in enumerate(zip((*self.operands, *self.results), (*operands, *results), strict=True)):
+        for i, (array, shape) in enumerate(zip(self.arrays, (*operands, *results), strict=True)):
             dims = array.named(shape)
             if dims is None:
                 raise ShardingError(
                     f"The sharding rule of `{operation}`, `{self.text}`, has {len(array.dims)} dimensions for "
-                    f"{self._array(i)}, whose shape is {tuple(shape)}."
+                    f"{self.array_name(i)}, whose shape is {tuple(shape)}."
                 )
             named.append(dims)
+
+            # `...` stands for the same factors in all arrays that have it, so for as many dimensions in each.
             if array.leading is not None:
                 rank = len(dims) - len(array.dims)
                 if n_leading.setdefault(array.leading, rank) != rank:
                     raise ShardingError(
                         f"In the sharding rule of `{operation}`, `{self.text}`, `...{array.leading}` stands for "
-                        f"{n_leading[array.leading]} dimensions, and for {rank} in {self._array(i)}. Write `...1` for "
-                        "other leading dimensions than those of `...`."
+                        f"{n_leading[array.leading]} dimensions, and for {rank} in {self.array_name(i)}. Write `...1` "
+                        "for other leading dimensions than those of `...`."
                     )
         return named
 
-    def _array(self, i: int) -> str:
-        return f"operand {i}" if i < len(self.operands) else f"result {i - len(self.operands)}"
-
     def _sizes(self, named: Sequence[tuple[Names, ...]], shapes: Shapes, operation: str) -> dict[str, int]:
-        """The length of each factor."""
-        sizes = dict(self.sizes)
-        for dims, shape in zip(named, shapes, strict=True):
-            for dim, size in zip(dims, shape, strict=True):
-                if len(dim) == 1 and sizes.get(dim[0], 1) == 1:
-                    sizes[dim[0]] = size
-
-        # A factor that no array has alone follows from a dimension whose other factors are known.
-        compound = [
-            (dim, size)
-            for dims, shape in zip(named, shapes, strict=True)
-            for dim, size in zip(dims, shape, strict=True)
-            if len(dim) > 1 and size != 1
+        """The length of each factor. Raises ShardingError if the shapes do not say it, or not the same everywhere."""
+        dimensions = [
+            _Dimension(array=i, axis=axis, names=names, length=length)
+            for i, (dims, shape) in enumerate(zip(named, shapes, strict=True))
+            for axis, (names, length) in enumerate(zip(dims, shape, strict=True))
         ]
-        for _ in compound:
-            for dim, size in compound:
-                unknown = [name for name in dim if name not in sizes]
-                known = math.prod(sizes[name] for name in dim if name in sizes)
-                if len(unknown) == 1 and known and size % known == 0:
-                    sizes[unknown[0]] = size // known
+        sizes = _with_quotients(dimensions, _with_whole_lengths(dimensions, dict(self.sizes)))
+        for dimension in dimensions:
+            self._check_length(dimension, sizes, operation)
 
-        for i, (dims, shape) in enumerate(zip(named, shapes, strict=True)):
-            for d, (dim, size) in enumerate(zip(dims, shape, strict=True)):
-                self._check_size(dim, size, sizes, f"dimension {d} of {self._array(i)}", operation)
-        return {name: sizes.get(name, 1) for dims in named for dim in dims for name in dim}
+        # A factor without a known length is in dimensions of length 1 only: `_check_length` raises for any other.
+        return {name: sizes.get(name, 1) for dimension in dimensions for name in dimension.names}
 
-    def _check_size(self, dim: Names, size: int, sizes: Mapping[str, int], where: str, operation: str) -> None:
-        if size == 1:
+    def _check_length(self, dimension: _Dimension, sizes: Mapping[str, int], operation: str) -> None:
+        """Raise ShardingError unless a dimension is as long as its factors together, or 1 as in a broadcast."""
+        if dimension.length == 1:
             return
-        unknown = [name for name in dim if name not in sizes]
+        where = f"dimension {dimension.axis} of {self.array_name(dimension.array)}"
+        unknown = [name for name in dimension.names if name not in sizes]
         if unknown:
             raise ShardingError(
                 f"In the sharding rule of `{operation}`, `{self.text}`, nothing says how long `{unknown[-1]}` is, in "
-                f"{where}, of length {size}. Give `factor_sizes={{'{unknown[-1]}': ...}}`."
+                f"{where}, of length {dimension.length}. Give `factor_sizes={{'{unknown[-1]}': ...}}`."
             )
-        if math.prod(sizes[name] for name in dim) != size:
-            lengths = " * ".join(f"{sizes[name]} ({name})" for name in dim)
+        if math.prod(sizes[name] for name in dimension.names) != dimension.length:
+            lengths = " * ".join(f"{sizes[name]} ({name})" for name in dimension.names)
             raise ShardingError(
-                f"The sharding rule of `{operation}`, `{self.text}`, does not fit the call: {where} has length {size} "
-                f"instead of {lengths}."
+                f"The sharding rule of `{operation}`, `{self.text}`, does not fit the call: {where} has length "
+                f"{dimension.length} instead of {lengths}."
             )
+
+
+def _with_whole_lengths(dimensions: Sequence[_Dimension], given: Mapping[str, int]) -> dict[str, int]:
+    """The given lengths of factors, and those of factors that are a whole dimension by themselves."""
+    sizes = dict(given)
+    for dimension in dimensions:
+        # A length of 1 may be that of a broadcast, so any other comes before it.
+        if len(dimension.names) == 1 and sizes.get(dimension.names[0], 1) == 1:
+            sizes[dimension.names[0]] = dimension.length
+    return sizes
+
+
+def _with_quotients(dimensions: Sequence[_Dimension], given: Mapping[str, int]) -> dict[str, int]:
+    """The given lengths of factors, and those that follow: `(k g)` of length 12, where k has 3, says that g has 4."""
+    sizes = dict(given)
+    compound = [dimension for dimension in dimensions if len(dimension.names) > 1 and dimension.length != 1]
+
+    # A length that is found in one round may be what another dimension lacks in the next one. A dimension gives one
+    # length at most, so as many rounds as dimensions are enough.
+    for _ in compound:
+        for dimension in compound:
+            unknown = [name for name in dimension.names if name not in sizes]
+            known = math.prod(sizes[name] for name in dimension.names if name in sizes)
+            if len(unknown) == 1 and known and dimension.length % known == 0:
+                sizes[unknown[0]] = dimension.length // known
+    return sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,15 +225,14 @@ class NamedFactors:
 
     def blocked(self) -> frozenset[str]:
         """Factors that may not be split."""
-        reduced = dict(self.rule.reductions)
         read = {name for dims in self.operands for dim in dims for name in dim}
+        # A result that lacks a factor is known to be the same in all shards only if its parts are combined.
+        lost = self._absent_from_results().difference(dict(self.rule.reductions))
 
         def is_blocked(name: str) -> bool:
-            # A result that lacks a factor is known to be the same in all shards only if its parts are combined.
-            is_lost = name not in reduced and not all(any(name in dim for dim in dims) for dims in self.results)
             # Blocks along two dimensions of one array would lie on its diagonal.
             is_twice = any(sum(name in dim for dim in dims) > 1 for dims in (*self.operands, *self.results))
-            return name in self.rule.replicated or name not in read or is_lost or is_twice
+            return name in self.rule.replicated or name not in read or name in lost or is_twice
 
         return frozenset(filter(is_blocked, self.sizes))
 
@@ -195,16 +244,19 @@ class NamedFactors:
             return tuple(tuple(tuple(numbers[name] for name in dim) for dim in dims) for dims in arrays)
 
         blocked = self.blocked()
-        # What is combined is missing in some result.
-        lost = [f for f in numbers if not all(any(f in dim for dim in dims) for dims in self.results)]
+        combined = self._absent_from_results() - blocked
         return Factors(
             sizes=tuple(self.sizes.values()),
             operands=numbered(self.operands),
             results=numbered(self.results),
-            reductions={numbers[f]: how for f, how in self.rule.reductions if f in lost and f not in blocked},
+            reductions={numbers[name]: how for name, how in self.rule.reductions if name in combined},
             blocked=frozenset(numbers[name] for name in blocked),
             flops=flops,
         )
+
+    def _absent_from_results(self) -> set[str]:
+        """Factors that some result lacks."""
+        return {name for name in self.sizes if not all(any(name in dim for dim in dims) for dims in self.results)}
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------
@@ -252,37 +304,51 @@ def _arrays(side: str, text: str) -> tuple[ArrayRule, ...]:
 
 
 def _array(part: str, text: str) -> ArrayRule:
-    """One array of a rule."""
+    """One array of a rule: `...` or nothing, then for each dimension a name, or several in parentheses.
+
+    Raises ShardingError, which quotes the `text` of the whole rule, at the first token that may not be there.
+    """
     leading: str | None = None
     dims: list[Names] = []
+    # The factors behind a `(` whose `)` has not come yet.
     inside: list[str] | None = None
-    place = 0
-    part = part.rstrip()
+
+    for token in _tokens(part, text):
+        if token.startswith("..."):
+            if dims or inside is not None or leading is not None:
+                raise ShardingError(f"In the sharding rule `{text}`, `...` may only be the first of an array.")
+            leading = token[3:] or "0"
+
+        elif token == "(":
+            if inside is not None:
+                raise ShardingError(f"The sharding rule `{text}` has `(` within parentheses.")
+            inside = []
+
+        elif token == ")":
+            if not inside:
+                raise ShardingError(f"The sharding rule `{text}` has `)` where no factors are in parentheses.")
+            dims.append(tuple(inside))
+            inside = None
+
+        else:
+            dims.append((token,)) if inside is None else inside.append(token)
+
+    if inside is not None:
+        raise ShardingError(f"The sharding rule `{text}` has `(` without `)`.")
+    return ArrayRule(leading, tuple(dims))
+
+
+def _tokens(part: str, text: str) -> Iterator[str]:
+    """The names, parentheses and `...` of an array, in order."""
+    place, part = 0, part.rstrip()
     while place < len(part):
         found = _TOKEN.match(part, place)
         if found is None:
             raise ShardingError(
                 f"The sharding rule `{text}` has {part[place:].strip()[:1]!r} where a name, `(`, `)` or `...` may be."
             )
-        place, token = found.end(), found[1]
-        if token.startswith("..."):
-            if dims or inside is not None or leading is not None:
-                raise ShardingError(f"In the sharding rule `{text}`, `...` may only be the first of an array.")
-            leading = token[3:] or "0"
-        elif token == "(":
-            if inside is not None:
-                raise ShardingError(f"The sharding rule `{text}` has `(` within parentheses.")
-            inside = []
-        elif token == ")":
-            if not inside:
-                raise ShardingError(f"The sharding rule `{text}` has `)` where no factors are in parentheses.")
-            dims.append(tuple(inside))
-            inside = None
-        else:
-            dims.append((token,)) if inside is None else inside.append(token)
-    if inside is not None:
-        raise ShardingError(f"The sharding rule `{text}` has `(` without `)`.")
-    return ArrayRule(leading, tuple(dims))
+        yield found[1]
+        place = found.end()
 
 
 def _check(rule: ShardingRule) -> None:
@@ -301,13 +367,14 @@ def _check(rule: ShardingRule) -> None:
             raise ShardingError(f"`{name}` is combined by {how!r}, which is none of {', '.join(get_args(Reduction))}.")
         if name in rule.replicated:
             raise ShardingError(f"The factor `{name}` of `{rule.text}` is in `reductions` and in `need_replication`.")
-    _check_dimensions(rule)
+    _check_factor_sizes(rule)
+    _check_diagonals(rule)
 
 
-def _check_dimensions(rule: ShardingRule) -> None:
-    dims = [dim for array in (*rule.operands, *rule.results) for dim in array.dims]
-    inner = {name for dim in dims for name in dim[1:]}
-    whole = {name for dim in dims if len(dim) == 1 for name in dim}
+def _check_factor_sizes(rule: ShardingRule) -> None:
+    """Raise ShardingError unless lengths are given to inner factors only, and are lengths."""
+    inner = rule.inner_names()
+    whole = {dim[0] for array in rule.arrays for dim in array.dims if len(dim) == 1}
     for name, size in rule.sizes:
         # The outermost factor of a dimension is shorter in shards, so its length is none of the operation's.
         if name in whole or name not in inner:
@@ -315,12 +382,15 @@ def _check_dimensions(rule: ShardingRule) -> None:
         if not isinstance(size, int) or size < 1:
             raise ShardingError(f"`factor_sizes` gives the factor `{name}` the length {size!r}.")
 
-    for i, array in enumerate((*rule.operands, *rule.results)):
-        flat = [name for dim in array.dims for name in dim]
-        twice = next((name for name in flat if flat.count(name) > 1 and name not in rule.replicated), None)
+
+def _check_diagonals(rule: ShardingRule) -> None:
+    """Raise ShardingError if an array has a factor twice that may be split."""
+    for i, array in enumerate(rule.arrays):
+        names = [name for dim in array.dims for name in dim]
+        twice = next((name for name in names if names.count(name) > 1 and name not in rule.replicated), None)
         if twice is not None:
             raise ShardingError(
-                f"In the sharding rule `{rule.text}`, {rule._array(i)} has the factor `{twice}` twice. Parts of it "
+                f"In the sharding rule `{rule.text}`, {rule.array_name(i)} has the factor `{twice}` twice. Parts of it "
                 f"would lie on a diagonal: give the dimensions two names, or say `need_replication=('{twice}',)`."
             )
 
@@ -337,8 +407,7 @@ def batched_rule(rule: ShardingRule, is_batched: Sequence[bool], operands: Shape
     new = next(name for name in (f"batch{i}" for i in range(len(named.sizes) + 1)) if name not in named.sizes)
 
     def array(own: ArrayRule, shape: Sequence[int], batched: bool) -> ArrayRule:
-        dims = own.named(shape)
-        assert dims is not None, (rule, shape)
+        dims = own.of_shape(shape).dims
         return ArrayRule(None, ((new,), *dims) if batched else dims)
 
     return replace(
@@ -362,13 +431,8 @@ def derivative_rule(
     how = dict(rule.reductions)
     blocked = named.blocked() | {name for name in named.sizes if how.get(name, "sum") != "sum"}
 
-    def array(own: ArrayRule, shape: Sequence[int]) -> ArrayRule:
-        dims = own.named(shape)
-        assert dims is not None, (rule, shape)
-        return ArrayRule(None, dims)
-
-    read = tuple(map(array, rule.operands, operands))
-    made = tuple(map(array, rule.results, results))
+    read = tuple(map(ArrayRule.of_shape, rule.operands, operands))
+    made = tuple(map(ArrayRule.of_shape, rule.results, results))
     of_operands, of_results = inexact
     return ShardingRule(
         text=f"derivative of {rule.text}",

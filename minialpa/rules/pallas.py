@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.rules.common import Dim, FactorTable, Shapes
-from minialpa.rules.factors import Dims, Factors, replicated_factors, rule
+from minialpa.rules.common import Dim, FactorTable
+from minialpa.rules.factors import Dims, Factors, Shapes, replicated_factors, rule
 from minialpa.rules.kernel_body import carries, computes_on_blocks, positions_read
 from minialpa.rules.known_integers import UNKNOWN, Value, evaluate
 from minialpa.rules.registered import jaxpr_flops

@@ -20,16 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from minialpa.rules.factors import Dims, Factors, factors_of, localize, run_shard
-
-_COMBINE: dict[str, Any] = {
-    "and": np.bitwise_and,
-    "max": np.maximum,
-    "min": np.minimum,
-    "or": np.bitwise_or,
-    "prod": np.multiply,
-    "sum": np.add,
-}
+from minialpa.rules.factors import COMBINE, Dims, Factors, factors_of, localize, run_shard
 
 
 @dataclass(frozen=True)
@@ -176,7 +167,7 @@ def _joined(factors: Factors, factor: int, result: int, first: np.ndarray, secon
     if axes:
         return np.concatenate([first, second], axis=axes[0])
     if factors.is_partial(factor, result):
-        return np.asarray(_COMBINE[factors.reductions[factor]](first, second))
+        return np.asarray(COMBINE[factors.reductions[factor]](first, second))
     np.testing.assert_array_equal(first, second)
     return first
 
