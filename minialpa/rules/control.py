@@ -1,12 +1,13 @@
-"""Control flow: `scan`, `while` and `cond`, by the rules of the equations inside them (see `body_factors`).
+"""Control flow: `scan`, `while` and `cond`, by the rules of the equations inside them.
 
     scan   consts, carries, [T xs] -> carries, [T ys]   a carry keeps its factors over all iterations; T is blocked if
                                                         an iteration reads what an earlier one has changed
     while  consts, carries -> carries                   the test is the same in all shards, or each may end by itself
     cond   index, operands -> results                   branches agree on the factors of their operands and results
 
-What is made inside by position, such as random bits, makes a factor positional (see `body_factors`): the equation then
-runs through `on_shards`, whose positions are constants of the body.
+The equations inside are a region (`body_region`). Dimensions that are split together are a group (`body_groups`), and
+each group that may be split (`body_outcomes`) is a factor. What is made inside by position, such as random bits, makes
+a factor positional: the equation then runs through `on_shards`, whose positions are constants of the body.
 
 Gradients of weights that the body sums over examples, in a carry or for each iteration, are partial sums.
 Flops: those of the body for each iteration of scan, for one iteration of while; those of the largest branch of cond.
@@ -25,20 +26,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from minialpa.rules.body_factors import (
-    Links,
-    Node,
-    Outcome,
-    Region,
-    follow,
-    link,
-    local_jaxpr,
-    local_structs,
-    node_of,
-    run_part,
-    summed_carries,
-    zero_arrays,
-)
+from minialpa.rules.body_groups import Groups, find_groups
+from minialpa.rules.body_outcomes import Outcome, follow, zero_arrays
+from minialpa.rules.body_region import Node, Region, node_of
+from minialpa.rules.body_shards import BodyShards
+from minialpa.rules.body_sums import summed_carries
 from minialpa.rules.common import FactorTable
 from minialpa.rules.factors import Dims, Factors, Shapes, Starts, cached, equal_operands, rule
 from minialpa.tracing.jaxprs import (
@@ -53,37 +45,36 @@ from minialpa.tracing.jaxprs import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Control:
     """The region of a control flow equation, and what splitting each group of its inputs and results does.
 
     Attributes:
         region: the equations inside.
-        links: their groups.
+        groups: the dimensions that are split together.
         outcomes: for each group that may be split; all others are blocked.
         part_flops: floating point operations of one run of each part of the region.
     """
 
     region: Region
-    links: Links
+    groups: Groups
     outcomes: dict[Node, Outcome]
     part_flops: tuple[float, ...]
 
 
 def _control(region: Region) -> _Control:
-    links, zeros = link(region), zero_arrays(region)
-    boundary = [*region.inputs, *(atom for atoms in region.results for atom in atoms)]
-    groups = dict.fromkeys(group for atom in boundary for group in links.groups(atom))
+    groups, zeros = find_groups(region), zero_arrays(region)
+    at_boundary = dict.fromkeys(group for atom in (*region.inputs, *region.result_atoms) for group in groups.of(atom))
 
     outcomes: dict[Node, Outcome] = {}
-    for group in groups:
-        if group not in links.blocked and links.sizes[group] > 1:
-            outcome = follow(region, links, group, zeros)
+    for group in at_boundary:
+        if group not in groups.blocked and groups.sizes[group] > 1:
+            outcome = follow(region, groups, group, zeros)
             if outcome is not None:
                 outcomes[group] = outcome
 
     flops = tuple(sum(region.factors[id(eqn)].flops for eqn in part.eqns) for part in region.parts)
-    return _Control(region, links, outcomes, flops)
+    return _Control(region=region, groups=groups, outcomes=outcomes, part_flops=flops)
 
 
 def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> FlatJaxpr:
@@ -161,15 +152,15 @@ class _Boundary:
         return tuple(self._dim(node_of(atom, d), size) for d, size in enumerate(shape_of(atom)))
 
     def _dim(self, node: Node, size: int) -> tuple[int, ...]:
-        group = self.control.links.find(node)
+        group = self.control.groups.find(node)
         outcome = self.control.outcomes.get(group)
         if outcome is None or size <= 1:
             return self.table.dim(size, blocked=size > 1)
 
         # A group can be cut into at most `n_blocks`; what is left of the dimension stays together.
-        n_blocks = self.control.links.sizes[group]
+        n_blocks = self.control.groups.sizes[group]
         if group not in self.factors:
-            is_positional = group in self.control.links.positional
+            is_positional = group in self.control.groups.positional
             reduction = self._reduction(outcome)
             (self.factors[group],) = self.table.dim(n_blocks, positional=is_positional, reduction=reduction)
         rest = self.table.dim(size // n_blocks, blocked=True) if size != n_blocks else ()
@@ -198,19 +189,8 @@ def _n_splits(control: _Control, local: Sequence[tuple[Atom, tuple[int, ...]]]) 
     for atom, shape in local:
         for d, (size, local_size) in enumerate(zip(shape_of(atom), shape, strict=True)):
             if local_size != size:
-                n_splits[control.links.find(node_of(atom, d))] = size // local_size
+                n_splits[control.groups.find(node_of(atom, d))] = size // local_size
     return n_splits
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Shards:
-    """How a region is split, as a parameter in the place of programs that depend on where their shards begin.
-
-    No primitive has such a parameter, so an equation cannot run without being told.
-    """
-
-    control: _Control
-    n_splits: dict[Node, int]
 
 
 def _local(
@@ -218,40 +198,35 @@ def _local(
 ) -> dict[str, Any]:
     """The parameters of a control flow equation on shards of these shapes.
 
+    Programs that depend on where their shards begin are not known yet. A parameter `shards` says how they are cut; no
+    primitive has such a parameter, so the equation cannot run before `on_shards` has put programs in its place.
+
     named: from a function that gives the part of a number on shards to the parameters that hold these parts.
     """
     atoms = [*control.region.inputs, *(atoms[0] for atoms in control.region.results)]
     n_splits = _n_splits(control, list(zip(atoms, (*inputs, *results), strict=True)))
-    if not control.links.positional.isdisjoint(n_splits):
-        return dict(eqn.params, shards=_Shards(control, n_splits))
-    parts = control.region.parts
-    return dict(eqn.params, **named(lambda i: local_jaxpr(parts[i], control.region, control.links, n_splits)))
+    shards = BodyShards(region=control.region, groups=control.groups, n_splits=n_splits, starts={})
+    if not control.groups.positional.isdisjoint(n_splits):
+        return dict(eqn.params, shards=shards)
+    return dict(eqn.params, **named(shards.program))
 
 
-def _starts(shards: _Shards, starts: Starts, n_before: int) -> dict[Node, Any]:
-    """The block at which the shard of each positional group begins, as an int32.
+def _started(shards: BodyShards, starts: Starts, n_before: int) -> BodyShards:
+    """The shards with the blocks at which they begin, as int32s.
 
     n_before: number of operands before those that are inputs of the region.
     """
-    links, region = shards.control.links, shards.control.region
+    groups, region = shards.groups, shards.region
     known: dict[Node, Any] = {}
     results = (atoms[0] for atoms in region.results)
     for atom, dims in zip((*region.inputs, *results), (*starts.operands[n_before:], *starts.results), strict=True):
         # A stack has the dimension of the iterations before those of a slice.
         own = dims[len(dims) - len(shape_of(atom)) :]
         for d, start in enumerate(own):
-            group = links.find(node_of(atom, d))
-            if shape_of(atom)[d] > 1 and group in shards.n_splits and group in links.positional:
+            group = groups.find(node_of(atom, d))
+            if shape_of(atom)[d] > 1 and group in shards.n_splits and group in groups.positional:
                 known[group] = jnp.asarray(start, np.int32)
-    return known
-
-
-def _part_runner(shards: _Shards, starts: Mapping[Node, Any]) -> Callable[[int, Sequence[Any]], list[Any]]:
-    """A function that runs the part of a number on shards that begin at `starts`."""
-    control = shards.control
-    return lambda i, args: run_part(
-        control.region.parts[i], control.region, control.links, shards.n_splits, starts, args
-    )
+    return replace(shards, starts=known)
 
 
 def _local_scan(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
@@ -267,16 +242,16 @@ def _local_scan(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
 
 
 def _scan_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    shards: _Shards | None = params.get("shards")
+    shards: BodyShards | None = params.get("shards")
     if shards is None:
         return eval_on_shards(eqn, operands, params)
 
-    run = _part_runner(shards, _starts(shards, starts, 0))
+    shards = _started(shards, starts, 0)
     n_consts, n_carry = scan_counts(eqn)
     consts, stacks = operands[:n_consts], operands[n_consts + n_carry :]
 
     def iteration(carry: Any, slices: Any) -> Any:
-        results = run(0, [*consts, *carry, *slices])
+        results = shards.run(0, [*consts, *carry, *slices])
         return results[:n_carry], results[n_carry:]
 
     first = list(operands[n_consts : n_consts + n_carry])
@@ -288,28 +263,37 @@ def _scan_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str,
 @rule("scan", localize=_local_scan, on_shards=_scan_on_shards)
 def _scan(eqn: JaxprEqn) -> Factors:
     n_consts, n_carry = scan_counts(eqn)
+    length = eqn.params["length"]
     control = _scan_control(eqn.params["jaxpr"], n_consts, n_carry)
     boundary = _Boundary(control, FactorTable(), {})
-    sums = summed_carries(control.region)
-    # A scan may be a loop over the examples of a batch, as `lax.map` is. Nothing else has a position in time.
-    is_apart = sums is not None and not eqn.effects and len(eqn.invars) > n_consts + n_carry
-    is_lost = not sums and len(eqn.outvars) == n_carry
-    time = boundary.table.dim(
-        eqn.params["length"], blocked=not is_apart or is_lost, reduction="sum" if is_apart and sums else None
-    )
+    sums = _sums_over_time(eqn, control)
+    time = boundary.table.dim(length, blocked=sums is None, reduction="sum" if sums else None)
 
-    inputs = [boundary.dims(atom) for atom in control.region.inputs]
-    results = [boundary.dims(atom) for (atom,) in control.region.results]
-    operands = [dims if k < n_consts + n_carry else (time, *dims) for k, dims in enumerate(inputs)]
-    results = [dims if r < n_carry else (time, *dims) for r, dims in enumerate(results)]
-    factors = boundary.build(eqn, operands, results, eqn.params["length"] * control.part_flops[0])
-    if not sums or not is_apart:
+    # The body has slices of what the scan has stacks of.
+    slices = [boundary.dims(atom) for atom in control.region.inputs]
+    operands = [dims if k < n_consts + n_carry else (time, *dims) for k, dims in enumerate(slices)]
+    made = [boundary.dims(atom) for (atom,) in control.region.results]
+    results = [dims if r < n_carry else (time, *dims) for r, dims in enumerate(made)]
+    factors = boundary.build(eqn, operands, results, length * control.part_flops[0])
+    if not sums:
         return factors
 
+    # Shards in time begin each sum once, and pass the other carries unchanged.
     (f,) = time
     constant = {(f, r) for r in range(n_carry) if r not in sums}
     once = {(f, n_consts + i) for i in sums}
     return replace(factors, unaffected=factors.unaffected | constant, once=factors.once | once)
+
+
+def _sums_over_time(eqn: JaxprEqn, control: _Control) -> frozenset[int] | None:
+    """The carries of a scan that are sums over its iterations, if these may run apart; None if they may not."""
+    n_consts, n_carry = scan_counts(eqn)
+    # A scan may be a loop over the examples of a batch, as `lax.map` is. Nothing else has a position in time.
+    sums = summed_carries(control.region)
+    if sums is None or eqn.effects or len(eqn.invars) == n_consts + n_carry:
+        return None
+    # Without sums and stacks of results, no result would tell that iterations are missing.
+    return sums if sums or len(eqn.outvars) > n_carry else None
 
 
 def _while_parts(eqn: JaxprEqn) -> _Control:
@@ -327,23 +311,22 @@ def _local_while(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, 
 
 
 def _while_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    shards: _Shards | None = params.get("shards")
+    shards: BodyShards | None = params.get("shards")
     if shards is None:
         return eval_on_shards(eqn, operands, params)
 
     # The blocks at which shards begin are constants of the test and of the body. Under vmap, the test has a result for
     # each example, which `lax.while_loop` does not take.
-    known, region = _starts(shards, starts, 0), shards.control.region
-    groups, begins = list(known), list(known.values())
+    known = _started(shards, starts, 0).starts
+    begins = list(known.values())
     n_consts, n_test = len(begins), params["cond_nconsts"]
 
     def part(i: int) -> Any:
         def run(*args: Any) -> list[Any]:
-            at = dict(zip(groups, args[:n_consts], strict=True))
-            return _part_runner(shards, at)(i, args[n_consts:])
+            own = dict(zip(known, args[:n_consts], strict=True))
+            return replace(shards, starts=own).run(i, args[n_consts:])
 
-        structs = local_structs(region.parts[i].invars, shards.control.links, shards.n_splits)
-        return jax.make_jaxpr(run)(*begins, *structs)
+        return jax.make_jaxpr(run)(*begins, *shards.structs(shards.region.parts[i].invars))
 
     local = {name: value for name, value in params.items() if name != "shards"}
     local |= {"cond_jaxpr": part(0), "body_jaxpr": part(1)}
@@ -368,14 +351,14 @@ def _local_cond(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, A
 
 
 def _cond_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    shards: _Shards | None = params.get("shards")
+    shards: BodyShards | None = params.get("shards")
     if shards is None:
         return eval_on_shards(eqn, operands, params)
 
     index, *inputs = operands
-    run = _part_runner(shards, _starts(shards, starts, 1))
-    n_branches = len(shards.control.region.parts)
-    branches = [functools.partial(lambda i, *args: run(i, args), i) for i in range(n_branches)]
+    shards = _started(shards, starts, 1)
+    n_branches = len(shards.region.parts)
+    branches = [functools.partial(lambda i, *args: shards.run(i, args), i) for i in range(n_branches)]
     return list(lax.switch(index, branches, *inputs))
 
 
