@@ -16,7 +16,6 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -31,17 +30,6 @@ Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
 Dims = tuple[tuple[int, ...], ...]
 #: Shapes of several arrays.
 Shapes = tuple[tuple[int, ...], ...]
-#: How two partial results are combined, as arrays of NumPy.
-COMBINE: Mapping[Reduction, Callable[[Any, Any], Any]] = MappingProxyType(
-    {
-        "and": np.bitwise_and,
-        "max": np.maximum,
-        "min": np.minimum,
-        "or": np.bitwise_or,
-        "prod": np.multiply,
-        "sum": np.add,
-    }
-)
 T = TypeVar("T")
 
 
