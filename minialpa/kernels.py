@@ -19,9 +19,9 @@ from jax.extend.core import JaxprEqn, Primitive
 import minialpa.rules.table  # noqa: F401 (the rules of jax's own primitives come first)
 from minialpa.errors import ShardingError
 from minialpa.rules.factors import Factors, Reduction, factors_of, is_kernel, operation_name, run_shard
-from minialpa.rules.notation import Flops, parse_rule
+from minialpa.rules.notation import parse_rule
 from minialpa.rules.parts import Part, cut, wholes
-from minialpa.rules.registered import OpaqueFunction, ParamsOf, opaque_call, register_primitive, register_target
+from minialpa.rules.registered import Flops, OpaqueFunction, ParamsOf, opaque_call, register_primitive, register_target
 from minialpa.tracing.jaxprs import eval_equation, is_literal, trace_flat
 
 #: Largest difference of results, as a part of their largest element, by bytes of the dtype.

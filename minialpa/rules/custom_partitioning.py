@@ -24,8 +24,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from minialpa.errors import ShardingError
 from minialpa.rules.factors import Dims, Factors, Shapes, replicated_factors, rule
-from minialpa.rules.notation import ArrayRule, ShardingRule, parse_rule, shapes_of
+from minialpa.rules.notation import parse_rule
 from minialpa.rules.registered import jaxpr_flops
+from minialpa.rules.sharding_rule import ArrayRule, ShardingRule, shapes_of
 from minialpa.tracing.jaxprs import Atom, FlatJaxpr, aval_of, eval_flat, flatten_calls, is_literal, sub_jaxprs
 
 
