@@ -11,7 +11,7 @@ loops and branches are rewritten, too. An index that pairs examples, such as `ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from minialpa.tracing.jaxprs import (
     equations_for,
     is_call,
     shape_of,
+    with_bodies,
     with_called,
 )
 
@@ -54,7 +55,7 @@ def _rewritten(eqn: JaxprEqn, program: Program) -> list[JaxprEqn]:
         inner, operands = called(eqn)
         body = _body(inner, program, [Outside(atom) for atom in operands])
         return [eqn if body is inner else with_called(eqn, body)]
-    return [_with_bodies(eqn, _bodies(eqn, program))] if name in ("scan", "while", "cond") else [eqn]
+    return [with_bodies(eqn, _bodies(eqn, program))] if name in ("scan", "while", "cond") else [eqn]
 
 
 # ---- loops and branches ----------------------------------------------------------------------------------------------
@@ -83,18 +84,6 @@ def _bodies(eqn: JaxprEqn, program: Program) -> dict[str, Any]:
         "cond_jaxpr": _body(params["cond_jaxpr"], program, [*outside[:n_test], *kept]),
         "body_jaxpr": _body(params["body_jaxpr"], program, [*outside[n_test : n_test + n_body], *kept]),
     }
-
-
-def _with_bodies(eqn: JaxprEqn, bodies: Mapping[str, Any]) -> JaxprEqn:
-    """The equation with these programs; itself, if they are its own."""
-    if all(_is_same(eqn.params[name], body) for name, body in bodies.items()):
-        return eqn
-    new: JaxprEqn = eqn.replace(params={**eqn.params, **bodies})
-    return new
-
-
-def _is_same(old: Any, new: Any) -> bool:
-    return all(a is b for a, b in zip(old, new, strict=True)) if isinstance(old, tuple) else old is new
 
 
 def _body(
