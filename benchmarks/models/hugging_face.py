@@ -19,7 +19,15 @@ from benchmarks.models.common import (
     next_token_loss,
 )
 
-SIZES = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+#: Sizes by the names that most configurations give them: of the layers, and of a model of words.
+LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SIZES = {"vocab_size": 48, **LAYERS}
+#: The same by the names of models with an encoder and a decoder.
+ENCODER_DECODER = {
+    "vocab_size": 48, "d_model": 16,
+    "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32,
+    "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32,
+}  # fmt: skip
 
 
 def _train(net: Any, loss: Any, data: list[Any], optimizer: Any = None) -> Training:
@@ -184,15 +192,8 @@ _text_model(
     "FlaxBartForConditionalGeneration",
     _translated,
     (SHARD, PIPE_2),
-    vocab_size=48,
-    d_model=16,
-    encoder_layers=1,
-    decoder_layers=1,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=32,
-    decoder_ffn_dim=32,
     max_position_embeddings=16,
+    **ENCODER_DECODER,
 )
 
 
@@ -204,8 +205,7 @@ def _pictures(size: int) -> list[Any]:
 def vit() -> Training:
     import transformers
 
-    sizes = {k: v for k, v in SIZES.items() if k != "vocab_size"}
-    config = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes)
+    config = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **LAYERS)
     net = transformers.FlaxViTForImageClassification(config, input_shape=(1, 8, 8, 3))
     return _train(net, lambda apply, b: cross_entropy(apply(b["x"]).logits, b["y"]), _pictures(8))
 
@@ -215,7 +215,7 @@ def clip() -> Training:
     import transformers
 
     text = {**SIZES, "max_position_embeddings": 10, "eos_token_id": 2}
-    vision = {**{k: v for k, v in SIZES.items() if k != "vocab_size"}, "image_size": 8, "patch_size": 4}
+    vision = {**LAYERS, "image_size": 8, "patch_size": 4}
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
     net = transformers.FlaxCLIPModel(config, input_shape=((1, 10), (1, 8, 8, 3)))
 
@@ -232,9 +232,8 @@ def whisper() -> Training:
     import transformers
 
     config = transformers.WhisperConfig(
-        vocab_size=48, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8, max_source_positions=10,
-        max_target_positions=12, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        num_mel_bins=8, max_source_positions=10, max_target_positions=12, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1, **ENCODER_DECODER,
     )  # fmt: skip
     net = transformers.FlaxWhisperForConditionalGeneration(config, input_shape=(1, 8, 20))
 
