@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.models.catalogue import DATA_2, PIPE_2, PIPE_4, SHARD, USUAL, ZERO_2, ZERO_3, Training, model
+from benchmarks.models.catalogue import DATA_2, PIPE_2, PIPE_4, SHARD, ZERO_2, ZERO_3, Training, model
 from benchmarks.models.common import (
     N_EXAMPLES,
     batches,
@@ -70,8 +70,10 @@ def _translated(apply: Any, batch: Any) -> Any:
 
 
 def _text_model(
-    name: str, title: str, config: str, flax_class: str, loss: Any, methods: Any = USUAL, **sizes: Any
+    name: str, title: str, *, config: str, flax_class: str, loss: Any, methods: tuple[str, ...], **sizes: Any
 ) -> None:
+    """Register a model of texts. sizes: the arguments of its configuration."""
+
     def build() -> Training:
         import transformers
 
@@ -85,20 +87,20 @@ def _text_model(
 _text_model(
     "bert",
     "BERT, classification",
-    "BertConfig",
-    "FlaxBertForSequenceClassification",
-    _classified,
-    (SHARD, ZERO_2, PIPE_2),
+    config="BertConfig",
+    flax_class="FlaxBertForSequenceClassification",
+    loss=_classified,
+    methods=(SHARD, ZERO_2, PIPE_2),
     num_labels=3,
     **SIZES,
 )
 _text_model(
     "albert",
     "ALBERT (shared layers), classification",
-    "AlbertConfig",
-    "FlaxAlbertForSequenceClassification",
-    _classified,
-    (SHARD, PIPE_2),
+    config="AlbertConfig",
+    flax_class="FlaxAlbertForSequenceClassification",
+    loss=_classified,
+    methods=(SHARD, PIPE_2),
     num_labels=3,
     embedding_size=16,
     **SIZES,
@@ -106,29 +108,29 @@ _text_model(
 _text_model(
     "roformer",
     "RoFormer (rotary), masked words",
-    "RoFormerConfig",
-    "FlaxRoFormerForMaskedLM",
-    _continued,
-    (SHARD, ZERO_3),
+    config="RoFormerConfig",
+    flax_class="FlaxRoFormerForMaskedLM",
+    loss=_continued,
+    methods=(SHARD, ZERO_3),
     **SIZES,
 )
 _text_model(
     "big_bird",
     "BigBird (sparse attention), masked words",
-    "BigBirdConfig",
-    "FlaxBigBirdForMaskedLM",
-    _continued,
-    (SHARD, PIPE_2),
+    config="BigBirdConfig",
+    flax_class="FlaxBigBirdForMaskedLM",
+    loss=_continued,
+    methods=(SHARD, PIPE_2),
     attention_type="original_full",
     **SIZES,
 )
 _text_model(
     "gpt2",
     "GPT-2",
-    "GPT2Config",
-    "FlaxGPT2LMHeadModel",
-    _continued,
-    (SHARD, ZERO_2, PIPE_4),
+    config="GPT2Config",
+    flax_class="FlaxGPT2LMHeadModel",
+    loss=_continued,
+    methods=(SHARD, ZERO_2, PIPE_4),
     vocab_size=48,
     n_embd=16,
     n_layer=4,
@@ -138,10 +140,10 @@ _text_model(
 _text_model(
     "gptj",
     "GPT-J",
-    "GPTJConfig",
-    "FlaxGPTJForCausalLM",
-    _continued,
-    (ZERO_3, PIPE_2),
+    config="GPTJConfig",
+    flax_class="FlaxGPTJForCausalLM",
+    loss=_continued,
+    methods=(ZERO_3, PIPE_2),
     vocab_size=48,
     n_embd=16,
     n_layer=2,
@@ -152,10 +154,10 @@ _text_model(
 _text_model(
     "bloom",
     "BLOOM (ALiBi)",
-    "BloomConfig",
-    "FlaxBloomForCausalLM",
-    _continued,
-    (SHARD, PIPE_2),
+    config="BloomConfig",
+    flax_class="FlaxBloomForCausalLM",
+    loss=_continued,
+    methods=(SHARD, PIPE_2),
     vocab_size=48,
     hidden_size=16,
     n_layer=2,
@@ -164,20 +166,20 @@ _text_model(
 _text_model(
     "llama",
     "LLaMA",
-    "LlamaConfig",
-    "FlaxLlamaForCausalLM",
-    _continued,
-    (SHARD, ZERO_3, PIPE_2),
+    config="LlamaConfig",
+    flax_class="FlaxLlamaForCausalLM",
+    loss=_continued,
+    methods=(SHARD, ZERO_3, PIPE_2),
     max_position_embeddings=16,
     **SIZES,
 )
 _text_model(
     "t5",
     "T5",
-    "T5Config",
-    "FlaxT5ForConditionalGeneration",
-    _translated,
-    (SHARD, ZERO_2, PIPE_2),
+    config="T5Config",
+    flax_class="FlaxT5ForConditionalGeneration",
+    loss=_translated,
+    methods=(SHARD, ZERO_2, PIPE_2),
     vocab_size=48,
     d_model=16,
     d_kv=8,
@@ -188,10 +190,10 @@ _text_model(
 _text_model(
     "bart",
     "BART",
-    "BartConfig",
-    "FlaxBartForConditionalGeneration",
-    _translated,
-    (SHARD, PIPE_2),
+    config="BartConfig",
+    flax_class="FlaxBartForConditionalGeneration",
+    loss=_translated,
+    methods=(SHARD, PIPE_2),
     max_position_embeddings=16,
     **ENCODER_DECODER,
 )

@@ -20,7 +20,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from minialpa.support.private_jax import with_source_of
-from minialpa.tracing.affine import At, Outside, Program, inputs_of_scan, inside
+from minialpa.tracing.affine import At
+from minialpa.tracing.affine_programs import Outside, Program, inputs_of_scan, inside
 from minialpa.tracing.jaxprs import (
     Atom,
     FlatJaxpr,
@@ -91,7 +92,7 @@ def _body(
 ) -> Any:
     """A jaxpr with its equations rewritten; itself, if none changes, since planning knows bodies by identity.
 
-    The arguments are as in `affine.inside`.
+    The arguments are as in `affine_programs.inside`.
     """
     jaxpr = getattr(closed, "jaxpr", closed)
     program = inside(closed, around, inputs, branch)
