@@ -1,7 +1,7 @@
 """Plans for Llama 3 at long context on H100s: what `AutoParallel` finds, and what experts use, priced alike.
 
-python -m benchmarks.long_context llama-3-8b 64 8192 [--methods auto fsdp ...]     one setting, told as it goes
-python -m benchmarks.long_context --list
+python -m benchmarks.long_context llama-3-8b 64 8192 [--methods auto fsdp ...]     one setting, a line for each method
+python -m benchmarks.long_context --list                                           the settings
 
 Steps are planned and priced, not run. Attention is one operation, whatever the model writes (`recognise`), and the loss
 is computed for 1024 positions at a time. Seconds are those of the cost model, which takes the rates of devices and
