@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -200,15 +200,21 @@ def test_no_model_begins_after_the_time_is_over(started: list[str], tmp_path: Pa
     assert started == ["mlp", "vae"]
 
 
-def test_an_interruption_by_the_keyboard_ends_the_run(started: list[str]) -> None:
-    names = []
+def test_an_interruption_by_the_keyboard_ends_the_run(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    one_is_done = threading.Event()
+
+    def interrupted(future: Future[None]) -> None:
+        one_is_done.wait()
+        raise KeyboardInterrupt
 
     def done(name: str, rows: Any) -> None:
-        if not names:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         names.append(name)
-        time.sleep(0.02)  # The main thread has as many times this as there are models to see the signal.
+        one_is_done.set()
+        time.sleep(0.02)  # The main thread has as many times this as there are models.
 
+    # What the main thread waits in; a signal might come before.
+    monkeypatch.setattr(Future, "result", interrupted)
     with pytest.raises(KeyboardInterrupt):
         processes.train(list(MODELS), 1, done)
     assert names == started and len(names) < len(MODELS)

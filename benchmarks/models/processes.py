@@ -41,9 +41,8 @@ def train(names: Sequence[str], n_processes: int, done: Done, is_over: Callable[
                 done(name, rows)
 
     with ThreadPoolExecutor(n_processes) as pool:
-        futures = [pool.submit(train_group, group) for group in groups]
         try:
-            for future in futures:
+            for future in [pool.submit(train_group, group) for group in groups]:
                 future.result()
         except BaseException:
             interrupted.set()
