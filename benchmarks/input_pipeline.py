@@ -55,6 +55,25 @@ def input_pipeline(size: Size) -> Rows:
 def _rows(name: str, step: Any, case: Any, *, device_s: float, repeats: int) -> Rows:
     """device_s: how long a device other than the cores would go on with the step."""
     batches = [case.make_batch(i, case.batch_size) for i in range(N_BATCHES)]
+    seconds, source_s = _seconds(step, case, batches, device_s=device_s, repeats=repeats)
+    place_s = statistics.median(interleaved({"": lambda: _place(step, batches[0])}, repeats)[""])
+    return [
+        {
+            "case": name,
+            "batches": how,
+            "source_ms": 0.0 if how == THERE else source_s * 1e3,
+            "place_ms": 0.0 if how == THERE else place_s * 1e3,
+            "step_ms": statistics.median(own) * 1e3,
+            "of_step": statistics.median(a / b for a, b in zip(own, seconds[THERE], strict=True)),
+        }
+        for how, own in seconds.items()
+    ]
+
+
+def _seconds(
+    step: Any, case: Any, batches: list[Any], *, device_s: float, repeats: int
+) -> tuple[dict[str, list[float]], float]:
+    """Seconds of a step in each turn, by where the batches come from; and those of the source for a batch."""
     states = {how: case.init(jax.random.key(0)) for how in (THERE, SLEEPING, COMPUTING, IN_LOOP)}
     step.get_executable(states[THERE], batches[0])
     placed = [step.place_batch(batch) for batch in batches]
@@ -93,19 +112,7 @@ def _rows(name: str, step: Any, case: Any, *, device_s: float, repeats: int) -> 
                 if how == THERE:
                     source_s = SOURCE_PART * seconds[how][-1]
                     sources_s.append(source_s)
-
-    place_s = statistics.median(interleaved({"": lambda: _place(step, batches[0])}, repeats)[""])
-    return [
-        {
-            "case": name,
-            "batches": how,
-            "source_ms": 0.0 if how == THERE else statistics.median(sources_s) * 1e3,
-            "place_ms": 0.0 if how == THERE else place_s * 1e3,
-            "step_ms": statistics.median(seconds[how]) * 1e3,
-            "of_step": statistics.median(a / b for a, b in zip(seconds[how], seconds[THERE], strict=True)),
-        }
-        for how in states
-    ]
+    return seconds, statistics.median(sources_s)
 
 
 def _compute(seconds: float) -> None:

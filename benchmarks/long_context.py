@@ -1,11 +1,11 @@
 """Plans for Llama 3 at long context on H100s: what `AutoParallel` finds, and what experts use, priced alike.
 
-python -m benchmarks.long_context llama-3-8b 64 8192 [--methods auto fsdp ...]     one setting, told as it goes
-python -m benchmarks.long_context --list
+python -m benchmarks.long_context llama-3-8b 64 8192 [--methods auto fsdp ...]     one setting, a line for each method
+python -m benchmarks.long_context --list                                           the settings
 
-Nothing runs. Attention is one operation, whatever the model writes (`recognise`), and the loss goes over runs of 1024
-positions. Seconds are those of the cost model,
-which counts devices and links at the rates of their data sheets and nothing twice at a time. The methods:
+Steps are planned and priced, not run. Attention is one operation, whatever the model writes (`recognise`), and the loss
+is computed for 1024 positions at a time. Seconds are those of the cost model, which takes the rates of devices and
+links from their data sheets and lets nothing overlap. The methods:
 
     auto    `AutoParallel`: stages, submeshes, shardings, micro-batches and rematerialisation are chosen
     fsdp    parameters, gradients and optimizer state sharded over all devices, one example per device at a time

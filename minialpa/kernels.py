@@ -18,21 +18,14 @@ from jax.extend.core import JaxprEqn, Primitive
 
 import minialpa.rules.table  # noqa: F401 (the rules of jax's own primitives come first)
 from minialpa.errors import ShardingError
-from minialpa.rules.factors import Dims, Factors, Reduction, factors_of, is_kernel, operation_name, run_shard
-from minialpa.rules.notation import Flops, parse_rule
-from minialpa.rules.registered import OpaqueFunction, ParamsOf, opaque_call, register_primitive, register_target
+from minialpa.rules.factors import Factors, Reduction, factors_of, is_kernel, operation_name, run_shard
+from minialpa.rules.notation import parse_rule
+from minialpa.rules.parts import Part, cut, wholes
+from minialpa.rules.registered import Flops, OpaqueFunction, ParamsOf, opaque_call, register_primitive, register_target
 from minialpa.tracing.jaxprs import eval_equation, is_literal, trace_flat
 
 #: Largest difference of results, as a part of their largest element, by bytes of the dtype.
 _TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-9}
-_COMBINE: dict[Reduction, Callable[[Any, Any], Any]] = {
-    "and": np.bitwise_and,
-    "max": np.maximum,
-    "min": np.minimum,
-    "or": np.bitwise_or,
-    "prod": np.multiply,
-    "sum": np.add,
-}
 
 
 def register_sharding_rule(
@@ -192,11 +185,9 @@ def check_sharding_rule(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> t
 def _check_equation(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> list[CheckedFactor]:
     factors = factors_of(eqn)
     checked = []
-    for f in factors.splittable:
-        parts = next(p for p in range(2, factors.sizes[f] + 1) if factors.sizes[f] % p == 0)
-        if factors.may_split(f, parts):
-            _check_factor(eqn, factors, (f, parts), operands, results)
-            checked.append(CheckedFactor(operation_name(eqn), _dims_of(factors, f), parts))
+    for f, parts in factors.smallest_splits():
+        _check_factor(eqn, factors, (f, parts), operands, results)
+        checked.append(CheckedFactor(operation_name(eqn), _dims_of(factors, f), parts))
     return checked
 
 
@@ -212,46 +203,36 @@ def _dims_of(factors: Factors, factor: int) -> str:
 
 
 def _check_factor(
-    eqn: JaxprEqn, factors: Factors, cut: tuple[int, int], operands: Sequence[Any], results: Sequence[Any]
+    eqn: JaxprEqn, factors: Factors, split: tuple[int, int], operands: Sequence[Any], results: Sequence[Any]
 ) -> None:
-    """Raise ShardingError unless the parts of the operation along a factor give its results."""
-    factor, n = cut
+    """Raise ShardingError unless the parts of the operation along a factor give its results.
+
+    split: the factor, and into how many parts it is cut.
+    """
+    factor, n = split
     where = (
         f"The sharding rule of `{operation_name(eqn)}` says that it may be split along {_dims_of(factors, factor)} "
         "(array: dimension)"
     )
+
+    # A kernel that takes the whole only, by its own check of shapes for example, fails on parts.
     shards = []
-    for part in range(n):
-        cuts = [_part(x, dims, factor, (part, n)) for x, dims in zip(operands, factors.operands, strict=True)]
+    for number in range(n):
+        part = Part(factor, number, n)
+        own = [cut(x, dims, part) for x, dims in zip(operands, factors.operands, strict=True)]
         try:
-            shards.append(run_shard(eqn, factors, cuts, {factor: n}, {}))
+            shards.append(run_shard(eqn, factors, own, {factor: n}, {}))
         except ShardingError:
             raise
         except Exception as error:
-            raise ShardingError(f"{where}, and part {part} of {n} fails: {type(error).__name__}: {error}") from error
+            raise ShardingError(f"{where}, and part {number} of {n} fails: {type(error).__name__}: {error}") from error
 
     for r, expected in enumerate(results):
-        own = [np.asarray(shard[r]) for shard in shards]
-        axes = [d for d, dim in enumerate(factors.results[r]) if factor in dim]
-        if axes:
-            joined = np.concatenate(own, axis=axes[0])
-        elif factors.is_partial(factor, r):
-            joined = functools.reduce(_COMBINE[factors.reductions[factor]], own)
-        else:
-            joined = own[-1]
-        problem = _difference(joined, np.asarray(expected))
-        if problem:
-            raise ShardingError(f"{where}, and result {r} of {n} parts is not that of the whole: {problem}.")
-
-
-def _part(x: Any, dims: Dims, factor: int, part: tuple[int, int]) -> Any:
-    """One of n parts of an array along a factor; the whole array if it lacks the factor."""
-    number, n = part
-    for axis, dim in enumerate(dims):
-        if factor in dim:
-            size = x.shape[axis] // n
-            x = x[(slice(None),) * axis + (slice(number * size, (number + 1) * size),)]
-    return x
+        parts = [np.asarray(shard[r]) for shard in shards]
+        for found in wholes(parts, factors, factor, r):
+            problem = _difference(found, np.asarray(expected))
+            if problem:
+                raise ShardingError(f"{where}, and result {r} of {n} parts is not that of the whole: {problem}.")
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> str:

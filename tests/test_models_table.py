@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.models import models, row, table
+from benchmarks.models import models, processes, row, table
 from benchmarks.models.all_models import MODELS
 from benchmarks.models.catalogue import METHODS, SHARD_2, Training
 from benchmarks.models.common import regression
 from benchmarks.models.comparison import compare, rounded_differently
+from benchmarks.models.page import page
+from benchmarks.models.results import OtherVersions, read
 
 START = {"w": np.linspace(1, 2, 12, dtype=np.float32).reshape(3, 4), "n": np.int32(0)}
 END = {"w": START["w"] + np.float32(0.1) * np.sin(START["w"]), "n": np.int32(3)}
@@ -119,48 +125,120 @@ def test_every_model_has_methods_that_there_are() -> None:
     assert all(" " not in name for name in MODELS)
 
 
-def test_a_model_that_ends_its_process_is_a_crash_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Process:
-        code = -11
+class Process:
+    """Trains no model: each has one row that is equal, and `gan` ends the process."""
 
-        def __init__(self, names: Any) -> None:
-            self._names = names
+    code = -11
+    started: ClassVar[list[str]] = []
 
-        def lines(self) -> Iterator[str]:
-            for name in self._names:
-                if name == "gan":
-                    return
-                found = {"name": name, "package": "jax 1", "model": name, "optimizer": "adam", "method": "m"}
-                yield row.ROW + json.dumps(found | {"outcome": "equal", "difference": 1e-7, "rounding": 2e-7})
-                yield row.DONE + name
+    def __init__(self, names: Any) -> None:
+        self._names = names
 
-    monkeypatch.setattr(table, "_Process", Process)
-    rows = table.rows_of(["mlp", "gan", "vae"], 2, tell=lambda text: None)
-    assert [(one["name"], one["outcome"]) for one in rows] == [("mlp", "equal"), ("gan", "crash"), ("vae", "equal")]
-    text = table.page(rows)
-    assert "3 rows: 2 equal, 1 crash." in text
+    def lines(self) -> Iterator[str]:
+        for name in self._names:
+            self.started.append(name)
+            if name == "gan":
+                return
+            found = {"name": name, "package": "jax 1", "model": name, "optimizer": "adam", "method": "m"}
+            yield row.ROW + json.dumps(found | {"outcome": "equal", "difference": 1e-7, "rounding": 2e-7})
+            yield row.DONE + name
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that processes begin to train, which are none but those of the test."""
+    monkeypatch.setattr(processes, "_Process", Process)
+    monkeypatch.setattr(Process, "started", [])
+    return Process.started
+
+
+def test_a_model_that_ends_its_process_is_a_crash_and_the_others_go_on(started: list[str]) -> None:
+    of_model: dict[str, Any] = {}
+    processes.train(["mlp", "gan", "vae"], 2, of_model.__setitem__)
+    outcomes = {name: [one["outcome"] for one in rows] for name, rows in of_model.items()}
+    assert outcomes == {"mlp": ["equal"], "gan": ["crash"], "vae": ["equal"]}
+
+    text = page([one for rows in of_model.values() for one in rows])
+    assert f"3 rows (3 of {len(MODELS)} models): 2 equal, 1 crash." in text
     assert "| jax 1 | mlp | adam | m | equal | 1.0e-07 | 2.0e-07 |" in text
     assert "the process ended with code -11" in text
 
 
-def test_a_later_run_of_a_model_takes_the_place_of_an_earlier_one() -> None:
-    def found(name: str, method: str, outcome: str) -> dict[str, Any]:
-        told = {"detail": "why"} if outcome != "equal" else {}
-        return {
-            "name": name,
-            "package": "p",
-            "model": name,
-            "optimizer": "o",
-            "method": method,
-            "outcome": outcome,
-        } | told
+def test_an_interrupted_run_goes_on_with_the_models_that_are_missing(started: list[str], tmp_path: Path) -> None:
+    results, written = tmp_path / "rows.json", tmp_path / "page.md"
+    command = ["--processes", "1", "--results", str(results), "--write", str(written)]
+    assert table.main(["vae", "mlp", *command]) == 0
+    assert started == ["vae", "mlp"]
 
-    first = [found("gan", "", "not run"), found("mlp", "a", "equal"), found("mlp", "b", "wrong")]
-    rows = table.merged([first, [found("gan", "a", "equal"), found("gan", "b", "equal")]])
-    assert [(one["name"], one["method"]) for one in rows] == [("mlp", "a"), ("mlp", "b"), ("gan", "a"), ("gan", "b")]
-
-    text = table.page(rows)
-    assert "4 rows: 3 equal, 1 wrong." in text and "why" in text
-    missing = text[text.index("The rows are of 2 of") : text.index("| package")]
-    assert "`vae`" in missing and "`gan`" not in missing
+    # A page of some models says which are missing, and how many.
+    text = written.read_text()
+    assert f"2 rows (2 of {len(MODELS)} models): 2 equal." in text
+    missing = text[text.index(f"{len(MODELS) - 2} models have not been run") : text.index("| package")]
+    assert "`gan`" in missing and "`vae`" not in missing
     assert max(map(len, missing.splitlines())) <= 120
+
+    # The rows are those of the whole run, in the order of the models.
+    assert table.main(command) == 0
+    assert sorted(started) == sorted(MODELS) and started[:2] == ["vae", "mlp"]
+    text = written.read_text()
+    assert f"{len(MODELS)} rows (all {len(MODELS)} models)" in text and "have not been run" not in text
+    assert text.index("| jax 1 | mlp ") < text.index("| jax 1 | vae ")
+    assert table.main(command) == 0
+    assert len(started) == len(MODELS)
+
+
+def test_no_model_begins_after_the_time_is_over(started: list[str], tmp_path: Path) -> None:
+    results = read(tmp_path / "rows.json")
+    processes.train(["mlp", "vae", "word2vec"], 1, results.add, lambda: len(results.of_model) >= 2)
+    assert list(read(results.path).of_model) == ["mlp", "vae"]
+    assert "word2vec" not in started
+
+    assert table.main(["--seconds", "0", "--results", str(results.path)]) == 0
+    assert started == ["mlp", "vae"]
+
+
+def test_an_interruption_by_the_keyboard_ends_the_run(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    one_is_done = threading.Event()
+
+    def interrupted(future: Future[None]) -> None:
+        one_is_done.wait()
+        raise KeyboardInterrupt
+
+    def done(name: str, rows: Any) -> None:
+        names.append(name)
+        one_is_done.set()
+        time.sleep(0.02)  # The main thread has as many times this as there are models.
+
+    # What the main thread waits in; a signal might come before.
+    monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        processes.train(list(MODELS), 1, done)
+    assert names == started and len(names) < len(MODELS)
+
+
+def test_rows_of_other_versions_are_not_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    read(path).add("mlp", [])
+    assert read(path).of_model == {"mlp": []}
+
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"versions": stored["versions"] | {"jax": "0.1"}}))
+    with pytest.raises(OtherVersions, match=rf"made with jax 0\.1 \(now {jax.__version__}\)\. Name another file"):
+        read(path)
+    with pytest.raises(SystemExit):
+        table.main(["mlp", "--results", str(path)])
+
+    # One more line in one source file is another version.
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "a.py").write_text("x = 1\n")
+    monkeypatch.setattr("benchmarks.models.results._SOURCES", (folder,))
+    path.unlink()
+    read(path).add("mlp", [])
+    (folder / "a.py").write_text("x = 1\ny = 2\n")
+    with pytest.raises(OtherVersions, match="sources"):
+        read(path)

@@ -3,7 +3,10 @@
 catalogue    what a row is, and the methods
 plain frameworks hugging_face science      the models, each a function
 row          trains one model under its methods, and compares; prints JSON
-table        all rows, in processes of their own; writes the page
+processes    trains models in processes of their own, several at a time
+results      a file of rows, with which an interrupted run goes on
+page         the page from the rows
+table        the command: all models, and the page
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ def models(size: Size) -> Rows:
     # Imported here, because the list of benchmarks does without.
     from benchmarks.models.all_models import MODELS
     from benchmarks.models.catalogue import PIPE_2, SHARD_2
+    from benchmarks.models.processes import train
     from benchmarks.models.row import rows_of
-    from benchmarks.models.table import rows_of as rows_of_all
 
-    if size == "full":
-        return rows_of_all(list(MODELS), n_processes=2)
-    return list(rows_of("mlp", [SHARD_2, PIPE_2]))
+    if size == "tiny":
+        return list(rows_of("mlp", [SHARD_2, PIPE_2]))
+    of_model: dict[str, Rows] = {}
+    train(list(MODELS), n_processes=2, done=of_model.__setitem__)
+    return [row for name in MODELS for row in of_model[name]]

@@ -49,40 +49,85 @@ def compare(found: Any, serial: Any, others: Sequence[Any], start: Any) -> Compa
     wanted, got = _run_leaves(serial), _run_leaves(found)
     if [path for path, _ in wanted] != [path for path, _ in got]:
         return Compared(difference=np.inf, noise=0.0, wrong=("the results have another structure",))
+
     noisy = [dict(_run_leaves(other)) for other in others]
-
-    wrong, off, moved = [], list[float](), list[list[float]]()
+    faults, measured = list[_Fault | None](), list[_Measured]()
     for (path, value), (_, own) in zip(wanted, got, strict=True):
+        again = [one[path] for one in noisy]
         if value.dtype != own.dtype or value.shape != own.shape:
-            wrong.append((np.inf, f"{path}: {own.dtype}{own.shape} in place of {value.dtype}{value.shape}"))
-            continue
-        if not _is_float(value):
-            known = np.logical_and.reduce([one[path] == value for one in noisy])
-            if not np.array_equal(value[known], own[known]):
-                wrong.append((np.inf, f"{path}: {_short(own)} in place of {_short(value)}"))
-            continue
+            faults.append(_Fault(np.inf, f"{path}: {own.dtype}{own.shape} in place of {value.dtype}{value.shape}"))
+        elif not _is_float(value):
+            faults.append(_integer_fault(path, own, value, again))
+        else:
+            leaf = _measured(own, value, again, before.get(path))
+            faults.append(_float_fault(path, leaf, value))
+            measured.append(leaf)
 
-        old = before.get(path)
-        error, noise = _norm(_minus(own, value)), np.array([_norm(_minus(one[path], value)) for one in noisy])
-        is_update = old is not None and old.shape == value.shape and old.dtype == value.dtype
-        size = _norm(_minus(value, old) if old is not None and is_update else _wide(value))
-        allowed = ROUNDINGS * max(noise, default=0.0) + _last_places(value) * size + _half_a_place(value)
-        # A leaf that has no update in any run says nothing of how precise the updates are.
-        if size or error or noise.any():
-            off.append(_relative(error, size))
-            moved.append([_relative(one, size) for one in noise])
-        if not error <= allowed:
-            wrong.append(
-                (error / max(allowed, 1e-200), f"{path}: off by {error:.2g} of {size:.2g} (allowed: {allowed:.1g})")
-            )
+    wrong = sorted((fault for fault in faults if fault is not None), key=lambda fault: -fault.excess)
+    difference, noise = _medians(measured)
+    return Compared(difference=difference, noise=noise, wrong=tuple(fault.told for fault in wrong))
 
-    # The median, because one leaf may be far greater than all others (a loss scale), and because rounding is all there
-    # is in leaves whose gradients are zero (the biases of keys in attention).
-    return Compared(
-        difference=float(np.median(off or [0.0])),
-        noise=float(np.max(np.median(moved or [[0.0]], axis=0), initial=0.0)),
-        wrong=tuple(text for _, text in sorted(wrong, key=lambda pair: -pair[0])),
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """A leaf that is wrong. excess: the difference over what is allowed; infinite where there is no such number."""
+
+    excess: float
+    told: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """2-norms over a leaf of floats.
+
+    Attributes:
+        error: of the difference to the serial run.
+        noise: of the differences of the other serial runs to this one.
+        size: of the update; of the value, where there is none.
+    """
+
+    error: float
+    noise: list[float]
+    size: float
+
+
+def _integer_fault(path: str, own: np.ndarray, value: np.ndarray, others: Sequence[np.ndarray]) -> _Fault | None:
+    """Integers have to be equal where all serial runs are."""
+    known = np.logical_and.reduce([one == value for one in others])
+    if np.array_equal(value[known], own[known]):
+        return None
+    return _Fault(np.inf, f"{path}: {_short(own)} in place of {_short(value)}")
+
+
+def _measured(own: np.ndarray, value: np.ndarray, others: Sequence[np.ndarray], old: np.ndarray | None) -> _Measured:
+    is_update = old is not None and old.shape == value.shape and old.dtype == value.dtype
+    return _Measured(
+        error=_norm(_minus(own, value)),
+        noise=[_norm(_minus(one, value)) for one in others],
+        size=_norm(_minus(value, old) if old is not None and is_update else _wide(value)),
     )
+
+
+def _float_fault(path: str, leaf: _Measured, value: np.ndarray) -> _Fault | None:
+    """Floats may differ by what the formula above allows."""
+    allowed = ROUNDINGS * max(leaf.noise, default=0.0) + _last_places(value) * leaf.size + _half_a_place(value)
+    if leaf.error <= allowed:
+        return None
+    told = f"{path}: off by {leaf.error:.2g} of {leaf.size:.2g} (allowed: {allowed:.1g})"
+    return _Fault(leaf.error / max(allowed, 1e-200), told)
+
+
+def _medians(leaves: Sequence[_Measured]) -> tuple[float, float]:
+    """Relative difference and noise of a run, as `Compared` describes them.
+
+    The median, because one leaf may be far greater than all others (a loss scale), and because rounding is all there is
+    in leaves whose gradients are zero (the biases of keys in attention).
+    """
+    # A leaf that has no update in any run says nothing of how precise the updates are.
+    moving = [leaf for leaf in leaves if leaf.size or leaf.error or any(leaf.noise)]
+    differences = [_relative(leaf.error, leaf.size) for leaf in moving]
+    noises = [[_relative(one, leaf.size) for one in leaf.noise] for leaf in moving]
+    return float(np.median(differences or [0.0])), float(np.max(np.median(noises or [[0.0]], axis=0), initial=0.0))
 
 
 def rounded_differently(tree: Any, seed: int, eps: float | None = None) -> Any:

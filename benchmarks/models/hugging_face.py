@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.models.catalogue import DATA_2, PIPE_2, PIPE_4, SHARD, USUAL, ZERO_2, ZERO_3, Training, model
+from benchmarks.models.catalogue import DATA_2, PIPE_2, PIPE_4, SHARD, ZERO_2, ZERO_3, Training, model
 from benchmarks.models.common import (
     N_EXAMPLES,
     batches,
@@ -19,7 +19,15 @@ from benchmarks.models.common import (
     next_token_loss,
 )
 
-SIZES = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+#: Sizes by the names that most configurations give them: of the layers, and of a model of words.
+LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SIZES = {"vocab_size": 48, **LAYERS}
+#: The same by the names of models with an encoder and a decoder.
+ENCODER_DECODER = {
+    "vocab_size": 48, "d_model": 16,
+    "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32,
+    "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32,
+}  # fmt: skip
 
 
 def _train(net: Any, loss: Any, data: list[Any], optimizer: Any = None) -> Training:
@@ -62,8 +70,10 @@ def _translated(apply: Any, batch: Any) -> Any:
 
 
 def _text_model(
-    name: str, title: str, config: str, flax_class: str, loss: Any, methods: Any = USUAL, **sizes: Any
+    name: str, title: str, *, config: str, flax_class: str, loss: Any, methods: tuple[str, ...], **sizes: Any
 ) -> None:
+    """Register a model of texts. sizes: the arguments of its configuration."""
+
     def build() -> Training:
         import transformers
 
@@ -77,20 +87,20 @@ def _text_model(
 _text_model(
     "bert",
     "BERT, classification",
-    "BertConfig",
-    "FlaxBertForSequenceClassification",
-    _classified,
-    (SHARD, ZERO_2, PIPE_2),
+    config="BertConfig",
+    flax_class="FlaxBertForSequenceClassification",
+    loss=_classified,
+    methods=(SHARD, ZERO_2, PIPE_2),
     num_labels=3,
     **SIZES,
 )
 _text_model(
     "albert",
     "ALBERT (shared layers), classification",
-    "AlbertConfig",
-    "FlaxAlbertForSequenceClassification",
-    _classified,
-    (SHARD, PIPE_2),
+    config="AlbertConfig",
+    flax_class="FlaxAlbertForSequenceClassification",
+    loss=_classified,
+    methods=(SHARD, PIPE_2),
     num_labels=3,
     embedding_size=16,
     **SIZES,
@@ -98,29 +108,29 @@ _text_model(
 _text_model(
     "roformer",
     "RoFormer (rotary), masked words",
-    "RoFormerConfig",
-    "FlaxRoFormerForMaskedLM",
-    _continued,
-    (SHARD, ZERO_3),
+    config="RoFormerConfig",
+    flax_class="FlaxRoFormerForMaskedLM",
+    loss=_continued,
+    methods=(SHARD, ZERO_3),
     **SIZES,
 )
 _text_model(
     "big_bird",
     "BigBird (sparse attention), masked words",
-    "BigBirdConfig",
-    "FlaxBigBirdForMaskedLM",
-    _continued,
-    (SHARD, PIPE_2),
+    config="BigBirdConfig",
+    flax_class="FlaxBigBirdForMaskedLM",
+    loss=_continued,
+    methods=(SHARD, PIPE_2),
     attention_type="original_full",
     **SIZES,
 )
 _text_model(
     "gpt2",
     "GPT-2",
-    "GPT2Config",
-    "FlaxGPT2LMHeadModel",
-    _continued,
-    (SHARD, ZERO_2, PIPE_4),
+    config="GPT2Config",
+    flax_class="FlaxGPT2LMHeadModel",
+    loss=_continued,
+    methods=(SHARD, ZERO_2, PIPE_4),
     vocab_size=48,
     n_embd=16,
     n_layer=4,
@@ -130,10 +140,10 @@ _text_model(
 _text_model(
     "gptj",
     "GPT-J",
-    "GPTJConfig",
-    "FlaxGPTJForCausalLM",
-    _continued,
-    (ZERO_3, PIPE_2),
+    config="GPTJConfig",
+    flax_class="FlaxGPTJForCausalLM",
+    loss=_continued,
+    methods=(ZERO_3, PIPE_2),
     vocab_size=48,
     n_embd=16,
     n_layer=2,
@@ -144,10 +154,10 @@ _text_model(
 _text_model(
     "bloom",
     "BLOOM (ALiBi)",
-    "BloomConfig",
-    "FlaxBloomForCausalLM",
-    _continued,
-    (SHARD, PIPE_2),
+    config="BloomConfig",
+    flax_class="FlaxBloomForCausalLM",
+    loss=_continued,
+    methods=(SHARD, PIPE_2),
     vocab_size=48,
     hidden_size=16,
     n_layer=2,
@@ -156,20 +166,20 @@ _text_model(
 _text_model(
     "llama",
     "LLaMA",
-    "LlamaConfig",
-    "FlaxLlamaForCausalLM",
-    _continued,
-    (SHARD, ZERO_3, PIPE_2),
+    config="LlamaConfig",
+    flax_class="FlaxLlamaForCausalLM",
+    loss=_continued,
+    methods=(SHARD, ZERO_3, PIPE_2),
     max_position_embeddings=16,
     **SIZES,
 )
 _text_model(
     "t5",
     "T5",
-    "T5Config",
-    "FlaxT5ForConditionalGeneration",
-    _translated,
-    (SHARD, ZERO_2, PIPE_2),
+    config="T5Config",
+    flax_class="FlaxT5ForConditionalGeneration",
+    loss=_translated,
+    methods=(SHARD, ZERO_2, PIPE_2),
     vocab_size=48,
     d_model=16,
     d_kv=8,
@@ -180,19 +190,12 @@ _text_model(
 _text_model(
     "bart",
     "BART",
-    "BartConfig",
-    "FlaxBartForConditionalGeneration",
-    _translated,
-    (SHARD, PIPE_2),
-    vocab_size=48,
-    d_model=16,
-    encoder_layers=1,
-    decoder_layers=1,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=32,
-    decoder_ffn_dim=32,
+    config="BartConfig",
+    flax_class="FlaxBartForConditionalGeneration",
+    loss=_translated,
+    methods=(SHARD, PIPE_2),
     max_position_embeddings=16,
+    **ENCODER_DECODER,
 )
 
 
@@ -204,8 +207,7 @@ def _pictures(size: int) -> list[Any]:
 def vit() -> Training:
     import transformers
 
-    sizes = {k: v for k, v in SIZES.items() if k != "vocab_size"}
-    config = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes)
+    config = transformers.ViTConfig(image_size=8, patch_size=4, num_labels=3, **LAYERS)
     net = transformers.FlaxViTForImageClassification(config, input_shape=(1, 8, 8, 3))
     return _train(net, lambda apply, b: cross_entropy(apply(b["x"]).logits, b["y"]), _pictures(8))
 
@@ -215,7 +217,7 @@ def clip() -> Training:
     import transformers
 
     text = {**SIZES, "max_position_embeddings": 10, "eos_token_id": 2}
-    vision = {**{k: v for k, v in SIZES.items() if k != "vocab_size"}, "image_size": 8, "patch_size": 4}
+    vision = {**LAYERS, "image_size": 8, "patch_size": 4}
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
     net = transformers.FlaxCLIPModel(config, input_shape=((1, 10), (1, 8, 8, 3)))
 
@@ -232,9 +234,8 @@ def whisper() -> Training:
     import transformers
 
     config = transformers.WhisperConfig(
-        vocab_size=48, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8, max_source_positions=10,
-        max_target_positions=12, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        num_mel_bins=8, max_source_positions=10, max_target_positions=12, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1, **ENCODER_DECODER,
     )  # fmt: skip
     net = transformers.FlaxWhisperForConditionalGeneration(config, input_shape=(1, 8, 20))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import Literal
 
+from minialpa.errors import InfeasibleError
 from minialpa.plan import Plan
 from minialpa.tracing.trace import TracedStep
 
@@ -47,3 +48,20 @@ def warn_of_fewer(traced: TracedStep, asked: int, plan: Plan) -> None:
         UserWarning,
         stacklevel=2,
     )
+
+
+def is_uneven(error: InfeasibleError) -> bool:
+    """Whether there is no plan because the devices do not divide the examples as the options want."""
+    from minialpa.intra.graph.option_constraints import UnevenBatchError
+
+    return _is_caused_by(UnevenBatchError, error)
+
+
+def _is_caused_by(kind: type[Exception], error: BaseException) -> bool:
+    """Whether an error is of a kind, or was raised for one that is. An error may be raised for itself."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__
+    return any(isinstance(cause, kind) for cause in causes)

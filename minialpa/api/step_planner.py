@@ -1,23 +1,24 @@
 """The plan of a traced step: made by a method, made to follow the plan of another function, or a saved one.
 
-Planning imports much, and only the first call of a step plans. So the planner is imported when it is needed.
+A traced step and its devices go in, and a plan comes out, which is remembered for the next call with the same shapes.
+`plan_makers` makes plans, and `ragged` has the numbers of micro-batches to try for a batch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
 
 from minialpa.api.following import Followed
-from minialpa.api.ragged import OnRagged, explain_fewer, numbers_to_try, warn_of_fewer
+from minialpa.api.plan_makers import MakePlan, Relax, follow_plan, following, on_known_stages, planning
+from minialpa.api.ragged import OnRagged, explain_fewer, is_uneven, numbers_to_try, warn_of_fewer
 from minialpa.cluster import ClusterSpec, LogicalMesh
-from minialpa.errors import InfeasibleError, MinialpaError, TraceError
-from minialpa.inter.staging.replan import check_fits, difference, logical_mesh_of, options_of
+from minialpa.errors import InfeasibleError
+from minialpa.inter.staging.replan import check_fits, difference, logical_mesh_of
 from minialpa.methods import (
     CreateStateParallel,
     FollowingMethod,
@@ -28,17 +29,12 @@ from minialpa.methods import (
     resolve_devices,
 )
 from minialpa.options import AutoShardingOption, PlanOptions
-from minialpa.plan import PlacedValue, Plan, verify_plan
-from minialpa.support.collection import collection_paused
-from minialpa.support.progress import ProgressBar
+from minialpa.plan import Plan, verify_plan
 from minialpa.tracing.fingerprint import Fingerprint
 from minialpa.tracing.jaxprs import aval_of, is_constraint, is_weak
 from minialpa.tracing.trace import TracedStep
 
 OnStale = Literal["refuse", "replan"]
-Relax = Callable[[AutoShardingOption], AutoShardingOption]
-#: Plans a step under some options, of which those for the shardings may be relaxed.
-_MakePlan = Callable[[PlanOptions, Relax | None], Plan]
 #: What a plan is made for: a step on a cluster, or on a view of its devices.
 _PlannedFor = tuple[Fingerprint, ClusterSpec, LogicalMesh | None]
 
@@ -79,19 +75,17 @@ class StepPlanner:
         if all(traced.batch_dims[i] is not None for i in placements):
             return None
 
-        from minialpa.intra.graph.option_constraints import UnevenBatchError
-
         # How the training step splits its examples is nothing that this function has asked for, so that one number of
         # micro-batches will do.
         n, *_ = numbers_to_try(traced, followed.options.n_micro_batches, self._on_ragged)
         options = dataclasses.replace(followed.options, n_micro_batches=n)
         arguments = (traced, followed.plan, placements, options, followed.target)
         try:
-            plan = _follow_plan(*arguments)
+            plan = follow_plan(*arguments)
         except InfeasibleError as error:
-            if not _is_caused_by(UnevenBatchError, error):
+            if not is_uneven(error):
                 raise
-            plan = _follow_plan(*arguments, AutoShardingOption.for_any_batch)
+            plan = follow_plan(*arguments, AutoShardingOption.for_any_batch)
         warn_of_fewer(traced, followed.options.n_micro_batches, plan)
         StepPlanner.last_plan, StepPlanner.last_layers = plan, tuple(stage.layers for stage in plan.stages)
         return plan
@@ -108,13 +102,12 @@ class StepPlanner:
             case Plan():
                 plan = self._saved_plan(traced, self._method)
             case FollowParallel() as method:
-                plan = self._new_plan(traced, method.options(), _following(traced, method, target), is_first=is_first)
+                plan = self._new_plan(traced, method.options(), following(traced, method, target), is_first=is_first)
             case method:
                 key = (traced.fingerprint, target.cluster, target.logical_mesh)
                 if key not in self._plans:
-                    make = _on_known_stages(
-                        _planning(traced, target), self._known_like(traced, target), method.options()
-                    )
+                    known = self._known_like(traced, target)
+                    make = on_known_stages(planning(traced, target), known, method.options())
                     self._plans[key] = self._new_plan(traced, method.options(), make, is_first=is_first)
                 plan = self._plans[key]
 
@@ -132,7 +125,7 @@ class StepPlanner:
             return saved
 
         method = plan_to_method(saved)
-        make = _planning(traced, resolve_devices(method.devices))
+        make = planning(traced, resolve_devices(method.devices))
         plan = self._for_batch(traced, method.options(), make)
         warnings.warn(
             f"The plan was made for another call: {found}. Its stages, micro-batches, schedule and rematerialisation "
@@ -143,42 +136,28 @@ class StepPlanner:
         )
         return plan
 
-    def _new_plan(self, traced: TracedStep, options: PlanOptions, make: _MakePlan, *, is_first: bool) -> Plan:
-        """The plan of a method, but for what it or the step asks and the devices cannot have; a warning says so.
-
-        A `with_sharding_constraint` may be for a mesh that the plan does not have. The devices may not divide the last
-        batch of an epoch; then its examples are split in another way or not at all.
-        """
-        from minialpa.intra.graph.option_constraints import UnevenBatchError
-
+    def _new_plan(self, traced: TracedStep, options: PlanOptions, make: MakePlan, *, is_first: bool) -> Plan:
+        """The plan of a method, but for what it or the step asks and the devices cannot have; a warning says so."""
         try:
             return self._for_batch(traced, options, make)
         except InfeasibleError as error:
-            if any(map(is_constraint, traced.flat.eqns)):
-                relax, how = (
-                    AutoShardingOption.without_constraints,
-                    "The step is planned without its sharding constraints.",
-                )
-            elif not is_first and _is_caused_by(UnevenBatchError, error):
-                how = "This batch has another shape than the one before, so it is planned without the option."
-                relax = AutoShardingOption.for_any_batch
-            else:
+            relaxed = _relaxed(traced, error, is_first=is_first)
+            if relaxed is None:
                 raise
+            relax, what = relaxed
             try:
                 plan = self._for_batch(traced, options, make, relax)
             except InfeasibleError:
                 raise error from None
-            warnings.warn(f"{error} {how}", UserWarning, stacklevel=2)
+            warnings.warn(f"{error} {what}", UserWarning, stacklevel=2)
             return plan
 
-    def _for_batch(self, traced: TracedStep, options: PlanOptions, make: _MakePlan, relax: Relax | None = None) -> Plan:
+    def _for_batch(self, traced: TracedStep, options: PlanOptions, make: MakePlan, relax: Relax | None = None) -> Plan:
         """The plan with as many micro-batches as the options say, or with the most below that which the batch and the
         devices allow, with a warning.
 
         Raises the error of the largest number if the devices divide the micro-batches of none.
         """
-        from minialpa.intra.graph.option_constraints import UnevenBatchError
-
         uneven: InfeasibleError | None = None
         for n in numbers_to_try(traced, options.n_micro_batches, self._on_ragged):
             try:
@@ -186,7 +165,7 @@ class StepPlanner:
             except InfeasibleError as error:
                 if n != options.n_micro_batches:
                     error.add_note(explain_fewer(traced, options.n_micro_batches, n))
-                if not _is_caused_by(UnevenBatchError, error):
+                if not is_uneven(error):
                     raise
                 uneven = uneven or error
                 continue
@@ -204,31 +183,17 @@ class StepPlanner:
         return None
 
 
-def _planning(traced: TracedStep, target: Target) -> _MakePlan:
-    return lambda options, relax: _make_plan(traced, options if relax is None else options.relaxed(relax), target)
+def _relaxed(traced: TracedStep, error: InfeasibleError, *, is_first: bool) -> tuple[Relax, str] | None:
+    """What a step can do without if there is no plan with it, and how a warning says so; None if there is nothing."""
+    # A `with_sharding_constraint` may be for a mesh that the plan does not have.
+    if any(map(is_constraint, traced.flat.eqns)):
+        return AutoShardingOption.without_constraints, "The step is planned without its sharding constraints."
 
-
-def _following(traced: TracedStep, method: FollowParallel, target: Target) -> _MakePlan:
-    return lambda options, relax: _follow_plan(traced, method.source(), None, options, target, relax)
-
-
-def _on_known_stages(make: _MakePlan, known: Plan | None, asked: PlanOptions) -> _MakePlan:
-    """`make`, but on the stages of a known plan where the number of micro-batches is not the one that was asked for.
-
-    asked: the options of the method. Then the state is not moved between stages for one batch. Where this cannot be,
-    the method decides.
-    """
-    if known is None or asked.layers is None:
-        return make
-
-    def make_alike(options: PlanOptions, relax: Relax | None) -> Plan:
-        if options.n_micro_batches != asked.n_micro_batches and relax is None:
-            with contextlib.suppress(MinialpaError):
-                alike = dataclasses.replace(options_of(known), n_micro_batches=options.n_micro_batches)
-                return make(dataclasses.replace(alike, keep_rows=options.keep_rows), relax)
-        return make(options, relax)
-
-    return make_alike
+    # The devices may not divide the last batch of an epoch. Its examples are split in another way or not at all.
+    if not is_first and is_uneven(error):
+        what = "This batch has another shape than the one before, so it is planned without the option."
+        return AutoShardingOption.for_any_batch, what
+    return None
 
 
 def state_shapes(traced: TracedStep) -> Any:
@@ -236,78 +201,6 @@ def state_shapes(traced: TracedStep) -> Any:
     avals = [aval_of(atom) for atom in traced.flat.outvars]
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=is_weak(aval)) for aval in avals]
     return jax.tree.unflatten(traced.out_tree, shapes)
-
-
-def _is_caused_by(kind: type[Exception], error: BaseException) -> bool:
-    """Whether an error is of a kind, or was raised for one that is. An error may be raised for itself."""
-    causes: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in causes:
-        causes.append(cause)
-        cause = cause.__cause__
-    return any(isinstance(cause, kind) for cause in causes)
-
-
-def _make_plan(traced: TracedStep, options: PlanOptions, target: Target) -> Plan:
-    from minialpa.inter.compilers import compiler_of
-    from minialpa.inter.pipeline import plan_step
-
-    _check_batch(traced, options)
-    with ProgressBar() as bar, collection_paused():
-        plan = plan_step(
-            traced,
-            target.cluster,
-            options,
-            compiler=compiler_of(target.cluster, target.jax_version),
-            logical_mesh=target.logical_mesh,
-            progress=bar.report,
-        )
-    verify_plan(plan)
-    return plan
-
-
-def _follow_plan(
-    traced: TracedStep,
-    source: Plan,
-    placements: Mapping[int, PlacedValue] | None,
-    options: PlanOptions,
-    target: Target,
-    relax: Relax | None = None,
-) -> Plan:
-    """The plan that keeps to `source`, the plan of another function. placements, relax: see `plan_following`."""
-    from minialpa.inter.compilers import compiler_of
-    from minialpa.inter.context import PlanningContext
-    from minialpa.inter.followed_plan import plan_following
-
-    with ProgressBar() as bar, collection_paused():
-        context = PlanningContext(
-            traced=traced,
-            cluster=source.cluster,
-            compiler=compiler_of(source.cluster, target.jax_version),
-            options=options,
-            logical_mesh=logical_mesh_of(source),
-            report=bar.report,
-        )
-        plan = plan_following(context, source, placements, relax)
-    verify_plan(plan)
-    return plan
-
-
-def _check_batch(traced: TracedStep, options: PlanOptions) -> None:
-    """Raise TraceError if a method splits the examples of a step and no argument is known to hold them.
-
-    A search that may choose micro-batches, or none, goes on if there is no candidate, but does not choose between
-    candidates.
-    """
-    if traced.no_batch is None:
-        return
-    sharding = options.sharding
-    if options.n_micro_batches > 1:
-        raise TraceError(f"`num_micro_batches={options.n_micro_batches}` splits examples. {traced.no_batch.reason}")
-    if sharding.data_parallel or sharding.force_batch_dim_to_mesh_dim is not None:
-        raise TraceError(f"Data parallelism splits examples. {traced.no_batch.reason}")
-    if options.choose_micro_batches and traced.no_batch.ambiguous:
-        raise TraceError(f"The planner may split examples. {traced.no_batch.reason}")
 
 
 def _layers_of_stages(

@@ -24,7 +24,7 @@ from jax import lax
 
 from minialpa.attention import blockwise
 from minialpa.attention.kind import Attention
-from minialpa.support.private_jax import cudnn_attention, cudnn_attention_gradient, cudnn_version
+from minialpa.support.private_jax import CudnnAttention, cudnn_attention, cudnn_attention_gradient, cudnn_version
 
 Compute = Callable[[], list[jax.Array]]
 
@@ -47,12 +47,10 @@ def attend(*operands: jax.Array, kind: Attention) -> list[jax.Array]:
     if not _fits(query, key, value, kind):
         return plain()
 
-    def run(*, is_causal: bool, window: int | None) -> list[jax.Array]:
-        out, logsumexp = cudnn_attention(
-            _heads(query), key, value, scale=kind.scale, is_causal=is_causal, window=window
-        )
+    def run(known: CudnnAttention) -> list[jax.Array]:
+        out, logsumexp = cudnn_attention(_heads(query), key, value, known)
         results = [out.reshape(query.shape), logsumexp.transpose(0, 2, 1).reshape(query.shape[:-1])]
-        if not is_causal or kind.masked_score == -math.inf:
+        if not known.is_causal or kind.masked_score == -math.inf:
             return results
         return _either(_masked_weigh_nothing(results[1], kind, key), lambda: results, plain)
 
@@ -71,23 +69,19 @@ def differentiate(
     if not _fits(query, key, value, kind) or {x.dtype for x in (out, out_bar)} != {query.dtype}:
         return plain()
 
-    def gradient(is_causal: bool, window: int | None) -> list[jax.Array]:
+    def gradient(known: CudnnAttention) -> list[jax.Array]:
         query_bar, *bars = cudnn_attention_gradient(
-            _heads(query),
-            key,
-            value,
+            (_heads(query), key, value),
             _heads(out),
             logsumexp.reshape(*query.shape[:2], -1).transpose(0, 2, 1),
             _heads(out_bar),
-            scale=kind.scale,
-            is_causal=is_causal,
-            window=window,
+            known,
         )
         return [x.astype(dtype) for x, dtype in zip((query_bar.reshape(query.shape), *bars), dtypes, strict=True)]
 
-    def run(*, is_causal: bool, window: int | None) -> list[jax.Array]:
-        compute = functools.partial(gradient, is_causal, window)
-        if not is_causal or kind.masked_score == -math.inf:
+    def run(known: CudnnAttention) -> list[jax.Array]:
+        compute = functools.partial(gradient, known)
+        if not known.is_causal or kind.masked_score == -math.inf:
             return compute()
         return _either(_masked_weigh_nothing(logsumexp, kind, key), compute, plain)
 
@@ -96,22 +90,26 @@ def differentiate(
 
 def _fits(query: jax.Array, key: jax.Array, value: jax.Array, kind: Attention) -> bool:
     """Whether cuDNN is here and has kernels for arrays of this kind."""
-    t, s, d = query.shape[1], key.shape[1], query.shape[-1]
-    is_known_window = kind.right == 0 and (kind.left is None or kind.left >= 0)
-    return (
-        (cudnn_version() or 0) >= OLDEST
-        and query.dtype == key.dtype == value.dtype
-        and query.dtype in (jnp.bfloat16, jnp.float16)
-        and d == value.shape[-1]
-        and d % 8 == 0
-        and 0 < d <= LARGEST_HEAD
-        and min(t, s) >= FEWEST
-        and min(query.shape) > 0
-        and kind.scale > 0
-        and kind.n_biases == kind.n_masks == 0
-        and (is_known_window or not kind.has_window)
-        and not _has_old_gpu()
-    )
+    # Devices are asked last: a process that has no use for the answer need not start its backend.
+    is_here = (cudnn_version() or 0) >= OLDEST
+    return is_here and _takes_arrays(query, key, value) and _takes_kind(kind) and not _has_old_gpu()
+
+
+def _takes_arrays(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
+    """Whether there are kernels for arrays of these dtypes and lengths, and worth their while."""
+    if not query.dtype == key.dtype == value.dtype or query.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    head = query.shape[-1]
+    has_kernel_head = head == value.shape[-1] and head % 8 == 0 and 0 < head <= LARGEST_HEAD
+    n_queries, n_keys = query.shape[1], key.shape[1]
+    return has_kernel_head and min(n_queries, n_keys) >= FEWEST and min(query.shape) > 0
+
+
+def _takes_kind(kind: Attention) -> bool:
+    """Whether cuDNN knows this attention: a positive scale, no biases, no mask but a window that ends at the query."""
+    if kind.n_biases or kind.n_masks or not kind.scale > 0:
+        return False
+    return not kind.has_window or (kind.right == 0 and (kind.left is None or kind.left >= 0))
 
 
 def _has_old_gpu() -> bool:
@@ -121,15 +119,14 @@ def _has_old_gpu() -> bool:
 
 
 def _choose(
-    run: Callable[..., list[jax.Array]],
-    plain: Compute,
-    positions: Sequence[jax.Array],
-    kind: Attention,
+    run: Callable[[CudnnAttention], list[jax.Array]], plain: Compute, positions: Sequence[jax.Array], kind: Attention
 ) -> list[jax.Array]:
-    """run(...) by cuDNN where the positions allow it, else plain()."""
-    everything = functools.partial(run, is_causal=False, window=None)
+    """run(what cuDNN computes) where the positions allow it, else plain()."""
+    everything = functools.partial(run, CudnnAttention(scale=kind.scale, is_causal=False, window=None))
     if not kind.has_window:
         return everything()
+
+    # Parts of an attention may be such that no mask is left.
     queries, keys = positions
     sees_all = keys.max() <= queries.min()
     if kind.left is not None:
@@ -137,10 +134,11 @@ def _choose(
     if len(queries) != len(keys):
         return _either(sees_all, everything, plain)
 
-    window = None if kind.left is None else kind.left + 1
+    # cuDNN counts queries and keys from 0, so all that matters is that they are counted alike.
     steps = lax.iota(np.int32, len(queries))
     is_diagonal = ((queries == queries[0] + steps) & (keys == queries[0] + steps)).all()
-    diagonal = functools.partial(run, is_causal=True, window=window)
+    window = None if kind.left is None else kind.left + 1
+    diagonal = functools.partial(run, CudnnAttention(scale=kind.scale, is_causal=True, window=window))
     return _either(is_diagonal, diagonal, lambda: _either(sees_all, everything, plain))
 
 

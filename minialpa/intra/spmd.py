@@ -360,7 +360,8 @@ def split_axes(factors: Factors, chosen: EquationSpecs) -> dict[int, tuple[int, 
         for dims, spec in zip(arrays, specs, strict=True):
             for dim, axes in zip(dims, spec.dims, strict=True):
                 if axes:
-                    leading = next(factor for factor in dim if factors.sizes[factor] > 1)
+                    leading = factors.leading(dim)
+                    assert leading is not None, (dim, axes)
                     splits[leading] = axes
     return splits
 
@@ -385,11 +386,12 @@ _REDUCE: dict[Reduction, Callable[..., Any]] = {"sum": lax.psum, "max": lax.pmax
 
 
 def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
-    """One step of a resharding on the shard `x` of this device."""
+    """One step of a resharding on the shard `x` of this device, together with those along the axes of the step."""
     names = _names(step.axes)
+    n_devices = math.prod(mesh_shape[axis] for axis in step.axes)
     match step.kind:
         case "cut":
-            size = x.shape[step.dim] // math.prod(mesh_shape[axis] for axis in step.axes)
+            size = x.shape[step.dim] // n_devices
             return lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, step.dim)
         case "mask":
             return jnp.where(lax.axis_index(names) == 0, x, jnp.zeros_like(x))
@@ -402,16 +404,24 @@ def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
         case "all-to-all":
             return lax.all_to_all(x, names, step.dim, step.source, tiled=True)
         case "cut-halves":
-            i, n = lax.axis_index(names), math.prod(mesh_shape[axis] for axis in step.axes)
-            size = x.shape[step.dim] // (2 * n)
-            starts = (2 * i * size, (2 * n - 1 - 2 * i) * size)
-            halves = [lax.dynamic_slice_in_dim(x, start, size, step.dim) for start in starts]
-            return jnp.concatenate(halves, axis=step.dim)
+            return _cut_halves(x, step.dim, lax.axis_index(names), n_devices)
         case "swap":
-            n = math.prod(mesh_shape[axis] for axis in step.axes)
-            kept, sent = jnp.split(x, 2, axis=step.dim)
-            received = lax.ppermute(sent, names, [(i, n - 1 - i) for i in range(n)])
-            return jnp.concatenate([kept, received], axis=step.dim)
+            return _swap(x, step.dim, names, n_devices)
+
+
+def _cut_halves(x: Any, dim: int, i: Any, n: int) -> Any:
+    """What device i of n has after a swap of its part of `x`: of 2 n pieces, piece 2 i and piece 2 n - 1 - 2 i."""
+    size = x.shape[dim] // (2 * n)
+    starts = (2 * i * size, (2 * n - 1 - 2 * i) * size)
+    halves = [lax.dynamic_slice_in_dim(x, start, size, dim) for start in starts]
+    return jnp.concatenate(halves, axis=dim)
+
+
+def _swap(x: Any, dim: int, names: tuple[str, ...], n: int) -> Any:
+    """The first half of this device's part, then the second half of that of the device opposite: n - 1 - i for i."""
+    kept, sent = jnp.split(x, 2, axis=dim)
+    received = lax.ppermute(sent, names, [(i, n - 1 - i) for i in range(n)])
+    return jnp.concatenate([kept, received], axis=dim)
 
 
 def _all_reduce(x: Any, names: tuple[str, ...], reduction: Reduction) -> Any:

@@ -8,136 +8,122 @@ attention, and memory grows linearly with the number of positions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.recognition.emission import Operands
 from minialpa.recognition.rewriting import NewEquation, Written, rewrite
-from minialpa.support.private_jax import with_source_of
+from minialpa.recognition.scan_bodies import Body, read_body, run, scan_of, variables_in, with_rows
 from minialpa.tracing.jaxprs import (
     Atom,
     FlatJaxpr,
     aval_of,
-    equations_for,
-    eval_equation,
     flatten_calls,
     fresh_var,
-    is_literal,
     is_weak,
     live_equations,
     operand_vars,
+    scan_counts,
     sub_jaxprs,
 )
 
 IsWanted = Callable[[Operands], bool]
+#: New equations in the place of the equation with this number.
+Changed = dict[int, list[JaxprEqn]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Body:
-    """A scan with its body, in which outer arrays stand for themselves.
+class _Program:
+    """A list of equations, and what is to be recognised in it.
 
     Attributes:
-        eqn: the scan.
-        place: its number.
-        carries: variables of the carry, in the body.
-        rows: variables of the rows of stacked arrays, in the body, and these arrays.
-        eqns: the equations of the body.
-        new_carries: the carry for the next iteration.
-        stacked: what is stacked, with the variable of the stacked array.
-        consts: values of arrays that the body captured.
+        eqns: the equations.
+        outvars: the results.
+        written: what is around the equations and before them.
+        is_wanted: whether an attention with these operands is to become an operation.
     """
 
-    eqn: JaxprEqn
-    place: int
-    carries: tuple[Var, ...]
-    rows: tuple[tuple[Var, Atom], ...]
-    eqns: tuple[JaxprEqn, ...]
-    new_carries: tuple[Atom, ...]
-    stacked: tuple[tuple[Atom, Var], ...]
-    consts: dict[Var, Any]
+    eqns: Sequence[JaxprEqn]
+    outvars: Sequence[Atom]
+    written: Written
+    is_wanted: IsWanted
 
-    @property
-    def own(self) -> set[Var]:
-        """The variables of one iteration."""
-        made = {var for eqn in self.eqns for var in eqn.outvars}
-        return made | set(self.carries) | {var for var, _ in self.rows}
-
-
-def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Number of consts and of carries."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.11 and later
-    return len(consts), len(carry)
+    def rewritten(self, section: Sequence[int] = ()) -> list[NewEquation] | None:
+        """The equations with their attentions as operations, but for those in bodies; None if there are none."""
+        return rewrite(
+            self.eqns, self.outvars, self.written, lambda operands, _: self.is_wanted(operands), section=section
+        )
 
 
 def with_recognised_bodies(flat: FlatJaxpr, outvars: Sequence[Atom], is_wanted: IsWanted) -> list[NewEquation] | None:
     """The equations of a program with the attentions in their bodies as operations; None if there are none."""
-    consts = dict(zip(flat.constvars, flat.consts, strict=True))
-    return _in_bodies(flat.eqns, outvars, Written(consts=consts), is_wanted)
+    written = Written(consts=dict(zip(flat.constvars, flat.consts, strict=True)))
+    return _in_bodies(_Program(eqns=flat.eqns, outvars=outvars, written=written, is_wanted=is_wanted))
 
 
-def _in_bodies(
-    eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], written: Written, is_wanted: IsWanted
-) -> list[NewEquation] | None:
+def _in_bodies(program: _Program) -> list[NewEquation] | None:
+    eqns = program.eqns
     if not any(sub_jaxprs(eqn) for eqn in eqns):
         return None
-    producers = {**written.producers, **{var: eqn for eqn in eqns for var in eqn.outvars}}
-    written = replace(written, producers=producers)
-    partner = _partners(eqns)
-    behind = set(partner.values())
+    producers = {**program.written.producers, **{var: eqn for eqn in eqns for var in eqn.outvars}}
+    program = replace(program, written=replace(program.written, producers=producers))
 
-    changed: dict[int, list[JaxprEqn]] = {}
-    for i, eqn in enumerate(eqns):
-        if i in behind or not sub_jaxprs(eqn):
-            continue
-        if eqn.primitive.name != "scan":
-            with_parts = _with_parts(eqn, is_wanted)
-            changed |= {} if with_parts is None else {i: [with_parts]}
-            continue
-        pair = _scan_pair(eqns, outvars, i, partner[i], written, is_wanted) if i in partner else None
-        if pair is None:
-            for k in (i, partner[i]) if i in partner else (i,):
-                alone = _scan_alone(eqns[k], k, written, is_wanted)
-                changed |= {} if alone is None else {k: alone}
-        else:
-            changed |= pair
+    changed: Changed = {}
+    partner = _partners(eqns)
+    done_with_partner = set(partner.values())
+    for i in range(len(eqns)):
+        if i in partner:
+            changed |= _changed_pair(program, i, partner[i])
+        elif i not in done_with_partner:
+            changed |= _changed_alone(program, i)
     if not changed:
         return None
 
+    # What a scan stacked for its derivative may have no reader any more.
     new = [
         NewEquation(eqn=one, place=i, is_new=i in changed)
         for i, eqn in enumerate(eqns)
         for one in changed.get(i, [eqn])
     ]
-    is_live = live_equations([one.eqn for one in new], outvars)
+    is_live = live_equations([one.eqn for one in new], program.outvars)
     return [one for one, live in zip(new, is_live, strict=True) if live]
 
 
 def _partners(eqns: Sequence[JaxprEqn]) -> dict[int, int]:
     """For scans whose rows a later scan of the same length reads: that scan."""
-    scan_of: dict[Var, int] = {}
+    scan_of_array: dict[Var, int] = {}
     found: dict[int, int] = {}
     for i, eqn in enumerate(eqns):
         if eqn.primitive.name != "scan":
             continue
         n_consts, n_carry = scan_counts(eqn)
-        sources = Counter(scan_of[var] for var in eqn.invars[n_consts + n_carry :] if _is_key(var) and var in scan_of)
+        stacked = variables_in(eqn.invars[n_consts + n_carry :])
+        sources = Counter(scan_of_array[var] for var in stacked if var in scan_of_array)
         for k, _ in sources.most_common(1):
             if eqns[k].params["length"] == eqn.params["length"] and k not in found and k not in found.values():
                 found[k] = i
-        scan_of.update((var, i) for var in eqn.outvars[n_carry:])
+        scan_of_array.update((var, i) for var in eqn.outvars[n_carry:])
     return found
 
 
-def _is_key(atom: Atom) -> bool:
-    return not is_literal(atom)
+def _changed_alone(program: _Program, i: int) -> Changed:
+    """Equation i, with the attentions of its bodies as operations; empty if there are none."""
+    eqn = program.eqns[i]
+    if eqn.primitive.name == "scan":
+        scan = _scan_alone(program, eqn)
+        return {} if scan is None else {i: scan}
+    changed = _with_parts(eqn, program.is_wanted)
+    return {} if changed is None else {i: [changed]}
+
+
+def _changed_pair(program: _Program, i: int, k: int) -> Changed:
+    """A scan and that of its derivative, with the attentions of their bodies as operations; empty if there are none."""
+    together = _scan_pair(program, i, k)
+    return {**_changed_alone(program, i), **_changed_alone(program, k)} if together is None else together
 
 
 # ---- loops and branches --------------------------------------------------------------------------------------------
@@ -145,31 +131,33 @@ def _is_key(atom: Atom) -> bool:
 
 def _with_parts(eqn: JaxprEqn, is_wanted: IsWanted) -> JaxprEqn | None:
     """A loop or branches, with the attentions in their bodies as operations."""
-    params, is_new = dict(eqn.params), False
+    params = {}
     for name, value in eqn.params.items():
         several = isinstance(value, tuple | list)
         parts = list(value) if several else [value]
-        if not all(hasattr(part, "jaxpr") and hasattr(part, "consts") for part in parts) or not parts:
+        if not parts or not all(hasattr(part, "jaxpr") and hasattr(part, "consts") for part in parts):
             continue
         new = [_with_equations(part, is_wanted) for part in parts]
         if any(part is not None for part in new):
             chosen = [old if part is None else part for old, part in zip(parts, new, strict=True)]
-            params[name], is_new = (tuple(chosen) if several else chosen[0]), True
-    changed: JaxprEqn = eqn.replace(params=params)
-    return changed if is_new else None
+            params[name] = tuple(chosen) if several else chosen[0]
+    if not params:
+        return None
+    changed: JaxprEqn = eqn.replace(params={**eqn.params, **params})
+    return changed
 
 
 def _with_equations(closed: Any, is_wanted: IsWanted) -> Any:
     """A closed jaxpr with its attentions as operations; None if it has none."""
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
-    new = _recognised(flat.eqns, flat.outvars, Written(consts=dict(zip(flat.constvars, flat.consts, strict=True))),
-                      is_wanted)  # fmt: skip
+    consts = dict(zip(flat.constvars, flat.consts, strict=True))
+    written = Written(consts=consts)
+    new = _recognised(_Program(eqns=flat.eqns, outvars=flat.outvars, written=written, is_wanted=is_wanted))
     if new is None:
         return None
-    consts = dict(zip(flat.constvars, flat.consts, strict=True))
 
     def compute(*arrays: Any) -> list[Any]:
-        return _run(new, flat.outvars, {**consts, **dict(zip(flat.invars, arrays, strict=True))})
+        return run(new, flat.outvars, {**consts, **dict(zip(flat.invars, arrays, strict=True))})
 
     structs = [
         jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype, weak_type=is_weak(aval_of(var)))
@@ -180,202 +168,102 @@ def _with_equations(closed: Any, is_wanted: IsWanted) -> Any:
     return made if all(same) and not made.consts else None
 
 
-def _recognised(
-    eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], written: Written, is_wanted: IsWanted
-) -> list[JaxprEqn] | None:
+def _recognised(program: _Program) -> list[JaxprEqn] | None:
     """Equations with the attentions in them and in their bodies as operations; None if there are none."""
-    own = rewrite(eqns, outvars, written, lambda operands, _: is_wanted(operands))
-    chosen = list(eqns) if own is None else [one.eqn for one in own]
-    inner = _in_bodies(chosen, outvars, written, is_wanted)
+    own = program.rewritten()
+    chosen = list(program.eqns) if own is None else [one.eqn for one in own]
+    inner = _in_bodies(replace(program, eqns=chosen))
     if inner is not None:
         return [one.eqn for one in inner]
     return None if own is None else chosen
 
 
-def _run(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], env: dict[Var, Any]) -> list[Any]:
-    def read(atom: Atom) -> Any:
-        return atom.val if is_literal(atom) else env[atom]
-
-    for eqn in eqns:
-        env.update(zip(eqn.outvars, eval_equation(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    return [read(atom) for atom in outvars]
-
-
 # ---- scans ---------------------------------------------------------------------------------------------------------
 
 
-def _body(eqn: JaxprEqn, place: int, linked: Mapping[Atom, Atom]) -> _Body:
-    """The body of a scan. linked: for stacked arrays, the value of the same iteration that they have rows of."""
-    closed = eqn.params["jaxpr"]
-    flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
-    n_consts, n_carry = scan_counts(eqn)
-    carries = [fresh_var(aval_of(var)) for var in flat.invars[n_consts : n_consts + n_carry]]
-    rows, values = [], []
-    for var, operand in zip(flat.invars[n_consts + n_carry :], eqn.invars[n_consts + n_carry :], strict=True):
-        if _is_key(operand) and operand in linked:
-            values.append(linked[operand])
-            continue
-        row = fresh_var(aval_of(var))
-        rows.append((row, operand))
-        values.append(row)
-    names: dict[Var, Atom] = dict(zip(flat.invars, [*eqn.invars[:n_consts], *carries, *values], strict=True))
-    names |= {var: fresh_var(aval_of(var)) for var in flat.constvars}
-
-    def read(atom: Atom) -> Atom:
-        return atom if is_literal(atom) else names[atom]
-
-    eqns = []
-    for one in flat.eqns:
-        names |= {var: fresh_var(aval_of(var)) for var in one.outvars}
-        eqns.append(one.replace(invars=[read(atom) for atom in one.invars], outvars=[read(v) for v in one.outvars]))
-    results = [read(atom) for atom in flat.outvars]
-    return _Body(
-        eqn=eqn,
-        place=place,
-        carries=tuple(carries),
-        rows=tuple(rows),
-        eqns=tuple(eqns),
-        new_carries=tuple(results[:n_carry]),
-        stacked=tuple(zip(results[n_carry:], eqn.outvars[n_carry:], strict=True)),
-        consts={names[var]: value for var, value in zip(flat.constvars, flat.consts, strict=True)},
-    )
+def _scan_alone(program: _Program, eqn: JaxprEqn) -> list[JaxprEqn] | None:
+    body = read_body(eqn, {})
+    new = _recognised(_of_bodies(program, body.eqns, body.results, body))
+    return None if new is None else scan_of(replace(body, eqns=tuple(new)))
 
 
-def _scan_alone(eqn: JaxprEqn, place: int, written: Written, is_wanted: IsWanted) -> list[JaxprEqn] | None:
-    body = _body(eqn, place, {})
-    outvars = [*body.new_carries, *(atom for atom, _ in body.stacked)]
-    new = _recognised(body.eqns, outvars, _with_consts(written, body), is_wanted)
-    return None if new is None else _new_scan(replace(body, eqns=tuple(new)))
-
-
-def _with_consts(written: Written, *bodies: _Body) -> Written:
-    consts = dict(written.consts)
+def _of_bodies(program: _Program, eqns: Sequence[JaxprEqn], results: Sequence[Atom], *bodies: Body) -> _Program:
+    """The equations of bodies as a program, in what is written around them."""
+    consts = dict(program.written.consts)
     for body in bodies:
         consts |= body.consts
-    return replace(written, consts=consts)
+    return replace(program, eqns=eqns, outvars=results, written=replace(program.written, consts=consts))
 
 
-def _scan_pair(
-    eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], i: int, k: int, written: Written, is_wanted: IsWanted
-) -> dict[int, list[JaxprEqn]] | None:
-    """A scan and that of its derivative, with the attentions of their bodies as operations; None if there are none."""
-    first = _body(eqns[i], i, {})
+def _scan_pair(program: _Program, i: int, k: int) -> Changed | None:
+    """Scans i and k, the second one reading what the first one stacks, with the attentions that they have together.
+
+    One iteration of both is one program in two sections. Afterwards the first scan stacks what is read of it outside
+    of both, and what the second one reads.
+    """
+    first = read_body(program.eqns[i], {})
     # Stacked arrays are results: each is one variable of the program, whatever value of the body it has.
-    second = _body(eqns[k], k, {stacked: atom for atom, stacked in first.stacked})
-    read_elsewhere = {var for j, eqn in enumerate(eqns) if j != k for var in operand_vars(eqn)}
-    read_elsewhere |= {atom for atom in outvars if not is_literal(atom)}
-    n_consts, n_carry = scan_counts(eqns[k])
-    read_elsewhere |= {atom for atom in eqns[k].invars[: n_consts + n_carry] if not is_literal(atom)}
-    kept = tuple((atom, var) for atom, var in first.stacked if var in read_elsewhere)
+    second = read_body(program.eqns[k], {array: atom for atom, array in first.stacked})
+    first_only = replace(first, stacked=_read_elsewhere(program, first, k))
 
-    results = [*first.new_carries, *(atom for atom, _ in kept)]
-    results += [*second.new_carries, *(atom for atom, _ in second.stacked)]
     n = len(first.eqns)
-    new = rewrite(
-        [*first.eqns, *second.eqns],
-        results,
-        _with_consts(written, first, second),
-        lambda operands, _: is_wanted(operands),
-        section=[0] * n + [1] * len(second.eqns),
-    )
+    results = [*first_only.results, *second.results]
+    both = _of_bodies(program, [*first.eqns, *second.eqns], results, first, second)
+    new = both.rewritten(section=[0] * n + [1] * len(second.eqns))
     if new is None:
         return None
-
     first = replace(first, eqns=tuple(one.eqn for one in new if one.place < n))
     second = replace(second, eqns=tuple(one.eqn for one in new if one.place >= n))
-    # What the second body reads of the first is stacked, or has been before the first, if it is a row of an array.
+
+    links = _links(first, second)
+    made = [(link.var, link.array) for link in links if link.is_stacked]
+    first = replace(first, stacked=tuple(dict.fromkeys([*first_only.stacked, *made])))
+    second = with_rows(second, [(link.var, fresh_var(aval_of(link.var)), link.array) for link in links])
+    return {i: scan_of(first), k: scan_of(second)}
+
+
+def _read_elsewhere(program: _Program, first: Body, k: int) -> tuple[tuple[Atom, Var], ...]:
+    """What the first scan stacks for others than the rows of scan k."""
+    n_consts, n_carry = scan_counts(program.eqns[k])
+    read = {var for j, eqn in enumerate(program.eqns) if j != k for var in operand_vars(eqn)}
+    read.update(variables_in([*program.outvars, *program.eqns[k].invars[: n_consts + n_carry]]))
+    return tuple((atom, array) for atom, array in first.stacked if array in read)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Link:
+    """A value of the first body that the second one reads.
+
+    Attributes:
+        var: the value.
+        array: the array whose rows it is.
+        is_stacked: whether the first scan stacks it; otherwise it is a row of an array that the first scan reads.
+    """
+
+    var: Var
+    array: Atom
+    is_stacked: bool
+
+
+def _links(first: Body, second: Body) -> list[_Link]:
+    """What the second body reads of the first, in the order of the program, so that each run of Python agrees."""
     array_of_row = dict(first.rows)
-    wanted = {var for eqn in second.eqns for var in operand_vars(eqn)}
-    wanted |= {atom for atom in (*second.new_carries, *(a for a, _ in second.stacked)) if not is_literal(atom)}
-    rows = []
-    for var in sorted(wanted & first.own, key=lambda var: var.count if hasattr(var, "count") else id(var)):
-        aval = aval_of(var)
-        known = next((stacked for atom, stacked in first.stacked if atom is var), None)
+    read = second.read
+    found = []
+    for var in first.own:
+        if var not in read:
+            continue
         if var in array_of_row:
-            rows.append((fresh_var(aval), array_of_row[var], var))
+            found.append(_Link(var=var, array=array_of_row[var], is_stacked=False))
             continue
-        if known is None:
-            length = eqns[i].params["length"]
-            shaped = jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
-            known = fresh_var(jax.make_jaxpr(lambda x: x)(shaped).jaxpr.invars[0].aval)
-        rows.append((fresh_var(aval), known, var))
-    stacked = dict.fromkeys([*kept, *((var, known) for _, known, var in rows if var not in array_of_row)])
-    first = replace(first, stacked=tuple(stacked))
-    names = {var: row for row, _, var in rows}
-    second = _renamed(second, names, [(row, known) for row, known, _ in rows])
-    return {i: _new_scan(first), k: _new_scan(second)}
+        known = next((array for atom, array in first.stacked if atom is var), None)
+        array = _stacked_array(var, first.eqn.params["length"]) if known is None else known
+        found.append(_Link(var=var, array=array, is_stacked=True))
+    return found
 
 
-def _renamed(body: _Body, names: Mapping[Var, Var], rows: Sequence[tuple[Var, Atom]]) -> _Body:
-    """A body that reads rows of stacked arrays in the place of values of another one."""
-
-    def read(atom: Atom) -> Atom:
-        return atom if is_literal(atom) else names.get(atom, atom)
-
-    return replace(
-        body,
-        rows=(*body.rows, *rows),
-        eqns=tuple(eqn.replace(invars=[read(atom) for atom in eqn.invars]) for eqn in body.eqns),
-        new_carries=tuple(map(read, body.new_carries)),
-        stacked=tuple((read(atom), var) for atom, var in body.stacked),
-    )
-
-
-def _new_scan(body: _Body) -> list[JaxprEqn]:
-    """The equations of a scan with this body, under the line of the old one."""
-    n_consts, n_carry = scan_counts(body.eqn)
-    first_carries = body.eqn.invars[n_consts : n_consts + n_carry]
-    results = [*body.new_carries, *(atom for atom, _ in body.stacked)]
-    read = {var for eqn in body.eqns for var in operand_vars(eqn)} | {a for a in results if not is_literal(a)}
-    made = body.own | body.consts.keys()
-    outer = list(dict.fromkeys([
-        *(atom for atom in (*first_carries, *(array for _, array in body.rows)) if not is_literal(atom)),
-        *(var for eqn in body.eqns for var in operand_vars(eqn) if var not in made),
-        *(atom for atom in results if not is_literal(atom) and atom not in made),
-    ]))  # fmt: skip
-    rows = [(row, array) for row, array in body.rows if row in read]
-    params = body.eqn.params
-
-    def compute(*arrays: Any) -> list[Any]:
-        env = dict(zip(outer, arrays, strict=True))
-
-        def value(atom: Atom) -> Any:
-            return atom.val if is_literal(atom) else env[atom]
-
-        def iterate(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
-            inner = {**env, **body.consts, **dict(zip(body.carries, carry, strict=True))}
-            inner |= dict(zip([row for row, _ in rows], xs, strict=True))
-            found = _run(body.eqns, results, inner)
-            carries = [_like(new, old) for new, old in zip(found[:n_carry], carry, strict=True)]
-            return carries, [lax.convert_element_type(x, aval_of(v).dtype) for x, (_, v) in
-                             zip(found[n_carry:], body.stacked, strict=True)]  # fmt: skip
-
-        carry = [_like(value(atom), aval_of(var)) for atom, var in zip(first_carries, body.carries, strict=True)]
-        end, stacked = lax.scan(
-            iterate,
-            carry,
-            [value(array) for _, array in rows],
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
-        return [*end, *stacked]
-
-    eqns, atoms = equations_for(compute, *outer)
-    targets = [*body.eqn.outvars[:n_carry], *(var for _, var in body.stacked)]
-    # Where a scan stacks the rows that it reads, jax returns the array itself; then the result is a copy of it.
-    names: dict[Atom, Var] = {}
-    made_here = {var for eqn in eqns for var in eqn.outvars}
-    for atom, target in zip(atoms, targets, strict=True):
-        if not is_literal(atom) and atom in made_here and atom not in names:
-            names[atom] = target
-            continue
-        copies, (copy,) = equations_for(jnp.copy, atom)
-        eqns += copies
-        names[copy] = target
-    return [with_source_of(eqn.replace(outvars=[names.get(var, var) for var in eqn.outvars]), body.eqn) for eqn in eqns]
-
-
-def _like(x: Any, other: Any) -> Any:
-    """A value of the dtype of a carry, which is not weak."""
-    return lax.convert_element_type(x, other.dtype)
+def _stacked_array(var: Var, length: int) -> Var:
+    """A new variable for the array of all iterations."""
+    aval = aval_of(var)
+    struct = jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
+    return fresh_var(jax.make_jaxpr(lambda x: x)(struct).jaxpr.invars[0].aval)

@@ -14,7 +14,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
 from minialpa.recognition.algebra import Axes, Label, Leaf, NoFormula
-from minialpa.recognition.masks import MaskReader, Part, Window
+from minialpa.recognition.masks import MaskReader, Part
+from minialpa.recognition.positions import Window
 from minialpa.recognition.scores import Role, Scores
 from minialpa.tracing.jaxprs import Atom, aval_of, equations_for, shape_of
 
@@ -110,10 +111,9 @@ def operands_of(role: Role, reader: Callable[[Scores], MaskReader], fixed: froze
 
     leaves = [scores.query, scores.key, value, *(leaf for leaf, _ in scores.biases)]
     leaves += [mask.leaf for mask in scores.masks] + ([] if cotangent is None else [cotangent])
-    sizes = {
-        label: size for leaf in leaves for label, size in zip(leaf.axes, shape_of(leaf.var), strict=True)
-        if label is not None
-    }  # fmt: skip
+    sizes: dict[Label, int] = {}
+    for leaf in leaves:
+        sizes |= _named_sizes(leaf.axes, shape_of(leaf.var))
     return Operands(scores=scores, value=value, cotangent=cotangent, window=window, parts=parts, sizes=sizes)
 
 
@@ -289,21 +289,15 @@ class _Writer:
         features: None for biases and masks, which have no features, and have length 1 where they do not depend on the
             indices of a letter.
         """
-        may_be_one = features is None
         groups = [self.groups[letter] for letter in letters] + ([] if features is None else [features])
         own = [label for label in axes if label is not None]
-        wanted = [label for group in groups for label in group if not may_be_one or set(group) & set(own)]
-        found = {label: n for label, n in zip(axes, x.shape, strict=True) if label is not None}
-        sizes = {**self.operands.sizes, **found}
+        sizes = {**self.operands.sizes, **_named_sizes(axes, x.shape)}
 
+        # The indices of the result, in its order; a group that biases and masks do not depend on has none.
+        wanted = [label for group in groups for label in group if features is not None or set(group) & set(own)]
         x = _reshaped(x, [sizes[label] for label in own])
-        present = [label for label in wanted if label in own]
-        x = _transposed(x, [own.index(label) for label in present])
-        full = [sizes[label] for label in wanted]
-        if present != wanted:
-            x = lax.broadcast_in_dim(x, full, [wanted.index(label) for label in present])
-        shape = [math.prod(sizes[label] for label in group if label in wanted) for group in groups]
-        return _reshaped(x, shape)
+        x = _broadcast(x, own, {label: sizes[label] for label in wanted})
+        return _reshaped(x, [math.prod(sizes[label] for label in group if label in wanted) for group in groups])
 
     def result(self, x: Any, letters: str, features: Group, request: Request) -> Any:
         """A result of a primitive, in the layout of a variable of the program."""
@@ -335,6 +329,21 @@ class _Writer:
         if ratio != 1:
             x = x * ratio
         return lax.convert_element_type(x, aval_of(request.var).dtype)
+
+
+def _named_sizes(axes: Axes, shape: Sequence[int]) -> dict[Label, int]:
+    """The length of each index of an array."""
+    return {label: size for label, size in zip(axes, shape, strict=True) if label is not None}
+
+
+def _broadcast(x: Any, own: Sequence[Label], wanted: Mapping[Label, int]) -> Any:
+    """An array with the indices `own` as one with the indices `wanted` of these lengths, in their order."""
+    order = list(wanted)
+    present = [label for label in order if label in own]
+    x = _transposed(x, [own.index(label) for label in present])
+    if present == order:
+        return x
+    return lax.broadcast_in_dim(x, list(wanted.values()), [order.index(label) for label in present])
 
 
 def _reshaped(x: Any, shape: Sequence[int]) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.recognition.algebra import Axes, Label, Mask
+from minialpa.recognition.positions import LAYOUTS, Window, WindowReader, operand_axes, shrunk
 from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, shape_of
 
 
@@ -21,23 +22,9 @@ class Part:
     positive: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A condition on positions: index `query` at i sees index `key` at j if i - left <= j <= i + right."""
-
-    query: Label
-    key: Label
-    left: int | None = None
-    right: int | None = None
-
-    def and_also(self, other: Window) -> Window:
-        def least(a: int | None, b: int | None) -> int | None:
-            return b if a is None else a if b is None else min(a, b)
-
-        return Window(self.query, self.key, least(self.left, other.left), least(self.right, other.right))
-
-
 Condition = Part | Window
+#: A boolean array, the index of each of its dimensions, and whether it is to be true.
+_Boolean = tuple[Atom, Axes, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +43,18 @@ class MaskReader:
     key: Label
     queries: frozenset[Label]
 
+    @property
+    def _windows(self) -> WindowReader:
+        return WindowReader(self.producers, self.key, self.queries)
+
     def read(self, masks: Sequence[Mask]) -> tuple[Window | None, tuple[Part, ...]]:
         """The window of all masks together, if they have one, and the other conditions."""
         window: Window | None = None
         parts: list[Part] = []
         for mask in masks:
-            for condition in self._split(mask.leaf.var, mask.leaf.axes, mask.positive):
+            conditions = self._conditions(mask.leaf.var, mask.leaf.axes, mask.positive)
+            assert conditions is not None, mask  # a variable is a condition itself, at least
+            for condition in conditions:
                 if isinstance(condition, Part):
                     parts.append(condition)
                 elif window is None:
@@ -72,63 +65,83 @@ class MaskReader:
                     parts.append(Part(mask.leaf.var, mask.leaf.axes, mask.positive))
         return window, tuple(dict.fromkeys(parts))
 
-    def _split(self, atom: Atom, axes: Axes, positive: bool) -> list[Condition]:
-        """The conditions that hold together where a boolean array is `positive`."""
+    def _conditions(self, atom: Atom, axes: Axes, positive: bool) -> list[Condition] | None:
+        """The conditions that hold together where a boolean array is `positive`; None if it never is."""
         if is_literal(atom):
-            return [] if bool(atom.val) == positive else [_never(atom)]
+            return [] if bool(atom.val) == positive else None
         whole: list[Condition] = [Part(atom, axes, positive)]
         if atom in self.consts:
-            band = self._band(np.asarray(self.consts[atom]), axes) if positive else None
-            return whole if band is None else [band]
+            window = self._windows.of_array(np.asarray(self.consts[atom]), axes) if positive else None
+            return whole if window is None else [window]
 
         eqn = self.producers.get(atom)
-        if eqn is None:
-            return whole
-        name = eqn.primitive.name
-        inner = _operand_axes(eqn, axes)
-        if inner is not None and aval_of(eqn.invars[0]).dtype == np.bool_:
-            return self._or_whole(whole, [(eqn.invars[0], inner, positive)])
-        if name == "not":
-            return self._or_whole(whole, [(eqn.invars[0], axes, not positive)])
-        if name == ("and" if positive else "or") and aval_of(atom).dtype == np.bool_:
-            return self._or_whole(whole, [(x, _shrunk(x, axes), positive) for x in eqn.invars])
-        if name == "select_n" and positive and aval_of(eqn.invars[0]).dtype == np.bool_ and len(eqn.invars) == 3:
-            return self._selected(eqn, axes, whole)
-        if name in ("ne", "eq") and self._value(eqn.invars[1]) == 0:
-            return self._as_boolean(eqn.invars[0], axes, positive == (name == "ne")) or whole
-        window = self._window(eqn, axes, positive)
-        return whole if window is None else [window]
+        handler = None if eqn is None else _HANDLERS.get(eqn.primitive.name)
+        found = None if eqn is None or handler is None else handler(self, eqn, axes, positive)
+        return whole if found is None else found
 
-    def _or_whole(self, whole: list[Condition], parts: list[tuple[Atom, Axes, bool]]) -> list[Condition]:
-        try:
-            return [condition for part in parts for condition in self._split(*part)]
-        except _NeverError:
-            return whole
+    def _together(self, parts: Sequence[_Boolean]) -> list[Condition] | None:
+        """The conditions of several boolean arrays; None if one of them never holds, or may not be taken apart."""
+        found: list[Condition] = []
+        for part in parts:
+            conditions = self._conditions(*part)
+            if conditions is None:
+                return None
+            found += conditions
+        return found
 
-    def _selected(self, eqn: JaxprEqn, axes: Axes, whole: list[Condition]) -> list[Condition]:
-        which, if_false, if_true = eqn.invars
-        if not shape_of(which) and axes:
-            return whole
-        if self._value(if_false) == 0:
-            return self._or_whole(whole, [(which, axes, True), (if_true, axes, True)])
-        if self._value(if_true) == 0:
-            return self._or_whole(whole, [(which, axes, False), (if_false, axes, True)])
-        return whole
+    # ---- handlers of primitives: None if the array that the equation computes is to be a condition itself ----------
 
-    def _as_boolean(self, atom: Atom, axes: Axes, positive: bool) -> list[Condition] | None:
-        """A comparison with 0 of a boolean array that was converted to numbers."""
-        eqn = None if is_literal(atom) else self.producers.get(atom)
-        if eqn is None or eqn.primitive.name not in (*_LAYOUTS, "convert_element_type"):
+    def _of_layout(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
+        inner = operand_axes(eqn, axes)
+        if inner is None or not _is_boolean(eqn.invars[0]):
             return None
-        inner = axes if eqn.primitive.name == "convert_element_type" else _operand_axes(eqn, axes)
+        return self._together([(eqn.invars[0], inner, positive)])
+
+    def _of_negation(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
+        return self._together([(eqn.invars[0], axes, not positive)])
+
+    def _of_logic(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
+        """Both operands of `and` are true where it is, and both of `or` are false where it is."""
+        if eqn.primitive.name != ("and" if positive else "or") or not _is_boolean(eqn.outvars[0]):
+            return None
+        return self._together([(x, shrunk(x, axes), positive) for x in eqn.invars])
+
+    def _of_choice(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
+        """A choice between an array and false is true where both the array and what chooses it are."""
+        which, *cases = eqn.invars
+        is_by_element = bool(shape_of(which)) or not axes
+        if not positive or not _is_boolean(which) or len(cases) != 2 or not is_by_element:
+            return None
+        if_false, if_true = cases
+        if self._value(if_false) == 0:
+            return self._together([(which, axes, True), (if_true, axes, True)])
+        if self._value(if_true) == 0:
+            return self._together([(which, axes, False), (if_false, axes, True)])
+        return None
+
+    def _of_comparison(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
+        window = self._windows.of_comparison(eqn, axes, positive)
+        return None if window is None else [window]
+
+    def _of_equality(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> list[Condition] | None:
+        """A comparison with 0 of a boolean array that was converted to numbers."""
+        if self._value(eqn.invars[1]) != 0:
+            return None
+        return self._of_number(eqn.invars[0], axes, positive == (eqn.primitive.name == "ne")) or None
+
+    def _of_number(self, atom: Atom, axes: Axes, positive: bool) -> list[Condition] | None:
+        """The conditions of the boolean array that was converted to these numbers."""
+        eqn = None if is_literal(atom) else self.producers.get(atom)
+        if eqn is None:
+            return None
+        inner = axes if eqn.primitive.name == "convert_element_type" else operand_axes(eqn, axes)
         operand = eqn.invars[0]
         if inner is None or is_literal(operand):
             return None
-        if aval_of(operand).dtype == np.bool_:
-            return self._or_whole([Part(operand, inner, positive)], [(operand, inner, positive)])
-        return self._as_boolean(operand, inner, positive)
-
-    # ---- positions -------------------------------------------------------------------------------------------------
+        if not _is_boolean(operand):
+            return self._of_number(operand, inner, positive)
+        found = self._together([(operand, inner, positive)])
+        return [Part(operand, inner, positive)] if found is None else found
 
     def _value(self, atom: Atom) -> float | None:
         """The number that all elements of an array are."""
@@ -139,111 +152,22 @@ class MaskReader:
             atom = eqn.invars[0]
         return float(atom.val) if np.ndim(atom.val) == 0 and np.asarray(atom.val).dtype.kind in "biuf" else None
 
-    def _window(self, eqn: JaxprEqn, axes: Axes, positive: bool) -> Window | None:
-        """A comparison of positions: i - j + c >= 0 or j - i + c >= 0."""
-        # For whole numbers, a > b is a - b - 1 >= 0, and not (x >= 0) is -x - 1 >= 0.
-        sides = {"ge": (1, 0), "gt": (1, -1), "le": (-1, 0), "lt": (-1, -1)}.get(eqn.primitive.name)
-        if sides is None:
-            return None
-        left, right = (self._position(atom, _shrunk(atom, axes)) for atom in eqn.invars)
-        if left is None or right is None:
-            return None
-        sign, offset = sides
-        terms = {label: sign * (left.get(label, 0) - right.get(label, 0)) for label in {*left, *right}}
-        c = terms.pop(None, 0) + offset
-        if not positive:
-            terms, c = {label: -factor for label, factor in terms.items()}, -c - 1
 
-        factors = {label: factor for label, factor in terms.items() if factor}
-        queries = [label for label in factors if label in self.queries]
-        if len(queries) != 1 or factors.keys() != {queries[0], self.key}:
-            return None
-        if factors[queries[0]] == 1 and factors[self.key] == -1:
-            return Window(queries[0], self.key, right=c)
-        if factors[queries[0]] == -1 and factors[self.key] == 1:
-            return Window(queries[0], self.key, left=c)
-        return None
-
-    def _position(self, atom: Atom, axes: Axes) -> dict[Label | None, int] | None:
-        """An array of whole numbers as a sum of indices and a number, which is under None."""
-        if is_literal(atom):
-            value = np.asarray(atom.val)
-            return {None: int(value)} if value.ndim == 0 and value.dtype.kind in "iu" else None
-        eqn = self.producers.get(atom)
-        # Smaller whole numbers could overflow.
-        if eqn is None or aval_of(atom).dtype.kind != "i" or aval_of(atom).dtype.itemsize < 4:
-            return None
-        name = eqn.primitive.name
-        if name == "iota":
-            return {axes[eqn.params["dimension"]]: 1} if axes[eqn.params["dimension"]] is not None else {}
-        if name in _LAYOUTS or name == "convert_element_type":
-            inner = axes if name == "convert_element_type" else _operand_axes(eqn, axes)
-            operand = eqn.invars[0]
-            return None if inner is None else self._position(operand, inner)
-        if name in ("add", "sub"):
-            a, b = (self._position(x, _shrunk(x, axes)) for x in eqn.invars)
-            if a is None or b is None:
-                return None
-            sign = 1 if name == "add" else -1
-            return {label: a.get(label, 0) + sign * b.get(label, 0) for label in {*a, *b}}
-        return None
-
-    def _band(self, value: np.ndarray, axes: Axes) -> Window | None:
-        """The window that a captured array is."""
-        labels = [label for label in axes if label is not None]
-        if value.dtype != np.bool_ or len(labels) != 2 or self.key not in labels or not value.any():
-            return None
-        (query,) = (label for label in labels if label != self.key)
-        if query not in self.queries:
-            return None
-        value = value.reshape([size for size, label in zip(value.shape, axes, strict=True) if label is not None])
-        seen = value.T if labels[0] == self.key else value
-        offsets = np.arange(seen.shape[1]) - np.arange(seen.shape[0])[:, None]
-        left, right = -int(offsets[seen].min()), int(offsets[seen].max())
-        if not np.array_equal(seen, (offsets >= -left) & (offsets <= right)):
-            return None
-        # A side that hides nothing is no condition.
-        return Window(
-            query,
-            self.key,
-            left=None if offsets.min() >= -left else left,
-            right=None if offsets.max() <= right else right,
-        )
+_Handler = Callable[[MaskReader, JaxprEqn, Axes, bool], "list[Condition] | None"]
+_HANDLERS: Mapping[str, _Handler] = {
+    **dict.fromkeys(LAYOUTS, MaskReader._of_layout),
+    "and": MaskReader._of_logic,
+    "eq": MaskReader._of_equality,
+    "ge": MaskReader._of_comparison,
+    "gt": MaskReader._of_comparison,
+    "le": MaskReader._of_comparison,
+    "lt": MaskReader._of_comparison,
+    "ne": MaskReader._of_equality,
+    "not": MaskReader._of_negation,
+    "or": MaskReader._of_logic,
+    "select_n": MaskReader._of_choice,
+}
 
 
-class _NeverError(Exception):
-    """A mask that hides everything."""
-
-
-def _never(_: Atom) -> Condition:
-    raise _NeverError
-
-
-_LAYOUTS = ("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "copy", "stop_gradient")
-
-
-def _operand_axes(eqn: JaxprEqn, axes: Axes) -> Axes | None:
-    """The indices of the operand's dimensions, if the equation only changes its layout."""
-    name = eqn.primitive.name
-    if name in ("copy", "stop_gradient"):
-        return axes
-    if name not in _LAYOUTS:
-        return None
-    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    if name == "broadcast_in_dim":
-        return tuple(
-            None if size == 1 else axes[i] for size, i in zip(old, eqn.params["broadcast_dimensions"], strict=True)
-        )
-    if name == "transpose":
-        inverse = np.argsort(eqn.params["permutation"])
-        return tuple(axes[i] for i in inverse)
-    if [size for size in old if size != 1] != [size for size in new if size != 1]:
-        return None
-    left = iter([label for label, size in zip(axes, new, strict=True) if size != 1])
-    return tuple(None if size == 1 else next(left) for size in old)
-
-
-def _shrunk(atom: Atom, axes: Axes) -> Axes:
-    """The indices of an operand that broadcasts along dimensions of length 1."""
-    shape = shape_of(atom)
-    return tuple(None if size == 1 else label for size, label in zip(shape, axes, strict=True)) if shape else ()
+def _is_boolean(atom: Atom) -> bool:
+    return bool(aval_of(atom).dtype == np.bool_)

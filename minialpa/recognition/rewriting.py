@@ -26,7 +26,7 @@ from minialpa.recognition.emission import (
     shared_dtype,
     with_cotangent,
 )
-from minialpa.recognition.forms import Forms
+from minialpa.recognition.forms import Formulas, find_formulas
 from minialpa.recognition.masks import MaskReader
 from minialpa.recognition.scores import Role, Scores, find_role
 from minialpa.support.private_jax import with_source_of
@@ -91,18 +91,18 @@ def rewrite(
     section: for each equation, the number of its section; empty for one section.
     """
     producers = {**written.producers, **{var: eqn for eqn in eqns for var in eqn.outvars}}
-    forms = Forms(eqns, producers, lambda form, fixed: find_role(form, fixed) is not None)
-    if not forms.followed:
+    formulas = find_formulas(eqns, producers, lambda form, fixed: find_role(form, fixed) is not None)
+    if not formulas.of:
         return None
-    rewriter = _Rewriter(eqns, outvars, forms, replace(written, producers=producers), accept)
+    rewriter = _Rewriter(eqns, outvars, formulas, replace(written, producers=producers), accept)
     return rewriter.run(section or (0,) * len(eqns))
 
 
-def _parts_by_scores(eqns: Sequence[JaxprEqn], forms: Forms) -> dict[Set[Var], list[int]]:
+def _parts_by_scores(eqns: Sequence[JaxprEqn], formulas: Formulas) -> dict[Set[Var], list[int]]:
     """The equations of each attention, by its scores: those that make them, and what depends on their exponential."""
     parts: dict[Set[Var], list[int]] = defaultdict(list)
     maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
-    for var, form in forms.followed.items():
+    for var, form in formulas.of.items():
         if var in maker:
             parts[form.scores].append(maker[var])
     return {scores: sorted({*own, *(maker[var] for var in scores if var in maker)}) for scores, own in parts.items()}
@@ -110,14 +110,13 @@ def _parts_by_scores(eqns: Sequence[JaxprEqn], forms: Forms) -> dict[Set[Var], l
 
 class _Rewriter:
     def __init__(
-        self, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], forms: Forms, written: Written, accept: Accept
+        self, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], formulas: Formulas, written: Written, accept: Accept
     ) -> None:
-        self._eqns, self._outvars, self._forms = eqns, outvars, forms
+        self._eqns, self._outvars, self._formulas = eqns, outvars, formulas
         self._written, self._accept = written, accept
-        self._fixed = frozenset(forms.fixed)
         self._roles: dict[Var, Role | None] = {}
         self._operands: dict[Var, Operands | None] = {}
-        self._parts = _parts_by_scores(eqns, forms)
+        self._parts = _parts_by_scores(eqns, formulas)
 
     def run(self, section: Sequence[int]) -> list[NewEquation] | None:
         left: set[Name] = set()
@@ -172,12 +171,12 @@ class _Rewriter:
 
     def _role(self, var: Var) -> Role | None:
         if var not in self._roles:
-            form = self._forms.followed.get(var)
-            self._roles[var] = None if form is None else find_role(form, self._fixed)
+            form = self._formulas.of.get(var)
+            self._roles[var] = None if form is None else find_role(form, self._formulas.fixed)
         return self._roles[var]
 
     def _name(self, var: Var, role: Role) -> Name:
-        return role.scores.log_sum, self._forms.followed[var].scores
+        return role.scores.log_sum, self._formulas.of[var].scores
 
     def _variables(self, request: Request) -> list[Var]:
         """The variables that a request makes the new program read."""
@@ -191,7 +190,7 @@ class _Rewriter:
     def _operands_of(self, request: Request) -> Operands | None:
         if request.var not in self._operands:
             try:
-                found = operands_of(request.role, self._reader, self._fixed)
+                found = operands_of(request.role, self._reader, self._formulas.fixed)
             except NoFormula:
                 found = None
             self._operands[request.var] = found
@@ -220,7 +219,7 @@ class _Rewriter:
     def _cotangent_key(self, request: Request) -> object:
         cotangent = request.role.cotangent
         assert cotangent is not None, request
-        return cotangent.number, tuple(label if label in self._fixed else None for label in cotangent.axes)
+        return cotangent.number, tuple(label if label in self._formulas.fixed else None for label in cotangent.axes)
 
     def _sides(self, attention: _Attention) -> tuple[Operands | None, Operands | None]:
         """The operands of the forward pass and of the gradient, if some request names all of them."""
@@ -232,8 +231,7 @@ class _Rewriter:
         forward = replace(known[0], cotangent=None)
         if attention.gradients and not backward:
             # The gradient of the values alone does not depend on them.
-            backward = [operands for operands in [with_cotangent(forward, attention.gradients[0].role, self._fixed)]
-                        if operands is not None]  # fmt: skip
+            return forward, with_cotangent(forward, attention.gradients[0].role, self._formulas.fixed)
         return forward, (backward[0] if backward else None)
 
     # ---- the new equations -----------------------------------------------------------------------------------------
@@ -266,22 +264,37 @@ class _Rewriter:
 
         The requested variables are results of these equations.
         """
-        names: dict[Var, Var] = {}
-        eqns = list(eqns)
-        for atom, request in zip(results, requests, strict=True):
-            if names.setdefault(atom, request.var) is not request.var:  # the same result, asked for twice
-                (copying,), (copied,) = equations_for(jnp.copy, atom)
-                eqns.append(copying)
-                names[copied] = request.var
-        out = []
-        for eqn in eqns:
-            eqn = eqn.replace(
-                invars=[atom if is_literal(atom) else names.get(atom, atom) for atom in eqn.invars],
-                outvars=[names.get(var, var) for var in eqn.outvars],
-            )
-            eqn = with_source_of(eqn, self._eqns[place])
-            out.append(NewEquation(eqn=eqn, place=place, forward=forward, is_new=True))
+        named, names = with_named_results(eqns, results, [request.var for request in requests])
+        line = self._eqns[place]
+        out = [NewEquation(eqn=with_source_of(eqn, line), place=place, forward=forward, is_new=True) for eqn in named]
         return out, names
+
+
+def with_named_results(
+    eqns: Sequence[JaxprEqn], results: Sequence[Atom], targets: Sequence[Var]
+) -> tuple[list[JaxprEqn], dict[Var, Var]]:
+    """Equations whose results have the names of other variables, and the new names."""
+    made = {var for eqn in eqns for var in eqn.outvars}
+    names: dict[Var, Var] = {}
+    eqns = list(eqns)
+    for atom, target in zip(results, targets, strict=True):
+        if not is_literal(atom) and atom in made and atom not in names:
+            names[atom] = target
+            continue
+        # A copy has the second name of a result, and the first one of what no equation here makes: jax returns a
+        # stacked operand itself where a scan stacks the rows that it reads.
+        copies, (copy,) = equations_for(jnp.copy, atom)
+        eqns += copies
+        names[copy] = target
+
+    named = [
+        eqn.replace(
+            invars=[atom if is_literal(atom) else names.get(atom, atom) for atom in eqn.invars],
+            outvars=[names.get(var, var) for var in eqn.outvars],
+        )
+        for eqn in eqns
+    ]
+    return named, names
 
 
 def in_order(new: Sequence[NewEquation], section: Sequence[int]) -> list[NewEquation] | None:

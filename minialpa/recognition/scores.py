@@ -31,7 +31,7 @@ from minialpa.recognition.algebra import (
     scaled,
     sum_over,
 )
-from minialpa.recognition.forms import Form
+from minialpa.recognition.form import Form
 
 #: Ratio of two numbers that are the same product of the program's constants, at most.
 _ROUNDING = 1e-9
@@ -82,56 +82,109 @@ class Scores:
 
 
 def read_scores(log_sum: LogSum) -> Scores | None:
-    """The scores of a softmax, if they are those of an attention."""
-    expr, masks, values = log_sum.expr, [], set()
+    """The scores of a softmax, if they are those of an attention.
+
+    They are scale * sum_e query key + sum_i factor_i bias_i, under masks that all have the same number where they hide.
+    """
+    unmasked = _without_masks(log_sum.expr)
+    terms = None if unmasked is None else _terms_of(unmasked.expr)
+    if unmasked is None or terms is None:
+        return None
+
+    features = terms.product.over
+    operands = _two_leaves(terms.product.inner)
+    keys = [leaf for leaf in operands if log_sum.label in leaf.labels]
+    if len(operands) != 2 or len(keys) != 1:
+        return None
+    (key,) = keys
+    (query,) = (leaf for leaf in operands if leaf is not key)
+    if len(features) != 1 or not features <= query.labels & key.labels:
+        return None
+
+    scores = Scores(
+        log_sum=log_sum,
+        scale=terms.scale,
+        query=query,
+        key=key,
+        features=features,
+        biases=terms.biases,
+        masks=unmasked.masks,
+        masked_score=unmasked.value,
+    )
+    return scores if scores.query_positions else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unmasked:
+    """Scores, and what masks them.
+
+    Attributes:
+        expr: the scores that are not masked.
+        masks: the masks, the last one first.
+        value: the score of what is masked.
+    """
+
+    expr: Expr
+    masks: tuple[Mask, ...]
+    value: float
+
+
+def _without_masks(expr: Expr) -> _Unmasked | None:
+    """Scores without their masks; None if what is masked has several values."""
+    masks, values = [], set()
     while (atom := _only_atom(expr)) is not None and isinstance(atom, Masked):
         masks.append(atom.mask)
         values.add(atom.value)
         expr = atom.expr
     if len(values) > 1:
         return None
+    return _Unmasked(expr=expr, masks=tuple(masks), value=values.pop() if values else -math.inf)
 
-    product: tuple[Sum, float] | None = None
-    biases = []
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """Scores as a sum.
+
+    Attributes:
+        product: the product of two matrices.
+        scale: its factor.
+        biases: arrays that are added, with their factors.
+    """
+
+    product: Sum
+    scale: float
+    biases: tuple[tuple[Leaf, float], ...]
+
+
+def _terms_of(expr: Expr) -> _Terms | None:
+    """One product of matrices and any number of arrays; None if there is anything else."""
+    products: list[tuple[Sum, float]] = []
+    biases: list[tuple[Leaf, float]] = []
     for monomial, c in expr.terms.items():
-        if monomial.exponent is not None or len(monomial.atoms) != 1:
-            return None
-        ((atom, p),) = monomial.atoms.items()
-        if isinstance(atom, Sum) and p == 1 and product is None:
-            product = atom, c
-        elif isinstance(atom, Leaf) and p == 1:
+        atom = _atom_of(monomial)
+        if isinstance(atom, Sum):
+            products.append((atom, c))
+        elif isinstance(atom, Leaf):
             biases.append((atom, c))
         else:
             return None
-    if product is None:
+    if len(products) != 1:
         return None
-
-    operands = _two_leaves(product[0].inner)
-    keys = [leaf for leaf in operands if log_sum.label in leaf.labels]
-    if len(operands) != 2 or len(keys) != 1:
-        return None
-    (key,) = keys
-    (query,) = (leaf for leaf in operands if leaf is not key)
-    features = product[0].over
-    scores = Scores(
-        log_sum=log_sum,
-        scale=product[1],
-        query=query,
-        key=key,
-        features=features,
-        biases=tuple(biases),
-        masks=tuple(masks),
-        masked_score=values.pop() if values else -math.inf,
-    )
-    has_features = len(features) == 1 and features <= query.labels and features <= key.labels
-    return scores if has_features and scores.query_positions else None
+    ((product, scale),) = products
+    return _Terms(product=product, scale=scale, biases=tuple(biases))
 
 
 def _only_atom(x: Expr) -> object:
+    """The atom that a formula is; None if it is more than one, or a multiple."""
     if len(x.terms) != 1:
         return None
     ((monomial, c),) = x.terms.items()
-    is_atom = c == 1 and monomial.exponent is None and list(monomial.atoms.values()) == [1]
+    return _atom_of(monomial) if c == 1 else None
+
+
+def _atom_of(monomial: Monomial) -> object:
+    """The atom that a product consists of; None if there are several, or a power."""
+    is_atom = monomial.exponent is None and list(monomial.atoms.values()) == [1]
     return next(iter(monomial.atoms)) if is_atom else None
 
 

@@ -19,8 +19,6 @@ from jax.extend.core import JaxprEqn
 from minialpa.rules.factors import Dims, Factors, Ramp, Reduction
 from minialpa.tracing.jaxprs import shape_of
 
-#: Shapes of several arrays.
-Shapes = tuple[tuple[int, ...], ...]
 #: Factors of one dimension, outermost first.
 Dim = tuple[int, ...]
 

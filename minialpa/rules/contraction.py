@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.rules.common import Dim, FactorTable, Shapes, n_elements
-from minialpa.rules.factors import Dims, Factors, replicated_factors, rule
+from minialpa.rules.common import Dim, FactorTable, n_elements
+from minialpa.rules.factors import Dims, Factors, Shapes, replicated_factors, rule
 from minialpa.tracing.jaxprs import shape_of
 
 

@@ -1,12 +1,13 @@
-"""Control flow: `scan`, `while` and `cond`, by the rules of the equations inside them (see `body_factors`).
+"""Control flow: `scan`, `while` and `cond`, by the rules of the equations inside them.
 
     scan   consts, carries, [T xs] -> carries, [T ys]   a carry keeps its factors over all iterations; T is blocked if
                                                         an iteration reads what an earlier one has changed
     while  consts, carries -> carries                   the test is the same in all shards, or each may end by itself
     cond   index, operands -> results                   branches agree on the factors of their operands and results
 
-What is made inside by position, such as random bits, makes a factor positional (see `body_factors`): the equation then
-runs through `on_shards`, whose positions are constants of the body.
+The equations inside are a region (`body_region`). Dimensions that are split together are a group (`body_groups`), and
+each group that may be split (`body_outcomes`) is a factor. What is made inside by position, such as random bits, makes
+a factor positional: the equation then runs through `on_shards`, whose positions are constants of the body.
 
 Gradients of weights that the body sums over examples, in a carry or for each iteration, are partial sums.
 Flops: those of the body for each iteration of scan, for one iteration of while; those of the largest branch of cond.
@@ -15,32 +16,19 @@ Flops: those of the body for each iteration of scan, for one iteration of while;
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from minialpa.rules.body_factors import (
-    Links,
-    Node,
-    Outcome,
-    Region,
-    follow,
-    link,
-    local_jaxpr,
-    local_structs,
-    node_of,
-    run_part,
-    summed_carries,
-    zero_arrays,
-)
-from minialpa.rules.common import FactorTable, Shapes
-from minialpa.rules.factors import Dims, Factors, Starts, cached, equal_operands, rule
+from minialpa.rules.body_factors import BodySplits, BoundaryTable, body_splits, local_params, started
+from minialpa.rules.body_region import Region
+from minialpa.rules.body_shards import BodyShards
+from minialpa.rules.body_sums import summed_carries
+from minialpa.rules.factors import Factors, Shapes, Starts, cached, equal_operands, rule
 from minialpa.tracing.jaxprs import (
     Atom,
     FlatJaxpr,
@@ -51,39 +39,6 @@ from minialpa.tracing.jaxprs import (
     scan_counts,
     shape_of,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Control:
-    """The region of a control flow equation, and what splitting each group of its inputs and results does.
-
-    Attributes:
-        region: the equations inside.
-        links: their groups.
-        outcomes: for each group that may be split; all others are blocked.
-        part_flops: floating point operations of one run of each part of the region.
-    """
-
-    region: Region
-    links: Links
-    outcomes: dict[Node, Outcome]
-    part_flops: tuple[float, ...]
-
-
-def _control(region: Region) -> _Control:
-    links, zeros = link(region), zero_arrays(region)
-    boundary = [*region.inputs, *(atom for atoms in region.results for atom in atoms)]
-    groups = dict.fromkeys(group for atom in boundary for group in links.groups(atom))
-
-    outcomes: dict[Node, Outcome] = {}
-    for group in groups:
-        if group not in links.blocked and links.sizes[group] > 1:
-            outcome = follow(region, links, group, zeros)
-            if outcome is not None:
-                outcomes[group] = outcome
-
-    flops = tuple(sum(region.factors[id(eqn)].flops for eqn in part.eqns) for part in region.parts)
-    return _Control(region, links, outcomes, flops)
 
 
 def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> FlatJaxpr:
@@ -104,179 +59,44 @@ def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> FlatJaxpr:
 _remember = cached(maxsize=256)
 
 
+# ---- scan -----------------------------------------------------------------------------------------------------------
+
+
 @_remember
-def _scan_control(body: Any, n_consts: int, n_carry: int) -> _Control:
+def _scan_splits(body: Any, n_consts: int, n_carry: int) -> BodySplits:
+    """What may be split in the body of a scan, time apart."""
     flat = _inlined(body)
     carried = tuple((i, n_consts + i) for i in range(n_carry))
     results = tuple((atom,) for atom in flat.outvars)
-    return _control(Region(parts=(flat,), inputs=flat.invars, results=results, carried=carried))
-
-
-@_remember
-def _while_control(
-    condition: Any, body: Any, n_condition_consts: int, n_body_consts: int, equal: tuple[int, ...]
-) -> _Control:
-    flat = _inlined(body)
-    # Condition and body have constants of their own, and share the carries.
-    consts = tuple(fresh_var(var.aval) for var in _inlined(condition).invars[:n_condition_consts])
-    test = _inlined(condition, (*consts, *flat.invars[n_body_consts:]))
-    n_consts = n_condition_consts + n_body_consts
-
-    return _control(
-        Region(
-            parts=(test, flat),
-            inputs=(*consts, *flat.invars),
-            results=tuple((atom,) for atom in flat.outvars),
-            carried=tuple((i, n_consts + i) for i in range(len(flat.outvars))),
-            tests=test.outvars,
-            equal=equal,
-        )
-    )
-
-
-@_remember
-def _cond_control(branches: tuple[Any, ...]) -> _Control:
-    first = _inlined(branches[0])
-    parts = (first, *(_inlined(branch, first.invars) for branch in branches[1:]))
-    results = tuple(zip(*(part.outvars for part in parts), strict=True))
-    return _control(Region(parts=parts, inputs=first.invars, results=results))
-
-
-@dataclass(slots=True)
-class _Boundary:
-    """Gives the dimensions of a control flow equation's operands and results their factors, one for each group.
-
-    Attributes:
-        control: the equation's region.
-        table: the factors of the equation.
-        factors: the factor of each group that has one so far.
-    """
-
-    control: _Control
-    table: FactorTable
-    factors: dict[Node, int]
-
-    def dims(self, atom: Atom) -> Dims:
-        """Factors of an input or result of the region."""
-        return tuple(self._dim(node_of(atom, d), size) for d, size in enumerate(shape_of(atom)))
-
-    def _dim(self, node: Node, size: int) -> tuple[int, ...]:
-        group = self.control.links.find(node)
-        outcome = self.control.outcomes.get(group)
-        if outcome is None or size <= 1:
-            return self.table.dim(size, blocked=size > 1)
-
-        # A group can be cut into at most `n_blocks`; what is left of the dimension stays together.
-        n_blocks = self.control.links.sizes[group]
-        if group not in self.factors:
-            is_positional = group in self.control.links.positional
-            reduction = self._reduction(outcome)
-            (self.factors[group],) = self.table.dim(n_blocks, positional=is_positional, reduction=reduction)
-        rest = self.table.dim(size // n_blocks, blocked=True) if size != n_blocks else ()
-        return (self.factors[group], *rest)
-
-    @staticmethod
-    def _reduction(outcome: Outcome) -> Any:
-        # A factor of operands that no result depends on counts as reduced, without partial results.
-        return outcome.reduction or (None if "split" in outcome.results else "sum")
-
-    def build(self, eqn: JaxprEqn, operands: Sequence[Dims], results: Sequence[Dims], flops: float) -> Factors:
-        """The factors of the equation, whose last operands are the inputs of the region."""
-        n_before = len(operands) - len(self.control.region.inputs)
-        outcomes = {f: self.control.outcomes[group] for group, f in self.factors.items()}
-        reduced = {f: outcome for f, outcome in outcomes.items() if f in self.table.reductions}
-        return replace(
-            self.table.build(eqn, operands, results, flops=flops),
-            unaffected=frozenset((f, r) for f, outcome in reduced.items() for r in outcome.replicated),
-            once=frozenset((f, n_before + i) for f, outcome in outcomes.items() for i in outcome.sums),
-        )
-
-
-def _n_splits(control: _Control, local: Sequence[tuple[Atom, tuple[int, ...]]]) -> dict[Node, int]:
-    """How many parts each group is cut into, from the local shapes of inputs and results."""
-    n_splits: dict[Node, int] = {}
-    for atom, shape in local:
-        for d, (size, local_size) in enumerate(zip(shape_of(atom), shape, strict=True)):
-            if local_size != size:
-                n_splits[control.links.find(node_of(atom, d))] = size // local_size
-    return n_splits
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Shards:
-    """How a region is split, as a parameter in the place of programs that depend on where their shards begin.
-
-    No primitive has such a parameter, so an equation cannot run without being told.
-    """
-
-    control: _Control
-    n_splits: dict[Node, int]
-
-
-def _local(
-    eqn: JaxprEqn, control: _Control, inputs: Shapes, results: Shapes, named: Callable[[Callable[[int], Any]], Any]
-) -> dict[str, Any]:
-    """The parameters of a control flow equation on shards of these shapes.
-
-    named: from a function that gives the part of a number on shards to the parameters that hold these parts.
-    """
-    atoms = [*control.region.inputs, *(atoms[0] for atoms in control.region.results)]
-    n_splits = _n_splits(control, list(zip(atoms, (*inputs, *results), strict=True)))
-    if not control.links.positional.isdisjoint(n_splits):
-        return dict(eqn.params, shards=_Shards(control, n_splits))
-    parts = control.region.parts
-    return dict(eqn.params, **named(lambda i: local_jaxpr(parts[i], control.region, control.links, n_splits)))
-
-
-def _starts(shards: _Shards, starts: Starts, n_before: int) -> dict[Node, Any]:
-    """The block at which the shard of each positional group begins, as an int32.
-
-    n_before: number of operands before those that are inputs of the region.
-    """
-    links, region = shards.control.links, shards.control.region
-    known: dict[Node, Any] = {}
-    results = (atoms[0] for atoms in region.results)
-    for atom, dims in zip((*region.inputs, *results), (*starts.operands[n_before:], *starts.results), strict=True):
-        # A stack has the dimension of the iterations before those of a slice.
-        own = dims[len(dims) - len(shape_of(atom)) :]
-        for d, start in enumerate(own):
-            group = links.find(node_of(atom, d))
-            if shape_of(atom)[d] > 1 and group in shards.n_splits and group in links.positional:
-                known[group] = jnp.asarray(start, np.int32)
-    return known
-
-
-def _part_runner(shards: _Shards, starts: Mapping[Node, Any]) -> Callable[[int, Sequence[Any]], list[Any]]:
-    """A function that runs the part of a number on shards that begin at `starts`."""
-    control = shards.control
-    return lambda i, args: run_part(
-        control.region.parts[i], control.region, control.links, shards.n_splits, starts, args
-    )
+    return body_splits(Region(parts=(flat,), inputs=flat.invars, results=results, carried=carried))
 
 
 def _local_scan(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
     n_consts, n_carry = scan_counts(eqn)
     n_unstacked = n_consts + n_carry
+
+    # The body has slices of what the scan has stacks of.
     body_inputs = (*operands[:n_unstacked], *(shape[1:] for shape in operands[n_unstacked:]))
     body_results = (*results[:n_carry], *(shape[1:] for shape in results[n_carry:]))
     stacked = (*operands[n_unstacked:], *results[n_carry:])
     length = stacked[0][0] if stacked else eqn.params["length"]
-    control = _scan_control(eqn.params["jaxpr"], n_consts, n_carry)
+
+    splits = _scan_splits(eqn.params["jaxpr"], n_consts, n_carry)
     named = lambda part: {"jaxpr": part(0)}  # noqa: E731
-    return _local(eqn, control, body_inputs, body_results, named) | {"length": length}
+    return local_params(eqn, splits, body_inputs, body_results, named) | {"length": length}
 
 
 def _scan_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    shards: _Shards | None = params.get("shards")
+    shards: BodyShards | None = params.get("shards")
     if shards is None:
         return eval_on_shards(eqn, operands, params)
 
-    run = _part_runner(shards, _starts(shards, starts, 0))
+    shards = started(shards, starts, 0)
     n_consts, n_carry = scan_counts(eqn)
     consts, stacks = operands[:n_consts], operands[n_consts + n_carry :]
 
     def iteration(carry: Any, slices: Any) -> Any:
-        results = run(0, [*consts, *carry, *slices])
+        results = shards.run(0, [*consts, *carry, *slices])
         return results[:n_carry], results[n_carry:]
 
     first = list(operands[n_consts : n_consts + n_carry])
@@ -288,62 +108,97 @@ def _scan_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str,
 @rule("scan", localize=_local_scan, on_shards=_scan_on_shards)
 def _scan(eqn: JaxprEqn) -> Factors:
     n_consts, n_carry = scan_counts(eqn)
-    control = _scan_control(eqn.params["jaxpr"], n_consts, n_carry)
-    boundary = _Boundary(control, FactorTable(), {})
-    sums = summed_carries(control.region)
-    # A scan may be a loop over the examples of a batch, as `lax.map` is. Nothing else has a position in time.
-    is_apart = sums is not None and not eqn.effects and len(eqn.invars) > n_consts + n_carry
-    is_lost = not sums and len(eqn.outvars) == n_carry
-    time = boundary.table.dim(
-        eqn.params["length"], blocked=not is_apart or is_lost, reduction="sum" if is_apart and sums else None
-    )
+    length = eqn.params["length"]
+    splits = _scan_splits(eqn.params["jaxpr"], n_consts, n_carry)
+    boundary = BoundaryTable(splits)
+    sums = _sums_over_time(eqn, splits)
+    time = boundary.table.dim(length, blocked=sums is None, reduction="sum" if sums else None)
 
-    inputs = [boundary.dims(atom) for atom in control.region.inputs]
-    results = [boundary.dims(atom) for (atom,) in control.region.results]
-    operands = [dims if k < n_consts + n_carry else (time, *dims) for k, dims in enumerate(inputs)]
-    results = [dims if r < n_carry else (time, *dims) for r, dims in enumerate(results)]
-    factors = boundary.build(eqn, operands, results, eqn.params["length"] * control.part_flops[0])
-    if not sums or not is_apart:
+    # The body has slices of what the scan has stacks of.
+    slices = [boundary.dims(atom) for atom in splits.region.inputs]
+    operands = [dims if k < n_consts + n_carry else (time, *dims) for k, dims in enumerate(slices)]
+    made = [boundary.dims(atom) for (atom,) in splits.region.results]
+    results = [dims if r < n_carry else (time, *dims) for r, dims in enumerate(made)]
+    factors = boundary.build(eqn, operands, results, length * splits.part_flops[0])
+    if not sums:
         return factors
 
+    # The initial value of a sum counts in one shard of the iterations only. The other carries pass unchanged.
     (f,) = time
     constant = {(f, r) for r in range(n_carry) if r not in sums}
     once = {(f, n_consts + i) for i in sums}
     return replace(factors, unaffected=factors.unaffected | constant, once=factors.once | once)
 
 
-def _while_parts(eqn: JaxprEqn) -> _Control:
+def _sums_over_time(eqn: JaxprEqn, splits: BodySplits) -> frozenset[int] | None:
+    """The carries of a scan that are sums over its iterations, if these may run apart; None if they may not."""
+    n_consts, n_carry = scan_counts(eqn)
+    # A scan may be a loop over the examples of a batch, as `lax.map` is. Nothing else has a position in time.
+    sums = summed_carries(splits.region)
+    if sums is None or eqn.effects or len(eqn.invars) == n_consts + n_carry:
+        return None
+    # A factor that no result has and that nothing sums would be lost.
+    return sums if sums or len(eqn.outvars) > n_carry else None
+
+
+# ---- while ----------------------------------------------------------------------------------------------------------
+
+
+@_remember
+def _while_splits(
+    condition: Any, body: Any, n_condition_consts: int, n_body_consts: int, equal: tuple[int, ...]
+) -> BodySplits:
+    """What may be split in the test and the body of a loop; `equal` as in `Region`."""
+    flat = _inlined(body)
+    # Condition and body have constants of their own, and share the carries.
+    consts = tuple(fresh_var(var.aval) for var in _inlined(condition).invars[:n_condition_consts])
+    test = _inlined(condition, (*consts, *flat.invars[n_body_consts:]))
+    n_consts = n_condition_consts + n_body_consts
+
+    return body_splits(
+        Region(
+            parts=(test, flat),
+            inputs=(*consts, *flat.invars),
+            results=tuple((atom,) for atom in flat.outvars),
+            carried=tuple((i, n_consts + i) for i in range(len(flat.outvars))),
+            tests=test.outvars,
+            equal=equal,
+        )
+    )
+
+
+def _splits_of_while(eqn: JaxprEqn) -> BodySplits:
+    """What may be split in the test and the body of a `while`."""
     params = eqn.params
     n_consts = params["cond_nconsts"], params["body_nconsts"]
     # Initial values of carries may be equal; carries are not.
     constants = equal_operands(eqn)[: sum(n_consts)]
     equal = (*constants, *range(len(constants), len(eqn.invars)))
-    return _while_control(params["cond_jaxpr"], params["body_jaxpr"], *n_consts, equal)
+    return _while_splits(params["cond_jaxpr"], params["body_jaxpr"], *n_consts, equal)
 
 
 def _local_while(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
     named = lambda part: {"cond_jaxpr": part(0), "body_jaxpr": part(1)}  # noqa: E731
-    return _local(eqn, _while_parts(eqn), operands, results, named)
+    return local_params(eqn, _splits_of_while(eqn), operands, results, named)
 
 
 def _while_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    shards: _Shards | None = params.get("shards")
+    shards: BodyShards | None = params.get("shards")
     if shards is None:
         return eval_on_shards(eqn, operands, params)
 
     # The blocks at which shards begin are constants of the test and of the body. Under vmap, the test has a result for
     # each example, which `lax.while_loop` does not take.
-    known, region = _starts(shards, starts, 0), shards.control.region
-    groups, begins = list(known), list(known.values())
+    known = started(shards, starts, 0).starts
+    begins = list(known.values())
     n_consts, n_test = len(begins), params["cond_nconsts"]
 
     def part(i: int) -> Any:
         def run(*args: Any) -> list[Any]:
-            at = dict(zip(groups, args[:n_consts], strict=True))
-            return _part_runner(shards, at)(i, args[n_consts:])
+            own = dict(zip(known, args[:n_consts], strict=True))
+            return replace(shards, starts=own).run(i, args[n_consts:])
 
-        structs = local_structs(region.parts[i].invars, shards.control.links, shards.n_splits)
-        return jax.make_jaxpr(run)(*begins, *structs)
+        return jax.make_jaxpr(run)(*begins, *shards.structs(shards.region.parts[i].invars))
 
     local = {name: value for name, value in params.items() if name != "shards"}
     local |= {"cond_jaxpr": part(0), "body_jaxpr": part(1)}
@@ -353,37 +208,49 @@ def _while_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str
 
 @rule("while", localize=_local_while, on_shards=_while_on_shards, by_equal_operands=True)
 def _while(eqn: JaxprEqn) -> Factors:
-    control = _while_parts(eqn)
-    boundary = _Boundary(control, FactorTable(), {})
-    operands = [boundary.dims(atom) for atom in control.region.inputs]
-    results = [boundary.dims(atom) for (atom,) in control.region.results]
-    return boundary.build(eqn, operands, results, sum(control.part_flops))
+    splits = _splits_of_while(eqn)
+    boundary = BoundaryTable(splits)
+    operands = [boundary.dims(atom) for atom in splits.region.inputs]
+    results = [boundary.dims(atom) for (atom,) in splits.region.results]
+    return boundary.build(eqn, operands, results, sum(splits.part_flops))
+
+
+# ---- cond -----------------------------------------------------------------------------------------------------------
+
+
+@_remember
+def _cond_splits(branches: tuple[Any, ...]) -> BodySplits:
+    """What may be split in all branches alike."""
+    first = _inlined(branches[0])
+    parts = (first, *(_inlined(branch, first.invars) for branch in branches[1:]))
+    results = tuple(zip(*(part.outvars for part in parts), strict=True))
+    return body_splits(Region(parts=parts, inputs=first.invars, results=results))
 
 
 def _local_cond(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
-    control = _cond_control(eqn.params["branches"])
-    n_branches = len(control.region.parts)
+    splits = _cond_splits(eqn.params["branches"])
+    n_branches = len(splits.region.parts)
     named = lambda part: {"branches": tuple(part(i) for i in range(n_branches))}  # noqa: E731
-    return _local(eqn, control, operands[1:], results, named)
+    return local_params(eqn, splits, operands[1:], results, named)
 
 
 def _cond_on_shards(eqn: JaxprEqn, operands: Sequence[Any], params: Mapping[str, Any], starts: Starts) -> list[Any]:
-    shards: _Shards | None = params.get("shards")
+    shards: BodyShards | None = params.get("shards")
     if shards is None:
         return eval_on_shards(eqn, operands, params)
 
     index, *inputs = operands
-    run = _part_runner(shards, _starts(shards, starts, 1))
-    n_branches = len(shards.control.region.parts)
-    branches = [functools.partial(lambda i, *args: run(i, args), i) for i in range(n_branches)]
+    shards = started(shards, starts, 1)
+    n_branches = len(shards.region.parts)
+    branches = [functools.partial(lambda i, *args: shards.run(i, args), i) for i in range(n_branches)]
     return list(lax.switch(index, branches, *inputs))
 
 
 @rule("cond", localize=_local_cond, on_shards=_cond_on_shards)
 def _cond(eqn: JaxprEqn) -> Factors:
-    control = _cond_control(eqn.params["branches"])
-    boundary = _Boundary(control, FactorTable(), {})
-    operands = [boundary.dims(atom) for atom in control.region.inputs]
-    results = [boundary.dims(atoms[0]) for atoms in control.region.results]
+    splits = _cond_splits(eqn.params["branches"])
+    boundary = BoundaryTable(splits)
+    operands = [boundary.dims(atom) for atom in splits.region.inputs]
+    results = [boundary.dims(atoms[0]) for atoms in splits.region.results]
     index = boundary.table.dims(shape_of(eqn.invars[0]), blocked=True)
-    return boundary.build(eqn, [index, *operands], results, max(control.part_flops))
+    return boundary.build(eqn, [index, *operands], results, max(splits.part_flops))

@@ -23,10 +23,10 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from minialpa.errors import ShardingError
-from minialpa.rules.common import Shapes
-from minialpa.rules.factors import Dims, Factors, replicated_factors, rule
-from minialpa.rules.notation import ArrayRule, ShardingRule, parse_rule, shapes_of
+from minialpa.rules.factors import Dims, Factors, Shapes, replicated_factors, rule
+from minialpa.rules.notation import parse_rule
 from minialpa.rules.registered import jaxpr_flops
+from minialpa.rules.sharding_rule import ArrayRule, ShardingRule, shapes_of
 from minialpa.tracing.jaxprs import Atom, FlatJaxpr, aval_of, eval_flat, flatten_calls, is_literal, sub_jaxprs
 
 
@@ -154,7 +154,7 @@ class _Proposal:
 
     def _whole(self, atom: Atom, local: Sequence[int], dims: Dims) -> Any:
         """The type and sharding of the array whose shard has this shape."""
-        leading = [next((f for f in dim if self.factors.sizes[f] > 1), None) for dim in dims]
+        leading = [self.factors.leading(dim) for dim in dims]
         axes = [None if f is None or f not in self.n_splits else _axis(f) for f in leading]
         shape = [
             size * self.n_splits.get(f, 1) if f is not None else size for f, size in zip(leading, local, strict=True)
@@ -240,11 +240,8 @@ def _of_rule(eqn: JaxprEqn) -> Factors | None:
 
 
 def _accepts(eqn: JaxprEqn, factors: Factors, n_splits: Mapping[int, int]) -> bool:
-    operands, results = (
-        tuple(factors.shape(dims, n_splits) for dims in arrays) for arrays in (factors.operands, factors.results)
-    )
     try:
-        _Proposal(eqn, factors, n_splits).local_function(operands, results)
+        _Proposal(eqn, factors, n_splits).local_function(*factors.local_shapes(n_splits))
     except _RefusedError:
         return False
     return True
@@ -272,7 +269,8 @@ def _n_splits(factors: Factors, atoms: Sequence[Atom], shapes: Shapes) -> dict[i
     for atom, dims, local in zip(atoms, (*factors.operands, *factors.results), shapes, strict=True):
         for dim, whole, size in zip(dims, aval_of(atom).shape, local, strict=True):
             if size != whole:
-                leading = next(f for f in dim if factors.sizes[f] > 1)
+                leading = factors.leading(dim)
+                assert leading is not None, (whole, size)
                 # Rows of a scan over layers may be any part; then the shape of the whole is that of two such parts.
                 n_splits[leading] = whole // size if whole % size == 0 else 2
     return n_splits
@@ -286,9 +284,8 @@ def _custom_partitioning(eqn: JaxprEqn) -> Factors:
 
     # Together with those before it, since `partition` may accept each of two factors alone, and not both.
     accepted: dict[int, int] = {}
-    for f in factors.splittable:
-        n = next(p for p in range(2, factors.sizes[f] + 1) if factors.sizes[f] % p == 0)
-        if factors.may_split(f, n) and _accepts(eqn, factors, {**accepted, f: n}):
+    for f, n in factors.smallest_splits():
+        if _accepts(eqn, factors, {**accepted, f: n}):
             accepted[f] = n
     blocked = frozenset(range(len(factors.sizes))).difference(accepted)
     return _blocked(factors, blocked)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -28,6 +28,8 @@ from minialpa.tracing.jaxprs import eval_on_shards, is_call, is_control_flow, is
 
 Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
 Dims = tuple[tuple[int, ...], ...]
+#: Shapes of several arrays.
+Shapes = tuple[tuple[int, ...], ...]
 T = TypeVar("T")
 
 
@@ -111,7 +113,11 @@ class Factors:
 
     def leading_factor(self, operand: int, dim: int) -> int | None:
         """The factor that is split when dimension `dim` of an operand is cut into contiguous blocks, if any."""
-        return next((f for f in self.operands[operand][dim] if self.sizes[f] > 1), None)
+        return self.leading(self.operands[operand][dim])
+
+    def leading(self, dim: tuple[int, ...]) -> int | None:
+        """The factor that is split when a dimension that is made of these is cut: the first longer than 1, if any."""
+        return next((f for f in dim if self.sizes[f] > 1), None)
 
     def is_partial(self, factor: int, result: int) -> bool:
         """Whether shards along `factor` leave partial values of a result, to be combined by `reductions[factor]`."""
@@ -131,6 +137,11 @@ class Factors:
     def shape(self, dims: Dims, n_splits: Mapping[int, int]) -> tuple[int, ...]:
         """Local shape of an array whose factors are split into `n_splits[factor]` parts."""
         return tuple(math.prod(self.sizes[f] // n_splits.get(f, 1) for f in dim) for dim in dims)
+
+    def local_shapes(self, n_splits: Mapping[int, int]) -> tuple[Shapes, Shapes]:
+        """Local shapes of all operands, and of all results; `n_splits` as in `shape`."""
+        operands = tuple(self.shape(dims, n_splits) for dims in self.operands)
+        return operands, tuple(self.shape(dims, n_splits) for dims in self.results)
 
     def n_shares(self, factor: int, n: int) -> float:
         """How many times less than the whole the busiest of n parts along a factor has to do; n, if all do the same."""
@@ -166,6 +177,13 @@ class Factors:
                     return False
         return True
 
+    def smallest_splits(self) -> Iterator[tuple[int, int]]:
+        """Each factor that may be split, with the least number of parts that it may be split into."""
+        for f in self.splittable:
+            n = next(n for n in range(2, self.sizes[f] + 1) if self.sizes[f] % n == 0)
+            if self.may_split(f, n):
+                yield f, n
+
 
 @dataclass(frozen=True, slots=True)
 class Starts:
@@ -176,7 +194,7 @@ class Starts:
 
 
 #: From the shapes of the shards of operands and results to the parameters of the primitive on them.
-Localizer = Callable[[JaxprEqn, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]], dict[str, Any]]
+Localizer = Callable[[JaxprEqn, Shapes, Shapes], dict[str, Any]]
 #: From shards of the operands, local parameters and positions to shards of the results.
 OnShards = Callable[[JaxprEqn, Sequence[Any], Mapping[str, Any], Starts], Sequence[Any]]
 Rule = Callable[[JaxprEqn], Factors]
@@ -347,9 +365,7 @@ def localize(eqn: JaxprEqn, factors: Factors, n_splits: Mapping[int, int]) -> di
     fun = _LOCALIZERS.get(eqn.primitive.name)
     if fun is None:
         return dict(eqn.params)
-    operands = tuple(factors.shape(dims, n_splits) for dims in factors.operands)
-    results = tuple(factors.shape(dims, n_splits) for dims in factors.results)
-    return fun(eqn, operands, results)
+    return fun(eqn, *factors.local_shapes(n_splits))
 
 
 def run_shard(

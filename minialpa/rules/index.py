@@ -21,8 +21,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
-from minialpa.rules.common import Dim, FactorTable, Shapes, is_inexact, is_summable, n_elements
-from minialpa.rules.factors import Factors, Reduction, Starts, rule
+from minialpa.rules.common import Dim, FactorTable, is_inexact, is_summable, n_elements
+from minialpa.rules.factors import Factors, Reduction, Shapes, Starts, rule
 from minialpa.tracing.jaxprs import eval_on_shards, shape_of
 
 

@@ -1,7 +1,8 @@
 """What the body of a Pallas kernel does with the position of its block: may an axis of its grid be cut?
 
-    depends_on(body, axis)        the body asks for its position along the axis, or does what only a whole grid can
-    carries(body, axis)           memory of the kernel brings values from one position along the axis to the next
+    computes_on_blocks(body)      the body communicates with nobody, and draws no random numbers of a device
+    positions_read(body)          the axes along which the body asks for its position
+    carries(body, ...)            scratch memory brings values from one position along an axis to the next
 
 Iterations of a grid run in order, the last axis fastest, and scratch memory lives through all of them. A part of a grid
 that is cut along an axis begins with the inner axes at 0. If at such a point the body writes scratch memory before it

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from minialpa.rules.common import FactorTable, Shapes
-from minialpa.rules.factors import Dims, Factors, Starts, rule
+from minialpa.rules.common import FactorTable
+from minialpa.rules.factors import Dims, Factors, Shapes, Starts, rule
 from minialpa.tracing.jaxprs import shape_of
 
 

@@ -1,213 +1,21 @@
-"""Rules as text: `"b q (k g) d, b s k d -> b q (k g) d"` in, the factors of an equation out.
+"""Rules as text: `"b q (k g) d, b s k d -> b q (k g) d"` in, a `ShardingRule` out.
 
 The notation is that of Shardy and of `jax.experimental.custom_partitioning`: operands before `->`, results behind it,
 arrays separated by commas, a name for each dimension. `(k g)` is one dimension made of two factors, the first
-outermost; `...` is any number of leading dimensions. A factor may be split if
-
-    some operand has it,  every result has it or its parts are combined,  and nobody said that it needs replication.
-
-`parse_rule` reads the text once, and `ShardingRule.factors` gives the factors for the shapes of one call.
+outermost; `...` is any number of leading dimensions.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from collections.abc import Iterable, Iterator, Mapping
+from typing import get_args
 
 from minialpa.errors import ShardingError
-from minialpa.rules.common import Shapes
-from minialpa.rules.factors import Dims, Factors, Reduction
+from minialpa.rules.factors import Reduction
+from minialpa.rules.sharding_rule import ArrayRule, Names, ShardingRule
 
-#: The factors of one dimension by name, outermost first.
-Names = tuple[str, ...]
 _TOKEN = re.compile(r"\s*(\.\.\.\d*|[^\W\d]\w*|[()])")
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayRule:
-    """The dimensions of one array.
-
-    Attributes:
-        leading: name of the group of leading dimensions that `...` stands for, or None.
-        dims: the factors of each other dimension.
-    """
-
-    leading: str | None
-    dims: tuple[Names, ...]
-
-    def named(self, shape: Sequence[int]) -> tuple[Names, ...] | None:
-        """The factors of each dimension of an array of this shape; None if the ranks do not fit."""
-        n_leading = len(shape) - len(self.dims)
-        if n_leading < 0 or (n_leading and self.leading is None):
-            return None
-        return (*((f"...{self.leading}.{i}",) for i in range(n_leading)), *self.dims)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingRule:
-    """What may be split in an operation, in terms of named factors.
-
-    Attributes:
-        text: the rule as it was written, for messages.
-        operands: the dimensions of each operand.
-        results: the dimensions of each result.
-        reductions: pairs (factor, how partial results are combined if it is split).
-        replicated: factors that may not be split.
-        sizes: pairs (factor, length) of factors that no array has as a whole dimension.
-    """
-
-    text: str
-    operands: tuple[ArrayRule, ...]
-    results: tuple[ArrayRule, ...]
-    reductions: tuple[tuple[str, Reduction], ...] = ()
-    replicated: tuple[str, ...] = ()
-    sizes: tuple[tuple[str, int], ...] = ()
-
-    def names(self) -> dict[str, None]:
-        """The names of all factors but those that `...` stands for, in order."""
-        return dict.fromkeys(name for array in (*self.operands, *self.results) for dim in array.dims for name in dim)
-
-    def named_factors(self, operands: Shapes, results: Shapes, operation: str) -> NamedFactors:
-        """The factors of a call with these shapes. Raises ShardingError that names `operation` if they do not fit."""
-        named = self._named(operands, results, operation)
-        shapes = (*operands, *results)
-        sizes = self._sizes(named, shapes, operation)
-
-        # An array of length 1 in a dimension is used by all shards, as in a broadcast.
-        arrays = tuple(
-            tuple(() if size == 1 else dim for dim, size in zip(dims, shape, strict=True))
-            for dims, shape in zip(named, shapes, strict=True)
-        )
-        return NamedFactors(sizes=sizes, operands=arrays[: len(operands)], results=arrays[len(operands) :], rule=self)
-
-    def _named(self, operands: Shapes, results: Shapes, operation: str) -> list[tuple[Names, ...]]:
-        for kind, rules, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
-            if len(rules) != len(shapes):
-                raise ShardingError(
-                    f"The sharding rule of `{operation}`, `{self.text}`, has {len(rules)} {kind}s, and the call has "
-                    f"{len(shapes)}."
-                )
-
-        named, n_leading = [], dict[str, int]()
-        for i, (array, shape) in enumerate(zip((*self.operands, *self.results), (*operands, *results), strict=True)):
-            dims = array.named(shape)
-            if dims is None:
-                raise ShardingError(
-                    f"The sharding rule of `{operation}`, `{self.text}`, has {len(array.dims)} dimensions for "
-                    f"{self._array(i)}, whose shape is {tuple(shape)}."
-                )
-            named.append(dims)
-            if array.leading is not None:
-                rank = len(dims) - len(array.dims)
-                if n_leading.setdefault(array.leading, rank) != rank:
-                    raise ShardingError(
-                        f"In the sharding rule of `{operation}`, `{self.text}`, `...{array.leading}` stands for "
-                        f"{n_leading[array.leading]} dimensions, and for {rank} in {self._array(i)}. Write `...1` for "
-                        "other leading dimensions than those of `...`."
-                    )
-        return named
-
-    def _array(self, i: int) -> str:
-        return f"operand {i}" if i < len(self.operands) else f"result {i - len(self.operands)}"
-
-    def _sizes(self, named: Sequence[tuple[Names, ...]], shapes: Shapes, operation: str) -> dict[str, int]:
-        """The length of each factor."""
-        sizes = dict(self.sizes)
-        for dims, shape in zip(named, shapes, strict=True):
-            for dim, size in zip(dims, shape, strict=True):
-                if len(dim) == 1 and sizes.get(dim[0], 1) == 1:
-                    sizes[dim[0]] = size
-
-        # A factor that no array has alone follows from a dimension whose other factors are known.
-        compound = [
-            (dim, size)
-            for dims, shape in zip(named, shapes, strict=True)
-            for dim, size in zip(dims, shape, strict=True)
-            if len(dim) > 1 and size != 1
-        ]
-        for _ in compound:
-            for dim, size in compound:
-                unknown = [name for name in dim if name not in sizes]
-                known = math.prod(sizes[name] for name in dim if name in sizes)
-                if len(unknown) == 1 and known and size % known == 0:
-                    sizes[unknown[0]] = size // known
-
-        for i, (dims, shape) in enumerate(zip(named, shapes, strict=True)):
-            for d, (dim, size) in enumerate(zip(dims, shape, strict=True)):
-                self._check_size(dim, size, sizes, f"dimension {d} of {self._array(i)}", operation)
-        return {name: sizes.get(name, 1) for dims in named for dim in dims for name in dim}
-
-    def _check_size(self, dim: Names, size: int, sizes: Mapping[str, int], where: str, operation: str) -> None:
-        if size == 1:
-            return
-        unknown = [name for name in dim if name not in sizes]
-        if unknown:
-            raise ShardingError(
-                f"In the sharding rule of `{operation}`, `{self.text}`, nothing says how long `{unknown[-1]}` is, in "
-                f"{where}, of length {size}. Give `factor_sizes={{'{unknown[-1]}': ...}}`."
-            )
-        if math.prod(sizes[name] for name in dim) != size:
-            lengths = " * ".join(f"{sizes[name]} ({name})" for name in dim)
-            raise ShardingError(
-                f"The sharding rule of `{operation}`, `{self.text}`, does not fit the call: {where} has length {size} "
-                f"instead of {lengths}."
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedFactors:
-    """The factors of one call by name.
-
-    Attributes:
-        sizes: the length of each factor.
-        operands: for each operand and dimension the factors, outermost first; none where the length is 1.
-        results: the same for each result.
-        rule: where they are from.
-    """
-
-    sizes: dict[str, int]
-    operands: tuple[tuple[Names, ...], ...]
-    results: tuple[tuple[Names, ...], ...]
-    rule: ShardingRule
-
-    def blocked(self) -> frozenset[str]:
-        """Factors that may not be split."""
-        reduced = dict(self.rule.reductions)
-        read = {name for dims in self.operands for dim in dims for name in dim}
-
-        def is_blocked(name: str) -> bool:
-            # A result that lacks a factor is known to be the same in all shards only if its parts are combined.
-            is_lost = name not in reduced and not all(any(name in dim for dim in dims) for dims in self.results)
-            # Blocks along two dimensions of one array would lie on its diagonal.
-            is_twice = any(sum(name in dim for dim in dims) > 1 for dims in (*self.operands, *self.results))
-            return name in self.rule.replicated or name not in read or is_lost or is_twice
-
-        return frozenset(filter(is_blocked, self.sizes))
-
-    def factors(self, flops: float) -> Factors:
-        """The factors by number."""
-        numbers = {name: f for f, name in enumerate(self.sizes)}
-
-        def numbered(arrays: tuple[tuple[Names, ...], ...]) -> tuple[Dims, ...]:
-            return tuple(tuple(tuple(numbers[name] for name in dim) for dim in dims) for dims in arrays)
-
-        blocked = self.blocked()
-        # What is combined is missing in some result.
-        lost = [f for f in numbers if not all(any(f in dim for dim in dims) for dims in self.results)]
-        return Factors(
-            sizes=tuple(self.sizes.values()),
-            operands=numbered(self.operands),
-            results=numbered(self.results),
-            reductions={numbers[f]: how for f, how in self.rule.reductions if f in lost and f not in blocked},
-            blocked=frozenset(numbers[name] for name in blocked),
-            flops=flops,
-        )
-
-
-# ---- text -----------------------------------------------------------------------------------------------------------
 
 
 def parse_rule(
@@ -252,37 +60,51 @@ def _arrays(side: str, text: str) -> tuple[ArrayRule, ...]:
 
 
 def _array(part: str, text: str) -> ArrayRule:
-    """One array of a rule."""
+    """One array of a rule: `...` or nothing, then for each dimension a name, or several in parentheses.
+
+    Raises ShardingError, which quotes the `text` of the whole rule, at the first token that may not be there.
+    """
     leading: str | None = None
     dims: list[Names] = []
+    # The factors behind a `(` whose `)` has not come yet.
     inside: list[str] | None = None
-    place = 0
-    part = part.rstrip()
+
+    for token in _tokens(part, text):
+        if token.startswith("..."):
+            if dims or inside is not None or leading is not None:
+                raise ShardingError(f"In the sharding rule `{text}`, `...` may only be the first of an array.")
+            leading = token[3:] or "0"
+
+        elif token == "(":
+            if inside is not None:
+                raise ShardingError(f"The sharding rule `{text}` has `(` within parentheses.")
+            inside = []
+
+        elif token == ")":
+            if not inside:
+                raise ShardingError(f"The sharding rule `{text}` has `)` where no factors are in parentheses.")
+            dims.append(tuple(inside))
+            inside = None
+
+        else:
+            dims.append((token,)) if inside is None else inside.append(token)
+
+    if inside is not None:
+        raise ShardingError(f"The sharding rule `{text}` has `(` without `)`.")
+    return ArrayRule(leading, tuple(dims))
+
+
+def _tokens(part: str, text: str) -> Iterator[str]:
+    """The names, parentheses and `...` of an array, in order."""
+    place, part = 0, part.rstrip()
     while place < len(part):
         found = _TOKEN.match(part, place)
         if found is None:
             raise ShardingError(
                 f"The sharding rule `{text}` has {part[place:].strip()[:1]!r} where a name, `(`, `)` or `...` may be."
             )
-        place, token = found.end(), found[1]
-        if token.startswith("..."):
-            if dims or inside is not None or leading is not None:
-                raise ShardingError(f"In the sharding rule `{text}`, `...` may only be the first of an array.")
-            leading = token[3:] or "0"
-        elif token == "(":
-            if inside is not None:
-                raise ShardingError(f"The sharding rule `{text}` has `(` within parentheses.")
-            inside = []
-        elif token == ")":
-            if not inside:
-                raise ShardingError(f"The sharding rule `{text}` has `)` where no factors are in parentheses.")
-            dims.append(tuple(inside))
-            inside = None
-        else:
-            dims.append((token,)) if inside is None else inside.append(token)
-    if inside is not None:
-        raise ShardingError(f"The sharding rule `{text}` has `(` without `)`.")
-    return ArrayRule(leading, tuple(dims))
+        yield found[1]
+        place = found.end()
 
 
 def _check(rule: ShardingRule) -> None:
@@ -301,13 +123,14 @@ def _check(rule: ShardingRule) -> None:
             raise ShardingError(f"`{name}` is combined by {how!r}, which is none of {', '.join(get_args(Reduction))}.")
         if name in rule.replicated:
             raise ShardingError(f"The factor `{name}` of `{rule.text}` is in `reductions` and in `need_replication`.")
-    _check_dimensions(rule)
+    _check_factor_sizes(rule)
+    _check_diagonals(rule)
 
 
-def _check_dimensions(rule: ShardingRule) -> None:
-    dims = [dim for array in (*rule.operands, *rule.results) for dim in array.dims]
-    inner = {name for dim in dims for name in dim[1:]}
-    whole = {name for dim in dims if len(dim) == 1 for name in dim}
+def _check_factor_sizes(rule: ShardingRule) -> None:
+    """Raise ShardingError unless lengths are given to inner factors only, and are lengths."""
+    inner = rule.inner_names()
+    whole = {dim[0] for array in rule.arrays for dim in array.dims if len(dim) == 1}
     for name, size in rule.sizes:
         # The outermost factor of a dimension is shorter in shards, so its length is none of the operation's.
         if name in whole or name not in inner:
@@ -315,74 +138,14 @@ def _check_dimensions(rule: ShardingRule) -> None:
         if not isinstance(size, int) or size < 1:
             raise ShardingError(f"`factor_sizes` gives the factor `{name}` the length {size!r}.")
 
-    for i, array in enumerate((*rule.operands, *rule.results)):
-        flat = [name for dim in array.dims for name in dim]
-        twice = next((name for name in flat if flat.count(name) > 1 and name not in rule.replicated), None)
+
+def _check_diagonals(rule: ShardingRule) -> None:
+    """Raise ShardingError if an array has a factor twice that may be split."""
+    for i, array in enumerate(rule.arrays):
+        names = [name for dim in array.dims for name in dim]
+        twice = next((name for name in names if names.count(name) > 1 and name not in rule.replicated), None)
         if twice is not None:
             raise ShardingError(
-                f"In the sharding rule `{rule.text}`, {rule._array(i)} has the factor `{twice}` twice. Parts of it "
+                f"In the sharding rule `{rule.text}`, {rule.array_name(i)} has the factor `{twice}` twice. Parts of it "
                 f"would lie on a diagonal: give the dimensions two names, or say `need_replication=('{twice}',)`."
             )
-
-
-# ---- rules from rules -----------------------------------------------------------------------------------------------
-
-
-def batched_rule(rule: ShardingRule, is_batched: Sequence[bool], operands: Shapes, results: Shapes) -> ShardingRule:
-    """The rule under `vmap`: one more leading factor, of the operands that are batched and of all results.
-
-    operands, results: the shapes without the new dimension.
-    """
-    named = rule.named_factors(operands, results, rule.text)
-    new = next(name for name in (f"batch{i}" for i in range(len(named.sizes) + 1)) if name not in named.sizes)
-
-    def array(own: ArrayRule, shape: Sequence[int], batched: bool) -> ArrayRule:
-        dims = own.named(shape)
-        assert dims is not None, (rule, shape)
-        return ArrayRule(None, ((new,), *dims) if batched else dims)
-
-    return replace(
-        rule,
-        operands=tuple(map(array, rule.operands, operands, is_batched)),
-        results=tuple(array(own, shape, True) for own, shape in zip(rule.results, results, strict=True)),
-    )
-
-
-def derivative_rule(
-    rule: ShardingRule, operands: Shapes, results: Shapes, inexact: tuple[Sequence[int], Sequence[int]]
-) -> ShardingRule:
-    """The rule of the derivative of an operation: operands and cotangents of results in, cotangents of operands out.
-
-    If shards of the operands give shards or summands of the results, a shard's cotangents are those of its own
-    operands, and an operand that all shards read has the sum of their cotangents. Other reductions have no such rule.
-
-    inexact: the numbers of the operands and of the results that have cotangents.
-    """
-    named = rule.named_factors(operands, results, rule.text)
-    how = dict(rule.reductions)
-    blocked = named.blocked() | {name for name in named.sizes if how.get(name, "sum") != "sum"}
-
-    def array(own: ArrayRule, shape: Sequence[int]) -> ArrayRule:
-        dims = own.named(shape)
-        assert dims is not None, (rule, shape)
-        return ArrayRule(None, dims)
-
-    read = tuple(map(array, rule.operands, operands))
-    made = tuple(map(array, rule.results, results))
-    of_operands, of_results = inexact
-    return ShardingRule(
-        text=f"derivative of {rule.text}",
-        operands=(*read, *(made[r] for r in of_results)),
-        results=tuple(read[k] for k in of_operands),
-        reductions=tuple((name, "sum") for name in named.sizes if name not in blocked),
-        replicated=tuple(sorted(blocked)),
-        sizes=rule.sizes,
-    )
-
-
-Flops = Callable[..., float]
-
-
-def shapes_of(atoms: Iterable[Any]) -> Shapes:
-    """The shapes of arrays, atoms or avals."""
-    return tuple(tuple(getattr(getattr(atom, "aval", atom), "shape", ())) for atom in atoms)

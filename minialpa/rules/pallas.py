@@ -17,15 +17,15 @@ with the same index maps, on a shorter grid.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.rules.common import Dim, FactorTable, Shapes
-from minialpa.rules.factors import Dims, Factors, replicated_factors, rule
+from minialpa.rules.common import Dim, FactorTable
+from minialpa.rules.factors import Dims, Factors, Shapes, replicated_factors, rule
 from minialpa.rules.kernel_body import carries, computes_on_blocks, positions_read
 from minialpa.rules.known_integers import UNKNOWN, Value, evaluate
 from minialpa.rules.registered import jaxpr_flops
@@ -36,7 +36,7 @@ from minialpa.tracing.jaxprs import shape_of
 _MOST_POSITIONS = 2**20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
     """An axis of a grid that may be cut.
 
@@ -52,31 +52,39 @@ class _Cut:
 
 
 def _cuts(eqn: JaxprEqn, grid: KernelGrid) -> list[_Cut]:
-    """The axes that may be cut."""
+    """The axes that may be cut, in order."""
     body = eqn.params["jaxpr"]
-    is_plain = grid.is_plain and not eqn.effects and computes_on_blocks(body) and not _writes_operands(body, grid)
-    if not is_plain or not 0 < math.prod(grid.sizes) <= _MOST_POSITIONS:
+    if eqn.effects or not _does_only_compute(body, grid):
         return []
-
-    # The axes that vmap has added are not among those that the body counts.
-    own_axes = [axis for axis in range(len(grid.sizes)) if axis not in grid.vmapped]
-    asked = {own_axes[axis] for axis in positions_read(body)}
+    # Index maps are computed at each position.
+    if not 0 < math.prod(grid.sizes) <= _MOST_POSITIONS:
+        return []
     indices = [_indices(array, grid) for array in grid.arrays]
     if any(len(values) != len(array.shape) for values, array in zip(indices, grid.arrays, strict=True)):
         return []
 
-    cuts = []
+    found = (_largest_cut(grid, indices, axis) for axis in _interchangeable_axes(body, grid))
+    return [cut for cut in found if cut is not None]
+
+
+def _does_only_compute(body: Any, grid: KernelGrid) -> bool:
+    """Whether a kernel does nothing but compute the blocks of its results from those of its operands."""
+    return grid.is_plain and computes_on_blocks(body) and not _writes_operands(body, grid)
+
+
+def _interchangeable_axes(body: Any, grid: KernelGrid) -> Iterator[int]:
+    """The axes along which the body does the same at each position: it neither asks where it is nor carries values."""
+    # The axes that vmap has added are not among those that the body counts.
+    own_axes = [axis for axis in range(len(grid.sizes)) if axis not in grid.vmapped]
+    asked = {own_axes[axis] for axis in positions_read(body)}
+
     for axis, size in enumerate(grid.sizes):
         if size == 1 or axis in asked:
             continue
+        # A part begins where the axes that run faster are at 0. What scratch memory holds then is of the part before.
         inner = {i for i, own in enumerate(own_axes) if own > axis}
-        if grid.n_scratch and carries(body, grid.n_scratch, inner):
-            continue
-        divisors = (n for n in range(size, 1, -1) if size % n == 0)
-        found = next((cut for n in divisors if (cut := _cut(grid, indices, axis, n)) is not None), None)
-        if found is not None:
-            cuts.append(found)
-    return cuts
+        if not (grid.n_scratch and carries(body, grid.n_scratch, inner)):
+            yield axis
 
 
 def _writes_operands(body: Any, grid: KernelGrid) -> bool:
@@ -98,50 +106,85 @@ def _indices(array: KernelArray, grid: KernelGrid) -> list[Value]:
     return evaluate(array.index_map, [*positions, *[UNKNOWN] * n_other])
 
 
-def _cut(grid: KernelGrid, indices: Sequence[Sequence[Value]], axis: int, parts: int) -> _Cut | None:
-    """How the arrays follow an axis that is cut into `parts`; None if they do not."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Division:
+    """An axis of a grid in equal parts, which may or may not be a cut.
+
+    Attributes:
+        axis: its number.
+        parts: number of parts.
+        part_size: positions of a part.
+        n_axes: number of axes of the grid.
+    """
+
+    axis: int
+    parts: int
+    part_size: int
+    n_axes: int
+
+
+def _largest_cut(grid: KernelGrid, indices: Sequence[Sequence[Value]], axis: int) -> _Cut | None:
+    """The cut of an axis into the most parts, if there is any; `indices` as from `_indices`, for each array."""
+    size, n_axes = grid.sizes[axis], len(grid.sizes)
+    for parts in range(size, 1, -1):
+        if size % parts == 0:
+            division = _Division(axis=axis, parts=parts, part_size=size // parts, n_axes=n_axes)
+            cut = _cut(grid, indices, division)
+            if cut is not None:
+                return cut
+    return None
+
+
+def _cut(grid: KernelGrid, indices: Sequence[Sequence[Value]], division: _Division) -> _Cut | None:
+    """How the arrays follow an axis that is divided; None if some array does not."""
     dims: list[int | None] = []
     for array, values in zip(grid.arrays, indices, strict=True):
-        following = []
-        for d, value in enumerate(values):
-            step = _step(value, axis, grid.sizes[axis] // parts, len(grid.sizes))
-            if step is None or (step and not _follows(array, d, value, step, (axis, grid.sizes[axis], parts))):
-                return None
-            if step:
-                following.append(d)
-        if len(following) > 1:
+        found = [_relation(array, d, value, division) for d, value in enumerate(values)]
+        # The blocks of a part along two dimensions would lie on the array's diagonal.
+        if "other" in found or found.count("follows") > 1:
             return None
-        dims.append(following[0] if following else None)
+        dims.append(found.index("follows") if "follows" in found else None)
 
     # A result that does not follow the axis is written again by every part.
-    are_results_cut = all(dim is not None for dim in dims[len(dims) - grid.n_results :])
     n_operands = len(dims) - grid.n_results
-    are_aliases_alike = all(dims[i - grid.n_index] == dims[n_operands + o] for i, o in grid.aliases)
-    return _Cut(axis, parts, tuple(dims)) if are_results_cut and are_aliases_alike else None
+    if None in dims[n_operands:]:
+        return None
+    # An operand and a result in the same memory are cut alike.
+    if any(dims[i - grid.n_index] != dims[n_operands + o] for i, o in grid.aliases):
+        return None
+    return _Cut(axis=division.axis, parts=division.parts, dims=tuple(dims))
 
 
-def _step(value: Value, axis: int, size: int, n_axes: int) -> int | None:
-    """By how much an index grows if the position along an axis grows by `size`; None if that differs or is unknown."""
+def _relation(
+    array: KernelArray, dim: int, value: Value, division: _Division
+) -> Literal["follows", "independent", "other"]:
+    """What a dimension with the block index `value` has to do with an axis: see the two formulas above."""
+    step = _step(value, division)
+    if step == 0:
+        return "independent"
+    return "follows" if step is not None and _follows(array, dim, value, step, division) else "other"
+
+
+def _step(value: Value, division: _Division) -> int | None:
+    """By how much an index grows from each position to the same one of the next part; None if that is not known."""
     known = value.known
     if known is None:
-        return None if axis in value.axes else 0
-    if known.ndim != n_axes or known.shape[axis] == 1:
+        return None if division.axis in value.axes else 0
+    if known.ndim != division.n_axes or known.shape[division.axis] == 1:
         return 0
-    along = np.moveaxis(known, axis, 0).astype(np.int64)
-    steps = along[size:] - along[:-size]
+    along = np.moveaxis(known, division.axis, 0).astype(np.int64)
+    steps = along[division.part_size :] - along[: -division.part_size]
     return int(steps.flat[0]) if np.all(steps == steps.flat[0]) else None
 
 
-def _follows(array: KernelArray, dim: int, value: Value, step: int, cut: tuple[int, int, int]) -> bool:
+def _follows(array: KernelArray, dim: int, value: Value, step: int, division: _Division) -> bool:
     """Whether the blocks of a dimension are cut into as many equal parts as the axis, in the same order."""
-    axis, size, parts = cut
     block, length = array.blocks[dim], array.shape[dim]
-    if block is None or length % block:
+    if block is None or length % block or length // block != step * division.parts:
         return False
-    n_blocks = length // block
     assert value.known is not None
-    first = np.take(value.known, range(size // parts), axis=axis)
-    return n_blocks == step * parts and int(first.min()) >= 0 and int(first.max()) < step
+    first = np.take(value.known, range(division.part_size), axis=division.axis)
+    return int(first.min()) >= 0 and int(first.max()) < step
 
 
 def _local_call(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:
@@ -172,7 +215,7 @@ def _pallas_call(eqn: JaxprEqn) -> Factors:
         return replicated_factors(eqn, flops)
 
     table = FactorTable()
-    factors = {(cut.axis): table.dim(cut.parts) for cut in cuts}
+    factors = {cut.axis: table.dim(cut.parts) for cut in cuts}
     index = [table.dims(shape_of(atom), blocked=True) for atom in eqn.invars[: grid.n_index]]
     arrays = [_dims(table, array, a, cuts, factors) for a, array in enumerate(grid.arrays)]
     n_read = len(arrays) - grid.n_results

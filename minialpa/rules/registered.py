@@ -22,12 +22,15 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 
 from minialpa.errors import ShardingError
-from minialpa.rules.common import Shapes, n_elements
-from minialpa.rules.factors import Factors, factors_of, forget, has_rule, is_kernel, replicated_factors, rule
-from minialpa.rules.notation import Flops, ShardingRule, batched_rule, derivative_rule, shapes_of
+from minialpa.rules.common import n_elements
+from minialpa.rules.derived_rules import batched_rule, derivative_rule
+from minialpa.rules.factors import Factors, Shapes, factors_of, forget, has_rule, is_kernel, replicated_factors, rule
+from minialpa.rules.sharding_rule import ShardingRule, shapes_of
 from minialpa.support.private_jax import changed_aval, define_batching, define_function, result_avals
 from minialpa.tracing.jaxprs import aval_of, is_weak, sub_jaxprs
 
+#: Floating point operations, from the types of the operands.
+Flops = Callable[..., float]
 #: From parameters and the shapes of the shards of operands and results to the parameters for shards.
 ParamsOf = Callable[[dict[str, Any], Shapes, Shapes], dict[str, Any]]
 
@@ -38,13 +41,8 @@ def check_shards(eqn: JaxprEqn, factors: Factors, names: Sequence[str], operatio
     names: of the factors.
     local: `local(eqn, operand shapes, result shapes)` gives the parameters for shards.
     """
-    for f in factors.splittable:
-        n = next(p for p in range(2, factors.sizes[f] + 1) if factors.sizes[f] % p == 0)
-        if not factors.may_split(f, n):
-            continue
-        operands, results = (
-            tuple(factors.shape(dims, {f: n}) for dims in arrays) for arrays in (factors.operands, factors.results)
-        )
+    for f, n in factors.smallest_splits():
+        operands, results = factors.local_shapes({f: n})
         avals = [changed_aval(aval_of(atom), shape=shape) for atom, shape in zip(eqn.invars, operands, strict=True)]
         try:
             made = shapes_of(result_avals(eqn, avals, local(eqn, operands, results)))

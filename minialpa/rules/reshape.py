@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.rules.common import Dim, FactorTable, Shapes
-from minialpa.rules.factors import Dims, Factors, rule
+from minialpa.rules.common import Dim, FactorTable
+from minialpa.rules.factors import Dims, Factors, Shapes, rule
 from minialpa.tracing.jaxprs import shape_of
 
 

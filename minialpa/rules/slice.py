@@ -10,8 +10,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.rules.common import FactorTable, Shapes
-from minialpa.rules.factors import Dims, Factors, rule
+from minialpa.rules.common import FactorTable
+from minialpa.rules.factors import Dims, Factors, Shapes, rule
 from minialpa.tracing.jaxprs import shape_of
 
 

@@ -311,56 +311,55 @@ def cudnn_version() -> int | None:
         return None
 
 
-def cudnn_attention(
-    query: Any, key: Any, value: Any, *, scale: float, is_causal: bool, window: int | None
-) -> tuple[Any, Any]:
-    """out [b t n d] and logsumexp [b n t] of query [b t n d] and key and value [b s m d], n a multiple of m.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudnnAttention:
+    """What cuDNN computes.
 
-    Query i sees keys j <= i if `is_causal`, and of these only j > i - window.
+    Attributes:
+        scale: factor of the products of queries and keys.
+        is_causal: whether query i sees keys j <= i only.
+        window: query i sees of these only keys j > i - window; None for all of them.
     """
+
+    scale: float
+    is_causal: bool
+    window: int | None
+
+    def params(self) -> dict[str, Any]:
+        """Parameters of jax's functions."""
+        from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
+
+        return {
+            "scale": self.scale,
+            "seed": 0,
+            "dropout_rate": 0.0,
+            "variadic_args": (False, False),
+            "mask_type": MaskType.CAUSAL if self.is_causal else MaskType.NO_MASK,
+            "layout": AttentionLayout.BTNH.value,
+            "sliding_window_length": self.window,
+        }
+
+
+def cudnn_attention(query: Any, key: Any, value: Any, attention: CudnnAttention) -> tuple[Any, Any]:
+    """out [b t n d] and logsumexp [b n t] of query [b t n d] and key and value [b s m d], n a multiple of m."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     compute: Any = cudnn._dot_product_attention_fwd_impl
     absent = [jax.numpy.zeros(0, query.dtype)] * 7
-    params = _cudnn_params(scale, is_causal, window)
-    out, logsumexp = compute(query, key, value, *absent, is_training=True, **params)
+    out, logsumexp = compute(query, key, value, *absent, is_training=True, **attention.params())
     return out, logsumexp
 
 
 def cudnn_attention_gradient(
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    logsumexp: Any,
-    out_bar: Any,
-    *,
-    scale: float,
-    is_causal: bool,
-    window: int | None,
+    operands: Sequence[Any], out: Any, logsumexp: Any, out_bar: Any, attention: CudnnAttention
 ) -> Sequence[Any]:
-    """The cotangents of query, key and value."""
+    """The cotangents of `operands`, query, key and value; shapes as in `cudnn_attention`, `out_bar` like `out`."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     compute: Any = cudnn._dot_product_attention_bwd_impl
-    absent = [jax.numpy.zeros(0, query.dtype)] * 7
-    params = _cudnn_params(scale, is_causal, window)
-    cotangents: Sequence[Any] = compute(query, key, value, *absent, logsumexp, out, out_bar, **params)
+    absent = [jax.numpy.zeros(0, operands[0].dtype)] * 7
+    cotangents: Sequence[Any] = compute(*operands, *absent, logsumexp, out, out_bar, **attention.params())
     return cotangents
-
-
-def _cudnn_params(scale: float, is_causal: bool, window: int | None) -> dict[str, Any]:
-    from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
-
-    return {
-        "scale": scale,
-        "seed": 0,
-        "dropout_rate": 0.0,
-        "variadic_args": (False, False),
-        "mask_type": MaskType.CAUSAL if is_causal else MaskType.NO_MASK,
-        "layout": AttentionLayout.BTNH.value,
-        "sliding_window_length": window,
-    }
 
 
 # ---- memory of arrays ------------------------------------------------------------------------------------------------

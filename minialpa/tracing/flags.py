@@ -11,7 +11,7 @@ examples as they are whose flag is not set. The loops of equinox have this form.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from minialpa.tracing.jaxprs import (
     live_equations,
     operand_vars,
     shape_of,
+    with_each_body,
 )
 from minialpa.tracing.values import ELEMENTWISE, Values, producers_of
 
@@ -45,7 +46,7 @@ def with_flags_as_tests(flat: FlatJaxpr) -> FlatJaxpr:
         if loop is not None:
             values = values or _values_of(flat)
             eqn = _tested_by_flag(loop, values, used) or eqn
-        eqns.append(_with_bodies(eqn) if is_control_flow(eqn) else eqn)
+        eqns.append(with_each_body(_body_with_flags, eqn) if is_control_flow(eqn) else eqn)
     return replace(flat, eqns=tuple(eqns))
 
 
@@ -57,36 +58,18 @@ def _values_of(flat: FlatJaxpr) -> Values:
     return values
 
 
-def _with_bodies(eqn: JaxprEqn) -> JaxprEqn:
-    """A loop or branches with loops inside that test a flag where they can."""
-
-    def rewritten(closed: ClosedJaxpr) -> ClosedJaxpr:
-        if not any(is_control_flow(inner) for inner in closed.jaxpr.eqns):
-            return closed
-        flat = FlatJaxpr(
-            constvars=tuple(closed.jaxpr.constvars), consts=tuple(closed.consts), invars=tuple(closed.jaxpr.invars),
-            eqns=tuple(closed.jaxpr.eqns), scopes=("",) * len(closed.jaxpr.eqns), outvars=tuple(closed.jaxpr.outvars),
-        )  # fmt: skip
-        new = with_flags_as_tests(flat)
-        if all(after is before for after, before in zip(new.eqns, flat.eqns, strict=True)):
-            return closed
-        return ClosedJaxpr(closed.jaxpr.replace(eqns=list(new.eqns)), list(closed.consts))
-
-    params = dict(eqn.params)
-    for name, value in eqn.params.items():
-        if isinstance(value, ClosedJaxpr):
-            params[name] = rewritten(value)
-        elif name == "branches":
-            params[name] = tuple(rewritten(branch) for branch in value)
-    is_same = all(_is_same(params[name], value) for name, value in eqn.params.items())
-    new: JaxprEqn = eqn if is_same else eqn.replace(params=params)
-    return new
-
-
-def _is_same(first: Any, second: Any) -> bool:
-    if isinstance(first, tuple) and isinstance(second, tuple):
-        return len(first) == len(second) and all(map(_is_same, first, second))
-    return first is second
+def _body_with_flags(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A body or branch with loops that test a flag where they can; itself, if no loop in it changes."""
+    if not any(is_control_flow(inner) for inner in closed.jaxpr.eqns):
+        return closed
+    flat = FlatJaxpr(
+        constvars=tuple(closed.jaxpr.constvars), consts=tuple(closed.consts), invars=tuple(closed.jaxpr.invars),
+        eqns=tuple(closed.jaxpr.eqns), scopes=("",) * len(closed.jaxpr.eqns), outvars=tuple(closed.jaxpr.outvars),
+    )  # fmt: skip
+    new = with_flags_as_tests(flat)
+    if all(after is before for after, before in zip(new.eqns, flat.eqns, strict=True)):
+        return closed
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=list(new.eqns)), list(closed.consts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,47 +144,96 @@ def _holds_before(loop: _Loop, values: Values, flag: Atom) -> bool:
 
 def _stays(loop: _Loop, values: Values, k: int) -> bool:
     """Whether carry `k` is what the test computes after an iteration, if it is before."""
-    body, producers = loop.body, producers_of(loop.body)
-    carries = loop.carries(body.invars)
-    flag = carries[k]
+    iteration = _Iteration(loop, producers_of(loop.body))
+    goes_on = _and_of_flag(iteration, k)
+    advanced = _advanced_carries(iteration, k)
+    return goes_on is not None and advanced is not None and _is_test_of(loop, values, goes_on, advanced)
 
-    def source(atom: Atom) -> Atom:
+
+@dataclass(frozen=True, slots=True)
+class _Iteration:
+    """What one iteration of a loop makes of its carries, where a copy of a value is the value itself.
+
+    Attributes:
+        loop: the loop.
+        producers: the equation that makes each variable of the body.
+    """
+
+    loop: _Loop
+    producers: Mapping[Atom, JaxprEqn]
+
+    @property
+    def carries(self) -> list[Atom]:
+        """The carries before the iteration; their next values are the results of the body, in the same order."""
+        return self.loop.carries(self.loop.body.invars)
+
+    def source(self, atom: Atom) -> Atom:
         """What an atom is a copy of."""
-        while not is_literal(atom) and atom in producers and producers[atom].primitive.name == "copy":
-            atom = producers[atom].invars[0]
+        while (eqn := self._producer(atom)) is not None and eqn.primitive.name == "copy":
+            atom = eqn.invars[0]
         return atom
 
-    # The flag goes on as `flag and X`.
-    last = None if is_literal(body.outvars[k]) else producers.get(source(body.outvars[k]))
-    if last is None or last.primitive.name != "and" or not any(source(atom) is flag for atom in last.invars):
-        return False
-    others = [atom for atom in last.invars if source(atom) is not flag]
+    def made_by(self, primitive: str, atom: Atom) -> JaxprEqn | None:
+        """The equation that makes an atom, if it is one of this primitive."""
+        eqn = self._producer(self.source(atom))
+        return eqn if eqn is not None and eqn.primitive.name == primitive else None
 
-    # Each carry that the test reads goes on as `where(flag, N, carry)`, or stays.
-    read = _read_by_condition(loop)
-    if read is None or len(others) != 1:
-        return False
+    def _producer(self, atom: Atom) -> JaxprEqn | None:
+        return None if is_literal(atom) else self.producers.get(atom)
+
+
+def _and_of_flag(iteration: _Iteration, k: int) -> Atom | None:
+    """X, if carry `k` goes on as `flag and X`; else None."""
+    flag = iteration.carries[k]
+    last = iteration.made_by("and", iteration.loop.body.outvars[k])
+    if last is None:
+        return None
+    others = [atom for atom in last.invars if iteration.source(atom) is not flag]
+    return others[0] if len(others) == 1 else None
+
+
+def _advanced_carries(iteration: _Iteration, k: int) -> list[Atom] | None:
+    """N for each carry that goes on as `where(flag, N, carry)`, and the others as they are before the iteration.
+
+    None if a carry that the test reads neither goes on like this nor stays. `flag` is carry `k`.
+    """
+    read = _read_by_condition(iteration.loop)
+    if read is None:
+        return None
+
+    carries = iteration.carries
     advanced = list(carries)
     for i in read:
-        new = source(body.outvars[i])
-        if new is carries[i]:
-            continue
-        select = None if is_literal(new) else producers.get(new)
-        if select is None or select.primitive.name != "select_n" or shape_of(new) != shape_of(flag):
-            return False
-        chosen, old, advanced[i] = select.invars[0], select.invars[1], select.invars[-1]
-        if len(select.invars) != 3 or source(chosen) is not flag or source(old) is not carries[i]:
-            return False
+        new = iteration.loop.body.outvars[i]
+        if iteration.source(new) is not carries[i]:
+            chosen = _chosen_by(iteration, carries[k], new, carries[i])
+            if chosen is None:
+                return None
+            advanced[i] = chosen
+    return advanced
 
-    # X is what the test computes of N.
+
+def _chosen_by(iteration: _Iteration, flag: Atom, new: Atom, old: Atom) -> Atom | None:
+    """N, if `new` is `where(flag, N, old)` with a flag for each element; else None."""
+    select = iteration.made_by("select_n", new)
+    if select is None or len(select.invars) != 3 or shape_of(new) != shape_of(flag):
+        return None
+    which, unset, chosen = select.invars
+    return chosen if iteration.source(which) is flag and iteration.source(unset) is old else None
+
+
+def _is_test_of(loop: _Loop, values: Values, goes_on: Atom, advanced: Sequence[Atom]) -> bool:
+    """Whether `goes_on`, a value of the body, is what the test computes of the values `advanced` of the carries."""
     inside = values.copy()
     n_consts = loop.eqn.params["cond_nconsts"]
     constants = loop.eqn.invars[n_consts : len(loop.eqn.invars) - loop.n_carries]
-    inside.of.update(zip(body.invars, (inside.read(atom) for atom in constants), strict=False))
-    for i, carry in enumerate(carries):
+    inside.of.update(zip(loop.body.invars, (inside.read(atom) for atom in constants), strict=False))
+
+    # Nothing is known of the carries in the middle of the loop, so each is a value of its own.
+    for i, carry in enumerate(loop.carries(loop.body.invars)):
         inside.name(carry, ("carry", id(loop), i))
-    inside.run(body)
-    number = inside.read(others[0])
+    inside.run(loop.body)
+    number = inside.read(goes_on)
     return _run_test(loop, inside, advanced) == number
 
 
@@ -239,30 +271,18 @@ def _with_test(loop: _Loop, k: int) -> _Loop:
 
 def _without_dead_carries(loop: _Loop, used: set[Atom]) -> JaxprEqn:
     """The loop as an equation, without carries that neither the test nor what follows needs."""
-    read = {atom for eqn in loop.test.eqns for atom in operand_vars(eqn)} | set(loop.test.outvars)
-    carries = loop.carries(loop.body.invars)
-    rows = list(zip(loop.eqn.outvars, loop.carries(loop.test.invars), strict=True))
-    needed = {i for i, (result, tested) in enumerate(rows) if result in used or tested in read}
-    while True:
-        outvars = [loop.body.outvars[i] for i in sorted(needed)]
-        is_live = live_equations(loop.body.eqns, outvars)
-        eqns = [eqn for eqn, live in zip(loop.body.eqns, is_live, strict=True) if live]
-        inside = {atom for eqn in eqns for atom in operand_vars(eqn)}
-        inside.update(atom for atom in outvars if not is_literal(atom))
-        grown = needed | {i for i, carry in enumerate(carries) if carry in inside}
-        if grown == needed:
-            break
-        needed = grown
+    needed = _needed_carries(loop, used)
 
     def kept(inputs: Sequence[Any]) -> list[Any]:
         n_consts = len(inputs) - loop.n_carries
-        return [*inputs[:n_consts], *(inputs[n_consts + i] for i in sorted(needed))]
+        return [*inputs[:n_consts], *(inputs[n_consts + i] for i in needed)]
 
     before = loop.eqn.params["cond_jaxpr"].jaxpr, loop.eqn.params["body_jaxpr"].jaxpr
     test = before[0].replace(
         constvars=list(loop.test.constvars), invars=kept(loop.test.invars), eqns=list(loop.test.eqns),
         outvars=list(loop.test.outvars), debug_info=before[0].debug_info.with_unknown_names(),
     )  # fmt: skip
+    eqns, outvars = _body_of_carries(loop, needed)
     body = before[1].replace(
         constvars=list(loop.body.constvars), invars=kept(loop.body.invars), eqns=eqns, outvars=outvars,
         debug_info=before[1].debug_info.with_unknown_names(),
@@ -273,6 +293,30 @@ def _without_dead_carries(loop: _Loop, used: set[Atom]) -> JaxprEqn:
         body_jaxpr=ClosedJaxpr(body, list(loop.body.consts)),
     )
     new: JaxprEqn = loop.eqn.replace(
-        invars=kept(loop.eqn.invars), outvars=[loop.eqn.outvars[i] for i in sorted(needed)], params=params
+        invars=kept(loop.eqn.invars), outvars=[loop.eqn.outvars[i] for i in needed], params=params
     )
     return new
+
+
+def _needed_carries(loop: _Loop, used: set[Atom]) -> list[int]:
+    """Numbers of the carries that the test or what follows needs, or that the body needs to compute one of these."""
+    read = {atom for eqn in loop.test.eqns for atom in operand_vars(eqn)} | set(loop.test.outvars)
+    rows = zip(loop.eqn.outvars, loop.carries(loop.test.invars), strict=True)
+    needed = {i for i, (result, tested) in enumerate(rows) if result in used or tested in read}
+
+    carries = loop.carries(loop.body.invars)
+    while True:
+        eqns, outvars = _body_of_carries(loop, sorted(needed))
+        inside = {atom for eqn in eqns for atom in operand_vars(eqn)}
+        inside.update(atom for atom in outvars if not is_literal(atom))
+        grown = needed | {i for i, carry in enumerate(carries) if carry in inside}
+        if grown == needed:
+            return sorted(needed)
+        needed = grown
+
+
+def _body_of_carries(loop: _Loop, needed: Sequence[int]) -> tuple[list[JaxprEqn], list[Atom]]:
+    """The equations of the body that compute the next values of these carries, and the next values."""
+    outvars = [loop.body.outvars[i] for i in needed]
+    is_live = live_equations(loop.body.eqns, outvars)
+    return [eqn for eqn, live in zip(loop.body.eqns, is_live, strict=True) if live], outvars

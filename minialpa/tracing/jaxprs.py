@@ -190,6 +190,33 @@ def with_called(eqn: JaxprEqn, inner: Any) -> JaxprEqn:
     return new
 
 
+def with_bodies(eqn: JaxprEqn, bodies: Mapping[str, Any]) -> JaxprEqn:
+    """The equation with these programs, or tuples of programs, as parameters; itself, if they are its own.
+
+    Planning knows equations and bodies by identity.
+    """
+
+    def is_own(name: str) -> bool:
+        old, new = eqn.params[name], bodies[name]
+        return all(a is b for a, b in zip(old, new, strict=True)) if isinstance(old, tuple) else old is new
+
+    if all(is_own(name) for name in bodies):
+        return eqn
+    new: JaxprEqn = eqn.replace(params={**eqn.params, **bodies})
+    return new
+
+
+def with_each_body(fun: Callable[[ClosedJaxpr], ClosedJaxpr], eqn: JaxprEqn) -> JaxprEqn:
+    """A loop or branches with `fun(program)` for each program inside; itself, if these are the same programs."""
+    bodies: dict[str, Any] = {}
+    for name, value in eqn.params.items():
+        if isinstance(value, ClosedJaxpr):
+            bodies[name] = fun(value)
+        elif name == "branches":
+            bodies[name] = tuple(map(fun, value))
+    return with_bodies(eqn, bodies)
+
+
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """Number of consts and of carries."""
     if "num_consts" in eqn.params:
@@ -421,17 +448,7 @@ def _with_bodies_written_out(eqn: JaxprEqn) -> JaxprEqn:
     """A loop or branches whose bodies have no primitive that can be written out."""
     if not _is_to_be_written_out([eqn]):
         return eqn
-
-    def written(value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
-            return _body_written_out(value)
-        return tuple(map(written, value)) if isinstance(value, tuple) and name == "branches" else value
-
-    params = {}
-    for name, value in eqn.params.items():
-        params[name] = written(value)
-    new: JaxprEqn = eqn.replace(params=params)
-    return new
+    return with_each_body(_body_written_out, eqn)
 
 
 def _body_written_out(closed: ClosedJaxpr) -> ClosedJaxpr:

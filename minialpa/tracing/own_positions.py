@@ -11,7 +11,7 @@ loops and branches are rewritten, too. An index that pairs examples, such as `ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from minialpa.support.private_jax import with_source_of
-from minialpa.tracing.affine import At, Outside, Program, inputs_of_scan, inside
+from minialpa.tracing.affine import At
+from minialpa.tracing.affine_programs import Outside, Program, inputs_of_scan, inside
 from minialpa.tracing.jaxprs import (
     Atom,
     FlatJaxpr,
@@ -28,6 +29,7 @@ from minialpa.tracing.jaxprs import (
     equations_for,
     is_call,
     shape_of,
+    with_bodies,
     with_called,
 )
 
@@ -54,7 +56,7 @@ def _rewritten(eqn: JaxprEqn, program: Program) -> list[JaxprEqn]:
         inner, operands = called(eqn)
         body = _body(inner, program, [Outside(atom) for atom in operands])
         return [eqn if body is inner else with_called(eqn, body)]
-    return [_with_bodies(eqn, _bodies(eqn, program))] if name in ("scan", "while", "cond") else [eqn]
+    return [with_bodies(eqn, _bodies(eqn, program))] if name in ("scan", "while", "cond") else [eqn]
 
 
 # ---- loops and branches ----------------------------------------------------------------------------------------------
@@ -85,24 +87,12 @@ def _bodies(eqn: JaxprEqn, program: Program) -> dict[str, Any]:
     }
 
 
-def _with_bodies(eqn: JaxprEqn, bodies: Mapping[str, Any]) -> JaxprEqn:
-    """The equation with these programs; itself, if they are its own."""
-    if all(_is_same(eqn.params[name], body) for name, body in bodies.items()):
-        return eqn
-    new: JaxprEqn = eqn.replace(params={**eqn.params, **bodies})
-    return new
-
-
-def _is_same(old: Any, new: Any) -> bool:
-    return all(a is b for a, b in zip(old, new, strict=True)) if isinstance(old, tuple) else old is new
-
-
 def _body(
     closed: Any, around: Program, inputs: Sequence[Outside | None], branch: tuple[Atom, int] | None = None
 ) -> Any:
     """A jaxpr with its equations rewritten; itself, if none changes, since planning knows bodies by identity.
 
-    The arguments are as in `affine.inside`.
+    The arguments are as in `affine_programs.inside`.
     """
     jaxpr = getattr(closed, "jaxpr", closed)
     program = inside(closed, around, inputs, branch)

@@ -14,6 +14,7 @@ import pytest
 
 from minialpa.attention import blockwise, cudnn
 from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
+from minialpa.support.private_jax import CudnnAttention
 from tests.attention.written import Case, make_case, written
 
 CAUSAL = Attention(scale=0.5, right=0, masked_score=-1e9)
@@ -79,6 +80,7 @@ def test_cudnn_is_called(kind: Attention) -> None:
         (Attention(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 12, 12)}),
         (Attention(scale=0.5), {"sizes": (1, 64, 64, 1, 2, 256, 256)}),
         (Attention(scale=-0.5), {}),
+        (Attention(scale=math.nan), {}),
         (Attention(scale=0.5, right=1), {}),
         (Attention(scale=0.5, left=3), {}),
         (Attention(scale=0.5, left=-1, right=0), {}),
@@ -104,35 +106,25 @@ def test_cudnn_is_not_called_if_it_is_old_or_absent(monkeypatch: pytest.MonkeyPa
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of cuDNN, what it computes by its documentation; all arrays are doubled, to be recognised."""
 
-    def kind_of(scale: float, is_causal: bool, window: int | None) -> Attention:
-        return Attention(scale=scale, left=None if window is None else window - 1, right=0 if is_causal else None)
+    def kind_of(known: CudnnAttention) -> Attention:
+        left = None if known.window is None else known.window - 1
+        return Attention(scale=known.scale, left=left, right=0 if known.is_causal else None)
 
     def operands(query: Any, key: Any, value: Any, kind: Attention) -> Any:
         b, t, _, d = query.shape
         positions = [jnp.arange(n, dtype=np.int32) for n in (t, key.shape[1])][: kind.n_positions]
         return query.reshape(b, t, key.shape[2], -1, d), key, value, *positions
 
-    def forward(query: Any, key: Any, value: Any, *, scale: float, is_causal: bool, window: int | None) -> Any:
-        kind = kind_of(scale, is_causal, window)
+    def forward(query: Any, key: Any, value: Any, known: CudnnAttention) -> Any:
+        kind = kind_of(known)
         arrays = operands(query, key, value, kind)
         _, logsumexp = blockwise.attend(*arrays, kind=kind)
         out = written(*arrays, kind=kind).reshape(query.shape).astype(query.dtype)
         return out * 2, logsumexp.reshape(*query.shape[:-1]).transpose(0, 2, 1)
 
-    def backward(
-        query: Any,
-        key: Any,
-        value: Any,
-        out: Any,
-        logsumexp: Any,
-        out_bar: Any,
-        *,
-        scale: float,
-        is_causal: bool,
-        window: int | None,
-    ) -> Any:
-        kind = kind_of(scale, is_causal, window)
-        arrays = operands(query, key, value, kind)
+    def backward(given: Any, out: Any, logsumexp: Any, out_bar: Any, known: CudnnAttention) -> Any:
+        kind = kind_of(known)
+        arrays = operands(*given, kind)
         shape = arrays[0].shape
         bars = blockwise.differentiate(
             *arrays[:3],
@@ -141,10 +133,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
             out_bar.reshape(shape),
             *arrays[3:],
             kind=kind,
-            dtypes=(query.dtype.name,) * 3,
+            dtypes=(out.dtype.name,) * 3,
             wants_bias=(),
         )
-        return [(x * 2).reshape(y.shape) for x, y in zip(bars, (query, key, value), strict=True)]
+        return [(x * 2).reshape(y.shape) for x, y in zip(bars, given, strict=True)]
 
     monkeypatch.setattr(cudnn, "cudnn_attention", forward)
     monkeypatch.setattr(cudnn, "cudnn_attention_gradient", backward)

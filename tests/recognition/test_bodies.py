@@ -62,6 +62,14 @@ def test_scans_over_layers(name: str) -> None:
     assert compared(scanned(body), WEIGHTS, X).counts == counts
 
 
+def test_a_scan_becomes_the_same_program_each_time() -> None:
+    """Plans of one process are used by others, so that nothing may depend on where Python put the variables."""
+    steps = [recognise(trace(scanned(layer), WEIGHTS, X, batch=()), everywhere=True) for _ in range(2)]
+    first, second = ([str(eqn.params["jaxpr"]) for eqn in step.flat.eqns if "jaxpr" in eqn.params] for step in steps)
+    assert len(first) == 2
+    assert first == second
+
+
 @pytest.mark.slow
 def test_a_scan_backwards_with_unrolled_iterations() -> None:
     assert compared(scanned(layer, reverse=True, unroll=3), WEIGHTS, X).counts == (1, 1)

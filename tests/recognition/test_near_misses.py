@@ -215,3 +215,18 @@ def test_an_attention_across_a_pipeline_boundary_is_left_as_written() -> None:
 
     assert compared(cut(True), QUERY, KEY, VALUE).counts == (0, 0)
     assert compared(cut(False), QUERY, KEY, VALUE).counts == (1, 1)
+
+
+@pytest.mark.parametrize("offset, is_on_keys", [(2**31 - 1, False), (2**31 - 1, True), (-(2**31), False)])
+def test_positions_that_overflow_are_no_window(offset: int, is_on_keys: bool) -> None:
+    """i + 2^31 - 1 is negative for i = 1, and from -2^31 on a difference of positions overflows."""
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        i, j = jnp.arange(T, dtype=np.int32)[:, None], jnp.arange(S, dtype=np.int32)[None]
+        mask = j - np.int32(offset) >= i if is_on_keys else j <= i + np.int32(offset)
+        return mixed(jax.nn.softmax(jnp.where(mask[None, None], scores_of(q, k), -1e9)), v)
+
+    found = compared(attention, QUERY, KEY, VALUE)
+    assert found.counts == (1, 0)
+    (kind,) = (eqn.params["kind"] for eqn in found.step.flat.eqns if eqn.primitive.name == "minialpa_attention")
+    assert not kind.has_window and kind.n_masks == 1

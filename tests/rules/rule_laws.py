@@ -21,15 +21,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from minialpa.rules.factors import Dims, Factors, factors_of, localize, run_shard
-
-_COMBINE: dict[str, Any] = {
-    "and": np.bitwise_and,
-    "max": np.maximum,
-    "min": np.minimum,
-    "or": np.bitwise_or,
-    "prod": np.multiply,
-    "sum": np.add,
-}
+from minialpa.rules.parts import Part, cut, wholes
 
 
 @dataclass(frozen=True)
@@ -48,11 +40,11 @@ class Job:
     eqn: JaxprEqn
     operands: Sequence[Any]
     params: Mapping[str, Any] = field(default_factory=dict)
-    part: _Part | None = None
+    position: _Position | None = None
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Position:
     """Which of the `n_splits[f]` parts along each factor."""
 
     n_splits: Mapping[int, int]
@@ -60,9 +52,9 @@ class _Part:
 
 
 def bind(job: Job) -> tuple[Any, ...]:
-    if job.part is not None:
-        numbers = {f: np.int32(i) for f, i in job.part.numbers.items()}
-        return tuple(run_shard(job.eqn, factors_of(job.eqn), job.operands, job.part.n_splits, numbers))
+    if job.position is not None:
+        numbers = {f: np.int32(i) for f, i in job.position.numbers.items()}
+        return tuple(run_shard(job.eqn, factors_of(job.eqn), job.operands, job.position.n_splits, numbers))
     results = job.eqn.primitive.bind(*job.operands, **job.params)
     return tuple(results) if job.eqn.primitive.multiple_results else (results,)
 
@@ -147,21 +139,12 @@ def vjp(fun: Callable[..., Any]) -> Callable[..., Any]:
     return gradients
 
 
-def _half(x: Any, dims: Dims, factor: int, half: int) -> Any:
-    """The first or second half of an array along `factor`; the whole array where it lacks the factor."""
-    for axis, dim in enumerate(dims):
-        if factor in dim:
-            middle = x.shape[axis] // 2
-            x = x[(slice(None),) * axis + (slice(half * middle, (half + 1) * middle),)]
-    return x
-
-
 def _operands_of_half(case: Case, factors: Factors, factor: int, half: int) -> list[Any]:
     """Halves of the operands. What a sum is added to, and lacks the factor, takes part in the first half only."""
     arrays = []
     for i, (x, dims) in enumerate(zip(case.operands, factors.operands, strict=True)):
         is_added_to = half == 1 and factors.takes_part_once(factor, i)
-        arrays.append(np.zeros_like(x) if is_added_to else _half(x, dims, factor, half))
+        arrays.append(np.zeros_like(x) if is_added_to else cut(x, dims, Part(factor, half, 2)))
     return arrays
 
 
@@ -171,14 +154,11 @@ def _numbers(x: Any) -> np.ndarray:
     return x.astype(np.float32) if x.dtype == jnp.bfloat16 else x
 
 
-def _joined(factors: Factors, factor: int, result: int, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    axes = [axis for axis, dim in enumerate(factors.results[result]) if factor in dim]
-    if axes:
-        return np.concatenate([first, second], axis=axes[0])
-    if factors.is_partial(factor, result):
-        return np.asarray(_COMBINE[factors.reductions[factor]](first, second))
-    np.testing.assert_array_equal(first, second)
-    return first
+def _joined(factors: Factors, factor: int, result: int, parts: Sequence[np.ndarray]) -> np.ndarray:
+    whole, *others = wholes(parts, factors, factor, result)
+    for other in others:
+        np.testing.assert_array_equal(whole, other)
+    return whole
 
 
 def check_halving(found: Sequence[Case]) -> None:
@@ -198,18 +178,15 @@ def check_halving(found: Sequence[Case]) -> None:
     computed = compute(jobs)
     for (case, factors, f), first, second in zip(todo, computed[::2], computed[1::2], strict=True):
         for r, (expected, *halves) in enumerate(zip(case.results, first, second, strict=True)):
-            joined = _joined(factors, f, r, *map(_numbers, halves))
+            joined = _joined(factors, f, r, [_numbers(half) for half in halves])
             message = f"factor {f} of {case.eqn}: {notation(case)}"
             np.testing.assert_allclose(joined, _numbers(expected), rtol=2e-4, atol=2e-5, err_msg=message)
 
 
-def _cut(x: Any, dims: Dims, part: _Part) -> Any:
+def _shard(x: Any, dims: Dims, position: _Position) -> Any:
     """The shard of an array. Positional factors have dimensions for themselves."""
-    for axis, dim in enumerate(dims):
-        for f in set(dim) & part.numbers.keys():
-            size = x.shape[axis] // part.n_splits[f]
-            start = part.numbers[f] * size
-            x = x[(slice(None),) * axis + (slice(start, start + size),)]
+    for f, number in position.numbers.items():
+        x = cut(x, dims, Part(f, number, position.n_splits[f]))
     return x
 
 
@@ -218,10 +195,7 @@ def _assembled(factors: Factors, n_splits: Mapping[int, int], shards: np.ndarray
     for f in reversed(n_splits):
         joined = np.empty(shards.shape[:-1], object)
         for i in np.ndindex(*joined.shape):
-            parts = list(shards[i])
-            for x in parts[1:]:
-                parts[0] = _joined(factors, f, result, parts[0], x)
-            joined[i] = parts[0]
+            joined[i] = _joined(factors, f, result, list(shards[i]))
         shards = joined
     return np.asarray(shards[()])
 
@@ -248,10 +222,10 @@ def check_positions(found: Sequence[Case]) -> int:
     jobs = []
     for case, n_splits in todo:
         for numbers in itertools.product(*map(range, n_splits.values())):
-            part = _Part(n_splits, dict(zip(n_splits, numbers, strict=True)))
+            position = _Position(n_splits, dict(zip(n_splits, numbers, strict=True)))
             dims = factors_of(case.eqn).operands
-            operands = [_cut(x, d, part) for x, d in zip(case.operands, dims, strict=True)]
-            jobs.append(Job(case.eqn, operands, part=part))
+            operands = [_shard(x, d, position) for x, d in zip(case.operands, dims, strict=True)]
+            jobs.append(Job(case.eqn, operands, position=position))
     computed = iter(compute(jobs) if jobs else [])
     for case, n_splits in todo:
         parts = list(itertools.islice(computed, math.prod(n_splits.values())))

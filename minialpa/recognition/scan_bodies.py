@@ -1,0 +1,201 @@
+"""Scans and their bodies: `read_body` takes a scan apart, `scan_of` makes the equations of a scan with another body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.recognition.rewriting import with_named_results
+from minialpa.support.private_jax import with_source_of
+from minialpa.tracing.jaxprs import (
+    Atom,
+    aval_of,
+    equations_for,
+    eval_equation,
+    flatten_calls,
+    fresh_var,
+    is_literal,
+    operand_vars,
+    scan_counts,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A scan with its body, in which outer arrays stand for themselves.
+
+    Attributes:
+        eqn: the scan.
+        carries: variables of the carry, in the body.
+        rows: variables of the rows of stacked arrays, in the body, and these arrays.
+        eqns: the equations of the body.
+        new_carries: the carry for the next iteration.
+        stacked: what is stacked, with the variable of the stacked array.
+        consts: values of arrays that the body captured.
+    """
+
+    eqn: JaxprEqn
+    carries: tuple[Var, ...]
+    rows: tuple[tuple[Var, Atom], ...]
+    eqns: tuple[JaxprEqn, ...]
+    new_carries: tuple[Atom, ...]
+    stacked: tuple[tuple[Atom, Var], ...]
+    consts: dict[Var, Any]
+
+    @property
+    def own(self) -> dict[Var, None]:
+        """The variables of one iteration, in the order in which they are known."""
+        made = (var for eqn in self.eqns for var in eqn.outvars)
+        return dict.fromkeys([*self.carries, *(var for var, _ in self.rows), *made])
+
+    @property
+    def results(self) -> list[Atom]:
+        """What an iteration leaves: the carry for the next one, and what is stacked."""
+        return [*self.new_carries, *(atom for atom, _ in self.stacked)]
+
+    @property
+    def read(self) -> dict[Var, None]:
+        """The variables that the equations and the results read."""
+        operands = [var for eqn in self.eqns for var in operand_vars(eqn)]
+        return dict.fromkeys([*operands, *variables_in(self.results)])
+
+
+def variables_in(atoms: Sequence[Atom]) -> list[Var]:
+    return [atom for atom in atoms if not is_literal(atom)]
+
+
+def read_body(eqn: JaxprEqn, linked: Mapping[Atom, Atom]) -> Body:
+    """The body of a scan. linked: for stacked arrays, the value of the same iteration that they have rows of."""
+    closed = eqn.params["jaxpr"]
+    flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
+    n_consts, n_carry = scan_counts(eqn)
+    carries = [fresh_var(aval_of(var)) for var in flat.invars[n_consts : n_consts + n_carry]]
+
+    # A row of a linked array is a value that the other body has.
+    rows, values = [], []
+    for var, operand in zip(flat.invars[n_consts + n_carry :], eqn.invars[n_consts + n_carry :], strict=True):
+        if not is_literal(operand) and operand in linked:
+            values.append(linked[operand])
+            continue
+        row = fresh_var(aval_of(var))
+        rows.append((row, operand))
+        values.append(row)
+
+    # Bodies of the same function may share variables: all have new ones.
+    names: dict[Var, Atom] = dict(zip(flat.invars, [*eqn.invars[:n_consts], *carries, *values], strict=True))
+    names |= {var: fresh_var(aval_of(var)) for var in flat.constvars}
+    eqns = []
+    for one in flat.eqns:
+        names |= {var: fresh_var(aval_of(var)) for var in one.outvars}
+        eqns.append(_with_names(one, names, [names[var] for var in one.outvars]))
+    results = _named(flat.outvars, names)
+    return Body(
+        eqn=eqn,
+        carries=tuple(carries),
+        rows=tuple(rows),
+        eqns=tuple(eqns),
+        new_carries=tuple(results[:n_carry]),
+        stacked=tuple(zip(results[n_carry:], eqn.outvars[n_carry:], strict=True)),
+        consts={names[var]: value for var, value in zip(flat.constvars, flat.consts, strict=True)},
+    )
+
+
+def with_rows(body: Body, rows: Sequence[tuple[Var, Var, Atom]]) -> Body:
+    """The body, reading rows of stacked arrays in the place of variables. rows: variable, row, stacked array."""
+    names: dict[Var, Atom] = {var: row for var, row, _ in rows}
+    return replace(
+        body,
+        rows=(*body.rows, *((row, array) for _, row, array in rows)),
+        eqns=tuple(_with_names(eqn, names, eqn.outvars) for eqn in body.eqns),
+        new_carries=tuple(_named(body.new_carries, names)),
+        stacked=tuple((atom, var) for atom, (_, var) in zip(
+            _named([atom for atom, _ in body.stacked], names), body.stacked, strict=True)),
+    )  # fmt: skip
+
+
+def _with_names(eqn: JaxprEqn, names: Mapping[Var, Atom], outvars: Sequence[Any]) -> JaxprEqn:
+    new: JaxprEqn = eqn.replace(invars=_named(eqn.invars, names), outvars=list(outvars))
+    return new
+
+
+def _named(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
+    return [atom if is_literal(atom) else names.get(atom, atom) for atom in atoms]
+
+
+# ---- from a body to a scan -----------------------------------------------------------------------------------------
+
+
+def scan_of(body: Body) -> list[JaxprEqn]:
+    """The equations of a scan with this body, under the line of the old one."""
+    _, n_carry = scan_counts(body.eqn)
+    outer = _read_from_outside(body)
+
+    def compute(*arrays: Any) -> list[Any]:
+        return _scan(body, dict(zip(outer, arrays, strict=True)))
+
+    eqns, atoms = equations_for(compute, *outer)
+    targets = [*body.eqn.outvars[:n_carry], *(var for _, var in body.stacked)]
+    named, _ = with_named_results(eqns, atoms, targets)
+    return [with_source_of(eqn, body.eqn) for eqn in named]
+
+
+def _read_from_outside(body: Body) -> list[Var]:
+    """The variables of the program that a scan with this body reads."""
+    made = body.own.keys() | body.consts.keys()
+    stacked = [array for _, array in body.rows]
+    captured = [var for var in body.read if var not in made]
+    return list(dict.fromkeys([*variables_in([*_first_carries(body), *stacked]), *captured]))
+
+
+def _first_carries(body: Body) -> list[Atom]:
+    n_consts, n_carry = scan_counts(body.eqn)
+    return list(body.eqn.invars[n_consts : n_consts + n_carry])
+
+
+def _scan(body: Body, env: Mapping[Var, Any]) -> list[Any]:
+    """The results of a scan with this body, where variables have these values."""
+    params, n_carry = body.eqn.params, len(body.carries)
+    read = body.read
+    rows = [(row, array) for row, array in body.rows if row in read]
+
+    def iterate(carry: Any, xs: Any) -> tuple[list[Any], list[Any]]:
+        inner = {**env, **body.consts, **dict(zip(body.carries, carry, strict=True))}
+        inner |= dict(zip([row for row, _ in rows], xs, strict=True))
+        found = run(body.eqns, body.results, inner)
+        carries = [_like(new, old) for new, old in zip(found[:n_carry], carry, strict=True)]
+        stacked = [_like(x, aval_of(var)) for x, (_, var) in zip(found[n_carry:], body.stacked, strict=True)]
+        return carries, stacked
+
+    first = [_like(value_of(atom, env), aval_of(var))
+             for atom, var in zip(_first_carries(body), body.carries, strict=True)]  # fmt: skip
+    end, stacked = lax.scan(
+        iterate,
+        first,
+        [value_of(array, env) for _, array in rows],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*end, *stacked]
+
+
+def run(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], env: Mapping[Var, Any]) -> list[Any]:
+    """The values of `outvars`, from those of the variables that the equations read."""
+    values = dict(env)
+    for eqn in eqns:
+        results = eval_equation(eqn, [value_of(atom, values) for atom in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [value_of(atom, values) for atom in outvars]
+
+
+def value_of(atom: Atom, env: Mapping[Var, Any]) -> Any:
+    return atom.val if is_literal(atom) else env[atom]
+
+
+def _like(x: Any, other: Any) -> Any:
+    """A value of the dtype of another one, which is not weak."""
+    return lax.convert_element_type(x, other.dtype)

@@ -1,0 +1,93 @@
+"""The programs of a region on shards of its arrays.
+
+A region, its groups and the number of parts of each group go in; out come results on the arrays of one device, and
+programs on shards for the parameters of the equation that the region is inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from minialpa.rules.body_groups import Groups, leading_nodes
+from minialpa.rules.body_region import Node, Region, node_of
+from minialpa.rules.factors import localize, part_of, run_from
+from minialpa.tracing.jaxprs import Atom, eval_on_shards, is_literal, shape_of
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BodyShards:
+    """A region of which each device has shards.
+
+    Attributes:
+        region: the programs and their arrays.
+        groups: the dimensions that are split together; a group has `groups.sizes[group]` blocks.
+        n_splits: the number of parts of each group that is split.
+        starts: for each positional group that is split, the number of the block that the shard begins with; empty as
+            long as that is not known.
+    """
+
+    region: Region
+    groups: Groups
+    n_splits: Mapping[Node, int]
+    starts: Mapping[Node, Any]
+
+    def structs(self, atoms: Sequence[Atom]) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the shards of arrays of the region."""
+        return [self._struct(atom) for atom in atoms]
+
+    def _struct(self, atom: Any) -> jax.ShapeDtypeStruct:
+        parts = (self.n_splits.get(self.groups.find(node_of(atom, d)), 1) for d in range(len(shape_of(atom))))
+        shape = tuple(size // n for size, n in zip(shape_of(atom), parts, strict=True))
+        return jax.ShapeDtypeStruct(shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
+
+    def program(self, part: int) -> Any:
+        """The part of this number on shards, as a closed jaxpr."""
+        structs = self.structs(self.region.parts[part].invars)
+        return jax.make_jaxpr(lambda *args: self.run(part, args))(*structs)
+
+    def run(self, part: int, args: Sequence[Any]) -> list[Any]:
+        """The results of the part of this number on shards of its inputs."""
+        program = self.region.parts[part]
+        consts = zip(program.constvars, program.consts, strict=True)
+        env: dict[Any, Any] = {var: self._own_part(var, value) for var, value in consts}
+        env.update(zip(program.invars, args, strict=True))
+
+        for eqn in program.eqns:
+            operands = [self._own_part(atom, atom.val) if is_literal(atom) else env[atom] for atom in eqn.invars]
+            env.update(zip(eqn.outvars, self._run_equation(eqn, operands), strict=True))
+        return [self._literal_result(atom) if is_literal(atom) else env[atom] for atom in program.outvars]
+
+    def _run_equation(self, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+        """The shards of the results of an equation."""
+        factors = self.region.factors[id(eqn)]
+        groups = {f: self.groups.find(nodes[0]) for f, nodes in leading_nodes(eqn, factors).items()}
+        n_splits = {f: self.n_splits.get(group, 1) for f, group in groups.items()}
+
+        # A group may have fewer blocks than the factor has elements.
+        begins = {
+            f: self.starts[group] * (factors.sizes[f] // self.groups.sizes[group])
+            for f, group in groups.items()
+            if f in factors.blocked and group in self.starts
+        }
+        if begins:
+            return run_from(eqn, factors, operands, n_splits, begins)
+        return eval_on_shards(eqn, operands, localize(eqn, factors, n_splits))
+
+    def _own_part(self, atom: Atom, value: Any) -> Any:
+        """The shard of an array that the device holds in full."""
+        for d, size in enumerate(shape_of(atom)):
+            group = self.groups.find(node_of(atom, d))
+            if size > 1 and group in self.starts:
+                start = self.starts[group] * (size // self.groups.sizes[group])
+                value = part_of(value, d, start, self.n_splits[group])
+        return value
+
+    def _literal_result(self, atom: Any) -> Any:
+        """The shard of a literal as a result: an array, although a literal may be a Python number."""
+        return self._own_part(atom, np.asarray(atom.val, getattr(atom.aval, "dtype", None)))

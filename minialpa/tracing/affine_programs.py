@@ -1,0 +1,157 @@
+"""Which variables of a program are integer arrays that are affine in the position.
+
+`Program.affine` follows the equations that compute an array, also around and into loops, branches and calls, as far as
+they keep it affine and no value overflows, and answers None for all other arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.tracing.affine import Affine, At, fits, of_constant, of_value
+from minialpa.tracing.affine_rules import RULES
+from minialpa.tracing.jaxprs import Atom, called, is_call, is_literal, scan_counts, shape_of
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What an input of a loop's body, of a branch or of a call is in the program around it.
+
+    Attributes:
+        atom: the operand.
+        is_stacked: whether the input is a slice of it, another one in each iteration.
+    """
+
+    atom: Atom
+    is_stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """Where the variables of one jaxpr come from.
+
+    Attributes:
+        producers: the equation that computes each variable.
+        values: captured arrays.
+        around: the program around this one, or None.
+        inputs: what inputs are there; without those that differ between iterations and are no slices.
+        branch: of a branch, the atom around it that chooses, and the number that chooses this one; else None.
+    """
+
+    producers: Mapping[Var, JaxprEqn]
+    values: Mapping[Var, Any]
+    around: Program | None = None
+    inputs: Mapping[Var, Outside] = field(default_factory=dict)
+    branch: tuple[Atom, int] | None = None
+    _known: dict[tuple[Var, At | None], Affine | None] = field(default_factory=dict)
+
+    def affine(self, atom: Atom, at: At | None = None) -> Affine | None:
+        """`atom` as an affine function of the position, or what is left of it `at` one place; None if it is not one."""
+        dtype = getattr(atom.aval, "dtype", None)
+        if dtype is None or not (jnp.issubdtype(dtype, np.integer) or dtype == np.bool_) or 0 in shape_of(atom):
+            return None
+        if is_literal(atom):
+            return of_constant(np.asarray(atom.val), shape_of(atom), at)
+        if (atom, at) not in self._known:
+            found = self._found(atom, at)
+            self._known[atom, at] = found if found is not None and fits(found, dtype) else None
+        return self._known[atom, at]
+
+    def _found(self, var: Var, at: At | None) -> Affine | None:
+        if var in self.inputs:
+            return self._of_input(self.inputs[var], at)
+        if var in self.values:
+            return of_value(self.values[var], at)
+
+        eqn = self.producers.get(var)
+        if eqn is None:
+            return None
+        r = eqn.outvars.index(var)
+        if is_call(eqn):
+            inner, operands = called(eqn)
+            return _result_inside(self, inner, [Outside(atom) for atom in operands], r, at)
+        if eqn.primitive.name == "optimization_barrier":
+            return self.affine(eqn.invars[r], at)
+        if eqn.primitive.name == "scan":
+            return _of_scan(self, eqn, r, at)
+        if eqn.primitive.name == "cond":
+            found = [_of_branch(self, eqn, k, r, at) for k in range(len(eqn.params["branches"]))]
+            return found[0] if all(one == found[0] for one in found) else None
+        rule = RULES.get(eqn.primitive.name)
+        return None if rule is None else rule(self.affine, eqn, at)
+
+    def _of_input(self, outside: Outside, at: At | None) -> Affine | None:
+        around = self.around
+        assert around is not None, outside
+        if outside.is_stacked:
+            x = around.affine(outside.atom, None if at is None else At(at.dim + 1, at.position))
+            is_same = x is not None and (x.strides[0] == 0 or x.shape[0] == 1)
+            return Affine(x.offset, x.strides[1:], x.shape[1:]) if x is not None and is_same else None
+
+        # The forward pass of a branch leaves its indices to the backward pass of the same branch, and zeros elsewhere.
+        eqn = None if is_literal(outside.atom) else around.producers.get(outside.atom)
+        if self.branch is not None and eqn is not None and eqn.primitive.name == "cond":
+            index, number = self.branch
+            if eqn.invars[0] is index:
+                return _of_branch(around, eqn, number, eqn.outvars.index(outside.atom), at)
+        return around.affine(outside.atom, at)
+
+
+def inside(
+    closed: Any, around: Program, inputs: Sequence[Outside | None], branch: tuple[Atom, int] | None = None
+) -> Program:
+    """The program of a jaxpr, closed or not, from what its inputs are in the program around it; None: not known."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    known = {var: outside for var, outside in zip(jaxpr.invars, inputs, strict=True) if outside is not None}
+    producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    values = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
+    return Program(producers, values, around, known, branch)
+
+
+def inputs_of_scan(eqn: JaxprEqn) -> list[Outside | None]:
+    """What the inputs of a scan's body are around it; None for carries that change."""
+    n_consts, n_carry = scan_counts(eqn)
+    jaxpr = eqn.params["jaxpr"].jaxpr
+    inputs: list[Outside | None] = [Outside(atom, k >= n_consts + n_carry) for k, atom in enumerate(eqn.invars)]
+    for r in range(n_carry):
+        if jaxpr.outvars[r] is not jaxpr.invars[n_consts + r]:
+            inputs[n_consts + r] = None
+    return inputs
+
+
+def _result_inside(
+    around: Program,
+    closed: Any,
+    inputs: Sequence[Outside | None],
+    r: int,
+    at: At | None,
+    branch: tuple[Atom, int] | None = None,
+) -> Affine | None:
+    """Result `r` of a jaxpr on these inputs."""
+    return inside(closed, around, inputs, branch).affine(getattr(closed, "jaxpr", closed).outvars[r], at)
+
+
+def _of_branch(around: Program, eqn: JaxprEqn, number: int, r: int, at: At | None) -> Affine | None:
+    """Result `r` of a cond that takes one branch."""
+    inputs = [Outside(atom) for atom in eqn.invars[1:]]
+    return _result_inside(around, eqn.params["branches"][number], inputs, r, at, (eqn.invars[0], number))
+
+
+def _of_scan(around: Program, eqn: JaxprEqn, r: int, at: At | None) -> Affine | None:
+    """Result `r` of a scan: a carry that no iteration changes, or slices that are the same in all iterations."""
+    n_consts, n_carry = scan_counts(eqn)
+    inputs = inputs_of_scan(eqn)
+    if r < n_carry:
+        outside = inputs[n_consts + r]
+        return None if outside is None else around.affine(outside.atom, at)
+
+    inner = None if at is None or at.dim == 0 else At(at.dim - 1, at.position)
+    x = _result_inside(around, eqn.params["jaxpr"], inputs, r, inner)
+    n = 1 if at is not None and at.dim == 0 else eqn.params["length"]
+    return None if x is None else Affine(x.offset, (0, *x.strides), (n, *x.shape))
