@@ -9,10 +9,9 @@ Structure: factors multiply to shapes, and none is lost between operands and res
 from __future__ import annotations
 
 import itertools
-import math
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -88,7 +87,10 @@ def compute_parts(jobs: Sequence[_PartsJob]) -> list[list[tuple[Any, ...]]]:
 
     stacked = [jax.tree.map(lambda *xs: jnp.stack(xs) if is_key(xs[0]) else np.stack(xs), *job.parts) for job in jobs]
     computed = jax.tree.map(_to_host, jax.jit(run)(stacked))
-    return [[tuple(x[i] for x in results) for i in range(len(job.parts))] for job, results in zip(jobs, computed)]
+    return [
+        [tuple(x[i] for x in results) for i in range(len(job.parts))]
+        for job, results in zip(jobs, computed, strict=True)
+    ]
 
 
 def _run_parts(job: _PartsJob, stacked: Any) -> tuple[Any, ...]:
