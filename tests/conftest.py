@@ -49,6 +49,35 @@ def own_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     factors.forget()
 
 
+#: How many programs jax may have lowered since its caches were cleared.
+MOST_LOWERED = 400
+
+
+class _Lowered:
+    """Clears the caches of jax between two tests when it has lowered many programs.
+
+    jax keeps the MLIR of each, a context of its own of 1 MB, and to make one more takes the longer the more there are:
+    with 600 of them a small program takes a quarter longer to compile.
+    """
+
+    def __init__(self) -> None:
+        self.n = 0
+        jax.monitoring.register_event_duration_secs_listener(self._count)
+
+    def _count(self, event: str, seconds: float, **_: object) -> None:
+        self.n += event == "/jax/core/compile/jaxpr_to_mlir_module_duration"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self) -> None:
+        if self.n >= MOST_LOWERED:
+            self.n = 0
+            jax.clear_caches()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Lowered())
+
+
 DRAWN_STEPS = "tests/equivalence/test_engine.py"
 
 

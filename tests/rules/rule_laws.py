@@ -9,10 +9,9 @@ Structure: factors multiply to shapes, and none is lost between operands and res
 from __future__ import annotations
 
 import itertools
-import math
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -35,26 +34,28 @@ class Case:
 
 @dataclass(frozen=True)
 class Job:
-    """An equation to compute, with other operands and parameters than its own; or one part of it, by position."""
+    """An equation to compute, with other operands and parameters than its own."""
 
     eqn: JaxprEqn
     operands: Sequence[Any]
-    params: Mapping[str, Any] = field(default_factory=dict)
-    position: _Position | None = None
+    params: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class _Position:
-    """Which of the `n_splits[f]` parts along each factor."""
+class _PartsJob:
+    """All parts of an equation, by position.
 
+    Attributes:
+        n_splits: number of parts along each factor that is split.
+        parts: for each part its number along each of these factors, and its operands.
+    """
+
+    eqn: JaxprEqn
     n_splits: Mapping[int, int]
-    numbers: Mapping[int, int]
+    parts: Sequence[tuple[Mapping[int, np.int32], Sequence[Any]]]
 
 
 def bind(job: Job) -> tuple[Any, ...]:
-    if job.position is not None:
-        numbers = {f: np.int32(i) for f, i in job.position.numbers.items()}
-        return tuple(run_shard(job.eqn, factors_of(job.eqn), job.operands, job.position.n_splits, numbers))
     results = job.eqn.primitive.bind(*job.operands, **job.params)
     return tuple(results) if job.eqn.primitive.multiple_results else (results,)
 
@@ -67,6 +68,29 @@ def compute(jobs: Sequence[Job]) -> list[tuple[Any, ...]]:
         return [bind(replace(job, operands=values)) for job, values in zip(jobs, operands, strict=True)]
 
     return jax.tree.map(_to_host, jax.jit(run)([list(job.operands) for job in jobs]))
+
+
+def compute_parts(jobs: Sequence[_PartsJob]) -> list[list[tuple[Any, ...]]]:
+    """For each job the results of each part; numpy arrays, except for keys."""
+
+    # A program for all parts, which is told the number of each as a device is told its own, is also soon compiled.
+    def run(stacked: Sequence[Any]) -> list[Any]:
+        return [_run_parts(job, parts) for job, parts in zip(jobs, stacked, strict=True)]
+
+    stacked = [jax.tree.map(lambda *xs: jnp.stack(xs) if is_key(xs[0]) else np.stack(xs), *job.parts) for job in jobs]
+    computed = jax.tree.map(_to_host, jax.jit(run)(stacked))
+    return [
+        [tuple(x[i] for x in results) for i in range(len(job.parts))]
+        for job, results in zip(jobs, computed, strict=True)
+    ]
+
+
+def _run_parts(job: _PartsJob, stacked: Any) -> tuple[Any, ...]:
+    def one(part: tuple[Mapping[int, Any], Sequence[Any]]) -> tuple[Any, ...]:
+        numbers, operands = part
+        return tuple(run_shard(job.eqn, factors_of(job.eqn), operands, job.n_splits, numbers))
+
+    return jax.lax.map(one, stacked)
 
 
 def is_key(x: Any) -> bool:
@@ -183,10 +207,10 @@ def check_halving(found: Sequence[Case]) -> None:
             np.testing.assert_allclose(joined, _numbers(expected), rtol=2e-4, atol=2e-5, err_msg=message)
 
 
-def _shard(x: Any, dims: Dims, position: _Position) -> Any:
+def _shard(x: Any, dims: Dims, n_splits: Mapping[int, int], numbers: Mapping[int, np.int32]) -> Any:
     """The shard of an array. Positional factors have dimensions for themselves."""
-    for f, number in position.numbers.items():
-        x = cut(x, dims, Part(f, number, position.n_splits[f]))
+    for f, number in numbers.items():
+        x = cut(x, dims, Part(f, int(number), n_splits[f]))
     return x
 
 
@@ -219,16 +243,8 @@ def _splits_by_position(factors: Factors) -> Iterator[dict[int, int]]:
 def check_positions(found: Sequence[Case]) -> int:
     """Checks the law of positions for all positional factors, and says how many ways of splitting them there were."""
     todo = [(case, splits) for case in found for splits in _splits_by_position(factors_of(case.eqn))]
-    jobs = []
-    for case, n_splits in todo:
-        for numbers in itertools.product(*map(range, n_splits.values())):
-            position = _Position(n_splits, dict(zip(n_splits, numbers, strict=True)))
-            dims = factors_of(case.eqn).operands
-            operands = [_shard(x, d, position) for x, d in zip(case.operands, dims, strict=True)]
-            jobs.append(Job(case.eqn, operands, position=position))
-    computed = iter(compute(jobs) if jobs else [])
-    for case, n_splits in todo:
-        parts = list(itertools.islice(computed, math.prod(n_splits.values())))
+    jobs = [_parts_job(case, n_splits) for case, n_splits in todo]
+    for (case, n_splits), parts in zip(todo, compute_parts(jobs) if jobs else [], strict=True):
         for r, expected in enumerate(case.results):
             shards = np.empty(len(parts), object)
             for i, results in enumerate(parts):
@@ -236,6 +252,15 @@ def check_positions(found: Sequence[Case]) -> int:
             whole = _assembled(factors_of(case.eqn), n_splits, shards.reshape(tuple(n_splits.values())), r)
             np.testing.assert_array_equal(whole, _numbers(expected), err_msg=f"{n_splits} of {notation(case)}")
     return len(todo)
+
+
+def _parts_job(case: Case, n_splits: Mapping[int, int]) -> _PartsJob:
+    parts = []
+    for place in itertools.product(*map(range, n_splits.values())):
+        numbers = {f: np.int32(i) for f, i in zip(n_splits, place, strict=True)}
+        operands = zip(case.operands, factors_of(case.eqn).operands, strict=True)
+        parts.append((numbers, [_shard(x, dims, n_splits, numbers) for x, dims in operands]))
+    return _PartsJob(case.eqn, n_splits, parts)
 
 
 def check_structure(case: Case) -> None:

@@ -100,18 +100,17 @@ def test_a_layer_that_reads_something_else_stays_apart() -> None:
     assert folding.counts[folding.leaders[dots[9]]] == 1
 
 
-def graphs(name: str, **sizes: int) -> tuple[GraphBuilder, GraphBuilder]:
+def graph_of(name: str, *, folded: bool = True, **sizes: int) -> GraphBuilder:
     case = models.build(name, **sizes)
     state = jax.eval_shape(case.init, jax.random.key(0))
     traced = trace(case.train_step(minialpa.value_and_grad), state, case.make_batch(0, case.batch_size))
     problem = mesh_equations(stage_step(traced, 1, (), (0,)), 0)
-    option = AutoShardingOption()
-    return GraphBuilder(problem, MESH, option, folded=True), GraphBuilder(problem, MESH, option)
+    return GraphBuilder(problem, MESH, AutoShardingOption(), folded=folded)
 
 
 @pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "llama"))])
 def test_the_best_plan_of_layers_alike_is_as_good_as_the_best_of_all(name: str) -> None:
-    folded_graph, free = graphs(name, n_layers=12)
+    folded_graph, free = (graph_of(name, folded=folded, n_layers=12) for folded in (True, False))
     assert folded_graph.folding is not None
     assert len(folded_graph.costs.nodes) < 0.8 * len(free.costs.nodes)
     alike, each = solve_graph(folded_graph.graph()), solve_graph(free.graph())
@@ -120,11 +119,11 @@ def test_the_best_plan_of_layers_alike_is_as_good_as_the_best_of_all(name: str) 
 
 
 def test_depth_does_not_enlarge_the_graph() -> None:
-    assert len(graphs("gpt", n_layers=12)[0].costs.nodes) == len(graphs("gpt", n_layers=20)[0].costs.nodes)
+    assert len(graph_of("gpt", n_layers=12).costs.nodes) == len(graph_of("gpt", n_layers=20).costs.nodes)
 
 
 def test_every_equation_and_input_has_a_spec() -> None:
-    builder, _ = graphs("gpt", n_layers=12)
+    builder = graph_of("gpt", n_layers=12)
     sharding = builder.read(solve_graph(builder.graph()))
     for eqn, chosen in zip(builder.problem.eqns, sharding.equations, strict=True):
         operands = [(v, s) for v, s in zip(eqn.invars, chosen.operands, strict=True) if not is_literal(v)]
