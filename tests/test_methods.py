@@ -188,12 +188,12 @@ def test_zero3_gathers_one_scanned_layer_at_a_time_where_memory_is_short(key: ja
         assert_allclose(parallel(case.init(key), args[1]), expected, rtol=1e-3, atol=1e-4)
         return parallel.get_last_executable()
 
-    whole = executable()
-    (peak_bytes,) = whole.get_parallel_plan().cost.peak_bytes
-    found = [c for text in executable(0.7 * peak_bytes).get_hlo_text() for c in hlo.collectives(text)]
-    gathers = [c for c in found if c.kind == "all-gather"]
-    assert max(c.times for c in gathers) == n_layers
-    assert max(c.n_bytes for c in gathers) == 4 * hidden * ffn  # the largest weights of one layer
+    (peak_bytes,) = executable().get_parallel_plan().cost.peak_bytes
+    found = [c for text in executable(0.5 * peak_bytes).get_hlo_text() for c in hlo.collectives(text)]
+    gathers = [(c.times, c.n_bytes) for c in found if c.kind == "all-gather"]
+    largest_bytes = 4 * hidden * ffn
+    assert (n_layers, largest_bytes) in gathers
+    assert max(n_bytes for _, n_bytes in gathers) < n_layers * largest_bytes
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 1), (2, 2, 1), (2, 1, 2)])

@@ -105,9 +105,9 @@ class Llama(nn.Module):
             stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.n_layers)
             x, _ = stack(*shape, name="blocks")(x, None)
         else:
-            block = nn.remat(LlamaBlock) if self.remat_blocks else LlamaBlock
+            one_block = nn.remat(LlamaBlock) if self.remat_blocks else LlamaBlock
             for i in range(self.n_layers):
-                x = block(*shape, name=f"block_{i}")(x)
+                x = one_block(*shape, name=f"block_{i}")(x)
                 self.boundaries.after(i)
         x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
 
