@@ -7,13 +7,14 @@ Steps are planned and priced, not run. Attention is one operation, whatever the 
 is computed for 1024 positions at a time. Seconds are those of the cost model, which takes the rates of devices and
 links from their data sheets and lets nothing overlap. The methods:
 
-    auto    `AutoParallel`: stages, submeshes, shardings, micro-batches and rematerialisation are chosen
-    fsdp    parameters, gradients and optimizer state sharded over all devices, one example per device at a time
-    hsdp    the same, but parameters are sharded in each host and replicated between hosts
-    dp_tp   examples split between hosts, operators split in each host
+    auto        `AutoParallel`: stages, submeshes, shardings, micro-batches and rematerialisation are chosen
+    fsdp        parameters, gradients and optimizer state sharded over all devices, one example per device at a time
+    hsdp        the same, but parameters are sharded in each host and replicated between hosts
+    dp_tp       examples split between hosts, operators split in each host
+    fsdp_dots   as fsdp, and hsdp_dots as hsdp, but only what is no result of a contraction is computed again
 
-The last three compute again what is no result of a contraction (`dots`), or, where that does not fit, everything
-(`full`). They are the shardings that published runs of these models use.
+Those without `auto` are what published runs of these models use: one `lax.scan` over blocks, each of which the backward
+pass computes again. `auto` and the last two see a Python loop over blocks, and the planner says what is computed again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from benchmarks.registry import Rows, Size, benchmark
 from minialpa import AutoLayerOption, AutoParallel, AutoShardingOption, PipeshardParallel, Plan, UniformStageOption
 from minialpa.errors import InfeasibleError
 from minialpa.methods import Method
-from minialpa.options import Remat
 from minialpa.recognition.step import recognise
 from minialpa.tracing.trace import TracedStep
 
@@ -41,7 +41,6 @@ from minialpa.tracing.trace import TracedStep
 _TOKENS, _MANY_TOKENS = 2**22, 2**24
 #: Positions whose logits are there at once: those of 32,768 would be 17 GB in float32 for each example.
 _CHUNK = 1024
-_REMATS: tuple[Remat, ...] = ("none", "dots", "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +57,14 @@ class Setting:
         few = _TOKENS // self.seq_len
         return few if few >= self.n_devices else _MANY_TOKENS // self.seq_len
 
-    def traced(self) -> TracedStep:
+    def traced(self, *, in_scan: bool) -> TracedStep:
+        """in_scan: whether the blocks are one scan, and computed again."""
         sizes = {
             "seq_len": self.seq_len,
             "batch_size": self.batch_size,
             "loss_chunks": self.seq_len // _CHUNK,
+            "scan_layers": in_scan,
+            "remat_blocks": in_scan,
         } | dict(self.arguments)
         case = minialpa.models.build(self.model, **sizes)
         step = traced_step(case.train_step(minialpa.value_and_grad), *arguments(case))
@@ -82,47 +84,58 @@ _TINY = Setting("llama", 2, 256, (("hidden", 64), ("n_layers", 1), ("batch_size"
 # ---- methods ---------------------------------------------------------------------------------------------------------
 
 
-def _by_hand(setting: Setting, option: AutoShardingOption, remat: Remat, examples_over: int) -> Method:
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to train a model. in_scan: see `Setting.traced`."""
+
+    method: Callable[[Setting], Method]
+    in_scan: bool
+
+
+def _one_stage(setting: Setting, option: AutoShardingOption, examples_over: int, remat: bool) -> Method:
     """One stage under `option`, with one example for each of `examples_over` groups of devices in a micro-batch.
 
-    A pipeline of one stage may compute again block by block.
+    remat: whether the planner has all but contractions computed again. A pipeline of one stage may do that.
     """
     n = setting.n_devices
     shape = (n,) if n <= PER_HOST else (n // PER_HOST, PER_HOST)
     batch_size = dict(setting.arguments).get("batch_size", setting.batch_size)
     return PipeshardParallel(
         num_micro_batches=batch_size // examples_over,
-        layer_option=AutoLayerOption(remat=remat),
+        layer_option=AutoLayerOption(remat="dots" if remat else "none"),
         stage_option=UniformStageOption(1, submesh_logical_shape=shape, submesh_autosharding_option=option),
     )
 
 
-def _fsdp(setting: Setting, remat: Remat) -> Method:
+def _fsdp(setting: Setting, remat: bool = False) -> Method:
     option = AutoShardingOption(force_zero_stage_3=True, force_data_parallel=True, prefer_reduce_scatter=True)
-    return _by_hand(setting, option, remat, setting.n_devices)
+    return _one_stage(setting, option, setting.n_devices, remat)
 
 
-def _hsdp(setting: Setting, remat: Remat) -> Method:
+def _hsdp(setting: Setting, remat: bool = False) -> Method:
     in_host = {"*.params*": PartitionSpec("y")}
+    if not remat:  # the first dimension of stacked weights is that of the layers
+        in_host = {"*.params['blocks']*": PartitionSpec(None, "y"), **in_host}
     option = AutoShardingOption(fixed_specs=in_host, force_data_parallel=True, prefer_reduce_scatter=True)
-    return _by_hand(setting, option, remat, setting.n_devices)
+    return _one_stage(setting, option, setting.n_devices, remat)
 
 
-def _dp_tp(setting: Setting, remat: Remat) -> Method:
+def _dp_tp(setting: Setting) -> Method:
     option = AutoShardingOption(force_batch_dim_to_mesh_dim=0, prefer_reduce_scatter=True)
-    return _by_hand(setting, option, remat, setting.n_devices // PER_HOST)
+    return _one_stage(setting, option, setting.n_devices // PER_HOST, remat=False)
 
 
-_EXPERTS: dict[str, Callable[[Setting, Remat], Method]] = {"fsdp": _fsdp, "hsdp": _hsdp, "dp_tp": _dp_tp}
-METHODS = ("auto", *_EXPERTS)
-
-
-def _choices(name: str, setting: Setting) -> Iterator[Method]:
-    """The method, or its variants, the fastest first."""
-    if name == "auto":
-        yield AutoParallel()
-    elif name == "fsdp" or setting.n_devices > PER_HOST:
-        yield from (_EXPERTS[name](setting, remat) for remat in _REMATS[1:])
+_WAYS = {
+    "auto": _Way(lambda _: AutoParallel(), in_scan=False),
+    "fsdp": _Way(_fsdp, in_scan=True),
+    "hsdp": _Way(_hsdp, in_scan=True),
+    "dp_tp": _Way(_dp_tp, in_scan=True),
+    "fsdp_dots": _Way(lambda setting: _fsdp(setting, remat=True), in_scan=False),
+    "hsdp_dots": _Way(lambda setting: _hsdp(setting, remat=True), in_scan=False),
+}
+#: Those that need several hosts.
+_BETWEEN_HOSTS = ("hsdp", "dp_tp", "hsdp_dots")
+METHODS = tuple(_WAYS)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -136,17 +149,17 @@ def long_context(size: Size) -> Rows:
 
 def rows(setting: Setting, names: Sequence[str] = METHODS) -> Iterator[dict[str, Any]]:
     """A row for each method that the setting has."""
-    start = time.process_time()
-    traced = setting.traced()
-    trace_cpu_s = time.process_time() - start
+    traced: dict[bool, TracedStep] = {}
     for name in names:
-        found: dict[str, Any] = {}
-        for method in _choices(name, setting):
-            found = _row(name, setting, traced, method)
-            if "step_s" in found:
-                break
-        if found:
-            yield found | {"trace_cpu_s": trace_cpu_s}
+        way = _WAYS[name]
+        if name in _BETWEEN_HOSTS and setting.n_devices <= PER_HOST:
+            continue
+        start = time.process_time()
+        if way.in_scan not in traced:
+            traced[way.in_scan] = setting.traced(in_scan=way.in_scan)
+        trace_cpu_s = time.process_time() - start
+        row = _row(name, setting, traced[way.in_scan], way.method(setting))
+        yield row | ({"remat": "blocks"} if way.in_scan else {}) | {"trace_cpu_s": trace_cpu_s}
 
 
 def _row(name: str, setting: Setting, traced: TracedStep, method: Method) -> dict[str, Any]:
@@ -175,7 +188,7 @@ def _cells(setting: Setting, plan: Plan) -> dict[str, Any]:
         "micro_batches": plan.n_micro_batches,
         "stages": len(plan.stages),
         "mesh": "x".join(map(str, plan.stages[0].logical_shape)),
-        "remat": "+".join(remat for remat in _REMATS if remat in plan.remat) or "none",
+        "remat": "+".join(sorted(set(plan.remat))) or "none",
         "peak_gb": max(cost.peak_bytes) / 1e9,
     }
 

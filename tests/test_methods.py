@@ -30,6 +30,7 @@ from minialpa import (
     Zero2Parallel,
     Zero3Parallel,
     get_3d_parallel_method,
+    hlo,
     models,
 )
 from minialpa.methods import Method
@@ -172,6 +173,27 @@ def test_examples_and_operators_of_a_scan_are_split_over_their_own_axes(key: jax
     executable = parallel.get_last_executable()
     assert examples(executable) == {"x"}
     assert any("y" in spec for spec in specs(executable, "state.params['blocks']"))
+
+
+def test_zero3_gathers_one_scanned_layer_at_a_time_where_memory_is_short(key: jax.Array) -> None:
+    n_layers, hidden, ffn = 6, 64, 256
+    sizes = {"n_layers": n_layers, "hidden": hidden, "ffn": ffn, "batch_size": 8, "seq_len": 8, "learning_rate": 1e-4}
+    case = models.build("llama", scan_layers=True, remat_blocks=True, **sizes)
+    args = case.init(key), case.make_batch(0, 8)
+    expected = jax.jit(case.train_step(jax.value_and_grad))(*args)
+
+    def executable(memory_limit_bytes: float | None = None) -> Any:
+        method = sharded((4,), force_zero_stage_3=True, memory_limit_bytes=memory_limit_bytes)
+        parallel = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
+        assert_allclose(parallel(case.init(key), args[1]), expected, rtol=1e-3, atol=1e-4)
+        return parallel.get_last_executable()
+
+    (peak_bytes,) = executable().get_parallel_plan().cost.peak_bytes
+    found = [c for text in executable(0.5 * peak_bytes).get_hlo_text() for c in hlo.collectives(text)]
+    gathers = [(c.times, c.n_bytes) for c in found if c.kind == "all-gather"]
+    largest_bytes = 4 * hidden * ffn
+    assert (n_layers, largest_bytes) in gathers
+    assert max(n_bytes for _, n_bytes in gathers) < n_layers * largest_bytes
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 1), (2, 2, 1), (2, 1, 2)])

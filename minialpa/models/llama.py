@@ -2,7 +2,8 @@
 
 With `scan_layers` the blocks are one `lax.scan` over stacked parameters [n_layers ...], else a Python loop. With
 `loss_chunks` the logits of a long sequence are never there at once: the head and the loss are a `lax.scan` over runs of
-positions, which the backward pass computes again, as trainers for long contexts do.
+positions, which the backward pass computes again, as trainers for long contexts do. With `remat_blocks` it computes
+each block again from its input.
 Letters of the shapes: b batch, s positions, d features of a head.
 """
 
@@ -92,17 +93,21 @@ class Llama(nn.Module):
     dtype: DTypeLike
     boundaries: Boundaries
     loss_chunks: int = 0
+    remat_blocks: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array, labels: jax.Array | None = None) -> jax.Array:
         x = nn.Embed(self.vocab_size, self.hidden, dtype=self.dtype, name="tokens")(tokens)
         shape = (self.n_heads, self.n_kv_heads, self.ffn, self.rope_base, self.dtype)
         if self.scan_layers:
-            stack = nn.scan(_ScanBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.n_layers)
+            # Iterations of a loop are apart anyway, so that nothing has to keep recomputed equations from merging.
+            block = nn.remat(_ScanBlock, prevent_cse=False) if self.remat_blocks else _ScanBlock
+            stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.n_layers)
             x, _ = stack(*shape, name="blocks")(x, None)
         else:
+            one_block = nn.remat(LlamaBlock) if self.remat_blocks else LlamaBlock
             for i in range(self.n_layers):
-                x = LlamaBlock(*shape, name=f"block_{i}")(x)
+                x = one_block(*shape, name=f"block_{i}")(x)
                 self.boundaries.after(i)
         x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
 
@@ -135,12 +140,17 @@ def llama_case(
     rope_base: float = 10000.0,
     scan_layers: bool = False,
     loss_chunks: int = 0,
+    remat_blocks: bool = False,
     learning_rate: float = 1e-3,
     dtype: DTypeLike = jnp.float32,
     boundary: Hook | None = None,
     n_boundaries: int = 1,
 ) -> ModelCase:
-    """Batch: `tokens` and `labels`, both int32 [b seq_len]. loss_chunks: a divisor of `seq_len`; 0 for all at once."""
+    """Batch: `tokens` and `labels`, both int32 [b seq_len].
+
+    loss_chunks: a divisor of `seq_len`; 0 for all at once.
+    remat_blocks: whether the backward pass computes each block again from its input.
+    """
     if scan_layers and boundary is not None and n_boundaries:
         raise TraceError("A boundary cannot lie inside a scan. Use `scan_layers=False`, or give no `boundary`.")
     if loss_chunks and seq_len % loss_chunks:
@@ -164,6 +174,7 @@ def llama_case(
             dtype=dtype,
             boundaries=cuts,
             loss_chunks=loss_chunks,
+            remat_blocks=remat_blocks,
         ),
         inputs=("tokens", "labels") if loss_chunks else ("tokens",),
         loss=loss,

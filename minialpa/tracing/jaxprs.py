@@ -575,6 +575,14 @@ def unary_equation(fun: Callable[[Any], Any]) -> Callable[[Var], tuple[JaxprEqn,
     return make
 
 
+def flat_body(jaxpr: Jaxpr, consts: Sequence[Any]) -> FlatJaxpr:
+    """The body of a loop or branch as equations, without those that a checkpoint computes again and nothing reads."""
+    flat = flatten_calls(jaxpr, consts)
+    live = live_equations(flat.eqns, flat.outvars)
+    pairs = [pair for pair, keep in zip(zip(flat.eqns, flat.scopes, strict=True), live, strict=True) if keep]
+    return replace(flat, eqns=tuple(eqn for eqn, _ in pairs), scopes=tuple(scope for _, scope in pairs))
+
+
 def live_equations(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[bool]:
     """Which equations are needed for `outputs`; equations with side effects always are."""
     needed = {atom for atom in outputs if not is_literal(atom)}

@@ -57,7 +57,11 @@ _ABOUT_THE_REQUEST = re.compile(r"`layer_num=|cannot be split into|cannot make \
 #: A batch runs in fewer micro-batches than were asked for.
 _FEWER = re.compile(r"A batch of \d+ examples cannot be split into \d+ equal micro-batches")
 #: Warnings that a step may give: that, and another split of the examples than for the batches before.
-_MAY_WARN = (_FEWER.pattern, r"This batch has another shape than the one before|(?s:.*)so it is planned without")
+_MAY_WARN = (
+    _FEWER.pattern,
+    r"This batch has another shape than the one before|(?s:.*)so it is planned without",
+    r"(?s:.*)gathers optimizer state that is stored in parts",
+)
 
 
 def outcome_of(

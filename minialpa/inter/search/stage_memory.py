@@ -12,7 +12,7 @@ limit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from minialpa.intra.graph.problem import MeshSharding
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.memory.liveness import LargeTensor, donated_pairs, lifetimes, peak_bytes
 from minialpa.intra.spmd import ShardedEquations
+from minialpa.intra.strategies.loops import scan_body
 from minialpa.sharding import Spec
 from minialpa.tracing.jaxprs import bytes_of, is_literal
 
@@ -154,6 +155,7 @@ def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, compiler: Co
         for v, start, end in found.intervals:
             if v not in kept.residuals and v not in kept.fixed:
                 usages.append(Usage(v, 1, now + start, now + end))
+        usages += _loop_usages(task, {v: now + start for v, start, _ in found.intervals})
 
         # An argument that is not kept is sent for this task, and held while it runs.
         end = now + max(1, found.n_times)
@@ -163,6 +165,22 @@ def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, compiler: Co
     usages += [Usage(v, n, 0, now) for v, n in kept.fixed.items() if v not in inputs]
     usages += [Usage(v, live[chunk], 0, now) for v, chunk in kept.residuals.items() if live[chunk]]
     return tuple(usages)
+
+
+def _loop_usages(task: Task, made: Mapping[Var, int]) -> Iterator[Usage]:
+    """Operands of loops while these run: such as weights that are gathered in front of a loop over layers.
+
+    made: when each variable is first in memory.
+    """
+    for eqn in task.eqns:
+        body = scan_body(eqn)
+        time = min((made[v] for v in eqn.outvars if v in made), default=None)
+        if body is None or time is None:
+            continue
+        for k, (operand, inner) in enumerate(zip(eqn.invars, body.flat.invars, strict=True)):
+            if not is_literal(operand):
+                n_slices = 1 if k < body.n_lead else body.length
+                yield Usage(inner, n_slices, time, time + 1, copy_of=operand)
 
 
 def kept_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]:

@@ -112,7 +112,7 @@ class _Collector:
         forbidden_s: float,
     ) -> None:
         self._problem, self._mesh, self._cache = problem, mesh, cache
-        self._plans_loops = option.enable_auto_sharding and not option.data_parallel
+        self._plans_loops = option.enable_auto_sharding  # otherwise all is replicated, inside loops, too
 
         # What holds whatever the costs are.
         facts = facts_of(problem.eqns, plans_loops=self._plans_loops)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from minialpa.errors import InfeasibleError
 from minialpa.intra.graph.decisions import Choice
+from minialpa.sharding import Spec
 from minialpa.tracing.jaxprs import bytes_of, dtype_name, shape_of
 
 #: Fraction of the memory limit below which a demand is counted at its largest.
@@ -30,12 +31,16 @@ Term = tuple[int, tuple[int, int], NDArray[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`n_copies` of `var` are in memory at the times start, ..., end - 1."""
+    """`n_copies` of `var` are in memory at the times start, ..., end - 1.
+
+    copy_of: a variable that has these bytes anyway, all copies stacked, where it is sharded in the same way.
+    """
 
     var: Var
     n_copies: int
     start: int
     end: int
+    copy_of: Var | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +95,18 @@ def demands_of(usages: Iterable[Usage], choices: Mapping[Var, Choice], mesh_shap
             n_shards = np.array([spec.n_shards(mesh_shape) for spec in choice.specs])
             shards_by_specs[id(choice.specs)] = n_shards
         n_bytes = usage.n_copies * bytes_of(usage.var) / n_shards
+        if usage.copy_of is not None:
+            n_bytes = n_bytes * _differs(choice, choices.get(usage.copy_of))
         demands.append(Demand(var=usage.var, node=choice.node, n_bytes=n_bytes, start=usage.start, end=usage.end))
 
     return demands
+
+
+def _differs(copy: Choice, source: Choice | None) -> NDArray[np.bool_]:
+    """Which specs of a copy the source cannot have: the copy may be of one slice of it."""
+    specs = source.specs if source else ()
+    same = {*specs, *(Spec(spec.dims[1:], spec.partial) for spec in specs if spec.dims and not spec.dims[0])}
+    return np.array([spec not in same for spec in copy.specs])
 
 
 def terms_of(demands: Sequence[Demand], limit_bytes: float, n_times: int) -> tuple[Term, ...]:

@@ -18,7 +18,7 @@ from minialpa.intra.strategies.sharing import share_reads
 from minialpa.rules.factors import factors_of
 from minialpa.rules.heavy import has_contraction
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import FlatJaxpr, flatten_calls, is_literal, live_equations, scan_counts, shape_of
+from minialpa.tracing.jaxprs import FlatJaxpr, flat_body, is_literal, scan_counts, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,8 @@ def scan_body(eqn: JaxprEqn) -> ScanBody | None:
 
 @functools.lru_cache(maxsize=256)
 def _flat(body: Any) -> FlatJaxpr:
-    flat = flatten_calls(body.jaxpr, tuple(body.consts))
-    # Equations that a checkpoint computes again and nothing reads are still there; a compiler drops them.
-    live = [eqn for eqn, keep in zip(flat.eqns, live_equations(flat.eqns, flat.outvars), strict=True) if keep]
-    placed = share_reads(live, [""] * len(live))
+    flat = flat_body(body.jaxpr, tuple(body.consts))
+    placed = share_reads(flat.eqns, [""] * len(flat.eqns))
     return replace(flat, eqns=tuple(one.eqn for one in placed), scopes=("",) * len(placed))
 
 

@@ -6,21 +6,22 @@ seconds = max(flops / peak, bytes / bandwidth) on each device      -> work_s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
-from minialpa.rules.factors import Factors, is_kernel
+from minialpa.rules.factors import Factors, factors_of, is_kernel
 from minialpa.rules.heavy import has_contraction, is_contraction
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import bytes_of, dtype_name, shape_of
+from minialpa.tracing.jaxprs import bytes_of, dtype_name, flat_body, shape_of, sub_jaxprs
 
 #: The `checkpoint_name` of a copy that several contractions read.
 SHARED_NAME = "minialpa_shared"
@@ -219,15 +220,32 @@ def work_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> float:
     """Seconds on one device that does all of the work.
 
     Contractions read and write memory; other operations count what they write, as XLA fuses their reads. A reshape that
-    only adds or drops a leading dimension of size 1 writes nothing. On a mesh without a device, compute has no price.
+    only adds or drops a leading dimension of size 1 writes nothing. A loop or branch takes as long as its body, whose
+    products may be of other dtypes than its operands. On a mesh without a device, compute has no price.
     """
     if mesh.device is None or _is_row(eqn):
         return 0.0
+    if eqn.primitive.name in ("scan", "while", "cond"):
+        return _work_inside_s(eqn, mesh)
 
     dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
     written = sum(map(bytes_of, eqn.outvars))
     read = sum(map(bytes_of, eqn.invars)) if is_contraction(eqn) or is_kernel(eqn) else 0
     return max(factors.flops / mesh.device.flops_per_s(dtype), (read + written) / mesh.device.memory_bandwidth)
+
+
+def _work_inside_s(eqn: JaxprEqn, mesh: LogicalMesh) -> float:
+    """Seconds of all iterations of a scan, of one of a `while`, or of the longest branch."""
+    bodies = [sum(work_s(one, factors_of(one), mesh) for one in _equations_of(body)) for body in sub_jaxprs(eqn)]
+    if eqn.primitive.name == "cond":
+        return max(bodies)
+    n_times: int = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    return sum(bodies) * n_times
+
+
+@functools.lru_cache(maxsize=256)
+def _equations_of(body: Jaxpr) -> tuple[JaxprEqn, ...]:
+    return flat_body(body, [None] * len(body.constvars)).eqns
 
 
 def _is_row(eqn: JaxprEqn) -> bool:
