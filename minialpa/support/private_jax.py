@@ -27,6 +27,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -305,10 +306,31 @@ def cudnn_version() -> int | None:
         from jax._src.cudnn import fused_attention_stablehlo as cudnn
         from jax._src.lib import cuda_versions
 
-        is_known = all(hasattr(cudnn, f"_dot_product_attention_{name}_impl") for name in ("fwd", "bwd"))
+        is_known = all(
+            unused_parameters(getattr(cudnn, f"_dot_product_attention_{name}_impl")) is not None
+            for name in ("fwd", "bwd")
+        )
         return None if cuda_versions is None or not is_known else int(cuda_versions.cudnn_get_version())
     except (ImportError, AttributeError, RuntimeError):
         return None
+
+
+#: Parameters of jax's functions that every version has, and those that some have, with the values that mean "not used".
+_CUDNN_PARAMETERS = frozenset(
+    (
+        *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
+        *("page_table_k", "page_table_v", "activation", "fwd_output", "grad_output", "scale", "seed", "dropout_rate"),
+        *("variadic_args", "mask_type", "layout", "sliding_window_length", "is_training"),
+    )
+)
+_CUDNN_UNUSED: Mapping[str, Any] = MappingProxyType({"score_mod": None, "score_mod_args": ()})
+
+
+def unused_parameters(compute: Callable[..., Any]) -> dict[str, Any] | None:
+    """The parameters of cuDNN's attention in this version of jax that minialpa does not use, as they are then; None if
+    the function has parameters that are not known."""
+    names = inspect.signature(compute).parameters.keys() - _CUDNN_PARAMETERS
+    return {name: _CUDNN_UNUSED[name] for name in names} if names <= _CUDNN_UNUSED.keys() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,8 +347,8 @@ class CudnnAttention:
     is_causal: bool
     window: int | None
 
-    def params(self) -> dict[str, Any]:
-        """Parameters of jax's functions."""
+    def params(self, compute: Any) -> dict[str, Any]:
+        """Parameters of one of jax's functions."""
         from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
 
         return {
@@ -337,6 +359,7 @@ class CudnnAttention:
             "mask_type": MaskType.CAUSAL if self.is_causal else MaskType.NO_MASK,
             "layout": AttentionLayout.BTNH.value,
             "sliding_window_length": self.window,
+            **(unused_parameters(compute) or {}),
         }
 
 
@@ -346,7 +369,7 @@ def cudnn_attention(query: Any, key: Any, value: Any, attention: CudnnAttention)
 
     compute: Any = cudnn._dot_product_attention_fwd_impl
     absent = [jax.numpy.zeros(0, query.dtype)] * 7
-    out, logsumexp = compute(query, key, value, *absent, is_training=True, **attention.params())
+    out, logsumexp = compute(query, key, value, *absent, is_training=True, **attention.params(compute))
     return out, logsumexp
 
 
@@ -358,7 +381,7 @@ def cudnn_attention_gradient(
 
     compute: Any = cudnn._dot_product_attention_bwd_impl
     absent = [jax.numpy.zeros(0, operands[0].dtype)] * 7
-    cotangents: Sequence[Any] = compute(*operands, *absent, logsumexp, out, out_bar, **attention.params())
+    cotangents: Sequence[Any] = compute(*operands, *absent, logsumexp, out, out_bar, **attention.params(compute))
     return cotangents
 
 

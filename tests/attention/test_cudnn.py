@@ -14,7 +14,7 @@ import pytest
 
 from minialpa.attention import blockwise, cudnn
 from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
-from minialpa.support.private_jax import CudnnAttention
+from minialpa.support.private_jax import CudnnAttention, unused_parameters
 from tests.attention.written import Case, make_case, written
 
 CAUSAL = Attention(scale=0.5, right=0, masked_score=-1e9)
@@ -97,6 +97,12 @@ def test_cudnn_is_not_called(kind: Attention, options: Any) -> None:
 def test_cudnn_is_not_called_if_it_is_old_or_absent(monkeypatch: pytest.MonkeyPatch, version: int | None) -> None:
     monkeypatch.setattr(cudnn, "cudnn_version", lambda: version)
     assert "fmha" not in _lowered(_case(Attention(scale=0.5)))
+
+
+def test_parameters_of_other_versions_of_jax_are_not_used_or_nothing_is_called() -> None:
+    assert unused_parameters(lambda query, scale: None) == {}
+    assert unused_parameters(lambda query, score_mod_args, score_mod: None) == {"score_mod": None, "score_mod_args": ()}
+    assert unused_parameters(lambda query, of_the_future: None) is None
 
 
 # ---- which numbers ---------------------------------------------------------------------------------------------------
