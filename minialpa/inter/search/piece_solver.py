@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minialpa.cluster import ClusterSpec
+from minialpa.errors import TraceError
 from minialpa.inter.layers.forward import pieces_of
 from minialpa.inter.layers.remat import rematerialise
 from minialpa.inter.search.short_step import NotShortened, PiecedStep, StagedPieces, shortened, whole_step
@@ -133,7 +134,13 @@ class PieceSolver:
             return self._costs_of(self._whole, n, remat)
         if self.short is None:
             self.short = self._shortened(*self._first)
-        return self._costs_of(self.short if isinstance(self.short, PiecedStep) else self._whole, n, remat)
+        if isinstance(self.short, PiecedStep):
+            try:
+                return self._costs_of(self.short, n, remat)
+            except TraceError as error:
+                # If the whole step cannot be split either, its error is the one that speaks of the user's step.
+                self.short = NotShortened(str(error))
+        return self._costs_of(self._whole, n, remat)
 
     def _shortened(self, n: int, remat: Remat) -> PiecedStep | NotShortened:
         """The short step, if it has the problems of the whole one where both are staged for `n` and `remat`."""
@@ -144,7 +151,10 @@ class PieceSolver:
         if isinstance(short, NotShortened):
             return short
 
-        found = self._costs_of(short, n, remat)
+        try:
+            found = self._costs_of(short, n, remat)
+        except TraceError as error:
+            return NotShortened(str(error))
         for place, piece in short.kept.items():
             if found.digests[place] != pieces.digests[piece]:
                 return NotShortened(f"Piece {piece} is another problem in the short step.")

@@ -144,42 +144,99 @@ class _NotAlikeError(Exception):
 
 def shortened(pieces: StagedPieces) -> PiecedStep | NotShortened:
     """The step with `_N_KEPT` units of each run."""
-    runs = runs_of(pieces.kind)
+    where = _Where.of(pieces)
+    runs = runs_of(_alike(pieces, where))
     if not runs:
         return NotShortened(f"No {_N_KEPT + 1} neighbouring pieces, or groups of pieces, are alike.")
     try:
-        return _Shortening(pieces, runs).short_step()
+        return _Shortening(pieces, where, runs).short_step()
     except _NotAlikeError as error:
         return NotShortened(str(error))
+
+
+# ---- which pieces are alike ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """Where the equations of the traced step run, by their numbers.
+
+    Attributes:
+        of_piece: for each piece, the traced equation that each equation of its problem comes from; None without one.
+        pieces: for each equation that runs, its pieces, in the order of the traced step.
+    """
+
+    of_piece: Mapping[int, Sequence[int | None]]
+    pieces: Mapping[int, AbstractSet[int]]
+
+    @staticmethod
+    def of(pieces: StagedPieces) -> _Where:
+        # Rematerialisation keeps the variables of the equations that it does not add.
+        number = {eqn.outvars[0]: i for i, eqn in enumerate(pieces.whole.step.flat.eqns) if eqn.outvars}
+        split = pieces.staged.split
+        source: dict[int, int] = {}
+        for op in split.ops:
+            results = split.traced.flat.eqns[op.source].outvars if op.source >= 0 else []
+            if results and results[0] in number:
+                source[id(op.eqn)] = number[results[0]]
+
+        found: dict[int, set[int]] = {}
+        for task in pieces.staged.tasks:
+            for eqn in task.eqns:
+                if id(eqn) in source:
+                    found.setdefault(source[id(eqn)], set()).add(task.mesh)
+        return _Where(
+            {piece: [source.get(id(eqn)) for eqn in problem.eqns] for piece, problem in pieces.problems.items()},
+            {i: found[i] for i in sorted(found)},
+        )
+
+
+def _alike(pieces: StagedPieces, where: _Where) -> list[int]:
+    """For each piece, the first one like it: also with equations that run on another piece than that of their group.
+
+    Rematerialisation goes by groups. So two pieces may be the same problem only as long as nothing is computed again.
+    """
+    origins, piece_of_group = pieces.whole.step.origins, pieces.whole.piece_of_group
+    astray: dict[int, list[object]] = {piece: [] for piece in pieces.whole.kept}
+    for i, found in where.pieces.items():
+        origin = origins[i]
+        if origin.group is not None:
+            piece = piece_of_group[origin.group]
+            if found != {piece}:
+                astray[piece].append((origin.direction, "runs on", *sorted(other - piece for other in found)))
+                for other in found - {piece}:
+                    # An equation that several pieces run is shared by them, as masks and tables of positions are.
+                    astray[other].append((origin.direction, "is of", piece - other if len(found) == 1 else i))
+
+    keys = [(kind, tuple(astray[piece])) for piece, kind in enumerate(pieces.kind)]
+    return [keys.index(key) for key in keys]
+
+
+# ---- what is left out ------------------------------------------------------------------------------------------------
 
 
 class _Shortening:
     """One step while pieces are left out; equations are known by their numbers in the traced step."""
 
-    def __init__(self, pieces: StagedPieces, runs: Sequence[Run]) -> None:
+    def __init__(self, pieces: StagedPieces, where: _Where, runs: Sequence[Run]) -> None:
         self.whole, self.runs = pieces.whole, runs
         self.eqns, self.origins = pieces.whole.step.flat.eqns, pieces.whole.step.origins
         self.maker = {result: i for i, eqn in enumerate(self.eqns) for result in eqn.outvars}
-        source = _sources(pieces)
 
         # An equation is left out if it runs on nothing but pieces that are left out.
-        pieces_of = _pieces_of_equations(pieces.staged, source)
         out = {piece for run in runs for piece in run.left_out}
         middle = {piece for run in runs for piece in run.middle}
-        self.is_out = frozenset(i for i, where in pieces_of.items() if where <= out)
-        self.in_middle = frozenset(i for i, where in pieces_of.items() if where <= middle)
-        if any(self.eqns[i].effects for i in self.is_out):
-            raise _NotAlikeError("An equation with side effects would be left out.")
+        self.is_out = frozenset(i for i, found in where.pieces.items() if found <= out)
+        self.in_middle = frozenset(i for i, found in where.pieces.items() if found <= middle)
 
         # The problems of pieces of one kind have their equations in one order.
         self.like_middle: dict[int, int] = {}
         self.like_last: dict[int, int] = {}
-        numbers = {piece: [source.get(id(eqn)) for eqn in problem.eqns] for piece, problem in pieces.problems.items()}
         for run in runs:
             for piece in run.left_out:
                 offset = (piece - run.first) % run.period
                 for like, other in ((self.like_middle, run.middle[offset]), (self.like_last, run.last[offset])):
-                    pairs = zip(numbers[piece], numbers[other], strict=True)
+                    pairs = zip(where.of_piece[piece], where.of_piece[other], strict=True)
                     like.update((i, j) for i, j in pairs if i in self.is_out and j is not None)
 
     # ---- what is read in place of what is left out ------------------------------------------------------------------
@@ -252,31 +309,6 @@ class _Shortening:
         read_out = {v for i in self.is_out for v in operand_vars(self.eqns[i])}
         read = {v for i, eqn in enumerate(self.eqns) if i not in self.is_out for v in operand_vars(eqn)}
         return {v for v in (*flat.constvars, *flat.invars) if v in read_out and v not in read}
-
-
-def _sources(pieces: StagedPieces) -> dict[int, int]:
-    """The traced equation that each equation of the staged step comes from, by the id of the latter.
-
-    Rematerialisation keeps the variables of the equations that it does not add.
-    """
-    number = {eqn.outvars[0]: i for i, eqn in enumerate(pieces.whole.step.flat.eqns) if eqn.outvars}
-    split = pieces.staged.split
-    source: dict[int, int] = {}
-    for op in split.ops:
-        results = split.traced.flat.eqns[op.source].outvars if op.source >= 0 else []
-        if results and results[0] in number:
-            source[id(op.eqn)] = number[results[0]]
-    return source
-
-
-def _pieces_of_equations(staged: StagedStep, source: Mapping[int, int]) -> dict[int, set[int]]:
-    """The pieces on which each traced equation runs."""
-    pieces: dict[int, set[int]] = {}
-    for task in staged.tasks:
-        for eqn in task.eqns:
-            if id(eqn) in source:
-                pieces.setdefault(source[id(eqn)], set()).add(task.mesh)
-    return pieces
 
 
 def _reading(eqn: JaxprEqn, names: Mapping[Var, Var]) -> JaxprEqn:

@@ -224,6 +224,8 @@ def problem_key(problem: MeshEquations) -> str:
         dims = [problem.batch_dims.get(v) for v in eqn.outvars]
         parts.append(f"{eqn.primitive.name} {ends} {params} {times} {late} {dims}")
     parts += [f"{name(a)}={name(b)}" for a, b in (*problem.aliases, *problem.equal.items())]
-    parts.append(str([k for v, k in number.items() if v in problem.not_partial]))
+    # Inputs are never partial sums, whoever else reads them.
+    made = (v for eqn in problem.eqns for v in eqn.outvars)
+    parts.append(str([number[v] for v in made if v in problem.not_partial]))
     parts.append(str([number[v] for v, _ in problem.results if v in number]))
     return "\n".join(parts)
