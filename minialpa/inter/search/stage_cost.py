@@ -10,9 +10,10 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError
@@ -219,13 +220,26 @@ def problem_key(problem: MeshEquations) -> str:
 
     parts = [f"{name(v)} {role} {problem.batch_dims.get(v)}" for v, role in problem.inputs]
     for eqn, times, late in zip(problem.eqns, problem.times, problem.in_update, strict=True):
-        params = {k: v for k, v in eqn.params.items() if not callable(v)}
-        ends = " ".join(name(v) for v in (*eqn.invars, *eqn.outvars))
+        # A number that is folded into a key costs what any other one does.
+        is_folded = eqn.primitive.name == "random_fold_in"
+        ends = " ".join(type_of(v) if is_folded and is_literal(v) else name(v) for v in (*eqn.invars, *eqn.outvars))
         dims = [problem.batch_dims.get(v) for v in eqn.outvars]
-        parts.append(f"{eqn.primitive.name} {ends} {params} {times} {late} {dims}")
+        parts.append(f"{eqn.primitive.name} {ends} {_costed_params(eqn)} {times} {late} {dims}")
     parts += [f"{name(a)}={name(b)}" for a, b in (*problem.aliases, *problem.equal.items())]
     # Inputs are never partial sums, whoever else reads them.
     made = (v for eqn in problem.eqns for v in eqn.outvars)
     parts.append(str([number[v] for v in made if v in problem.not_partial]))
     parts.append(str([number[v] for v, _ in problem.results if v in number]))
     return "\n".join(parts)
+
+
+def _costed_params(eqn: JaxprEqn) -> dict[str, Any]:
+    """The parameters of an equation, without the functions, and without those that only say where a part lies.
+
+    Each layer reads another key, or another row of a stack. The shapes of a slice say which dimensions are cut.
+    """
+    if eqn.primitive.name == "slice":
+        return {}
+    if eqn.primitive.name == "pad":
+        return {"is_whole": [tuple(config) == (0, 0, 0) for config in eqn.params["padding_config"]]}
+    return {name: value for name, value in eqn.params.items() if not callable(value)}

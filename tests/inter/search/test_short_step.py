@@ -152,6 +152,20 @@ def joined(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.concatenate(parts, -1) ** 2)
 
 
+def scaled_by_layer(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    for i, w in enumerate(params):
+        x = block(w, x * (1.0 + 0.1 * i))
+    return jnp.mean(x**2)
+
+
+def unrolled(params: jax.Array, x: jax.Array) -> jax.Array:
+    return plain([params[i] for i in range(N_LAYERS)], x)
+
+
+def stacked() -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((N_LAYERS, WIDTH, WIDTH), jnp.float32)
+
+
 def printing(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
     for w in params:
         x = block(w, x)
@@ -264,7 +278,7 @@ def with_metrics() -> TracedStep:
     return trace(step, weights(), EXAMPLES)
 
 
-def with_dropout() -> TracedStep:
+def with_dropout(folded: bool = False) -> TracedStep:
     """A key for each layer."""
 
     def step(state: Any, x: jax.Array) -> Any:
@@ -273,7 +287,8 @@ def with_dropout() -> TracedStep:
         def loss(params: Any, x: jax.Array) -> jax.Array:
             keys = jax.random.split(key, N_LAYERS)
             for i, w in enumerate(params):
-                x = block(w, x) * jax.random.bernoulli(keys[i], 0.9, x.shape).astype(x.dtype)
+                own = jax.random.fold_in(key, i) if folded else keys[i]
+                x = block(w, x) * jax.random.bernoulli(own, 0.9, x.shape).astype(x.dtype)
             return jnp.mean(x**2)
 
         value, grads = minialpa.value_and_grad(loss)(params, x)
@@ -296,7 +311,7 @@ SHORT = {
     "two kinds in turn": Case(lambda: trained(alternating, params=weights(2 * N_LAYERS)), 2 * N_LAYERS),
     "a loss of each layer": Case(lambda: trained(losses_of_layers)),
     "sharpness aware": Case(sharpness_aware),
-    "metrics": Case(with_metrics),
+    "dropout": Case(with_dropout),
 }
 SLOW_SHORT = {
     "lamb": Case(lambda: trained(plain, optax.lamb(1e-3))),
@@ -310,12 +325,15 @@ SLOW_SHORT = {
     "centred": Case(centred),
     "untagged": Case(untagged),
     "printing": Case(lambda: trained(printing)),
+    "rows of a stack": Case(lambda: trained(unrolled, params=stacked())),
+    "folded keys": Case(lambda: with_dropout(folded=True)),
+    "metrics": Case(with_metrics),
 }
 #: What is staged as a whole, and the reason.
 WHOLE = {
     # The backward pass of the end makes a slice for each layer, which only that layer reads.
     "joined": (Case(lambda: trained(joined)), "Piece 19 is another problem in the short step"),
-    "dropout": (Case(with_dropout), "No 5 neighbouring pieces"),
+    "literals": (Case(lambda: trained(scaled_by_layer)), "No 5 neighbouring pieces"),
     # Its last pieces are equal problems, and unlike each other as soon as something is computed again.
     "decayed": (Case(lambda: trained(decayed)), "No 5 neighbouring pieces"),
 }
@@ -358,6 +376,22 @@ def test_pieces_cost_what_they_cost_in_the_whole_step(name: str) -> None:
             for candidate in (Candidate((1, 1), (1,), None), Candidate((1, 4), (2, 2), None)):
                 costs = [pieces.cost(kind, candidate, None, 0.0, limited=True) for pieces in (found, expected)]
                 assert costs[0] == costs[1], (n, remat, kind, candidate)
+
+
+@pytest.mark.parametrize(
+    "name", ["dropout", *(pytest.param(name, marks=pytest.mark.slow) for name in ("folded keys", "rows of a stack"))]
+)
+def test_pieces_of_one_kind_cost_the_same(name: str) -> None:
+    """Although they read other keys, or other rows."""
+    case = (SHORT | SLOW_SHORT)[name]
+    pieces = of_whole(solver_of(case.make(), case.n_layers), 2, "dots")
+    for candidate in (Candidate((1, 1), (1,), None), Candidate((1, 4), (2, 2), None)):
+        for piece, kind in enumerate(pieces.kind):
+            costs = []
+            for one in (piece, kind):
+                pieces.known = {}
+                costs.append(pieces.cost(one, candidate, None, 0.0, limited=True))
+            assert costs[0] == costs[1], (piece, kind, candidate)
 
 
 def test_a_search_finds_the_same_with_short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
