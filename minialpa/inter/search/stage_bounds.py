@@ -103,7 +103,7 @@ class StageBounds:
             alike = [m for m in self.numbers if m == 1 or base > 1]
             self._raise_alone(base, column.remat, alike, columns)
         elif 1 < self.anchor < n and not self._is_anchored(piece, free):
-            kind = self.pieces.kinds(self.anchor, column.remat).kind
+            kind = self.pieces.kinds(self.anchor, column.remat)
             self._anchored.add((kind[piece], free))
             candidate = self.space.candidates[column.candidate]
             cost = self.pieces.unlimited_cost(self.anchor, column.remat, kind[piece], candidate)
@@ -113,7 +113,7 @@ class StageBounds:
 
     def _is_anchored(self, piece: int, free: int) -> bool:
         """Whether the bounds of a piece in column `free` have been raised by its cost with `anchor` micro-batches."""
-        return (self.pieces.kinds(self.anchor, self.columns[free].remat).kind[piece], free) in self._anchored
+        return (self.pieces.kinds(self.anchor, self.columns[free].remat)[piece], free) in self._anchored
 
     def _raise_alone(self, base: int, remat: Remat, numbers: Iterable[int], columns: Iterable[int]) -> None:
         """Raise the bounds of columns to what pieces cost on one device of any memory, sharded perfectly.
@@ -122,7 +122,7 @@ class StageBounds:
         at least as long as one of these: it may read weights once.
         """
         self._alone.add((base, remat))
-        kinds = self.pieces.kinds(base, remat).kind
+        kinds = self.pieces.kinds(base, remat)
 
         # One device of each kind: pieces that are alike cost the same on it.
         known: dict[Candidate, dict[int, PieceCost]] = {}
@@ -160,7 +160,7 @@ class StageBounds:
 
     def _solve(self, n: int, piece: int, column: Column) -> None:
         """The costs of a piece; of all columns with a price, if one is asked for: the search asks for them all."""
-        kinds, costs = self.pieces.kinds(n, column.remat).kind, self._costs[n]
+        kinds, costs = self.pieces.kinds(n, column.remat), self._costs[n]
         free = self.columns.at_price(column, 0)
         self._raise_later(n, kinds, piece, column, self.pieces.cost(n, piece, free))
 
@@ -198,7 +198,7 @@ class StageBounds:
         for stage in found.stages:
             if _place_of(stage) in costs.exact:
                 continue
-            kinds = self.pieces.kinds(min(n, self.anchor), self.columns[stage.candidate].remat).kind
+            kinds = self.pieces.kinds(min(n, self.anchor), self.columns[stage.candidate].remat)
             for piece, layer in enumerate(self.pieces.layer_of_piece):
                 inside = stage.first_layer <= layer <= stage.last_layer
                 if inside and not costs.solved[piece, stage.candidate]:
@@ -273,7 +273,7 @@ class StageBounds:
 
         # A border has as many bytes per step with any number of micro-batches.
         base = self.anchor
-        crossing = np.array(self.pieces.kinds(base, self.space.remats[0]).border_bytes)[starts[1:] - 1] * base / n
+        crossing = np.array(self.pieces.border_bytes)[starts[1:] - 1] * base / n
 
         seconds = preferred_seconds(seconds, self.columns.n_devices / self.cluster.n_devices)
         seconds[self._needless(fixed + self._most_live(n) * in_flight <= self.columns.memory_bytes)] = np.inf
