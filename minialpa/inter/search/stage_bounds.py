@@ -10,6 +10,7 @@ minimise: either of the two may fall where the other rises. The bounds hold for
     rematerialisation      it adds to what is computed
     prices, limits         memory is saved at the cost of time
 
+A solver takes every collective to start by itself, and in its solution a few start together: so much is taken off.
 `choose` is the best pipeline under the bounds.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,6 +33,20 @@ from minialpa.inter.search.stage_tables import StageTables, place_of
 from minialpa.inter.search.submeshes import Candidate, is_coarser
 from minialpa.options import Remat
 
+#: Collectives that a solver takes to start one by one, and that its solution starts together, in each piece.
+_N_COMBINED = 4
+#: Shares of a pipeline's time that it loses while it fills, up to which columns are solved for the bounds they give.
+_SMALL_BUBBLE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Unsolved:
+    """A piece in a column of which bounds are known; share: of the pipeline's time, with all pieces like it."""
+
+    piece: int
+    column: int
+    share: float
+
 
 class StageBounds:
     """Lower bounds on the costs of all stages in a space, for each of its numbers of micro-batches.
@@ -39,6 +55,7 @@ class StageBounds:
         columns: what the candidates of its tables are.
         pieces: solves the pieces of the step.
         numbers: the numbers of micro-batches that the step can be split into.
+        tables: what is known, by the number of micro-batches.
     """
 
     def __init__(self, search: PieceSearch, known: dict[str, PieceCost] | None = None) -> None:
@@ -52,7 +69,7 @@ class StageBounds:
         layer_of_piece = np.array(self.pieces.layer_of_piece)
         last_pieces = np.flatnonzero(np.diff(layer_of_piece))
         border_bytes = np.array(self.pieces.kinds(self._base, search.space.remats[0]).border_bytes)[last_pieces]
-        self._tables = {
+        self.tables = {
             n: StageTables(
                 n,
                 cluster=self.cluster,
@@ -64,8 +81,16 @@ class StageBounds:
             for n in self.numbers
         }
         self._alone: set[tuple[int, Remat]] = set()
+        self._combined_s = np.array([_N_COMBINED * self._start_s(column) for column in self.columns.columns])
         self._finer = self._finer_columns()
+        self._coarser = [self._coarser_columns(c) for c in range(len(self.columns))]
         self._raise_alone(self._base, search.space.remats[0], self.numbers, range(len(self.columns)))
+
+    def _start_s(self, column: Column) -> float:
+        """Seconds to start a collective over all axes of a column's mesh."""
+        choice = self.space.candidates[column.candidate]
+        mesh = self.cluster.logical_mesh(choice.submesh, choice.logical_shape, choice.device)
+        return sum(alpha for alpha, length in zip(mesh.alpha, mesh.shape, strict=True) if length > 1)
 
     def _finer_columns(self) -> list[Ints]:
         """For each column, those whose costs are bounded by its costs, in memory without end."""
@@ -80,11 +105,17 @@ class StageBounds:
             for column in self.columns.columns
         ]
 
+    def _coarser_columns(self, c: int) -> list[int]:
+        """Columns with the rematerialisation of `c`, without a price, whose costs bound its costs."""
+        remat = self.columns[c].remat
+        alike = (m for m, one in enumerate(self.columns.columns) if one.remat == remat and not one.price)
+        return [m for m in alike if m != c and c in self._finer[m]]
+
     # ---- costs of pieces ------------------------------------------------------------------------------------------
 
     def is_solved(self, n: int, piece: int, c: int) -> bool:
         """Whether the cost of a piece in column `c` is no bound any more."""
-        return bool(self._tables[n].solved[piece, c])
+        return bool(self.tables[n].solved[piece, c])
 
     def raise_bound(self, n: int, piece: int, c: int) -> None:
         """Raise the bounds of a piece in a column, and of those like it, by the cheapest means that is left."""
@@ -97,7 +128,19 @@ class StageBounds:
             alike = [m for m in self.numbers if m == 1 or base > 1]
             self._raise_alone(base, column.remat, alike, columns)
         else:
-            self._solve(n, piece, column)
+            self._solve(n, piece, self.columns[self._coarsest(n, piece, c)])
+
+    def _coarsest(self, n: int, piece: int, c: int) -> int:
+        """The column to solve before `c`, or `c`: the coarsest whose cost bounds that of `c` and may be of use itself.
+
+        Where micro-batches are too small for their submeshes, one cost of a small submesh shows it for all larger ones.
+        """
+        solved, n_devices = self.tables[n].solved[piece], self.columns.n_devices
+        if solved[self.columns.at_price(self.columns[c], 0)]:
+            return c
+        bubble = (self.cluster.n_devices / n_devices - 1) / n  # of a pipeline of such stages
+        better = [m for m in self._coarser[c] if not solved[m] and bubble[m] <= _SMALL_BUBBLE]
+        return min((c, *better), key=lambda m: int(n_devices[m]))
 
     def _raise_alone(self, base: int, remat: Remat, numbers: Iterable[int], columns: Iterable[int]) -> None:
         """Raise the bounds of columns to what pieces cost on one device of any memory, sharded perfectly.
@@ -119,7 +162,7 @@ class StageBounds:
 
     def _raise_column(self, n: int, c: int, alone: Sequence[PieceCost], base: int, remat: Remat) -> None:
         """Raise the bounds of a column by what pieces cost on one device, with `base` micro-batches and `remat`."""
-        n_devices, own, tables = self.columns.n_devices[c], self.columns[c].remat == remat, self._tables[n]
+        n_devices, own, tables = self.columns.n_devices[c], self.columns[c].remat == remat, self.tables[n]
         bounds, share = tables.by_name, min(1, base / n) / n_devices
         # What runs once per step is smaller with one micro-batch, which accumulates nothing.
         names = ("step_seconds", "fixed_bytes") if n > 1 or base == 1 else ()
@@ -134,24 +177,32 @@ class StageBounds:
         tables.change(np.array([c]))
 
     def _solve(self, n: int, piece: int, column: Column) -> None:
-        """The costs of a piece; of all columns with a price, if one is asked for: the search asks for them all."""
-        kinds, tables = self.pieces.kinds(n, column.remat).kind, self._tables[n]
+        """The costs of a piece, and of those like it, in a column, or in the one at the highest price before it."""
+        kinds, tables = self.pieces.kinds(n, column.remat).kind, self.tables[n]
         pieces = np.array([i for i, kind in enumerate(kinds) if kind == kinds[piece]])
-        free = self.columns.at_price(column, 0)
-        self.pieces.cost(n, piece, free)
+        prices = [self.columns.at_price(column, price) for price in range(len(MEMORY_PRICES))]
+        free, *_, highest = prices
+        fastest = self.pieces.cost(n, piece, free)
         candidate = self.space.candidates[column.candidate]
         self._raise_finer(n, pieces, free, self.pieces.unlimited_cost(n, column.remat, kinds[piece], candidate))
-        for price in range(1, len(MEMORY_PRICES)) if column.price else (0,):
-            at = self.columns.at_price(column, price)
-            tables.solve(pieces, at, self.pieces.cost(n, piece, at))
+        if column.price == 0:
+            tables.solve(pieces, free, fastest)
+        elif tables.solved[piece, highest]:
+            tables.solve(pieces, self.columns.number[column], self.pieces.cost(n, piece, prices[column.price]))
+        else:
+            # The highest price shows first whether saving memory helps. What is best at it and at none is best between.
+            cost = self.pieces.cost(n, piece, highest)
+            for c in prices[1:] if cost == fastest else (highest,):
+                tables.solve(pieces, c, cost)
 
     def _raise_finer(self, n: int, pieces: Ints, c: int, cost: PieceCost) -> None:
         """Raise the bounds that follow from what pieces cost in column `c` with `n` micro-batches and any memory."""
         columns = self._finer[c]
         share = self.columns.n_devices[c] / self.columns.n_devices[columns]
-        for m, tables in self._tables.items():
+        whole_s = share * (n * cost.seconds + cost.step_seconds) - self._combined_s[columns]
+        for m, tables in self.tables.items():
             if m % n == 0 and (n > 1 or m == 1):
-                tables.raise_whole(pieces, columns, share * (n * cost.seconds + cost.step_seconds))
+                tables.raise_whole(pieces, columns, whole_s)
 
     # ---- costs of stages ------------------------------------------------------------------------------------------
 
@@ -161,33 +212,36 @@ class StageBounds:
         They are taken to hold with any number of micro-batches in flight: memory that is short for more of them shows
         when such a pipeline is planned, and is learned then.
         """
-        self._tables[n].learn(place_of(stage), seconds, step_seconds)
+        self.tables[n].learn(place_of(stage), seconds, step_seconds)
 
     def exclude(self, n: int, stage: StageChoice, n_live: int) -> None:
         """Note that a stage does not fit with `n_live` micro-batches in flight."""
-        self._tables[n].exclude(place_of(stage), n_live)
+        self.tables[n].exclude(place_of(stage), n_live)
 
-    def unsolved(self, n: int, found: StageAssignment) -> list[tuple[int, int]]:
-        """Pieces and columns that stages use and that are not solved, one of each kind: the most time first."""
-        tables = self._tables[n]
-        users: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    def unsolved(self, n: int, found: StageAssignment) -> list[Unsolved]:
+        """What stages use and is not solved, one piece of each kind: the most time first."""
+        tables, seconds = self.tables[n], self.tables[n].by_name["seconds"]
+        users: dict[tuple[int, int], list[int]] = {}
+        total_s = 0.0
         for stage in found.stages:
-            if place_of(stage) in tables.exact:
-                continue
             kinds = self.pieces.kinds(min(n, self._base), self.columns[stage.candidate].remat).kind
             for piece, layer in enumerate(self.pieces.layer_of_piece):
-                inside = stage.first_layer <= layer <= stage.last_layer
-                if inside and not tables.solved[piece, stage.candidate]:
-                    users.setdefault((kinds[piece], stage.candidate), []).append((piece, stage.candidate))
+                if not stage.first_layer <= layer <= stage.last_layer:
+                    continue
+                total_s += float(seconds[piece, stage.candidate])
+                if not tables.solved[piece, stage.candidate] and place_of(stage) not in tables.exact:
+                    users.setdefault((kinds[piece], stage.candidate), []).append(piece)
 
         # Raising the bound of what takes most time changes the best pipeline most.
-        seconds = tables.by_name["seconds"]
-        ordered = sorted(users.values(), key=lambda places: -len(places) * seconds[places[0]])
-        return [places[0] for places in ordered]
+        out = [
+            Unsolved(pieces[0], c, len(pieces) * float(seconds[pieces[0], c]) / max(total_s, math.ulp(0.0)))
+            for (_, c), pieces in users.items()
+        ]
+        return sorted(out, key=lambda one: -one.share)
 
     def seconds_of(self, n: int, found: StageAssignment) -> float:
         """Seconds of a step under the bounds; inf if a stage has no sharding, or does not fit in memory."""
-        table = self._tables[n].table()
+        table = self.tables[n].table()
         for k, stage in enumerate(found.stages):
             at = place_of(stage)
             if math.isinf(table.seconds[at]):
@@ -203,7 +257,7 @@ class StageBounds:
         `seconds` are those of the bounds under which it was found. They may have risen a little since: all others cost
         what they did at least.
         """
-        tables, slack = self._tables[n], self.space.tolerance / 4
+        tables, slack = self.tables[n], self.space.tolerance / 4
         start: Start | None = None
         if tables.changed and tables.chosen is not None:
             seconds = self.seconds_of(n, tables.chosen)

@@ -7,7 +7,7 @@ the time of one micro-batch on stage k, step_k what stage k does once per step, 
 take the devices of the cluster in order, so it is known which links a border crosses. rest_k matters where only bounds
 are known: (B - 1) * t_k + step_k may be known to be larger than what follows from those on t_k and step_k.
 
-For bounds tau on max t, sigma on max step and rho on max rest, one dynamic program gives the least sum under the bounds:
+For bounds tau on max t, sigma on max step and rho on max rest, one dynamic program gives the least sum under them:
     f[s, i, p] = min over j, m of  t[i, j, m] + f[s - 1, j + 1, p + n_devices[m]] + transfer[i - 1, p]
 is the least sum for layers i.. in s stages on the devices from p on. `_search` looks for the bounds of the least total.
 Counting the stages from the end makes the memory check exact: the number of live micro-batches of a stage depends on s.
@@ -254,10 +254,10 @@ def _problem(
 ) -> _Problem:
     memory = np.array(memory, np.float64)
     by_column = [_columns_first(x) for x in (table.seconds, table.step_seconds, table.rest)]
-    bytes_of_column = [_columns_first(x) for x in (table.fixed_bytes, table.in_flight_bytes)]
+    fixed, in_flight = (_columns_first(x) for x in (table.fixed_bytes, table.in_flight_bytes))
 
     # With one live micro-batch, as the last stage has: what does not even fit there is of no use.
-    one = most_live(*bytes_of_column, memory, np.ones(1))
+    one = most_live(fixed, in_flight, memory, np.ones(1))
     used = np.flatnonzero((one == 0).any(axis=(1, 2)) & _allowed_somewhere(*by_column[:2]))
     least_devices = int(table.n_devices[used].min(initial=table.cluster_devices))
     most_stages = min(table.n_layers, stages[-1], table.cluster_devices // least_devices)
@@ -276,7 +276,7 @@ def _problem(
         live_of=live_of.ravel(),
         memory=memory,
         used=used,
-        most=most_live(*bytes_of_column, memory, live),
+        most=most_live(fixed, in_flight, memory, live),
         costs=(by_column[0], by_column[1], by_column[2]),
         groups=groups.ravel(),
         counts=kinds[:, 0].copy(),

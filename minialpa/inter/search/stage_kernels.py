@@ -75,9 +75,9 @@ def least_stages(
         for i in range(n_layers):
             for j in range(i, n_layers):
                 value, k = values[m, i, j], most[m, i, j]
-                if value <= tau and k >= 0 and value < best[k, i, g, j]:
-                    if step[m, i, j] <= sigma and rest[m, i, j] <= rho:
-                        best[k, i, g, j] = value
+                fits = value <= tau and k >= 0 and step[m, i, j] <= sigma and rest[m, i, j] <= rho
+                if fits and value < best[k, i, g, j]:
+                    best[k, i, g, j] = value
 
     # A stage that fits with more micro-batches in flight fits with fewer.
     for k in range(n_live - 2, -1, -1):
