@@ -17,7 +17,6 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError
-from minialpa.inter.search.stage_kernels import Floats
 from minialpa.inter.search.stage_memory import kept_usages, mesh_memory
 from minialpa.inter.search.stage_times import stage_times
 from minialpa.inter.search.submeshes import Candidate
@@ -160,24 +159,6 @@ class PieceCosts:
             return MeshSolver(self.problems[place], mesh, self.option, self.strategy_cache)
 
         return self._solvers.once((self._mine, place, mesh), make)
-
-
-def interval_sums(per_layer: Floats) -> Floats:
-    """out[i, j, m] = sum of rows i..j; inf below the diagonal."""
-    n, m = per_layer.shape
-    out = np.full((n, n, m), np.inf)
-    for i in range(n):
-        out[i, i:] = np.cumsum(per_layer[i:], axis=0)
-    return out
-
-
-def interval_maxima(per_layer: Floats) -> Floats:
-    """out[i, j, m] = largest of rows i..j; 0 below the diagonal."""
-    n, m = per_layer.shape
-    out = np.zeros((n, n, m))
-    for i in range(n):
-        out[i, i:] = np.maximum.accumulate(per_layer[i:], axis=0)
-    return out
 
 
 def border_bytes(staged: StagedStep) -> list[float]:
