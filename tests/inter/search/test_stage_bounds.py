@@ -51,7 +51,7 @@ def test_bounds_are_at_most_the_costs_of_models(name: str, cluster: ClusterSpec)
     sizes = {} if name == "moe" else {"n_layers": 1, "hidden": 128, "seq_len": 64}
     traced = traced_model(name, batch_size=32, **sizes)
     bounds = bounds_of(traced, cluster, (1, 2, 4, 16), ("none", "dots", "full"))
-    check_bounds(bounds, 1, 150)
+    check_bounds(bounds, 1, 60)
 
 
 def test_large_costs_of_a_small_submesh_bound_those_of_larger_ones() -> None:
