@@ -52,7 +52,8 @@ def fastest_pipeline(
         if _stages_fit(table, [stage[:3] for stage in stages], n_micro_batches, memory_bytes, schedule):
             transfer = sum(float(table.transfer_seconds[first - 1, p]) for first, _, _, p in stages[1:])
             step = max(float(table.step_seconds[stage[:3]]) for stage in stages)
-            best = min(best, sum(t) + transfer + (n_micro_batches - 1) * max(t) + step)
+            rest = 0.0 if table.rest_seconds is None else max(float(table.rest_seconds[stage[:3]]) for stage in stages)
+            best = min(best, sum(t) + transfer + max((n_micro_batches - 1) * max(t) + step, rest))
     return best
 
 

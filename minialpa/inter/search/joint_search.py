@@ -22,6 +22,8 @@ from minialpa.plan import Certificate
 
 #: Costs that are solved before the search takes the best that it has.
 _MOST_SOLVED = 400
+#: Share of a pipeline's time that is still unsolved when its promise is taken for good.
+_SMALL_SHARE = 0.3
 #: Numbers of micro-batches that differ by this factor are looked at first.
 _FAR = 4
 
@@ -104,7 +106,9 @@ class StageSearch:
             unsolved = bounds.unsolved(n, found)
             self.report("Costs of stages", bounds.pieces.n_solved, bounds.pieces.n_solved + len(unsolved))
             if unsolved:
-                bounds.raise_bound(n, *unsolved[0])
+                # Numbers near a good one may be better still: before it is known to the last, they are looked at.
+                if sum(one.share for one in unsolved) > _SMALL_SHARE or not self._open_near(n):
+                    bounds.raise_bound(n, unsolved[0].piece, unsolved[0].column)
                 continue
             seconds = bounds.seconds_of(n, found)
             if best is None or seconds < best[0]:

@@ -10,13 +10,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.errors import InfeasibleError
-from minialpa.inter.search.stage_kernels import Floats
 from minialpa.inter.search.stage_memory import kept_usages, mesh_memory
 from minialpa.inter.search.stage_times import stage_times
 from minialpa.inter.search.submeshes import Candidate
@@ -64,17 +64,10 @@ class PieceCost:
     update_temp_bytes: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PieceKinds:
-    """kind[i]: first piece like piece i. border_bytes: see `border_bytes`."""
-
-    kind: tuple[int, ...]
-    border_bytes: tuple[float, ...]
-
-
 class PieceCosts:
     """Costs of the pieces of a step that is staged with one piece on each mesh.
 
+    place: for each piece, the mesh with the problem that it is; several pieces may share one, see `short_step`.
     known: costs by `name`, which grow. solvers: of pieces on meshes, as far as there is room for them; a search has one
     such object for all of its `PieceCosts`.
     """
@@ -83,6 +76,7 @@ class PieceCosts:
         self,
         staged: StagedStep,
         *,
+        place: Sequence[int],
         cluster: ClusterSpec,
         compiler: Compiler,
         option: AutoShardingOption,
@@ -97,16 +91,16 @@ class PieceCosts:
         self.option = replace(option, solver_time_limit_s=min(option.solver_time_limit_s, _PIECE_TIME_LIMIT_S))
 
         # Pieces with equal keys are the same problem, and share costs between searches by the digests of these.
-        self.problems = [mesh_equations(staged, piece) for piece in range(staged.n_meshes)]
-        keys = [problem_key(problem) for problem in self.problems]
-        self._digests = [hashlib.sha256(key.encode()).hexdigest() for key in keys]
-        first = {key: i for i, key in reversed(list(enumerate(keys)))}
-        self.kinds = PieceKinds(tuple(first[key] for key in keys), tuple(border_bytes(staged)))
+        self.place = tuple(place)
+        self.problems = {mesh: mesh_equations(staged, mesh) for mesh in sorted(set(place))}
+        self.digests = {mesh: _digest(problem) for mesh, problem in self.problems.items()}
+        digests = [self.digests[mesh] for mesh in self.place]
+        self.kind = tuple(digests.index(digest) for digest in digests)
 
     @property
     def n_bytes(self) -> float:
         """About what the staged step holds."""
-        return _EQUATION_BYTES * sum(len(problem.eqns) for problem in self.problems)
+        return _EQUATION_BYTES * sum(len(problem.eqns) for problem in self.problems.values())
 
     def cost(self, piece: int, choice: Candidate, fastest: PieceCost | None, price: float, limited: bool) -> PieceCost:
         """A piece on a submesh, with seconds of inf if it does not fit.
@@ -116,7 +110,7 @@ class PieceCosts:
             price: what keeping nothing in memory is worth, in step times of the `fastest` sharding.
             limited: whether the piece alone has to fit in memory.
         """
-        n = self.staged.split.n_micro_batches
+        n, place = self.staged.split.n_micro_batches, self.place[piece]
         mesh = self.cluster.logical_mesh(choice.submesh, choice.logical_shape, choice.device)
         n_live = min(n, _USUALLY_LIVE)
 
@@ -127,9 +121,9 @@ class PieceCosts:
             byte_s = price * (n * fastest.seconds + fastest.step_seconds) / keeps
 
         def known(n_bytes: float | None) -> PieceCost:
-            name = f"{self._digests[piece]} {mesh} {self.compiler.name} {self.option} {n_live} {n_bytes} {byte_s}"
+            name = f"{self.digests[place]} {mesh} {self.compiler.name} {self.option} {n_live} {n_bytes} {byte_s}"
             if name not in self.known:
-                self.known[name] = self._solve(piece, mesh, n_bytes, kept_usages(self.staged, piece, n_live), byte_s)
+                self.known[name] = self._solve(place, mesh, n_bytes, kept_usages(self.staged, place, n_live), byte_s)
             return self.known[name]
 
         free, n_bytes = known(None), self.option.limit_bytes(mesh.device)
@@ -137,19 +131,19 @@ class PieceCosts:
         return free if not limited or n_bytes is None or free.fixed_bytes <= n_bytes else known(n_bytes)
 
     def _solve(
-        self, piece: int, mesh: LogicalMesh, n_bytes: float | None, kept: Sequence[Usage], byte_s: float
+        self, place: int, mesh: LogicalMesh, n_bytes: float | None, kept: Sequence[Usage], byte_s: float
     ) -> PieceCost:
-        staged, problem = self.staged, self.problems[piece]
+        staged, problem = self.staged, self.problems[place]
         limit = None if n_bytes is None else MemoryLimit(n_bytes)
         try:
-            solution = self._solver(piece, mesh).solve(limit, self.option.solver_time_limit_s, kept, byte_s)
+            solution = self._solver(place, mesh).solve(limit, self.option.solver_time_limit_s, kept, byte_s)
         except InfeasibleError:
             return PieceCost()
 
         view = ShardedView(mesh, self.option.forbidden_collectives)
-        programs = mesh_programs(staged, piece, problem, solution, view)
+        programs = mesh_programs(staged, place, problem, solution, view)
         times = stage_times(problem, solution, mesh_collectives(programs), mesh, staged.split.n_loops)
-        memory = mesh_memory(staged, piece, programs, solution, view, compiler=self.compiler)
+        memory = mesh_memory(staged, place, programs, solution, view, compiler=self.compiler)
         return PieceCost(
             seconds=times.pass_s,
             step_seconds=times.once_s,
@@ -160,29 +154,11 @@ class PieceCosts:
             update_temp_bytes=memory.update_temp_bytes,
         )
 
-    def _solver(self, piece: int, mesh: LogicalMesh) -> MeshSolver:
+    def _solver(self, place: int, mesh: LogicalMesh) -> MeshSolver:
         def make() -> MeshSolver:
-            return MeshSolver(self.problems[piece], mesh, self.option, self.strategy_cache)
+            return MeshSolver(self.problems[place], mesh, self.option, self.strategy_cache)
 
-        return self._solvers.once((self._mine, piece, mesh), make)
-
-
-def interval_sums(per_layer: Floats) -> Floats:
-    """out[i, j, m] = sum of rows i..j; inf below the diagonal."""
-    n, m = per_layer.shape
-    out = np.full((n, n, m), np.inf)
-    for i in range(n):
-        out[i, i:] = np.cumsum(per_layer[i:], axis=0)
-    return out
-
-
-def interval_maxima(per_layer: Floats) -> Floats:
-    """out[i, j, m] = largest of rows i..j; 0 below the diagonal."""
-    n, m = per_layer.shape
-    out = np.zeros((n, n, m))
-    for i in range(n):
-        out[i, i:] = np.maximum.accumulate(per_layer[i:], axis=0)
-    return out
+        return self._solvers.once((self._mine, place, mesh), make)
 
 
 def border_bytes(staged: StagedStep) -> list[float]:
@@ -204,6 +180,10 @@ def border_bytes(staged: StagedStep) -> list[float]:
     return crossing[:-1]
 
 
+def _digest(problem: MeshEquations) -> str:
+    return hashlib.sha256(problem_key(problem).encode()).hexdigest()
+
+
 def problem_key(problem: MeshEquations) -> str:
     """Text that two problems share if they are the same up to the names of variables."""
     number: dict[Var, int] = {}
@@ -221,11 +201,26 @@ def problem_key(problem: MeshEquations) -> str:
 
     parts = [f"{name(v)} {role} {problem.batch_dims.get(v)}" for v, role in problem.inputs]
     for eqn, times, late in zip(problem.eqns, problem.times, problem.in_update, strict=True):
-        params = {k: v for k, v in eqn.params.items() if not callable(v)}
-        ends = " ".join(name(v) for v in (*eqn.invars, *eqn.outvars))
+        # A number that is folded into a key costs what any other one does.
+        is_folded = eqn.primitive.name == "random_fold_in"
+        ends = " ".join(type_of(v) if is_folded and is_literal(v) else name(v) for v in (*eqn.invars, *eqn.outvars))
         dims = [problem.batch_dims.get(v) for v in eqn.outvars]
-        parts.append(f"{eqn.primitive.name} {ends} {params} {times} {late} {dims}")
+        parts.append(f"{eqn.primitive.name} {ends} {_costed_params(eqn)} {times} {late} {dims}")
     parts += [f"{name(a)}={name(b)}" for a, b in (*problem.aliases, *problem.equal.items())]
-    parts.append(str([k for v, k in number.items() if v in problem.not_partial]))
+    # Inputs are never partial sums, whoever else reads them.
+    made = (v for eqn in problem.eqns for v in eqn.outvars)
+    parts.append(str([number[v] for v in made if v in problem.not_partial]))
     parts.append(str([number[v] for v, _ in problem.results if v in number]))
     return "\n".join(parts)
+
+
+def _costed_params(eqn: JaxprEqn) -> dict[str, Any]:
+    """The parameters of an equation, without the functions, and without those that only say where a part lies.
+
+    Each layer reads another key, or another row of a stack. The shapes of a slice say which dimensions are cut.
+    """
+    if eqn.primitive.name == "slice":
+        return {}
+    if eqn.primitive.name == "pad":
+        return {"is_whole": [tuple(config) == (0, 0, 0) for config in eqn.params["padding_config"]]}
+    return {name: value for name, value in eqn.params.items() if not callable(value)}

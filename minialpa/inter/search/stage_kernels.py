@@ -16,36 +16,68 @@ IDLE = -1
 
 
 @compiled
+def run_sums(per_layer: Floats) -> Floats:
+    """[m, i, j] = sum of per_layer[i..j, m]; 0 below the diagonal."""
+    n_layers, n_columns = per_layer.shape
+    out = np.zeros((n_columns, n_layers, n_layers))
+    for m in range(n_columns):
+        for i in range(n_layers):
+            total = 0.0
+            for j in range(i, n_layers):
+                total += per_layer[j, m]
+                out[m, i, j] = total
+    return out
+
+
+@compiled
+def run_maxima(per_layer: Floats) -> Floats:
+    """[m, i, j] = largest of per_layer[i..j, m]; 0 below the diagonal."""
+    n_layers, n_columns = per_layer.shape
+    out = np.zeros((n_columns, n_layers, n_layers))
+    for m in range(n_columns):
+        for i in range(n_layers):
+            largest = -np.inf
+            for j in range(i, n_layers):
+                largest = max(largest, per_layer[j, m])
+                out[m, i, j] = largest
+    return out
+
+
+@compiled
 def most_live(fixed: Floats, in_flight: Floats, memory: Floats, live: Floats) -> Ints:
-    """[i, j, m]: last index of `live`, which rises, with fixed + live * in_flight <= memory[m]; -1 if there is none."""
-    n_layers = fixed.shape[0]
+    """[m, i, j]: last index of `live`, which rises, with fixed + live * in_flight <= memory[m]; -1 if there is none."""
+    n_layers = fixed.shape[1]
     most = np.full(fixed.shape, -1, np.int64)
-    for i in range(n_layers):
-        for j in range(i, n_layers):
-            for m in range(fixed.shape[2]):
+    for m in range(fixed.shape[0]):
+        for i in range(n_layers):
+            for j in range(i, n_layers):
                 k = len(live)
-                while k > 0 and not fixed[i, j, m] + live[k - 1] * in_flight[i, j, m] <= memory[m]:
+                while k > 0 and not fixed[m, i, j] + live[k - 1] * in_flight[m, i, j] <= memory[m]:
                     k -= 1
-                most[i, j, m] = k - 1
+                most[m, i, j] = k - 1
     return most
 
 
 @compiled
 def least_stages(
-    values: Floats, step: Floats, most: Ints, n_live: int, groups: Ints, n_groups: int, tau: float, sigma: float
-) -> Floats:
-    """best[l, i, g, j]: least of `values[i, j, m]` over the candidates m of group g that fit with the l-th of `live`.
+    values: Floats, step: Floats, rest: Floats, most: Ints, used: Ints, n_live: int, groups: Ints, n_groups: int,
+    tau: float, sigma: float, rho: float,
+) -> Floats:  # fmt: skip
+    """best[l, i, g, j]: least of `values[m, i, j]` over the candidates m of group g that fit with the l-th of `live`.
 
-    most: see `most_live`. Candidates with values > tau or step > sigma are left out.
+    most: see `most_live`. Candidates that are not `used`, or with values > tau, step > sigma or rest > rho, are left
+    out.
     """
-    n_layers = values.shape[0]
+    n_layers = values.shape[1]
     best = np.full((n_live, n_layers, n_groups, n_layers), np.inf)
-    for i in range(n_layers):
-        for j in range(i, n_layers):
-            for m in range(values.shape[2]):
-                value, k = values[i, j, m], most[i, j, m]
-                if value <= tau and k >= 0 and value < best[k, i, groups[m], j] and step[i, j, m] <= sigma:
-                    best[k, i, groups[m], j] = value
+    for m in used:
+        g = groups[m]
+        for i in range(n_layers):
+            for j in range(i, n_layers):
+                value, k = values[m, i, j], most[m, i, j]
+                fits = value <= tau and k >= 0 and step[m, i, j] <= sigma and rest[m, i, j] <= rho
+                if fits and value < best[k, i, g, j]:
+                    best[k, i, g, j] = value
 
     # A stage that fits with more micro-batches in flight fits with fewer.
     for k in range(n_live - 2, -1, -1):
@@ -67,7 +99,7 @@ def _put_in_front(
 @compiled
 def fill_tables(
     best: Floats, live_of: Ints, counts: Ints, may_start: Bools, skip_to: Ints, transfer: Floats, idle: bool,
-    maximum: bool,
+    maximum: bool, cap: float,
 ) -> tuple[Floats, Ints]:  # fmt: skip
     """f[s, i, p] of the stage DP, and how it is reached: j * n_groups + g, or IDLE.
 
@@ -80,6 +112,7 @@ def fill_tables(
         transfer: [j, p], from layer j to a stage that starts at device p; it counts for that stage.
         idle: whether devices may stay idle.
         maximum: combine stages by their largest value, without transfers, instead of their sum.
+        cap: what is more counts as infinite.
     """
     n_layers, n_groups = best.shape[1], best.shape[2]
     n_stages, n_devices = len(live_of) - 1, may_start.shape[1]
@@ -92,6 +125,8 @@ def fill_tables(
         f[0, n_layers, :] = 0.0
 
     total, at = np.empty(n_devices + 1), np.empty(n_devices + 1, np.int64)
+    reached_any = np.zeros((n_stages + 1, n_layers + 1), np.bool_)
+    reached_any[0, n_layers] = True
     for s in range(1, n_stages + 1):
         k = live_of[s]
         for i in range(n_layers - s + 1):  # s stages have that many layers
@@ -100,7 +135,7 @@ def fill_tables(
                 n = counts[g]
                 for j in range(i, n_layers - s + 1):
                     value = best[k, i, g, j]
-                    if value < np.inf:
+                    if reached_any[s - 1, j + 1] and value <= cap and value < np.inf:
                         _put_in_front(value, f[s - 1, j + 1], n, may_start[g], j * n_groups + g, total, at, maximum)
 
             # From the last device on, since a device may pass what it starts on to a later one.
@@ -110,5 +145,9 @@ def fill_tables(
                     least += transfer[i - 1, p]
                 if idle and f[s, i, skip_to[p]] <= least:
                     least, reached = f[s, i, skip_to[p]], IDLE
-                f[s, i, p], how[s, i, p] = least, reached
+                if least <= cap and least < np.inf:
+                    f[s, i, p], how[s, i, p] = least, reached
+                    reached_any[s, i] = True
+        if not reached_any[s].any():
+            break
     return f, how

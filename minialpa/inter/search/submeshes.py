@@ -60,6 +60,31 @@ def logical_shapes(submesh: tuple[int, int], space: str) -> list[tuple[int, ...]
             return [(n,)] + [(a, n // a) for a in range(2, n) if n % a == 0]
 
 
+def is_coarser(cluster: ClusterSpec, coarse: Candidate, fine: Candidate) -> bool:
+    """Whether each device of `coarse` can do the work of some neighbours of `fine`: as fast, over links as good."""
+    if coarse.device != fine.device:
+        return False
+    small = cluster.logical_mesh(coarse.submesh, coarse.logical_shape, coarse.device)
+    large = cluster.logical_mesh(fine.submesh, fine.logical_shape, fine.device)
+
+    # Axes of one device have no links. A row of devices may stand for either axis.
+    def goes_into(axes: tuple[int, ...]) -> bool:
+        places = dict(zip(axes, range(len(small.shape)), strict=True))
+        return all(
+            n % (k := 1 if axis not in places else small.shape[places[axis]]) == 0
+            and (
+                k == 1
+                or (small.alpha[places[axis]] <= large.alpha[axis] and small.beta[places[axis]] <= large.beta[axis])
+            )
+            for axis, n in enumerate(large.shape)
+        )
+
+    axes = range(len(large.shape))
+    return len(small.shape) <= len(large.shape) and any(
+        goes_into(chosen) for chosen in itertools.combinations(axes, len(small.shape))
+    )
+
+
 def may_start(cluster: ClusterSpec, choices: list[Candidate]) -> Bools:
     """[m, p]: candidate m fits in one host, or is whole hosts, from device p on, and the hosts have its device."""
     per_host = cluster.devices_per_host

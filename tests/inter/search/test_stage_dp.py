@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.inter.search.stage_dp import StageChoice, StageCostTable, choose_stages, step_seconds_of
+from minialpa.inter.search.stage_dp import StageChoice, StageCostTable, Start, choose_stages, step_seconds_of
 from tests.oracles import fastest_pipeline
 
 
@@ -40,6 +41,7 @@ def problems(draw: st.DrawFn) -> tuple[StageCostTable, dict[str, Any]]:
         step_seconds=cost(p_forbidden / 2) * longer_takes_longer,
         fixed_bytes=rng.integers(0, 10, cube).astype(np.float64),
         in_flight_bytes=rng.integers(0, 5, cube).astype(np.float64),
+        rest_seconds=rng.integers(0, 5 * high, cube).astype(np.float64) if draw(st.booleans()) else None,
         transfer_seconds=rng.integers(0, high // 2, (n_layers - 1, n_devices)).astype(np.float64),
     )
     return table, {
@@ -64,6 +66,23 @@ def test_choice_matches_exhaustive_search(problem: tuple[StageCostTable, dict[st
     assert choice.seconds == pytest.approx(expected, rel=1e-12)
     assert choice.seconds == step_seconds_of(table, choice.stages, limits["n_micro_batches"])
     assert [stage.first_layer for stage in choice.stages[1:]] == [stage.last_layer + 1 for stage in choice.stages[:-1]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.floats(0.0, 1.0))
+def test_a_start_changes_nothing_but_the_time(problem: tuple[StageCostTable, dict[str, Any]], share: float) -> None:
+    """Any allowed pipeline is a start, with any bound on the slowest stage."""
+    table, limits = problem
+    if math.isinf(expected := fastest_pipeline(table, **limits)):
+        return
+    best = choose_stages(table, **limits)
+    alone = dataclasses.replace(table, seconds=np.where(table.seconds > 0, 1.0, table.seconds), rest_seconds=None)
+    other = choose_stages(alone, **limits).stages if math.isfinite(fastest_pipeline(alone, **limits)) else best.stages
+    assert math.isfinite(step_seconds_of(table, best.stages, limits["n_micro_batches"]))
+    for stages in (best.stages, other):
+        if math.isfinite(step_seconds_of(table, stages, limits["n_micro_batches"])):
+            start = Start(stages, best.least_t * share)
+            assert choose_stages(table, **limits, start=start).seconds == pytest.approx(expected, rel=1e-12)
 
 
 @settings(max_examples=100, deadline=None)

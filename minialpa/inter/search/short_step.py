@@ -1,0 +1,376 @@
+"""A shorter step with the same distinct pieces: a staged step in, and the step without most of what repeats in it out.
+
+A search stages the step for each number of micro-batches and each rematerialisation. Of a hundred equal layers it costs
+one, so a few of them are enough:
+
+    pieces      0 1 2 3 4 5 6 7 8 9          a unit is a run of pieces that repeats at once, here a single piece
+    kinds       A B B B B B B B B C
+    stay        0 1 2 3         8 9          two units, a middle one, the last one, and what repeats less
+    costed as   0 1 2 2 2 2 2 2 8 9
+
+What is left out is read from the units that stay. The last unit's backward pass gives the middle unit what the unit
+behind it gave. All others that read a value which is left out read one of the middle unit: a second result of the
+equation that makes the middle unit's own value, so that they read as many distinct values as before, from another piece
+as before. The middle unit itself thereby differs from all others and is not costed.
+
+The short step computes other numbers than the whole one. Only costs are read from it, and no plan is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.inter.staging.tasks import StagedStep
+from minialpa.intra.graph.problem import MeshEquations
+from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_literal, live_equations, operand_vars
+from minialpa.tracing.origins import Origin
+from minialpa.tracing.trace import TracedStep
+
+#: Units of a run that stay: two, of which the second has equal neighbours, the middle one, and the last one.
+_N_KEPT = 4
+#: Which of them is the middle one.
+_MIDDLE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PiecedStep:
+    """A step in pieces: the whole step, or a short one.
+
+    Attributes:
+        step: the step, without rematerialisation. Its forward groups have the numbers that they have in the whole step.
+        piece_of_group: the piece of each forward group.
+        place: for each piece of the whole step, the piece of this one that is costed for it.
+        kept: for each piece that is costed, the piece of the whole step that it is.
+    """
+
+    step: TracedStep
+    piece_of_group: tuple[int, ...]
+    place: tuple[int, ...]
+    kept: Mapping[int, int]
+
+    @property
+    def n_pieces(self) -> int:
+        return max(self.piece_of_group, default=-1) + 1
+
+
+def whole_step(step: TracedStep, piece_of_group: Sequence[int]) -> PiecedStep:
+    """A step of which each piece is costed for itself."""
+    pieces = range(max(piece_of_group, default=-1) + 1)
+    return PiecedStep(
+        step=step, piece_of_group=tuple(piece_of_group), place=tuple(pieces), kept={piece: piece for piece in pieces}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedPieces:
+    """A whole step that is staged with one piece on each mesh.
+
+    Attributes:
+        whole: the step.
+        staged: the step, staged for any number of micro-batches and any rematerialisation.
+        problems: the equations of each piece of `staged`.
+        kind: for each piece, the first piece with an equal problem.
+    """
+
+    whole: PiecedStep
+    staged: StagedStep
+    problems: Mapping[int, MeshEquations]
+    kind: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class NotShortened:
+    """Why the whole step is staged each time."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Pieces first, ..., first + n_units * period - 1, of which each is like the one `period` pieces before it."""
+
+    first: int
+    period: int
+    n_units: int
+
+    def unit(self, number: int) -> range:
+        """The pieces of a unit."""
+        start = self.first + number * self.period
+        return range(start, start + self.period)
+
+    @property
+    def middle(self) -> range:
+        return self.unit(_MIDDLE)
+
+    @property
+    def last(self) -> range:
+        return self.unit(self.n_units - 1)
+
+    @property
+    def left_out(self) -> range:
+        return range(self.middle.stop, self.last.start)
+
+
+def runs_of(kinds: Sequence[int]) -> list[Run]:
+    """The runs of which units can be left out, in order; each leaves out as many as a run that starts there can."""
+    runs: list[Run] = []
+    start = 0
+    while start < len(kinds):
+        # A unit of two equal pieces leaves out no more than one of a single piece, which is looked at first.
+        periods = range(1, (len(kinds) - start) // (_N_KEPT + 1) + 1)
+        found = max((_run_at(kinds, start, period) for period in periods), key=lambda r: len(r.left_out), default=None)
+        if found is None or not found.left_out:
+            start += 1
+        else:
+            runs.append(found)
+            start = found.last.stop
+    return runs
+
+
+def _run_at(kinds: Sequence[int], start: int, period: int) -> Run:
+    end = start + period
+    while end < len(kinds) and kinds[end] == kinds[end - period]:
+        end += 1
+    return Run(start, period, (end - start) // period)
+
+
+class _NotAlikeError(Exception):
+    """Pieces of one kind that are not the same equations of the traced step."""
+
+
+def shortened(pieces: StagedPieces) -> PiecedStep | NotShortened:
+    """The step with `_N_KEPT` units of each run."""
+    where = _Where.of(pieces)
+    runs = runs_of(_alike(pieces, where))
+    if not runs:
+        return NotShortened(f"No {_N_KEPT + 1} neighbouring pieces, or groups of pieces, are alike.")
+    try:
+        return _Shortening(pieces, where, runs).short_step()
+    except _NotAlikeError as error:
+        return NotShortened(str(error))
+
+
+# ---- which pieces are alike ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """Where the equations of the traced step run, by their numbers.
+
+    Attributes:
+        of_piece: for each piece, the traced equation that each equation of its problem comes from; None without one.
+        pieces: for each equation that runs, its pieces, in the order of the traced step.
+    """
+
+    of_piece: Mapping[int, Sequence[int | None]]
+    pieces: Mapping[int, AbstractSet[int]]
+
+    @staticmethod
+    def of(pieces: StagedPieces) -> _Where:
+        # Rematerialisation keeps the variables of the equations that it does not add.
+        number = {eqn.outvars[0]: i for i, eqn in enumerate(pieces.whole.step.flat.eqns) if eqn.outvars}
+        split = pieces.staged.split
+        source: dict[int, int] = {}
+        for op in split.ops:
+            results = split.traced.flat.eqns[op.source].outvars if op.source >= 0 else []
+            if results and results[0] in number:
+                source[id(op.eqn)] = number[results[0]]
+
+        found: dict[int, set[int]] = {}
+        for task in pieces.staged.tasks:
+            for eqn in task.eqns:
+                if id(eqn) in source:
+                    found.setdefault(source[id(eqn)], set()).add(task.mesh)
+        return _Where(
+            {piece: [source.get(id(eqn)) for eqn in problem.eqns] for piece, problem in pieces.problems.items()},
+            {i: found[i] for i in sorted(found)},
+        )
+
+
+def _alike(pieces: StagedPieces, where: _Where) -> list[int]:
+    """For each piece, the first one like it: also with equations that run on another piece than that of their group.
+
+    Rematerialisation goes by groups. So two pieces may be the same problem only as long as nothing is computed again.
+    """
+    origins, piece_of_group = pieces.whole.step.origins, pieces.whole.piece_of_group
+    astray: dict[int, list[object]] = {piece: [] for piece in pieces.whole.kept}
+    for i, found in where.pieces.items():
+        origin = origins[i]
+        if origin.group is not None:
+            piece = piece_of_group[origin.group]
+            if found != {piece}:
+                astray[piece].append((origin.direction, "runs on", *sorted(other - piece for other in found)))
+                for other in found - {piece}:
+                    # An equation that several pieces run is shared by them, as masks and tables of positions are.
+                    astray[other].append((origin.direction, "is of", piece - other if len(found) == 1 else i))
+
+    keys = [(kind, tuple(astray[piece])) for piece, kind in enumerate(pieces.kind)]
+    return [keys.index(key) for key in keys]
+
+
+# ---- what is left out ------------------------------------------------------------------------------------------------
+
+
+class _Shortening:
+    """One step while pieces are left out; equations are known by their numbers in the traced step."""
+
+    def __init__(self, pieces: StagedPieces, where: _Where, runs: Sequence[Run]) -> None:
+        self.whole, self.runs = pieces.whole, runs
+        self.eqns, self.origins = pieces.whole.step.flat.eqns, pieces.whole.step.origins
+        self.maker = {result: i for i, eqn in enumerate(self.eqns) for result in eqn.outvars}
+
+        # An equation is left out if it runs on nothing but pieces that are left out.
+        out = {piece for run in runs for piece in run.left_out}
+        middle = {piece for run in runs for piece in run.middle}
+        self.is_out = frozenset(i for i, found in where.pieces.items() if found <= out)
+        self.in_middle = frozenset(i for i, found in where.pieces.items() if found <= middle)
+
+        # The problems of pieces of one kind have their equations in one order.
+        self.like_middle: dict[int, int] = {}
+        self.like_last: dict[int, int] = {}
+        for run in runs:
+            for piece in run.left_out:
+                offset = (piece - run.first) % run.period
+                for like, other in ((self.like_middle, run.middle[offset]), (self.like_last, run.last[offset])):
+                    pairs = zip(where.of_piece[piece], where.of_piece[other], strict=True)
+                    like.update((i, j) for i, j in pairs if i in self.is_out and j is not None)
+
+    # ---- what is read in place of what is left out ------------------------------------------------------------------
+
+    def _equations(self) -> list[tuple[JaxprEqn, Origin]]:
+        """The equations that stay, reading what stays, with the further results of the middle units."""
+        copies: dict[int, list[JaxprEqn]] = {}  # of an equation of a middle unit, by its number
+        copied: dict[int, JaxprEqn] = {}  # by the equation that is left out
+
+        def stand_in(value: Var, reader: int) -> Var:
+            made_by = self.maker.get(value)
+            if made_by is None or made_by not in self.is_out:
+                return value
+            result = self.eqns[made_by].outvars.index(value)
+
+            # What came from behind now comes from the last unit, and had there been copies, they would come too late.
+            if reader in self.in_middle and self.origins[made_by].direction != "forward":
+                return self._counterpart(self.like_last, made_by).outvars[result]
+            if made_by not in copied:
+                eqn = self._counterpart(self.like_middle, made_by)
+                copied[made_by] = eqn.replace(outvars=[fresh_var(aval_of(v)) for v in eqn.outvars])
+                copies.setdefault(self.like_middle[made_by], []).append(copied[made_by])
+            return copied[made_by].outvars[result]
+
+        kept: list[tuple[int, JaxprEqn]] = []
+        for i, eqn in enumerate(self.eqns):
+            if i not in self.is_out:
+                names = {v: stand_in(v, i) for v in operand_vars(eqn)}
+                kept.append((i, _reading(eqn, names)))
+
+        # A copy reads what its equation reads, under the names that this has now.
+        pairs: list[tuple[JaxprEqn, Origin]] = []
+        for i, eqn in kept:
+            alike = (copy.replace(invars=eqn.invars) for copy in copies.get(i, ()))
+            pairs += [(e, self.origins[i]) for e in (eqn, *alike)]
+        return pairs
+
+    def _counterpart(self, like: Mapping[int, int], number: int) -> JaxprEqn:
+        """The equation that stays and is like the one of this number, which is left out."""
+        eqn, other = self.eqns[number], like.get(number)
+        if other is None or other in self.is_out:
+            raise _NotAlikeError(f"`{eqn.primitive.name}` of a piece has no counterpart in the pieces that stay.")
+        found = self.eqns[other]
+        if found.primitive is not eqn.primitive or list(map(aval_of, found.outvars)) != list(map(aval_of, eqn.outvars)):
+            raise _NotAlikeError(f"`{eqn.primitive.name}` of a piece is `{found.primitive.name}` in another one.")
+        return found
+
+    # ---- the step ---------------------------------------------------------------------------------------------------
+
+    def short_step(self) -> PiecedStep:
+        n_pieces = len(self.whole.place)
+        costed_as, runs_in = list(range(n_pieces)), list(range(n_pieces))
+        for run in self.runs:
+            for piece in range(run.middle.start, run.last.start):
+                offset = (piece - run.first) % run.period
+                costed_as[piece], runs_in[piece] = run.unit(_MIDDLE - 1)[offset], run.middle[offset]
+
+        # A forward group that is left out may still be that of an equation that stays: it is put into the middle unit.
+        number = {piece: i for i, piece in enumerate(sorted(set(runs_in)))}
+        return PiecedStep(
+            step=_with_equations(self.whole.step, self._equations(), self._inputs_left_out()),
+            piece_of_group=tuple(number[runs_in[piece]] for piece in self.whole.piece_of_group),
+            place=tuple(number[piece] for piece in costed_as),
+            kept={number[piece]: piece for piece in sorted(set(costed_as))},
+        )
+
+    def _inputs_left_out(self) -> set[Var]:
+        """The inputs that only equations read which are left out."""
+        flat = self.whole.step.flat
+        read_out = {v for i in self.is_out for v in operand_vars(self.eqns[i])}
+        read = {v for i, eqn in enumerate(self.eqns) if i not in self.is_out for v in operand_vars(eqn)}
+        return {v for v in (*flat.constvars, *flat.invars) if v in read_out and v not in read}
+
+
+def _reading(eqn: JaxprEqn, names: Mapping[Var, Var]) -> JaxprEqn:
+    """The equation with other operands; itself, if they are its own."""
+    if all(name is v for v, name in names.items()):
+        return eqn
+    new: JaxprEqn = eqn.replace(invars=[v if is_literal(v) else names[v] for v in eqn.invars])
+    return new
+
+
+def _with_equations(
+    step: TracedStep, pairs: Sequence[tuple[JaxprEqn, Origin]], gone_inputs: AbstractSet[Var]
+) -> TracedStep:
+    """`step` with other equations, with those of its results that they make, and without some of its inputs."""
+    flat = step.flat
+    made = {v for eqn, _ in pairs for v in eqn.outvars}.union(flat.constvars, flat.invars) - gone_inputs
+
+    outs = [o for o, atom in enumerate(flat.outvars) if is_literal(atom) or atom in made]
+    ins = [i for i, v in enumerate(flat.invars) if v not in gone_inputs]
+    new_number = {i: k for k, i in enumerate(ins)}
+    outvars = tuple(flat.outvars[o] for o in outs)
+
+    # Of the middle units, only what is still read, or a result.
+    live = live_equations([eqn for eqn, _ in pairs], outvars)
+    pairs = [pair for pair, is_live in zip(pairs, live, strict=True) if is_live]
+    _check_order([eqn for eqn, _ in pairs], outvars, {*flat.constvars, *flat.invars} - gone_inputs)
+
+    def replaced(numbers: Sequence[int | None]) -> tuple[int | None, ...]:
+        old = [numbers[o] for o in outs]
+        if any(i is not None and i not in new_number for i in old):
+            raise _NotAlikeError("A result that stays replaces an argument that is left out.")
+        return tuple(None if i is None else new_number[i] for i in old)
+
+    consts = [(v, c) for v, c in zip(flat.constvars, flat.consts, strict=True) if v not in gone_inputs]
+    return replace(
+        step,
+        flat=replace(
+            flat,
+            constvars=tuple(v for v, _ in consts),
+            consts=tuple(c for _, c in consts),
+            invars=tuple(flat.invars[i] for i in ins),
+            eqns=tuple(eqn for eqn, _ in pairs),
+            scopes=("",) * len(pairs),
+            outvars=outvars,
+        ),
+        origins=tuple(origin for _, origin in pairs),
+        in_paths=tuple(step.in_paths[i] for i in ins),
+        out_paths=tuple(step.out_paths[o] for o in outs),
+        batch_dims=tuple(step.batch_dims[i] for i in ins),
+        aliases=replaced(step.aliases),
+        layouts=replaced(step.layouts),
+        gradients=tuple(v for v in step.gradients if v in made),
+        in_parts=tuple(step.argument(i) for i in ins),
+        out_parts=tuple(step.result(o) for o in outs),
+    )
+
+
+def _check_order(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], inputs: set[Var]) -> None:
+    """Raise `_NotAlikeError` if something is read before it is made."""
+    known = set(inputs)
+    for eqn in eqns:
+        if not known.issuperset(operand_vars(eqn)):
+            raise _NotAlikeError(f"`{eqn.primitive.name}` would read what is computed behind it.")
+        known.update(eqn.outvars)
+    assert known.issuperset(v for v in outvars if not is_literal(v)), "a result without its equation"

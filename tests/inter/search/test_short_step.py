@@ -1,0 +1,526 @@
+"""Short steps have the problems of the whole step, for all numbers of micro-batches and all rematerialisations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import example, given, settings
+
+import minialpa
+from minialpa import AutoLayerOption, AutoShardingOption, AutoStageOption, ClusterSpec
+from minialpa.errors import TraceError
+from minialpa.inter.compilers import compiler_of
+from minialpa.inter.layers.forward import assign_layers
+from minialpa.inter.search import piece_solver
+from minialpa.inter.search.joint_search import FoundPipeline, StageSearch
+from minialpa.inter.search.piece_solver import PieceSearch, PieceSolver
+from minialpa.inter.search.short_step import NotShortened, PiecedStep, runs_of
+from minialpa.inter.search.space import Space, columns_of
+from minialpa.inter.search.stage_bounds import StageBounds
+from minialpa.inter.search.stage_cost import PieceCosts
+from minialpa.inter.search.submeshes import Candidate, candidates
+from minialpa.options import Remat
+from minialpa.tracing.trace import TracedStep
+from tests.helpers import trace
+
+V100 = ClusterSpec.preset("v100-p3.16xlarge", num_hosts=1, devices_per_host=4)
+N_LAYERS, WIDTH = 10, 16
+#: As what steps are staged. The whole step is staged as the first of them.
+WAYS: tuple[tuple[int, Remat], ...] = ((2, "none"), (1, "dots"), (4, "full"), (2, "dots"), (1, "none"))
+
+
+def search_of(traced: TracedStep, n_layers: int) -> PieceSearch:
+    space = Space(
+        micro_batches=(1, 2, 4),
+        remats=("none", "dots", "full"),
+        candidates=tuple(candidates(V100, AutoStageOption())),
+        schedule="1f1b",
+        use_all_devices=False,
+        tolerance=0.01,
+    )
+    return PieceSearch(
+        traced=traced,
+        layer_of_group=assign_layers(traced, AutoLayerOption(layer_num=n_layers)),
+        cluster=V100,
+        compiler=compiler_of(V100),
+        space=space,
+        option=AutoShardingOption(),
+    )
+
+
+def solver_of(traced: TracedStep, n_layers: int) -> PieceSolver:
+    search = search_of(traced, n_layers)
+    return PieceSolver(search, columns_of(search.space, V100, search.option), {})
+
+
+def of_whole(solver: PieceSolver, n: int, remat: Remat) -> PieceCosts:
+    """The pieces of the whole step: what a search would see if it staged nothing else."""
+    return solver._costs_of(solver._whole, n, remat)
+
+
+def assert_same_problems(solver: PieceSolver) -> None:
+    for n, remat in WAYS:
+        found, expected = solver._pieces(n, remat), of_whole(solver, n, remat)
+        digests = [[pieces.digests[place] for place in pieces.place] for pieces in (found, expected)]
+        wrong = [piece for piece, (a, b) in enumerate(zip(*digests, strict=True)) if a != b]
+        assert not wrong, (n, remat, wrong)
+        assert found.kind == expected.kind
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def block(w: jax.Array, x: jax.Array) -> jax.Array:
+    return x + jnp.tanh(x @ w)
+
+
+def plain(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    for w in params:
+        x = block(w, x)
+    return jnp.mean(x**2)
+
+
+def all_tied(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    return plain([params[0]] * N_LAYERS, x)
+
+
+def tied_pairs(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    return plain([w for w in params for _ in range(2)], x)
+
+
+def tied_ends(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    return plain([*params, params[0].T], x)
+
+
+def encoder_decoder(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    encoded = x
+    for w in params[:N_LAYERS]:
+        encoded = block(w, encoded)
+    for w in params[N_LAYERS:]:
+        x = block(w, x) + 0.1 * encoded
+    return jnp.mean(x**2)
+
+
+def skips(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    left = []
+    for w in params[:N_LAYERS]:
+        x = block(w, x)
+        left.append(x)
+    for w in params[N_LAYERS:]:
+        x = block(w, x + left.pop())
+    return jnp.mean(x**2)
+
+
+def losses_of_layers(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    losses = []
+    for w in params:
+        x = block(w, x)
+        losses.append(jnp.mean(jnp.abs(x)))
+    return jnp.mean(x**2) + 0.1 * sum(losses)
+
+
+def weighted(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    weights = (x[:, :, 0] > 0).astype(x.dtype)
+    for w in params:
+        x = block(w, x)
+    return jnp.sum(jnp.mean(x**2, -1) * weights) / jnp.sum(weights)
+
+
+def alternating(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    for i, w in enumerate(params):
+        x = block(w, x if i % 2 else jnp.cumsum(x, 1))
+    return jnp.mean(x**2)
+
+
+def decayed(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    return plain(params, x) + 0.01 * sum(jnp.sum(w**2) for w in params)
+
+
+def joined(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    parts = []
+    for w in params:
+        x = block(w, x)
+        parts.append(x)
+    return jnp.mean(jnp.concatenate(parts, -1) ** 2)
+
+
+def scaled_by_layer(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    for i, w in enumerate(params):
+        x = block(w, x * (1.0 + 0.1 * i))
+    return jnp.mean(x**2)
+
+
+def unrolled(params: jax.Array, x: jax.Array) -> jax.Array:
+    return plain([params[i] for i in range(N_LAYERS)], x)
+
+
+def stacked() -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((N_LAYERS, WIDTH, WIDTH), jnp.float32)
+
+
+def printing(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    for w in params:
+        x = block(w, x)
+        jax.debug.print("{}", jnp.sum(x))
+    return jnp.mean(x**2)
+
+
+def weights(n: int = N_LAYERS) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * n
+
+
+EXAMPLES = jax.ShapeDtypeStruct((8, 4, WIDTH), jnp.float32)
+Loss = Callable[[Sequence[jax.Array], jax.Array], jax.Array]
+
+
+def trained(loss: Loss, tx: Any = None, params: Any = None) -> TracedStep:
+    """A step that trains by an optimizer of optax."""
+    params, tx = weights() if params is None else params, tx or optax.sgd(0.1)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, moments = state
+        value, grads = minialpa.value_and_grad(loss)(params, x)
+        updates, moments = tx.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    with jax.numpy_dtype_promotion("standard"):
+        return trace(step, (params, jax.eval_shape(tx.init, params)), EXAMPLES)
+
+
+def clipped() -> Any:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+
+def sharpness_aware() -> TracedStep:
+    """Two gradients, of which the second waits for the norm of the first."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        _, first = minialpa.value_and_grad(plain)(params, x)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in first))
+        near = [w + 0.05 * g / norm for w, g in zip(params, first, strict=True)]
+        value, grads = minialpa.value_and_grad(plain)(near, x)
+        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
+
+    return trace(step, weights(), EXAMPLES)
+
+
+def accumulating() -> TracedStep:
+    """Gradients are summed over steps, and every fourth step uses them."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, sums, count = state
+        value, grads = minialpa.value_and_grad(plain)(params, x)
+        sums = [a + g for a, g in zip(sums, grads, strict=True)]
+        now = count % 4 == 3
+        params = [jnp.where(now, w - 0.1 * a, w) for w, a in zip(params, sums, strict=True)]
+        return (params, [jnp.where(now, jnp.zeros_like(a), a) for a in sums], count + 1), value
+
+    return trace(step, (weights(), weights(), jax.ShapeDtypeStruct((), jnp.int32)), EXAMPLES)
+
+
+def frozen() -> TracedStep:
+    """Every second weight is returned as it is."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, fixed = state
+        value, grads = minialpa.value_and_grad(
+            lambda params, x: plain([w for pair in zip(params, fixed, strict=True) for w in pair], x)
+        )(params, x)
+        return ([w - 0.1 * g for w, g in zip(params, grads, strict=True)], fixed), value
+
+    return trace(step, (weights(), weights()), EXAMPLES)
+
+
+def centred() -> TracedStep:
+    """Each update reads the gradients of all layers."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        value, grads = minialpa.value_and_grad(plain)(params, x)
+        mean = sum(grads) / N_LAYERS
+        return [w - 0.1 * (g - mean) for w, g in zip(params, grads, strict=True)], value
+
+    return trace(step, weights(), EXAMPLES)
+
+
+def untagged() -> TracedStep:
+    """The gradient is that of jax, so that nothing says which layer a backward equation is of."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(plain)(params, x)
+        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
+
+    return trace(step, weights(), EXAMPLES)
+
+
+def with_metrics() -> TracedStep:
+    """One array of the norms of all gradients, and one of the means of all layers."""
+
+    def loss(params: Any, x: jax.Array) -> Any:
+        means = []
+        for w in params:
+            x = block(w, x)
+            means.append(jnp.mean(x))
+        return jnp.mean(x**2), means
+
+    def step(params: Any, x: jax.Array) -> Any:
+        (value, means), grads = minialpa.value_and_grad(loss, has_aux=True)(params, x)
+        params = [w - 0.1 * g for w, g in zip(params, grads, strict=True)]
+        return params, (value, jnp.stack(means), jnp.stack([jnp.linalg.norm(g) for g in grads]))
+
+    return trace(step, weights(), EXAMPLES)
+
+
+def with_dropout(folded: bool = False) -> TracedStep:
+    """A key for each layer."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, key = state
+
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            keys = jax.random.split(key, N_LAYERS)
+            for i, w in enumerate(params):
+                own = jax.random.fold_in(key, i) if folded else keys[i]
+                x = block(w, x) * jax.random.bernoulli(own, 0.9, x.shape).astype(x.dtype)
+            return jnp.mean(x**2)
+
+        value, grads = minialpa.value_and_grad(loss)(params, x)
+        return ([w - 0.1 * g for w, g in zip(params, grads, strict=True)], jax.random.fold_in(key, 1)), value
+
+    return trace(step, (weights(), jax.eval_shape(lambda: jax.random.key(0))), EXAMPLES)
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], TracedStep]
+    n_layers: int = N_LAYERS
+
+
+SHORT = {
+    "plain": Case(lambda: trained(plain)),
+    "global norm": Case(lambda: trained(plain, clipped())),
+    "encoder and decoder": Case(lambda: trained(encoder_decoder, params=weights(2 * N_LAYERS)), 2 * N_LAYERS),
+    "all layers tied": Case(lambda: trained(all_tied, optax.adam(1e-3), weights(1))),
+    "two kinds in turn": Case(lambda: trained(alternating, params=weights(2 * N_LAYERS)), 2 * N_LAYERS),
+    "a loss of each layer": Case(lambda: trained(losses_of_layers)),
+    "sharpness aware": Case(sharpness_aware),
+    "dropout": Case(with_dropout),
+}
+SLOW_SHORT = {
+    "lamb": Case(lambda: trained(plain, optax.lamb(1e-3))),
+    "adafactor": Case(lambda: trained(plain, optax.adafactor(1e-3))),
+    "tied pairs": Case(lambda: trained(tied_pairs), 2 * N_LAYERS),
+    "tied ends": Case(lambda: trained(tied_ends, clipped())),
+    "skips": Case(lambda: trained(skips, params=weights(2 * N_LAYERS)), 2 * N_LAYERS),
+    "weighted": Case(lambda: trained(weighted)),
+    "accumulating": Case(accumulating),
+    "frozen": Case(frozen),
+    "centred": Case(centred),
+    "untagged": Case(untagged),
+    "printing": Case(lambda: trained(printing)),
+    "rows of a stack": Case(lambda: trained(unrolled, params=stacked())),
+    "folded keys": Case(lambda: with_dropout(folded=True)),
+    "metrics": Case(with_metrics),
+}
+#: What is staged as a whole, and the reason.
+WHOLE = {
+    # The backward pass of the end makes a slice for each layer, which only that layer reads.
+    "joined": (Case(lambda: trained(joined)), "Piece 19 is another problem in the short step"),
+    "literals": (Case(lambda: trained(scaled_by_layer)), "No 5 neighbouring pieces"),
+    # Its last pieces are equal problems, and unlike each other as soon as something is computed again.
+    "decayed": (Case(lambda: trained(decayed)), "No 5 neighbouring pieces"),
+}
+
+
+def short_of(solver: PieceSolver) -> PiecedStep | NotShortened | None:
+    for n, remat in WAYS[:2]:
+        solver._pieces(n, remat)
+    return solver.short
+
+
+@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_SHORT)])
+def test_a_short_step_has_the_problems_of_the_whole_step(name: str) -> None:
+    case = (SHORT | SLOW_SHORT)[name]
+    solver = solver_of(case.make(), case.n_layers)
+    short = short_of(solver)
+    assert isinstance(short, PiecedStep), short
+    assert short.n_pieces < solver.n_pieces
+    assert len(short.step.flat.eqns) < len(solver._whole.step.flat.eqns)
+    assert_same_problems(solver)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_cannot_be_shortened_is_staged_as_a_whole(name: str) -> None:
+    case, reason = WHOLE[name]
+    solver = solver_of(case.make(), case.n_layers)
+    short = short_of(solver)
+    assert isinstance(short, NotShortened) and reason in short.reason, short
+    assert_same_problems(solver)
+
+
+@pytest.mark.parametrize("name", ["global norm", pytest.param("encoder and decoder", marks=pytest.mark.slow)])
+def test_pieces_cost_what_they_cost_in_the_whole_step(name: str) -> None:
+    solver = solver_of(SHORT[name].make(), SHORT[name].n_layers)
+    for n, remat in WAYS[:3]:
+        found, expected = solver._pieces(n, remat), of_whole(solver, n, remat)
+        # Costs that one of them has found are not looked up by the other one.
+        found.known, expected.known = {}, {}
+        for kind in sorted(set(expected.kind)):
+            for candidate in (Candidate((1, 1), (1,), None), Candidate((1, 4), (2, 2), None)):
+                costs = [pieces.cost(kind, candidate, None, 0.0, limited=True) for pieces in (found, expected)]
+                assert costs[0] == costs[1], (n, remat, kind, candidate)
+
+
+@pytest.mark.parametrize(
+    "name", ["dropout", *(pytest.param(name, marks=pytest.mark.slow) for name in ("folded keys", "rows of a stack"))]
+)
+def test_pieces_of_one_kind_cost_the_same(name: str) -> None:
+    """Although they read other keys, or other rows."""
+    case = (SHORT | SLOW_SHORT)[name]
+    pieces = of_whole(solver_of(case.make(), case.n_layers), 2, "dots")
+    for candidate in (Candidate((1, 1), (1,), None), Candidate((1, 4), (2, 2), None)):
+        for piece, kind in enumerate(pieces.kind):
+            costs = []
+            for one in (piece, kind):
+                pieces.known = {}
+                costs.append(pieces.cost(one, candidate, None, 0.0, limited=True))
+            assert costs[0] == costs[1], (piece, kind, candidate)
+
+
+def test_a_search_finds_the_same_with_short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = search_of(trained(plain, clipped()), N_LAYERS)
+
+    def found() -> tuple[FoundPipeline, PieceSolver]:
+        bounds = StageBounds(search)
+        return StageSearch(bounds, lambda what, done, total: None).best(), bounds.pieces
+
+    with_short, pieces = found()
+    assert isinstance(pieces.short, PiecedStep)
+    monkeypatch.setattr(piece_solver, "shortened", lambda pieces: NotShortened("by the test"))
+    without, pieces = found()
+    assert pieces.short == NotShortened("by the test")
+    assert with_short == without
+
+
+# ---- what would be wrong ---------------------------------------------------------------------------------------------
+
+
+def test_a_short_step_with_another_problem_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    solver, shortened = solver_of(trained(plain), N_LAYERS), piece_solver.shortened
+
+    def costed_wrongly(pieces: Any) -> PiecedStep:
+        short = shortened(pieces)
+        assert isinstance(short, PiecedStep)
+        # The first piece, which differs from all others, as the second one.
+        return dataclasses.replace(short, kept={**short.kept, 0: short.kept[1]})
+
+    monkeypatch.setattr(piece_solver, "shortened", costed_wrongly)
+    assert short_of(solver) == NotShortened("Piece 1 is another problem in the short step.")
+    assert_same_problems(solver)
+
+
+def test_a_short_step_that_cannot_be_split_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    solver, staged = solver_of(trained(plain), N_LAYERS), piece_solver.stage_step
+
+    def refuses_short_steps(step: TracedStep, n: int, *args: Any) -> Any:
+        if n == 4 and isinstance(solver.short, PiecedStep):
+            raise TraceError("by the test")
+        return staged(step, n, *args)
+
+    monkeypatch.setattr(piece_solver, "stage_step", refuses_short_steps)
+    assert isinstance(short_of(solver), PiecedStep)
+    assert solver._pieces(4, "none").kind == of_whole(solver, 4, "none").kind
+    assert solver.short == NotShortened("by the test")
+
+
+# ---- laws ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 2), max_size=24))
+@example([0, *[1] * 8, 2])
+@example([0, *[1, 2] * 6, 3, *[4] * 5])
+def test_runs_repeat_and_do_not_overlap(kinds: list[int]) -> None:
+    end = 0
+    for run in runs_of(kinds):
+        assert end <= run.first and run.last.stop <= len(kinds) and run.left_out
+        end = run.last.stop
+        assert all(kinds[i] == kinds[i - run.period] for i in range(run.first + run.period, end))
+        stay = [*run.unit(0), *run.unit(1), *run.middle, *run.last]
+        assert sorted([*stay, *run.left_out]) == list(range(run.first, end))
+
+
+BLOCKS: dict[str, Callable[..., jax.Array]] = {
+    "residual": lambda w, x, start: block(w, x),
+    "narrow": lambda w, x, start: jax.nn.relu(x @ w[:, : WIDTH // 2]) @ w[: WIDTH // 2],
+    "reads the input": lambda w, x, start: block(w, x) + 0.5 * start,
+    "normalised": lambda w, x, start: block(w, x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)),
+    "attention": lambda w, x, start: x + jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x @ w, x), -1) @ x,
+}
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "clipped adam": clipped,
+    "lamb": lambda: optax.lamb(1e-3),
+}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks in turn, `n_turns` times, with one weight for `n_tied` of them."""
+
+    blocks: tuple[str, ...]
+    n_turns: int
+    n_tied: int
+    optimizer: str
+    adds_losses: bool
+    ends_tied: bool
+
+    def traced(self) -> TracedStep:
+        names = self.blocks * self.n_turns
+
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            start, added = x, jnp.zeros(())
+            for i, name in enumerate(names):
+                x = BLOCKS[name](params[i // self.n_tied], x, start)
+                if self.adds_losses:
+                    added += jnp.mean(jnp.abs(x))
+            return jnp.mean((x @ params[0 if self.ends_tied else -1].T) ** 2) + added
+
+        n_weights = -(-len(names) // self.n_tied) + 1
+        return trained(loss, OPTIMIZERS[self.optimizer](), weights(n_weights))
+
+
+STACKS = st.builds(
+    Stack,
+    st.lists(st.sampled_from(sorted(BLOCKS)), min_size=1, max_size=3).map(tuple),
+    st.integers(5, 9),
+    st.integers(1, 3),
+    st.sampled_from(sorted(OPTIMIZERS)),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+def assert_stack_keeps_its_problems(stack: Stack) -> None:
+    solver = solver_of(stack.traced(), len(stack.blocks) * stack.n_turns)
+    assert_same_problems(solver)
+
+
+@given(STACKS)
+@settings(max_examples=3)
+def test_drawn_stacks_keep_their_problems(stack: Stack) -> None:
+    assert_stack_keeps_its_problems(stack)
+
+
+@pytest.mark.slow
+@given(STACKS)
+@settings(max_examples=60)
+def test_many_drawn_stacks_keep_their_problems(stack: Stack) -> None:
+    assert_stack_keeps_its_problems(stack)
