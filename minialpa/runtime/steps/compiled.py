@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,6 +22,9 @@ from minialpa.runtime.steps.step_trace import flagged
 #: Elements of less than a byte. The function that `lower(...).compile()` gives takes no arrays of these on CPU: it asks
 #: for a packed layout, which such arrays never have there. Calls of the jitted function pack and unpack them.
 _NARROW = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+
+#: Calls of functions for several CPU devices that may be unfinished, see `PacedCall`: half of what XLA takes.
+_MOST_UNFINISHED = 16
 
 
 def lower(
@@ -70,7 +76,46 @@ def allocation_size(compiled: Any) -> int:
 
 def _compile(jitted: Any, lowered: Any) -> Any:
     avals = jax.tree.leaves(lowered.in_avals)
-    return NarrowCall(jitted, lowered) if any(str(aval.dtype) in _NARROW for aval in avals) else lowered.compile()
+    if any(str(aval.dtype) in _NARROW for aval in avals):
+        return NarrowCall(jitted, lowered)
+    compiled = lowered.compile()
+    devices = {device for sharding in jax.tree.leaves(compiled.output_shardings) for device in sharding.device_set}
+    if len(devices) < 2 or any(device.platform != "cpu" for device in devices):
+        return compiled
+    return PacedCall(compiled, [math.prod(result.shape) for result in jax.tree.leaves(lowered.out_info)])
+
+
+class PacedCall:
+    """A compiled function for several CPU devices: a call waits until few enough calls before it are unfinished.
+
+    XLA runs the devices of a process on one pool of threads, and starts at most 32 calls on a device. A thread that
+    waits for its turn on one device is lost to the others, and where all threads wait so, or at a collective for the
+    device that has no thread, nothing ever goes on.
+    """
+
+    _lock = threading.Lock()
+    #: A result of each call that may be unfinished, of all such functions of the process: they share the pool.
+    _unfinished: ClassVar[deque[Any]] = deque()
+
+    def __init__(self, compiled: Any, sizes: Sequence[int]) -> None:
+        """sizes: elements of each result. The smallest one is kept until its call is known to be finished."""
+        self._compiled, self._smallest = compiled, min(range(len(sizes)), key=sizes.__getitem__)
+
+    def __call__(self, *args: Any) -> Any:
+        results = self._compiled(*args)
+        with self._lock:
+            self._unfinished.append(results[self._smallest])
+            oldest = self._unfinished.popleft() if len(self._unfinished) > _MOST_UNFINISHED else None
+        if oldest is not None and not oldest.is_deleted():
+            try:
+                oldest.block_until_ready()
+            except RuntimeError:
+                if not oldest.is_deleted():  # else a call has just taken it over, or another thread deleted it
+                    raise
+        return results
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
 
 
 class NarrowCall:
