@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -106,12 +107,11 @@ class PacedCall:
         with self._lock:
             self._unfinished.append(results[self._smallest])
             oldest = self._unfinished.popleft() if len(self._unfinished) > _MOST_UNFINISHED else None
-        if oldest is not None and not oldest.is_deleted():
-            try:
+        if oldest is not None:
+            # A buffer that a later call has taken over cannot be waited for, but the later call can. An error of a call
+            # is raised where its results are read.
+            with contextlib.suppress(RuntimeError):
                 oldest.block_until_ready()
-            except RuntimeError:
-                if not oldest.is_deleted():  # else a call has just taken it over, or another thread deleted it
-                    raise
         return results
 
     def __getattr__(self, name: str) -> Any:
