@@ -17,12 +17,14 @@ from jax.extend.core import Var
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_cost import problem_key
 from minialpa.inter.search.stage_memory import MeshMemory, Moments, mesh_memory, mesh_usages, needed_bytes
-from minialpa.inter.staging.mesh_problem import ShardedView, TaskProgram, mesh_programs
+from minialpa.inter.search.stage_times import gradient_starts, stage_times
+from minialpa.inter.staging.mesh_problem import ShardedView, TaskProgram, mesh_collectives, mesh_programs
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.memory_constraints import MemoryLimit
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.graph.solve import MeshSolver
 from minialpa.intra.memory.compiler import Compiler
+from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
@@ -30,6 +32,10 @@ from minialpa.tracing.jaxprs import bytes_of, source_line
 
 #: Bytes of solvers of whole stages that are kept for when memory is short in one of them.
 _MOST_SOLVER_BYTES = 2**29
+#: How often a stage is solved with other prices of starts.
+_MAX_REPRICED = 3
+#: What can be gained is not looked for where it is less than this part of a step.
+_LITTLE = 1e-3
 #: How often a stage is solved with ever less room.
 _MAX_SOLVES = 5
 
@@ -100,7 +106,7 @@ class StageSolver:
         def solution(key: object, chosen: AutoShardingOption) -> _Solution:
             if key not in self._solutions:
                 stage = self._stages.once(kind, lambda: self._stage(staged, mesh, problem, view, option))
-                solved = _solve_stage(stage, chosen, moments)
+                solved = _cheapest(stage, chosen, moments)
                 own = _Solution(_variables(stage.problem), solved.sharding, solved.memory)
                 self._solutions[key], self._last = own, (own, solved)
             return self._solutions[key]
@@ -151,8 +157,45 @@ def _needed(memory: MeshMemory, moments: Moments) -> float:
     return needed_bytes(memory.peak_bytes(moments) - memory.temp_bytes, memory.temp_bytes)
 
 
-def _solve_stage(stage: _Stage, option: AutoShardingOption, moments: Moments) -> SolvedStage:
-    """As `StageSolver.solve`, from nothing."""
+def _cheapest(stage: _Stage, option: AutoShardingOption, moments: Moments) -> SolvedStage:
+    """As `StageSolver.solve`, from nothing.
+
+    Which sums start as one depends on the solution. So the first prices let as many share each start as can, which
+    makes a bound, and the next ones as many as the last solution has; the best solution as its program runs is taken.
+    """
+    best = _solve_stage(stage, stage.solver, option, moments)
+    bound_s, seconds, counts = best.sharding.bound_s, _seconds(stage, best), _starts(stage, best)
+    seen = set[StartCounts]()
+    while counts not in seen and len(seen) < _MAX_REPRICED and seconds - bound_s > _LITTLE * seconds:
+        seen.add(counts)
+        solver = MeshSolver(stage.problem, stage.view.mesh, option, stage.solver.cache, counts)
+        try:
+            other = _solve_stage(stage, solver, option, moments)
+        except InfeasibleError:  # in time
+            break
+        counts = _starts(stage, other)
+        if (other_s := _seconds(stage, other)) < seconds:
+            best, seconds = other, other_s
+
+    gap = max(0.0, (seconds - bound_s) / seconds) if seconds else 0.0
+    is_optimal = gap <= _LITTLE and best.sharding.optimal
+    return replace(best, sharding=replace(best.sharding, optimal=is_optimal, gap=gap))
+
+
+def _seconds(stage: _Stage, solved: SolvedStage) -> float:
+    """Of one step, as the programs run."""
+    split = stage.staged.split
+    moved = mesh_collectives(solved.programs)
+    times = stage_times(stage.problem, solved.sharding, moved, stage.view.mesh, split.n_loops)
+    return split.n_micro_batches * times.pass_s + times.once_s
+
+
+def _starts(stage: _Stage, solved: SolvedStage) -> StartCounts:
+    return gradient_starts(mesh_collectives(solved.programs), stage.view.mesh)
+
+
+def _solve_stage(stage: _Stage, solver: MeshSolver, option: AutoShardingOption, moments: Moments) -> SolvedStage:
+    """As `StageSolver.solve`, by `solver`."""
     limit = _limit(stage, option, moments)
     room, found = limit, list[SolvedStage]()
     deadline = time.monotonic() + option.solver_time_limit_s
@@ -160,7 +203,7 @@ def _solve_stage(stage: _Stage, option: AutoShardingOption, moments: Moments) ->
     for _ in range(_MAX_SOLVES):
         left_s = max(1.0, deadline - time.monotonic())
         try:
-            solution = stage.solver.solve(room, left_s)
+            solution = solver.solve(room, left_s)
         except InfeasibleError as error:
             if room is None or not found:
                 raise _explained(error, stage, option, limit, is_late=time.monotonic() >= deadline) from error

@@ -54,6 +54,7 @@ class MeshSharding:
         compute_s: seconds of each equation, each time it runs.
         optimal: whether no sharding is proven cheaper, among those that treat repeated layers alike.
         gap: (cost - lower bound) / cost.
+        bound_s: seconds per step that no sharding is below, at the prices of the graph.
     """
 
     specs: dict[Var, Spec]
@@ -62,3 +63,4 @@ class MeshSharding:
     compute_s: tuple[float, ...]
     optimal: bool
     gap: float
+    bound_s: float

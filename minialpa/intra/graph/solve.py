@@ -12,6 +12,7 @@ from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.solver.solve import GraphSolution, solve_graph
+from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 
@@ -27,11 +28,17 @@ class MeshSolver:
     """Solves `problem` on `mesh` under one memory limit after the other."""
 
     def __init__(
-        self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, cache: StrategyCache | None = None
+        self,
+        problem: MeshEquations,
+        mesh: LogicalMesh,
+        option: AutoShardingOption,
+        cache: StrategyCache | None = None,
+        counted: StartCounts | None = None,
     ) -> None:
-        """`cache` is shared with other problems."""
+        """`cache` is shared with other problems; `counted`: see `GraphBuilder`."""
         self.problem, self.mesh, self.option, self.cache = problem, mesh, option, cache or StrategyCache()
-        self.folded = GraphBuilder(problem, mesh, option, folded=True, cache=self.cache)
+        self._counted = counted
+        self.folded = self._builder(folded=True)
         self._each: GraphBuilder | None = None  # decides on each layer; built when it is first needed
 
     def solve(
@@ -54,7 +61,7 @@ class MeshSolver:
             return self.folded.read(alike)
 
         # Memory is short. Layers that need not be alike may fit, or come closer to the bound.
-        free = self._each = self._each or GraphBuilder(self.problem, self.mesh, self.option, cache=self.cache)
+        free = self._each = self._each or self._builder(folded=False)
         left_s = max(_LEAST_TIME_S, deadline - time.monotonic())
         try:
             each = solve_graph(free.graph(limit, kept, byte_s), time_limit_s=left_s)
@@ -63,6 +70,11 @@ class MeshSolver:
                 raise
             return self.folded.read(alike)
         return free.read(each) if alike is None or each.cost < alike.cost else self.folded.read(alike)
+
+    def _builder(self, *, folded: bool) -> GraphBuilder:
+        return GraphBuilder(
+            self.problem, self.mesh, self.option, folded=folded, cache=self.cache, counted=self._counted
+        )
 
     def _is_good_enough(self, alike: GraphSolution) -> bool:
         """Whether deciding on each layer would gain nothing, or little, or take too long."""

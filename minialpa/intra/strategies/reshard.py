@@ -8,7 +8,6 @@ mesh axes there are some dozens of specs, so all shortest paths of an array are 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -20,12 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import Collective, CollectiveKind
+from minialpa.cost import Collective, CollectiveKind, as_one_of, is_combined
 from minialpa.errors import ShardingError
+from minialpa.intra.strategies.combining import ALONE, Sharing
 from minialpa.rules.factors import Reduction
 from minialpa.sharding import Spec, specs_of
 
 ReshardKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "swap", "cut-halves"]
+#: Kinds of collectives that sum.
+_SUMS: tuple[CollectiveKind, ...] = ("all-reduce", "reduce-scatter")
 #: Seconds that every step costs besides its communication, so that of paths that cost the same the shortest is taken.
 _STEP_S = 1e-13
 #: Seconds that a mask costs on top, so that no sum is left pending without a reason.
@@ -188,7 +190,8 @@ class _StepGraph:
         steps: all steps between specs.
         ends: for each step, the numbers of the specs before and after it.
         bill_of: for each step, the number of its bill.
-        bills: one step of each price: of each kind, axes, and number of shards of the value that is communicated.
+        bills: one step of each price: of each kind, axes, number of shards of the value that is
+            communicated, and whether other sums stay pending.
     """
 
     number: dict[Spec, int]
@@ -207,7 +210,7 @@ def _steps(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> _StepGraph:
     for i, src in enumerate(number):
         for step in steps_from(src, shape, mesh_shape):
             communicated = step.dst if step.kind == "all-gather" else src
-            bill = step.kind, step.axes, communicated.n_shards(mesh_shape)
+            bill = step.kind, step.axes, communicated.n_shards(mesh_shape), _leaves_pending(step)
             steps.append(step)
             ends.append((i, number[step.dst]))
             bill_of.append(bills.setdefault(bill, (len(bills), step))[0])
@@ -227,7 +230,7 @@ def reshard_table(
     n_bytes: float,
     mesh: LogicalMesh,
     forbidden: tuple[str, ...] = (),
-    n_together: int = 1,
+    sharing: Sharing = ALONE,
     forbidden_s: float = math.inf,
 ) -> ReshardTable:
     """The table of an array.
@@ -237,16 +240,13 @@ def reshard_table(
         n_bytes: bytes of the whole array.
         mesh: the mesh that holds it.
         forbidden: kinds of steps that the options forbid.
-        n_together: number of sums that share the time to start with the sum of this array.
+        sharing: how many sums start with the sum of this array.
         forbidden_s: seconds of a forbidden step; finite, to find the paths that need fewest of them.
     """
-    # Only sums share the time to start; each other step has the time of the mesh.
-    together = dataclasses.replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
-
     common = _steps(same_divisors(shape, mesh.shape), mesh.shape)
     prices = [
         forbidden_s if step.kind in forbidden
-        else _price(step, n_bytes, together if step.kind in ("all-reduce", "reduce-scatter") else mesh)
+        else _price(step, n_bytes, mesh, sharing)
         for step in common.bills
     ]  # fmt: skip
 
@@ -277,6 +277,21 @@ def _shortest_paths(common: _StepGraph, prices: Sequence[float]) -> tuple[NDArra
     return seconds, first
 
 
-def _price(step: ReshardStep, n_bytes: float, mesh: LogicalMesh) -> float:
+def _leaves_pending(step: ReshardStep) -> bool:
+    """Whether this sums along one of the axes along which there are sums to make."""
+    return step.kind == "all-reduce" and len(step.src.partial) > len(step.axes)
+
+
+def _price(step: ReshardStep, n_bytes: float, mesh: LogicalMesh, sharing: Sharing) -> float:
     collective = step.collective(n_bytes, mesh.shape)
-    return _STEP_S + (_MASK_S if step.kind == "mask" else 0.0) + (collective.seconds(mesh) if collective else 0.0)
+
+    # Only sums start together; each other step has a start of its own.
+    if collective is not None and collective.kind in _SUMS and is_combined(collective.kind, mesh):
+        mesh = as_one_of(sharing.of(collective.kind, collective.axes), mesh)
+    seconds = _STEP_S + (_MASK_S if step.kind == "mask" else 0.0) + (collective.seconds(mesh) if collective else 0.0)
+
+    # Over two axes at once, an inner axis has two starts. One axis after the other is never cheaper: all sums that
+    # start together go the same way, or they would not start together.
+    if _leaves_pending(step):
+        seconds += mesh.alpha[max(step.src.partial)]
+    return seconds
