@@ -116,7 +116,7 @@ def _made_of_examples(eqn: JaxprEqn, dims: Mapping[Var, int]) -> dict[Var, int]:
     found: dict[Var, int] = {}
     for result, factors_of_dims in zip(eqn.outvars, factors.results, strict=True):
         for dim, of_dim in enumerate(factors_of_dims):
-            if next((factor for factor in of_dim if factors.sizes[factor] > 1), None) in leading:
+            if factors.leading(of_dim) in leading:
                 found.setdefault(result, dim)
     return found
 
