@@ -109,6 +109,12 @@ def fresh_var(aval: Any) -> Var:
     return Var(aval)
 
 
+def reading(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> JaxprEqn:
+    """A copy of an equation that reads `names[v]` in place of each operand `v` that has such a name."""
+    copy: JaxprEqn = eqn.replace(invars=[v if is_literal(v) else names.get(v, v) for v in eqn.invars])
+    return copy
+
+
 def shape_of(atom: Atom) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 

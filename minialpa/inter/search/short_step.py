@@ -18,6 +18,7 @@ The short step computes other numbers than the whole one. Only costs are read fr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -26,9 +27,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.problem import MeshEquations
-from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_literal, live_equations, operand_vars
+from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_literal, live_equations, operand_vars, reading
 from minialpa.tracing.origins import Origin
-from minialpa.tracing.trace import TracedStep
+from minialpa.tracing.trace import TracedStep, with_leaves
 
 #: Units of a run that stay: two, of which the second has equal neighbours, the middle one, and the last one.
 _N_KEPT = 4
@@ -264,8 +265,8 @@ class _Shortening:
         kept: list[tuple[int, JaxprEqn]] = []
         for i, eqn in enumerate(self.eqns):
             if i not in self.is_out:
-                names = {v: stand_in(v, i) for v in operand_vars(eqn)}
-                kept.append((i, _reading(eqn, names)))
+                others = {v: other for v in operand_vars(eqn) if (other := stand_in(v, i)) is not v}
+                kept.append((i, reading(eqn, others) if others else eqn))
 
         # A copy reads what its equation reads, under the names that this has now.
         pairs: list[tuple[JaxprEqn, Origin]] = []
@@ -311,62 +312,34 @@ class _Shortening:
         return {v for v in (*flat.constvars, *flat.invars) if v in read_out and v not in read}
 
 
-def _reading(eqn: JaxprEqn, names: Mapping[Var, Var]) -> JaxprEqn:
-    """The equation with other operands; itself, if they are its own."""
-    if all(name is v for v, name in names.items()):
-        return eqn
-    new: JaxprEqn = eqn.replace(invars=[v if is_literal(v) else names[v] for v in eqn.invars])
-    return new
-
-
 def _with_equations(
     step: TracedStep, pairs: Sequence[tuple[JaxprEqn, Origin]], gone_inputs: AbstractSet[Var]
 ) -> TracedStep:
     """`step` with other equations, with those of its results that they make, and without some of its inputs."""
     flat = step.flat
-    made = {v for eqn, _ in pairs for v in eqn.outvars}.union(flat.constvars, flat.invars) - gone_inputs
-
-    outs = [o for o, atom in enumerate(flat.outvars) if is_literal(atom) or atom in made]
-    ins = [i for i, v in enumerate(flat.invars) if v not in gone_inputs]
-    new_number = {i: k for k, i in enumerate(ins)}
-    outvars = tuple(flat.outvars[o] for o in outs)
+    inputs = {*flat.constvars, *flat.invars} - gone_inputs
+    made = inputs.union(*(eqn.outvars for eqn, _ in pairs))
+    results = [o for o, atom in enumerate(flat.outvars) if is_literal(atom) or atom in made]
+    outvars = [flat.outvars[o] for o in results]
 
     # Of the middle units, only what is still read, or a result.
     live = live_equations([eqn for eqn, _ in pairs], outvars)
-    pairs = [pair for pair, is_live in zip(pairs, live, strict=True) if is_live]
-    _check_order([eqn for eqn, _ in pairs], outvars, {*flat.constvars, *flat.invars} - gone_inputs)
+    pairs = list(itertools.compress(pairs, live))
+    _check_order([eqn for eqn, _ in pairs], outvars, inputs)
 
-    def replaced(numbers: Sequence[int | None]) -> tuple[int | None, ...]:
-        old = [numbers[o] for o in outs]
-        if any(i is not None and i not in new_number for i in old):
-            raise _NotAlikeError("A result that stays replaces an argument that is left out.")
-        return tuple(None if i is None else new_number[i] for i in old)
-
-    consts = [(v, c) for v, c in zip(flat.constvars, flat.consts, strict=True) if v not in gone_inputs]
-    return replace(
+    replaced = {numbers[o] for numbers in (step.aliases, step.layouts) for o in results}
+    if any(flat.invars[i] in gone_inputs for i in replaced if i is not None):
+        raise _NotAlikeError("A result that stays replaces an argument that is left out.")
+    other = replace(
         step,
-        flat=replace(
-            flat,
-            constvars=tuple(v for v, _ in consts),
-            consts=tuple(c for _, c in consts),
-            invars=tuple(flat.invars[i] for i in ins),
-            eqns=tuple(eqn for eqn, _ in pairs),
-            scopes=("",) * len(pairs),
-            outvars=outvars,
-        ),
+        flat=replace(flat, eqns=tuple(eqn for eqn, _ in pairs), scopes=("",) * len(pairs)),
         origins=tuple(origin for _, origin in pairs),
-        in_paths=tuple(step.in_paths[i] for i in ins),
-        out_paths=tuple(step.out_paths[o] for o in outs),
-        batch_dims=tuple(step.batch_dims[i] for i in ins),
-        aliases=replaced(step.aliases),
-        layouts=replaced(step.layouts),
         gradients=tuple(v for v in step.gradients if v in made),
-        in_parts=tuple(step.argument(i) for i in ins),
-        out_parts=tuple(step.result(o) for o in outs),
     )
+    return with_leaves(other, gone_inputs, results)
 
 
-def _check_order(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], inputs: set[Var]) -> None:
+def _check_order(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], inputs: AbstractSet[Var]) -> None:
     """Raise `_NotAlikeError` if something is read before it is made."""
     known = set(inputs)
     for eqn in eqns:
