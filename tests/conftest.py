@@ -38,17 +38,17 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 @pytest.fixture
 def own_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sharding rules that a test registers are gone after it."""
-    from minialpa.rules import factors, registered
+    from minialpa.rules import known_rules, registered
 
     for module, name in (
-        (factors, "_RULES"),
-        (factors, "_LOCALIZERS"),
-        (factors, "_OPERATION_NAMES"),
+        (known_rules, "_RULES"),
+        (known_rules, "_LOCALIZERS"),
+        (known_rules, "_OPERATION_NAMES"),
         (registered, "_TARGETS"),
     ):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
     yield
-    factors.forget()
+    known_rules.forget()
 
 
 #: How many programs jax may have lowered since its caches were cleared.

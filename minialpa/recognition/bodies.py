@@ -18,11 +18,11 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.recognition.emission import Operands
 from minialpa.recognition.rewriting import NewEquation, Written, rewrite
 from minialpa.recognition.scan_bodies import Body, read_body, run, scan_of, variables_in, with_rows
+from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.jaxprs import (
     Atom,
     FlatJaxpr,
     aval_of,
-    flatten_calls,
     fresh_var,
     is_weak,
     live_equations,

@@ -6,7 +6,7 @@ import re
 
 import jax
 
-from minialpa.rules.factors import known_primitives
+from minialpa.rules.known_rules import known_primitives
 from tests.rules.rules_doc import PATH, table
 from tests.skips import skip
 

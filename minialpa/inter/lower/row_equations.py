@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.rules.factors import Dims, Factors, factors_of, run_rows
-from minialpa.tracing.jaxprs import Atom, equations_for, is_control_flow, is_literal
+from minialpa.rules.factors import Dims, Factors
+from minialpa.rules.known_rules import factors_of
+from minialpa.rules.shards import run_rows
+from minialpa.tracing.jaxprs import Atom, is_control_flow, is_literal
+from minialpa.tracing.new_equations import equations_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,8 @@ from jax.extend.core import Var
 from minialpa.inter.microbatch.batching import AGGREGATE, batch_kinds
 from minialpa.inter.microbatch.split_step import LOOP, Op, SplitStep, is_loop
 from minialpa.tracing.gradients import gradient_p
-from minialpa.tracing.jaxprs import (
-    Atom,
-    aval_of,
-    equations_for,
-    is_inexact,
-    is_literal,
-    operand_vars,
-    reading,
-    unary_equation,
-)
+from minialpa.tracing.jaxprs import Atom, aval_of, is_inexact, is_literal, operand_vars, reading
+from minialpa.tracing.new_equations import equations_for, unary_equation
 from minialpa.tracing.trace import TracedStep
 
 #: Floats are summed over devices in at least so many bytes; those of 8 bits become float32.

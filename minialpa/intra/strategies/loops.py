@@ -15,10 +15,11 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies.sharing import share_reads
-from minialpa.rules.factors import factors_of
 from minialpa.rules.heavy import has_contraction
+from minialpa.rules.known_rules import factors_of
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import FlatJaxpr, flat_body, is_literal, scan_counts, shape_of
+from minialpa.tracing.flattening import flat_body
+from minialpa.tracing.jaxprs import FlatJaxpr, is_literal, scan_counts, shape_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.intra.strategies.strategies import SHARED_NAME
 from minialpa.rules.heavy import has_contraction
 from minialpa.support.private_jax import with_source_of
-from minialpa.tracing.jaxprs import is_inexact, operand_vars, reading, shape_of, unary_equation
+from minialpa.tracing.jaxprs import is_inexact, operand_vars, reading, shape_of
+from minialpa.tracing.new_equations import unary_equation
 
 
 @dataclass(frozen=True, slots=True)
