@@ -223,7 +223,7 @@ def _scan_pair(program: _Program, i: int, k: int) -> Changed | None:
 
 
 def _read_elsewhere(program: _Program, first: Body, k: int) -> tuple[tuple[Atom, Var], ...]:
-    """What the first scan stacks for others than the rows of scan k."""
+    """What the first scan stacks and something reads, other than scan k row by row."""
     n_consts, n_carry = scan_counts(program.eqns[k])
     read = {var for j, eqn in enumerate(program.eqns) if j != k for var in operand_vars(eqn)}
     read.update(variables_in([*program.outvars, *program.eqns[k].invars[: n_consts + n_carry]]))

@@ -1,9 +1,9 @@
 """The joint search for the fastest pipeline, over lower bounds on what its stages cost.
 
 Stages, their submeshes and logical shapes, the number of micro-batches and rematerialisation are chosen together. The
-stage DP runs on lower bounds (`stage_bounds`). What the best pipeline under these uses is solved, which raises its
-bounds, until the best pipeline uses nothing but what is solved. Then no pipeline in the space is cheaper by the sums of
-its pieces, and few of the thousands of costs in the space were ever computed.
+stage DP runs on lower bounds (`stage_bounds`). What the best pipeline under these bounds uses is solved, which raises
+them, until the best pipeline uses only what is solved. Then no pipeline in the space is cheaper by the sums of its
+pieces, and few of the thousands of costs in the space were computed.
 """
 
 from __future__ import annotations
