@@ -22,7 +22,10 @@ from minialpa.plan import Certificate
 
 #: Costs that are solved before the search takes the best that it has.
 _MOST_SOLVED = 400
-#: Share of a pipeline's time that is still unsolved when its promise is taken for good.
+#: When no more than this share of a pipeline's time is unsolved, its promise is trusted: numbers of micro-batches near
+#: its own are looked at before the rest is solved. With less, more is solved of numbers that a near one beats; with
+#: more, so is more of near numbers that turn out worse. GPT and Llama of 8 layers on 16 devices take 45 and 42 costs at
+#: 0.05, 46 and 42 at 0.3, 48 and 51 at 1, for the same pipelines.
 _SMALL_SHARE = 0.3
 #: Numbers of micro-batches that differ by this factor are looked at first.
 _FAR = 4

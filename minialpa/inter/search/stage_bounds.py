@@ -33,9 +33,13 @@ from minialpa.inter.search.stage_tables import StageTables, place_of
 from minialpa.inter.search.submeshes import Candidate, is_coarser
 from minialpa.options import Remat
 
-#: Collectives that a solver takes to start one by one, and that its solution starts together, in each piece.
+#: Collectives of a piece that a solver prices with a start each, and that may start together in its solution. With too
+#: few, a cost may be less than its bound; with more, all bounds are weaker. GPT and Llama of 8 layers on 16 devices
+#: take 46 and 42 costs with 0 and 4, 46 and 49 with 16, for the same pipelines.
 _N_COMBINED = 4
-#: Shares of a pipeline's time that it loses while it fills, up to which columns are solved for the bounds they give.
+#: Columns whose pipelines lose at most this share of their time while they fill are solved before finer ones, which
+#: their costs bound. With more, costs are solved that no good pipeline uses; with less, more costs of finer columns.
+#: The same GPT and Llama take 46 and 42 costs at 0 and 0.05, 52 and 45 at 0.2, 79 and 78 at 1.
 _SMALL_BUBBLE = 0.05
 
 
