@@ -18,11 +18,15 @@ from jax.extend.core import JaxprEqn, Primitive
 
 import minialpa.rules.table  # noqa: F401 (the rules of jax's own primitives come first)
 from minialpa.errors import ShardingError
-from minialpa.rules.factors import Factors, Reduction, factors_of, is_kernel, operation_name, run_shard
+from minialpa.rules.factors import Factors, Reduction
+from minialpa.rules.known_rules import factors_of, is_kernel, operation_name
 from minialpa.rules.notation import parse_rule
 from minialpa.rules.parts import Part, cut, wholes
 from minialpa.rules.registered import Flops, OpaqueFunction, ParamsOf, opaque_call, register_primitive, register_target
-from minialpa.tracing.jaxprs import eval_equation, is_literal, trace_flat
+from minialpa.rules.shards import run_shard
+from minialpa.tracing.evaluation import eval_equation
+from minialpa.tracing.flattening import trace_flat
+from minialpa.tracing.jaxprs import is_literal
 
 #: Largest difference of results, as a part of their largest element, by bytes of the dtype.
 _TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-9}

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, strict JAX, repeatable hypothesis. Ray and GPU tests run where they can."""
+"""Eight virtual CPU devices, strict JAX, repeatable hypothesis. Ray tests run where Ray is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from tests.xla_flags import FLAGS
 
 # Read once, when jax starts its backend: this has to come before any import of jax.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # `JAX_PLATFORMS=cuda python -m pytest -m gpu` runs the GPU tests.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", *FLAGS)
 ).strip()
@@ -25,6 +25,8 @@ import hypothesis
 import jax
 import pytest
 
+from tests.skips import skip
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -36,17 +38,17 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 @pytest.fixture
 def own_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sharding rules that a test registers are gone after it."""
-    from minialpa.rules import factors, registered
+    from minialpa.rules import known_rules, registered
 
     for module, name in (
-        (factors, "_RULES"),
-        (factors, "_LOCALIZERS"),
-        (factors, "_OPERATION_NAMES"),
+        (known_rules, "_RULES"),
+        (known_rules, "_LOCALIZERS"),
+        (known_rules, "_OPERATION_NAMES"),
         (registered, "_TARGETS"),
     ):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
     yield
-    factors.forget()
+    known_rules.forget()
 
 
 #: How many programs jax may have lowered since its caches were cleared.
@@ -81,20 +83,10 @@ def pytest_configure(config: pytest.Config) -> None:
 DRAWN_STEPS = "tests/equivalence/test_engine.py"
 
 
-def _missing(marker: str) -> str | None:
-    """What this machine lacks for the tests with `marker`, if anything."""
-    if marker == "ray" and importlib.util.find_spec("ray") is None:
-        return "ray is not installed"
-    if marker == "gpu" and (importlib.util.find_spec("cupy") is None or jax.default_backend() != "gpu"):
-        return "no GPU, or no cupy"
-    return None
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test whose marker names a part that this machine does not have."""
-    for marker in item.iter_markers():
-        if reason := _missing(marker.name):
-            pytest.skip(reason)
+    """Skips the tests of Ray where Ray is not installed."""
+    if item.get_closest_marker("ray") and importlib.util.find_spec("ray") is None:
+        skip("needs Ray: python -m pip install -e '.[ray]'")
 
 
 @pytest.hookimpl(tryfirst=True)

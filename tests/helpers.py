@@ -11,7 +11,8 @@ import numpy as np
 
 from minialpa.inter.microbatch.split_step import SplitStep, is_loop
 from minialpa.methods import Method, PipeshardParallel, ShardParallel
-from minialpa.tracing.jaxprs import eval_equation, is_literal
+from minialpa.tracing.evaluation import eval_equation
+from minialpa.tracing.jaxprs import is_literal
 from minialpa.tracing.trace import TracedStep, trace_step
 
 #: The ways to run a step that has one pipeline boundary.

@@ -20,7 +20,7 @@ import minialpa
 from minialpa.arrays import own_copy
 from minialpa.inter.lower.exported_functions import array_type
 from minialpa.runtime.cluster.distributed_array import DistributedArray
-from minialpa.tracing.jaxprs import trace_flat
+from minialpa.tracing.flattening import trace_flat
 
 WIDTH = 64
 METHODS = {

@@ -23,8 +23,6 @@ import pytest
 import minialpa
 from tests.xla_flags import FLAGS
 
-pytest.importorskip("orbax.checkpoint")
-
 FOLDER = Path(__file__).parents[1] / "examples"
 #: Each example, as small as it can be.
 SMALL = {
@@ -100,9 +98,10 @@ def test_an_example_trains_as_the_serial_loop_and_goes_on_as_a_pipeline(
 
 
 def test_a_model_of_transformers_is_fine_tuned(main_of: Callable[[str], Main], tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    needs = 'needs Flax models, which transformers 5 has not: python -m pip install "transformers<5"'
+    transformers = pytest.importorskip("transformers", reason=needs)
     if not hasattr(transformers, "FlaxGPT2LMHeadModel"):
-        pytest.skip("transformers 5 has no Flax models")
+        pytest.skip(needs)
     sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     transformers.FlaxGPT2LMHeadModel(config).save_pretrained(tmp_path / "pretrained")

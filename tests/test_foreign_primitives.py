@@ -18,7 +18,8 @@ from jax.interpreters import ad, mlir
 import minialpa
 from minialpa import DataParallel, ShardParallel
 from minialpa.methods import Method
-from minialpa.tracing.jaxprs import sub_jaxprs, trace_flat
+from minialpa.tracing.flattening import trace_flat
+from minialpa.tracing.jaxprs import sub_jaxprs
 
 B, H = 8, 4
 X = np.linspace(-1, 2, B * H, dtype=np.float32).reshape(B, H)

@@ -16,9 +16,11 @@ import minialpa
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa import DataParallel, ShardParallel
 from minialpa.methods import Method
-from minialpa.rules.factors import factors_of
+from minialpa.rules.known_rules import factors_of
+from minialpa.tracing.evaluation import eval_flat
 from minialpa.tracing.flags import with_flags_as_tests
-from minialpa.tracing.jaxprs import FlatJaxpr, eval_flat, shape_of, sub_jaxprs, trace_flat
+from minialpa.tracing.flattening import trace_flat
+from minialpa.tracing.jaxprs import FlatJaxpr, shape_of, sub_jaxprs
 
 B = 8
 X = np.linspace(0.3, 30, B, dtype=np.float32)

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from tests.methods_doc import ENTRIES, N_MICRO_BATCHES, PATH, Entry, held_row, page, promise_of, row
+from tests.skips import skip
 
 #: What is quickly made again: the first mesh of each method with one micro-batch.
 FAST = [(entry, entry.meshes[0], 1) for entry in ENTRIES]
@@ -14,7 +15,10 @@ FAST = [(entry, entry.meshes[0], 1) for entry in ENTRIES]
 @pytest.fixture(autouse=True)
 def same_jax() -> None:
     if f"jax\n{jax.__version__}, " not in PATH.read_text():
-        pytest.skip("made with another jax, whose compiler may combine otherwise")
+        skip(
+            f"docs/methods.md was made with another jax than {jax.__version__}, whose compiler may combine collectives "
+            "differently: python -m tests.methods_doc"
+        )
 
 
 @pytest.mark.parametrize(("entry", "shape", "n"), FAST, ids=[entry.name for entry, *_ in FAST])

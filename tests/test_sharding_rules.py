@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import minialpa
 from minialpa import DataParallel, PipeshardParallel, ShardingError, ShardParallel, Zero3Parallel
-from minialpa.rules import factors as factors_module
-from minialpa.rules.factors import factors_of, primitives_without_rule
+from minialpa.rules import known_rules
+from minialpa.rules.known_rules import factors_of, primitives_without_rule
 from minialpa.support.private_jax import define_function
 from minialpa.testing import assert_allclose
-from minialpa.tracing.jaxprs import trace_flat
+from minialpa.tracing.flattening import trace_flat
 from tests.lapack_call import lu_by_lapack
 from tests.rules.rule_laws import cases_of, check_all, notation, vjp
 from tests.rules.rule_programs import floats
@@ -40,7 +40,7 @@ attention = minialpa.register_sharding_rule(_attention, "b q h d, b k h d, b k h
 
 def _texts(fun: Any, *arrays: Any) -> list[str]:
     """The factors of the kernels of a function, which keep the laws."""
-    kernels = [case for case in cases_of(fun, *arrays) if factors_module.is_kernel(case.eqn)]
+    kernels = [case for case in cases_of(fun, *arrays) if known_rules.is_kernel(case.eqn)]
     check_all(kernels)
     return [notation(case) for case in kernels]
 

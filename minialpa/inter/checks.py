@@ -8,7 +8,7 @@ from minialpa.errors import ShardingError
 from minialpa.inter.context import PlanningContext
 from minialpa.intra.graph.constraints import matches
 from minialpa.options import AutoStageOption
-from minialpa.rules.factors import primitives_without_rule
+from minialpa.rules.known_rules import primitives_without_rule
 
 #: Paths of arguments and results that a message lists at most.
 _MOST_PATHS = 8

@@ -29,13 +29,15 @@ from minialpa.intra.strategies.candidates import eager_reductions
 from minialpa.intra.strategies.combining import Sharing, n_together, sum_groups
 from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
-from minialpa.rules.factors import Factors, Reduction, factors_of, run_shard
+from minialpa.rules.factors import Factors, Reduction
+from minialpa.rules.known_rules import factors_of
+from minialpa.rules.shards import run_shard
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
+from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.jaxprs import (
     Atom,
     aval_of,
     bytes_of,
-    eval_equation,
     is_extended,
     is_literal,
     shape_of,

@@ -24,7 +24,7 @@ from minialpa.intra.strategies.loops import ScanBody, scan_body
 from minialpa.intra.strategies.reshard import reshard_table
 from minialpa.plan.verify import require
 from minialpa.rules.common import is_summable
-from minialpa.rules.factors import factors_of
+from minialpa.rules.known_rules import factors_of
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import Atom, bytes_of, is_literal, shape_of
 

@@ -18,11 +18,11 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.recognition.emission import Operands
 from minialpa.recognition.rewriting import NewEquation, Written, rewrite
 from minialpa.recognition.scan_bodies import Body, read_body, run, scan_of, variables_in, with_rows
+from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.jaxprs import (
     Atom,
     FlatJaxpr,
     aval_of,
-    flatten_calls,
     fresh_var,
     is_weak,
     live_equations,
@@ -223,7 +223,7 @@ def _scan_pair(program: _Program, i: int, k: int) -> Changed | None:
 
 
 def _read_elsewhere(program: _Program, first: Body, k: int) -> tuple[tuple[Atom, Var], ...]:
-    """What the first scan stacks for others than the rows of scan k."""
+    """What the first scan stacks and something reads, other than scan k row by row."""
     n_consts, n_carry = scan_counts(program.eqns[k])
     read = {var for j, eqn in enumerate(program.eqns) if j != k for var in operand_vars(eqn)}
     read.update(variables_in([*program.outvars, *program.eqns[k].invars[: n_consts + n_carry]]))

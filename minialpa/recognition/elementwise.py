@@ -46,7 +46,7 @@ def _elementwise(fun: Callable[..., Expr]) -> Rule:
 
 
 def _by_number(fun: Callable[[Expr, Expr], Expr]) -> Rule:
-    """A product with a number, in the place of an array that is followed."""
+    """The rule of `fun` where one of the operands is a number. Other arrays are followed no further."""
     plain = _elementwise(fun)
 
     def rule(known: Known, eqn: JaxprEqn) -> Form:
@@ -135,7 +135,7 @@ def _absolute(known: Known, eqn: JaxprEqn) -> Form:
 
 
 def _is_at_least_0(known: Known, eqn: JaxprEqn) -> Form:
-    """Whether a sum of exponentials is positive: it is."""
+    """1, since a sum of exponentials is at least 0. Raises NoFormula for all other comparisons."""
     form, bound = (known[atom] for atom in eqn.invars)
     if not is_positive(form.expr) or bound.expr.constant is None or bound.expr.constant > 0:
         raise NoFormula

@@ -17,7 +17,8 @@ from minialpa.recognition.algebra import Axes, Label, Leaf, NoFormula
 from minialpa.recognition.masks import MaskReader, Part
 from minialpa.recognition.positions import Window
 from minialpa.recognition.scores import Role, Scores
-from minialpa.tracing.jaxprs import Atom, aval_of, equations_for, shape_of
+from minialpa.tracing.jaxprs import Atom, aval_of, shape_of
+from minialpa.tracing.new_equations import equations_for
 
 #: The indices that make up one dimension of an operand.
 Group = tuple[Label, ...]

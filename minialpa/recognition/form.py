@@ -22,8 +22,8 @@ class Form:
     Attributes:
         axes: the index of each dimension; None where the array does not depend on it.
         expr: the element at these indices.
-        sources: ("product", the result of a product of two leaves that it comes from), and ("scores", such a result)
-            for scores whose exponential it comes from.
+        sources: ("product", v) where it comes from v, the result of a product of two leaves, and ("scores", v) where it
+            comes from the exponential of scores that come from such a v.
     """
 
     axes: Axes

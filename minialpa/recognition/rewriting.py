@@ -30,7 +30,8 @@ from minialpa.recognition.forms import Formulas, find_formulas
 from minialpa.recognition.masks import MaskReader
 from minialpa.recognition.scores import Role, Scores, find_role
 from minialpa.support.private_jax import with_source_of
-from minialpa.tracing.jaxprs import Atom, equations_for, is_literal, operand_vars
+from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars
+from minialpa.tracing.new_equations import equations_for
 
 #: What tells attentions apart: their scores, and the products that these are made of.
 Name = tuple[LogSum, frozenset[Var]]

@@ -11,17 +11,10 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.recognition.rewriting import with_named_results
 from minialpa.support.private_jax import with_source_of
-from minialpa.tracing.jaxprs import (
-    Atom,
-    aval_of,
-    equations_for,
-    eval_equation,
-    flatten_calls,
-    fresh_var,
-    is_literal,
-    operand_vars,
-    scan_counts,
-)
+from minialpa.tracing.evaluation import eval_equation
+from minialpa.tracing.flattening import flatten_calls
+from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_literal, operand_vars, scan_counts
+from minialpa.tracing.new_equations import equations_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

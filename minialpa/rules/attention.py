@@ -22,7 +22,8 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.attention.blockwise import SIDE
 from minialpa.rules.common import Dim, FactorTable
-from minialpa.rules.factors import Dims, Factors, Ramp, rule
+from minialpa.rules.factors import Dims, Factors, Ramp
+from minialpa.rules.known_rules import rule
 from minialpa.tracing.jaxprs import shape_of
 
 #: Dimensions of the scores, and of what is added to them.

@@ -19,7 +19,8 @@ from minialpa.rules.body_outcomes import Outcome, follow, zero_arrays
 from minialpa.rules.body_region import Node, Region, node_of
 from minialpa.rules.body_shards import BodyShards
 from minialpa.rules.common import FactorTable
-from minialpa.rules.factors import Dims, Factors, Shapes, Starts
+from minialpa.rules.factors import Dims, Factors, Shapes
+from minialpa.rules.known_rules import Starts
 from minialpa.tracing.jaxprs import Atom, shape_of
 
 

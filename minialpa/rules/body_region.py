@@ -13,7 +13,8 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from minialpa.rules.endings import Ending, endings
-from minialpa.rules.factors import Factors, factors_of
+from minialpa.rules.factors import Factors
+from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.jaxprs import Atom, FlatJaxpr, is_literal
 
 #: One dimension of an array of a region.

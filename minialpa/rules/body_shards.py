@@ -16,8 +16,9 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.rules.body_groups import Groups, leading_nodes
 from minialpa.rules.body_region import Node, Region, node_of
-from minialpa.rules.factors import localize, part_of, run_from
-from minialpa.tracing.jaxprs import Atom, eval_on_shards, is_literal, shape_of
+from minialpa.rules.shards import localize, part_of, run_from
+from minialpa.tracing.evaluation import eval_on_shards
+from minialpa.tracing.jaxprs import Atom, is_literal, shape_of
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

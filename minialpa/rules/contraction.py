@@ -12,7 +12,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.rules.common import Dim, FactorTable, n_elements
-from minialpa.rules.factors import Dims, Factors, Shapes, replicated_factors, rule
+from minialpa.rules.factors import Dims, Factors, Shapes
+from minialpa.rules.known_rules import replicated_factors, rule
 from minialpa.tracing.jaxprs import shape_of
 
 

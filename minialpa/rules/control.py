@@ -28,17 +28,11 @@ from minialpa.rules.body_factors import BodySplits, BoundaryTable, body_splits, 
 from minialpa.rules.body_region import Region
 from minialpa.rules.body_shards import BodyShards
 from minialpa.rules.body_sums import summed_carries
-from minialpa.rules.factors import Factors, Shapes, Starts, cached, equal_operands, rule
-from minialpa.tracing.jaxprs import (
-    Atom,
-    FlatJaxpr,
-    eval_on_shards,
-    flatten_calls,
-    fresh_var,
-    is_literal,
-    scan_counts,
-    shape_of,
-)
+from minialpa.rules.factors import Factors, Shapes
+from minialpa.rules.known_rules import Starts, cached, equal_operands, rule
+from minialpa.tracing.evaluation import eval_on_shards
+from minialpa.tracing.flattening import flatten_calls
+from minialpa.tracing.jaxprs import Atom, FlatJaxpr, fresh_var, is_literal, scan_counts, shape_of
 
 
 def _inlined(closed: Any, inputs: Sequence[Atom] | None = None) -> FlatJaxpr:

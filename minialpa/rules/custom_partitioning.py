@@ -23,11 +23,14 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from minialpa.errors import ShardingError
-from minialpa.rules.factors import Dims, Factors, Shapes, replicated_factors, rule
+from minialpa.rules.factors import Dims, Factors, Shapes
+from minialpa.rules.known_rules import replicated_factors, rule
 from minialpa.rules.notation import parse_rule
 from minialpa.rules.registered import jaxpr_flops
 from minialpa.rules.sharding_rule import ArrayRule, ShardingRule, shapes_of
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, aval_of, eval_flat, flatten_calls, is_literal, sub_jaxprs
+from minialpa.tracing.evaluation import eval_flat
+from minialpa.tracing.flattening import flatten_calls
+from minialpa.tracing.jaxprs import Atom, FlatJaxpr, aval_of, is_literal, sub_jaxprs
 
 
 class _RefusedError(Exception):

@@ -13,7 +13,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.rules.common import FactorTable, is_inexact, is_summable, n_elements
-from minialpa.rules.factors import Dims, Factors, rule
+from minialpa.rules.factors import Dims, Factors
+from minialpa.rules.known_rules import rule
 from minialpa.tracing.jaxprs import shape_of
 
 

@@ -14,7 +14,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from minialpa.rules.common import FactorTable
-from minialpa.rules.factors import Dims, Factors, Shapes, Starts, rule
+from minialpa.rules.factors import Dims, Factors, Shapes
+from minialpa.rules.known_rules import Starts, rule
 from minialpa.tracing.jaxprs import shape_of
 
 

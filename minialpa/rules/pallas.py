@@ -25,9 +25,10 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from minialpa.rules.common import Dim, FactorTable
-from minialpa.rules.factors import Dims, Factors, Shapes, replicated_factors, rule
+from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.kernel_body import carries, computes_on_blocks, positions_read
 from minialpa.rules.known_integers import UNKNOWN, Value, evaluate
+from minialpa.rules.known_rules import replicated_factors, rule
 from minialpa.rules.registered import jaxpr_flops
 from minialpa.support.private_jax import KernelArray, KernelGrid, kernel_grid, local_kernel_params, written_operands
 from minialpa.tracing.jaxprs import shape_of

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from jax.extend.core import JaxprEqn
 
 from minialpa.rules.common import FactorTable, n_elements
-from minialpa.rules.factors import Dims, Factors, Reduction, rule
+from minialpa.rules.factors import Dims, Factors, Reduction
+from minialpa.rules.known_rules import rule
 from minialpa.tracing.jaxprs import shape_of
 
 #: How partial results of a reduction are combined. reduce_xor is left out, as no collective computes it.

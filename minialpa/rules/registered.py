@@ -24,7 +24,8 @@ from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 from minialpa.errors import ShardingError
 from minialpa.rules.common import n_elements
 from minialpa.rules.derived_rules import batched_rule, derivative_rule
-from minialpa.rules.factors import Factors, Shapes, factors_of, forget, has_rule, is_kernel, replicated_factors, rule
+from minialpa.rules.factors import Factors, Shapes
+from minialpa.rules.known_rules import factors_of, forget, has_rule, is_kernel, replicated_factors, rule
 from minialpa.rules.sharding_rule import ShardingRule, shapes_of
 from minialpa.support.private_jax import changed_aval, define_batching, define_function, result_avals
 from minialpa.tracing.jaxprs import aval_of, is_weak, sub_jaxprs

@@ -11,7 +11,8 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from minialpa.rules.common import FactorTable
-from minialpa.rules.factors import Dims, Factors, Shapes, rule
+from minialpa.rules.factors import Dims, Factors, Shapes
+from minialpa.rules.known_rules import rule
 from minialpa.tracing.jaxprs import shape_of
 
 

@@ -1,6 +1,6 @@
 """The rule table: importing this module registers the rules of all families.
 
-Each family has its file; a primitive without a rule is replicated (factors.replicated_factors).
+Each family has its file; a primitive without a rule is replicated (known_rules.replicated_factors).
 """
 
 from minialpa.rules import (

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from jax.extend.core import JaxprEqn
 
 from minialpa.rules.common import FactorTable, n_elements
-from minialpa.rules.factors import Dims, Factors, rule
+from minialpa.rules.factors import Dims, Factors
+from minialpa.rules.known_rules import rule
 from minialpa.tracing.jaxprs import shape_of
 
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.jaxprs import (
     Atom,
     FlatJaxpr,
     dtype_name,
-    flatten_calls,
     is_control_flow,
     is_literal,
     live_equations,

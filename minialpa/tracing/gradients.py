@@ -25,7 +25,10 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from minialpa.support.private_jax import define_batching, define_jvp, define_linear, define_lowering
-from minialpa.tracing.jaxprs import FlatJaxpr, eval_equation, flatten_calls, is_literal, tag_scope
+from minialpa.tracing.evaluation import eval_equation
+from minialpa.tracing.flattening import flatten_calls
+from minialpa.tracing.jaxprs import FlatJaxpr, is_literal
+from minialpa.tracing.scopes import tag_scope
 
 gradient_p = Primitive("minialpa_gradient")
 gradient_p.multiple_results = True

@@ -14,15 +14,8 @@ from typing import Any, Literal
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.tracing.gradients import boundary_p, gradient_p
-from minialpa.tracing.jaxprs import (
-    FlatJaxpr,
-    is_literal,
-    is_second_derivative,
-    is_transposed,
-    live_equations,
-    operand_vars,
-    read_tag,
-)
+from minialpa.tracing.jaxprs import FlatJaxpr, is_literal, live_equations, operand_vars
+from minialpa.tracing.scopes import is_second_derivative, is_transposed, read_tag
 
 Direction = Literal["forward", "backward", "other"]
 

@@ -7,8 +7,9 @@ came from, which inputs are split over micro-batches, which results replace an a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 from jax.extend.core import Var
@@ -17,11 +18,14 @@ from minialpa.errors import TraceError
 from minialpa.tracing.arguments import argument_name, find_batch_dims, leaf_type
 from minialpa.tracing.fingerprint import Fingerprint, fingerprint_of
 from minialpa.tracing.flags import with_flags_as_tests
+from minialpa.tracing.flattening import trace_flat
 from minialpa.tracing.gradients import tracing_step
-from minialpa.tracing.jaxprs import FlatJaxpr, aval_of, trace_flat
+from minialpa.tracing.jaxprs import FlatJaxpr, aval_of
 from minialpa.tracing.origins import Origin, find_origins, without_dead_equations, without_marks
 from minialpa.tracing.own_positions import with_own_positions
 from minialpa.tracing.replacements import StepValues, find_aliases, find_layouts
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,3 +194,36 @@ def with_batch(
         aliases=aliases,
         layouts=find_layouts(values, aliases),
     )
+
+
+def with_leaves(step: TracedStep, gone_inputs: AbstractSet[Var], results: Sequence[int]) -> TracedStep:
+    """The step without some of its inputs, and with these of its results, by number.
+
+    gone_inputs: arguments and constants that no equation reads, and that no result of `results` replaces or looks to
+        for its sharding.
+    """
+    flat = step.flat
+    consts = [i for i, v in enumerate(flat.constvars) if v not in gone_inputs]
+    arguments = [i for i, v in enumerate(flat.invars) if v not in gone_inputs]
+    new_number: dict[int | None, int | None] = {None: None, **{old: new for new, old in enumerate(arguments)}}
+    return replace(
+        step,
+        flat=replace(
+            flat,
+            constvars=_some(flat.constvars, consts),
+            consts=_some(flat.consts, consts),
+            invars=_some(flat.invars, arguments),
+            outvars=_some(flat.outvars, results),
+        ),
+        in_paths=_some(step.in_paths, arguments),
+        out_paths=_some(step.out_paths, results),
+        batch_dims=_some(step.batch_dims, arguments),
+        aliases=tuple(new_number[i] for i in _some(step.aliases, results)),
+        layouts=tuple(new_number[i] for i in _some(step.layouts, results)),
+        in_parts=tuple(map(step.argument, arguments)),
+        out_parts=tuple(map(step.result, results)),
+    )
+
+
+def _some(values: Sequence[T], numbers: Sequence[int]) -> tuple[T, ...]:
+    return tuple(values[i] for i in numbers)

@@ -12,7 +12,7 @@ import pytest
 from minialpa.attention.operation import Attention
 from minialpa.intra.memory.recording import record_equations
 from minialpa.intra.memory.xla_cpu.model import XLA_CPU
-from minialpa.tracing.jaxprs import flatten_calls
+from minialpa.tracing.flattening import flatten_calls
 from tests.attention_calls import causal, fused
 
 

@@ -397,6 +397,11 @@ def iterated(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
 # ---- loops that each example ends by itself -------------------------------------------------------------------------
 
 
+#: Schemes of training that differentiate a gradient backwards. jax does so through the root of a while loop, but not if
+#: that is inside another loop, as in a stack.
+_GRADIENTS_OF_GRADIENTS = ("penalty on input gradients", "penalty on gradients", "meta")
+
+
 def _each(fun: Callable[..., jax.Array], h: jax.Array, *others: jax.Array) -> jax.Array:
     """A function of each example, and of its row of others, without derivative: while loops have none backwards."""
     return jax.lax.stop_gradient(jax.vmap(fun)(jax.lax.stop_gradient(h), *others))
@@ -487,7 +492,7 @@ def halved_by_hand(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.tanh(h @ p["w"]) + jax.lax.stop_gradient(small)
 
 
-@layer_rule(w=(WIDTH, WIDTH))
+@layer_rule(without=_GRADIENTS_OF_GRADIENTS, w=(WIDTH, WIDTH))
 def fixed_point(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     """A root for each example, by Newton's method, with the derivative of the implicit function."""
 
@@ -624,7 +629,7 @@ IN_BRANCHES = ("dropped_in_a_branch", "routed_by_example", "halting", "loops_in_
 #: jax has no tangents of functions with derivatives by hand, no second derivative of a Pallas kernel, and neither
 #: derivatives nor `vmap` of custom_partitioning.
 _NO_TANGENTS = ("curvature", "random curvature")
-_ONCE = (*_NO_TANGENTS, "penalty on input gradients", "penalty on gradients", "meta")
+_ONCE = (*_NO_TANGENTS, *_GRADIENTS_OF_GRADIENTS)
 _NO_DERIVATIVES = (*_ONCE, "clipped by example", *_BY_EXAMPLE)
 
 

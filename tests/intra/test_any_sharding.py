@@ -14,7 +14,7 @@ from minialpa import LogicalMesh, ShardParallel
 from minialpa.intra import spmd
 from minialpa.intra.graph import solve
 from minialpa.intra.solver.cost_graph import CostGraph, GraphSolution
-from minialpa.rules.factors import run_shard
+from minialpa.rules.shards import run_shard
 from minialpa.testing import assert_allclose
 
 

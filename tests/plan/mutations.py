@@ -45,7 +45,7 @@ from minialpa.methods import Method
 from minialpa.plan.codec import encode
 from minialpa.programs.program import Program
 from minialpa.rules.common import is_summable
-from minialpa.rules.factors import factors_of
+from minialpa.rules.known_rules import factors_of
 from minialpa.runtime import local
 from minialpa.sharding import EquationSpecs, Spec, specs_of
 from minialpa.testing import assert_allclose

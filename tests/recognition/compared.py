@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from minialpa.recognition.step import recognise
-from minialpa.tracing.jaxprs import eval_flat, sub_jaxprs
+from minialpa.tracing.evaluation import eval_flat
+from minialpa.tracing.jaxprs import sub_jaxprs
 from minialpa.tracing.trace import TracedStep
 from tests.helpers import trace
 

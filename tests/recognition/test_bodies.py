@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from minialpa.recognition.step import recognise
-from minialpa.tracing.jaxprs import eval_flat
+from minialpa.tracing.evaluation import eval_flat
 from tests.helpers import trace
 from tests.recognition.compared import array, compared
 

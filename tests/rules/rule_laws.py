@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from minialpa.rules.factors import Dims, Factors, factors_of, localize, run_shard
+from minialpa.rules.factors import Dims, Factors
+from minialpa.rules.known_rules import factors_of
 from minialpa.rules.parts import Part, cut, wholes
+from minialpa.rules.shards import localize, run_shard
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
-from minialpa.rules.factors import known_primitives
+from minialpa.rules.known_rules import known_primitives
 from tests.rules.rule_laws import notation
 from tests.rules.rule_programs import PROGRAMS, cases
 

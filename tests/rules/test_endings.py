@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
-from minialpa.rules.factors import factors_of
-from minialpa.tracing.jaxprs import trace_flat
+from minialpa.rules.known_rules import factors_of
+from minialpa.tracing.flattening import trace_flat
 from tests.rules.rule_laws import Case, cases_of, check_all, notation, vjp
 
 B, H, T = 4, 3, 2

@@ -17,8 +17,8 @@ from jax.experimental.pallas.ops.gpu import rms_norm, softmax
 from jax.experimental.pallas.ops.tpu import flash_attention as tpu_attention
 
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
-from minialpa.rules.factors import factors_of, primitives_without_rule
-from minialpa.tracing.jaxprs import trace_flat
+from minialpa.rules.known_rules import factors_of, primitives_without_rule
+from minialpa.tracing.flattening import trace_flat
 from tests.pallas_kernels import flash_attention, row_norm
 from tests.rules.rule_laws import Case, cases_of, check_all, notation, vjp
 from tests.rules.rule_programs import floats

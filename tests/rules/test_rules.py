@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-import minialpa.rules.factors as factors_module
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa.errors import VerifyError
-from minialpa.rules.factors import factors_of, has_rule, known_primitives, replicated_factors, rule
+from minialpa.rules import known_rules
+from minialpa.rules.known_rules import factors_of, has_rule, known_primitives, replicated_factors, rule
 from tests.rules.rule_laws import cases_of, check_halving, check_linearity, check_structure, notation, only, vjp
 from tests.rules.rule_programs import PROGRAMS, cases
 
@@ -166,7 +166,7 @@ def test_gradients_of_a_convolution_cost_what_it_costs() -> None:
 
 def test_halving_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     case = only(lambda x: lax.cumsum(x, 0), np.arange(4, dtype=np.float32))
-    monkeypatch.setitem(factors_module._RULES, "cumsum", factors_module._RULES["sin"])
+    monkeypatch.setitem(known_rules._RULES, "cumsum", known_rules._RULES["sin"])
     with pytest.raises(AssertionError, match="factor 0"):
         check_halving([case])
 

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 import minialpa.rules.table  # noqa: F401 (fills the rule table)
 from minialpa.attention.operation import Attention
-from minialpa.rules.factors import factors_of
+from minialpa.rules.known_rules import factors_of
 from tests.attention_calls import causal, fused
 from tests.rules.rule_laws import cases_of, notation, vjp
 

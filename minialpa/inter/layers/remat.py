@@ -22,7 +22,8 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, batch_kinds
 from minialpa.options import Remat
 from minialpa.rules.heavy import has_contraction
-from minialpa.tracing.jaxprs import Atom, aval_of, equations_for, fresh_var, is_extended, is_literal, operand_vars
+from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_extended, is_literal, operand_vars
+from minialpa.tracing.new_equations import equations_for
 from minialpa.tracing.origins import Origin
 from minialpa.tracing.trace import TracedStep
 

@@ -16,7 +16,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.layers.stacks import Stacks
-from minialpa.tracing.jaxprs import Atom, EquationMaker, FlatJaxpr, aval_of, fresh_var, is_literal, unary_equation
+from minialpa.tracing.jaxprs import Atom, FlatJaxpr, aval_of, fresh_var, is_literal
+from minialpa.tracing.new_equations import EquationMaker, unary_equation
 from minialpa.tracing.origins import Origin
 
 if TYPE_CHECKING:

@@ -31,13 +31,15 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.errors import VerifyError
 from minialpa.inter.layers.row_blocks import BlockedProgram, GroupKey, Owner, RowBlocks, block_layout
 from minialpa.inter.layers.stacks import BlockwiseEquation, Stacks, find_stacks
-from minialpa.rules.factors import Reduction, factors_of, localize
+from minialpa.rules.factors import Reduction
+from minialpa.rules.known_rules import factors_of
+from minialpa.rules.shards import localize
 from minialpa.support.private_jax import changed_aval
+from minialpa.tracing.flattening import flatten_calls
 from minialpa.tracing.jaxprs import (
     Atom,
     FlatJaxpr,
     aval_of,
-    flatten_calls,
     fresh_var,
     is_literal,
     live_equations,

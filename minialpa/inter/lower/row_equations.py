@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.rules.factors import Dims, Factors, factors_of, run_rows
-from minialpa.tracing.jaxprs import Atom, equations_for, is_control_flow, is_literal
+from minialpa.rules.factors import Dims, Factors
+from minialpa.rules.known_rules import factors_of
+from minialpa.rules.shards import run_rows
+from minialpa.tracing.jaxprs import Atom, is_control_flow, is_literal
+from minialpa.tracing.new_equations import equations_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class RowEquations:
 def _factor_rows(eqn: JaxprEqn, factors: Factors, result: int, rows: Rows) -> _FactorRows | None:
     """The positions of a factor that make up these rows of a result; None if an equation cannot compute them alone."""
     dim = factors.results[result][rows.dim]
-    factor = next((f for f in dim if factors.sizes[f] > 1), None)
+    factor = factors.leading(dim)
     if factor is None or factor in factors.blocked or factor in factors.reductions or eqn.effects:
         return None
     # Loops and branches tell positions by equal parts, and rows may be any.
@@ -121,7 +124,7 @@ def _factor_rows(eqn: JaxprEqn, factors: Factors, result: int, rows: Rows) -> _F
 
     inner = _inner(factors, dim, factor)
     leads = all(
-        factor not in other or factor == next(f for f in other if factors.sizes[f] > 1)
+        factor not in other or factor == factors.leading(other)
         for dims in (*factors.operands, *factors.results)
         for other in dims
     )

@@ -18,7 +18,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import TraceError
 from minialpa.rules import table as _rules  # noqa: F401  (registers the rules)
-from minialpa.rules.factors import Factors, factors_of
+from minialpa.rules.factors import Factors
+from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars, source_line
 from minialpa.tracing.trace import TracedStep
 

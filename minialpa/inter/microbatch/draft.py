@@ -12,7 +12,8 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.inter.microbatch.segments import Segments
 from minialpa.inter.microbatch.split_step import Accumulator, Op, SplitStep, Stack
 from minialpa.support.private_jax import changed_aval
-from minialpa.tracing.jaxprs import Atom, EquationMaker, fresh_var, is_literal, operand_vars, shape_of
+from minialpa.tracing.jaxprs import Atom, fresh_var, is_literal, operand_vars, shape_of
+from minialpa.tracing.new_equations import EquationMaker
 
 
 class Draft:

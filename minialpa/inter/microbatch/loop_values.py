@@ -21,9 +21,12 @@ from minialpa.inter.microbatch.batching import dim_of
 from minialpa.inter.microbatch.draft import Draft
 from minialpa.inter.microbatch.forms import Once, Own, Partial, Rows, Same, Scale
 from minialpa.inter.microbatch.once_values import OnceValues
-from minialpa.rules.factors import Factors, factors_of, localize, run_shard
+from minialpa.rules.factors import Factors
+from minialpa.rules.known_rules import factors_of
+from minialpa.rules.shards import localize, run_shard
 from minialpa.support.private_jax import with_source_of
-from minialpa.tracing.jaxprs import Atom, aval_of, equations_for, is_literal, operand_vars, shape_of
+from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, operand_vars, shape_of
+from minialpa.tracing.new_equations import equations_for
 
 
 class LoopValues:
@@ -200,7 +203,7 @@ class LoopValues:
 
         eqn = self.segments.eqns[i]
         factors, result = factors_of(eqn), eqn.outvars.index(var)
-        factor = _leading_factor(factors, result, dim)
+        factor = factors.leading(factors.results[result][dim])
         if factor is None or not self._may_split(factors, factor):
             return None
 
@@ -246,7 +249,7 @@ class LoopValues:
 
         eqn = self.segments.eqns[self.segments.producer[atom]]
         factors, result = factors_of(eqn), eqn.outvars.index(atom)
-        factor = None if dim is None else _leading_factor(factors, result, dim)
+        factor = None if dim is None else factors.leading(factors.results[result][dim])
         if dim is not None and factor is not None and not self._may_split(factors, factor):
             return self._cut(self.unscaled(atom, None), atom, dim)
 
@@ -266,8 +269,3 @@ class LoopValues:
             shape[dim] //= self.n
         dtype = aval_of(atom).dtype
         return self.compute(("ones", tuple(shape), dtype), lambda: jnp.ones(shape, dtype))
-
-
-def _leading_factor(factors: Factors, result: int, dim: int) -> int | None:
-    """The factor that is split when dimension `dim` of a result is cut into contiguous blocks, if any."""
-    return next((factor for factor in factors.results[result][dim] if factors.sizes[factor] > 1), None)

@@ -12,7 +12,7 @@ from minialpa.inter.microbatch.levels import Levels
 from minialpa.inter.microbatch.partial_sums import ValueForms
 from minialpa.inter.microbatch.scales import Scales
 from minialpa.inter.microbatch.statistics import NotOwnError
-from minialpa.rules.factors import factors_of
+from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.jaxprs import operand_vars
 from minialpa.tracing.trace import TracedStep
 

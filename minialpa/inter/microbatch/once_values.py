@@ -26,7 +26,8 @@ from minialpa.inter.microbatch.forms import Once, Own, Partial, Rows, Same, Scal
 from minialpa.inter.microbatch.split_step import Accumulator, Stack
 from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.gradients import gradient_p
-from minialpa.tracing.jaxprs import Atom, aval_of, dtype_name, equations_for, fresh_var, is_inexact, is_literal
+from minialpa.tracing.jaxprs import Atom, aval_of, dtype_name, fresh_var, is_inexact, is_literal
+from minialpa.tracing.new_equations import equations_for
 
 #: Totals over micro-batches are floats of at least so many bytes: float32. In bfloat16, small parts would vanish.
 _LEAST_TOTAL_BYTES = 4

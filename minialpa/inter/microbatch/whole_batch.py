@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 
 from minialpa.inter.microbatch.batching import AGGREGATE, batch_kinds
 from minialpa.inter.microbatch.split_step import LOOP, Op, SplitStep, is_loop
 from minialpa.tracing.gradients import gradient_p
-from minialpa.tracing.jaxprs import Atom, aval_of, equations_for, is_inexact, is_literal, operand_vars, unary_equation
+from minialpa.tracing.jaxprs import Atom, aval_of, is_inexact, is_literal, operand_vars, reading
+from minialpa.tracing.new_equations import equations_for, unary_equation
 from minialpa.tracing.trace import TracedStep
 
 #: Floats are summed over devices in at least so many bytes; those of 8 bits become float32.
@@ -43,7 +44,7 @@ def whole_batch(step: TracedStep, *, several_loops: bool) -> SplitStep:
         read = [var for op in behind for var in operand_vars(op.eqn)]
         read += [var for var in aggregates if var in backward]
         marks, marked = _marks(loop, segment + 1, read)
-        ops += [*loop, *marks, *(replace(op, eqn=_reading(op.eqn, marked)) for op in behind)]
+        ops += [*loop, *marks, *(replace(op, eqn=reading(op.eqn, marked)) for op in behind)]
         copies.update((var, copy) for var, copy in marked.items() if var in backward)
 
     return SplitStep(
@@ -66,7 +67,7 @@ def _backward_results(step: TracedStep, ops: Sequence[Op]) -> set[Var]:
 def _operations(step: TracedStep, segments: Sequence[int], segment: int, copies: Mapping[Var, Atom]) -> list[Op]:
     """The operations of a segment, which read the copies of what earlier loops have left."""
     numbered = zip(step.flat.eqns, segments, strict=True)
-    return [Op(_reading(eqn, copies), segment, i) for i, (eqn, mine) in enumerate(numbered) if mine == segment]
+    return [Op(reading(eqn, copies), segment, i) for i, (eqn, mine) in enumerate(numbered) if mine == segment]
 
 
 def _loops_of_calls(step: TracedStep) -> dict[int, int]:
@@ -151,12 +152,6 @@ def _marks(loop: Sequence[Op], segment: int, read: Sequence[Var]) -> tuple[list[
             eqns = [eqn]
         marks += [Op(eqn, segment, made[var]) for eqn in eqns]
     return marks, copies
-
-
-def _reading(eqn: JaxprEqn, copies: Mapping[Var, Atom]) -> JaxprEqn:
-    invars: list[Atom] = [atom if is_literal(atom) else copies.get(atom, atom) for atom in eqn.invars]
-    copy: JaxprEqn = eqn.replace(invars=invars)
-    return copy
 
 
 def _marked_wide(x: Any) -> Any:

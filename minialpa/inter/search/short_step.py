@@ -1,23 +1,24 @@
 """A shorter step with the same distinct pieces: a staged step in, and the step without most of what repeats in it out.
 
-A search stages the step for each number of micro-batches and each rematerialisation. Of a hundred equal layers it costs
-one, so a few of them are enough:
+A search stages the step for each number of micro-batches and each rematerialisation. Of a hundred equal layers it
+solves the costs of one, so a step with a few of them is enough:
 
-    pieces      0 1 2 3 4 5 6 7 8 9          a unit is a run of pieces that repeats at once, here a single piece
-    kinds       A B B B B B B B B C
-    stay        0 1 2 3         8 9          two units, a middle one, the last one, and what repeats less
-    costed as   0 1 2 2 2 2 2 2 8 9
+    pieces      0 1 2 3 4 5 6 7 8 9          a unit is what repeats: some neighbouring pieces, here a single one
+    kinds       A B B B B B B B B C          pieces of one kind are equal problems
+    stay        0 1 2 3         8 9          the first three units, the last one, and all that does not repeat
+    costed as   0 1 2 2 2 2 2 2 8 9          for each piece, the one whose costs are taken for it
 
-What is left out is read from the units that stay. The last unit's backward pass gives the middle unit what the unit
-behind it gave. All others that read a value which is left out read one of the middle unit: a second result of the
-equation that makes the middle unit's own value, so that they read as many distinct values as before, from another piece
-as before. The middle unit itself thereby differs from all others and is not costed.
+Equations that stay may have read values of a unit that is left out. The third unit stands for all of these units. Its
+backward pass reads what the last unit's backward pass leaves, as if the last unit came next. All others read a copy:
+the equation of the third unit that makes the like value is written once more. So they read as many different values as
+before, and still those of another piece. This makes the third unit unlike all others, so its costs are not used.
 
-The short step computes other numbers than the whole one. Only costs are read from it, and no plan is made of it.
+The short step computes other numbers than the whole one: costs are read from it, and no plan is made of it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -26,14 +27,14 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.problem import MeshEquations
-from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_literal, live_equations, operand_vars
+from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_literal, live_equations, operand_vars, reading
 from minialpa.tracing.origins import Origin
-from minialpa.tracing.trace import TracedStep
+from minialpa.tracing.trace import TracedStep, with_leaves
 
-#: Units of a run that stay: two, of which the second has equal neighbours, the middle one, and the last one.
+#: Units of a run that stay: the first three and the last one. The second one has equal neighbours: it is costed.
 _N_KEPT = 4
-#: Which of them is the middle one.
-_MIDDLE = 2
+#: The third unit, counted from 0.
+_THIRD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class NotShortened:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Pieces first, ..., first + n_units * period - 1, of which each is like the one `period` pieces before it."""
+    """Pieces first, ..., first + n_units * period - 1: units of `period` pieces, each like the unit before it."""
 
     first: int
     period: int
@@ -103,8 +104,8 @@ class Run:
         return range(start, start + self.period)
 
     @property
-    def middle(self) -> range:
-        return self.unit(_MIDDLE)
+    def third(self) -> range:
+        return self.unit(_THIRD)
 
     @property
     def last(self) -> range:
@@ -112,11 +113,11 @@ class Run:
 
     @property
     def left_out(self) -> range:
-        return range(self.middle.stop, self.last.start)
+        return range(self.third.stop, self.last.start)
 
 
 def runs_of(kinds: Sequence[int]) -> list[Run]:
-    """The runs of which units can be left out, in order; each leaves out as many as a run that starts there can."""
+    """The runs with units to leave out, in order; of those that start at one piece, the one with most to leave out."""
     runs: list[Run] = []
     start = 0
     while start < len(kinds):
@@ -192,9 +193,10 @@ class _Where:
 
 
 def _alike(pieces: StagedPieces, where: _Where) -> list[int]:
-    """For each piece, the first one like it: also with equations that run on another piece than that of their group.
+    """For each piece, the first one like it: the same problem, which stays the same under rematerialisation.
 
-    Rematerialisation goes by groups. So two pieces may be the same problem only as long as nothing is computed again.
+    Rematerialisation goes by groups. So pieces are alike only if the same of their equations run on another piece than
+    that of their group.
     """
     origins, piece_of_group = pieces.whole.step.origins, pieces.whole.piece_of_group
     astray: dict[int, list[object]] = {piece: [] for piece in pieces.whole.kept}
@@ -225,26 +227,26 @@ class _Shortening:
 
         # An equation is left out if it runs on nothing but pieces that are left out.
         out = {piece for run in runs for piece in run.left_out}
-        middle = {piece for run in runs for piece in run.middle}
+        third = {piece for run in runs for piece in run.third}
         self.is_out = frozenset(i for i, found in where.pieces.items() if found <= out)
-        self.in_middle = frozenset(i for i, found in where.pieces.items() if found <= middle)
+        self.in_third = frozenset(i for i, found in where.pieces.items() if found <= third)
 
         # The problems of pieces of one kind have their equations in one order.
-        self.like_middle: dict[int, int] = {}
+        self.like_third: dict[int, int] = {}
         self.like_last: dict[int, int] = {}
         for run in runs:
             for piece in run.left_out:
                 offset = (piece - run.first) % run.period
-                for like, other in ((self.like_middle, run.middle[offset]), (self.like_last, run.last[offset])):
+                for like, other in ((self.like_third, run.third[offset]), (self.like_last, run.last[offset])):
                     pairs = zip(where.of_piece[piece], where.of_piece[other], strict=True)
                     like.update((i, j) for i, j in pairs if i in self.is_out and j is not None)
 
     # ---- what is read in place of what is left out ------------------------------------------------------------------
 
     def _equations(self) -> list[tuple[JaxprEqn, Origin]]:
-        """The equations that stay, reading what stays, with the further results of the middle units."""
-        copies: dict[int, list[JaxprEqn]] = {}  # of an equation of a middle unit, by its number
-        copied: dict[int, JaxprEqn] = {}  # by the equation that is left out
+        """The equations that stay, which read nothing that is left out, and copies of those of third units."""
+        copies: dict[int, list[JaxprEqn]] = {}  # of an equation of a third unit, by its number
+        copied: dict[int, JaxprEqn] = {}  # by the number of the equation that is left out
 
         def stand_in(value: Var, reader: int) -> Var:
             made_by = self.maker.get(value)
@@ -252,22 +254,22 @@ class _Shortening:
                 return value
             result = self.eqns[made_by].outvars.index(value)
 
-            # What came from behind now comes from the last unit, and had there been copies, they would come too late.
-            if reader in self.in_middle and self.origins[made_by].direction != "forward":
+            # A backward pass reads what the unit behind it leaves. A copy of its own would be computed too late.
+            if reader in self.in_third and self.origins[made_by].direction != "forward":
                 return self._counterpart(self.like_last, made_by).outvars[result]
             if made_by not in copied:
-                eqn = self._counterpart(self.like_middle, made_by)
+                eqn = self._counterpart(self.like_third, made_by)
                 copied[made_by] = eqn.replace(outvars=[fresh_var(aval_of(v)) for v in eqn.outvars])
-                copies.setdefault(self.like_middle[made_by], []).append(copied[made_by])
+                copies.setdefault(self.like_third[made_by], []).append(copied[made_by])
             return copied[made_by].outvars[result]
 
         kept: list[tuple[int, JaxprEqn]] = []
         for i, eqn in enumerate(self.eqns):
             if i not in self.is_out:
-                names = {v: stand_in(v, i) for v in operand_vars(eqn)}
-                kept.append((i, _reading(eqn, names)))
+                others = {v: other for v in operand_vars(eqn) if (other := stand_in(v, i)) is not v}
+                kept.append((i, reading(eqn, others) if others else eqn))
 
-        # A copy reads what its equation reads, under the names that this has now.
+        # A copy reads what its equation reads now.
         pairs: list[tuple[JaxprEqn, Origin]] = []
         for i, eqn in kept:
             alike = (copy.replace(invars=eqn.invars) for copy in copies.get(i, ()))
@@ -290,11 +292,11 @@ class _Shortening:
         n_pieces = len(self.whole.place)
         costed_as, runs_in = list(range(n_pieces)), list(range(n_pieces))
         for run in self.runs:
-            for piece in range(run.middle.start, run.last.start):
+            for piece in range(run.third.start, run.last.start):
                 offset = (piece - run.first) % run.period
-                costed_as[piece], runs_in[piece] = run.unit(_MIDDLE - 1)[offset], run.middle[offset]
+                costed_as[piece], runs_in[piece] = run.unit(_THIRD - 1)[offset], run.third[offset]
 
-        # A forward group that is left out may still be that of an equation that stays: it is put into the middle unit.
+        # An equation that stays may belong to a forward group that is left out: the group is put into the third unit.
         number = {piece: i for i, piece in enumerate(sorted(set(runs_in)))}
         return PiecedStep(
             step=_with_equations(self.whole.step, self._equations(), self._inputs_left_out()),
@@ -311,62 +313,34 @@ class _Shortening:
         return {v for v in (*flat.constvars, *flat.invars) if v in read_out and v not in read}
 
 
-def _reading(eqn: JaxprEqn, names: Mapping[Var, Var]) -> JaxprEqn:
-    """The equation with other operands; itself, if they are its own."""
-    if all(name is v for v, name in names.items()):
-        return eqn
-    new: JaxprEqn = eqn.replace(invars=[v if is_literal(v) else names[v] for v in eqn.invars])
-    return new
-
-
 def _with_equations(
     step: TracedStep, pairs: Sequence[tuple[JaxprEqn, Origin]], gone_inputs: AbstractSet[Var]
 ) -> TracedStep:
     """`step` with other equations, with those of its results that they make, and without some of its inputs."""
     flat = step.flat
-    made = {v for eqn, _ in pairs for v in eqn.outvars}.union(flat.constvars, flat.invars) - gone_inputs
+    inputs = {*flat.constvars, *flat.invars} - gone_inputs
+    made = inputs.union(*(eqn.outvars for eqn, _ in pairs))
+    results = [o for o, atom in enumerate(flat.outvars) if is_literal(atom) or atom in made]
+    outvars = [flat.outvars[o] for o in results]
 
-    outs = [o for o, atom in enumerate(flat.outvars) if is_literal(atom) or atom in made]
-    ins = [i for i, v in enumerate(flat.invars) if v not in gone_inputs]
-    new_number = {i: k for k, i in enumerate(ins)}
-    outvars = tuple(flat.outvars[o] for o in outs)
-
-    # Of the middle units, only what is still read, or a result.
+    # Not all that third units compute is still read.
     live = live_equations([eqn for eqn, _ in pairs], outvars)
-    pairs = [pair for pair, is_live in zip(pairs, live, strict=True) if is_live]
-    _check_order([eqn for eqn, _ in pairs], outvars, {*flat.constvars, *flat.invars} - gone_inputs)
+    pairs = list(itertools.compress(pairs, live))
+    _check_order([eqn for eqn, _ in pairs], outvars, inputs)
 
-    def replaced(numbers: Sequence[int | None]) -> tuple[int | None, ...]:
-        old = [numbers[o] for o in outs]
-        if any(i is not None and i not in new_number for i in old):
-            raise _NotAlikeError("A result that stays replaces an argument that is left out.")
-        return tuple(None if i is None else new_number[i] for i in old)
-
-    consts = [(v, c) for v, c in zip(flat.constvars, flat.consts, strict=True) if v not in gone_inputs]
-    return replace(
+    replaced = {numbers[o] for numbers in (step.aliases, step.layouts) for o in results}
+    if any(flat.invars[i] in gone_inputs for i in replaced if i is not None):
+        raise _NotAlikeError("A result that stays replaces an argument that is left out.")
+    other = replace(
         step,
-        flat=replace(
-            flat,
-            constvars=tuple(v for v, _ in consts),
-            consts=tuple(c for _, c in consts),
-            invars=tuple(flat.invars[i] for i in ins),
-            eqns=tuple(eqn for eqn, _ in pairs),
-            scopes=("",) * len(pairs),
-            outvars=outvars,
-        ),
+        flat=replace(flat, eqns=tuple(eqn for eqn, _ in pairs), scopes=("",) * len(pairs)),
         origins=tuple(origin for _, origin in pairs),
-        in_paths=tuple(step.in_paths[i] for i in ins),
-        out_paths=tuple(step.out_paths[o] for o in outs),
-        batch_dims=tuple(step.batch_dims[i] for i in ins),
-        aliases=replaced(step.aliases),
-        layouts=replaced(step.layouts),
         gradients=tuple(v for v in step.gradients if v in made),
-        in_parts=tuple(step.argument(i) for i in ins),
-        out_parts=tuple(step.result(o) for o in outs),
     )
+    return with_leaves(other, gone_inputs, results)
 
 
-def _check_order(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], inputs: set[Var]) -> None:
+def _check_order(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], inputs: AbstractSet[Var]) -> None:
     """Raise `_NotAlikeError` if something is read before it is made."""
     known = set(inputs)
     for eqn in eqns:

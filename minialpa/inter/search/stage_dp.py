@@ -58,20 +58,9 @@ class StageCostTable:
         object.__setattr__(self, "n_devices", np.array(self.n_devices, np.int64))
         object.__setattr__(self, "may_start", np.array(self.may_start, np.bool_))
         object.__setattr__(self, "skip_to", np.array(self.skip_to, np.int64))
-        n_candidates = len(self.n_devices)
-        if not n_candidates or self.n_devices.min() < 1:
-            raise ShardingError(f"Every candidate needs a device and there must be one; got {self.n_devices}.")
+        self._check_devices()
 
-        n_layers = len(self.seconds)
-        if self.may_start.ndim != 2 or len(self.may_start) != n_candidates or not self.may_start.shape[1]:
-            raise ShardingError(
-                f"`may_start` needs a row for each of {n_candidates} candidates and a column for each device; got "
-                f"{self.may_start.shape}."
-            )
-        n_places = self.may_start.shape[1]
-        if self.skip_to.shape != (n_places,) or (self.skip_to <= np.arange(n_places)).any():
-            raise ShardingError(f"`skip_to` needs a later place for each of {n_places} devices; got {self.skip_to}.")
-
+        n_layers, n_candidates, n_places = len(self.seconds), len(self.n_devices), len(self.skip_to)
         cube = (n_layers, n_layers, n_candidates)
         names = ("seconds", "step_seconds", "fixed_bytes", "in_flight_bytes", "rest_seconds")
         shapes = {name: cube for name in names if getattr(self, name) is not None}
@@ -84,6 +73,21 @@ class StageCostTable:
                 if np.isnan(seen).any() or (seen < 0).any():
                     raise ShardingError(f"`{name}` holds NaN or negative values; forbid a stage with `np.inf`.")
             object.__setattr__(self, name, array)
+
+    def _check_devices(self) -> None:
+        """Raise ShardingError unless each candidate takes devices, and each device of the cluster has its entries."""
+        n_candidates = len(self.n_devices)
+        if not n_candidates or self.n_devices.min() < 1:
+            raise ShardingError(f"Every candidate needs a device and there must be one; got {self.n_devices}.")
+
+        if self.may_start.ndim != 2 or len(self.may_start) != n_candidates or not self.may_start.shape[1]:
+            raise ShardingError(
+                f"`may_start` needs a row for each of {n_candidates} candidates and a column for each device; got "
+                f"{self.may_start.shape}."
+            )
+        n_places = self.may_start.shape[1]
+        if self.skip_to.shape != (n_places,) or (self.skip_to <= np.arange(n_places)).any():
+            raise ShardingError(f"`skip_to` needs a later place for each of {n_places} devices; got {self.skip_to}.")
 
     @property
     def rest(self) -> Floats:

@@ -97,6 +97,26 @@ def _put_in_front(
 
 
 @compiled
+def _fill_row(
+    total: Floats, at: Ints, border: Floats, skip_to: Ints, idle: bool, cap: float, f: Floats, how: Ints
+) -> bool:  # fmt: skip
+    """Fill a row of both tables, where the first stage starts at p: `f[p]` and `how[p]`; whether anything is reached.
+
+    total, at: from `_put_in_front`. border: [p], the transfer to a stage that starts at p. Others: see `fill_tables`.
+    """
+    reached_any = False
+    # From the last device on, since a device may pass what it starts on to a later one.
+    for p in range(len(border) - 1, -1, -1):
+        least, reached = total[p] + border[p], at[p]
+        if idle and f[skip_to[p]] <= least:
+            least, reached = f[skip_to[p]], IDLE
+        if least <= cap and least < np.inf:
+            f[p], how[p] = least, reached
+            reached_any = True
+    return reached_any
+
+
+@compiled
 def fill_tables(
     best: Floats, live_of: Ints, counts: Ints, may_start: Bools, skip_to: Ints, transfer: Floats, idle: bool,
     maximum: bool, cap: float,
@@ -124,7 +144,7 @@ def fill_tables(
     if idle:
         f[0, n_layers, :] = 0.0
 
-    total, at = np.empty(n_devices + 1), np.empty(n_devices + 1, np.int64)
+    total, at, no_transfer = np.empty(n_devices + 1), np.empty(n_devices + 1, np.int64), np.zeros(n_devices)
     reached_any = np.zeros((n_stages + 1, n_layers + 1), np.bool_)
     reached_any[0, n_layers] = True
     for s in range(1, n_stages + 1):
@@ -138,16 +158,8 @@ def fill_tables(
                     if reached_any[s - 1, j + 1] and value <= cap and value < np.inf:
                         _put_in_front(value, f[s - 1, j + 1], n, may_start[g], j * n_groups + g, total, at, maximum)
 
-            # From the last device on, since a device may pass what it starts on to a later one.
-            for p in range(n_devices - 1, -1, -1):
-                least, reached = total[p], at[p]
-                if i > 0 and not maximum:
-                    least += transfer[i - 1, p]
-                if idle and f[s, i, skip_to[p]] <= least:
-                    least, reached = f[s, i, skip_to[p]], IDLE
-                if least <= cap and least < np.inf:
-                    f[s, i, p], how[s, i, p] = least, reached
-                    reached_any[s, i] = True
+            border = transfer[i - 1] if i > 0 and not maximum else no_transfer
+            reached_any[s, i] = _fill_row(total, at, border, skip_to, idle, cap, f[s, i], how[s, i])
         if not reached_any[s].any():
             break
     return f, how

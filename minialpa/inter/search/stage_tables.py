@@ -1,7 +1,7 @@
 """Bounds on the costs of pieces for one number of micro-batches in, the table of stages for the DP out.
 
-A table has numbers for each run of layers on each column, and a search raises a few bounds between one table and the
-next. So sums over runs are kept, and only those of candidates whose costs have changed are made again.
+A table has costs for each run of layers in each column. Between one table and the next, a search raises only a few
+bounds. So sums over runs are kept, and only those of candidates whose costs have changed are computed again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StageTables:
         whole_s: [piece, column], bounds on n * seconds + step_seconds, which say more than those of the two.
         solved: [piece, column], whether the costs are no bounds any more.
         exact: seconds per micro-batch and per step that whole stages were found to cost.
-        misfits: stages that do not fit with so many micro-batches in flight.
+        misfits: stages, each with a number of micro-batches in flight with which it does not fit in memory.
         chosen: the best pipeline when it was last looked for.
         changed: whether costs have changed since.
     """
@@ -125,7 +125,7 @@ class StageTables:
         )
 
     def _refresh(self, columns: Ints) -> None:
-        """Make the sums of columns again, of whole candidates."""
+        """Compute the sums of columns again. These are all columns of some candidates."""
         cost = {name: values[:, columns] for name, values in self.by_name.items()}
 
         def sums(values: Floats) -> Floats:
@@ -150,7 +150,7 @@ class StageTables:
                 at = row[c], i, j
                 fixed[at] = max(fixed[at], _above(memory_bytes[row[c]]) - n_live * in_flight[at])
 
-        # A stage of little use is worse by a little in each micro-batch, which the bounds of the whole do not know.
+        # Larger shares of the devices are made a little slower in each micro-batch. `whole_s` is without that.
         share = (self.columns.n_devices[columns] / self.cluster.n_devices)[:, None, None]
         preferred = preferred_seconds(seconds, share)
         known = np.isfinite(seconds) & np.isfinite(whole_s)
@@ -163,9 +163,9 @@ class StageTables:
             cube[columns] = values
 
     def _needless(self, fits: Bools) -> Bools:
-        """[column, i, j]: no need to save memory there, since what is faster always fits.
+        """[column, i, j]: whether a stage that saves less memory, and is as fast or faster, always fits there.
 
-        What computes more again, or pays more for memory, is never faster on the same submesh.
+        On one submesh, what computes more again is never faster, and neither is what has a higher price of memory.
         """
         by_column = fits.reshape(-1, len(self.space.remats), len(MEMORY_PRICES), *fits.shape[1:])
         free = by_column[:, :, 0]  # no price of memory
@@ -181,5 +181,5 @@ def place_of(stage: StageChoice) -> Place:
 
 
 def _above(limit_bytes: float) -> float:
-    """A hair more than a limit: what differences and sums with it do not round to the limit."""
+    """A little more than a limit: enough that sums and differences with it are not rounded to the limit."""
     return limit_bytes + 2 * float(np.spacing(limit_bytes)) if math.isfinite(limit_bytes) else math.inf

@@ -167,8 +167,9 @@ class OptionConstraints:
         found = set[int]()
         for atom, dims in arrays:
             dim = None if is_literal(atom) else self.example_dims.get(atom)
-            if dim is not None:
-                found.update([factor for factor in dims[dim] if factors.sizes[factor] > 1][:1])
+            leading = None if dim is None else factors.leading(dims[dim])
+            if leading is not None:
+                found.add(leading)
         return frozenset(found)
 
 

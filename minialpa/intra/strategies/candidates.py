@@ -433,7 +433,7 @@ def _first_use(eqn: JaxprEqn, factors: Factors, operands: Specs, made: Specs, ax
         for dims, spec in zip(arrays, specs, strict=True):
             for dim, axes in zip(dims, spec.dims, strict=True):
                 if axis in axes:
-                    return next((factor for factor in dim if factors.sizes[factor] > 1), None)
+                    return factors.leading(dim)
 
     partial = (k for k, spec in enumerate(operands) if axis in spec.partial)
     return next((use for k in partial if (use := _passing(eqn, factors, k)) is not None), None)

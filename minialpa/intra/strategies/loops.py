@@ -15,10 +15,11 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies.sharing import share_reads
-from minialpa.rules.factors import factors_of
 from minialpa.rules.heavy import has_contraction
+from minialpa.rules.known_rules import factors_of
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import FlatJaxpr, flat_body, is_literal, scan_counts, shape_of
+from minialpa.tracing.flattening import flat_body
+from minialpa.tracing.jaxprs import FlatJaxpr, is_literal, scan_counts, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def _made_of_examples(eqn: JaxprEqn, dims: Mapping[Var, int]) -> dict[Var, int]:
     found: dict[Var, int] = {}
     for result, factors_of_dims in zip(eqn.outvars, factors.results, strict=True):
         for dim, of_dim in enumerate(factors_of_dims):
-            if next((factor for factor in of_dim if factors.sizes[factor] > 1), None) in leading:
+            if factors.leading(of_dim) in leading:
                 found.setdefault(result, dim)
     return found
 

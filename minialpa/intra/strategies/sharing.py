@@ -18,7 +18,8 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.intra.strategies.strategies import SHARED_NAME
 from minialpa.rules.heavy import has_contraction
 from minialpa.support.private_jax import with_source_of
-from minialpa.tracing.jaxprs import is_inexact, is_literal, operand_vars, shape_of, unary_equation
+from minialpa.tracing.jaxprs import is_inexact, operand_vars, reading, shape_of
+from minialpa.tracing.new_equations import unary_equation
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def share_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[Pla
 
     placed: list[Placed] = []
     for i, eqn in enumerate(eqns):
-        placed += [*copies[i], Placed(_reading(eqn, renamed[i]) if i in renamed else eqn, i)]
+        placed += [*copies[i], Placed(reading(eqn, renamed[i]) if i in renamed else eqn, i)]
     return placed
 
 
@@ -70,10 +71,3 @@ def _shared_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[t
                 if var in made and len(shape_of(var)) > 1 and is_inexact(var):
                     readers[var, task].append(i)
     return [(var, numbers) for (var, _), numbers in readers.items() if len(numbers) > 1]
-
-
-def _reading(eqn: JaxprEqn, names: dict[Var, Any]) -> JaxprEqn:
-    """`eqn` with its operands renamed."""
-    invars = [atom if is_literal(atom) else names.get(atom, atom) for atom in eqn.invars]
-    renamed: JaxprEqn = eqn.replace(invars=invars)
-    return renamed

@@ -20,10 +20,12 @@ from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates
 from minialpa.intra.strategies.combining import ALONE, Sharing
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
-from minialpa.rules.factors import Factors, factors_of, is_kernel
+from minialpa.rules.factors import Factors
 from minialpa.rules.heavy import has_contraction, is_contraction
+from minialpa.rules.known_rules import factors_of, is_kernel
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import bytes_of, dtype_name, flat_body, shape_of, sub_jaxprs
+from minialpa.tracing.flattening import flat_body
+from minialpa.tracing.jaxprs import bytes_of, dtype_name, shape_of, sub_jaxprs
 
 #: The `checkpoint_name` of a copy that several contractions read.
 SHARED_NAME = "minialpa_shared"

@@ -24,7 +24,7 @@ from minialpa.runtime.steps.step_trace import flagged
 #: for a packed layout, which such arrays never have there. Calls of the jitted function pack and unpack them.
 _NARROW = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 
-#: Calls of functions for several CPU devices that may be unfinished, see `PacedCall`: half of what XLA takes.
+#: Calls of functions for several CPU devices that may be unfinished, see `PacedCall`: half of what XLA runs at a time.
 _MOST_UNFINISHED = 16
 
 
@@ -87,11 +87,11 @@ def _compile(jitted: Any, lowered: Any) -> Any:
 
 
 class PacedCall:
-    """A compiled function for several CPU devices: a call waits until few enough calls before it are unfinished.
+    """A compiled function for several CPU devices. A call returns when all but the last few calls are finished.
 
-    XLA runs the devices of a process on one pool of threads, and starts at most 32 calls on a device. A thread that
-    waits for its turn on one device is lost to the others, and where all threads wait so, or at a collective for the
-    device that has no thread, nothing ever goes on.
+    XLA runs all devices of a process on one pool of threads, and runs at most 32 calls on a device at a time. A further
+    call keeps a thread while it waits for its turn. If all threads wait, some for their turn and others in a collective
+    for a device that has no thread left, none of them ever goes on.
     """
 
     _lock = threading.Lock()

@@ -8,7 +8,7 @@ from minialpa.inter.layers.cut_scans import cut_scans, with_longer_scans
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.options import AutoLayerOption
 from minialpa.testing import assert_allclose
-from minialpa.tracing.jaxprs import eval_flat
+from minialpa.tracing.evaluation import eval_flat
 from tests.inter.layers.test_unstack import MODELS, Model
 
 

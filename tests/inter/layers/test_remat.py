@@ -25,7 +25,8 @@ from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.inter.layers.forward import assign_layers
 from minialpa.inter.layers.remat import rematerialise
 from minialpa.testing import assert_allclose
-from minialpa.tracing.jaxprs import eval_flat, is_literal
+from minialpa.tracing.evaluation import eval_flat
+from minialpa.tracing.jaxprs import is_literal
 from tests.helpers import descent_step, trace
 
 CLUSTER = ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=2)

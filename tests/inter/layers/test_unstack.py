@@ -20,7 +20,7 @@ from minialpa.errors import VerifyError
 from minialpa.inter.layers.stacks import find_stacks
 from minialpa.inter.layers.unstack import unstack, with_row_blocks
 from minialpa.testing import assert_allclose
-from minialpa.tracing.jaxprs import eval_flat
+from minialpa.tracing.evaluation import eval_flat
 from minialpa.tracing.trace import TracedStep
 from tests.helpers import trace
 

@@ -452,7 +452,7 @@ def test_runs_repeat_and_do_not_overlap(kinds: list[int]) -> None:
         assert end <= run.first and run.last.stop <= len(kinds) and run.left_out
         end = run.last.stop
         assert all(kinds[i] == kinds[i - run.period] for i in range(run.first + run.period, end))
-        stay = [*run.unit(0), *run.unit(1), *run.middle, *run.last]
+        stay = [*run.unit(0), *run.unit(1), *run.third, *run.last]
         assert sorted([*stay, *run.left_out]) == list(range(run.first, end))
 
 

@@ -18,7 +18,8 @@ from minialpa.intra.memory.xla_cpu.model import XLA_CPU
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.sharding import EquationSpecs, Spec
-from minialpa.tracing.jaxprs import Atom, shape_of, trace_flat
+from minialpa.tracing.flattening import trace_flat
+from minialpa.tracing.jaxprs import Atom, shape_of
 
 # ---- a compiler that fuses nothing ----------------------------------------------------------------------------------
 

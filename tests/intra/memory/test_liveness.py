@@ -36,7 +36,7 @@ from minialpa.intra.memory.xla_cpu.fusion import kernels_of, run_order
 from minialpa.intra.memory.xla_cpu.model import XLA_CPU
 from minialpa.intra.memory.xla_cpu.operations import Operation
 from minialpa.plan import Plan
-from minialpa.tracing.jaxprs import trace_flat
+from minialpa.tracing.flattening import trace_flat
 
 FOUR, EIGHT = LogicalMesh((4,)), LogicalMesh((8,))
 

@@ -254,7 +254,7 @@ def memory_limit(pid: int, n_bytes: int) -> Iterator[None]:
         (group / limit).write_text(str(n_bytes))
         (group / "cgroup.procs").write_text(str(pid))
     except OSError as error:
-        pytest.skip(f"this process may not limit the memory of others: {error}")
+        pytest.skip(f"needs root and control groups, to limit the memory of a worker: {error}")
     try:
         yield
     finally:

@@ -1,0 +1,209 @@
+"""The rules that are known: `rule` registers the rule of a primitive, `factors_of` gives the `Factors` of an equation.
+
+With a rule comes what else is known of its primitive: what its parameters and results are on shards, which `shards`
+asks for, and what a kernel is called in messages. A primitive without a rule is replicated.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from minialpa.errors import VerifyError
+from minialpa.rules.factors import Dims, Factors, Shapes
+from minialpa.support.private_jax import settings_of
+from minialpa.tracing.flattening import keep
+from minialpa.tracing.jaxprs import is_call, is_literal, shape_of, sub_jaxprs
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """Where shards begin in the whole arrays: an int32 for each dimension, 0 if no positional factor of it is split."""
+
+    operands: tuple[tuple[Any, ...], ...]
+    results: tuple[tuple[Any, ...], ...]
+
+
+#: From the shapes of the shards of operands and results to the parameters of the primitive on them.
+Localizer = Callable[[JaxprEqn, Shapes, Shapes], dict[str, Any]]
+#: From shards of the operands, local parameters and positions to shards of the results.
+OnShards = Callable[[JaxprEqn, Sequence[Any], Mapping[str, Any], Starts], Sequence[Any]]
+Rule = Callable[[JaxprEqn], Factors]
+
+_RULES: dict[str, Rule] = {}
+_LOCALIZERS: dict[str, Localizer] = {}
+_ON_SHARDS: dict[str, OnShards] = {}
+_BY_EQUAL_OPERANDS: set[str] = set()
+#: Primitives of kernels: for each the name of what an equation runs.
+_OPERATION_NAMES: dict[str, Callable[[JaxprEqn], str]] = {}
+_CACHES: list[Any] = []
+
+
+def cached(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """`functools.lru_cache` for what follows from rules: forgotten when a rule is added."""
+
+    def decorate(fun: Callable[..., T]) -> Callable[..., T]:
+        _CACHES.append(functools.lru_cache(maxsize)(fun))
+        remembering: Callable[..., T] = _CACHES[-1]
+        return remembering
+
+    return decorate
+
+
+def forget() -> None:
+    """Empty the caches of what follows from rules."""
+    for cache in _CACHES:
+        cache.cache_clear()
+
+
+def rule(
+    *primitives: str,
+    localize: Localizer | None = None,
+    on_shards: OnShards | None = None,
+    by_equal_operands: bool = False,
+    named: Callable[[JaxprEqn], str] | None = None,
+) -> Callable[[Rule], Rule]:
+    """Register the rule of one or more primitives, by name. Registering a primitive twice raises VerifyError.
+
+    localize: gives the parameters for local shapes, if the primitive has shapes among its parameters.
+    on_shards: computes the results on a shard if positional factors are split.
+    by_equal_operands: whether the factors depend on which operands are the same array.
+    named: for primitives of kernels, what an equation runs, for messages.
+    """
+
+    def register(fun: Rule) -> Rule:
+        for name in primitives:
+            if name in _RULES:
+                raise VerifyError(f"Primitive `{name}` already has a rule.")
+            _RULES[name] = fun
+            keep(name)
+            if localize is not None:
+                _LOCALIZERS[name] = localize
+            if on_shards is not None:
+                _ON_SHARDS[name] = on_shards
+            if by_equal_operands:
+                _BY_EQUAL_OPERANDS.add(name)
+            if named is not None:
+                _OPERATION_NAMES[name] = named
+        return fun
+
+    return register
+
+
+def has_rule(primitive: str) -> bool:
+    """Whether a primitive has a rule."""
+    return primitive in _RULES
+
+
+def known_primitives() -> tuple[str, ...]:
+    """Sorted names of all primitives with a rule."""
+    return tuple(sorted(_RULES))
+
+
+def primitives_without_rule(eqns: Iterable[JaxprEqn]) -> list[str]:
+    """Sorted names of the operations that make arrays and have no rule, those in loop bodies and branches included."""
+    names: set[str] = set()
+    for eqn in eqns:
+        name = eqn.primitive.name
+        if name in _OPERATION_NAMES:
+            if not factors_of(eqn).splittable and any(math.prod(shape_of(var)) > 1 for var in eqn.outvars):
+                names.add(operation_name(eqn))
+        elif has_rule(name) or is_call(eqn):
+            for inner in sub_jaxprs(eqn):
+                names.update(primitives_without_rule(inner.eqns))
+        elif any(shape_of(var) for var in eqn.outvars):
+            names.add(name)
+    return sorted(names)
+
+
+def operation_name(eqn: JaxprEqn) -> str:
+    """The name of an equation for messages: that of the primitive, or of what a kernel's primitive calls."""
+    named = _OPERATION_NAMES.get(eqn.primitive.name)
+    return str(eqn.primitive.name) if named is None else named(eqn)
+
+
+def is_kernel(eqn: JaxprEqn) -> bool:
+    """Whether an equation runs code that the planner cannot look into, or need not."""
+    return eqn.primitive.name in _OPERATION_NAMES
+
+
+def replicated_factors(eqn: JaxprEqn, flops: float = 0.0) -> Factors:
+    """Factors for primitives without a rule: every dimension is a blocked factor of its own, so nothing is split."""
+    sizes: list[int] = []
+
+    def fresh(atom: Any) -> Dims:
+        dims = []
+        for size in shape_of(atom):
+            sizes.append(size)
+            dims.append((len(sizes) - 1,))
+        return tuple(dims)
+
+    operands = tuple(fresh(atom) for atom in eqn.invars)
+    results = tuple(fresh(var) for var in eqn.outvars)
+    blocked = frozenset(range(len(sizes)))
+    return Factors(sizes=tuple(sizes), operands=operands, results=results, blocked=blocked, flops=flops)
+
+
+def factors_of(eqn: JaxprEqn) -> Factors:
+    """Factors of an equation by its primitive's rule; `replicated_factors` if there is no rule."""
+    arrays = tuple((shape_of(atom), getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars))
+    equal = equal_operands(eqn) if eqn.primitive.name in _BY_EQUAL_OPERANDS else ()
+    key = (eqn.primitive.name, tuple(eqn.params.items()), arrays, settings_of(eqn), equal)
+    try:
+        return _factors(_EquationKey(key, eqn))
+    except TypeError:  # a parameter that cannot be hashed
+        return _by_rule(eqn)
+
+
+@dataclass(frozen=True, slots=True)
+class _EquationKey:
+    """Equations with equal keys differ only in names and literals, which rules do not look at.
+
+    Attributes:
+        key: primitive, parameters, shapes, dtypes and jax context.
+        eqn: the first equation of the kind.
+    """
+
+    key: Hashable
+    eqn: JaxprEqn = field(compare=False)
+
+
+@cached(maxsize=4096)
+def _factors(kind: _EquationKey) -> Factors:
+    return _by_rule(kind.eqn)
+
+
+def equal_operands(eqn: JaxprEqn) -> tuple[int, ...]:
+    """For each operand, the number of the first one that is the same array."""
+    first: dict[Hashable, int] = {}
+    return tuple(first.setdefault(_array_key(atom), k) for k, atom in enumerate(eqn.invars))
+
+
+def _array_key(atom: Any) -> Hashable:
+    if not is_literal(atom):
+        return id(atom)
+    value = np.asarray(atom.val)
+    return str(value.dtype), value.shape, value.tobytes()
+
+
+def _by_rule(eqn: JaxprEqn) -> Factors:
+    fun = _RULES.get(eqn.primitive.name)
+    return replicated_factors(eqn) if fun is None else fun(eqn)
+
+
+def localizer_of(eqn: JaxprEqn) -> Localizer | None:
+    """What gives an equation's parameters for local shapes, if its primitive has shapes among its parameters."""
+    return _LOCALIZERS.get(eqn.primitive.name)
+
+
+def on_shards_of(eqn: JaxprEqn) -> OnShards:
+    """What computes an equation's results on a shard if positional factors are split."""
+    return _ON_SHARDS[eqn.primitive.name]
