@@ -39,13 +39,13 @@ class Collective:
                 return mesh.permute_s(self.n_bytes, self.axes)
 
 
-def is_combined(kind: CollectiveKind, mesh: LogicalMesh) -> bool:
-    """Whether compilers make one collective of those of this kind, along the same axes, that need not wait for another.
+def combined_kinds(mesh: LogicalMesh) -> tuple[CollectiveKind, ...]:
+    """Kinds of which compilers make one collective of those along the same axes that need not wait for each other.
 
     XLA does so with all-reduces, and for GPUs with all-gathers and reduce-scatters, too.
     """
     on_gpus = mesh.device is not None and mesh.device.name != "cpu"
-    return kind == "all-reduce" or (on_gpus and kind in ("all-gather", "reduce-scatter"))
+    return ("all-gather", "all-reduce", "reduce-scatter") if on_gpus else ("all-reduce",)
 
 
 def as_one_of(n_together: int, mesh: LogicalMesh) -> LogicalMesh:

@@ -129,7 +129,7 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, solve
     stage, staged = placed.stages[mesh], placed.staged
     chosen = stage.candidate
     own_mesh = context.cluster.logical_mesh(chosen.submesh, chosen.logical_shape, chosen.device)
-    view = ShardedView(context.logical_mesh or own_mesh, stage.option.forbidden_collectives)
+    view = ShardedView.of(context.logical_mesh or own_mesh, stage.option)
     problem = mesh_equations(staged, mesh)
     live = live_counts(placed.schedule, mesh)
 
@@ -192,6 +192,7 @@ def _stage_plan(placed: PlacedStages, mesh: int, solved: SolvedMesh) -> StagePla
         logical_shape=logical_mesh.shape,
         alpha=logical_mesh.alpha,
         beta=logical_mesh.beta,
+        combined=solved.view.combined,
         option=stage.option,
         input_specs=tuple(solved.sharding.specs[v] for v, _ in solved.problem.inputs),
         equation_specs=solved.sharding.equations,

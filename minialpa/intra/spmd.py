@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import Collective
+from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import VerifyError
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import eager_reductions
@@ -76,6 +76,7 @@ class ShardedEquations:
         out_specs: the specs of the results, in order.
         mesh: the devices.
         forbidden: kinds of collectives that resharding may not use.
+        combined: kinds of sums that start together.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -86,6 +87,7 @@ class ShardedEquations:
     out_specs: tuple[Spec, ...]
     mesh: LogicalMesh
     forbidden: tuple[str, ...] = ()
+    combined: tuple[CollectiveKind, ...] = ()
 
 
 def walk(program: ShardedEquations, inputs: Sequence[T], ops: ShardOps[T]) -> list[T]:
@@ -128,7 +130,8 @@ class _Shards(Generic[T]):
             return shard
 
         program = self.program
-        sharing = Sharing(1 if is_literal(atom) else self.n_together.get(atom, 1))
+        n_sums = 1 if is_literal(atom) else self.n_together.get(atom, 1)
+        sharing = Sharing(program.combined, n_sums)
         table = reshard_table(shape_of(atom), bytes_of(atom), program.mesh, program.forbidden, sharing)
         for step in table.path(src, dst):
             if is_literal(atom):

@@ -191,7 +191,7 @@ def _seconds(stage: _Stage, solved: SolvedStage) -> float:
 
 
 def _starts(stage: _Stage, solved: SolvedStage) -> StartCounts:
-    return gradient_starts(mesh_collectives(solved.programs), stage.view.mesh)
+    return gradient_starts(mesh_collectives(solved.programs), stage.view.combined)
 
 
 def _solve_stage(stage: _Stage, solver: MeshSolver, option: AutoShardingOption, moments: Moments) -> SolvedStage:

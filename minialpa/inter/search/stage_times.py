@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import Collective, CollectiveKind, is_combined
+from minialpa.cost import Collective, CollectiveKind, combined_kinds
 from minialpa.inter.staging.mesh_problem import TaskCollectives
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.spmd import Communication
@@ -77,24 +77,24 @@ def stage_times(
     return StageTimes(tuple(passes), update, tuple(between))
 
 
-def gradient_starts(moved: Sequence[TaskCollectives], mesh: LogicalMesh) -> StartCounts:
-    """How many sums start with those of the gradients, by kind and axes; of the task that has most of them."""
+def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[CollectiveKind]) -> StartCounts:
+    """How many sums of these kinds start with those of the gradients; of the task that has most of them."""
     most: Counter[tuple[CollectiveKind, tuple[int, ...]]] = Counter()
     for task in moved:
         most |= Counter(
             (one.collective.kind, one.collective.axes)
             for one in task.collectives
-            if one.group == WITH_GRADIENTS and is_combined(one.collective.kind, mesh)
+            if one.group == WITH_GRADIENTS and one.collective.kind in kinds
         )
     return tuple((kind, axes, n) for (kind, axes), n in sorted(most.items()))
 
 
 def _communication_s(collectives: Sequence[Communication], mesh: LogicalMesh) -> float:
     """Seconds of collectives of which those of one group, kind and axes start together, if compilers combine them."""
-    alone_s = 0.0
+    alone_s, combined = 0.0, combined_kinds(mesh)
     n_bytes: dict[tuple[int, int, CollectiveKind, tuple[int, ...]], float] = {}
     for collective, times, group in collectives:
-        if group is None or not is_combined(collective.kind, mesh):
+        if group is None or collective.kind not in combined:
             alone_s += times * collective.seconds(mesh)
         else:
             key = (group, times, collective.kind, collective.axes)

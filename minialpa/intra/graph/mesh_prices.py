@@ -8,7 +8,7 @@ from jax.extend.core import Var
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.graph.variable_facts import VariableFacts
-from minialpa.intra.strategies.combining import Sharing, StartCounts
+from minialpa.intra.strategies.combining import Sharing, StartCounts, combined_sums
 from minialpa.intra.strategies.strategy_cache import MeshStrategies, StrategyCache
 from minialpa.options import AutoShardingOption
 
@@ -29,6 +29,7 @@ class MeshPrices:
         """`counted`: starts of the sums of gradients; None: not counted. `forbidden_s`: see `reshard_table`."""
         self._mesh, self._forbidden, self._forbidden_s = mesh, option.forbidden_collectives, forbidden_s
         self._cache, self._facts, self._counted = cache, facts, counted
+        self._kinds = combined_sums(mesh, option)
         self._by_sharing: dict[tuple[int, bool], MeshStrategies] = {}  # most sums, and whether they are counted
 
     def of(self, made: Sequence[Var]) -> MeshStrategies:
@@ -40,7 +41,7 @@ class MeshPrices:
 
         found = self._by_sharing.get((n_sums, is_counted))
         if found is None:
-            sharing = Sharing(n_sums, self._counted if is_counted else None)
+            sharing = Sharing(self._kinds, n_sums, self._counted if is_counted else None)
             found = self._cache.of(self._mesh, self._forbidden, sharing, self._forbidden_s)
             self._by_sharing[n_sums, is_counted] = found
         return found

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.cost import CollectiveKind
+from minialpa.cluster import LogicalMesh
+from minialpa.cost import CollectiveKind, combined_kinds
+from minialpa.options import AutoShardingOption
 from minialpa.rules.heavy import has_contraction
 from minialpa.tracing.jaxprs import is_gradient_marker, operand_vars
 
@@ -29,15 +31,19 @@ class Sharing:
     """How many sums start as one.
 
     Attributes:
+        kinds: those of the collectives that do.
         n: the most that can, if nobody has counted: each is then priced as if all were of its kind and axes.
         counted: those of some solution. A start that none of them has is paid in full.
     """
 
+    kinds: tuple[CollectiveKind, ...] = ()
     n: int = 1
     counted: StartCounts | None = None
 
     def of(self, kind: CollectiveKind, axes: tuple[int, ...]) -> int:
-        """How many start with one of this kind along these axes."""
+        """How many start with one of this kind along these axes, itself included."""
+        if kind not in self.kinds:
+            return 1
         if self.counted is None:
             return self.n
         return max((n for other, along, n in self.counted if (other, along) == (kind, axes)), default=1)
@@ -45,6 +51,16 @@ class Sharing:
 
 #: Of a collective that starts by itself.
 ALONE = Sharing()
+
+
+def combined_sums(mesh: LogicalMesh, option: AutoShardingOption) -> tuple[CollectiveKind, ...]:
+    """Kinds of sums that start together.
+
+    Those who ask for updates part by part expect that each part of a gradient is summed where it is used, so its price
+    is that of sums which start together, even where one all-reduce of many small gradients is faster.
+    """
+    scatters = option.sharded_update or "reduce-scatter" in combined_kinds(mesh)
+    return ("all-reduce", "reduce-scatter") if scatters else ("all-reduce",)
 
 
 def sum_groups(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:

@@ -19,15 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import Collective, CollectiveKind, as_one_of, is_combined
+from minialpa.cost import Collective, CollectiveKind, as_one_of
 from minialpa.errors import ShardingError
 from minialpa.intra.strategies.combining import ALONE, Sharing
 from minialpa.rules.factors import Reduction
 from minialpa.sharding import Spec, specs_of
 
 ReshardKind = Literal["cut", "mask", "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "swap", "cut-halves"]
-#: Kinds of collectives that sum.
-_SUMS: tuple[CollectiveKind, ...] = ("all-reduce", "reduce-scatter")
 #: Seconds that every step costs besides its communication, so that of paths that cost the same the shortest is taken.
 _STEP_S = 1e-13
 #: Seconds that a mask costs on top, so that no sum is left pending without a reason.
@@ -77,7 +75,10 @@ def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -
     for axes in (*((axis,) for axis in live), *((live,) if len(live) > 1 else ())):
         if set(axes) <= set(src.partial):
             rest = _without(src.partial, axes)
-            yield ReshardStep(kind="all-reduce", axes=axes, src=src, dst=Spec(src.dims, rest))
+            # All that is pending is summed at once: some sums that go one axis after the other would not start with
+            # those that do not.
+            if not rest:
+                yield ReshardStep(kind="all-reduce", axes=axes, src=src, dst=Spec(src.dims))
             for dim, dst in _onto_dims(axes, Spec(src.dims, rest), shape, mesh_shape):
                 yield ReshardStep(kind="reduce-scatter", axes=axes, src=src, dst=dst, dim=dim)
 
@@ -190,8 +191,7 @@ class _StepGraph:
         steps: all steps between specs.
         ends: for each step, the numbers of the specs before and after it.
         bill_of: for each step, the number of its bill.
-        bills: one step of each price: of each kind, axes, number of shards of the value that is
-            communicated, and whether other sums stay pending.
+        bills: one step of each price: of each kind, axes, and number of shards of the value that is communicated.
     """
 
     number: dict[Spec, int]
@@ -210,7 +210,7 @@ def _steps(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> _StepGraph:
     for i, src in enumerate(number):
         for step in steps_from(src, shape, mesh_shape):
             communicated = step.dst if step.kind == "all-gather" else src
-            bill = step.kind, step.axes, communicated.n_shards(mesh_shape), _leaves_pending(step)
+            bill = step.kind, step.axes, communicated.n_shards(mesh_shape)
             steps.append(step)
             ends.append((i, number[step.dst]))
             bill_of.append(bills.setdefault(bill, (len(bills), step))[0])
@@ -277,21 +277,9 @@ def _shortest_paths(common: _StepGraph, prices: Sequence[float]) -> tuple[NDArra
     return seconds, first
 
 
-def _leaves_pending(step: ReshardStep) -> bool:
-    """Whether this sums along one of the axes along which there are sums to make."""
-    return step.kind == "all-reduce" and len(step.src.partial) > len(step.axes)
-
-
 def _price(step: ReshardStep, n_bytes: float, mesh: LogicalMesh, sharing: Sharing) -> float:
     collective = step.collective(n_bytes, mesh.shape)
 
-    # Only sums start together; each other step has a start of its own.
-    if collective is not None and collective.kind in _SUMS and is_combined(collective.kind, mesh):
+    if collective is not None:
         mesh = as_one_of(sharing.of(collective.kind, collective.axes), mesh)
-    seconds = _STEP_S + (_MASK_S if step.kind == "mask" else 0.0) + (collective.seconds(mesh) if collective else 0.0)
-
-    # Over two axes at once, an inner axis has two starts. One axis after the other is never cheaper: all sums that
-    # start together go the same way, or they would not start together.
-    if _leaves_pending(step):
-        seconds += mesh.alpha[max(step.src.partial)]
-    return seconds
+    return _STEP_S + (_MASK_S if step.kind == "mask" else 0.0) + (collective.seconds(mesh) if collective else 0.0)

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import as_one_of, is_combined
+from minialpa.cost import as_one_of
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates
 from minialpa.intra.strategies.combining import ALONE, Sharing
@@ -227,9 +227,7 @@ def _collective_s(step: ReshardStep, n_bytes: float, mesh: LogicalMesh, sharing:
     collective = step.collective(n_bytes, mesh.shape)
     if collective is None:
         return 0.0
-    if is_combined(collective.kind, mesh):
-        mesh = as_one_of(sharing.of(collective.kind, collective.axes), mesh)
-    return collective.seconds(mesh)
+    return collective.seconds(as_one_of(sharing.of(collective.kind, collective.axes), mesh))
 
 
 def work_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> float:

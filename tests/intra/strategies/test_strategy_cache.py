@@ -77,7 +77,7 @@ def test_the_cache_gives_what_is_worked_out_anew(name: str, asked: list[tuple[Lo
 
 def test_equations_that_are_divided_alike_have_the_very_same_specs() -> None:
     cache = StrategyCache()
-    strategies = cache.of(MESHES[1], (), 1)
+    strategies = cache.of(MESHES[1], (), ALONE)
     small, large = (equation("dot", (n, n)) for n in (8, 24))
     sets = [strategies.enumerate(eqn, cache.kind_of(eqn), {}, {}, scatter=True) for eqn in (small, large)]
     assert all(a is b for a, b in zip(sets[0].results, sets[1].results, strict=True))
