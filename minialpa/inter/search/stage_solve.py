@@ -2,7 +2,7 @@
 
 The cost graph counts tensors as they are stored; what a solution communicates needs room as well. So the solution is
 measured, and where it is too large the problem is solved again with that much less room, or half as much less where
-that is too little for any.
+that is too little for any. A stage that was solved with other micro-batches in flight says how much less it will be.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from minialpa.tracing.jaxprs import bytes_of, source_line
 
 #: Bytes of solvers of whole stages that are kept for when memory is short in one of them.
 _MOST_SOLVER_BYTES = 2**29
-#: How often a stage is solved with ever less room.
+#: How often a stage is solved with other room.
 _MAX_SOLVES = 5
+#: Part of the limit that a solution may leave when its room was a guess.
+_LITTLE_LEFT = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class StageSolver:
         self.compiler, self.strategy_cache = compiler, strategy_cache or StrategyCache()
         self._stages: Recent[_Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _Solution] = {}
+        self._uncounted: dict[object, float] = {}  # of each kind of stage, see `_solve_stage`
         self._last: tuple[_Solution, SolvedStage] | None = None
 
     def solve(
@@ -100,7 +103,9 @@ class StageSolver:
         def solution(key: object, chosen: AutoShardingOption) -> _Solution:
             if key not in self._solutions:
                 stage = self._stages.once(kind, lambda: self._stage(staged, mesh, problem, view, option))
-                solved = _solve_stage(stage, chosen, moments)
+                solved = _solve_stage(stage, chosen, moments, self._uncounted.get(kind, 0.0))
+                if solved.sharding.counted_bytes:
+                    self._uncounted[kind] = _needed(solved.memory, moments) - solved.sharding.counted_bytes
                 own = _Solution(_variables(stage.problem), solved.sharding, solved.memory)
                 self._solutions[key], self._last = own, (own, solved)
             return self._solutions[key]
@@ -151,34 +156,59 @@ def _needed(memory: MeshMemory, moments: Moments) -> float:
     return needed_bytes(memory.peak_bytes(moments) - memory.temp_bytes, memory.temp_bytes)
 
 
-def _solve_stage(stage: _Stage, option: AutoShardingOption, moments: Moments) -> SolvedStage:
-    """As `StageSolver.solve`, from nothing."""
+def _solve_stage(
+    stage: _Stage, option: AutoShardingOption, moments: Moments, uncounted_bytes: float = 0.0
+) -> SolvedStage:
+    """As `StageSolver.solve`, from nothing. uncounted_bytes: what a solution of such a stage needs, at a guess, beyond
+    what the limit counts."""
     limit = _limit(stage, option, moments)
+    if limit is None or not limit.usages or not 0 < uncounted_bytes < limit.limit_bytes:
+        return _with_less_room(stage, option, moments, limit)
+
+    # With the right guess, one solution is enough. It is not taken if it leaves much of the memory.
+    guess: SolvedStage | None = None
+    try:
+        guess = _solved(
+            stage, replace(limit, limit_bytes=limit.limit_bytes - uncounted_bytes), option.solver_time_limit_s
+        )
+    except InfeasibleError:
+        return _with_less_room(stage, option, moments, limit)
+    left_bytes = limit.limit_bytes - _needed(guess.memory, moments)
+    if 0 <= left_bytes <= _LITTLE_LEFT * limit.limit_bytes:
+        return guess
+    try:
+        return _with_less_room(stage, option, moments, limit)
+    except InfeasibleError:
+        if left_bytes < 0:
+            raise
+        return guess
+
+
+def _with_less_room(
+    stage: _Stage, option: AutoShardingOption, moments: Moments, limit: MemoryLimit | None
+) -> SolvedStage:
+    """Solutions with ever less room until one keeps `limit`."""
     room, found = limit, list[SolvedStage]()
-    deadline = time.monotonic() + option.solver_time_limit_s
-    solved_bytes = hopeless_bytes = 0.0  # room of the last solution; room that was too little
+    deadline = time.thread_time() + option.solver_time_limit_s
+    solved_bytes = hopeless_bytes = 0.0  # what the limit counted of the last solution; room that was too little
     for _ in range(_MAX_SOLVES):
-        left_s = max(1.0, deadline - time.monotonic())
         try:
-            solution = stage.solver.solve(room, left_s)
+            solved = _solved(stage, room, max(1.0, deadline - time.thread_time()))
         except InfeasibleError as error:
             if room is None or not found:
-                raise _explained(error, stage, option, limit, is_late=time.monotonic() >= deadline) from error
+                raise _explained(error, stage, option, limit, is_late=time.thread_time() >= deadline) from error
             hopeless_bytes = room.limit_bytes
             room = replace(room, limit_bytes=(solved_bytes + hopeless_bytes) / 2)
             continue
 
-        # Measured with its collectives and the places of its buffers.
-        programs = tuple(mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view))
-        memory = mesh_memory(stage.staged, stage.mesh, programs, solution, stage.view, compiler=stage.compiler)
-        solved = SolvedStage(solution, programs, memory)
-        needed = _needed(memory, moments)
+        needed = _needed(solved.memory, moments)
         if limit is None or room is None or needed <= limit.limit_bytes:
             return solved
 
-        # Less room by what is missing, or half as much less where that much was too little.
+        # Less room by what is missing, or half as much less where that much was too little. Room that the solution
+        # leaves does not help: with a little less of it, the same solution would come again.
         found.append(solved)
-        solved_bytes = room.limit_bytes
+        solved_bytes = min(room.limit_bytes, solved.sharding.counted_bytes or room.limit_bytes)
         less = max(solved_bytes - (needed - limit.limit_bytes), (solved_bytes + hopeless_bytes) / 2)
         room = replace(room, limit_bytes=less)
 
@@ -188,6 +218,14 @@ def _solve_stage(stage: _Stage, option: AutoShardingOption, moments: Moments) ->
     if smallest.memory.peak_bytes(moments) > limit.limit_bytes:
         raise _too_large(smallest.memory, limit, moments)
     return smallest
+
+
+def _solved(stage: _Stage, room: MemoryLimit | None, time_limit_s: float) -> SolvedStage:
+    """The solution with so much room, measured with its collectives and the places of its buffers."""
+    solution = stage.solver.solve(room, time_limit_s)
+    programs = tuple(mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view))
+    memory = mesh_memory(stage.staged, stage.mesh, programs, solution, stage.view, compiler=stage.compiler)
+    return SolvedStage(solution, programs, memory)
 
 
 def _explained(

@@ -54,6 +54,8 @@ class MeshSharding:
         compute_s: seconds of each equation, each time it runs.
         optimal: whether no sharding is proven cheaper, among those that treat repeated layers alike.
         gap: (cost - lower bound) / cost.
+        counted_bytes: the most bytes per device at any time, as the memory limit counts them; 0 without a limit, or if
+            what it counts fits under all shardings.
     """
 
     specs: dict[Var, Spec]
@@ -62,3 +64,4 @@ class MeshSharding:
     compute_s: tuple[float, ...]
     optimal: bool
     gap: float
+    counted_bytes: float = 0.0
