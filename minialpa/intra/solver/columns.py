@@ -1,16 +1,17 @@
-"""Prices of usage rows from the solutions that they lead to: a linear program over all solutions found so far.
+"""Prices of usage rows from the solutions that they lead to: a linear program over the choices found so far.
 
-Under prices p >= 0, every choice x has the cost c(x) + p . e(x), with its excess e(x) = usage(x) - room. The prices of the
-best bound are those under which the least of these is the largest. With a few choices in place of all, this is
+Under prices p >= 0, choices x cost c(x) + p . e(x), with their excess e(x) = usage(x) - room. The best bound is that of
+the prices under which the cheapest choices cost most. With a few choices in place of all, this is
 
     max theta   subject to   theta <= c(x_k) + p . e(x_k) for each k,   p >= 0
 
-which is never below the bound (cutting planes: Kelley, 1960; the dual of Dantzig and Wolfe's columns, 1960). Messages under
-these prices, or prices between them and the best so far, prove a bound and give further choices, until the two meet or
-nothing changes. A limit binds in few rows, so few choices are needed: ten or twenty, where steps along a slope take hundreds.
+which is never below the best bound (Kelley's cutting planes, 1960; the dual of Dantzig and Wolfe's columns, 1960).
+Messages under its prices, or prices between these and the best so far, prove a bound and give further choices, until
+bound and choices meet, or nothing changes. A limit binds in few rows, so that few choices are needed: ten or twenty
+prices do what hundreds of steps along a slope do.
 
-Example: 10 equal nodes have a low-cost strategy (cost 0, usage 2) and a low-usage one (cost 1, usage 1), with room for 15.
-The choices (0, excess 5) and (10, excess -5) meet at price 1 with theta = 5, which is the best bound.
+Example: 10 equal nodes have a low-cost strategy (cost 0, usage 2) and a low-usage one (cost 1, usage 1), with room for
+15. Choices of cost 0 with excess 5 and of cost 10 with excess -5 cost the same at price 1: theta = 5, the best bound.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ choices between them, a few nodes are forced to random strategies and the messag
 Example: 10 equal nodes have a low-cost strategy (cost 0, usage 2) and a low-usage one (cost 1, usage 1), with room for
 15. At price 1 both cost the same with the price, L = 10 * 2 - 15 = 5, and 5 nodes of each kind reach that bound.
 
-Where a gap is allowed, prices come from a linear program in place of the formula (columns.py), and all ends as soon as the
-choices are within that gap of the bound.                                                        -> _raise_with_columns
+Where a gap is allowed, prices come from a linear program in place of the formula (columns.py), and all ends as soon as
+the choices are within that gap of the bound.                                                 -> _raise_with_columns
 
 Everything is counted in passes and rounds, so that the outcome does not depend on the clock unless time runs out.
 """

@@ -60,9 +60,9 @@ def solve_graph(
     30,000 nodes and next to nothing for 1,000, and loading compiled loops, which takes half a second, and some seconds
     to compile when it is the first time after an installation.
 
-    Seconds are those of the processor, so that other programs beside this one do not change the answer. Unless time runs
-    out, the answer depends on the graph and the solver only. Raises InfeasibleError when no choice
-    satisfies edges and usage limit, or when time ran out before one was found; the message says which.
+    Seconds are those of the processor, so that other programs beside this one do not change the answer. Unless time
+    runs out, the answer depends on the graph and the solver only. Raises InfeasibleError when no choice satisfies edges
+    and usage limit, or when time ran out before one was found; the message says which.
     """
     dominance.load()
     best = _Best(graph, gap if graph.usage_limit is not None else 0.0)
