@@ -2,7 +2,7 @@
 
 The cost graph counts tensors as they are stored; what a solution communicates needs room as well. So the solution is
 measured, and where it is too large the problem is solved again with that much less room, or half as much less where
-that is too little for any.
+that is too little for any. A stage that was solved with other micro-batches in flight says how much less it will be.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ _MOST_SOLVER_BYTES = 2**29
 _MAX_REPRICED = 3
 #: What can be gained is not looked for where it is less than this part of a step.
 _LITTLE = 1e-3
-#: How often a stage is solved with ever less room.
+#: How often a stage is solved with other room.
 _MAX_SOLVES = 5
+#: Part of a step that more room has to promise to be tried.
+_LITTLE_GAIN = 0.01
+#: Part of the limit that a solution may leave when its room was a guess.
+_LITTLE_LEFT = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,7 @@ class StageSolver:
         self.compiler, self.strategy_cache = compiler, strategy_cache or StrategyCache()
         self._stages: Recent[_Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _Solution] = {}
+        self._uncounted: dict[object, float] = {}  # of each kind of stage, see `_solve_stage`
         self._last: tuple[_Solution, SolvedStage] | None = None
 
     def solve(
@@ -103,18 +108,20 @@ class StageSolver:
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
         kind = (text, view, option)
 
-        def solution(key: object, chosen: AutoShardingOption) -> _Solution:
+        def solution(key: object, chosen: AutoShardingOption, least_s: float = 0.0) -> _Solution:
             if key not in self._solutions:
                 stage = self._stages.once(kind, lambda: self._stage(staged, mesh, problem, view, option))
-                solved = _cheapest(stage, chosen, moments)
+                solved = _cheapest(stage, chosen, moments, self._uncounted.get(kind, 0.0), least_s, n_bytes)
+                if solved.sharding.counted_bytes:
+                    self._uncounted[kind] = _uncounted(solved, moments)
                 own = _Solution(_variables(stage.problem), solved.sharding, solved.memory)
                 self._solutions[key], self._last = own, (own, solved)
             return self._solutions[key]
 
+        n_bytes = option.limit_bytes(view.mesh.device) or math.inf
         found = solution(kind, replace(option, memory_limit_bytes=math.inf))
-        n_bytes = option.limit_bytes(view.mesh.device)
-        if n_bytes is not None and _needed(found.memory, moments) > n_bytes:
-            found = solution((kind, tuple(map(tuple, moments))), option)
+        if _needed(found.memory, moments) > n_bytes:
+            found = solution((kind, tuple(map(tuple, moments))), option, found.sharding.bound_s)
         return self._rebound(found, staged, mesh, problem, view)
 
     def _stage(
@@ -157,20 +164,31 @@ def _needed(memory: MeshMemory, moments: Moments) -> float:
     return needed_bytes(memory.peak_bytes(moments) - memory.temp_bytes, memory.temp_bytes)
 
 
-def _cheapest(stage: _Stage, option: AutoShardingOption, moments: Moments) -> SolvedStage:
+def _cheapest(
+    stage: _Stage,
+    option: AutoShardingOption,
+    moments: Moments,
+    uncounted_bytes: float,
+    least_s: float,
+    n_bytes: float,
+) -> SolvedStage:
     """As `StageSolver.solve`, from nothing.
 
     Which sums start as one depends on the solution. So the first prices let as many share each start as can, which
     makes a bound, and the next ones as many as the last solution has; the best solution as its program runs is taken.
+
+    uncounted_bytes, least_s: see `_solve_stage`.
+    n_bytes: the memory that there is. Of a solution that needs more, the starts do not matter.
     """
-    best = _solve_stage(stage, stage.solver, option, moments)
+    best = _solve_stage(stage, option, moments, uncounted_bytes, least_s)
     bound_s, seconds, counts = best.sharding.bound_s, _seconds(stage, best), _starts(stage, best)
     seen = set[StartCounts]()
-    while counts not in seen and len(seen) < _MAX_REPRICED and seconds - bound_s > _LITTLE * seconds:
+    fits = _needed(best.memory, moments) <= n_bytes
+    while fits and counts not in seen and len(seen) < _MAX_REPRICED and seconds - bound_s > _LITTLE * seconds:
         seen.add(counts)
         solver = MeshSolver(stage.problem, stage.view.mesh, option, stage.solver.cache, counts)
         try:
-            other = _solve_stage(stage, solver, option, moments)
+            other = _solve_stage(replace(stage, solver=solver), option, moments, _uncounted(best, moments), least_s)
         except InfeasibleError:  # in time
             break
         counts = _starts(stage, other)
@@ -194,34 +212,106 @@ def _starts(stage: _Stage, solved: SolvedStage) -> StartCounts:
     return gradient_starts(mesh_collectives(solved.programs), stage.view.combined)
 
 
-def _solve_stage(stage: _Stage, solver: MeshSolver, option: AutoShardingOption, moments: Moments) -> SolvedStage:
-    """As `StageSolver.solve`, by `solver`."""
+def _uncounted(solved: SolvedStage, moments: Moments) -> float:
+    """Bytes that a solution needs beyond what the limit counts; negative if the limit counts more."""
+    counted = solved.sharding.counted_bytes
+    return _needed(solved.memory, moments) - counted if counted else 0.0
+
+
+def _solve_stage(
+    stage: _Stage, option: AutoShardingOption, moments: Moments, uncounted_bytes: float, least_s: float
+) -> SolvedStage:
+    """The cheapest solution that keeps the limit, at the prices of the solver of `stage`.
+
+    uncounted_bytes: what a solution of such a stage needs, at a guess, beyond what the limit counts.
+    least_s: seconds of a step that no solution is below.
+    """
     limit = _limit(stage, option, moments)
-    room, found = limit, list[SolvedStage]()
-    deadline = time.monotonic() + option.solver_time_limit_s
-    solved_bytes = hopeless_bytes = 0.0  # room of the last solution; room that was too little
+    solved = _within_limit(stage, option, moments, limit, uncounted_bytes)
+    return solved if limit is None else _with_more_room(stage, option, moments, limit, solved, least_s)
+
+
+def _with_more_room(
+    stage: _Stage,
+    option: AutoShardingOption,
+    moments: Moments,
+    limit: MemoryLimit,
+    best: SolvedStage,
+    least_s: float,
+) -> SolvedStage:
+    """`best`, or a faster solution with the room that it leaves: what the limit counts may be more than it needs."""
+    best_s, part = _seconds(stage, best), 1.0
     for _ in range(_MAX_SOLVES):
-        left_s = max(1.0, deadline - time.monotonic())
+        left_bytes = part * (limit.limit_bytes - _needed(best.memory, moments))
+        is_little = left_bytes <= _LITTLE_LEFT * limit.limit_bytes or best_s - least_s <= _LITTLE_GAIN * best_s
+        if is_little or not best.sharding.counted_bytes:
+            break
+        room = replace(limit, limit_bytes=best.sharding.counted_bytes + left_bytes)
         try:
-            solution = solver.solve(room, left_s)
+            other = _solved(stage, room, option.solver_time_limit_s)
+        except InfeasibleError:  # in time
+            break
+        if _needed(other.memory, moments) > limit.limit_bytes:
+            part /= 2
+            continue
+        other_s = _seconds(stage, other)
+        if other_s >= best_s:
+            break
+        best, best_s, part = other, other_s, 1.0
+    return best
+
+
+def _within_limit(
+    stage: _Stage, option: AutoShardingOption, moments: Moments, limit: MemoryLimit | None, uncounted_bytes: float
+) -> SolvedStage:
+    """A solution that keeps the limit, the first one with as much room as a guess of what is not counted leaves."""
+    if limit is None or not limit.usages or not uncounted_bytes or uncounted_bytes >= limit.limit_bytes:
+        return _with_less_room(stage, option, moments, limit)
+
+    # With the right guess, one solution is enough. It is not taken if it leaves much of the memory.
+    guess: SolvedStage | None = None
+    try:
+        guess = _solved(
+            stage, replace(limit, limit_bytes=limit.limit_bytes - uncounted_bytes), option.solver_time_limit_s
+        )
+    except InfeasibleError:
+        return _with_less_room(stage, option, moments, limit)
+    left_bytes = limit.limit_bytes - _needed(guess.memory, moments)
+    if 0 <= left_bytes <= _LITTLE_LEFT * limit.limit_bytes:
+        return guess
+    try:
+        return _with_less_room(stage, option, moments, limit)
+    except InfeasibleError:
+        if left_bytes < 0:
+            raise
+        return guess
+
+
+def _with_less_room(
+    stage: _Stage, option: AutoShardingOption, moments: Moments, limit: MemoryLimit | None
+) -> SolvedStage:
+    """Solutions with ever less room until one keeps `limit`."""
+    room, found = limit, list[SolvedStage]()
+    deadline = time.thread_time() + option.solver_time_limit_s
+    solved_bytes = hopeless_bytes = 0.0  # what the limit counted of the last solution; room that was too little
+    for _ in range(_MAX_SOLVES):
+        try:
+            solved = _solved(stage, room, max(1.0, deadline - time.thread_time()))
         except InfeasibleError as error:
             if room is None or not found:
-                raise _explained(error, stage, option, limit, is_late=time.monotonic() >= deadline) from error
+                raise _explained(error, stage, option, limit, is_late=time.thread_time() >= deadline) from error
             hopeless_bytes = room.limit_bytes
             room = replace(room, limit_bytes=(solved_bytes + hopeless_bytes) / 2)
             continue
 
-        # Measured with its collectives and the places of its buffers.
-        programs = tuple(mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view))
-        memory = mesh_memory(stage.staged, stage.mesh, programs, solution, stage.view, compiler=stage.compiler)
-        solved = SolvedStage(solution, programs, memory)
-        needed = _needed(memory, moments)
+        needed = _needed(solved.memory, moments)
         if limit is None or room is None or needed <= limit.limit_bytes:
             return solved
 
-        # Less room by what is missing, or half as much less where that much was too little.
+        # Less room by what is missing, or half as much less where that much was too little. Room that the solution
+        # leaves does not help: with a little less of it, the same solution would come again.
         found.append(solved)
-        solved_bytes = room.limit_bytes
+        solved_bytes = min(room.limit_bytes, solved.sharding.counted_bytes or room.limit_bytes)
         less = max(solved_bytes - (needed - limit.limit_bytes), (solved_bytes + hopeless_bytes) / 2)
         room = replace(room, limit_bytes=less)
 
@@ -231,6 +321,14 @@ def _solve_stage(stage: _Stage, solver: MeshSolver, option: AutoShardingOption, 
     if smallest.memory.peak_bytes(moments) > limit.limit_bytes:
         raise _too_large(smallest.memory, limit, moments)
     return smallest
+
+
+def _solved(stage: _Stage, room: MemoryLimit | None, time_limit_s: float) -> SolvedStage:
+    """The solution with so much room, measured with its collectives and the places of its buffers."""
+    solution = stage.solver.solve(room, time_limit_s)
+    programs = tuple(mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view))
+    memory = mesh_memory(stage.staged, stage.mesh, programs, solution, stage.view, compiler=stage.compiler)
+    return SolvedStage(solution, programs, memory)
 
 
 def _explained(

@@ -55,6 +55,8 @@ class MeshSharding:
         optimal: whether no sharding is proven cheaper, among those that treat repeated layers alike.
         gap: (cost - lower bound) / cost.
         bound_s: seconds per step that no sharding is below, at the prices of the graph.
+        counted_bytes: the most bytes per device at any time, as the memory limit counts them; 0 without a limit, or if
+            what it counts fits under all shardings.
     """
 
     specs: dict[Var, Spec]
@@ -64,3 +66,4 @@ class MeshSharding:
     optimal: bool
     gap: float
     bound_s: float
+    counted_bytes: float = 0.0

@@ -32,13 +32,13 @@ _MAX_TABLE = 4_000_000
 
 
 def reduce_graph(residual: Residual, deadline: float = np.inf) -> None:
-    """Apply all reductions to `residual` until none helps, or until `deadline`, a time of `time.monotonic`.
+    """Apply all reductions to `residual` until none helps, or until `deadline`, a time of `time.thread_time`.
 
     The optimum stays the same either way. Raises InfeasibleError when a node has no strategy left, or when the least
     usage of all nodes exceeds the limit.
     """
     dirty = list(residual.alive)  # nodes to visit
-    while dirty and time.monotonic() < deadline:
+    while dirty and time.thread_time() < deadline:
         _reduce_from(residual, dirty, deadline)
         dirty = loosen_rows(residual)
 
@@ -49,7 +49,7 @@ def _reduce_from(residual: Residual, dirty: list[int], deadline: float) -> None:
     heap = [(len(residual.adjacent[v]), v) for v in dirty]
     heapq.heapify(heap)
 
-    while heap and time.monotonic() < deadline:
+    while heap and time.thread_time() < deadline:
         _, node = heapq.heappop(heap)
         if node in waiting and node in residual.alive:
             waiting.discard(node)
