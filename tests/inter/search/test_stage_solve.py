@@ -32,11 +32,10 @@ def solve(patch: pytest.MonkeyPatch, needs: Callable[[float], float], guess: flo
         memory = SimpleNamespace(needed=n_bytes, peak_bytes=lambda _: n_bytes, largest=())
         return SimpleNamespace(sharding=SimpleNamespace(counted_bytes=room.limit_bytes), memory=memory)
 
-    patch.setattr(stage_solve, "_limit", lambda *_: COUNTED)
     patch.setattr(stage_solve, "_solved", solved)
     patch.setattr(stage_solve, "_needed", lambda memory, _: memory.needed)
     stage: Any = SimpleNamespace(solver=None)
-    found = stage_solve._solve_stage(stage, AutoShardingOption(), ((1,),), guess)
+    found = stage_solve._within_limit(stage, AutoShardingOption(), ((1,),), COUNTED, guess)
     return found.memory.needed, rooms
 
 
