@@ -59,6 +59,12 @@ class Call:
     graph: GraphArguments | None = None
     modules: tuple[Any, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the pytree of the positional arguments and the types of its leaves are all that makes up `key`."""
+        _, names = self.tree
+        return not self.static and not self.has_static and self.graph is None and names == tuple(range(self.n_args))
+
     def key(self) -> Hashable:
         """Equal for two calls if one program serves both: all but the values of leaves."""
         return (self.tree, self.static, self.n_args, self.graph, tuple(_leaf_key(x) for x in self.leaves))
@@ -88,8 +94,7 @@ class Parameters:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with these arguments. Raises TraceError if a static one has no hash."""
-        if kwargs:
-            args, kwargs = self._as_positional(args, kwargs)
+        args, kwargs = self.as_positional(args, kwargs)
 
         static: list[tuple[int | str, Hashable]] = []
         dynamic: dict[int | str, Any] = {}
@@ -169,9 +174,9 @@ class Parameters:
             return name
         return self._names.index(name) if name in self._names else -1
 
-    def _as_positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def as_positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with keywords at their positions, so that numbers mean the same however a call is written."""
-        if self._signature is None:
+        if self._signature is None or not kwargs:
             return args, kwargs
         bound = self._signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs
