@@ -27,13 +27,12 @@ class LocalArguments:
 
     Attributes:
         buffers: the buffer of each input.
-        shardings: the sharding of each input.
         leaves: the number of the leaf that each input is, or is rows of.
     """
 
     def __init__(self, program: Program, meshes: Sequence[Mesh]) -> None:
         self._inputs, self._donated_leaves = program.inputs, program.donated_leaves
-        self.shardings = [NamedSharding(meshes[slot.mesh], slot.spec) for slot in program.inputs]
+        self._shardings = [NamedSharding(meshes[slot.mesh], slot.spec) for slot in program.inputs]
         self._read_as_numpy = _read_by_one_call(program)
         self._cut = _cut_leaves(program)
         self._overwritten_rows = overwritten_rows(program)
@@ -68,7 +67,7 @@ class LocalArguments:
         """
         return all(
             _is_direct(leaves[slot.leaf], sharding, slot.leaf in self._donated_leaves)
-            for slot, sharding in zip(self._inputs, self.shardings, strict=True)
+            for slot, sharding in zip(self._inputs, self._shardings, strict=True)
         )
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
@@ -76,7 +75,7 @@ class LocalArguments:
         `MicroBatchedArray`s for all readers. None, for a leaf that is not given, stays None, and so does a leaf of
         which the program does not read all rows."""
         out = list(leaves)
-        for slot, sharding in zip(self._inputs, self.shardings, strict=True):
+        for slot, sharding in zip(self._inputs, self._shardings, strict=True):
             leaf = leaves[slot.leaf]
             if (
                 leaf is not None
@@ -96,7 +95,7 @@ class LocalArguments:
 
     def _micro_batched(self, leaf: Any, slots: Sequence[int]) -> Any:
         """A leaf of which the inputs `slots` are rows, on the devices of these; itself if it is there already."""
-        places = list(dict.fromkeys((self._inputs[i].rows, self.shardings[i]) for i in slots))
+        places = list(dict.fromkeys((self._inputs[i].rows, self._shardings[i]) for i in slots))
         if isinstance(leaf, MicroBatchedArray) and all(_placed_part(leaf, *place) is not None for place in places):
             return leaf
 
@@ -112,7 +111,7 @@ class LocalArguments:
         """What each input slot is of the leaves; those that are placed already are not fetched."""
         values: list[Any] = []
         here: dict[int, Any] = {}
-        for i, (slot, sharding) in enumerate(zip(self._inputs, self.shardings, strict=True)):
+        for i, (slot, sharding) in enumerate(zip(self._inputs, self._shardings, strict=True)):
             leaf = leaves[slot.leaf]
             part = _placed_part(leaf, slot.rows, sharding) if isinstance(leaf, MicroBatchedArray) else None
             if part is not None and i in self._overwritten_rows:
@@ -128,7 +127,7 @@ class LocalArguments:
         """Whether input `i` needs no `device_put`: its sharding is right, or its readers take NumPy arrays."""
         if isinstance(value, np.ndarray) and i in self._read_as_numpy:
             return True
-        return _lies(value, self.shardings[i])
+        return _lies(value, self._shardings[i])
 
     def _copy_for_donation(self, values: list[Any], missing: set[int]) -> bool:
         """Copy the donated inputs that a call must not take over, in place; whether there are any.
@@ -139,7 +138,7 @@ class LocalArguments:
         copied = False
         slots = zip(self._inputs, values, strict=True)
         seen = {id(value) for slot, value in slots if slot.leaf not in self._donated_leaves}
-        for i, (slot, sharding) in enumerate(zip(self._inputs, self.shardings, strict=True)):
+        for i, (slot, sharding) in enumerate(zip(self._inputs, self._shardings, strict=True)):
             value = values[i]
             if i in missing or isinstance(value, np.ndarray) or slot.leaf not in self._donated_leaves:
                 continue
@@ -151,7 +150,7 @@ class LocalArguments:
 
     def _put(self, values: list[Any], missing: Sequence[int], leaves: Sequence[Any]) -> None:
         """Put the inputs `missing` where the program reads them, in place."""
-        shardings = [self.shardings[i] for i in missing]
+        shardings = [self._shardings[i] for i in missing]
         for i, array in zip(missing, jax.device_put([values[i] for i in missing], shardings), strict=True):
             values[i] = self._owned(array, leaves[self._inputs[i].leaf], self._inputs[i])
 

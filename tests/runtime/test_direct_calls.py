@@ -271,6 +271,30 @@ def test_x64_is_noticed(calls: Calls, n_devices: int) -> None:
     assert run(x)[0].dtype == jnp.float32
 
 
+@BOTH
+def test_the_precision_of_products_is_noticed(calls: Calls, n_devices: int) -> None:
+    train = parallel(n_devices)
+    state = trained(train)
+    assert calls.is_known(lambda: train(jax.tree.map(jnp.copy, state), make_batch()))
+    is_highest = []
+    for precision in (None, "highest", None, "highest"):
+        with jax.default_matmul_precision(precision):
+            for _ in range(3):
+                state, _ = train(state, make_batch())
+        is_highest.append("operand_precision={highest" in "".join(train.get_last_executable().get_hlo_text()))
+    assert is_highest == [False, True, False, True]
+    assert len(train._executables) == 2
+
+
+def test_a_step_is_kept_for_the_settings_that_it_was_lowered_under() -> None:
+    train, state = parallel(1), make_state()
+    with jax.default_matmul_precision("highest"):
+        lowered = train.lower(state, make_batch())
+    lowered.compile()
+    train(state, make_batch())
+    assert "operand_precision={highest" not in "".join(train.get_last_executable().get_hlo_text())
+
+
 def test_traced_values_shapes_and_other_types_are_refused_after_known_calls(calls: Calls) -> None:
     run = parallel(1, lambda x: (x * 2, jnp.sum(x)), donate_argnums=(), batch_argnums=())
     for _ in range(3):
