@@ -62,11 +62,11 @@ class DirectCalls:
         self._learning: list[Any] | None = None
         #: Leaves that were no arrays, or arrays of keys, in a call that was learned.
         self._others: list[int] = []
-        self._call = dispatcher(program.functions[run.function].name, self._new, jax.device_put)
+        self._call = dispatcher(program.functions[run.function].name, self._new)
 
     def __call__(self, leaves: list[Any]) -> list[Any] | None:
         """Run the function; None, and nothing has happened, if these leaves are not known."""
-        if self._call is None or self._takes_twice(leaves) or _is_any_gone(leaves, self._others):
+        if self._call is None or self._takes_twice(leaves) or not _are_usable(leaves, self._others):
             return None
         owned = self._owned(leaves) if self._others else leaves
         made = self._call(self._ordered(owned))
@@ -139,30 +139,32 @@ class DirectCalls:
         return owned
 
 
-def _is_any_gone(leaves: list[Any], others: Sequence[int]) -> bool:
-    """Whether one of the leaves was deleted, of which all but `others` should be plain arrays, or is of another type.
+def _are_usable(leaves: list[Any], others: Sequence[int]) -> bool:
+    """Whether all leaves but `others` are plain arrays, these are what jax reads, and none was deleted.
 
     XLA may crash on a deleted array, and on several devices it does.
     """
     plain = list(leaves) if others else leaves
     for i in reversed(others):
         leaf = plain.pop(i)
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-            return True
+        if not _is_array_or_number(leaf) or (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+            return False
     try:
-        return any(map(ArrayImpl.is_deleted, plain))
+        return not any(map(ArrayImpl.is_deleted, plain))
     except TypeError:
-        return True
+        return False
 
 
 def _is_array_or_number(leaf: Any) -> bool:
-    """Whether jax's dispatch tells a leaf from others that `Parameters.bind` treats otherwise.
+    """Whether jax's dispatch tells a leaf from others that are treated otherwise.
 
-    It takes a bool of NumPy, which is static as a whole argument, for an array without dimensions.
+    It takes a bool of NumPy, which is static as a whole argument, for an array without dimensions, and does not see in
+    which order an array has its bytes.
     """
-    if type(leaf) is np.ndarray:
-        return not (leaf.ndim == 0 and leaf.dtype == np.bool_)
-    return isinstance(leaf, jax.Array | np.number) or type(leaf) in (int, float, complex)
+    if isinstance(leaf, np.ndarray):
+        return type(leaf) is np.ndarray and leaf.dtype.isnative and not (leaf.ndim == 0 and leaf.dtype == np.bool_)
+    is_array = isinstance(leaf, jax.Array | np.number) and not isinstance(leaf, jax.core.Tracer)
+    return is_array or type(leaf) in (int, float, complex)
 
 
 def is_direct(program: Program, compiled: Sequence[Any]) -> bool:

@@ -92,6 +92,9 @@ class LocalExecutable:
             try:
                 return self._direct(leaves)
             except Exception as error:
+                # Leaves that jax cannot read fail before anything runs. What a call does with them says what is wrong.
+                if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+                    return None
                 raise self._failure(error, 0) from error
 
     def learned(self, leaves: list[Any]) -> list[Any]:

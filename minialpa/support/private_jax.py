@@ -429,15 +429,14 @@ class Dispatch(NamedTuple):
     const_args: Sequence[Any] = ()
 
 
-def dispatcher(
-    name: str, new: Callable[[list[Any]], tuple[Any, Dispatch | None]], put: Callable[[Any, Any], Any]
-) -> Callable[[list[Any]], Any] | None:
+def dispatcher(name: str, new: Callable[[list[Any]], tuple[Any, Dispatch | None]]) -> Callable[[list[Any]], Any] | None:
     """A function of a list of leaves, which jax calls by types; None in a version of jax that has it otherwise.
 
     jax compares the leaves with those that it knows: shape, dtype and weak type, and of arrays the sharding, the layout
     and whether they are committed; also the settings of jax that compiled code depends on. Leaves that it does not
     know, and deleted arrays, go to `new`, which returns the result of this call, and the `Dispatch` of later ones with
-    such leaves, or None to be asked again. put: lays out a leaf that is not on as many devices as the function.
+    such leaves, or None to be asked again. Leaves that are not on as many devices as the function are laid out as
+    arguments of `jax.jit` are.
     """
 
     def miss(leaves: list[Any]) -> tuple[Any, Dispatch | None, bool]:
@@ -445,12 +444,11 @@ def dispatcher(
         return result, dispatch, dispatch is None
 
     try:
+        from jax._src.interpreters.pxla import cc_shard_arg
         from jax._src.lib import _jax  # type: ignore[attr-defined]
         from jax._src.tree_util import dispatch_registry
 
-        made: Callable[[list[Any]], Any] = _jax.pjit(
-            name, None, miss, [], [], (), dispatch_registry, lambda leaf, sharding, _: put(leaf, sharding)
-        )
+        made: Callable[[list[Any]], Any] = _jax.pjit(name, None, miss, [], [], (), dispatch_registry, cc_shard_arg)
     except (ImportError, AttributeError, TypeError):
         return None
     return made

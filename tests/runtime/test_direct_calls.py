@@ -80,7 +80,7 @@ def trained(train: Any, n: int = 3) -> Any:
 
 
 @BOTH
-@pytest.mark.parametrize("where", ["NumPy", "one device", "placed"])
+@pytest.mark.parametrize("where", ["NumPy", "one device", "the last device", "placed"])
 def test_a_training_loop_is_dispatched_by_jax_and_computes_what_it_did(
     calls: Calls, n_devices: int, where: str
 ) -> None:
@@ -91,12 +91,15 @@ def test_a_training_loop_is_dispatched_by_jax_and_computes_what_it_did(
         expected, loss = jax.jit(step)(expected, batch)
         if where == "one device":
             batch = jax.device_put(batch)
+        elif where == "the last device":
+            batch = jax.device_put(batch, jax.devices()[-1])
         elif where == "placed":
             batch = train.place_batch(batch)
         got = train(state, batch)
         check(got, (expected, loss))
         state = got[0]
-    assert calls.n_known >= 3
+    # What is on another device than the one of the function is put there by each call.
+    assert calls.n_known >= 3 or (n_devices == 1 and where == "the last device")
 
 
 @BOTH
@@ -310,6 +313,22 @@ def test_traced_values_shapes_and_other_types_are_refused_after_known_calls(call
         gone = jnp.ones(8)
         gone.delete()
         run(gone)
+
+
+@BOTH
+def test_arrays_of_numpy_that_look_alike_to_jax_are_refused_or_read_as_they_are(calls: Calls, n_devices: int) -> None:
+    """jax's dispatch does not see in which order an array has its bytes."""
+    run = parallel(n_devices, lambda x: (x * 2, jnp.sum(x)), donate_argnums=(), batch_argnums=())
+    for _ in range(3):
+        run(np.arange(8.0, dtype=np.float32))
+    assert calls.n_known
+    for unreadable in (np.arange(8, dtype=">f4"), np.array(["abcd"] * 8), np.array([None] * 8), np.zeros(8, "V4")):
+        with pytest.raises(TraceError, match="Argument leaf `x` is a NumPy array"):
+            run(unreadable)
+    strided = np.arange(32, dtype=np.float32)[::4]
+    np.testing.assert_array_equal(run(strided)[0], strided * 2)
+    np.testing.assert_array_equal(run(np.arange(8.0))[0], np.arange(8.0) * 2)
+    assert run(np.arange(8, dtype=np.int32))[0].dtype == jnp.int32
 
 
 @BOTH
