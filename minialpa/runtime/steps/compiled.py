@@ -121,7 +121,9 @@ class PacedCall:
             # A buffer that a later call has taken over cannot be waited for, but the later call can. An error of a call
             # is raised where its results are read.
             with contextlib.suppress(RuntimeError):
-                oldest.block_until_ready()
+                # Waiting makes arrays of the shards, even if there is nothing to wait for.
+                if not oldest.is_ready():
+                    oldest.block_until_ready()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)
