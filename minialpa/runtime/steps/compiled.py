@@ -121,9 +121,8 @@ class PacedCall:
             # A buffer that a later call has taken over cannot be waited for, but the later call can. An error of a call
             # is raised where its results are read.
             with contextlib.suppress(RuntimeError):
-                # Waiting makes arrays of the shards, even if there is nothing to wait for.
-                if not oldest.is_ready():
-                    oldest.block_until_ready()
+                # Not `is_ready` before: XLA crashes if it is asked that of a buffer that was taken over.
+                oldest.block_until_ready()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)

@@ -16,9 +16,6 @@ class Result:
     def __init__(self, taken: bool) -> None:
         self.taken, self.waited = taken, False
 
-    def is_ready(self) -> bool:
-        return False
-
     def block_until_ready(self) -> None:
         self.waited = True
         if self.taken:
