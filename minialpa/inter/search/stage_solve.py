@@ -32,8 +32,10 @@ from minialpa.tracing.jaxprs import bytes_of, source_line
 
 #: Bytes of solvers of whole stages that are kept for when memory is short in one of them.
 _MOST_SOLVER_BYTES = 2**29
-#: How often a stage is solved with other prices of starts.
-_MAX_REPRICED = 3
+#: How often a stage is solved with other prices of starts, and how often where memory is short, which takes longer.
+_MAX_REPRICED, _MAX_REPRICED_IN_SHORT_MEMORY = 3, 1
+#: How often a stage is solved with more room.
+_MAX_WITH_MORE_ROOM = 2
 #: What can be gained is not looked for where it is less than this part of a step.
 _LITTLE = 1e-3
 #: How often a stage is solved with other room.
@@ -183,8 +185,9 @@ def _cheapest(
     best = _solve_stage(stage, option, moments, uncounted_bytes, least_s)
     bound_s, seconds, counts = best.sharding.bound_s, _seconds(stage, best), _starts(stage, best)
     seen = set[StartCounts]()
+    most = _MAX_REPRICED_IN_SHORT_MEMORY if best.sharding.counted_bytes else _MAX_REPRICED
     fits = _needed(best.memory, moments) <= n_bytes
-    while fits and counts not in seen and len(seen) < _MAX_REPRICED and seconds - bound_s > _LITTLE * seconds:
+    while fits and counts not in seen and len(seen) < most and seconds - bound_s > _LITTLE * seconds:
         seen.add(counts)
         solver = MeshSolver(stage.problem, stage.view.mesh, option, stage.solver.cache, counts)
         try:
@@ -241,7 +244,7 @@ def _with_more_room(
 ) -> SolvedStage:
     """`best`, or a faster solution with the room that it leaves: what the limit counts may be more than it needs."""
     best_s, part = _seconds(stage, best), 1.0
-    for _ in range(_MAX_SOLVES):
+    for _ in range(_MAX_WITH_MORE_ROOM):
         left_bytes = part * (limit.limit_bytes - _needed(best.memory, moments))
         is_little = left_bytes <= _LITTLE_LEFT * limit.limit_bytes or best_s - least_s <= _LITTLE_GAIN * best_s
         if is_little or not best.sharding.counted_bytes:
