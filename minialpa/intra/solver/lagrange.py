@@ -269,6 +269,8 @@ def _raise_with_columns(
             equal = max(_ROUNDING * core.forbidden, allowed.part * abs(allowed.offset + bound))
 
         _offer_columns(passes, columns, incumbent, k, column_options)
+        if n_idle:
+            _offer_noisy_columns(passes, columns, incumbent, best_bound, k, options)
         gains |= incumbent.allowed_cost < best_cost - column_options.little * equal
         best_cost, n_idle = min(best_cost, incumbent.allowed_cost), 0 if gains else n_idle + 1
         following, most = columns.best_prices()
@@ -314,6 +316,24 @@ def _offer_columns(passes: _Passes, columns: Columns, incumbent: _Incumbent, k: 
             columns.add(choices)
             incumbent.offer(choices)
     columns.add(incumbent.choices)
+
+
+def _offer_noisy_columns(
+    passes: _Passes, columns: Columns, incumbent: _Incumbent, bound: float, k: int, options: SolverOptions
+) -> None:
+    """As `_offer_columns`, after passes over slightly changed costs: where optima are equal, rounding mixes them."""
+    core, choices, messages = passes.core, np.zeros_like(passes.choices), passes.messages.copy()
+    noise = np.random.default_rng(k).random(len(core.cost))
+    noisy = passes.priced + options.rounding.noise * abs(bound) / core.n_nodes * noise
+    exchange_messages(core, noisy, messages, choices, options.rounding.noisy_pairs)
+
+    free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
+    for forward in (True, False):
+        for limited in (free, core):
+            round_choices(limited, noisy, messages, forward, choices)
+            improve_on_trees(limited, passes.priced, choices, core.n_nodes // 2 + 1, k)
+            columns.add(choices)
+            incumbent.offer(choices)
 
 
 def _round_under_high_prices(core: Core, incumbent: _Incumbent, n_levels: int) -> None:
