@@ -245,7 +245,7 @@ def test_only_machine_code_knows_numba() -> None:
 
 
 def test_other_packages_are_those_that_are_installed_with_it() -> None:
-    allowed = {"highspy", "jax", "minialpa", "networkx", "numba", "numpy", "pulp", "rich"}
+    allowed = {"highspy", "jax", "minialpa", "networkx", "numba", "numpy", "pulp", "rich", "scipy"}
     front = {"cli", "demo", "models"}  # flax and optax, of the `models` extra
     always = [i for i in _imports() if not i.lazy and not i.typing_only and i.part not in front]
     found = {(i.part, i.target.split(".")[0]) for i in always}

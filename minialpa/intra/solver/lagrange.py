@@ -23,10 +23,10 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minialpa.intra.solver.columns import Columns
 from minialpa.intra.solver.cost_graph import Floats, Ints
 from minialpa.intra.solver.csr_graph import Core
 from minialpa.intra.solver.exact import MOST_BITS
@@ -41,6 +41,9 @@ from minialpa.intra.solver.options import (
     SolverOptions,
 )
 from minialpa.intra.solver.trws import exchange_messages, pass_messages, price_usage
+
+if TYPE_CHECKING:
+    from minialpa.intra.solver.columns import Columns
 
 #: Rounding error of sums of float64, as a part of the largest possible sum.
 _ROUNDING = 1e-12
@@ -256,6 +259,8 @@ def _raise_with_columns(
     core: Core, prices: Floats, incumbent: _Incumbent, deadline: float, options: SolverOptions, allowed: AllowedGap
 ) -> tuple[_Passes, float]:
     """As `_raise_bound`, with prices of columns.py; also returns the gap that is allowed, in the units of costs."""
+    from minialpa.intra.solver.columns import Columns  # scipy takes long to import, and few graphs come here
+
     passes, best, columns = _Passes(core, prices), _Passes(core, prices), Columns(core)
     column_options, equal = options.columns, _ROUNDING * core.forbidden
     best_bound, best_cost, n_idle = -np.inf, np.inf, 0
