@@ -23,10 +23,10 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minialpa.intra.solver.columns import Columns
 from minialpa.intra.solver.cost_graph import Floats, Ints
 from minialpa.intra.solver.csr_graph import Core
 from minialpa.intra.solver.exact import MOST_BITS
@@ -41,6 +41,9 @@ from minialpa.intra.solver.options import (
     SolverOptions,
 )
 from minialpa.intra.solver.trws import exchange_messages, pass_messages, price_usage
+
+if TYPE_CHECKING:
+    from minialpa.intra.solver.columns import Columns
 
 #: Rounding error of sums of float64, as a part of the largest possible sum.
 _ROUNDING = 1e-12
@@ -256,6 +259,8 @@ def _raise_with_columns(
     core: Core, prices: Floats, incumbent: _Incumbent, deadline: float, options: SolverOptions, allowed: AllowedGap
 ) -> tuple[_Passes, float]:
     """As `_raise_bound`, with prices of columns.py; also returns the gap that is allowed, in the units of costs."""
+    from minialpa.intra.solver.columns import Columns  # scipy takes long to import, and few graphs come here
+
     passes, best, columns = _Passes(core, prices), _Passes(core, prices), Columns(core)
     column_options, equal = options.columns, _ROUNDING * core.forbidden
     best_bound, best_cost, n_idle = -np.inf, np.inf, 0
@@ -269,6 +274,8 @@ def _raise_with_columns(
             equal = max(_ROUNDING * core.forbidden, allowed.part * abs(allowed.offset + bound))
 
         _offer_columns(passes, columns, incumbent, k, column_options)
+        if n_idle:
+            _offer_noisy_columns(passes, columns, incumbent, best_bound, k, options)
         gains |= incumbent.allowed_cost < best_cost - column_options.little * equal
         best_cost, n_idle = min(best_cost, incumbent.allowed_cost), 0 if gains else n_idle + 1
         following, most = columns.best_prices()
@@ -314,6 +321,24 @@ def _offer_columns(passes: _Passes, columns: Columns, incumbent: _Incumbent, k: 
             columns.add(choices)
             incumbent.offer(choices)
     columns.add(incumbent.choices)
+
+
+def _offer_noisy_columns(
+    passes: _Passes, columns: Columns, incumbent: _Incumbent, bound: float, k: int, options: SolverOptions
+) -> None:
+    """As `_offer_columns`, after passes over slightly changed costs: where optima are equal, rounding mixes them."""
+    core, choices, messages = passes.core, np.zeros_like(passes.choices), passes.messages.copy()
+    noise = np.random.default_rng(k).random(len(core.cost))
+    noisy = passes.priced + options.rounding.noise * abs(bound) / core.n_nodes * noise
+    exchange_messages(core, noisy, messages, choices, options.rounding.noisy_pairs)
+
+    free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
+    for forward in (True, False):
+        for limited in (free, core):
+            round_choices(limited, noisy, messages, forward, choices)
+            improve_on_trees(limited, passes.priced, choices, core.n_nodes // 2 + 1, k)
+            columns.add(choices)
+            incumbent.offer(choices)
 
 
 def _round_under_high_prices(core: Core, incumbent: _Incumbent, n_levels: int) -> None:
