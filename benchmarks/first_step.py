@@ -39,8 +39,8 @@ WAYS = ("sharded", "pipelined", "none")
 #: Models of many packages: what is scanned, attentions of all kinds, convolutions, loops, graphs, science.
 MODELS = [
     "linen_scan", "linen_vit", "linen_resnet", "linen_seq2seq", "linen_diffusion", "nnx_mlp",
-    "nnx_transformer", "equinox_cnn", "equinox_sequences", "neural_ode", "haiku_resnet", "haiku_lstm",
-    "haiku_stack", "bert", "gpt2", "llama", "t5", "vit",
+    "nnx_transformer", "equinox_cnn", "neural_ode", "haiku_resnet", "haiku_lstm",
+    "haiku_stack", "bert", "gpt2", "llama", "vit",
     "clip", "whisper", "diffusers_unet", "graph_network", "real_nvp", "penzai_transformer",
     "haliax_network", "mamba", "equimo_vit",
 ]  # fmt: skip
