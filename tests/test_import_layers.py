@@ -267,6 +267,23 @@ def test_importing_loads_neither_planner_nor_runtime() -> None:
     subprocess.run([sys.executable, "-c", code], timeout=300, check=True)
 
 
+def test_planning_a_small_step_loads_no_solver() -> None:
+    """Nor numba: they take longer to load than the step takes to plan."""
+    code = (
+        "import sys, minialpa\n"
+        "from minialpa import models\n"
+        "import jax\n"
+        "case = models.build('mlp')\n"
+        "state = jax.eval_shape(case.init, jax.random.key(0))\n"
+        "step = case.train_step(minialpa.value_and_grad)\n"
+        "method = minialpa.ShardParallel(devices=minialpa.LogicalMesh((8,)))\n"
+        "minialpa.parallelize(step, method=method).plan(state, case.make_batch(0, case.batch_size))\n"
+        "heavy = ('numba', 'networkx', 'pulp', 'highspy', 'ray', 'minialpa.runtime.local')\n"
+        "assert not [name for name in heavy if name in sys.modules]"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=300, check=True)
+
+
 _PLANS = """
 import sys
 import minialpa

@@ -24,12 +24,13 @@ from minialpa.intra.solver.bucket import eliminate_narrow_components
 from minialpa.intra.solver.cost_graph import CostGraph, Edge, Floats, GraphSolution
 from minialpa.intra.solver.csr_graph import excess_bits, flatten
 from minialpa.intra.solver.elimination import reduce_graph
-from minialpa.intra.solver.ilp_model import solve_program
 from minialpa.intra.solver.options import PhaseOptions, SolverOptions
 from minialpa.intra.solver.residual import Residual, keep, residual_of, without_rows
 
 __all__ = ["CostGraph", "Edge", "GraphSolution", "solve_graph"]
 
+#: Nodes up to which a graph is solved without waiting for compiled loops first: most never need them.
+_FEW_NODES = 2000
 #: A gap up to this part of the cost counts as none: what sums of float64 can tell apart.
 _EQUAL = 1e-9
 _DEFAULTS = SolverOptions()
@@ -64,7 +65,8 @@ def solve_graph(
     runs out, the answer depends on the graph and the solver only. Raises InfeasibleError when no choice satisfies edges
     and usage limit, or when time ran out before one was found; the message says which.
     """
-    dominance.load()
+    if len(graph.node_costs) > _FEW_NODES:
+        dominance.load()
     best = _Best(graph, gap if graph.usage_limit is not None else 0.0)
     try:
         _solve(residual_of(graph), best, time_limit_s, solver, options)
@@ -220,6 +222,12 @@ def _solve_rest(
     residual: Residual, best: _Best, solver: Literal["highs", "cbc"], deadline: float, phases: PhaseOptions
 ) -> None:
     """Phase 4: the integer program, if it is small for the time that is left."""
+    start = time.thread_time()
+    # Imported here, because most graphs of the planner are solved without it. Answers must not depend on how long it
+    # takes.
+    from minialpa.intra.solver.ilp_model import solve_program
+
+    deadline += time.thread_time() - start
     left_s = deadline - time.thread_time()
     if residual.alive and _n_entries(residual) > phases.program_entries_per_s * left_s:
         return

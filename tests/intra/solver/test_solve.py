@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from benchmarks.iopddl import load_instance, random_instance
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.intra.solver import elimination, ilp_model, lagrange, solve
+from minialpa.intra.solver import dominance, elimination, ilp_model, lagrange, solve
 from minialpa.intra.solver.bucket import eliminate_narrow_components
 from minialpa.intra.solver.columns import Columns
 from minialpa.intra.solver.cost_graph import CostGraph, Edge, Floats
@@ -170,9 +170,9 @@ from minialpa.intra.solver import dominance, solve
 
 def loaded():
     from minialpa.intra.solver import local_search, trws
-    from numba.core.dispatcher import Dispatcher
+    from minialpa.support.loops import _Loop
     modules = (dominance, local_search, trws)
-    found = [f for module in modules for f in vars(module).values() if isinstance(f, Dispatcher)]
+    found = [f for module in modules for f in vars(module).values() if isinstance(f, _Loop)]
     return [(f.py_func.__name__, tuple(f.signatures)) for f in found]
 
 dominance.load()
@@ -526,6 +526,25 @@ def test_wrong_input_is_refused(arguments: dict[str, object], message: str) -> N
 
 
 @given(st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=200)
+def test_arrays_and_loops_drop_the_same_strategies(seed: int) -> None:
+    """To the last bit, also where sums are rounded, and where edges forbid pairs."""
+    rng = np.random.default_rng(seed)
+    n, widths = int(rng.integers(1, 9)), rng.integers(1, 6, int(rng.integers(0, 4)))
+    exact = bool(rng.integers(2))
+
+    def costs(*shape: int) -> Any:
+        return rng.integers(0, 3, shape) / 8 if exact else np.round(rng.random(shape), 1)
+
+    cost, edges = costs(n), costs(n, int(widths.sum()))
+    edges[rng.random(edges.shape) < 0.2] = np.inf
+    usage, ends = rng.integers(0, 3, (int(rng.integers(0, 3)), n)), np.cumsum([0, *widths])
+    with np.errstate(invalid="ignore"):
+        in_arrays = dominance._in_arrays(cost, usage, edges, ends)
+    assert in_arrays.tolist() == dominance._in_loops(cost, usage, edges, ends).tolist()
+
+
+@given(st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=100)
 def test_what_dominates_costs_no_more_whatever_the_neighbours_choose(seed: int) -> None:
     """Each strategy that goes has one that stays, uses no more, and never costs more; those that stay have none."""
@@ -534,7 +553,8 @@ def test_what_dominates_costs_no_more_whatever_the_neighbours_choose(seed: int) 
     cost, usage = rng.integers(0, 4, n) / 8, rng.integers(0, 3, (int(rng.integers(0, 3)), n))
     edges = [rng.integers(0, 4, (n, width)) / 8 for width in widths]
     ends = np.cumsum([0, *widths])
-    stays = undominated(cost, usage, np.concatenate([np.zeros((n, 0)), *edges], axis=1), ends)
+    joined = np.concatenate([np.zeros((n, 0)), *edges], axis=1)
+    stays = undominated(cost, usage, joined, ends)
 
     def excess(b: int, a: int) -> float:
         return float(cost[b] - cost[a] + sum((edge[b] - edge[a]).max() for edge in edges))
