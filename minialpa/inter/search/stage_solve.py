@@ -197,10 +197,7 @@ def _cheapest(
         counts = _starts(stage, other)
         if (other_s := _seconds(stage, other)) < seconds:
             best, seconds = other, other_s
-
-    gap = max(0.0, (seconds - bound_s) / seconds) if seconds else 0.0
-    is_optimal = gap <= _LITTLE and best.sharding.optimal
-    return replace(best, sharding=replace(best.sharding, optimal=is_optimal, gap=gap))
+    return best
 
 
 def _seconds(stage: _Stage, solved: SolvedStage) -> float:
