@@ -141,6 +141,9 @@ def _solve_what_is_found(context: PlanningContext, cut: CutStep, search: StageSe
         best_s = min((plan.cost.total_s for plan, _ in plans), default=math.inf)
         if best_s <= excess * found.seconds or len(plans) == _MAX_PLANS:
             break
+        # What was learnt of it does not change the choice.
+        if any((other.stages, other.n_micro_batches) == (found.stages, found.n_micro_batches) for _, other in plans):
+            break
 
         try:
             plan = _planned(context, cut, found, solver)

@@ -17,7 +17,7 @@ from jax.extend.core import Var
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_cost import problem_key
 from minialpa.inter.search.stage_memory import MeshMemory, Moments, mesh_memory, mesh_usages, needed_bytes
-from minialpa.inter.search.stage_times import gradient_starts, stage_times
+from minialpa.inter.search.stage_times import gradient_starts, stage_times, starts_s
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskProgram, mesh_collectives, mesh_programs
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.memory_constraints import MemoryLimit
@@ -41,7 +41,7 @@ _LITTLE = 1e-3
 #: How often a stage is solved with other room.
 _MAX_SOLVES = 5
 #: Part of a step that more room has to promise to be tried.
-_LITTLE_GAIN = 0.01
+_LITTLE_GAIN = 0.005
 #: Part of the limit that a solution may leave when its room was a guess.
 _LITTLE_LEFT = 0.01
 
@@ -85,6 +85,25 @@ class _Solution:
     memory: MeshMemory
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Wanted:
+    """What a solution has to keep, and what others say about it.
+
+    Attributes:
+        option: the options, with the memory limit.
+        moments: see `live_counts`.
+        n_bytes: the memory that there is, also where `option` has no limit.
+        uncounted_bytes: what a solution of such a stage needs, at a guess, beyond what the limit counts.
+        free: the solution without a limit, if this is with one.
+    """
+
+    option: AutoShardingOption
+    moments: Moments
+    n_bytes: float
+    uncounted_bytes: float
+    free: _Solution | None
+
+
 class StageSolver:
     """Solves stages, each distinct one once.
 
@@ -98,7 +117,7 @@ class StageSolver:
         self.compiler, self.strategy_cache = compiler, strategy_cache or StrategyCache()
         self._stages: Recent[_Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _Solution] = {}
-        self._uncounted: dict[object, float] = {}  # of each kind of stage, see `_solve_stage`
+        self._uncounted: dict[object, float] = {}  # of each kind of stage, see `_Wanted`
         self._last: tuple[_Solution, SolvedStage] | None = None
 
     def solve(
@@ -110,10 +129,12 @@ class StageSolver:
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
         kind = (text, view, option)
 
-        def solution(key: object, chosen: AutoShardingOption, least_s: float = 0.0) -> _Solution:
+        def solution(key: object, chosen: AutoShardingOption, free: _Solution | None) -> _Solution:
             if key not in self._solutions:
                 stage = self._stages.once(kind, lambda: self._stage(staged, mesh, problem, view, option))
-                solved = _cheapest(stage, chosen, moments, self._uncounted.get(kind, 0.0), least_s, n_bytes)
+                uncounted = self._uncounted.get(kind, 0.0)
+                wanted = _Wanted(option=chosen, moments=moments, n_bytes=n_bytes, uncounted_bytes=uncounted, free=free)
+                solved = _cheapest(stage, wanted)
                 if solved.sharding.counted_bytes:
                     self._uncounted[kind] = _uncounted(solved, moments)
                 own = _Solution(_variables(stage.problem), solved.sharding, solved.memory)
@@ -121,9 +142,9 @@ class StageSolver:
             return self._solutions[key]
 
         n_bytes = option.limit_bytes(view.mesh.device) or math.inf
-        found = solution(kind, replace(option, memory_limit_bytes=math.inf))
+        found = solution(kind, replace(option, memory_limit_bytes=math.inf), None)
         if _needed(found.memory, moments) > n_bytes:
-            found = solution((kind, tuple(map(tuple, moments))), option, found.sharding.bound_s)
+            found = solution((kind, tuple(map(tuple, moments))), option, found)
         return self._rebound(found, staged, mesh, problem, view)
 
     def _stage(
@@ -166,32 +187,29 @@ def _needed(memory: MeshMemory, moments: Moments) -> float:
     return needed_bytes(memory.peak_bytes(moments) - memory.temp_bytes, memory.temp_bytes)
 
 
-def _cheapest(
-    stage: _Stage,
-    option: AutoShardingOption,
-    moments: Moments,
-    uncounted_bytes: float,
-    least_s: float,
-    n_bytes: float,
-) -> SolvedStage:
+def _cheapest(stage: _Stage, wanted: _Wanted) -> SolvedStage:
     """As `StageSolver.solve`, from nothing.
 
     Which sums start as one depends on the solution. So the first prices let as many share each start as can, which
     makes a bound, and the next ones as many as the last solution has; the best solution as its program runs is taken.
-
-    uncounted_bytes, least_s: see `_solve_stage`.
-    n_bytes: the memory that there is. Of a solution that needs more, the starts do not matter.
     """
-    best = _solve_stage(stage, option, moments, uncounted_bytes, least_s)
+    best = _solve_stage(stage, wanted)
+    if _needed(best.memory, wanted.moments) > wanted.n_bytes:
+        return best
+
     bound_s, seconds, counts = best.sharding.bound_s, _seconds(stage, best), _starts(stage, best)
     seen = set[StartCounts]()
     most = _MAX_REPRICED_IN_SHORT_MEMORY if best.sharding.counted_bytes else _MAX_REPRICED
-    fits = _needed(best.memory, moments) <= n_bytes
-    while fits and counts not in seen and len(seen) < most and seconds - bound_s > _LITTLE * seconds:
+    while counts not in seen and len(seen) < most:
+        # No more is gained than was underpaid.
+        gain_s = min(seconds - bound_s, starts_s(counts, stage.view.mesh))
+        if gain_s <= _LITTLE * seconds:
+            break
         seen.add(counts)
-        solver = MeshSolver(stage.problem, stage.view.mesh, option, stage.solver.cache, counts)
+        solver = MeshSolver(stage.problem, stage.view.mesh, wanted.option, stage.solver.cache, counts)
+        again = replace(wanted, uncounted_bytes=_uncounted(best, wanted.moments))
         try:
-            other = _solve_stage(replace(stage, solver=solver), option, moments, _uncounted(best, moments), least_s)
+            other = _solve_stage(replace(stage, solver=solver), again)
         except InfeasibleError:  # in time
             break
         counts = _starts(stage, other)
@@ -218,40 +236,38 @@ def _uncounted(solved: SolvedStage, moments: Moments) -> float:
     return _needed(solved.memory, moments) - counted if counted else 0.0
 
 
-def _solve_stage(
-    stage: _Stage, option: AutoShardingOption, moments: Moments, uncounted_bytes: float, least_s: float
-) -> SolvedStage:
-    """The cheapest solution that keeps the limit, at the prices of the solver of `stage`.
-
-    uncounted_bytes: what a solution of such a stage needs, at a guess, beyond what the limit counts.
-    least_s: seconds of a step that no solution is below.
-    """
-    limit = _limit(stage, option, moments)
-    solved = _within_limit(stage, option, moments, limit, uncounted_bytes)
-    return solved if limit is None else _with_more_room(stage, option, moments, limit, solved, least_s)
+def _solve_stage(stage: _Stage, wanted: _Wanted) -> SolvedStage:
+    """The cheapest solution that keeps the limit, at the prices of the solver of `stage`."""
+    limit = _limit(stage, wanted.option, wanted.moments)
+    solved = _within_limit(stage, wanted.option, wanted.moments, limit, wanted.uncounted_bytes)
+    if limit is None or wanted.free is None:
+        return solved
+    return _with_more_room(stage, wanted, limit, solved, wanted.free)
 
 
 def _with_more_room(
-    stage: _Stage,
-    option: AutoShardingOption,
-    moments: Moments,
-    limit: MemoryLimit,
-    best: SolvedStage,
-    least_s: float,
+    stage: _Stage, wanted: _Wanted, limit: MemoryLimit, best: SolvedStage, free: _Solution
 ) -> SolvedStage:
-    """`best`, or a faster solution with the room that it leaves: what the limit counts may be more than it needs."""
+    """`best`, or a faster solution with the room that it leaves: what the limit counts may be more than it needs.
+
+    free: the solution in memory without end, which says about how much room may gain.
+    """
     best_s, part = _seconds(stage, best), 1.0
+    free_s, free_bytes = free.sharding.bound_s, _needed(free.memory, wanted.moments)
     for _ in range(_MAX_WITH_MORE_ROOM):
-        left_bytes = part * (limit.limit_bytes - _needed(best.memory, moments))
-        is_little = left_bytes <= _LITTLE_LEFT * limit.limit_bytes or best_s - least_s <= _LITTLE_GAIN * best_s
+        needed = _needed(best.memory, wanted.moments)
+        left_bytes = part * (limit.limit_bytes - needed)
+        gain_s = (best_s - free_s) * left_bytes / max(1.0, free_bytes - needed)
+        is_little = left_bytes <= _LITTLE_LEFT * limit.limit_bytes or gain_s <= _LITTLE_GAIN * best_s
         if is_little or not best.sharding.counted_bytes:
             break
+
         room = replace(limit, limit_bytes=best.sharding.counted_bytes + left_bytes)
         try:
-            other = _solved(stage, room, option.solver_time_limit_s)
+            other = _solved(stage, room, wanted.option.solver_time_limit_s)
         except InfeasibleError:  # in time
             break
-        if _needed(other.memory, moments) > limit.limit_bytes:
+        if _needed(other.memory, wanted.moments) > limit.limit_bytes:
             part /= 2
             continue
         other_s = _seconds(stage, other)

@@ -89,6 +89,11 @@ def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[Collective
     return tuple((kind, axes, n) for (kind, axes), n in sorted(most.items()))
 
 
+def starts_s(counts: StartCounts, mesh: LogicalMesh) -> float:
+    """Seconds that starting each of these kinds along these axes takes, once."""
+    return sum(Collective(kind, 0.0, axes).seconds(mesh) for kind, axes, _ in counts)
+
+
 def _communication_s(collectives: Sequence[Communication], mesh: LogicalMesh) -> float:
     """Seconds of collectives of which those of one group, kind and axes start together, if compilers combine them."""
     alone_s, combined = 0.0, combined_kinds(mesh)
