@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
@@ -348,7 +349,8 @@ def test_examples_that_cannot_be_split_as_asked(method: Method, batch_size: int,
 )  # fmt: skip
 def test_an_infeasible_option_is_named_with_the_operation(method: Method) -> None:
     message = refused(method)
-    assert "`allow_all_gather=False` cannot be kept: float32[32" in message
+    # Weights of 32 features, or activations of 16 examples if the weights stay split.
+    assert re.search(r"`allow_all_gather=False` cannot be kept: float32\[(32|16, 32)", message), message
     assert ".py:" in message
     assert "`prefer_reduce_scatter`" in message or "`force_zero_stage_3`" in message
 
