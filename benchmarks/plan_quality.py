@@ -5,12 +5,19 @@ Both are compiled, and the collectives of both are read from the compiled progra
     uniform     all links alike
     two-level   two halves; links between them have a tenth of the bandwidth of links inside
 
+Each under three limits of memory, which the recipes have to keep, too:
+
+    loose       none
+    middle      halfway between the recipe that needs least memory and the plan without a limit
+    tight       3 % more than the recipe that needs least memory
+
 Compute is not priced: plan and recipe should both split every large matrix product over all devices. `flops_ratio`
 shows whether they do: floating point operations of each device in products and convolutions, plan over recipe.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,10 +26,13 @@ import minialpa
 from benchmarks.corpus import Case, arguments, cases
 from benchmarks.recipes import Measured, measure, recipes_for
 from benchmarks.registry import Rows, Size, benchmark
-from minialpa import LogicalMesh, hlo
+from minialpa import AutoShardingOption, LogicalMesh, ShardParallel, hlo
+from minialpa.errors import InfeasibleError
 
-#: A recipe may need this many times the memory of the plan.
-MEMORY_FACTOR = 1.2
+#: A tight limit, as a part of what the recipe with the least memory needs.
+_TIGHT = 1.03
+#: The middle limit leaves at least this part of it.
+_MIDDLE = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,42 +55,55 @@ def links_of(n_devices: int) -> tuple[Links, Links]:
 
 @benchmark("plan_quality")
 def plan_quality(size: Size) -> Rows:
-    """Communication and memory of the plan, next to the best hand-written recipe, with and without its memory limit."""
+    """Communication and memory of the plan, next to the best hand-written recipe, with and without memory limits."""
     counts = (4, 8) if size == "full" else (4,)
     return [
-        _row(case, links)
+        row
         for case in cases(size)
         for n_devices in counts
         for links in (links_of(n_devices) if size == "full" else links_of(n_devices)[:1])
+        for row in _rows(case, links)
     ]
 
 
-def _row(case: Case, links: Links) -> dict[str, Any]:
-    ours, optimal = _measure_plan(case, links)
+def _rows(case: Case, links: Links) -> Rows:
+    """A row for each limit of memory."""
     recipes = _measured(case, links.price.n_devices)
-    seconds = {recipe.name: recipe.communication_s(links.price) for recipe in recipes}
-    ours_s = ours.communication_s(links.price)
-    fitting = [r for r in recipes if r.memory_bytes <= MEMORY_FACTOR * ours.memory_bytes]
-    row: dict[str, Any] = {
-        "model": case.name,
-        "devices": links.price.n_devices,
-        "links": links.name,
-        "shape": ours.name,
-        "optimal": optimal,
-        "ours_us": ours_s * 1e6,
-        "ours_mb": ours.memory_bytes / 1e6,
-    }
-    for label, candidates in (("fits", fitting), ("any", recipes)):
-        if candidates:
-            best = min(candidates, key=lambda recipe: seconds[recipe.name])
-            row |= {
-                f"{label}": best.name,
-                f"{label}_us": seconds[best.name] * 1e6,
-                f"{label}_mb": best.memory_bytes / 1e6,
-                f"{label}_ratio": ours_s / seconds[best.name] if seconds[best.name] else float(ours_s > 0),
-                f"{label}_flops_ratio": ours.flops / best.flops,
-            }
-    return row
+    least = min(recipe.memory_bytes for recipe in recipes)
+    loose = _measure_plan(case, links, None)
+    assert loose is not None, case
+    middle = (least + max(loose[0].memory_bytes, _MIDDLE * least)) / 2
+    limits = {"middle": middle, "tight": _TIGHT * least}
+    plans = {"loose": (None, loose)} | {name: (n, _measure_plan(case, links, n)) for name, n in limits.items()}
+    return [
+        {"model": case.name, "devices": links.price.n_devices, "links": links.name, "memory": name}
+        | _compared(found, recipes, limit, links)
+        for name, (limit, found) in plans.items()
+    ]
+
+
+def _compared(
+    found: tuple[Measured, bool] | None, recipes: tuple[Measured, ...], limit: float | None, links: Links
+) -> dict[str, Any]:
+    """The plan beside the recipe that communicates least of those that keep the limit."""
+    fitting = [recipe for recipe in recipes if limit is None or recipe.memory_bytes <= limit]
+    best = min(fitting, key=lambda recipe: recipe.communication_s(links.price))
+    best_s = best.communication_s(links.price)
+    row: dict[str, Any] = {"limit_mb": limit / 1e6 if limit else ""}
+    if found is None:
+        row |= {"shape": "no plan"}
+    else:
+        ours, optimal = found
+        ours_s = ours.communication_s(links.price)
+        row |= {
+            "shape": ours.name,
+            "optimal": optimal,
+            "ours_us": ours_s * 1e6,
+            "ours_mb": ours.memory_bytes / 1e6,
+            "ratio": ours_s / best_s if best_s else float(ours_s > 0),
+            "flops_ratio": ours.flops / best.flops,
+        }
+    return row | {"recipe": best.name, "recipe_us": best_s * 1e6, "recipe_mb": best.memory_bytes / 1e6}
 
 
 @cache
@@ -89,14 +112,22 @@ def _measured(case: Case, n_devices: int) -> tuple[Measured, ...]:
     return tuple(measure(case, recipe) for recipe in recipes_for(case, n_devices))
 
 
-def _measure_plan(case: Case, links: Links) -> tuple[Measured, bool]:
-    """The plan of the logical mesh for which the planner predicts the least, compiled, and whether it is proven."""
+def _measure_plan(case: Case, links: Links, limit: float | None) -> tuple[Measured, bool] | None:
+    """The plan of the logical mesh for which the planner predicts the least, compiled, and whether it is proven.
+
+    None if no plan keeps the limit.
+    """
     built = case.build()
     args = arguments(built)
     step = built.train_step(minialpa.value_and_grad)
-    plans = {
-        mesh: minialpa.parallelize(step, method=minialpa.ShardParallel(devices=mesh)).plan(*args) for mesh in links.plan
-    }
+    plans = {}
+    for mesh in links.plan:
+        method = ShardParallel(devices=mesh, auto_sharding_option=AutoShardingOption(memory_limit_bytes=limit))
+        with contextlib.suppress(InfeasibleError):
+            plans[mesh] = minialpa.parallelize(step, method=method).plan(*args)
+    if not plans:
+        return None
+
     mesh = min(plans, key=lambda mesh: plans[mesh].cost.total_s)
     executable = minialpa.parallelize(step, method=plans[mesh]).get_executable(*args)
     texts = executable.get_hlo_text()

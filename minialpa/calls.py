@@ -37,6 +37,10 @@ Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
 Argnums = int | Sequence[int] | Literal["auto"]
 
 
+#: Settings of jax that change what a step computes, and not only whether it is accepted.
+_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """The arguments of one call.
@@ -47,6 +51,7 @@ class Call:
         static: The position or name, and the value, of each static argument.
         n_args: The number of positional arguments.
         has_static: Whether the pytree holds functions, each in a `StaticLeaf`.
+        settings: The settings of jax that change what a step computes, as they were when the call was made.
         graph: The structure of the modules of flax.nnx among the arguments, whose values are leaves; None without any.
         modules: These modules, which are the caller's and get new values after the step.
     """
@@ -55,17 +60,31 @@ class Call:
     tree: Any
     static: tuple[tuple[int | str, Hashable], ...]
     n_args: int
+    settings: tuple[Hashable, ...]
     has_static: bool = False
     graph: GraphArguments | None = None
     modules: tuple[Any, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the pytree of the positional arguments and the types of its leaves are all that makes up `key`."""
+        _, names = self.tree
+        return not self.static and not self.has_static and self.graph is None and names == tuple(range(self.n_args))
+
     def key(self) -> Hashable:
         """Equal for two calls if one program serves both: all but the values of leaves."""
-        return (self.tree, self.static, self.n_args, self.graph, tuple(_leaf_key(x) for x in self.leaves))
+        return (
+            self.tree,
+            self.static,
+            self.n_args,
+            self.settings,
+            self.graph,
+            tuple(_leaf_key(x) for x in self.leaves),
+        )
 
     def types(self) -> tuple[Any, ...]:
         """Equal for two calls only if `key` is, and faster to compare: calls mostly share the objects in it."""
-        return (self.tree, self.static, self.n_args, self.graph, [_leaf_type(x) for x in self.leaves])
+        return (self.tree, self.static, self.n_args, self.settings, self.graph, [_leaf_type(x) for x in self.leaves])
 
 
 class Parameters:
@@ -88,8 +107,7 @@ class Parameters:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with these arguments. Raises TraceError if a static one has no hash."""
-        if kwargs:
-            args, kwargs = self._as_positional(args, kwargs)
+        args, kwargs = self.as_positional(args, kwargs)
 
         static: list[tuple[int | str, Hashable]] = []
         dynamic: dict[int | str, Any] = {}
@@ -119,6 +137,7 @@ class Parameters:
             tree=(tree, tuple(dynamic)),
             static=tuple(static),
             n_args=len(args),
+            settings=tuple(getattr(jax.config, name) for name in _SETTINGS),
             has_static=has_functions,
             graph=graph,
             modules=modules,
@@ -169,9 +188,9 @@ class Parameters:
             return name
         return self._names.index(name) if name in self._names else -1
 
-    def _as_positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def as_positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with keywords at their positions, so that numbers mean the same however a call is written."""
-        if self._signature is None:
+        if self._signature is None or not kwargs:
             return args, kwargs
         bound = self._signature.bind(*args, **kwargs)
         return bound.args, bound.kwargs

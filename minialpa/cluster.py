@@ -178,11 +178,17 @@ class LogicalMesh:
         return self.all_gather_s(n_bytes, axes)
 
     def all_reduce_s(self, n_bytes: float, axes: Sequence[int]) -> float:
-        """Seconds to sum buffers of `n_bytes` over the group; over two axes, the outer one on the inner one's shard."""
-        return sum(
-            self._linear_s(axis, 2 * n_bytes / math.prod(self._lengths(inner)))
-            for axis, inner in self._outer_to_inner(axes)
-        )
+        """Seconds to sum buffers of `n_bytes` over the group.
+
+        Over two axes there are three phases, each with a start: a reduce-scatter along the inner axis, an all-reduce of
+        the shards along the outer one, and an all-gather along the inner one.
+        """
+        live = [axis for axis, _ in self._outer_to_inner(axes)]
+        if not live:
+            return 0.0
+        outer, inner = live[0], live[1:]
+        n_shards = math.prod(self._lengths(inner))
+        return 2 * self.all_gather_s(n_bytes, inner) + self._linear_s(outer, 2 * n_bytes / n_shards)
 
     def all_to_all_s(self, n_bytes: float, axes: Sequence[int]) -> float:
         """Seconds to exchange blocks when each device holds `n_bytes`, axis by axis."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from minialpa.cluster import LogicalMesh
@@ -37,3 +37,17 @@ class Collective:
                 return mesh.all_to_all_s(self.n_bytes, self.axes)
             case "collective-permute":
                 return mesh.permute_s(self.n_bytes, self.axes)
+
+
+def combined_kinds(mesh: LogicalMesh) -> tuple[CollectiveKind, ...]:
+    """Kinds of which compilers make one collective of those along the same axes that need not wait for each other.
+
+    XLA does so with all-reduces, and for GPUs with all-gathers and reduce-scatters, too.
+    """
+    on_gpus = mesh.device is not None and mesh.device.name != "cpu"
+    return ("all-gather", "all-reduce", "reduce-scatter") if on_gpus else ("all-reduce",)
+
+
+def as_one_of(n_together: int, mesh: LogicalMesh) -> LogicalMesh:
+    """`mesh` as one of `n_together` collectives sees it that start as one: with its part of the time to start."""
+    return replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))

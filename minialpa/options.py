@@ -36,7 +36,7 @@ class AutoShardingOption:
             path counts, and each key has to match one. Axes are "x" and "y" of the logical mesh (1-D: "x").
         memory_limit_bytes: bytes per device for everything: parameters, optimizer state, gradients, activations and
             temporaries; None for the device's memory.
-        solver_time_limit_s: seconds for the solver of one stage.
+        solver_time_limit_s: seconds of the processor for the solver of one stage.
         keep_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.
         attention: which attentions of the step are one operation, whose memory grows linearly with the number of
             positions: "fused" for all that are recognised, "auto" for those with more than 128 * 128 scores per head,
@@ -234,12 +234,15 @@ class AutoStageOption:
         tolerance: the search may miss stages that are faster than its answer by this fraction of the step time.
         cached_costs: path of a JSON file with costs of parts of models, keyed by their content. A search reads it and
             writes what it adds; None keeps no file.
+        planned_steps: the steps for which a search has to pay: a step so short that a search could not save as much
+            time in so many steps as it takes is planned without one, as one stage. `math.inf` always searches.
     """
 
     submesh_physical_shape_space: PhysicalSpace = "power_of_two"
     submesh_logical_shape_space: LogicalSpace = "all"
     tolerance: float = 0.01
     cached_costs: str | None = None
+    planned_steps: float = 10_000
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -250,6 +253,8 @@ class AutoStageOption:
                 raise ShardingError(f"`{name}` is {_one_of(map(repr, known))}; got {getattr(self, name)!r}.")
         if not self.tolerance >= 0:
             raise ShardingError(f"`tolerance` is a fraction of the step time, at least 0; got {self.tolerance!r}.")
+        if not self.planned_steps >= 0:
+            raise ShardingError(f"`planned_steps` is a number of steps, at least 0; got {self.planned_steps!r}.")
 
     def sharding(self, option: AutoShardingOption) -> AutoShardingOption:
         """`option` for the stages of this space. Raises ShardingError if the two contradict each other."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import minialpa
 from minialpa import (
     AutoLayerOption,
     AutoParallel,
+    AutoStageOption,
     DataParallel,
     InfeasibleError,
     PipeshardParallel,
@@ -30,7 +32,7 @@ from tests.runtime.cluster.in_process_session import in_process_session
 LAYERS = AutoLayerOption(layer_num=2)
 METHODS: dict[str, Any] = {
     "shard": ShardParallel(num_micro_batches=4),
-    "searched": AutoParallel(num_micro_batches=4),
+    "searched": AutoParallel(num_micro_batches=4, stage_option=AutoStageOption(planned_steps=math.inf)),
     "pipeline": PipeshardParallel(num_micro_batches=4, layer_option=LAYERS),
     "interleaved": PipeshardParallel(
         num_micro_batches=4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -154,7 +155,9 @@ METHODS: dict[str, Method] = {
     "options": ShardParallel(auto_sharding_option=AutoShardingOption(force_data_parallel=True)),
     "uniform": PipeshardParallel(num_micro_batches=4, layer_option="manual", pipeline_schedule="gpipe"),
     "auto": PipeshardParallel(
-        num_micro_batches=2, layer_option=AutoLayerOption(layer_num=2, remat="dots"), stage_option="auto"
+        num_micro_batches=2,
+        layer_option=AutoLayerOption(layer_num=2, remat="dots"),
+        stage_option=minialpa.AutoStageOption(planned_steps=math.inf),
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -172,7 +173,9 @@ def test_a_search_may_end_stages_in_a_scan(key: jax.Array) -> None:
     )
     state, batch = jax.eval_shape(case.init, key), case.make_batch(0, 64)
     method = PipeshardParallel(
-        num_micro_batches=8, layer_option=AutoLayerOption(layer_num=4), stage_option=AutoStageOption()
+        num_micro_batches=8,
+        layer_option=AutoLayerOption(layer_num=4),
+        stage_option=AutoStageOption(planned_steps=math.inf),
     )
     cluster = minialpa.ClusterSpec.preset("h100", num_hosts=2, devices_per_host=1)
     plan = minialpa.plan(case.train_step(minialpa.value_and_grad), (state, batch), cluster=cluster, method=method)

@@ -50,6 +50,25 @@ if TYPE_CHECKING:
 Compiled = tuple["Executable", Callable[[Sequence[Any]], Any]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recent:
+    """The last call, whose program a training loop wants again.
+
+    Attributes:
+        session: the session.
+        n_training_steps: number of training steps in the session, since a new one may be one to follow.
+        types: structure and types of the call.
+        compiled: the program for them.
+        tree: pytree of the positional arguments, if the leaves in it are all that there is to compare; else None.
+    """
+
+    session: Session
+    n_training_steps: int
+    types: object
+    compiled: Compiled
+    tree: PyTreeDef | None
+
+
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """A step that is planned for some arguments, before it is compiled. See `ParallelizedFunc.lower`.
@@ -104,17 +123,27 @@ class ParallelizedFunc:
         self._compiling = threading.RLock()
         self._known_trees: list[tuple[PyTreeDef, tuple[int | str, ...]]] = []
         # The last call's types and program, so that a training loop looks nothing up.
-        self._recent: tuple[tuple[Session, int, object], Compiled] | None = None
+        self._recent: Recent | None = None
         # The keys of calls that compute gradients.
         self._training: set[Hashable] = set()
         self._last: Executable | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recent = self._recent  # another thread may replace it
+        if recent is not None and recent.tree is not None:
+            args, kwargs = self._parameters.as_positional(args, kwargs)
+            known = None if kwargs else self._known(recent, args)
+            if known is not None:
+                return recent.compiled[1](known)
+
         call = self._parameters.bind(args, kwargs)
         self._check_alive(call)
-        executable, result_of = self._get(call)
+        recent = self._get(call)
+        executable, result_of = recent.compiled
         self._last = executable
-        result = result_of(executable.run(call.leaves))
+        # Leaves may be known if they are all that there is to compare.
+        run = executable.run if recent.tree is None or executable.direct is None else executable.direct.learned
+        result = result_of(run(call.leaves))
         if call.graph is None:
             return result
         values, result = result
@@ -140,7 +169,7 @@ class ParallelizedFunc:
 
     def get_executable(self, *args: Any, **kwargs: Any) -> Executable:
         """Plan and compile for these arguments, arrays or `jax.ShapeDtypeStruct`s, without running."""
-        executable, _ = self._get(self._parameters.bind(args, kwargs))
+        executable, _ = self._get(self._parameters.bind(args, kwargs)).compiled
         self._last = executable
         return executable
 
@@ -245,7 +274,7 @@ class ParallelizedFunc:
         """The arguments, on the devices and in the shardings in which the step reads them."""
         call = self._parameters.bind(args, kwargs)
         self._check_alive(call)
-        executable, _ = self._get(call)
+        executable, _ = self._get(call).compiled
         new_args, new_kwargs = rebuild(call, executable.place(call.leaves))
         return (new_args, new_kwargs) if kwargs else new_args
 
@@ -259,9 +288,9 @@ class ParallelizedFunc:
         recent = self._recent
         # A loader's thread may come here between two sessions, and must not start one.
         session = running_session()
-        if recent is None or recent[0][0] is not session:
+        if recent is None or recent.session is not session:
             return batch
-        numbers = self._batch_numbers(recent[1][0].get_parallel_plan())
+        numbers = self._batch_numbers(recent.compiled[0].get_parallel_plan())
         if not numbers:
             return batch
         parts = (batch,) if len(numbers) == 1 else tuple(batch)
@@ -273,7 +302,7 @@ class ParallelizedFunc:
 
         # Two calls may differ in other arguments only. A loop repeats its last call most often.
         values = dict(zip(numbers, parts, strict=True))
-        known = sorted(list(self._executables.items()), key=lambda item: item[1] is not recent[1])
+        known = sorted(list(self._executables.items()), key=lambda item: item[1] is not recent.compiled)
         for (key, *where), (executable, _) in known:
             positions = self._parameters.positions_in_call(key, values)
             if positions is None or where[:3] != [session.devices, session.cluster, session.runtime]:
@@ -326,15 +355,38 @@ class ParallelizedFunc:
     def _path(self, call: Call, i: int) -> str:
         return self._parameters.paths(call)[0][i]
 
-    def _get(self, call: Call) -> Compiled:
+    def _known(self, recent: Recent, args: tuple[Any, ...]) -> list[Any] | None:
+        """The result leaves of a call like the recent one, if its program knows such leaves; else None."""
+        leaves, tree = jax.tree.flatten(args)
+        executable = recent.compiled[0]
+        is_alike = tree == recent.tree and recent.session is running_session()
+        if not is_alike or len(recent.session.training_steps) != recent.n_training_steps or executable.direct is None:
+            return None
+        results = executable.direct.known(leaves)
+        if results is not None:
+            self._last = executable
+        return results
+
+    def _get(self, call: Call) -> Recent:
         # A training loop passes a step its own results, whose types are the same objects from call to call.
-        session = current_session()
+        session, types = current_session(), call.types()
         # A training step that is new in the session may be one to follow.
-        wanted = (session, len(session.training_steps), call.types())
+        n_training_steps = len(session.training_steps)
         recent = self._recent  # another thread may replace it
-        if recent is None or recent[0] != wanted:
-            recent = self._recent = (wanted, self._find(call, session))
-        return recent[1]
+        if recent is None or (recent.session, recent.n_training_steps, recent.types) != (
+            session,
+            n_training_steps,
+            types,
+        ):
+            compiled = self._find(call, session)
+            recent = self._recent = Recent(
+                session=session,
+                n_training_steps=n_training_steps,
+                types=types,
+                compiled=compiled,
+                tree=call.tree[0] if call.is_plain and compiled[0].direct is not None else None,
+            )
+        return recent
 
     def _find(self, call: Call, session: Session) -> Compiled:
         key = call.key()

@@ -110,7 +110,8 @@ def place_stages(options: PlanOptions, layered: LayeredStep, stages: Sequence[De
         raise ShardingError(
             "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
         )
-    name = options.schedule if len(stages) > 1 else "gpipe"
+    # One stage has nobody to wait for, so one micro-batch after the other is in flight.
+    name = options.schedule if len(stages) > 1 else "1f1b"
     schedule = make_schedule(name, chunks.size(options.n_micro_batches))
     return PlacedStages(layered=layered, stages=tuple(stages), chunks=chunks, staged=staged, schedule=schedule)
 
@@ -129,7 +130,7 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, solve
     stage, staged = placed.stages[mesh], placed.staged
     chosen = stage.candidate
     own_mesh = context.cluster.logical_mesh(chosen.submesh, chosen.logical_shape, chosen.device)
-    view = ShardedView(context.logical_mesh or own_mesh, stage.option.forbidden_collectives)
+    view = ShardedView.of(context.logical_mesh or own_mesh, stage.option)
     problem = mesh_equations(staged, mesh)
     live = live_counts(placed.schedule, mesh)
 
@@ -192,6 +193,7 @@ def _stage_plan(placed: PlacedStages, mesh: int, solved: SolvedMesh) -> StagePla
         logical_shape=logical_mesh.shape,
         alpha=logical_mesh.alpha,
         beta=logical_mesh.beta,
+        combined=solved.view.combined,
         option=stage.option,
         input_specs=tuple(solved.sharding.specs[v] for v, _ in solved.problem.inputs),
         equation_specs=solved.sharding.equations,

@@ -2,8 +2,9 @@
 
 checks           what the step and its options leave no room for                         checks.py
 layers           layer of each forward equation; scans over layers cut, or whole         layers/
-stages           none, those that the user gives, or the best of a search                one_stage.py given_plan.py
-                                                                                         searched_plan.py search/
+stages           none, those that the user gives, or the best of a search, if one pays   one_stage.py given_plan.py
+                                                                                         worth.py searched_plan.py
+                                                                                         search/
 plan_stages      tasks of every mesh -> shardings -> plan, for each choice that is tried build_plan.py
 refinements      one change at a time, kept where the plan gets faster                   refine.py
 kept rows        of steps of several loops, the same stages once more                    here

@@ -13,11 +13,11 @@ from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.cut_scans import with_longer_scans
 from minialpa.inter.layers.forward import balanced_runs, layer_flops
 from minialpa.inter.layers.layered_step import CutStep, LayeredStep, layered_step
-from minialpa.inter.one_stage import plan_on_best_submesh
 from minialpa.inter.schedule.chunks import plan_chunks
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import Candidate
 from minialpa.inter.search.user_stages import DecidedStage
+from minialpa.inter.worth import on_one_device
 from minialpa.options import AutoStageOption
 from minialpa.plan import Plan
 
@@ -90,8 +90,6 @@ def or_interleaved(context: PlanningContext, best: Plan, cut: CutStep, solver: S
 
 def or_one_device(context: PlanningContext, best: Plan, whole: LayeredStep, auto: AutoStageOption) -> Plan:
     """`best`, or one device where that is as fast: the sums of pieces can promise more than small steps keep."""
-    cluster, options = context.cluster, context.options
-    alone = dataclasses.replace(cluster, num_hosts=1, devices_per_host=1, host_devices=cluster.host_devices[:1])
+    options = context.options
     asked = context.asking(n_micro_batches=1 if options.choose_micro_batches else options.n_micro_batches)
-    one = partial(plan_on_best_submesh, dataclasses.replace(asked, cluster=alone), whole, auto)
-    return best_of([lambda: best, lambda: dataclasses.replace(one(), cluster=cluster)])
+    return best_of([lambda: best, partial(on_one_device, asked, whole, auto)])

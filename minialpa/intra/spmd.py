@@ -22,10 +22,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import Collective
+from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import VerifyError
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import eager_reductions
+from minialpa.intra.strategies.combining import Sharing, n_together, sum_groups
 from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.rules.factors import Factors, Reduction
@@ -38,9 +39,7 @@ from minialpa.tracing.jaxprs import (
     aval_of,
     bytes_of,
     is_extended,
-    is_gradient_marker,
     is_literal,
-    operand_vars,
     shape_of,
 )
 
@@ -77,6 +76,7 @@ class ShardedEquations:
         out_specs: the specs of the results, in order.
         mesh: the devices.
         forbidden: kinds of collectives that resharding may not use.
+        combined: kinds of sums that start together.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -87,6 +87,7 @@ class ShardedEquations:
     out_specs: tuple[Spec, ...]
     mesh: LogicalMesh
     forbidden: tuple[str, ...] = ()
+    combined: tuple[CollectiveKind, ...] = ()
 
 
 def walk(program: ShardedEquations, inputs: Sequence[T], ops: ShardOps[T]) -> list[T]:
@@ -109,6 +110,8 @@ class _Shards(Generic[T]):
         self.held: dict[tuple[Var, Spec], T] = {}
         #: Shards after an exchange of halves.
         self.swapped: dict[tuple[Var, ReshardStep], T] = {}
+        #: As the plan was priced, so that sums that start together go the same way.
+        self.n_together = n_together(program.eqns, sum_groups(program.eqns))
         #: What makes the variables that are made of nothing, such as positions.
         self.makers: dict[Var, JaxprEqn] = {}
 
@@ -127,7 +130,9 @@ class _Shards(Generic[T]):
             return shard
 
         program = self.program
-        table = reshard_table(shape_of(atom), bytes_of(atom), program.mesh, program.forbidden)
+        n_sums = 1 if is_literal(atom) else self.n_together.get(atom, 1)
+        sharing = Sharing(program.combined, n_sums)
+        table = reshard_table(shape_of(atom), bytes_of(atom), program.mesh, program.forbidden, sharing)
         for step in table.path(src, dst):
             if is_literal(atom):
                 shard = self.ops.move(shard, step, atom)
@@ -219,23 +224,24 @@ class Communication(NamedTuple):
     Attributes:
         collective: kind, bytes and mesh axes.
         times: how often it happens when the program runs once.
-        of_gradient: whether it sums a gradient, for which only the update waits.
+        group: number of the collectives that it starts with, see `sum_groups`; None for a start of its own.
     """
 
     collective: Collective
     times: int
-    of_gradient: bool
+    group: int | None
 
 
 def collectives_of(program: ShardedEquations) -> list[Communication]:
     """What the program communicates when it runs once, in order."""
     found: list[Communication] = []
-    gradients = {v for eqn in program.eqns if is_gradient_marker(eqn) for v in operand_vars(eqn)}
+    groups = sum_groups(program.eqns)
 
     def move(_: None, step: ReshardStep, atom: Atom) -> None:
         collective = step.collective(bytes_of(atom), program.mesh.shape)
         if collective is not None:
-            found.append(Communication(collective, 1, not is_literal(atom) and atom in gradients))
+            sums = collective.kind in ("all-reduce", "reduce-scatter")
+            found.append(Communication(collective, 1, None if is_literal(atom) or not sums else groups.get(atom)))
 
     def run(eqn: JaxprEqn, *_: Any) -> list[None]:
         return [None] * len(eqn.outvars)

@@ -191,6 +191,7 @@ class StagePlan:
         logical_shape: lengths of the axes of its logical mesh.
         alpha: seconds of latency of the links along each axis.
         beta: seconds per byte of the links along each axis.
+        combined: kinds of collectives that sum and start together where they can.
         option: the options that its shardings comply with.
         input_specs: specs of the inputs of the mesh, in order.
         equation_specs: specs of the equations of the mesh, in order.
@@ -221,6 +222,7 @@ class StagePlan:
     peak_bytes: float
     optimal: bool
     between_s: tuple[float, ...] = ()
+    combined: tuple[CollectiveKind, ...] = ()
 
     @property
     def n_devices(self) -> int:

@@ -19,6 +19,7 @@ from minialpa.programs.mesh_program import KEY_NAMES, ArrayType
 from minialpa.programs.program import Accumulate, MeshShape, Program, Run
 from minialpa.runtime.arrays import BlockedArray, BlockedTarget, DistributedTarget
 from minialpa.runtime.leaf_border import BlockedCalls
+from minialpa.runtime.local import LocalExecutable
 from minialpa.runtime.runner import Runner
 from minialpa.runtime.steps.step_trace import TaskTime, write_tasks
 from minialpa.sharding import Spec
@@ -31,6 +32,10 @@ class Executable:
     runner: `program` on its devices. in_tree, out_tree: pytrees of the arguments, as a tuple without the static ones,
     and of the results. placements: of argument leaves and of result leaves, where the program follows the plan of
     another step, as one that creates a state does; None for those of the plan.
+
+    Attributes:
+        direct: runs a step on argument leaves, too, if the caller knows that their types are those that it was traced
+            for: leaves that it knows it does not check again. None if it cannot.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Executable:
         calls = BlockedCalls(runner, program.blocks) if program.blocks else runner
         self.run = calls.__call__
         self.place = calls.place
+        self.direct = runner if isinstance(runner, LocalExecutable) and runner.is_direct else None
 
     @property
     def program(self) -> Program:

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from minialpa.arrays import RemoteArray
 from minialpa.errors import ShardingError, WorkerError
 from minialpa.programs.program import ConstantSlot, InputSlot, Program, Run, Transfer
+from minialpa.runtime.direct_calls import DirectCalls, is_direct
 from minialpa.runtime.local_arguments import LocalArguments
 from minialpa.runtime.steps.compiled import allocation_size, compile_all, lower
 from minialpa.runtime.steps.interpreter import Action, Buffers, Callee, Interpreter
@@ -67,6 +68,9 @@ class LocalExecutable:
             for slot in program.constants
         }
         self._trace: StepTrace | None = None
+        self._direct: DirectCalls | None = None
+        if is_direct(program, self.compiled):
+            self._direct = DirectCalls(program, self.compiled, self._arguments, self._constants)
 
     def __call__(self, leaves: Sequence[Any], *, traced: bool = False) -> list[Any]:
         """Run the program on argument leaves; returns one array for each result, on the result's first mesh. traced:
@@ -74,6 +78,37 @@ class LocalExecutable:
         with _order:
             _check_usable(leaves)
             return self._step(leaves, traced)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether jax can dispatch calls, so that some may be `known`."""
+        return self._direct is not None
+
+    def known(self, leaves: list[Any]) -> list[Any] | None:
+        """Run the program if a call with such leaves was `learned`: with as many, of equal shapes, dtypes, weak types
+        and shardings, under equal settings of jax. Else None, and nothing has happened."""
+        assert self._direct is not None
+        with _order:
+            try:
+                return self._direct(leaves)
+            except Exception as error:
+                # Leaves that jax cannot read fail before anything runs. What a call does with them says what is wrong.
+                if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+                    return None
+                raise self._failure(error, 0) from error
+
+    def learned(self, leaves: list[Any]) -> list[Any]:
+        """Run the program as a call does. If they need no work, later calls with such leaves are `known`."""
+        assert self._direct is not None
+        with _order:
+            _check_usable(leaves)
+            if not self._direct.can_learn(leaves):
+                return self(leaves)
+            inputs = self._arguments.of_step(leaves)
+            try:
+                return self._direct.learn(leaves, inputs)
+            except Exception as error:
+                raise self._failure(error, 0) from error
 
     def turn(self) -> AbstractContextManager[Any]:
         """See `Runner`."""
@@ -87,7 +122,7 @@ class LocalExecutable:
         try:
             self._interpreter.run(buffers, trace)
         except Exception as error:
-            raise self._failure(error) from error
+            raise self._failure(error, self._interpreter.position) from error
         return [buffers[slot.buffers[0]] for slot in self.program.outputs]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
@@ -138,8 +173,8 @@ class LocalExecutable:
         assert self._trace is not None, "no step was traced"
         return from_start(self._trace.tasks())
 
-    def _failure(self, error: Exception) -> WorkerError:
-        i = self._interpreter.position
+    def _failure(self, error: Exception, i: int) -> WorkerError:
+        """The error of instruction `i`."""
         recent = ", ".join(type(x).__name__ for x in self.program.instructions[max(0, i - 4) : i])
         return WorkerError(
             f"Instruction {i} ({self._interpreter.name(i)}) failed: {error}\nInstructions before it: "

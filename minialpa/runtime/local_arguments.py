@@ -27,6 +27,7 @@ class LocalArguments:
 
     Attributes:
         buffers: the buffer of each input.
+        leaves: the number of the leaf that each input is, or is rows of.
     """
 
     def __init__(self, program: Program, meshes: Sequence[Mesh]) -> None:
@@ -36,6 +37,7 @@ class LocalArguments:
         self._cut = _cut_leaves(program)
         self._overwritten_rows = overwritten_rows(program)
         self.buffers = tuple(slot.buffer for slot in program.inputs)
+        self.leaves = tuple(slot.leaf for slot in program.inputs)
         self._may_settle = all(slot.rows is None for slot in program.inputs)
         #: Shardings of the last leaves that needed nothing.
         self._settled: list[Any] = []
@@ -57,6 +59,16 @@ class LocalArguments:
         elif not copied and self._may_settle and not any(isinstance(leaf, RemoteArray) for leaf in leaves):
             self._settled = shardings
         return values
+
+    def are_direct(self, leaves: Sequence[Any]) -> bool:
+        """Whether jax's own dispatch lays out every leaf as `of_step` does, and takes over none that the caller keeps.
+
+        NumPy arrays are copied before.
+        """
+        return all(
+            _is_direct(leaves[slot.leaf], sharding, slot.leaf in self._donated_leaves)
+            for slot, sharding in zip(self._inputs, self._shardings, strict=True)
+        )
 
     def kept(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves, laid out as the first of their readers wants them, and those that are cut into micro-batches as
@@ -120,17 +132,19 @@ class LocalArguments:
     def _copy_for_donation(self, values: list[Any], missing: set[int]) -> bool:
         """Copy the donated inputs that a call must not take over, in place; whether there are any.
 
-        One array passed for two donated arguments: only one of them can take over its buffer. And on one device, as on
-        several, a caller keeps the arrays that no step or `preshard` has laid out.
+        One array passed in two places: only one of them can take over its buffer, and none if another one reads it. And
+        on one device, as on several, a caller keeps the arrays that no step or `preshard` has laid out.
         """
         copied = False
-        seen: set[int] = set()
+        slots = zip(self._inputs, values, strict=True)
+        seen = {id(value) for slot, value in slots if slot.leaf not in self._donated_leaves}
         for i, (slot, sharding) in enumerate(zip(self._inputs, self._shardings, strict=True)):
             value = values[i]
             if i in missing or isinstance(value, np.ndarray) or slot.leaf not in self._donated_leaves:
                 continue
             if id(value) in seen or value.sharding != sharding:
-                values[i], copied = value.copy(), True
+                # In the sharding of the program: an array that it returns as it was is then not copied again.
+                values[i], copied = jax.device_put(value.copy(), sharding), True
             seen.add(id(values[i]))
         return copied
 
@@ -203,6 +217,18 @@ def _lies(value: Any, sharding: NamedSharding) -> bool:
         len(own.device_set) == len(sharding.device_set) == 1
         and own.device_set == sharding.device_set
     )  # fmt: skip
+
+
+def _is_direct(leaf: Any, sharding: NamedSharding, is_donated: bool) -> bool:
+    """See `LocalArguments.are_direct`, of one leaf."""
+    if isinstance(leaf, jax.Array):
+        own = leaf.sharding
+        if own == sharding or is_donated or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return bool(own == sharding)
+        # Of an array on as many devices as the function has, jax takes the shards as they are.
+        is_elsewhere = len(own.device_set) == 1 < len(sharding.device_set)
+        return is_elsewhere or (own.memory_kind == sharding.memory_kind and _lies(leaf, sharding))
+    return not is_donated
 
 
 def _shares_buffer(array: jax.Array, leaf: jax.Array) -> bool:

@@ -1,4 +1,4 @@
-"""Compiles loops on numbers and NumPy arrays to machine code, by numba.
+"""Compiles the loops of `support/loops.py` to machine code, by numba.
 
 Compiling takes seconds, so machine code is kept in files. Numba would lay them beside the source, into the installed
 package: pip does not know them there, so it leaves them behind when it replaces or removes the package, with folders
@@ -19,31 +19,24 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
 
-#: What machine code is made of: the functions that are compiled here, and the classes of their arguments. One that
-#: calls another holds its code, so a change of any of them is a change of all.
-SOURCES = (
-    "inter/search/stage_kernels.py",
-    "intra/solver/csr_graph.py",
-    "intra/solver/dominance.py",
-    "intra/solver/local_search.py",
-    "intra/solver/trws.py",
-)
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+from minialpa.support.loop_sources import SOURCES_DIGEST
 
 
-def compiled(function: _Function) -> _Function:
-    """`function` as machine code, which is compiled or read from a file when it is called first."""
+def dispatcher_of(function: Callable[..., Any]) -> Any:
+    """What numba calls a function that it compiles, with files for its code; see `support/loops.py`."""
     dispatcher: Any = numba.njit(function)
     if dispatcher is not function:  # else numba was told to compile nothing
         dispatcher._cache = _Cache(function)
-    compiled_function: _Function = dispatcher
-    return compiled_function
+    return dispatcher
+
+
+#: Of all that the machine code follows from, but for what numba tells apart itself: Python and the processor.
+_DIGEST = SOURCES_DIGEST and hashlib.sha256(f"{numba.__version__} {SOURCES_DIGEST}".encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -62,22 +55,6 @@ def cache_folder() -> Path | None:
             if _is_private(_made(root)) and _is_private(_made(root / name)):
                 return root / name
     return None
-
-
-def _digest() -> str | None:
-    """Of all that the machine code follows from, but for what numba tells apart itself: Python and the processor.
-
-    None where the sources cannot be read: they may have been packed.
-    """
-    try:
-        sources = [(Path(__file__).parents[1] / name).read_bytes() for name in SOURCES]
-    except OSError:
-        return None
-    return hashlib.sha256(b"\0".join([numba.__version__.encode(), *sources])).hexdigest()[:16]
-
-
-#: Of the sources as they are imported. Who edits them meanwhile would else find old code under the name of the new.
-_DIGEST = _digest()
 
 
 def _roots() -> Iterator[Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -84,6 +84,8 @@ class TracedStep:
     in_parts: tuple[Part, ...] = ()
     out_parts: tuple[Part, ...] = ()
     no_batch: NoBatch | None = None
+    #: The fingerprint, once it was asked for: planning and compiling ask for it again.
+    _known: list[Fingerprint] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def argument(self, i: int) -> Part:
         """The argument leaf, or rows of it, that invar `i` stands for."""
@@ -107,9 +109,11 @@ class TracedStep:
     @property
     def fingerprint(self) -> Fingerprint:
         """Equal steps have equal fingerprints, in every process."""
-        flat = self.flat
-        about = f"{self.batch_dims} {self.aliases} {self.layouts}"
-        return fingerprint_of((*flat.constvars, *flat.invars), flat.eqns, flat.outvars, about)
+        if not self._known:
+            flat = self.flat
+            about = f"{self.batch_dims} {self.aliases} {self.layouts}"
+            self._known.append(fingerprint_of((*flat.constvars, *flat.invars), flat.eqns, flat.outvars, about))
+        return self._known[0]
 
 
 def trace_step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,10 @@ class Way:
     first: int = 0
 
 
+#: Steps are small here, and searches are to be tested.
+_SEARCHED = AutoStageOption(planned_steps=math.inf)
+
+
 def make_method(way: Way) -> Method | None:
     """The method that `way` describes; None leaves everything to minialpa."""
     if way.kind == "none":
@@ -63,7 +68,7 @@ def make_method(way: Way) -> Method | None:
     if way.kind in _SHARDED:
         return _SHARDED[way.kind](LogicalMesh(way.mesh) if len(way.mesh) == 2 else devices, way.n, option)
     if way.kind == "auto":
-        return AutoParallel(devices, way.n, option)
+        return AutoParallel(devices, way.n, option, stage_option=_SEARCHED)
     if way.kind == "3d":
         method = get_3d_parallel_method(way.n, n_devices // way.stages, 1, way.stages, devices=devices)
         return dataclasses.replace(method, default_auto_sharding_option=option)
@@ -88,7 +93,7 @@ def _stages(way: Way, n_devices: int) -> Any:
     each = n_devices // way.stages
     match way.kind:
         case "pipeline-auto":
-            return AutoStageOption()
+            return _SEARCHED
         case "pipeline-given":
             layers = [[i] for i in range(way.stages)]
             return ManualStageOption(layers, [(1, each)] * way.stages, [(each, 1)] * way.stages)

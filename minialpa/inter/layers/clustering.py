@@ -16,12 +16,15 @@ must not make all smaller ones free.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from minialpa.errors import TraceError
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Floats = NDArray[np.float64]
 
@@ -86,6 +89,8 @@ def _check(graph: nx.DiGraph, n_layers: int, tolerance: float) -> None:
     if set(graph.nodes) != set(range(len(graph))):
         raise TraceError(f"Equations are numbered 0 to {len(graph) - 1}; got nodes {sorted(graph.nodes)[:8]}...")
     if backward := next(((u, v) for u, v in graph.edges() if u >= v), None):
+        import networkx as nx
+
         shape = "goes back in program order" if nx.is_directed_acyclic_graph(graph) else "closes a cycle"
         raise TraceError(f"The edge {backward[0]} -> {backward[1]} {shape}; a value is used after it is produced.")
 

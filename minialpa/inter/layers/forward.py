@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
@@ -18,6 +18,9 @@ from minialpa.rules.heavy import has_contraction
 from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.jaxprs import bytes_of, operand_vars, shape_of
 from minialpa.tracing.trace import TracedStep
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 #: Layers that a model has at most if its blocks repeat less than `_FEW_BLOCKS` times, and at least if more; by choice.
 _USUAL_LAYERS = 16
@@ -33,6 +36,9 @@ _TOLERANCE = 0.5
 
 def forward_graph(traced: TracedStep) -> nx.MultiDiGraph:
     """Forward groups as nodes with `flops`; edges carry `bytes` and `value`, the number of the variable."""
+    # Imported where it is needed: a step without layers does without it.
+    import networkx as nx
+
     graph = nx.MultiDiGraph()
     graph.add_nodes_from((group, {"flops": 0.0}) for group in range(traced.n_groups))
     producer: dict[Var, int] = {}
@@ -138,6 +144,8 @@ def _calls(traced: TracedStep) -> list[list[int]]:
 
 
 def _clustered_call(graph: nx.MultiDiGraph, groups: list[int], n_layers: int, tolerance: float) -> dict[int, int]:
+    import networkx as nx
+
     subgraph = nx.convert_node_labels_to_integers(graph.subgraph(sorted(groups)), ordering="sorted")
     layers = cluster_layers(subgraph, min(n_layers, len(groups)), tolerance=tolerance)
     return dict(zip(sorted(groups), layers, strict=True))

@@ -78,7 +78,7 @@ def planned_step(staged: StagedStep, problems: Sequence[MeshEquations], plan: Pl
 
     def program_of(task: Task) -> ShardedEquations:
         stage, mesh = plan.stages[task.mesh], task.mesh
-        view = ShardedView(stage.mesh, stage.forbidden)
+        view = ShardedView(stage.mesh, stage.forbidden, stage.combined)
         return task_program(staged, task, specs[mesh], equations[mesh], view, final_specs(staged, plan, mesh))
 
     results = values_of_parts(plan.outputs, traced.out_parts)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
+from minialpa.intra.strategies.combining import ALONE
 from minialpa.intra.strategies.reshard import reshard_table
 from minialpa.intra.strategies.strategies import StrategySet
 from minialpa.intra.strategies.strategy_cache import EquationKind, MeshStrategies, StrategyCache
@@ -71,7 +72,7 @@ class _Chooser:
     def __init__(self, mesh: LogicalMesh) -> None:
         self._mesh = mesh
         self._cache = StrategyCache()
-        self._strategies: MeshStrategies = self._cache.of(mesh, (), 1)
+        self._strategies: MeshStrategies = self._cache.of(mesh, (), ALONE)
         self._known: dict[tuple[EquationKind, tuple[Spec | None, ...]], EquationSpecs] = {}
 
     def choose(self, eqn: JaxprEqn, read: Sequence[Spec | None]) -> EquationSpecs:

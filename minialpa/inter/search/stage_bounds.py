@@ -94,7 +94,7 @@ class StageBounds:
         """Seconds to start a collective over all axes of a column's mesh."""
         choice = self.space.candidates[column.candidate]
         mesh = self.cluster.logical_mesh(choice.submesh, choice.logical_shape, choice.device)
-        return sum(alpha for alpha, length in zip(mesh.alpha, mesh.shape, strict=True) if length > 1)
+        return mesh.all_reduce_s(0.0, range(len(mesh.shape)))
 
     def _finer_columns(self) -> list[Ints]:
         """For each column, those whose costs are bounded by its costs, in memory without end."""

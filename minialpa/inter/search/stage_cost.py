@@ -140,7 +140,7 @@ class PieceCosts:
         except InfeasibleError:
             return PieceCost()
 
-        view = ShardedView(mesh, self.option.forbidden_collectives)
+        view = ShardedView.of(mesh, self.option)
         programs = mesh_programs(staged, place, problem, solution, view)
         times = stage_times(problem, solution, mesh_collectives(programs), mesh, staged.split.n_loops)
         memory = mesh_memory(staged, place, programs, solution, view, compiler=self.compiler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from minialpa.support.machine_code import compiled
+from minialpa.support.loops import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

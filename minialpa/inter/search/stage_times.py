@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import Collective, CollectiveKind
+from minialpa.cost import Collective, CollectiveKind, combined_kinds
 from minialpa.inter.staging.mesh_problem import TaskCollectives
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.spmd import Communication
+from minialpa.intra.strategies.combining import WITH_GRADIENTS, StartCounts
 from minialpa.plan import PlannedPass
 
 
@@ -44,7 +46,7 @@ def stage_times(
 ) -> StageTimes:
     """`moved`: the tasks of the mesh, in order, and what they communicate; n_loops: of the step.
 
-    Collectives of gradients, and those of an update, do not wait for each other, and compilers combine them.
+    Those of an update do not wait for each other.
     """
     compute_s = {id(eqn): seconds for eqn, seconds in zip(problem.eqns, sharding.compute_s, strict=True)}
     passes: list[PlannedPass] = []
@@ -55,11 +57,13 @@ def stage_times(
     for task, collectives in ((m.task, m.collectives) for m in moved):
         compute = sum(compute_s[id(eqn)] for eqn in task.eqns)
         if task.kind == "forward" or task.kind == "backward" or task.kind == "step":
-            communication = sum(one.times * one.collective.seconds(mesh) for one in collectives if not one.of_gradient)
-            communication += _combined_s([one for one in collectives if one.of_gradient], mesh)
             passes.append(
                 PlannedPass(
-                    kind=task.kind, chunk=task.chunk, compute_s=compute, communication_s=communication, loop=task.loop
+                    kind=task.kind,
+                    chunk=task.chunk,
+                    compute_s=compute,
+                    communication_s=_communication_s(collectives, mesh),
+                    loop=task.loop,
                 )
             )
             continue
@@ -67,15 +71,39 @@ def stage_times(
         # A prologue counts with the update.
         behind = (task.loop or n_loops) - 1
         once_s[behind] += compute
-        in_update[behind] += collectives
+        in_update[behind] += [one._replace(group=WITH_GRADIENTS) for one in collectives]
 
-    *between, update = (s + _combined_s(moved, mesh) for s, moved in zip(once_s, in_update, strict=True))
+    *between, update = (s + _communication_s(moved, mesh) for s, moved in zip(once_s, in_update, strict=True))
     return StageTimes(tuple(passes), update, tuple(between))
 
 
-def _combined_s(collectives: Sequence[Communication], mesh: LogicalMesh) -> float:
-    """Seconds of collectives of which all of one kind, along the same axes, start together."""
-    n_bytes: dict[tuple[CollectiveKind, tuple[int, ...]], float] = {}
-    for c, times, _ in collectives:
-        n_bytes[c.kind, c.axes] = n_bytes.get((c.kind, c.axes), 0.0) + times * c.n_bytes
-    return sum(Collective(kind, total, axes).seconds(mesh) for (kind, axes), total in n_bytes.items())
+def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[CollectiveKind]) -> StartCounts:
+    """How many sums of these kinds start with those of the gradients; of the task that has most of them."""
+    most: Counter[tuple[CollectiveKind, tuple[int, ...]]] = Counter()
+    for task in moved:
+        most |= Counter(
+            (one.collective.kind, one.collective.axes)
+            for one in task.collectives
+            if one.group == WITH_GRADIENTS and one.collective.kind in kinds
+        )
+    return tuple((kind, axes, n) for (kind, axes), n in sorted(most.items()))
+
+
+def starts_s(counts: StartCounts, mesh: LogicalMesh) -> float:
+    """Seconds that starting each of these kinds along these axes takes, once."""
+    return sum(Collective(kind, 0.0, axes).seconds(mesh) for kind, axes, _ in counts)
+
+
+def _communication_s(collectives: Sequence[Communication], mesh: LogicalMesh) -> float:
+    """Seconds of collectives of which those of one group, kind and axes start together, if compilers combine them."""
+    alone_s, combined = 0.0, combined_kinds(mesh)
+    n_bytes: dict[tuple[int, int, CollectiveKind, tuple[int, ...]], float] = {}
+    for collective, times, group in collectives:
+        if group is None or collective.kind not in combined:
+            alone_s += times * collective.seconds(mesh)
+        else:
+            key = (group, times, collective.kind, collective.axes)
+            n_bytes[key] = n_bytes.get(key, 0.0) + collective.n_bytes
+    return alone_s + sum(
+        times * Collective(kind, total, axes).seconds(mesh) for (_, times, kind, axes), total in n_bytes.items()
+    )

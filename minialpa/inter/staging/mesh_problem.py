@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
+from minialpa.cost import CollectiveKind
 from minialpa.inter.microbatch.split_step import is_loop
 from minialpa.inter.staging.split_values import combined_values, step_results
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.spmd import Communication, ShardedEquations, collectives_of
+from minialpa.intra.strategies.combining import combined_sums
+from minialpa.options import AutoShardingOption
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import is_literal, operand_vars
 
@@ -167,10 +170,17 @@ class ShardedView:
     Attributes:
         mesh: the logical mesh.
         forbidden: kinds of collectives that may not be used for resharding.
+        combined: kinds of sums that start together.
     """
 
     mesh: LogicalMesh
     forbidden: tuple[str, ...] = ()
+    combined: tuple[CollectiveKind, ...] = ()
+
+    @staticmethod
+    def of(mesh: LogicalMesh, option: AutoShardingOption) -> ShardedView:
+        """What `option` allows on `mesh`."""
+        return ShardedView(mesh, option.forbidden_collectives, combined_sums(mesh, option))
 
 
 def task_program(
@@ -201,4 +211,5 @@ def task_program(
         out_specs=tuple(final.get(v, specs[v]) for v in task.outvars),
         mesh=view.mesh,
         forbidden=view.forbidden,
+        combined=view.combined,
     )

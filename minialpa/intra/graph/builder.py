@@ -17,6 +17,7 @@ from minialpa.intra.graph.memory_constraints import Demand, MemoryLimit, Usage, 
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.solver.cost_graph import FORBIDDEN
 from minialpa.intra.solver.solve import CostGraph, Edge, GraphSolution
+from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 
@@ -41,6 +42,7 @@ class GraphBuilder:
         *,
         folded: bool = False,
         cache: StrategyCache | None = None,
+        counted: StartCounts | None = None,
         forbidden_s: float = math.inf,
     ) -> None:
         """Raises InfeasibleError if an option cannot be kept on `mesh`.
@@ -51,11 +53,14 @@ class GraphBuilder:
             option: what the user asks of shardings.
             folded: whether repeated layers are sharded alike.
             cache: strategies and prices that other problems have already computed.
+            counted: how many sums of gradients start as one, in a solution; None if there is none yet.
             forbidden_s: see `reshard_table`.
         """
         cache = cache or StrategyCache()
 
-        collected = collect_costs(problem, mesh, option, folded=folded, cache=cache, forbidden_s=forbidden_s)
+        collected = collect_costs(
+            problem, mesh, option, folded=folded, cache=cache, counted=counted, forbidden_s=forbidden_s
+        )
         self.problem, self.costs, self.folding = problem, collected.costs, collected.folding
         self._mesh_shape, self._collected = mesh.shape, collected
 
@@ -112,4 +117,5 @@ class GraphBuilder:
             compute_s=tuple(record.compute_s(picks) for record in records),
             optimal=solution.optimal,
             gap=solution.gap,
+            bound_s=solution.lower_bound,
         )

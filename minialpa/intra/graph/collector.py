@@ -24,6 +24,7 @@ from minialpa.intra.graph.plain_equations import Occurrence, PlainEquations
 from minialpa.intra.graph.problem import MeshEquations, Role
 from minialpa.intra.graph.resharding_edges import Reader, ReshardingEdges
 from minialpa.intra.graph.variable_facts import facts_of
+from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.loops import ScanBody, scan_body
 from minialpa.intra.strategies.reshard import partial_specs_of
 from minialpa.intra.strategies.strategy_cache import StrategyCache
@@ -35,7 +36,6 @@ from minialpa.tracing.jaxprs import (
     aval_of,
     bytes_of,
     is_extended,
-    is_gradient_marker,
     is_inexact,
     is_literal,
     shape_of,
@@ -74,13 +74,14 @@ def collect_costs(
     *,
     folded: bool,
     cache: StrategyCache,
+    counted: StartCounts | None,
     forbidden_s: float,
 ) -> CollectedCosts:
     """The costs of `problem` on `mesh`; see `GraphBuilder` for the arguments.
 
     Raises InfeasibleError if an option cannot be kept on `mesh`.
     """
-    collector = _Collector(problem, mesh, option, folded=folded, cache=cache, forbidden_s=forbidden_s)
+    collector = _Collector(problem, mesh, option, folded=folded, cache=cache, counted=counted, forbidden_s=forbidden_s)
     collector.add_inputs()
     collector.add_equations()
     collector.add_results()
@@ -109,6 +110,7 @@ class _Collector:
         *,
         folded: bool,
         cache: StrategyCache,
+        counted: StartCounts | None,
         forbidden_s: float,
     ) -> None:
         self._problem, self._mesh, self._cache = problem, mesh, cache
@@ -116,7 +118,6 @@ class _Collector:
 
         # What holds whatever the costs are.
         facts = facts_of(problem.eqns, plans_loops=self._plans_loops)
-        self._n_gradients = facts.n_gradients
         self._constraints = OptionConstraints(problem, mesh, option)
         self.folding = fold_problem(problem, self._constraints, facts.n_together, cache) if folded else None
 
@@ -126,7 +127,7 @@ class _Collector:
         self.records: list[AnyRecord] = []
 
         # These add to the costs, and read the choices that are made here.
-        prices = MeshPrices(mesh, option, cache=cache, n_together=facts.n_together, forbidden_s=forbidden_s)
+        prices = MeshPrices(mesh, option, cache=cache, facts=facts, counted=counted, forbidden_s=forbidden_s)
         self._edges = ReshardingEdges(self.costs, self.choices, prices, option)
         self._plain = PlainEquations(
             mesh,
@@ -231,15 +232,13 @@ class _Collector:
         """Add an edge to operand `k`, or to all variables that equations sharded alike read in its place."""
         eqn, times, _, varied = occurrence
         operand = eqn.invars[k]
-        # The sums of all gradients start together.
-        n_sums = self._n_gradients if is_gradient_marker(eqn) else 1
         if k in varied:
             # Later equations make some of these variables, so their edges wait until all nodes are there.
             for var, part in varied[k]:
-                self._edges.defer(Reader(var, node, wanted, times * part, n_sums))
+                self._edges.defer(Reader(var, node, wanted, times * part))
         elif not is_literal(operand):
             assert isinstance(operand, Var), operand
-            self._edges.add(Reader(operand, node, wanted, times, n_sums))
+            self._edges.add(Reader(operand, node, wanted, times))
 
     # ---- barriers -------------------------------------------------------------------------------------------------
 

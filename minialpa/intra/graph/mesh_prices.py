@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jax.extend.core import Var
 
 from minialpa.cluster import LogicalMesh
+from minialpa.intra.graph.variable_facts import VariableFacts
+from minialpa.intra.strategies.combining import Sharing, StartCounts, combined_sums
 from minialpa.intra.strategies.strategy_cache import MeshStrategies, StrategyCache
 from minialpa.options import AutoShardingOption
 
@@ -20,22 +22,26 @@ class MeshPrices:
         option: AutoShardingOption,
         *,
         cache: StrategyCache,
-        n_together: Mapping[Var, int],
+        facts: VariableFacts,
+        counted: StartCounts | None,
         forbidden_s: float,
     ) -> None:
-        """`n_together`: see `VariableFacts`; `forbidden_s`: see `reshard_table`."""
+        """`counted`: starts of the sums of gradients; None: not counted. `forbidden_s`: see `reshard_table`."""
         self._mesh, self._forbidden, self._forbidden_s = mesh, option.forbidden_collectives, forbidden_s
-        self._cache, self._n_together = cache, n_together
-        self._by_sums: dict[int, MeshStrategies] = {}  # by the number of sums that start together
+        self._cache, self._facts, self._counted = cache, facts, counted
+        self._kinds = combined_sums(mesh, option)
+        self._by_sharing: dict[tuple[int, bool], MeshStrategies] = {}  # most sums, and whether they are counted
 
-    def of(self, made: Sequence[Var], at_least: int = 1) -> MeshStrategies:
-        """Those for the sums `made`, each of which starts together with at least `at_least` sums, itself included."""
-        n_sums = at_least
+    def of(self, made: Sequence[Var]) -> MeshStrategies:
+        """Those for the sums `made`."""
+        n_sums, is_counted = 1, False
         for var in made:
-            n_sums = max(n_sums, self._n_together.get(var, 1))
+            n_sums = max(n_sums, self._facts.n_together.get(var, 1))
+            is_counted |= self._counted is not None and var in self._facts.with_gradients
 
-        found = self._by_sums.get(n_sums)
+        found = self._by_sharing.get((n_sums, is_counted))
         if found is None:
-            found = self._cache.of(self._mesh, self._forbidden, n_sums, self._forbidden_s)
-            self._by_sums[n_sums] = found
+            sharing = Sharing(self._kinds, n_sums, self._counted if is_counted else None)
+            found = self._cache.of(self._mesh, self._forbidden, sharing, self._forbidden_s)
+            self._by_sharing[n_sums, is_counted] = found
         return found

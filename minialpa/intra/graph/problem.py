@@ -52,8 +52,12 @@ class MeshSharding:
         results: the spec in which each result of the step is left.
         equations: for each equation, the specs of what it reads and makes.
         compute_s: seconds of each equation, each time it runs.
-        optimal: whether no sharding is proven cheaper, among those that treat repeated layers alike.
+        optimal: whether no sharding is proven cheaper, among those that treat repeated layers alike, where as many sums
+            share each start as the prices say.
         gap: (cost - lower bound) / cost.
+        bound_s: seconds per step that no sharding is below, at the prices of the graph.
+        counted_bytes: the most bytes per device at any time, as the memory limit counts them; 0 without a limit, or if
+            what it counts fits under all shardings.
     """
 
     specs: dict[Var, Spec]
@@ -62,3 +66,5 @@ class MeshSharding:
     compute_s: tuple[float, ...]
     optimal: bool
     gap: float
+    bound_s: float
+    counted_bytes: float = 0.0

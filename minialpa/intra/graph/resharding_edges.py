@@ -26,14 +26,12 @@ class Reader(NamedTuple):
         node: the node that reads it; None for a reader that has one strategy.
         wanted: the spec in which each strategy wants the variable.
         times: how often per step the variable is resharded; a fraction for one of several that are read in turn.
-        n_sums: with how many sums, its own included, the sum of the variable starts at least.
     """
 
     var: Var
     node: int | None
     wanted: tuple[Spec, ...]
     times: float
-    n_sums: int = 1
 
 
 class ReshardingEdges:
@@ -50,9 +48,9 @@ class ReshardingEdges:
 
         Raises InfeasibleError if neither end has a choice and the options forbid the resharding.
         """
-        var, node, wanted, times, n_sums = reader
+        var, node, wanted, times = reader
         made = self._choices[var]
-        seconds = self._prices.of((var,), n_sums).reshard_s(shape_of(var), bytes_of(var), made.specs, wanted)
+        seconds = self._prices.of((var,)).reshard_s(shape_of(var), bytes_of(var), made.specs, wanted)
         if not seconds.any():
             return
 

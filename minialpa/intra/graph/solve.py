@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from minialpa.cluster import LogicalMesh
 from minialpa.errors import InfeasibleError
@@ -11,10 +12,13 @@ from minialpa.intra.graph.blame import why_infeasible
 from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
-from minialpa.intra.solver.solve import GraphSolution, solve_graph
+from minialpa.intra.solver.solve import CostGraph, GraphSolution, solve_graph
+from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 
+#: Relative gap up to which a sharding under a memory limit is taken: far below what costs are off by.
+_GAP = 1e-3
 #: Largest relative gap at which repeated layers stay sharded alike; beyond it, each layer is decided on its own.
 _LARGE_GAP = 0.01
 #: Number of equations beyond which deciding on each layer would take too long.
@@ -27,11 +31,17 @@ class MeshSolver:
     """Solves `problem` on `mesh` under one memory limit after the other."""
 
     def __init__(
-        self, problem: MeshEquations, mesh: LogicalMesh, option: AutoShardingOption, cache: StrategyCache | None = None
+        self,
+        problem: MeshEquations,
+        mesh: LogicalMesh,
+        option: AutoShardingOption,
+        cache: StrategyCache | None = None,
+        counted: StartCounts | None = None,
     ) -> None:
-        """`cache` is shared with other problems."""
+        """`cache` is shared with other problems; `counted`: see `GraphBuilder`."""
         self.problem, self.mesh, self.option, self.cache = problem, mesh, option, cache or StrategyCache()
-        self.folded = GraphBuilder(problem, mesh, option, folded=True, cache=self.cache)
+        self._counted = counted
+        self.folded = self._builder(folded=True)
         self._each: GraphBuilder | None = None  # decides on each layer; built when it is first needed
 
     def solve(
@@ -42,27 +52,39 @@ class MeshSolver:
         Repeated layers are sharded alike, unless memory is so short that some should save more of it than others.
         Each byte per device of `kept` costs `byte_s` seconds.
         """
-        deadline = time.monotonic() + time_limit_s
+        deadline = time.thread_time() + time_limit_s
         graph = self.folded.graph(limit, kept, byte_s)
         alike: GraphSolution | None = None
         try:
-            alike = solve_graph(graph, time_limit_s=time_limit_s)
+            alike = solve_graph(graph, time_limit_s=time_limit_s, gap=_GAP)
         except InfeasibleError:
             if self.folded.folding is None:
                 raise
         if alike is not None and self._is_good_enough(alike):
-            return self.folded.read(alike)
+            return self._read(self.folded, graph, alike)
 
         # Memory is short. Layers that need not be alike may fit, or come closer to the bound.
-        free = self._each = self._each or GraphBuilder(self.problem, self.mesh, self.option, cache=self.cache)
-        left_s = max(_LEAST_TIME_S, deadline - time.monotonic())
+        free = self._each = self._each or self._builder(folded=False)
+        left_s = max(_LEAST_TIME_S, deadline - time.thread_time())
         try:
-            each = solve_graph(free.graph(limit, kept, byte_s), time_limit_s=left_s)
+            free_graph = free.graph(limit, kept, byte_s)
+            each = solve_graph(free_graph, time_limit_s=left_s, gap=_GAP)
         except InfeasibleError:
             if alike is None:
                 raise
-            return self.folded.read(alike)
-        return free.read(each) if alike is None or each.cost < alike.cost else self.folded.read(alike)
+            return self._read(self.folded, graph, alike)
+        if alike is None or each.cost < alike.cost:
+            return self._read(free, free_graph, each)
+        return self._read(self.folded, graph, alike)
+
+    @staticmethod
+    def _read(builder: GraphBuilder, graph: CostGraph, solution: GraphSolution) -> MeshSharding:
+        return replace(builder.read(solution), counted_bytes=graph.peak_usage(solution.choices))
+
+    def _builder(self, *, folded: bool) -> GraphBuilder:
+        return GraphBuilder(
+            self.problem, self.mesh, self.option, folded=folded, cache=self.cache, counted=self._counted
+        )
 
     def _is_good_enough(self, alike: GraphSolution) -> bool:
         """Whether deciding on each layer would gain nothing, or little, or take too long."""

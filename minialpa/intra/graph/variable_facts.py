@@ -7,14 +7,14 @@ body share its jaxpr, and so the variables inside, which count once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.intra.strategies.combining import n_together
+from minialpa.intra.strategies.combining import WITH_GRADIENTS, n_together, sum_groups
 from minialpa.intra.strategies.loops import scan_body
-from minialpa.tracing.jaxprs import is_gradient_marker, operand_vars
+from minialpa.tracing.jaxprs import operand_vars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +22,12 @@ class VariableFacts:
     """Facts about all variables of a mesh.
 
     Attributes:
-        n_gradients: number of gradients, whose sums start together; at least 1.
-        n_together: for each result of a reduction, the number of reductions that start together with it.
+        with_gradients: the variables whose sums start with those of the gradients.
+        n_together: for each variable whose sum starts together with others, how many these are, itself included.
         n_readers: for each variable that is read, how many operands read it.
     """
 
-    n_gradients: int
+    with_gradients: Set[Var]
     n_together: Mapping[Var, int]
     n_readers: Mapping[Var, int]
 
@@ -39,13 +39,15 @@ class VariableFacts:
 def facts_of(eqns: Sequence[JaxprEqn], *, plans_loops: bool) -> VariableFacts:
     """The facts about the variables of `eqns`, and with `plans_loops` about those inside their loops."""
     together: dict[Var, int] = {}
+    with_gradients: set[Var] = set()
     n_readers: Counter[Var] = Counter()
     for body in (eqns, *(_loop_bodies(eqns) if plans_loops else ())):
-        together.update(n_together(body))
+        groups = sum_groups(body)
+        together.update(n_together(body, groups))
+        with_gradients.update(var for var, group in groups.items() if group == WITH_GRADIENTS)
         n_readers.update(var for eqn in body for var in operand_vars(eqn))
 
-    n_gradients = sum(map(is_gradient_marker, eqns))
-    return VariableFacts(n_gradients=max(1, n_gradients), n_together=together, n_readers=n_readers)
+    return VariableFacts(with_gradients=with_gradients, n_together=together, n_readers=n_readers)
 
 
 def _loop_bodies(eqns: Sequence[JaxprEqn]) -> Iterator[Sequence[JaxprEqn]]:

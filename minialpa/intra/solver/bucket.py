@@ -18,7 +18,6 @@ import heapq
 import math
 from dataclasses import dataclass
 
-import networkx as nx
 import numpy as np
 
 from minialpa.intra.solver.cost_graph import Floats
@@ -49,10 +48,19 @@ def eliminate_narrow_components(residual: Residual) -> None:
 
 def components(residual: Residual) -> list[list[int]]:
     """Connected components of the nodes that are left, each in node order."""
-    graph = nx.Graph()
-    graph.add_nodes_from(residual.alive)
-    graph.add_edges_from((node, neighbour) for node in residual.alive for neighbour in residual.adjacent[node])
-    return sorted(sorted(component) for component in nx.connected_components(graph))
+    found: list[list[int]] = []
+    seen: set[int] = set()
+    for first in sorted(residual.alive):
+        if first in seen:
+            continue
+        seen.add(first)
+        component = [first]
+        for node in component:  # which grows meanwhile
+            new = [neighbour for neighbour in residual.adjacent[node] if neighbour not in seen]
+            seen.update(new)
+            component += new
+        found.append(sorted(component))
+    return found
 
 
 def _narrow_order(residual: Residual, component: list[int]) -> list[int] | None:

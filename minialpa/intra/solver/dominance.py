@@ -1,4 +1,4 @@
-"""Which strategies of a node can be dropped because another one dominates them; compiled by numba.
+"""Which strategies of a node can be dropped because another one dominates them.
 
 Strategy B dominates strategy A if B uses no more and, whatever the neighbours w choose, costs no more:
     c[B] - c[A] + sum_w max_j (E_w[B, j] - E_w[A, j]) <= 0                                           -> undominated
@@ -10,30 +10,84 @@ more than strategy 1, so it dominates; the other way round, 4 - 1 + max(0, -2) =
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import numpy as np
 
 from minialpa.intra.solver.cost_graph import Bools, Floats, Ints
-from minialpa.support.machine_code import compiled
+from minialpa.support.loops import compiled
 
 #: Rounding error of the quick test, as a part of what it adds up: 4,500 float64 roundings of 2.2e-16.
 _ROUNDING = 1e-12
+#: Calls that NumPy serves before machine code is loaded; small steps are planned with fewer.
+_MOST_CALLS = 3000
+#: Strategies times entries of their edges up to which it does.
+_MOST_ENTRIES = 1_000_000
+#: Numbers the calls of this process.
+_calls = itertools.count()
 
 
 @cache
 def load() -> None:
     """Load the compiled functions, or compile them, ahead of the first call that is timed."""
-    undominated(np.zeros(1), np.zeros((0, 1), np.int64), np.zeros((1, 0)), np.zeros(1, np.int64))
+    _in_loops(np.zeros(1), np.zeros((0, 1), np.int64), np.zeros((1, 0)), np.zeros(1, np.int64))
 
 
-@compiled
 def undominated(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
     """A mask of the strategies to keep; of strategies that dominate each other, it keeps the first.
 
     usage[t, i]: what strategy i uses in term t, or the rank of that among all strategies.
     edges[i, ends[w] : ends[w + 1]]: costs of the edge to neighbour w.
+
+    Machine code is ten times as fast as NumPy, and takes as long to load as some thousand calls. Both add the same
+    numbers up in the same order, so the answer does not depend on which is taken.
     """
+    is_loaded = load.cache_info().currsize > 0
+    if not is_loaded and next(_calls) < _MOST_CALLS and cost.size * edges.size < _MOST_ENTRIES:
+        with np.errstate(invalid="ignore"):  # inf - inf
+            return _in_arrays(cost, usage, edges, ends)
+    load()
+    return _in_loops(cost, usage, edges, ends)
+
+
+def _in_arrays(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
+    """`undominated` by NumPy. excess[a, b]: how much more strategy b costs than a."""
+    n_strategies, lines = len(cost), np.arange(len(cost))
+    if n_strategies < 2:
+        return np.ones(n_strategies, np.bool_)
+
+    # The quick test: where each neighbour chooses what suits A best.
+    excess, size = cost[None, :] - cost[:, None], np.abs(cost)
+    parts = [edges[:, start:stop] for start, stop in itertools.pairwise(ends.tolist())]
+    for part in parts:
+        at = part.argmin(axis=1)
+        least = part[lines, at]
+        excess += part[:, at].T - least[:, None]
+        size = size + np.abs(least)
+    more = (usage[:, None, :] > usage[:, :, None]).any(axis=0)
+    pairs = (excess <= _ROUNDING * size[:, None]) & ~more
+    np.fill_diagonal(pairs, False)
+
+    # The formula, of the pairs that are left: where each neighbour chooses what suits B worst.
+    first, second = np.nonzero(pairs)
+    worst = cost[second] - cost[first]
+    for part in parts:
+        # inf - inf is NaN, which is never more: a choice that rules A out says nothing for A.
+        worst += np.fmax.reduce(part[second] - part[first], axis=1, initial=-np.inf)
+    dominates = np.zeros_like(pairs)
+    dominates[first, second] = worst <= 0
+
+    # Backwards, as in the loops.
+    stays = np.ones(n_strategies, np.bool_)
+    for a in np.flatnonzero(dominates.any(axis=1))[::-1]:
+        stays[a] = not (dominates[a] & stays).any()
+    return stays
+
+
+@compiled
+def _in_loops(cost: Floats, usage: Ints, edges: Floats, ends: Ints) -> Bools:
+    """`undominated` as machine code."""
     n_strategies, n_edges = len(cost), len(ends) - 1
     least, at, size = _least_over_edges(cost, edges, ends)
 

@@ -12,6 +12,9 @@ choices between them, a few nodes are forced to random strategies and the messag
 Example: 10 equal nodes have a low-cost strategy (cost 0, usage 2) and a low-usage one (cost 1, usage 1), with room for
 15. At price 1 both cost the same with the price, L = 10 * 2 - 15 = 5, and 5 nodes of each kind reach that bound.
 
+Where a gap is allowed, prices come from a linear program in place of the formula (columns.py), and all ends as soon as
+the choices are within that gap of the bound.                                                 -> _raise_with_columns
+
 Everything is counted in passes and rounds, so that the outcome does not depend on the clock unless time runs out.
 """
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,12 +34,16 @@ from minialpa.intra.solver.local_search import cost_of, improve_on_trees, round_
 from minialpa.intra.solver.mixed_solutions import mixtures
 from minialpa.intra.solver.options import (
     AscentOptions,
+    ColumnOptions,
     LocalSearchOptions,
     ProbeOptions,
     RoundingOptions,
     SolverOptions,
 )
 from minialpa.intra.solver.trws import exchange_messages, pass_messages, price_usage
+
+if TYPE_CHECKING:
+    from minialpa.intra.solver.columns import Columns
 
 #: Rounding error of sums of float64, as a part of the largest possible sum.
 _ROUNDING = 1e-12
@@ -158,15 +166,30 @@ def load(core: Core) -> None:
     passes.improve(_Incumbent(core), 0.0, 0, RoundingOptions())
 
 
-def bracket(core: Core, prices: Floats, deadline: float, options: SolverOptions) -> Bracket:
+@dataclass(frozen=True, slots=True)
+class AllowedGap:
+    """Choices are taken if they cost at most `part` of the whole cost more than the bound; `offset` is what the whole
+    costs besides the core."""
+
+    part: float = 0.0
+    offset: float = 0.0
+
+
+def bracket(
+    core: Core, prices: Floats, deadline: float, options: SolverOptions, allowed: AllowedGap = AllowedGap()
+) -> Bracket:
     """Bounds and choices for `core`, starting from `prices`. Makes a few passes even after `deadline`."""
     incumbent = _Incumbent(core)
-    now = time.monotonic()
-    passes = _raise_bound(core, prices, incumbent, now + (deadline - now) / 2, options)
-    equal = _ROUNDING * core.forbidden
+    now = time.thread_time()
+    half = now + (deadline - now) / 2
+    rounding = equal = _ROUNDING * core.forbidden
+    if allowed.part and len(core.room):
+        passes, equal = _raise_with_columns(core, prices, incumbent, half, options, allowed)
+    else:
+        passes = _raise_bound(core, prices, incumbent, half, options)
 
     # Near the best prices, each pass rounds to other choices.
-    for _ in range(options.rounding.last_pairs if time.monotonic() < deadline else 1):
+    for _ in range(options.rounding.last_pairs if time.thread_time() < deadline else 1):
         for forward in (True, False):
             bound = passes.run(forward)
             passes.round(not forward, incumbent)
@@ -176,10 +199,10 @@ def bracket(core: Core, prices: Floats, deadline: float, options: SolverOptions)
         _round_under_high_prices(core, incumbent, options.rounding.price_levels)
 
     # The pass back leaves the reduced costs that belong to the bound of the pass before it.
-    bound = passes.run(True) - equal
+    bound = passes.run(True) - rounding
     passes.run(False)
 
-    if incumbent.allowed_cost - bound > 2 * equal:
+    if incumbent.allowed_cost - bound > equal + rounding:
         if len(core.room) and incumbent.excess == 0:
             for choices in mixtures(core, _cheapest(core, options), incumbent.choices, options.mixing):
                 incumbent.offer(choices)
@@ -226,10 +249,96 @@ def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: fl
                 break
             gap_before = gap
 
-        if time.monotonic() > deadline or steps.step < ascent.least_step:
+        if time.thread_time() > deadline or steps.step < ascent.least_step:
             break
         steps.move(passes, bound, k)
     return best
+
+
+def _raise_with_columns(
+    core: Core, prices: Floats, incumbent: _Incumbent, deadline: float, options: SolverOptions, allowed: AllowedGap
+) -> tuple[_Passes, float]:
+    """As `_raise_bound`, with prices of columns.py; also returns the gap that is allowed, in the units of costs."""
+    from minialpa.intra.solver.columns import Columns  # scipy takes long to import, and few graphs come here
+
+    passes, best, columns = _Passes(core, prices), _Passes(core, prices), Columns(core)
+    column_options, equal = options.columns, _ROUNDING * core.forbidden
+    best_bound, best_cost, n_idle = -np.inf, np.inf, 0
+
+    for k in range(column_options.max_prices):
+        bound = _settled(passes, column_options, column_options.little * equal)
+        gains = bound > best_bound + column_options.little * equal
+        if bound > best_bound:
+            best_bound = bound
+            best.prices, best.messages[:] = passes.prices, passes.messages
+            equal = max(_ROUNDING * core.forbidden, allowed.part * abs(allowed.offset + bound))
+
+        _offer_columns(passes, columns, incumbent, k, column_options)
+        if n_idle:
+            _offer_noisy_columns(passes, columns, incumbent, best_bound, k, options)
+        gains |= incumbent.allowed_cost < best_cost - column_options.little * equal
+        best_cost, n_idle = min(best_cost, incumbent.allowed_cost), 0 if gains else n_idle + 1
+        following, most = columns.best_prices()
+        is_settled = n_idle >= column_options.idle_prices or most - best_bound <= column_options.little * equal
+        if incumbent.allowed_cost - best_bound <= equal or is_settled or time.thread_time() > deadline:
+            break
+        near = column_options.nearness if k else 0.0
+        passes.prices = near * best.prices + (1 - near) * following
+    return best, equal
+
+
+def _settled(passes: _Passes, options: ColumnOptions, little: float) -> float:
+    """Passes under unchanged prices until the bound hardly rises; returns the best bound."""
+    best = -np.inf
+    for k in range(options.max_pairs):
+        bound = max(passes.run(True), passes.run(False))
+        rises, best = bound - best > little, max(best, bound)
+        if k + 1 >= options.least_pairs and not rises:
+            break
+    return best
+
+
+def _offer_columns(passes: _Passes, columns: Columns, incumbent: _Incumbent, k: int, options: ColumnOptions) -> None:
+    """Choices under the prices of `passes`: without regard to the limit for `columns`, with it for `incumbent`."""
+    core, n_trees = passes.core, int(options.trees * passes.core.n_nodes) + 1
+    free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
+    for forward in (True, False):
+        choices = np.zeros_like(passes.choices)
+        round_choices(free, passes.priced, passes.messages, forward, choices)
+        columns.add(choices)
+        incumbent.offer(choices)
+        if k % options.local_searches == 0:
+            improve_on_trees(free, passes.priced, choices, n_trees, k)
+            columns.add(choices)
+            incumbent.offer(choices)
+        passes.round(forward, incumbent)
+
+    # From the best choices under prices, and then without.
+    if k % options.local_searches == 1 % options.local_searches:
+        choices = incumbent.choices.copy()
+        for costs in (passes.priced, core.cost):
+            improve_on_trees(core, costs, choices, n_trees, k)
+            columns.add(choices)
+            incumbent.offer(choices)
+    columns.add(incumbent.choices)
+
+
+def _offer_noisy_columns(
+    passes: _Passes, columns: Columns, incumbent: _Incumbent, bound: float, k: int, options: SolverOptions
+) -> None:
+    """As `_offer_columns`, after passes over slightly changed costs: where optima are equal, rounding mixes them."""
+    core, choices, messages = passes.core, np.zeros_like(passes.choices), passes.messages.copy()
+    noise = np.random.default_rng(k).random(len(core.cost))
+    noisy = passes.priced + options.rounding.noise * abs(bound) / core.n_nodes * noise
+    exchange_messages(core, noisy, messages, choices, options.rounding.noisy_pairs)
+
+    free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
+    for forward in (True, False):
+        for limited in (free, core):
+            round_choices(limited, noisy, messages, forward, choices)
+            improve_on_trees(limited, passes.priced, choices, core.n_nodes // 2 + 1, k)
+            columns.add(choices)
+            incumbent.offer(choices)
 
 
 def _round_under_high_prices(core: Core, incumbent: _Incumbent, n_levels: int) -> None:
@@ -270,7 +379,7 @@ def _improve(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float,
 
         # In portions, as compiled loops do not look at the clock.
         for first in range(0, core.n_nodes, options.trees):
-            if time.monotonic() > deadline:
+            if time.thread_time() > deadline:
                 return
             n_trees = min(options.trees, core.n_nodes - first)
             improve_on_trees(core, priced, choices, n_trees, k * core.n_nodes + first)
@@ -288,7 +397,7 @@ def _probe(passes: _Passes, incumbent: _Incumbent, deadline: float, options: Pro
     rng = np.random.default_rng(0)
     n_idle = 0
     for k in range(min(options.max_probes, options.max_entries // max(1, len(core.table)))):
-        if time.monotonic() > deadline or n_idle >= options.idle_probes:
+        if time.thread_time() > deadline or n_idle >= options.idle_probes:
             return
         before = incumbent.value
 

@@ -20,7 +20,7 @@ import numpy as np
 from minialpa.intra.solver.cost_graph import Floats, Ints
 from minialpa.intra.solver.csr_graph import Core
 from minialpa.intra.solver.exact import MOST_BITS
-from minialpa.support.machine_code import compiled
+from minialpa.support.loops import compiled
 
 #: Most nodes of a tree.
 _LARGEST_TREE = 50

@@ -22,6 +22,7 @@ class PhaseOptions:
         max_rounds: rounds of phases 1 and 3.
         worthwhile: part of the entries that a round has to remove to be followed by another one.
         reserved: part of the time that the program leaves to local search where nothing was found yet.
+        enough: allowed gaps up to which nothing is tried any more after the rounds, unless it is a small program.
         reductions_s: seconds that reductions have whatever the time limit: without them, hardly an attempt avoids all
             forbidden pairs.
     """
@@ -32,6 +33,7 @@ class PhaseOptions:
     max_rounds: int = 4
     worthwhile: float = 0.7
     reserved: float = 0.25
+    enough: float = 20.0
     reductions_s: float = 10.0
 
 
@@ -62,6 +64,32 @@ class AscentOptions:
     patience: int = 15
     least_step: float = 1e-4
     newest: float = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnOptions:
+    """The ascent of the lower bound where a gap is allowed (lagrange.py, columns.py).
+
+    Attributes:
+        max_prices: prices that are tried.
+        max_pairs: pairs for each of them, in which messages settle.
+        least_pairs: pairs for each of them at least.
+        little: a gain of this part of the allowed gap is none.
+        idle_prices: prices without a gain after which the ascent ends.
+        nearness: how far the next prices stay on the side of the best so far, between 0 and 1: prices of few choices
+            go to extremes.
+        local_searches: local search is tried for every so many prices.
+        trees: trees of a local search, as a part of the nodes.
+    """
+
+    max_prices: int = 60
+    max_pairs: int = 20
+    least_pairs: int = 3
+    little: float = 0.05
+    idle_prices: int = 5
+    nearness: float = 0.5
+    local_searches: int = 4
+    trees: float = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +168,7 @@ class SolverOptions:
 
     phases: PhaseOptions = field(default_factory=PhaseOptions)
     ascent: AscentOptions = field(default_factory=AscentOptions)
+    columns: ColumnOptions = field(default_factory=ColumnOptions)
     rounding: RoundingOptions = field(default_factory=RoundingOptions)
     local_search: LocalSearchOptions = field(default_factory=LocalSearchOptions)
     probes: ProbeOptions = field(default_factory=ProbeOptions)

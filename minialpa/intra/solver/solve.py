@@ -24,12 +24,13 @@ from minialpa.intra.solver.bucket import eliminate_narrow_components
 from minialpa.intra.solver.cost_graph import CostGraph, Edge, Floats, GraphSolution
 from minialpa.intra.solver.csr_graph import excess_bits, flatten
 from minialpa.intra.solver.elimination import reduce_graph
-from minialpa.intra.solver.ilp_model import solve_program
 from minialpa.intra.solver.options import PhaseOptions, SolverOptions
 from minialpa.intra.solver.residual import Residual, keep, residual_of, without_rows
 
 __all__ = ["CostGraph", "Edge", "GraphSolution", "solve_graph"]
 
+#: Nodes up to which a graph is solved without waiting for compiled loops first: most never need them.
+_FEW_NODES = 2000
 #: A gap up to this part of the cost counts as none: what sums of float64 can tell apart.
 _EQUAL = 1e-9
 _DEFAULTS = SolverOptions()
@@ -49,18 +50,24 @@ def solve_graph(
     time_limit_s: float = 60.0,
     solver: Literal["highs", "cbc"] = "highs",
     options: SolverOptions = _DEFAULTS,
+    gap: float = 0.0,
 ) -> GraphSolution:
     """The cheapest strategies; after `time_limit_s` the best ones found, with the bound that was proven by then.
+
+    Under a usage limit, strategies are taken as soon as they are known to cost at most the part `gap` more than the
+    cheapest.
 
     Three things do not count towards the time limit: the first reductions and a first attempt, which take seconds for
     30,000 nodes and next to nothing for 1,000, and loading compiled loops, which takes half a second, and some seconds
     to compile when it is the first time after an installation.
 
-    Unless time runs out, the answer depends on the graph and the solver only. Raises InfeasibleError when no choice
-    satisfies edges and usage limit, or when time ran out before one was found; the message says which.
+    Seconds are those of the processor, so that other programs beside this one do not change the answer. Unless time
+    runs out, the answer depends on the graph and the solver only. Raises InfeasibleError when no choice satisfies edges
+    and usage limit, or when time ran out before one was found; the message says which.
     """
-    dominance.load()
-    best = _Best(graph)
+    if len(graph.node_costs) > _FEW_NODES:
+        dominance.load()
+    best = _Best(graph, gap if graph.usage_limit is not None else 0.0)
     try:
         _solve(residual_of(graph), best, time_limit_s, solver, options)
     except InfeasibleError:
@@ -75,7 +82,7 @@ def _solve(
 ) -> None:
     """Phases 1 to 4; the results go to `best`."""
     phases = options.phases
-    start = time.monotonic()
+    start = time.thread_time()
     deadline = start + time_limit_s
     prices = np.zeros(len(residual.base))
     n_entries = np.inf
@@ -88,12 +95,14 @@ def _solve(
 
         n_entries, n_before = _n_entries(residual), n_entries
         is_small = not residual.alive or n_entries <= phases.small_program_entries
-        if best.proven or is_small or n_entries > (1 - phases.worthwhile) * n_before:
+        if best.is_within(best.allowed_gap) or is_small or n_entries > (1 - phases.worthwhile) * n_before:
             break
         deadline += _loading_s() if k == 0 else 0.0
         _bracket(residual, best, prices, deadline, options)
 
-    if not best.proven:
+    if not best.is_within(best.allowed_gap) and (
+        _n_entries(residual) <= phases.small_program_entries or not best.is_within(phases.enough * best.allowed_gap)
+    ):
         _solve_rest(residual, best, solver, deadline, phases)
     # There was no attempt so far, or none that keeps to the limit.
     if best.choices is None and residual.alive:
@@ -105,14 +114,15 @@ class _Best:
 
     Attributes:
         graph: the graph that they are choices for.
+        allowed_gap: choices that cost at most this part more than the bound are taken.
         choices: the cheapest allowed choices so far; None if there are none.
         cost: their cost; infinite if there are none.
         bound: no solution costs less.
         least_usage: the least peak usage among choices that exceed the limit, for the message.
     """
 
-    def __init__(self, graph: CostGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: CostGraph, allowed_gap: float) -> None:
+        self.graph, self.allowed_gap = graph, allowed_gap
         self.choices: tuple[int, ...] | None = None
         self.cost, self.bound, self.least_usage = np.inf, -np.inf, np.inf
 
@@ -132,7 +142,11 @@ class _Best:
 
     @property
     def proven(self) -> bool:
-        return self.choices is not None and self.cost - self.bound <= _EQUAL * abs(self.cost)
+        return self.is_within(_EQUAL)
+
+    def is_within(self, gap: float) -> bool:
+        """Whether there are choices that cost at most the part `gap` more than the bound."""
+        return self.choices is not None and self.cost - self.bound <= max(_EQUAL, gap) * abs(self.cost)
 
     def solution(self) -> GraphSolution:
         if self.choices is None:
@@ -170,12 +184,12 @@ def _try_without_rows(residual: Residual, best: _Best, deadline: float, most_ent
 
 def _loading_s() -> float:
     """Load the compiled loops; the seconds that this took, which answers must not depend on."""
-    start = time.monotonic()
+    start = time.thread_time()
     # Imported here, because most graphs of the planner are solved without these loops.
     from minialpa.intra.solver import lagrange
 
     lagrange.load(flatten(residual_of(_TINY), [0, 1]))
-    return time.monotonic() - start
+    return time.thread_time() - start
 
 
 def _bracket(residual: Residual, best: _Best, prices: Floats, deadline: float, options: SolverOptions) -> None:
@@ -183,17 +197,18 @@ def _bracket(residual: Residual, best: _Best, prices: Floats, deadline: float, o
 
     The passes start from `prices`, one for each row that there was at first, and move them on.
     """
-    from minialpa.intra.solver.lagrange import bracket  # see _loading_s
+    from minialpa.intra.solver.lagrange import AllowedGap, bracket  # see _loading_s
 
     nodes = list(residual.alive)
     core = flatten(residual, nodes)
-    found = bracket(core, prices[residual.rows], deadline, options)
+    allowed = AllowedGap(best.allowed_gap, residual.offset)
+    found = bracket(core, prices[residual.rows], deadline, options, allowed)
     prices[residual.rows] = found.prices
     best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
 
     # Usages that were rounded up give choices that fit; for a bound that holds, they have to be rounded down.
     if excess_bits(residual):
-        found = bracket(flatten(residual, nodes, loose=True), prices[residual.rows], deadline, options)
+        found = bracket(flatten(residual, nodes, loose=True), prices[residual.rows], deadline, options, allowed)
         best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
 
     best.raise_bound(residual.offset + found.bound)
@@ -207,13 +222,20 @@ def _solve_rest(
     residual: Residual, best: _Best, solver: Literal["highs", "cbc"], deadline: float, phases: PhaseOptions
 ) -> None:
     """Phase 4: the integer program, if it is small for the time that is left."""
-    left_s = deadline - time.monotonic()
+    start = time.thread_time()
+    # Imported here, because most graphs of the planner are solved without it. Answers must not depend on how long it
+    # takes.
+    from minialpa.intra.solver.ilp_model import solve_program
+
+    deadline += time.thread_time() - start
+    left_s = deadline - time.thread_time()
     if residual.alive and _n_entries(residual) > phases.program_entries_per_s * left_s:
         return
 
     # Covers may take all the time, so some is reserved for local search where nothing was found yet.
     deadline -= 0.0 if best.choices else phases.reserved * left_s
-    found = solve_program(residual, solver=solver, deadline=deadline)
+    # The program's solver may be another process, and looks at the clock on the wall.
+    found = solve_program(residual, solver=solver, deadline=time.monotonic() + deadline - time.thread_time())
     if found.choices is not None:
         best.offer(residual.choices(found.choices))
     best.raise_bound(found.bound)

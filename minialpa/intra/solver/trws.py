@@ -20,7 +20,7 @@ import numpy as np
 
 from minialpa.intra.solver.cost_graph import Floats, Ints
 from minialpa.intra.solver.csr_graph import Core
-from minialpa.support.machine_code import compiled
+from minialpa.support.loops import compiled
 
 
 def exchange_messages(core: Core, priced: Floats, messages: Floats, x: Ints, n_pairs: int) -> None:

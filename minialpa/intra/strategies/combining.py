@@ -1,23 +1,85 @@
-"""Which collectives start together.
+"""Which sums start together.
 
-Compilers combine collectives that do not wait for each other, so that they share the time to start. Gradients wait for
-nothing but the backward pass. Other sums of one *depth*, the number of contractions and reductions on the longest path
-to them, cannot wait for each other: the mean and the mean square of a normalisation, say.
+Compilers combine all-reduces that do not wait for each other, so that they share the time to start. Gradients wait for
+nothing but the backward pass. What no gradient waits for, and what waits for no gradient, can start with them: the
+loss, say. Other sums of one *depth*, the number of contractions and reductions on the longest path to them, cannot wait
+for each other: the mean and the mean square of a normalisation, say.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.cluster import LogicalMesh
+from minialpa.cost import CollectiveKind, combined_kinds
+from minialpa.options import AutoShardingOption
 from minialpa.rules.heavy import has_contraction
-from minialpa.tracing.jaxprs import operand_vars
+from minialpa.tracing.jaxprs import is_gradient_marker, operand_vars
+
+#: The group of sums that start with those of the gradients.
+WITH_GRADIENTS = 0
+#: Kind and axes of collectives that may start as one, and how many there are.
+StartCounts = tuple[tuple[CollectiveKind, tuple[int, ...], int], ...]
 
 
-def n_together(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
-    """For each result of a reduction, how many reductions there are of its depth."""
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How many sums start as one.
+
+    Attributes:
+        kinds: those of the collectives that do.
+        n: the most that can, if nobody has counted: each is then priced as if all were of its kind and axes.
+        counted: those of some solution. A start that none of them has is paid in full.
+    """
+
+    kinds: tuple[CollectiveKind, ...] = ()
+    n: int = 1
+    counted: StartCounts | None = None
+
+    def of(self, kind: CollectiveKind, axes: tuple[int, ...]) -> int:
+        """How many start with one of this kind along these axes, itself included."""
+        if kind not in self.kinds:
+            return 1
+        if self.counted is None:
+            return self.n
+        return max((n for other, along, n in self.counted if (other, along) == (kind, axes)), default=1)
+
+
+#: Of a collective that starts by itself.
+ALONE = Sharing()
+
+
+def combined_sums(mesh: LogicalMesh, option: AutoShardingOption) -> tuple[CollectiveKind, ...]:
+    """Kinds of sums that start together.
+
+    Those who ask for updates part by part expect that each part of a gradient is summed where it is used, so its price
+    is that of sums which start together, even where one all-reduce of many small gradients is faster.
+    """
+    scatters = option.sharded_update or "reduce-scatter" in combined_kinds(mesh)
+    return ("all-reduce", "reduce-scatter") if scatters else ("all-reduce",)
+
+
+def sum_groups(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
+    """For each variable whose sum starts with others, the number of their group."""
+    groups = _reductions_by_depth(eqns)
+    groups.update((var, WITH_GRADIENTS) for var in _beside_gradients(eqns))
+    return groups
+
+
+def n_together(eqns: Sequence[JaxprEqn], groups: dict[Var, int]) -> dict[Var, int]:
+    """For each variable in `groups`, how many reductions and gradients its group has; at least 1."""
+    made = {var for eqn in eqns if eqn.primitive.name.startswith("reduce_") for var in eqn.outvars}
+    gradients = {var for eqn in eqns if is_gradient_marker(eqn) for var in operand_vars(eqn)}
+    counts = Counter(group for var, group in groups.items() if var in made or var in gradients)
+    return {var: max(1, counts[group]) for var, group in groups.items()}
+
+
+def _reductions_by_depth(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
+    """The depth of each result of a reduction, from 1."""
     depth: dict[Var, int] = {}
     sums: dict[Var, int] = {}
 
@@ -29,6 +91,24 @@ def n_together(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
         depth.update((var, own) for var in eqn.outvars)
         if reduces:
             sums.update((var, own) for var in eqn.outvars)
+    return sums
 
-    counts = Counter(sums.values())
-    return {var: counts[own] for var, own in sums.items()}
+
+def _beside_gradients(eqns: Sequence[JaxprEqn]) -> Iterator[Var]:
+    """Gradients before they are summed, and what neither waits for a sum of theirs nor is read to compute them."""
+    markers = [eqn for eqn in eqns if is_gradient_marker(eqn)]
+    if not markers:
+        return
+    summed = {var for eqn in markers for var in eqn.outvars}
+    gradients = {var for eqn in markers for var in operand_vars(eqn)}
+    yield from gradients
+
+    behind = set(summed)  # waits for a gradient
+    for eqn in eqns:
+        if not behind.isdisjoint(operand_vars(eqn)):
+            behind.update(eqn.outvars)
+    ahead = set(gradients)  # a gradient waits for it
+    for eqn in reversed(eqns):
+        if not ahead.isdisjoint(eqn.outvars):
+            ahead.update(operand_vars(eqn))
+    yield from (var for eqn in eqns for var in eqn.outvars if var not in behind and var not in ahead)

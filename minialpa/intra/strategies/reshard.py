@@ -8,7 +8,6 @@ mesh axes there are some dozens of specs, so all shortest paths of an array are 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -20,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import Collective, CollectiveKind
+from minialpa.cost import Collective, CollectiveKind, as_one_of
 from minialpa.errors import ShardingError
+from minialpa.intra.strategies.combining import ALONE, Sharing
 from minialpa.rules.factors import Reduction
 from minialpa.sharding import Spec, specs_of
 
@@ -75,7 +75,10 @@ def steps_from(src: Spec, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -
     for axes in (*((axis,) for axis in live), *((live,) if len(live) > 1 else ())):
         if set(axes) <= set(src.partial):
             rest = _without(src.partial, axes)
-            yield ReshardStep(kind="all-reduce", axes=axes, src=src, dst=Spec(src.dims, rest))
+            # All that is pending is summed at once: some sums that go one axis after the other would not start with
+            # those that do not.
+            if not rest:
+                yield ReshardStep(kind="all-reduce", axes=axes, src=src, dst=Spec(src.dims))
             for dim, dst in _onto_dims(axes, Spec(src.dims, rest), shape, mesh_shape):
                 yield ReshardStep(kind="reduce-scatter", axes=axes, src=src, dst=dst, dim=dim)
 
@@ -227,7 +230,7 @@ def reshard_table(
     n_bytes: float,
     mesh: LogicalMesh,
     forbidden: tuple[str, ...] = (),
-    n_together: int = 1,
+    sharing: Sharing = ALONE,
     forbidden_s: float = math.inf,
 ) -> ReshardTable:
     """The table of an array.
@@ -237,16 +240,13 @@ def reshard_table(
         n_bytes: bytes of the whole array.
         mesh: the mesh that holds it.
         forbidden: kinds of steps that the options forbid.
-        n_together: number of sums that share the time to start with the sum of this array.
+        sharing: how many sums start with the sum of this array.
         forbidden_s: seconds of a forbidden step; finite, to find the paths that need fewest of them.
     """
-    # Only sums share the time to start; each other step has the time of the mesh.
-    together = dataclasses.replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
-
     common = _steps(same_divisors(shape, mesh.shape), mesh.shape)
     prices = [
         forbidden_s if step.kind in forbidden
-        else _price(step, n_bytes, together if step.kind in ("all-reduce", "reduce-scatter") else mesh)
+        else _price(step, n_bytes, mesh, sharing)
         for step in common.bills
     ]  # fmt: skip
 
@@ -277,6 +277,9 @@ def _shortest_paths(common: _StepGraph, prices: Sequence[float]) -> tuple[NDArra
     return seconds, first
 
 
-def _price(step: ReshardStep, n_bytes: float, mesh: LogicalMesh) -> float:
+def _price(step: ReshardStep, n_bytes: float, mesh: LogicalMesh, sharing: Sharing) -> float:
     collective = step.collective(n_bytes, mesh.shape)
+
+    if collective is not None:
+        mesh = as_one_of(sharing.of(collective.kind, collective.axes), mesh)
     return _STEP_S + (_MASK_S if step.kind == "mask" else 0.0) + (collective.seconds(mesh) if collective else 0.0)

@@ -15,8 +15,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
+from minialpa.cost import as_one_of
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates
+from minialpa.intra.strategies.combining import ALONE, Sharing
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.rules.factors import Factors
 from minialpa.rules.heavy import has_contraction, is_contraction
@@ -139,15 +141,22 @@ def splits_most(eqn: JaxprEqn, mesh: LogicalMesh) -> bool:
 
 
 def priced(
-    eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, candidates: Candidates, gather_s: float | None = None
+    eqn: JaxprEqn,
+    factors: Factors,
+    mesh: LogicalMesh,
+    candidates: Candidates,
+    *,
+    sharing: Sharing = ALONE,
+    gather_s: float | None = None,
 ) -> StrategySet:
     """The strategies of an equation, each with the cheapest of its candidates.
 
+    sharing: how many sums start with those of the results.
     gather_s: if all-gathers are forbidden, the seconds of a reduction that no other collective can do.
     """
     compute = work_s(eqn, factors, mesh) / candidates.n_shares
 
-    bills = np.array([_bill_s(eqn, bill, mesh) for bill in candidates.bills], np.float64)
+    bills = np.array([_bill_s(eqn, bill, mesh, sharing) for bill in candidates.bills], np.float64)
     if gather_s is not None:
         bills[[any(map(_is_gathered, eqn.outvars, bill.finish)) for bill in candidates.bills]] = gather_s
     communication = bills[candidates.bill_of]
@@ -199,23 +208,26 @@ def _is_gathered(result: Var, step: ReshardStep | None) -> bool:
     return is_bitwise or step.reduction == "prod"
 
 
-def _bill_s(eqn: JaxprEqn, bill: Bill, mesh: LogicalMesh) -> float:
+def _bill_s(eqn: JaxprEqn, bill: Bill, mesh: LogicalMesh, sharing: Sharing) -> float:
     """Seconds of the collectives of a candidate."""
     seconds = sum(
-        _collective_s(step, bytes_of(result), mesh)
+        _collective_s(step, bytes_of(result), mesh, sharing)
         for step, result in zip(bill.finish, eqn.outvars, strict=True)
         if step is not None
     )
 
     for r, made, left in bill.moves:
         result = eqn.outvars[r]
-        seconds += reshard_table(shape_of(result), bytes_of(result), mesh).cost(made, left)
+        table = reshard_table(shape_of(result), bytes_of(result), mesh, sharing=sharing)
+        seconds += table.cost(made, left)
     return seconds
 
 
-def _collective_s(step: ReshardStep, n_bytes: float, mesh: LogicalMesh) -> float:
+def _collective_s(step: ReshardStep, n_bytes: float, mesh: LogicalMesh, sharing: Sharing) -> float:
     collective = step.collective(n_bytes, mesh.shape)
-    return collective.seconds(mesh) if collective else 0.0
+    if collective is None:
+        return 0.0
+    return collective.seconds(as_one_of(sharing.of(collective.kind, collective.axes), mesh))
 
 
 def work_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> float:

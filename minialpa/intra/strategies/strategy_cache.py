@@ -28,6 +28,7 @@ from minialpa.intra.strategies.candidates import (
     leads,
     same_operands,
 )
+from minialpa.intra.strategies.combining import Sharing
 from minialpa.intra.strategies.reshard import ReshardTable, reshard_table, same_divisors
 from minialpa.intra.strategies.strategies import StrategySet, priced, splits_most
 from minialpa.rules.factors import Factors
@@ -144,24 +145,21 @@ _Tables = Recent[tuple[NDArray[np.float64], Specs, Specs]]
 
 
 class MeshStrategies:
-    """Strategies and prices of resharding on one mesh, if `n_together` sums share the time to start; from a cache."""
+    """Strategies and prices of resharding on one mesh, if sums share starts as `sharing` says; from a cache."""
 
     def __init__(
         self,
         mesh: LogicalMesh,
         forbidden: tuple[str, ...],
-        n_together: int,
+        sharing: Sharing,
         *,
         forbidden_s: float,
         shape: _ShapeCandidates,
         tables: _Tables,
     ) -> None:
         """`shape` and `tables` are shared with other meshes."""
-        self._mesh, self._forbidden, self._n_together, self._forbidden_s = mesh, forbidden, n_together, forbidden_s
+        self._mesh, self._forbidden, self._sharing, self._forbidden_s = mesh, forbidden, sharing, forbidden_s
         self._gather_s = forbidden_s if "all-gather" in forbidden else None
-
-        # Each of several sums that start together takes its part of the time to start.
-        self._together = replace(mesh, alpha=tuple(alpha / n_together for alpha in mesh.alpha))
         self._shape, self._tables, self._memo = shape, tables, _Memo()
 
     def enumerate(
@@ -178,8 +176,8 @@ class MeshStrategies:
         options = (tuple(required.items()), tuple(sorted(n_pending.items())), scatter, kept)
 
         def make() -> StrategySet:
-            candidates = self._shape.enumerate(eqn, kind, options, most_splits=splits_most(eqn, self._together))
-            return priced(eqn, kind.factors, self._together, candidates, self._gather_s)
+            candidates = self._shape.enumerate(eqn, kind, options, most_splits=splits_most(eqn, self._mesh))
+            return self._priced(eqn, kind, candidates)
 
         return self._memo.once(("enumerate", kind, options), None, make)
 
@@ -190,16 +188,19 @@ class MeshStrategies:
 
         def make() -> StrategySet:
             candidates = self._shape.follow(eqn, kind, given, n, allow_partial=allow_partial)
-            return priced(eqn, kind.factors, self._together, candidates, self._gather_s)
+            return self._priced(eqn, kind, candidates)
 
         lead = tuple((k, id(specs)) for k, specs in given.items())
         return self._memo.once(("follow", kind, lead, n, allow_partial), tuple(given.values()), make)
+
+    def _priced(self, eqn: JaxprEqn, kind: EquationKind, candidates: Candidates) -> StrategySet:
+        return priced(eqn, kind.factors, self._mesh, candidates, sharing=self._sharing, gather_s=self._gather_s)
 
     def reshard_s(self, shape: tuple[int, ...], n_bytes: float, made: Specs, wanted: Specs) -> NDArray[np.float64]:
         """Seconds to reshard an array, shape [len(made), len(wanted)]."""
 
         def make_table() -> ReshardTable:
-            return reshard_table(shape, n_bytes, self._mesh, self._forbidden, self._n_together, self._forbidden_s)
+            return reshard_table(shape, n_bytes, self._mesh, self._forbidden, self._sharing, self._forbidden_s)
 
         def make() -> NDArray[np.float64]:
             table = self._memo.once(("table", shape, n_bytes), None, make_table)
@@ -219,16 +220,14 @@ class StrategyCache:
         self._kinds: dict[int, tuple[EquationKind, JaxprEqn]] = {}  # by the identity of an equation
 
     def of(
-        self, mesh: LogicalMesh, forbidden: tuple[str, ...], n_together: int, forbidden_s: float = math.inf
+        self, mesh: LogicalMesh, forbidden: tuple[str, ...], sharing: Sharing, forbidden_s: float = math.inf
     ) -> MeshStrategies:
         """The part for `mesh`; see `reshard_table` for the other arguments."""
         shape = self._memo.once(("shape", mesh.shape), None, lambda: _ShapeCandidates(mesh.shape, self._memo))
         return self._memo.once(
-            (mesh, forbidden, n_together, forbidden_s),
+            (mesh, forbidden, sharing, forbidden_s),
             None,
-            lambda: MeshStrategies(
-                mesh, forbidden, n_together, forbidden_s=forbidden_s, shape=shape, tables=self._tables
-            ),
+            lambda: MeshStrategies(mesh, forbidden, sharing, forbidden_s=forbidden_s, shape=shape, tables=self._tables),
         )
 
     def same(self, specs: Specs) -> Specs:

@@ -104,6 +104,16 @@ class PacedCall:
 
     def __call__(self, *args: Any) -> Any:
         results = self._compiled(*args)
+        self.note(results)
+        return results
+
+    @property
+    def unpaced(self) -> Any:
+        """The compiled function. Who calls it gives `note` the results."""
+        return self._compiled
+
+    def note(self, results: Sequence[Any]) -> None:
+        """A call of the function has these results: wait until few enough calls are unfinished."""
         with self._lock:
             self._unfinished.append(results[self._smallest])
             oldest = self._unfinished.popleft() if len(self._unfinished) > _MOST_UNFINISHED else None
@@ -111,8 +121,8 @@ class PacedCall:
             # A buffer that a later call has taken over cannot be waited for, but the later call can. An error of a call
             # is raised where its results are read.
             with contextlib.suppress(RuntimeError):
+                # Not `is_ready` before: XLA crashes if it is asked that of a buffer that was taken over.
                 oldest.block_until_ready()
-        return results
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -10,14 +11,18 @@ import pytest
 import minialpa
 from benchmarks.planning import planned, traced_step
 from benchmarks.recurrent import recogniser_step
-from minialpa import AutoLayerOption, AutoParallel, ClusterSpec
+from minialpa import AutoLayerOption, AutoParallel, AutoStageOption, ClusterSpec
 from minialpa.inter.search import piece_solver, stage_solve
 from minialpa.inter.search.stage_cost import PieceCosts
 from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.tracing.trace import TracedStep
 
 CPUS = ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=4)
-METHOD = AutoParallel(devices=CPUS, layer_option=AutoLayerOption(layer_num=2, remat="auto"))
+METHOD = AutoParallel(
+    devices=CPUS,
+    layer_option=AutoLayerOption(layer_num=2, remat="auto"),
+    stage_option=AutoStageOption(planned_steps=math.inf),
+)
 
 
 def recogniser() -> TracedStep:

@@ -74,7 +74,7 @@ def predictions(step: ParallelizedFunc, args: tuple[Any, ...], plan: Plan) -> di
         chosen = {id(eqn): e for eqn, e in zip(problem.eqns, equations, strict=True)}
         for task in staged.tasks:
             if task.mesh == k:
-                view, results = ShardedView(stage.mesh, stage.forbidden), final_specs(staged, plan, k)
+                view, results = ShardedView(stage.mesh, stage.forbidden, stage.combined), final_specs(staged, plan, k)
                 program = task_program(staged, task, specs, chosen, view, results)
                 out[task.name] = peak_bytes(program, donations(staged, task), compiler=XLA_CPU)
     return out

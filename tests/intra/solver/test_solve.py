@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from benchmarks.iopddl import load_instance, random_instance
 from minialpa.errors import InfeasibleError, ShardingError
-from minialpa.intra.solver import elimination, ilp_model, lagrange, solve
+from minialpa.intra.solver import dominance, elimination, ilp_model, lagrange, solve
 from minialpa.intra.solver.bucket import eliminate_narrow_components
+from minialpa.intra.solver.columns import Columns
 from minialpa.intra.solver.cost_graph import CostGraph, Edge, Floats
 from minialpa.intra.solver.csr_graph import flatten
 from minialpa.intra.solver.dominance import undominated
@@ -169,9 +170,9 @@ from minialpa.intra.solver import dominance, solve
 
 def loaded():
     from minialpa.intra.solver import local_search, trws
-    from numba.core.dispatcher import Dispatcher
+    from minialpa.support.loops import _Loop
     modules = (dominance, local_search, trws)
-    found = [f for module in modules for f in vars(module).values() if isinstance(f, Dispatcher)]
+    found = [f for module in modules for f in vars(module).values() if isinstance(f, _Loop)]
     return [(f.py_func.__name__, tuple(f.signatures)) for f in found]
 
 dominance.load()
@@ -232,6 +233,77 @@ def test_reduced_costs_bound_every_strategy(graph: CostGraph) -> None:
             held = replace(graph, node_costs=(*graph.node_costs[:v], only, *graph.node_costs[v + 1 :]))
             bound = found.bound + found.reduced[core.at[v] + i]
             assert bound <= cheapest_choices(held) + 1e-9 * abs(found.bound)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cost_graphs(max_nodes=4), st.sampled_from([1e-3, 0.3]))
+def test_bounds_with_an_allowed_gap_hold_for_every_strategy(graph: CostGraph, part: float) -> None:
+    try:
+        residual = residual_of(graph)
+    except InfeasibleError:
+        return
+    core = flatten(residual, list(residual.alive))
+    allowed = lagrange.AllowedGap(part, 0.0)
+    found = lagrange.bracket(core, np.zeros(len(residual.base)), math.inf, SolverOptions(), allowed)
+    best = cheapest_choices(graph)
+    assert found.bound <= best + 1e-9 * abs(found.bound)
+    assert found.cost >= best or found.cost == pytest.approx(best)
+    for v, costs in enumerate(graph.node_costs):
+        for i in range(len(costs)):
+            only = np.where(np.arange(len(costs)) == i, costs, np.inf)
+            held = replace(graph, node_costs=(*graph.node_costs[:v], only, *graph.node_costs[v + 1 :]))
+            bound = found.bound + found.reduced[core.at[v] + i]
+            assert bound <= cheapest_choices(held) + 1e-9 * abs(found.bound)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cost_graphs(), st.sampled_from([1e-3, 0.05, 0.5]))
+def test_an_allowed_gap_is_kept_and_the_limit_exactly(graph: CostGraph, gap: float) -> None:
+    best = cheapest_choices(graph)
+    options = SolverOptions(phases=PhaseOptions(small_program_entries=-1, enough=1.0))
+    with pytest.MonkeyPatch.context() as patch:
+        without_elimination(patch)
+        if math.isinf(best):
+            with pytest.raises(InfeasibleError):
+                solve_graph(graph, options=options, gap=gap)
+            return
+        solution = solve_graph(graph, options=options, gap=gap)
+    tolerance = 1e-9 * abs(best)
+    assert graph.fits(solution.choices) and graph.cost_of(solution.choices) == solution.cost
+    assert solution.lower_bound - tolerance <= best <= solution.cost + tolerance
+    assert solution.cost - best <= gap * abs(solution.cost) + tolerance
+    assert not solution.optimal or solution.cost == pytest.approx(best)
+    # A gap is for limits that bind.
+    assert graph.usage_limit is not None or solution.cost == pytest.approx(best)
+
+
+def test_prices_of_a_linear_program_are_those_at_which_its_choices_cost_the_same() -> None:
+    graph = CostGraph(
+        node_costs=(np.array([0.0, 1.0]),) * 10,
+        edges=(),
+        usages=(np.array([2.0, 1.0]),) * 10,
+        intervals=((0, 1),) * 10,
+        usage_limit=15.0,
+    )
+    residual = residual_of(graph)
+    columns = Columns(flatten(residual, list(residual.alive)))
+    assert columns.best_prices()[1] == math.inf
+    columns.add(np.zeros(10, np.int64))
+    columns.add(np.ones(10, np.int64))
+    prices, theta = columns.best_prices()
+    assert prices == pytest.approx([1.0]) and theta == pytest.approx(5.0)
+    # What is dearer under these prices changes nothing.
+    columns.add(np.arange(10) % 2)
+    assert columns.best_prices()[1] == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_limit_that_binds_is_met_within_the_gap_of_what_is_proven_without_one(seed: int) -> None:
+    graph = grid(5, 4, limit=7.0, seed=seed)
+    exact, near = solve_graph(graph), solve_graph(graph, options=ALWAYS_MESSAGES, gap=0.02)
+    assert exact.optimal and graph.fits(near.choices)
+    assert near.lower_bound <= exact.cost + 1e-9 and exact.cost - 1e-9 <= near.cost
+    assert near.gap <= 20 * 0.02
 
 
 def grid(side: int, n_strategies: int, *, limit: float | None = None, seed: int = 0) -> CostGraph:
@@ -454,6 +526,25 @@ def test_wrong_input_is_refused(arguments: dict[str, object], message: str) -> N
 
 
 @given(st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=200)
+def test_arrays_and_loops_drop_the_same_strategies(seed: int) -> None:
+    """To the last bit, also where sums are rounded, and where edges forbid pairs."""
+    rng = np.random.default_rng(seed)
+    n, widths = int(rng.integers(1, 9)), rng.integers(1, 6, int(rng.integers(0, 4)))
+    exact = bool(rng.integers(2))
+
+    def costs(*shape: int) -> Any:
+        return rng.integers(0, 3, shape) / 8 if exact else np.round(rng.random(shape), 1)
+
+    cost, edges = costs(n), costs(n, int(widths.sum()))
+    edges[rng.random(edges.shape) < 0.2] = np.inf
+    usage, ends = rng.integers(0, 3, (int(rng.integers(0, 3)), n)), np.cumsum([0, *widths])
+    with np.errstate(invalid="ignore"):
+        in_arrays = dominance._in_arrays(cost, usage, edges, ends)
+    assert in_arrays.tolist() == dominance._in_loops(cost, usage, edges, ends).tolist()
+
+
+@given(st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=100)
 def test_what_dominates_costs_no_more_whatever_the_neighbours_choose(seed: int) -> None:
     """Each strategy that goes has one that stays, uses no more, and never costs more; those that stay have none."""
@@ -462,7 +553,8 @@ def test_what_dominates_costs_no_more_whatever_the_neighbours_choose(seed: int) 
     cost, usage = rng.integers(0, 4, n) / 8, rng.integers(0, 3, (int(rng.integers(0, 3)), n))
     edges = [rng.integers(0, 4, (n, width)) / 8 for width in widths]
     ends = np.cumsum([0, *widths])
-    stays = undominated(cost, usage, np.concatenate([np.zeros((n, 0)), *edges], axis=1), ends)
+    joined = np.concatenate([np.zeros((n, 0)), *edges], axis=1)
+    stays = undominated(cost, usage, joined, ends)
 
     def excess(b: int, a: int) -> float:
         return float(cost[b] - cost[a] + sum((edge[b] - edge[a]).max() for edge in edges))

@@ -15,6 +15,7 @@ from jax.extend.core import JaxprEqn
 
 from minialpa import LogicalMesh
 from minialpa.cluster import ClusterSpec
+from minialpa.intra.strategies.combining import ALONE
 from minialpa.intra.strategies.reshard import partial_specs_of, reshard_table
 from minialpa.intra.strategies.strategies import StrategySet, enumerate_strategies, follow
 from minialpa.intra.strategies.strategy_cache import StrategyCache
@@ -60,7 +61,7 @@ def test_the_cache_gives_what_is_worked_out_anew(name: str, asked: list[tuple[Lo
     cache = StrategyCache()
     for mesh, a, b in asked:
         eqn = equation(name, (a, b))
-        strategies, kind, factors = cache.of(mesh, (), 1), cache.kind_of(eqn), factors_of(eqn).on_mesh()
+        strategies, kind, factors = cache.of(mesh, (), ALONE), cache.kind_of(eqn), factors_of(eqn).on_mesh()
         pending = {0: 2}
         found = strategies.enumerate(eqn, kind, {}, pending, scatter=True)
         assert_same(found, enumerate_strategies(eqn, factors, mesh, {}, pending))
@@ -76,7 +77,7 @@ def test_the_cache_gives_what_is_worked_out_anew(name: str, asked: list[tuple[Lo
 
 def test_equations_that_are_divided_alike_have_the_very_same_specs() -> None:
     cache = StrategyCache()
-    strategies = cache.of(MESHES[1], (), 1)
+    strategies = cache.of(MESHES[1], (), ALONE)
     small, large = (equation("dot", (n, n)) for n in (8, 24))
     sets = [strategies.enumerate(eqn, cache.kind_of(eqn), {}, {}, scatter=True) for eqn in (small, large)]
     assert all(a is b for a, b in zip(sets[0].results, sets[1].results, strict=True))

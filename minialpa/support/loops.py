@@ -1,0 +1,56 @@
+"""Loops on numbers and NumPy arrays that run as machine code: marked where they are written, compiled when called.
+
+`support/machine_code.py` compiles them. Loading it takes half a second, with numba and the machine code of the first
+loop, and most small steps are planned without any of these loops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar, cast
+
+# Imported with the sources, whose text it reads.
+from minialpa.support import loop_sources  # noqa: F401
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def compiled(function: _Function) -> _Function:
+    """`function` as machine code, which is compiled or read from a file when it is called first."""
+    return cast(_Function, _Loop(function))
+
+
+class _Loop:
+    """A function whose calls go to its machine code. Other attributes are those of numba's dispatcher."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.dispatcher(*args)
+
+    @functools.cached_property
+    def dispatcher(self) -> Any:
+        """What numba calls a function that it compiles."""
+        from minialpa.support.machine_code import dispatcher_of
+
+        return dispatcher_of(self._with_dispatchers())
+
+    def _with_dispatchers(self) -> Callable[..., Any]:
+        """The function with numba's dispatchers, which it knows, in the place of the loops that the function calls."""
+        function = self.function
+        assert isinstance(function, FunctionType), function
+        used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        loops = {name: value.dispatcher for name, value in used.items() if isinstance(value, _Loop)}
+        if not loops:
+            return function
+        names = function.__globals__ | loops
+        copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+        copy.__qualname__, copy.__module__, copy.__doc__ = function.__qualname__, function.__module__, function.__doc__
+        copy.__annotations__ = function.__annotations__
+        return copy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dispatcher, name)

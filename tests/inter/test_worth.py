@@ -1,0 +1,136 @@
+"""Whether a search of stages is worth it: a law of steps and seconds, and the plan of what is not searched."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import minialpa
+from benchmarks.planning import planned, traced_step
+from minialpa import AutoLayerOption, AutoParallel, AutoStageOption, ClusterSpec, PipeshardParallel, Plan
+from minialpa.inter import worth
+from minialpa.inter.compilers import compiler_of
+from minialpa.inter.context import PlanningContext
+from minialpa.methods import Method
+from minialpa.tracing.trace import TracedStep
+
+CLUSTER = ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=4)
+ALWAYS = AutoStageOption(planned_steps=math.inf)
+
+
+def mlp(width: int, n_layers: int = 4) -> TracedStep:
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            y = x
+            for w in params:
+                y = jnp.tanh(y @ w)
+            return jnp.mean(y**2)
+
+        value, grads = minialpa.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    shapes = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * n_layers
+    return traced_step(step, shapes, jax.ShapeDtypeStruct((4 * width, width), jnp.float32))
+
+
+def asked(traced: TracedStep, method: AutoParallel | PipeshardParallel, cluster: ClusterSpec = CLUSTER) -> bool:
+    options = method.options()
+    assert isinstance(options.stages, AutoStageOption) and options.layers is not None
+    context = PlanningContext(
+        traced=traced,
+        cluster=cluster,
+        compiler=compiler_of(cluster),
+        options=options,
+        logical_mesh=None,
+        report=lambda what, done, total: None,
+    )
+    return worth.is_worth_searching(context, options.layers, options.stages)
+
+
+def on(steps: float, **options: Any) -> AutoParallel:
+    return AutoParallel(stage_option=AutoStageOption(planned_steps=steps, **options))
+
+
+def pipeline(stages: AutoStageOption, n: int = 4) -> Method:
+    layers = AutoLayerOption(layer_num=4)
+    return PipeshardParallel(num_micro_batches=n, layer_option=layers, stage_option=stages)
+
+
+def searched(plan: Plan) -> bool:
+    return plan.certificate is not None
+
+
+@pytest.mark.parametrize("width", [16, 512])
+def test_a_search_pays_from_so_many_steps_on_as_take_as_long(width: int) -> None:
+    """The oracle: seconds of the matrix products by hand, which are nearly all of a wide step."""
+    traced = mlp(width)
+    n = len(traced.flat.eqns)
+    flops_s = 2 * 4 * width**3 * 3 * 4 / 5e10  # two backward products for each forward one but the first
+    turn = worth.SEARCH_S_PER_EQUATION * n / flops_s
+    assert asked(traced, on(4 * turn))
+    assert not asked(traced, on(turn / 20))
+    assert asked(traced, on(math.inf)) and not asked(traced, on(0))
+
+
+def test_equations_of_bodies_count_twice() -> None:
+    def step(x: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (jnp.sin(c) * 2.0, None), x, None, length=8)[0]
+
+    flat = jax.make_jaxpr(step)(jnp.zeros(4)).jaxpr
+    assert [eqn.primitive.name for eqn in flat.eqns] == ["scan"]
+    assert worth.n_equations(flat.eqns) == 1 + 2 * 2
+
+
+def test_a_short_step_is_planned_as_one_stage_and_a_long_one_is_searched() -> None:
+    short, long = mlp(16), mlp(4096)
+    plan = planned(short, CLUSTER, AutoParallel())
+    assert not searched(plan) and len(plan.stages) == 1
+    assert searched(planned(short, CLUSTER, AutoParallel(stage_option=ALWAYS)))
+    assert searched(planned(long, CLUSTER, AutoParallel()))
+
+
+def test_a_plan_without_a_search_is_the_better_one_of_its_two_choices() -> None:
+    """One device for what is too small to be split, and all of them for what is not; no devices idle if none may."""
+    small, wide = mlp(16), mlp(512)
+    never = AutoStageOption(planned_steps=0)
+    one, all_ = (planned(traced, CLUSTER, AutoParallel(stage_option=never)) for traced in (small, wide))
+    assert (one.stages[0].n_devices, all_.stages[0].n_devices) == (1, 4)
+    assert planned(small, CLUSTER, pipeline(never)).stages[0].n_devices == 4
+    best = planned(wide, CLUSTER, AutoParallel(stage_option=ALWAYS))
+    assert best.cost.total_s <= all_.cost.total_s <= 1.2 * best.cost.total_s
+
+
+def test_what_does_not_fit_as_one_stage_is_searched() -> None:
+    """And comes to the same plan as if it had been searched from the beginning."""
+    traced = mlp(64, n_layers=8)
+    small = dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, memory_bytes=2.5e5))
+    assert not asked(traced, on(0), small)
+    plan = planned(traced, small, on(0))
+    assert searched(plan) and plan.n_micro_batches > 1
+    assert plan == planned(traced, small, on(math.inf))
+
+    none = dataclasses.replace(CLUSTER, device=dataclasses.replace(CLUSTER.device, memory_bytes=2e4))
+    messages = []
+    for steps in (0, math.inf):
+        with pytest.raises(minialpa.InfeasibleError) as error:
+            planned(traced, none, pipeline(AutoStageOption(planned_steps=steps), 8))
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_what_only_a_search_gives_is_searched(tmp_path: Any) -> None:
+    traced = mlp(16)
+    recomputed = AutoParallel(
+        layer_option=AutoLayerOption(layer_num=2, remat="full"), stage_option=AutoStageOption(planned_steps=0)
+    )
+    assert asked(traced, recomputed)
+    assert asked(traced, on(0, cached_costs=str(tmp_path / "costs.json")))
+    mixed = ClusterSpec.preset("cpu", num_hosts=2, devices_per_host=2)
+    other = dataclasses.replace(mixed.device, name="other")
+    assert asked(traced, on(0), dataclasses.replace(mixed, host_devices=(mixed.device, other)))
+    assert not asked(traced, on(0), mixed)

@@ -1,0 +1,398 @@
+"""Calls that jax dispatches by itself do what others do, and whatever is new is noticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import minialpa
+from minialpa.errors import MinialpaError, TraceError, WorkerError
+from minialpa.runtime.direct_calls import DirectCalls
+from minialpa.runtime.local import LocalExecutable
+from minialpa.runtime.steps.compiled import PacedCall
+
+BOTH = pytest.mark.parametrize("n_devices", [1, 8])
+
+
+class Calls:
+    """The calls of a step, as many of them as jax has dispatched, and what the program said to the last one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n_known = 0
+        original = DirectCalls.__call__
+
+        def counted(direct: DirectCalls, leaves: list[Any]) -> Any:
+            results = original(direct, leaves)
+            self.n_known += results is not None
+            return results
+
+        monkeypatch.setattr(DirectCalls, "__call__", counted)
+
+    def is_known(self, call: Any) -> bool:
+        """Whether jax dispatches this call."""
+        before = self.n_known
+        jax.block_until_ready(call())
+        return self.n_known > before
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+def step(state: Any, batch: Any) -> Any:
+    def loss_of(params: Any) -> jax.Array:
+        return jnp.mean((batch["x"] @ params["w"] + params["b"][None]) ** 2)
+
+    loss, grads = minialpa.value_and_grad(loss_of)(state["params"])
+    params = jax.tree.map(lambda p, g: p - jnp.asarray(0.1, p.dtype) * g, state["params"], grads)
+    return {**state, "params": params, "n": state["n"] + 1}, loss
+
+
+def make_state() -> Any:
+    return {"params": {"w": jnp.eye(8), "b": jnp.zeros(8)}, "n": jnp.int32(0), "frozen": jnp.arange(3.0)}
+
+
+def make_batch(n: int = 16, value: float = 1.0) -> Any:
+    return {"x": np.full((n, 8), value, np.float32)}
+
+
+def parallel(n_devices: int, fun: Any = step, **options: Any) -> Any:
+    method = minialpa.ShardParallel(devices=jax.devices()[:n_devices])
+    return minialpa.parallelize(fun, method=method, **options)
+
+
+def check(results: Any, expected: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), results, expected)
+
+
+def trained(train: Any, n: int = 3) -> Any:
+    """The state after some steps, with which the next call is known."""
+    state = make_state()
+    for _ in range(n):
+        state, _ = train(state, make_batch())
+    return state
+
+
+@BOTH
+@pytest.mark.parametrize("where", ["NumPy", "one device", "the last device", "placed"])
+def test_a_training_loop_is_dispatched_by_jax_and_computes_what_it_did(
+    calls: Calls, n_devices: int, where: str
+) -> None:
+    train = parallel(n_devices)
+    state, expected = make_state(), make_state()
+    for i in range(6):
+        batch = make_batch(value=1.0 + i)
+        expected, loss = jax.jit(step)(expected, batch)
+        if where == "one device":
+            batch = jax.device_put(batch)
+        elif where == "the last device":
+            batch = jax.device_put(batch, jax.devices()[-1])
+        elif where == "placed":
+            batch = train.place_batch(batch)
+        got = train(state, batch)
+        check(got, (expected, loss))
+        state = got[0]
+    # What is on another device than the one of the function is put there by each call.
+    assert calls.n_known >= 3 or (n_devices == 1 and where == "the last device")
+
+
+@BOTH
+def test_a_known_call_takes_over_the_state_and_nothing_else(calls: Calls, n_devices: int) -> None:
+    train = parallel(n_devices)
+    state, batch = trained(train), jax.device_put(make_batch())
+    state, _ = train(state, batch)
+    assert calls.is_known(lambda: train(state, batch))
+    assert state["params"]["w"].is_deleted() and not batch["x"].is_deleted()
+    with pytest.raises(WorkerError, match=r"`state\['n'\]` has been deleted"):
+        train(state, batch)
+
+
+@BOTH
+def test_memory_of_a_numpy_batch_may_be_written_to_after_a_known_call(calls: Calls, n_devices: int) -> None:
+    train, expected = parallel(n_devices), make_state()
+    state = trained(train)
+    for _ in range(3):
+        expected, _ = jax.jit(step)(expected, make_batch())
+    for i in range(3):
+        batch = make_batch(value=2.0 + i)
+        expected, loss = jax.jit(step)(expected, make_batch(value=2.0 + i))
+        n_known = calls.n_known
+        got = train(state, batch)
+        batch["x"][...] = 7.0
+        assert calls.n_known == n_known + 1
+        check(got, (expected, loss))
+        state = got[0]
+
+
+@BOTH
+def test_another_number_of_examples_is_noticed_and_both_sizes_stay_known(calls: Calls, n_devices: int) -> None:
+    train = parallel(n_devices)
+    state = trained(train)
+    for n in (8, 16, 8, 16):
+        _, expected = jax.jit(step)(jax.tree.map(np.asarray, state), make_batch(n, 3.0))
+        state, loss = train(state, make_batch(n, 3.0))
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert len(train._executables) == 2
+    assert calls.is_known(lambda: train(state, make_batch()))
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["dtype", "weak type", "shape", "structure"])
+def test_leaves_of_another_type_are_noticed(calls: Calls, n_devices: int, name: str) -> None:
+    def doubled(x: Any, y: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf * 2, y), jnp.sum(x)
+
+    other = {
+        "dtype": jnp.ones(8, jnp.float16),
+        "weak type": jax.lax.full((8,), 1.0),
+        "shape": jnp.ones((8, 1)),
+        "structure": [jnp.ones(8)],
+    }[name]
+    assert name != "weak type" or other.weak_type
+    x = jnp.ones(8)
+    run = parallel(n_devices, doubled, donate_argnums=(), batch_argnums=())
+    for _ in range(3):
+        run(x, jnp.ones(8))
+    assert calls.is_known(lambda: run(x, jnp.ones(8)))
+    got: Any = None
+
+    def call() -> Any:
+        nonlocal got
+        got = run(x, other)
+        return got
+
+    assert not calls.is_known(call)
+    expected = jax.jit(doubled)(x, other)
+    check(got, expected)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, a.weak_type, a.shape) == (b.dtype, b.weak_type, b.shape)
+
+
+@BOTH
+def test_arrays_with_another_sharding_are_laid_out_and_stay_the_callers(calls: Calls, n_devices: int) -> None:
+    train = parallel(n_devices)
+    state = trained(train)
+    foreign = jax.tree.map(lambda x: jax.device_put(np.asarray(x), jax.devices()[3]), state)
+    expected, loss = jax.jit(step)(jax.tree.map(np.asarray, state), make_batch())
+    got: Any = None
+
+    def call() -> Any:
+        nonlocal got
+        got = train(foreign, make_batch())
+        return got
+
+    assert not calls.is_known(call)
+    check(got, (expected, loss))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((foreign, state)))
+
+
+def test_a_batch_split_otherwise_is_not_read_as_if_it_were_split_as_planned(calls: Calls) -> None:
+    """It has as many shards as the function expects, of other rows."""
+    train = parallel(8)
+    state = trained(train)
+    planned = train.get_executable(state, make_batch()).get_input_targets()[1]["x"].sharding
+    x = np.arange(128, dtype=np.float32).reshape(16, 8)
+    for spec in (PartitionSpec(None, planned.mesh.axis_names), PartitionSpec(planned.mesh.axis_names), PartitionSpec()):
+        for _ in range(3):
+            _, expected = jax.jit(step)(jax.tree.map(np.asarray, state), {"x": x})
+            state, loss = train(state, {"x": jax.device_put(x, NamedSharding(planned.mesh, spec))})
+            np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+@BOTH
+def test_an_array_in_two_places_of_the_state_is_copied(calls: Calls, n_devices: int) -> None:
+    train = parallel(n_devices, lambda state, x: (jax.tree.map(lambda leaf: leaf + jnp.sum(x), state), 0.0))
+    state = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4)) * 2}
+    x = jnp.ones(8)
+    for _ in range(3):
+        state, _ = train(state, x)
+    state, _ = train({"a": state["a"], "b": state["a"]}, x)
+    np.testing.assert_array_equal(state["a"], 1 + 4 * 8.0)
+    np.testing.assert_array_equal(state["b"], 1 + 4 * 8.0)
+
+
+@BOTH
+@pytest.mark.parametrize("known", [False, True])
+def test_an_array_that_is_taken_over_and_read_is_copied(calls: Calls, n_devices: int, known: bool) -> None:
+    train = parallel(n_devices, lambda s, x: ({"a": s["a"] + 1}, jnp.sum(x * 2)), donate_argnums=0, batch_argnums=())
+    state, x = {"a": jnp.ones((8, 8))}, jnp.ones((8, 8))
+    for _ in range(3 if known else 1):
+        state, _ = train(state, x)
+    got, total = train(state, state["a"])
+    np.testing.assert_array_equal(got["a"], 5.0 if known else 3.0)
+    np.testing.assert_array_equal(total, 2 * 64 * (4.0 if known else 2.0))
+
+
+@BOTH
+def test_a_python_number_an_array_and_a_number_of_numpy_keep_their_types(calls: Calls, n_devices: int) -> None:
+    run = parallel(n_devices, lambda x, a: (x * a, jnp.sum(x)), donate_argnums=(), batch_argnums=())
+    x = jnp.ones(8, jnp.float16)
+    values = [2.0, jnp.asarray(3.0, jnp.float16), np.float16(4.0), 5, np.array(6.0, np.float16)]
+    for _ in range(3):
+        for value in values:
+            for _ in range(2):
+                got, _ = run(x, value)
+                assert got.dtype == jnp.float16
+                np.testing.assert_array_equal(got, np.full(8, float(value)))
+    with pytest.raises(OverflowError):
+        run(x, 2**40)
+
+
+@BOTH
+def test_bools_of_numpy_and_python_are_static_next_to_arrays_of_bools(calls: Calls, n_devices: int) -> None:
+    def chosen(x: Any, flag: Any) -> Any:
+        return jnp.where(flag, x, -x) if isinstance(flag, jax.Array) else (x * 10 if flag else x * 20)
+
+    run = parallel(n_devices, chosen, donate_argnums=(), batch_argnums=())
+    for _ in range(3):
+        for flag, expected in (
+            *((np.array(True), 1.0), (np.array(False), -1.0), (np.bool_(True), 10.0), (np.bool_(False), 20.0)),
+            *((True, 10.0), (False, 20.0), (jnp.array(True), 1.0), (jnp.array(False), -1.0)),
+        ):
+            for _ in range(2):
+                np.testing.assert_array_equal(run(jnp.ones(8), flag), np.full(8, expected))
+
+
+@BOTH
+def test_x64_is_noticed(calls: Calls, n_devices: int) -> None:
+    run = parallel(n_devices, lambda x: (x * 2, jnp.sum(x)), donate_argnums=(), batch_argnums=())
+    x = np.full(8, 1 + 2.0**-40)
+    for _ in range(3):
+        assert run(x)[0].dtype == jnp.float32
+    with jax.enable_x64(True):
+        for _ in range(3):
+            got, _ = run(x)
+            assert got.dtype == jnp.float64
+            np.testing.assert_array_equal(got, x * 2)
+    assert run(x)[0].dtype == jnp.float32
+
+
+@BOTH
+def test_the_precision_of_products_is_noticed(calls: Calls, n_devices: int) -> None:
+    train = parallel(n_devices)
+    state = trained(train)
+    assert calls.is_known(lambda: train(jax.tree.map(jnp.copy, state), make_batch()))
+    is_highest = []
+    for precision in (None, "highest", None, "highest"):
+        with jax.default_matmul_precision(precision):
+            for _ in range(3):
+                state, _ = train(state, make_batch())
+        is_highest.append("operand_precision={highest" in "".join(train.get_last_executable().get_hlo_text()))
+    assert is_highest == [False, True, False, True]
+    assert len(train._executables) == 2
+
+
+def test_a_step_is_kept_for_the_settings_that_it_was_lowered_under() -> None:
+    train, state = parallel(1), make_state()
+    with jax.default_matmul_precision("highest"):
+        lowered = train.lower(state, make_batch())
+    lowered.compile()
+    train(state, make_batch())
+    assert "operand_precision={highest" not in "".join(train.get_last_executable().get_hlo_text())
+
+
+def test_traced_values_shapes_and_other_types_are_refused_after_known_calls(calls: Calls) -> None:
+    run = parallel(1, lambda x: (x * 2, jnp.sum(x)), donate_argnums=(), batch_argnums=())
+    for _ in range(3):
+        run(jnp.ones(8))
+    assert calls.n_known
+    with pytest.raises(TraceError, match="traced value"):
+        jax.jit(run)(jnp.ones(8))
+    with pytest.raises(TraceError, match="is a shape"):
+        run(jax.ShapeDtypeStruct((8,), jnp.float32))
+    with pytest.raises(MinialpaError):
+        run({"x": "text"})
+    with pytest.raises(WorkerError, match="`x` has been deleted"):
+        gone = jnp.ones(8)
+        gone.delete()
+        run(gone)
+
+
+@BOTH
+def test_arrays_of_numpy_that_look_alike_to_jax_are_refused_or_read_as_they_are(calls: Calls, n_devices: int) -> None:
+    """jax's dispatch does not see in which order an array has its bytes."""
+    run = parallel(n_devices, lambda x: (x * 2, jnp.sum(x)), donate_argnums=(), batch_argnums=())
+    for _ in range(3):
+        run(np.arange(8.0, dtype=np.float32))
+    assert calls.n_known
+    for unreadable in (np.arange(8, dtype=">f4"), np.array(["abcd"] * 8), np.array([None] * 8), np.zeros(8, "V4")):
+        with pytest.raises(TraceError, match="Argument leaf `x` is a NumPy array"):
+            run(unreadable)
+    strided = np.arange(32, dtype=np.float32)[::4]
+    np.testing.assert_array_equal(run(strided)[0], strided * 2)
+    np.testing.assert_array_equal(run(np.arange(8.0))[0], np.arange(8.0) * 2)
+    assert run(np.arange(8, dtype=np.int32))[0].dtype == jnp.int32
+
+
+@BOTH
+def test_an_array_that_the_step_does_not_read_is_checked_all_the_same(calls: Calls, n_devices: int) -> None:
+    run = parallel(n_devices, lambda x, y: x * y.shape[0], donate_argnums=(), batch_argnums=())
+    for n in (3, 3, 3, 4, 4, 3):
+        np.testing.assert_array_equal(run(jnp.ones(8), jnp.ones(n)), np.full(8, float(n)))
+    gone = jnp.ones(3)
+    gone.delete()
+    with pytest.raises(WorkerError, match="`y` has been deleted"):
+        run(jnp.ones(8), gone)
+
+
+@BOTH
+def test_keyword_arguments_and_arguments_in_another_order_are_known(calls: Calls, n_devices: int) -> None:
+    def reversed_step(batch: Any, state: Any) -> Any:
+        return step(state, batch)
+
+    train, plain = parallel(n_devices, reversed_step), make_state()
+    state = make_state()
+    for _ in range(4):
+        plain, loss = jax.jit(step)(plain, make_batch())
+        got = train(state=state, batch=make_batch())
+        check(got, (plain, loss))
+        state = got[0]
+    assert calls.is_known(lambda: train(make_batch(), state=state))
+
+
+@BOTH
+def test_what_the_executable_runs_by_itself_is_not_taken_for_a_call(n_devices: int) -> None:
+    """Its caller need not have looked at weak types, say."""
+    train = parallel(n_devices)
+    state = trained(train, 1)
+    executable = train.get_executable(state, make_batch())
+    executable.profile_with_dummy_inputs(repeats=2)
+    assert isinstance(executable.direct, LocalExecutable)
+    assert executable.direct.known(executable._dummy_inputs()) is None
+
+
+def test_known_calls_of_several_devices_are_paced(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    noted: list[Any] = []
+    original = PacedCall.note
+    monkeypatch.setattr(PacedCall, "note", lambda paced, results: (noted.append(results), original(paced, results)))
+    train = parallel(8)
+    state = trained(train)
+    n_noted = len(noted)
+    assert calls.is_known(lambda: train(state, make_batch()))
+    assert len(noted) == n_noted + 1 == 4
+
+
+def test_a_session_that_has_ended_is_not_known(calls: Calls) -> None:
+    train = parallel(1)
+    state = trained(train)
+    minialpa.shutdown()
+    assert not calls.is_known(lambda: train(state, make_batch()))
+
+
+def test_a_step_with_a_callback_is_called_from_python_each_time(capfd: pytest.CaptureFixture[str]) -> None:
+    def shows(x: Any) -> Any:
+        jax.debug.print("seen {}", jnp.sum(x))
+        return x * 2
+
+    run = parallel(1, shows, donate_argnums=(), batch_argnums=())
+    for _ in range(4):
+        run(jnp.ones(8))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("seen 8.0") == 4

@@ -1,0 +1,55 @@
+"""A plan predicts the seconds of what its compiled program communicates, at the prices of its mesh."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import pytest
+
+import minialpa
+from minialpa import AutoShardingOption, DataParallel, LogicalMesh, ShardParallel, hlo, models
+
+LINE = LogicalMesh((4,))
+#: Two halves with slow links between them.
+HALVES = LogicalMesh((2, 2))
+
+
+def planned(name: str, method: Any) -> tuple[float, float, float]:
+    """Seconds of communication that the plan predicts, those of the compiled programs, and bytes of the plan."""
+    case = models.build(name)
+    state = jax.eval_shape(case.init, jax.random.key(0))
+    parallel = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
+    executable = parallel.get_executable(state, case.make_batch(0, case.batch_size))
+    plan = executable.get_parallel_plan()
+    moved = [one for text in executable.get_hlo_text() for one in hlo.collectives(text, scatter=True)]
+    return plan.cost.total_s, hlo.seconds(moved, method.devices), max(stage.peak_bytes for stage in plan.stages)
+
+
+@pytest.mark.parametrize("mesh", [LINE, HALVES], ids=["line", "halves"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "bert"])
+def test_the_loss_and_all_gradients_start_together(name: str, mesh: LogicalMesh) -> None:
+    predicted_s, compiled_s, _ = planned(name, DataParallel(devices=mesh))
+    assert predicted_s == pytest.approx(compiled_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("mesh", [LINE, HALVES], ids=["line", "halves"])
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_no_plan_is_dearer_than_data_parallelism(name: str, mesh: LogicalMesh) -> None:
+    _, searched_s, _ = planned(name, ShardParallel(devices=mesh))
+    _, data_s, _ = planned(name, DataParallel(devices=mesh))
+    assert searched_s <= data_s * (1 + 1e-6)
+
+
+def test_more_memory_is_never_slower() -> None:
+    def within(limit_bytes: float | None) -> tuple[float, float]:
+        option = AutoShardingOption(memory_limit_bytes=limit_bytes)
+        seconds, _, peak_bytes = planned("mlp", ShardParallel(devices=LINE, auto_sharding_option=option))
+        assert limit_bytes is None or peak_bytes <= limit_bytes
+        return seconds, peak_bytes
+
+    best_s, most_bytes = within(None)
+    seconds = [within(part * most_bytes)[0] for part in (0.8, 0.9, 0.95)] + [best_s]
+    assert seconds[0] > best_s
+    assert all(more <= less * (1 + 1e-3) for less, more in itertools.pairwise(seconds))
