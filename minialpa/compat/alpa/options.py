@@ -142,6 +142,7 @@ class AutoStageOption(Adjustable):
         use_hlo_cost_model: accepted; minialpa always uses a cost model.
         tolerance: as in `minialpa.AutoStageOption`.
         cached_costs: as in `minialpa.AutoStageOption`.
+        planned_steps: as in `minialpa.AutoStageOption`.
     """
 
     submesh_physical_shape_space: str = "power_of_two"
@@ -154,6 +155,7 @@ class AutoStageOption(Adjustable):
     cached_profile_result: str | None = None
     tolerance: float = 0.01
     cached_costs: str | None = None
+    planned_steps: float = 10_000
 
     SETTINGS = {  # noqa: RUF012
         "submesh_physical_shape_space=manual": _MANUAL_SUBMESHES,
@@ -174,6 +176,7 @@ class AutoStageOption(Adjustable):
             _WIDER_SPACES.get(logical, logical),  # type: ignore[arg-type]
             tolerance=self.tolerance,
             cached_costs=self.cached_costs,
+            planned_steps=self.planned_steps,
         )
 
 

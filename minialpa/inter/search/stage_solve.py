@@ -1,26 +1,31 @@
-"""Solves whole stages under their memory limits: shardings that fit, with their programs and memory.
+"""Solves whole stages: shardings that fit in memory, with their programs and memory, each distinct stage once.
 
-The cost graph counts tensors as they are stored; what a solution communicates needs room as well. So the solution is
-measured, and where it is too large the problem is solved again with that much less room, or half as much less where
-that is too little for any. A stage that was solved with other micro-batches in flight says how much less it will be.
+`stage_in_memory.py` solves a stage at given prices; here the prices follow the sums that start together.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import time
 from dataclasses import dataclass, replace
 
 from jax.extend.core import Var
 
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_cost import problem_key
-from minialpa.inter.search.stage_memory import MeshMemory, Moments, mesh_memory, mesh_usages, needed_bytes
-from minialpa.inter.search.stage_times import gradient_starts, stage_times, starts_s
-from minialpa.inter.staging.mesh_problem import ShardedView, TaskProgram, mesh_collectives, mesh_programs
+from minialpa.inter.search.stage_in_memory import (
+    SolvedStage,
+    Stage,
+    Wanted,
+    needed,
+    seconds_of,
+    solve_in_memory,
+    uncounted,
+)
+from minialpa.inter.search.stage_memory import MeshMemory, Moments
+from minialpa.inter.search.stage_times import gradient_starts, starts_s
+from minialpa.inter.staging.mesh_problem import ShardedView, mesh_collectives, mesh_programs
 from minialpa.inter.staging.tasks import StagedStep
-from minialpa.intra.graph.memory_constraints import MemoryLimit
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.graph.solve import MeshSolver
 from minialpa.intra.memory.compiler import Compiler
@@ -28,52 +33,13 @@ from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
-from minialpa.tracing.jaxprs import bytes_of, source_line
 
 #: Bytes of solvers of whole stages that are kept for when memory is short in one of them.
 _MOST_SOLVER_BYTES = 2**29
 #: How often a stage is solved with other prices of starts, and how often where memory is short, which takes longer.
 _MAX_REPRICED, _MAX_REPRICED_IN_SHORT_MEMORY = 3, 1
-#: How often a stage is solved with more room.
-_MAX_WITH_MORE_ROOM = 2
 #: What can be gained is not looked for where it is less than this part of a step.
 _LITTLE = 1e-3
-#: How often a stage is solved with other room.
-_MAX_SOLVES = 5
-#: Part of a step that more room has to promise to be tried.
-_LITTLE_GAIN = 0.005
-#: Part of the limit that a solution may leave when its room was a guess.
-_LITTLE_LEFT = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class SolvedStage:
-    """Shardings of a stage, the programs of its tasks under them, and the memory these take."""
-
-    sharding: MeshSharding
-    programs: tuple[TaskProgram, ...]
-    memory: MeshMemory
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Stage:
-    """A stage to solve.
-
-    Attributes:
-        staged: the step.
-        mesh: number of the mesh of the stage.
-        problem: the equations of the mesh.
-        view: its logical mesh, and the collectives that its options forbid.
-        compiler: of its programs.
-        solver: of the problem.
-    """
-
-    staged: StagedStep
-    mesh: int
-    problem: MeshEquations
-    view: ShardedView
-    compiler: Compiler
-    solver: MeshSolver
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,25 +49,6 @@ class _Solution:
     variables: tuple[Var, ...]
     sharding: MeshSharding
     memory: MeshMemory
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Wanted:
-    """What a solution has to keep, and what others say about it.
-
-    Attributes:
-        option: the options, with the memory limit.
-        moments: see `live_counts`.
-        n_bytes: the memory that there is, also where `option` has no limit.
-        uncounted_bytes: what a solution of such a stage needs, at a guess, beyond what the limit counts.
-        free: the solution without a limit, if this is with one.
-    """
-
-    option: AutoShardingOption
-    moments: Moments
-    n_bytes: float
-    uncounted_bytes: float
-    free: _Solution | None
 
 
 class StageSolver:
@@ -115,9 +62,9 @@ class StageSolver:
     def __init__(self, compiler: Compiler, strategy_cache: StrategyCache | None = None) -> None:
         """`compiler`: of the programs of the stages. `strategy_cache`: shared with other problems."""
         self.compiler, self.strategy_cache = compiler, strategy_cache or StrategyCache()
-        self._stages: Recent[_Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
+        self._stages: Recent[Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _Solution] = {}
-        self._uncounted: dict[object, float] = {}  # of each kind of stage, see `_Wanted`
+        self._uncounted: dict[object, float] = {}  # of each kind of stage, see `Wanted`
         self._last: tuple[_Solution, SolvedStage] | None = None
 
     def solve(
@@ -129,28 +76,34 @@ class StageSolver:
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
         kind = (text, view, option)
 
-        def solution(key: object, chosen: AutoShardingOption, free: _Solution | None) -> _Solution:
+        def solution(key: object, chosen: AutoShardingOption, free: tuple[float, float] | None) -> _Solution:
             if key not in self._solutions:
                 stage = self._stages.once(kind, lambda: self._stage(staged, mesh, problem, view, option))
-                uncounted = self._uncounted.get(kind, 0.0)
-                wanted = _Wanted(option=chosen, moments=moments, n_bytes=n_bytes, uncounted_bytes=uncounted, free=free)
+                wanted = Wanted(
+                    option=chosen,
+                    moments=moments,
+                    n_bytes=n_bytes,
+                    uncounted_bytes=self._uncounted.get(kind, 0.0),
+                    free=free,
+                )
                 solved = _cheapest(stage, wanted)
                 if solved.sharding.counted_bytes:
-                    self._uncounted[kind] = _uncounted(solved, moments)
+                    self._uncounted[kind] = uncounted(solved, moments)
                 own = _Solution(_variables(stage.problem), solved.sharding, solved.memory)
                 self._solutions[key], self._last = own, (own, solved)
             return self._solutions[key]
 
         n_bytes = option.limit_bytes(view.mesh.device) or math.inf
         found = solution(kind, replace(option, memory_limit_bytes=math.inf), None)
-        if _needed(found.memory, moments) > n_bytes:
-            found = solution((kind, tuple(map(tuple, moments))), option, found)
+        if needed(found.memory, moments) > n_bytes:
+            free = (found.sharding.bound_s, needed(found.memory, moments))
+            found = solution((kind, tuple(map(tuple, moments))), option, free)
         return self._rebound(found, staged, mesh, problem, view)
 
     def _stage(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption
-    ) -> _Stage:
-        return _Stage(
+    ) -> Stage:
+        return Stage(
             staged=staged,
             mesh=mesh,
             problem=problem,
@@ -183,21 +136,17 @@ def _variables(problem: MeshEquations) -> tuple[Var, ...]:
     return (*(v for v, _ in problem.inputs), *made, *problem.equal.values())
 
 
-def _needed(memory: MeshMemory, moments: Moments) -> float:
-    return needed_bytes(memory.peak_bytes(moments) - memory.temp_bytes, memory.temp_bytes)
-
-
-def _cheapest(stage: _Stage, wanted: _Wanted) -> SolvedStage:
+def _cheapest(stage: Stage, wanted: Wanted) -> SolvedStage:
     """As `StageSolver.solve`, from nothing.
 
     Which sums start as one depends on the solution. So the first prices let as many share each start as can, which
     makes a bound, and the next ones as many as the last solution has; the best solution as its program runs is taken.
     """
-    best = _solve_stage(stage, wanted)
-    if _needed(best.memory, wanted.moments) > wanted.n_bytes:
+    best = solve_in_memory(stage, wanted)
+    if needed(best.memory, wanted.moments) > wanted.n_bytes:
         return best
 
-    bound_s, seconds, counts = best.sharding.bound_s, _seconds(stage, best), _starts(stage, best)
+    bound_s, seconds, counts = best.sharding.bound_s, seconds_of(stage, best), _starts(stage, best)
     seen = set[StartCounts]()
     most = _MAX_REPRICED_IN_SHORT_MEMORY if best.sharding.counted_bytes else _MAX_REPRICED
     while counts not in seen and len(seen) < most:
@@ -207,191 +156,16 @@ def _cheapest(stage: _Stage, wanted: _Wanted) -> SolvedStage:
             break
         seen.add(counts)
         solver = MeshSolver(stage.problem, stage.view.mesh, wanted.option, stage.solver.cache, counts)
-        again = replace(wanted, uncounted_bytes=_uncounted(best, wanted.moments))
+        again = replace(wanted, uncounted_bytes=uncounted(best, wanted.moments))
         try:
-            other = _solve_stage(replace(stage, solver=solver), again)
+            other = solve_in_memory(replace(stage, solver=solver), again)
         except InfeasibleError:  # in time
             break
         counts = _starts(stage, other)
-        if (other_s := _seconds(stage, other)) < seconds:
+        if (other_s := seconds_of(stage, other)) < seconds:
             best, seconds = other, other_s
     return best
 
 
-def _seconds(stage: _Stage, solved: SolvedStage) -> float:
-    """Of one step, as the programs run."""
-    split = stage.staged.split
-    moved = mesh_collectives(solved.programs)
-    times = stage_times(stage.problem, solved.sharding, moved, stage.view.mesh, split.n_loops)
-    return split.n_micro_batches * times.pass_s + times.once_s
-
-
-def _starts(stage: _Stage, solved: SolvedStage) -> StartCounts:
+def _starts(stage: Stage, solved: SolvedStage) -> StartCounts:
     return gradient_starts(mesh_collectives(solved.programs), stage.view.combined)
-
-
-def _uncounted(solved: SolvedStage, moments: Moments) -> float:
-    """Bytes that a solution needs beyond what the limit counts; negative if the limit counts more."""
-    counted = solved.sharding.counted_bytes
-    return _needed(solved.memory, moments) - counted if counted else 0.0
-
-
-def _solve_stage(stage: _Stage, wanted: _Wanted) -> SolvedStage:
-    """The cheapest solution that keeps the limit, at the prices of the solver of `stage`."""
-    limit = _limit(stage, wanted.option, wanted.moments)
-    solved = _within_limit(stage, wanted.option, wanted.moments, limit, wanted.uncounted_bytes)
-    if limit is None or wanted.free is None:
-        return solved
-    return _with_more_room(stage, wanted, limit, solved, wanted.free)
-
-
-def _with_more_room(
-    stage: _Stage, wanted: _Wanted, limit: MemoryLimit, best: SolvedStage, free: _Solution
-) -> SolvedStage:
-    """`best`, or a faster solution with the room that it leaves: what the limit counts may be more than it needs.
-
-    free: the solution in memory without end, which says about how much room may gain.
-    """
-    best_s, part = _seconds(stage, best), 1.0
-    free_s, free_bytes = free.sharding.bound_s, _needed(free.memory, wanted.moments)
-    for _ in range(_MAX_WITH_MORE_ROOM):
-        needed = _needed(best.memory, wanted.moments)
-        left_bytes = part * (limit.limit_bytes - needed)
-        gain_s = (best_s - free_s) * left_bytes / max(1.0, free_bytes - needed)
-        is_little = left_bytes <= _LITTLE_LEFT * limit.limit_bytes or gain_s <= _LITTLE_GAIN * best_s
-        if is_little or not best.sharding.counted_bytes:
-            break
-
-        room = replace(limit, limit_bytes=best.sharding.counted_bytes + left_bytes)
-        try:
-            other = _solved(stage, room, wanted.option.solver_time_limit_s)
-        except InfeasibleError:  # in time
-            break
-        if _needed(other.memory, wanted.moments) > limit.limit_bytes:
-            part /= 2
-            continue
-        other_s = _seconds(stage, other)
-        if other_s >= best_s:
-            break
-        best, best_s, part = other, other_s, 1.0
-    return best
-
-
-def _within_limit(
-    stage: _Stage, option: AutoShardingOption, moments: Moments, limit: MemoryLimit | None, uncounted_bytes: float
-) -> SolvedStage:
-    """A solution that keeps the limit, the first one with as much room as a guess of what is not counted leaves."""
-    if limit is None or not limit.usages or not uncounted_bytes or uncounted_bytes >= limit.limit_bytes:
-        return _with_less_room(stage, option, moments, limit)
-
-    # With the right guess, one solution is enough. It is not taken if it leaves much of the memory.
-    guess: SolvedStage | None = None
-    try:
-        guess = _solved(
-            stage, replace(limit, limit_bytes=limit.limit_bytes - uncounted_bytes), option.solver_time_limit_s
-        )
-    except InfeasibleError:
-        return _with_less_room(stage, option, moments, limit)
-    left_bytes = limit.limit_bytes - _needed(guess.memory, moments)
-    if 0 <= left_bytes <= _LITTLE_LEFT * limit.limit_bytes:
-        return guess
-    try:
-        return _with_less_room(stage, option, moments, limit)
-    except InfeasibleError:
-        if left_bytes < 0:
-            raise
-        return guess
-
-
-def _with_less_room(
-    stage: _Stage, option: AutoShardingOption, moments: Moments, limit: MemoryLimit | None
-) -> SolvedStage:
-    """Solutions with ever less room until one keeps `limit`."""
-    room, found = limit, list[SolvedStage]()
-    deadline = time.thread_time() + option.solver_time_limit_s
-    solved_bytes = hopeless_bytes = 0.0  # what the limit counted of the last solution; room that was too little
-    for _ in range(_MAX_SOLVES):
-        try:
-            solved = _solved(stage, room, max(1.0, deadline - time.thread_time()))
-        except InfeasibleError as error:
-            if room is None or not found:
-                raise _explained(error, stage, option, limit, is_late=time.thread_time() >= deadline) from error
-            hopeless_bytes = room.limit_bytes
-            room = replace(room, limit_bytes=(solved_bytes + hopeless_bytes) / 2)
-            continue
-
-        needed = _needed(solved.memory, moments)
-        if limit is None or room is None or needed <= limit.limit_bytes:
-            return solved
-
-        # Less room by what is missing, or half as much less where that much was too little. Room that the solution
-        # leaves does not help: with a little less of it, the same solution would come again.
-        found.append(solved)
-        solved_bytes = min(room.limit_bytes, solved.sharding.counted_bytes or room.limit_bytes)
-        less = max(solved_bytes - (needed - limit.limit_bytes), (solved_bytes + hopeless_bytes) / 2)
-        room = replace(room, limit_bytes=less)
-
-    # What only lacks the reserve for small buffers is taken.
-    assert limit is not None
-    smallest = min(found, key=lambda solved: solved.memory.peak_bytes(moments))
-    if smallest.memory.peak_bytes(moments) > limit.limit_bytes:
-        raise _too_large(smallest.memory, limit, moments)
-    return smallest
-
-
-def _solved(stage: _Stage, room: MemoryLimit | None, time_limit_s: float) -> SolvedStage:
-    """The solution with so much room, measured with its collectives and the places of its buffers."""
-    solution = stage.solver.solve(room, time_limit_s)
-    programs = tuple(mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view))
-    memory = mesh_memory(stage.staged, stage.mesh, programs, solution, stage.view, compiler=stage.compiler)
-    return SolvedStage(solution, programs, memory)
-
-
-def _explained(
-    error: InfeasibleError, stage: _Stage, option: AutoShardingOption, limit: MemoryLimit | None, *, is_late: bool
-) -> InfeasibleError:
-    """`error` in the words of the options."""
-    if is_late:
-        within = f" within {limit.limit_bytes:,.0f} bytes per device" if limit else ""
-        return InfeasibleError(
-            f"No sharding{within} was found in {option.solver_time_limit_s:g} s. Raise `solver_time_limit_s`."
-        )
-
-    # Without a limit, only options can forbid all shardings.
-    if limit is None:
-        return InfeasibleError(stage.solver.why_infeasible(option.solver_time_limit_s) or str(error))
-
-    if "memory_limit_bytes" in str(error):
-        return error
-    return InfeasibleError(
-        f"No sharding keeps within {limit.limit_bytes:,.0f} bytes per device at all times. Allow more devices or "
-        "micro-batches, or raise `memory_limit_bytes`."
-    )
-
-
-def _limit(stage: _Stage, option: AutoShardingOption, moments: Moments) -> MemoryLimit | None:
-    """The limit of the options, with what counts towards it where that may reach it; None for no limit."""
-    problem, view = stage.problem, stage.view
-    n_bytes = option.limit_bytes(view.mesh.device)
-    if n_bytes is None or math.isinf(n_bytes):
-        return None
-    unsharded = sum(bytes_of(v) for v, _ in problem.inputs) + sum(bytes_of(v) for e in problem.eqns for v in e.outvars)
-    if (1 + max(map(max, moments))) * unsharded <= n_bytes:  # nothing needs counting
-        return MemoryLimit(n_bytes)
-
-    def name_of(var: Var) -> str:
-        traced = stage.staged.split.traced
-        paths = dict(zip(traced.flat.invars, traced.in_paths, strict=True))
-        return paths.get(var) or next((source_line(eqn) for eqn in problem.eqns if var in eqn.outvars), "")
-
-    usages = mesh_usages(stage.staged, stage.mesh, moments, compiler=stage.compiler)
-    return MemoryLimit(n_bytes, usages, name_of)
-
-
-def _too_large(memory: MeshMemory, limit: MemoryLimit, moments: Moments) -> InfeasibleError:
-    listed = "".join(f"\n  {tensor}" for tensor in memory.largest)
-    return InfeasibleError(
-        f"The smallest plan found needs {memory.peak_bytes(moments):,.0f} bytes per device and the limit is "
-        f"{limit.limit_bytes:,.0f}. Allow more devices or micro-batches, or raise `memory_limit_bytes`. Its largest "
-        f"tensors:{listed}"
-    )

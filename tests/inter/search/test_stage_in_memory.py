@@ -11,7 +11,7 @@ import pytest
 
 from minialpa import AutoShardingOption
 from minialpa.errors import InfeasibleError
-from minialpa.inter.search import stage_solve
+from minialpa.inter.search import stage_in_memory
 from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
 
 LIMIT = 1000.0
@@ -32,10 +32,10 @@ def solve(patch: pytest.MonkeyPatch, needs: Callable[[float], float], guess: flo
         memory = SimpleNamespace(needed=n_bytes, peak_bytes=lambda _: n_bytes, largest=())
         return SimpleNamespace(sharding=SimpleNamespace(counted_bytes=room.limit_bytes), memory=memory)
 
-    patch.setattr(stage_solve, "_solved", solved)
-    patch.setattr(stage_solve, "_needed", lambda memory, _: memory.needed)
+    patch.setattr(stage_in_memory, "_solved", solved)
+    patch.setattr(stage_in_memory, "needed", lambda memory, _: memory.needed)
     stage: Any = SimpleNamespace(solver=None)
-    found = stage_solve._within_limit(stage, AutoShardingOption(), ((1,),), COUNTED, guess)
+    found = stage_in_memory._within_limit(stage, AutoShardingOption(), ((1,),), COUNTED, guess)
     return found.memory.needed, rooms
 
 
