@@ -56,11 +56,10 @@ def links_of(n_devices: int) -> tuple[Links, Links]:
 @benchmark("plan_quality")
 def plan_quality(size: Size) -> Rows:
     """Communication and memory of the plan, next to the best hand-written recipe, with and without memory limits."""
-    counts = (4, 8) if size == "full" else (4,)
+    n_devices = 8 if size == "full" else 4
     return [
         row
         for case in cases(size)
-        for n_devices in counts
         for links in (links_of(n_devices) if size == "full" else links_of(n_devices)[:1])
         for row in _rows(case, links)
     ]
