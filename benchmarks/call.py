@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 import minialpa
 from benchmarks.registry import Rows, Size, benchmark
-from benchmarks.timing import interleaved
+from benchmarks.timing import interleaved, training
 from minialpa.runtime.executable import Executable
 
 WIDTH = 8
@@ -64,8 +64,8 @@ def _row(n_leaves: int, n_devices: int, kind: str, size: Size) -> dict[str, Any]
     if kind == "on devices":
         batch = jax.device_put(batch, shardings[1])
     calls = {
-        "jit": _training(jitted, jax.device_put(state, shardings[0]), batch),
-        "minialpa": _training(parallel, state, batch),
+        "jit": training(jitted, jax.device_put(state, shardings[0]), batch),
+        "minialpa": training(parallel, state, batch),
     }
 
     # Every round is a measurement of its own, and the machine is quiet in some of them.
@@ -119,15 +119,3 @@ def _step(n_leaves: int) -> tuple[Callable[..., Any], State, Any]:
     state = State(jnp.int32(0), params, optimizer.init(params))
     batch = {"x": np.ones((16, WIDTH), np.float32), "y": np.ones((16, WIDTH), np.float32)}
     return step, state, batch
-
-
-def _training(step: Any, state: Any, batch: Any) -> Callable[[], Any]:
-    """A call that trains one step further on its own copy of `state`."""
-    state = jax.tree.map(lambda x: x.copy(), state)
-
-    def train() -> Any:
-        nonlocal state
-        state, metrics = step(state, batch)
-        return state, metrics
-
-    return train

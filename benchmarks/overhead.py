@@ -6,14 +6,13 @@ The tiny steps do next to nothing, so that `overhead_us` is what a call costs be
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
 import minialpa
 from benchmarks.registry import Rows, Size, benchmark
-from benchmarks.timing import interleaved
+from benchmarks.timing import interleaved, training
 from minialpa import models
 
 
@@ -37,7 +36,7 @@ def _row(name: str, case: models.ModelCase, size: Size, numpy: bool = False) -> 
         "minialpa": minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method),
     }
     seconds = interleaved(
-        {key: _training(step, state, batch) for key, step in steps.items()}, repeats=300 if size == "full" else 3
+        {key: training(step, state, batch) for key, step in steps.items()}, repeats=300 if size == "full" else 3
     )
     jit_us, minialpa_us = (statistics.median(seconds[key]) * 1e6 for key in ("jit", "minialpa"))
     return {
@@ -48,15 +47,3 @@ def _row(name: str, case: models.ModelCase, size: Size, numpy: bool = False) -> 
         "ratio": minialpa_us / jit_us,
         "overhead_us": minialpa_us - jit_us,
     }
-
-
-def _training(step: Any, state: Any, batch: Any) -> Callable[[], Any]:
-    """A call that trains one step further on its own copy of `state`."""
-    state = jax.tree.map(lambda x: x.copy(), state)
-
-    def call() -> Any:
-        nonlocal state
-        state, metrics = step(state, batch)
-        return state, metrics
-
-    return call

@@ -27,7 +27,7 @@ from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.stage_times import StageTimes, stage_times
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
-from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_collectives, mesh_equations
+from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_equations
 from minialpa.inter.staging.staged_step import stage_step
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.inter.staging.transfers import planned_transfers
@@ -145,16 +145,14 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, solve
         for gathered in gathered_state(problem, solved.sharding, view.mesh):
             warnings.warn(str(gathered), UserWarning, stacklevel=2)
 
-    # Programs end here: those of all stages together are many times the step.
-    moved = tuple(mesh_collectives(solved.programs))
     return SolvedMesh(
         problem=problem,
         view=view,
         sharding=solved.sharding,
         memory=solved.memory,
         live=live,
-        moved=moved,
-        times=stage_times(problem, solved.sharding, moved, view.mesh, staged.split.n_loops),
+        moved=solved.moved,
+        times=stage_times(problem, solved.sharding, solved.moved, view.mesh, staged.split.n_loops),
     )
 
 

@@ -17,7 +17,7 @@ from jax.extend.core import Var
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_memory import MeshMemory, Moments, mesh_memory, mesh_usages, needed_bytes
 from minialpa.inter.search.stage_times import stage_times
-from minialpa.inter.staging.mesh_problem import ShardedView, TaskProgram, mesh_collectives, mesh_programs
+from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_collectives, mesh_programs
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.memory_constraints import MemoryLimit
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
@@ -28,7 +28,7 @@ from minialpa.tracing.jaxprs import bytes_of, source_line
 
 #: How often a stage is solved with more room.
 _MAX_WITH_MORE_ROOM = 2
-#: How often a stage is solved with other room.
+#: How often a stage is solved with less room.
 _MAX_SOLVES = 5
 #: Part of a step that more room has to promise to be tried.
 _LITTLE_GAIN = 0.005
@@ -38,10 +38,10 @@ _LITTLE_LEFT = 0.01
 
 @dataclass(frozen=True, slots=True)
 class SolvedStage:
-    """Shardings of a stage, the programs of its tasks under them, and the memory these take."""
+    """Shardings of a stage, and what its tasks communicate and need in memory under them."""
 
     sharding: MeshSharding
-    programs: tuple[TaskProgram, ...]
+    moved: tuple[TaskCollectives, ...]
     memory: MeshMemory
 
 
@@ -73,9 +73,9 @@ class Wanted:
     Attributes:
         option: the options, with the memory limit.
         moments: see `live_counts`.
-        n_bytes: the memory that there is, also where `option` has no limit.
+        n_bytes: bytes of memory that each device has, also where `option` has no limit.
         uncounted_bytes: what a solution of such a stage needs, at a guess, beyond what the limit counts.
-        free: seconds of a step and bytes of the solution without a limit, if this is with one.
+        free: if there is a limit, seconds of a step and bytes per device of the solution without it.
     """
 
     option: AutoShardingOption
@@ -100,10 +100,9 @@ def needed(memory: MeshMemory, moments: Moments) -> float:
 
 
 def seconds_of(stage: Stage, solved: SolvedStage) -> float:
-    """Of one step, as the programs run."""
+    """Seconds of one step, without waiting for other stages, from what the programs communicate."""
     split = stage.staged.split
-    moved = mesh_collectives(solved.programs)
-    times = stage_times(stage.problem, solved.sharding, moved, stage.view.mesh, split.n_loops)
+    times = stage_times(stage.problem, solved.sharding, solved.moved, stage.view.mesh, split.n_loops)
     return split.n_micro_batches * times.pass_s + times.once_s
 
 
@@ -212,7 +211,7 @@ def _solved(stage: Stage, room: MemoryLimit | None, time_limit_s: float) -> Solv
     solution = stage.solver.solve(room, time_limit_s)
     programs = tuple(mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view))
     memory = mesh_memory(stage.staged, stage.mesh, programs, solution, stage.view, compiler=stage.compiler)
-    return SolvedStage(solution, programs, memory)
+    return SolvedStage(solution, tuple(mesh_collectives(programs)), memory)
 
 
 def _explained(

@@ -1,4 +1,4 @@
-"""Solves whole stages: shardings that fit in memory, with their programs and memory, each distinct stage once.
+"""Solves whole stages: shardings that fit in memory, with their collectives and memory, each distinct stage once.
 
 `stage_in_memory.py` solves a stage at given prices; here the prices follow the sums that start together.
 """
@@ -115,7 +115,7 @@ class StageSolver:
     def _rebound(
         self, solution: _Solution, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView
     ) -> SolvedStage:
-        """A solution in the variables of `problem`, with its programs."""
+        """A solution in the variables of `problem`, with what its programs communicate."""
         variables = _variables(problem)
         if self._last is not None and self._last[0] is solution and variables == solution.variables:
             return self._last[1]
@@ -127,7 +127,8 @@ class StageSolver:
             specs={names[v]: spec for v, spec in solution.sharding.specs.items() if v in names},
             results={names[v]: spec for v, spec in solution.sharding.results.items()},
         )
-        return SolvedStage(sharding, tuple(mesh_programs(staged, mesh, problem, sharding, view)), solution.memory)
+        programs = mesh_programs(staged, mesh, problem, sharding, view)
+        return SolvedStage(sharding, tuple(mesh_collectives(programs)), solution.memory)
 
 
 def _variables(problem: MeshEquations) -> tuple[Var, ...]:
@@ -168,4 +169,4 @@ def _cheapest(stage: Stage, wanted: Wanted) -> SolvedStage:
 
 
 def _starts(stage: Stage, solved: SolvedStage) -> StartCounts:
-    return gradient_starts(mesh_collectives(solved.programs), stage.view.combined)
+    return gradient_starts(solved.moved, stage.view.combined)

@@ -218,6 +218,16 @@ def test_bounds_are_honest_however_little_time_there_is(graph: CostGraph, time_l
     assert solution.gap >= 0 and (not solution.optimal or solution.cost == pytest.approx(best))
 
 
+def check_reduced_costs(graph: CostGraph, core: Any, found: lagrange.Bracket) -> None:
+    """The bound, with the reduced cost of a strategy, is below all solutions that have the strategy."""
+    for v, costs in enumerate(graph.node_costs):
+        for i in range(len(costs)):
+            only = np.where(np.arange(len(costs)) == i, costs, np.inf)
+            held = replace(graph, node_costs=(*graph.node_costs[:v], only, *graph.node_costs[v + 1 :]))
+            bound = found.bound + found.reduced[core.at[v] + i]
+            assert bound <= cheapest_choices(held) + 1e-9 * abs(found.bound)
+
+
 @settings(max_examples=100, deadline=None)
 @given(cost_graphs(max_nodes=4))
 def test_reduced_costs_bound_every_strategy(graph: CostGraph) -> None:
@@ -227,12 +237,7 @@ def test_reduced_costs_bound_every_strategy(graph: CostGraph) -> None:
         return
     core = flatten(residual, list(residual.alive))
     found = lagrange.bracket(core, np.zeros(len(residual.base)), math.inf, SolverOptions())
-    for v, costs in enumerate(graph.node_costs):
-        for i in range(len(costs)):
-            only = np.where(np.arange(len(costs)) == i, costs, np.inf)
-            held = replace(graph, node_costs=(*graph.node_costs[:v], only, *graph.node_costs[v + 1 :]))
-            bound = found.bound + found.reduced[core.at[v] + i]
-            assert bound <= cheapest_choices(held) + 1e-9 * abs(found.bound)
+    check_reduced_costs(graph, core, found)
 
 
 @settings(max_examples=60, deadline=None)
@@ -248,12 +253,7 @@ def test_bounds_with_an_allowed_gap_hold_for_every_strategy(graph: CostGraph, pa
     best = cheapest_choices(graph)
     assert found.bound <= best + 1e-9 * abs(found.bound)
     assert found.cost >= best or found.cost == pytest.approx(best)
-    for v, costs in enumerate(graph.node_costs):
-        for i in range(len(costs)):
-            only = np.where(np.arange(len(costs)) == i, costs, np.inf)
-            held = replace(graph, node_costs=(*graph.node_costs[:v], only, *graph.node_costs[v + 1 :]))
-            bound = found.bound + found.reduced[core.at[v] + i]
-            assert bound <= cheapest_choices(held) + 1e-9 * abs(found.bound)
+    check_reduced_costs(graph, core, found)
 
 
 @settings(max_examples=150, deadline=None)
