@@ -110,7 +110,7 @@ def place_stages(options: PlanOptions, layered: LayeredStep, stages: Sequence[De
         raise ShardingError(
             "The schedule `inference` has no backward pass and the step computes gradients. Use `1f1b` or `gpipe`."
         )
-    # One stage has nobody to wait for, so one micro-batch after the other is in flight.
+    # A single stage waits for no other: it ends each micro-batch before it starts the next.
     name = options.schedule if len(stages) > 1 else "1f1b"
     schedule = make_schedule(name, chunks.size(options.n_micro_batches))
     return PlacedStages(layered=layered, stages=tuple(stages), chunks=chunks, staged=staged, schedule=schedule)

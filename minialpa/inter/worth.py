@@ -1,7 +1,7 @@
 """Whether it is worth searching the stages of a step, and the plan of a step for which it is not.
 
-A search takes seconds, and what it can save grows with the seconds of the step. If a step that took no time at all
-would not make up for the search in `AutoStageOption.planned_steps` steps, nothing is searched:
+A search takes seconds, and at best it saves all the time of a step. If that is less than the search takes, over
+`AutoStageOption.planned_steps` steps, nothing is searched:
 
     step_s * planned_steps <= SEARCH_S_PER_EQUATION * n_equations        -> is_worth_searching
 

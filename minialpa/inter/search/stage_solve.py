@@ -1,6 +1,7 @@
 """Solves whole stages: shardings that fit in memory, with their collectives and memory, each distinct stage once.
 
-`stage_in_memory.py` solves a stage at given prices; here the prices follow the sums that start together.
+`stage_in_memory.py` solves a stage at given prices of collectives. Here a stage is solved again at other prices, if its
+solution combines fewer sums into one collective than the prices assumed.
 """
 
 from __future__ import annotations
