@@ -60,7 +60,9 @@ class Timeline:
     @property
     def exposed_bytes(self) -> float:
         """Bytes of collectives that no kernel runs beside; parts of collectives count by their seconds."""
-        return sum(a.collective.times * a.collective.n_bytes * a.exposed_s / a.seconds for a in self.awaited if a.seconds)
+        return sum(
+            a.collective.times * a.collective.n_bytes * a.exposed_s / a.seconds for a in self.awaited if a.seconds
+        )
 
     @property
     def hidden_bytes(self) -> float:
