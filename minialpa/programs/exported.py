@@ -1,4 +1,4 @@
-"""What an exported function computes: a `MeshFunction` in, something that `jax.jit` takes and its arguments' types out."""
+"""What an exported function computes: a `MeshFunction` in, what `jax.jit` takes and the types of its arguments out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A plan beside what XLA for GPUs makes of it: programs and their plan in, a `PlanCheck` out.
 
-For each stage: memory, communication and seconds as the plan has them, and as the compiled programs have them. Seconds of
-collectives are those of the plan's links on both sides; what differs is which of them the compiler made, joined and hid.
+For each stage: memory, communication and seconds as the plan has them, and as the compiled programs have them. Seconds
+of collectives are those of the plan's links on both sides; what differs is which of them the compiler made, joined and
+hid.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Functions in, `GpuProgram`s out: XLA for GPUs in processes of their own, equal functions once, results kept in a folder."""
+"""Functions in, `GpuProgram`s out: XLA for GPUs in processes of their own.
+
+Equal functions are compiled once, and a folder may keep what has been compiled.
+"""
 
 from __future__ import annotations
 
@@ -112,9 +115,11 @@ def _compiled(missing: dict[str, Request], n_processes: int, flags: Sequence[str
                 yield key, answer
     finally:
         for process in processes:
-            process.end()
+            process.kill()
         for thread in threads:
             thread.join()
+        for process in processes:
+            process.close()
 
 
 def _serve(
@@ -141,7 +146,7 @@ class _Process:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
         # Only the compiler of the plugin is wanted: without this, jax looks for GPUs.
         environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "TF_CPP_MIN_LOG_LEVEL": "2"}
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process runs
         self._process = subprocess.Popen(
             [sys.executable, "-m", "minialpa.xla_gpu.worker"],
             stdin=subprocess.PIPE,
@@ -165,10 +170,17 @@ class _Process:
         assert isinstance(answer, GpuProgram), answer
         return answer
 
-    def end(self) -> None:
-        """End the process, whatever it is doing."""
+    def kill(self) -> None:
+        """End the process, whatever it is doing. Who waits for an answer gets an error."""
         self._process.kill()
+
+    def close(self) -> None:
+        """Give back what belongs to a process that was killed, when nobody waits for it any more."""
         self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            assert stream is not None
+            with suppress(BrokenPipeError):
+                stream.close()
 
 
 # ---- kept programs ---------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Peak:
 
 def peak_of(program: MeshProgram, compiled: Sequence[GpuProgram]) -> Peak:
     """The most memory of a device. compiled: the functions of the program, by number."""
-    live = {slot.buffer for slot in (*program.inputs, *program.constants)}
+    live = {slot.buffer for slot in program.inputs} | {slot.buffer for slot in program.constants}
     peak = Peak(sum(buffer_bytes(program, b) for b in live), "", 0)
     for instruction in program.instructions:
         match instruction:

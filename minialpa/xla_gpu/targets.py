@@ -10,6 +10,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minialpa.errors import VerifyError
 
@@ -140,14 +141,15 @@ def target_of(name: str) -> GpuTarget:
     if name in TARGETS:
         return TARGETS[name]
     try:
-        values = json.loads(Path(name).read_text(encoding="utf-8"))
+        values: dict[str, Any] = json.loads(Path(name).read_text(encoding="utf-8"))
         pairs = ("compute_capability", "cudnn")
-        return GpuTarget(**{key: tuple(x) if key in pairs else x for key, x in values.items()})
+        fields: dict[str, Any] = {key: tuple(x) if key in pairs else x for key, x in values.items()}
+        return GpuTarget(**fields)
     except OSError as error:
         raise VerifyError(
-            f"There is no GPU `{name}`, and no file of that name. Known are {', '.join(TARGETS)}; a file has the fields "
-            f"of `GpuTarget` as JSON."
+            f"There is no GPU `{name}`, and no file of that name. Known are {', '.join(TARGETS)}; a file has the "
+            "fields of `GpuTarget` as JSON."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
-        fields = ", ".join(field.name for field in dataclasses.fields(GpuTarget))
-        raise VerifyError(f"`{name}` holds no GPU ({error}). It needs the fields {fields}, as JSON.") from error
+        names = ", ".join(field.name for field in dataclasses.fields(GpuTarget))
+        raise VerifyError(f"`{name}` holds no GPU ({error}). It needs the fields {names}, as JSON.") from error

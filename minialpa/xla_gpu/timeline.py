@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from minialpa.hlo import HloCollective, collective_of
 from minialpa.hlo.text import Computation, Instruction, Module, parse_module
 from minialpa.hlo.trip_counts import trip_count
 
-#: What XLA takes a kernel to cost, in the order in which its estimates are believed: `sol` comes from tables of measured
-#: matrix products, and is the roofline, "", where there is none.
+#: What XLA takes a kernel to cost, in the order in which its estimates are believed: `sol` comes from tables of
+#: measured matrix products, and is the roofline, "", where there is none.
 _ESTIMATES = ("sol", "")
 _COSTS = re.compile(r'"reification_cost":(\[[^\]]*\])')
 
@@ -42,6 +42,11 @@ class Awaited:
     exposed_s: float
     has_work: bool
 
+    @property
+    def n_bytes(self) -> float:
+        """Of all runs of it."""
+        return self.collective.times * self.collective.n_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
@@ -60,13 +65,11 @@ class Timeline:
     @property
     def exposed_bytes(self) -> float:
         """Bytes of collectives that no kernel runs beside; parts of collectives count by their seconds."""
-        return sum(
-            a.collective.times * a.collective.n_bytes * a.exposed_s / a.seconds for a in self.awaited if a.seconds
-        )
+        return sum(a.n_bytes * a.exposed_s / a.seconds for a in self.awaited if a.seconds)
 
     @property
     def hidden_bytes(self) -> float:
-        return sum(a.collective.times * a.collective.n_bytes for a in self.awaited) - self.exposed_bytes
+        return sum(a.n_bytes for a in self.awaited) - self.exposed_bytes
 
 
 def timeline(text: str, seconds_of: Callable[[HloCollective], float]) -> Timeline:
@@ -165,11 +168,3 @@ def _kernel_s(instruction: Instruction) -> float:
         return 0.0
     estimates = {cost["name"]: cost["exec_time_us"] for cost in json.loads(found[1])}
     return next((float(estimates[name]) for name in _ESTIMATES if name in estimates), 0.0) * 1e-6
-
-
-def kernels(text: str) -> Iterator[tuple[Instruction, float]]:
-    """The kernels of all computations that have an estimate, and their seconds, each once."""
-    for computation in parse_module(text).computations.values():
-        for instruction in computation.instructions:
-            if seconds := _kernel_s(instruction):
-                yield instruction, seconds

@@ -1,7 +1,7 @@
-"""A process that compiles for GPUs: requests on its standard input, answers on its standard output, one after the other.
+"""A process that compiles for GPUs: requests on its standard input, answers on its standard output, in turns.
 
-XLA reads its flags once in a process, and those for GPUs are not those of the process that asks (`compile.py`). Nothing here
-needs a GPU, a driver or CUDA.
+XLA reads its flags once in a process, and those for GPUs are not those of the process that asks (`compile.py`). Nothing
+here needs a GPU, a driver or CUDA.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pickle
 import struct
 import sys
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from minialpa.programs.mesh_program import MeshFunction
 from minialpa.xla_gpu.compiled import GpuProgram
@@ -73,14 +73,14 @@ def compiled(request: Request) -> GpuProgram:
     )
 
 
-def send(stream: BinaryIO, value: Any) -> None:
+def send(stream: IO[bytes], value: Any) -> None:
     """Write a value, after its length."""
     data = pickle.dumps(value)
     stream.write(struct.pack("<q", len(data)) + data)
     stream.flush()
 
 
-def receive(stream: BinaryIO) -> Any:
+def receive(stream: IO[bytes]) -> Any:
     """The next value. Raises EOFError where the stream has ended."""
     head = stream.read(8)
     data = stream.read(struct.unpack("<q", head)[0]) if len(head) == 8 else b""
