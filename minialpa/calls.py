@@ -23,7 +23,6 @@ from minialpa.pytrees import (
     GraphArguments,
     check_no_graph,
     check_returned,
-    has_static,
     hide_leaves,
     hide_static,
     leaves_in_modules,
@@ -31,11 +30,15 @@ from minialpa.pytrees import (
     split_graph,
     variables_in,
 )
+from minialpa.support.private_jax import ArrayImpl
 
 #: Types that stand for an array if only its shape and dtype matter.
 Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
 Argnums = int | Sequence[int] | Literal["auto"]
 
+
+#: Stands for a leaf.
+_PLACE = object()
 
 #: Settings of jax that change what a step computes, and not only whether it is accepted.
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
@@ -66,16 +69,16 @@ class Call:
     modules: tuple[Any, ...] = ()
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the pytree of the positional arguments and the types of its leaves are all that makes up `key`."""
-        _, names = self.tree
-        return not self.static and not self.has_static and self.graph is None and names == tuple(range(self.n_args))
+    def static_types(self) -> tuple[type, ...]:
+        """The types of the static arguments: 1, True and 1.0 are equal, and a step computes other things with each."""
+        return tuple(type(value) for _, value in self.static)
 
     def key(self) -> Hashable:
         """Equal for two calls if one program serves both: all but the values of leaves."""
         return (
             self.tree,
             self.static,
+            self.static_types,
             self.n_args,
             self.settings,
             self.graph,
@@ -84,7 +87,79 @@ class Call:
 
     def types(self) -> tuple[Any, ...]:
         """Equal for two calls only if `key` is, and faster to compare: calls mostly share the objects in it."""
-        return (self.tree, self.static, self.n_args, self.settings, self.graph, [_leaf_type(x) for x in self.leaves])
+        return (
+            self.tree,
+            self.static,
+            self.static_types,
+            self.n_args,
+            self.settings,
+            self.graph,
+            leaf_types(self.leaves),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallPattern:
+    """What calls have in common with one that was bound, all but their arrays, as their caller writes them.
+
+    Settings of jax and types of arrays are not part of it.
+
+    Attributes:
+        n_args: number of positional arguments.
+        keywords: names of the other arguments.
+        static: the place, among all arguments, and the value of each static argument.
+        dynamic: the places of the other arguments.
+        tree: pytree of these.
+        hidden: the position, among the leaves of `tree`, and the value of each leaf that is part of the program.
+        arrays: the positions of the other leaves.
+    """
+
+    n_args: int
+    keywords: tuple[str, ...]
+    static: tuple[tuple[int, Hashable], ...]
+    dynamic: tuple[int, ...]
+    tree: PyTreeDef
+    hidden: tuple[tuple[int, Hashable], ...]
+    arrays: tuple[int, ...]
+
+    @classmethod
+    def of(cls, call: Call) -> CallPattern | None:
+        """The pattern of a call; None if it has modules of flax.nnx, whose structure is no pytree."""
+        if call.graph is not None:
+            return None
+        tree, names = call.tree
+        keywords = tuple(name for name in (*names, *dict(call.static)) if isinstance(name, str))
+        place = {name: i for i, name in enumerate((*range(call.n_args), *keywords))}
+        values, shown_tree, arrays = _with_static(tree)
+        hidden = set(range(len(values))).difference(arrays)
+        return cls(
+            n_args=call.n_args,
+            keywords=keywords,
+            static=tuple((place[name], value) for name, value in call.static),
+            dynamic=tuple(place[name] for name in names),
+            tree=shown_tree,
+            hidden=tuple((i, values[i]) for i in sorted(hidden)),
+            arrays=arrays,
+        )
+
+    def leaves_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """The leaves of a call that are arrays, or may be; None if the call is not like this."""
+        if len(args) != self.n_args or len(kwargs) != len(self.keywords) or not kwargs.keys() >= set(self.keywords):
+            return None
+        given = (*args, *(kwargs[name] for name in self.keywords)) if kwargs else args
+        if self.static:
+            if not all(_is_same(given[i], value) for i, value in self.static):
+                return None
+            given = tuple(given[i] for i in self.dynamic)
+
+        leaves, tree = jax.tree.flatten(given)
+        if tree != self.tree:
+            return None
+        if self.hidden:
+            if not all(_is_same(leaves[i], value) for i, value in self.hidden):
+                return None
+            leaves = [leaves[i] for i in self.arrays]
+        return leaves
 
 
 class Parameters:
@@ -137,7 +212,7 @@ class Parameters:
             tree=(tree, tuple(dynamic)),
             static=tuple(static),
             n_args=len(args),
-            settings=tuple(getattr(jax.config, name) for name in _SETTINGS),
+            settings=current_settings(),
             has_static=has_functions,
             graph=graph,
             modules=modules,
@@ -226,10 +301,30 @@ def _signature_of(fun: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _leaf_type(leaf: Any) -> Any:
-    """A leaf's abstract value, an object that arrays of one type mostly share, or its key if it has none."""
-    aval = getattr(leaf, "aval", None)
-    return _leaf_key(leaf) if aval is None else aval
+def current_settings() -> tuple[Hashable, ...]:
+    """The settings of jax that change what a step computes."""
+    return tuple(getattr(jax.config, name) for name in _SETTINGS)
+
+
+def are_alive(leaves: Sequence[Any]) -> bool:
+    """Whether a program may run on these leaves: none was deleted, and none is traced or only a shape."""
+    # Mostly jax's own arrays, and a few others behind them.
+    others = [leaf for leaf in leaves if type(leaf) is not ArrayImpl]
+    arrays = [leaf for leaf in leaves if type(leaf) is ArrayImpl] if others else leaves
+    return not any(map(ArrayImpl.is_deleted, arrays)) and all(map(_is_alive, others))
+
+
+def _is_alive(leaf: Any) -> bool:
+    if isinstance(leaf, Shape | jax.core.Tracer):
+        return False
+    is_deleted = getattr(leaf, "is_deleted", None)
+    return is_deleted is None or not is_deleted()
+
+
+def leaf_types(leaves: Sequence[Any]) -> list[Any]:
+    """Of each leaf its abstract value, an object that arrays of one type mostly share, or its key if it has none."""
+    avals = [getattr(leaf, "aval", None) for leaf in leaves]
+    return [_leaf_key(leaf) if aval is None else aval for aval, leaf in zip(avals, leaves, strict=True)]
 
 
 def _leaf_key(leaf: Any) -> Hashable:
@@ -288,9 +383,31 @@ def shown(call: Call, tree: PyTreeDef) -> Callable[[Sequence[Any]], Any]:
 
     If the call has modules, this is a pair of their new values and the result.
     """
-    if not has_static(jax.tree.unflatten(tree, range(tree.num_leaves))):
+    template, shown_tree, positions = _with_static(tree)
+    if len(positions) == len(template):
         return functools.partial(jax.tree.unflatten, tree)
-    return lambda leaves: show_static(jax.tree.unflatten(tree, leaves))
+
+    def result_of(leaves: Sequence[Any]) -> Any:
+        result = list(template)
+        for i, leaf in zip(positions, leaves, strict=True):
+            result[i] = leaf
+        return jax.tree.unflatten(shown_tree, result)
+
+    return result_of
+
+
+def _with_static(tree: PyTreeDef) -> tuple[list[Any], PyTreeDef, tuple[int, ...]]:
+    """A pytree with the value of each `StaticLeaf` as a leaf: its leaves, its structure, and where the leaves of `tree`
+    are among them, which are None."""
+    shown_tree = show_static(jax.tree.unflatten(tree, [_PLACE] * tree.num_leaves))
+    values, structure = jax.tree.flatten(shown_tree)
+    places = tuple(i for i, value in enumerate(values) if value is _PLACE)
+    return [None if value is _PLACE else value for value in values], structure, places
+
+
+def _is_same(value: Any, known: Hashable) -> bool:
+    """Whether a value is equal to a static one, and of its type."""
+    return value is known or (type(value) is type(known) and bool(value == known))
 
 
 def is_numeric(value: Any) -> bool:

@@ -83,11 +83,6 @@ def show_static(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.value if isinstance(x, StaticLeaf) else x, tree, is_leaf=_is_static)
 
 
-def has_static(tree: Any) -> bool:
-    """Whether a pytree holds a `StaticLeaf`."""
-    return any(map(_is_static, jax.tree.leaves(tree, is_leaf=_is_static)))
-
-
 def _is_static(value: Any) -> bool:
     return isinstance(value, StaticLeaf)
 
