@@ -107,9 +107,7 @@ def train_state(n_layers: int) -> Kind:
         loss, grads = minialpa.value_and_grad(lambda params: state.apply_fn(params, batch))(state.params)
         return state.apply_gradients(grads=grads), loss
 
-    return Kind(
-        step=step, state=(TrainState.create(apply_fn=_layers_loss, params=_layers(n_layers), tx=OPTIMIZER),)
-    )
+    return Kind(step=step, state=(TrainState.create(apply_fn=_layers_loss, params=_layers(n_layers), tx=OPTIMIZER),))
 
 
 def static_arguments(n_layers: int) -> Kind:

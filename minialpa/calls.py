@@ -29,6 +29,7 @@ from minialpa.pytrees import (
     show_static,
     split_graph,
     variables_in,
+    with_static,
 )
 from minialpa.support.private_jax import ArrayImpl
 
@@ -36,9 +37,6 @@ from minialpa.support.private_jax import ArrayImpl
 Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
 Argnums = int | Sequence[int] | Literal["auto"]
 
-
-#: Stands for a leaf.
-_PLACE = object()
 
 #: Settings of jax that change what a step computes, and not only whether it is accepted.
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
@@ -57,6 +55,7 @@ class Call:
         settings: The settings of jax that change what a step computes, as they were when the call was made.
         graph: The structure of the modules of flax.nnx among the arguments, whose values are leaves; None without any.
         modules: These modules, which are the caller's and get new values after the step.
+        given: The arguments that are not static, as the caller gave them, if there are modules among them.
     """
 
     leaves: list[Any]
@@ -67,6 +66,7 @@ class Call:
     has_static: bool = False
     graph: GraphArguments | None = None
     modules: tuple[Any, ...] = ()
+    given: tuple[Any, ...] = ()
 
     @property
     def static_types(self) -> tuple[type, ...]:
@@ -96,70 +96,6 @@ class Call:
             self.graph,
             leaf_types(self.leaves),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallPattern:
-    """What calls have in common with one that was bound, all but their arrays, as their caller writes them.
-
-    Settings of jax and types of arrays are not part of it.
-
-    Attributes:
-        n_args: number of positional arguments.
-        keywords: names of the other arguments.
-        static: the place, among all arguments, and the value of each static argument.
-        dynamic: the places of the other arguments.
-        tree: pytree of these.
-        hidden: the position, among the leaves of `tree`, and the value of each leaf that is part of the program.
-        arrays: the positions of the other leaves.
-    """
-
-    n_args: int
-    keywords: tuple[str, ...]
-    static: tuple[tuple[int, Hashable], ...]
-    dynamic: tuple[int, ...]
-    tree: PyTreeDef
-    hidden: tuple[tuple[int, Hashable], ...]
-    arrays: tuple[int, ...]
-
-    @classmethod
-    def of(cls, call: Call) -> CallPattern | None:
-        """The pattern of a call; None if it has modules of flax.nnx, whose structure is no pytree."""
-        if call.graph is not None:
-            return None
-        tree, names = call.tree
-        keywords = tuple(name for name in (*names, *dict(call.static)) if isinstance(name, str))
-        place = {name: i for i, name in enumerate((*range(call.n_args), *keywords))}
-        values, shown_tree, arrays = _with_static(tree)
-        hidden = set(range(len(values))).difference(arrays)
-        return cls(
-            n_args=call.n_args,
-            keywords=keywords,
-            static=tuple((place[name], value) for name, value in call.static),
-            dynamic=tuple(place[name] for name in names),
-            tree=shown_tree,
-            hidden=tuple((i, values[i]) for i in sorted(hidden)),
-            arrays=arrays,
-        )
-
-    def leaves_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
-        """The leaves of a call that are arrays, or may be; None if the call is not like this."""
-        if len(args) != self.n_args or len(kwargs) != len(self.keywords) or not kwargs.keys() >= set(self.keywords):
-            return None
-        given = (*args, *(kwargs[name] for name in self.keywords)) if kwargs else args
-        if self.static:
-            if not all(_is_same(given[i], value) for i, value in self.static):
-                return None
-            given = tuple(given[i] for i in self.dynamic)
-
-        leaves, tree = jax.tree.flatten(given)
-        if tree != self.tree:
-            return None
-        if self.hidden:
-            if not all(_is_same(leaves[i], value) for i, value in self.hidden):
-                return None
-            leaves = [leaves[i] for i in self.arrays]
-        return leaves
 
 
 class Parameters:
@@ -196,10 +132,13 @@ class Parameters:
         # What few steps have costs the others no more than a look.
         graph: GraphArguments | None = None
         modules: tuple[Any, ...] = ()
+        with_modules: tuple[Any, ...] = ()
         if "flax.nnx" in sys.modules:
             given_values = dynamic
             dynamic, graph = split_graph(given_values)
-            modules = () if graph is None else tuple(given_values[name] for name in graph.names)
+            if graph is not None:
+                modules = tuple(given_values[name] for name in graph.names)
+                with_modules = tuple(given_values.values())
 
         values = tuple(dynamic.values())
         leaves, tree = jax.tree.flatten(values)
@@ -216,6 +155,7 @@ class Parameters:
             has_static=has_functions,
             graph=graph,
             modules=modules,
+            given=with_modules,
         )
 
     def _leaves_in_modules(self, values: tuple[Any, ...], tree: PyTreeDef) -> list[bool] | None:
@@ -378,12 +318,12 @@ def on_leaves(fun: Callable[..., Any], call: Call) -> Callable[..., Any]:
     return flat_fun
 
 
-def shown(call: Call, tree: PyTreeDef) -> Callable[[Sequence[Any]], Any]:
+def shown(tree: PyTreeDef) -> Callable[[Sequence[Any]], Any]:
     """Makes the result of a function from what `on_leaves` returns: its leaves, whose pytree is `tree`.
 
     If the call has modules, this is a pair of their new values and the result.
     """
-    template, shown_tree, positions = _with_static(tree)
+    template, shown_tree, positions = with_static(tree)
     if len(positions) == len(template):
         return functools.partial(jax.tree.unflatten, tree)
 
@@ -394,20 +334,6 @@ def shown(call: Call, tree: PyTreeDef) -> Callable[[Sequence[Any]], Any]:
         return jax.tree.unflatten(shown_tree, result)
 
     return result_of
-
-
-def _with_static(tree: PyTreeDef) -> tuple[list[Any], PyTreeDef, tuple[int, ...]]:
-    """A pytree with the value of each `StaticLeaf` as a leaf: its leaves, its structure, and where the leaves of `tree`
-    are among them, which are None."""
-    shown_tree = show_static(jax.tree.unflatten(tree, [_PLACE] * tree.num_leaves))
-    values, structure = jax.tree.flatten(shown_tree)
-    places = tuple(i for i, value in enumerate(values) if value is _PLACE)
-    return [None if value is _PLACE else value for value in values], structure, places
-
-
-def _is_same(value: Any, known: Hashable) -> bool:
-    """Whether a value is equal to a static one, and of its type."""
-    return value is known or (type(value) is type(known) and bool(value == known))
 
 
 def is_numeric(value: Any) -> bool:

@@ -22,10 +22,10 @@ from minialpa.api.following import Followed, computes_gradients, find_followed, 
 from minialpa.api.ragged import OnRagged
 from minialpa.api.step_compiler import compile_creation, compile_step
 from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
+from minialpa.call_patterns import CallPattern, pattern_of
 from minialpa.calls import (
     Argnums,
     Call,
-    CallPattern,
     Parameters,
     Shape,
     are_alive,
@@ -149,10 +149,10 @@ class ParallelizedFunc:
         recent = self._recent  # another thread may replace it
         if recent is not None and recent.pattern is not None:
             args, kwargs = self._parameters.as_positional(args, kwargs)
-            leaves = recent.pattern.leaves_of(args, kwargs)
-            known = None if leaves is None else self._known(recent, leaves)
-            if known is not None:
-                return recent.compiled[1](known)
+            match = recent.pattern.match(args, kwargs)
+            known = None if match is None else self._known(recent, match.leaves)
+            if match is not None and known is not None:
+                return recent.pattern.result(match, known)
 
         call = self._parameters.bind(args, kwargs)
         self._check_alive(call)
@@ -234,7 +234,7 @@ class ParallelizedFunc:
         """What a call with these arguments returns, with a `jax.ShapeDtypeStruct` for each leaf. Runs nothing."""
         call = self._parameters.bind(args, kwargs)
         traced = self._trace(call)
-        return shown(call, traced.out_tree)(jax.tree.leaves(state_shapes(traced)))
+        return shown(traced.out_tree)(jax.tree.leaves(state_shapes(traced)))
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The step, planned for these arguments and not compiled yet, in the place of `jax.jit(step).lower`.
@@ -409,7 +409,7 @@ class ParallelizedFunc:
                 settings=call.settings,
                 leaf_types=leaf_types(call.leaves),
                 compiled=compiled,
-                pattern=CallPattern.of(call) if compiled[0].is_local else None,
+                pattern=pattern_of(call, compiled[0].out_tree) if compiled[0].is_local else None,
             )
         return recent
 
@@ -433,7 +433,7 @@ class ParallelizedFunc:
             found = self._executables.get((key, *where, followed and followed.meshes))
             if found is None:
                 executable = compile_()
-                found = executable, shown(call, executable.out_tree)
+                found = executable, shown(executable.out_tree)
                 # Only tracing has shown whether this is a training step, which follows no other one.
                 meshes = None if followed is None or key in self._training else followed.meshes
                 self._executables[key, *where, meshes] = found
