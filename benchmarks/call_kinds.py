@@ -165,7 +165,9 @@ class Net(nnx.Module):
 def nnx_modules(n_layers: int) -> Kind:
     def step(model: Net, optimizer: Any, batch: Any) -> Any:
         def loss_of(model: Net) -> jax.Array:
-            return _loss([x.kernel[...] for x in model.layers], [x.bias[...] for x in model.layers], batch)
+            return _loss(
+                [x.kernel[...] for x in model.layers], [x.bias[...] for x in model.layers if x.bias is not None], batch
+            )
 
         loss, grads = nnx.value_and_grad(loss_of)(model)
         optimizer.update(model, grads)
