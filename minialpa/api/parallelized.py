@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.tree_util import PyTreeDef
 
+from minialpa.api.call_patterns import CallPattern, pattern_of
 from minialpa.api.following import Followed, computes_gradients, find_followed, note_training_step, refusal
 from minialpa.api.ragged import OnRagged
 from minialpa.api.step_compiler import compile_creation, compile_step
 from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
-from minialpa.call_patterns import CallPattern, pattern_of
 from minialpa.calls import (
     Argnums,
     Call,
