@@ -52,7 +52,8 @@ class LocalArguments:
     def of_step(self, leaves: Sequence[Any]) -> list[Any]:
         """The array of each input slot. Leaves that already have the right sharding are used as they are.
 
-        If all leaves have that are not cut into micro-batches, later leaves with the same shardings skip the checks.
+        If all leaves have, but for those that are cut into micro-batches, later leaves with the same shardings skip the
+        checks.
         """
         shardings = [getattr(leaf, "sharding", type(leaf)) for leaf in leaves]
         for number in self._cut:
@@ -71,15 +72,17 @@ class LocalArguments:
         return values
 
     def _settle(self, leaves: Sequence[Any], shardings: list[Any], missing: Sequence[int]) -> None:
-        """Note the shardings of leaves of which the inputs `missing` were put on devices, if only rows were.
+        """Note the shardings of leaves of which the inputs `missing` were put on devices, if these are rows of batches.
 
-        Batches are never donated, so what the program takes over is among the other leaves.
+        Rows are cut in every call, so they are no reason to look at the other leaves again.
         """
         is_cut = [number in self._cut for number in self.leaves]
-        if all(is_cut[i] for i in missing) and not any(isinstance(leaf, RemoteArray) for leaf in leaves):
-            is_copied = [isinstance(leaves[number], np.ndarray) for number in self.leaves]
-            self._settled = shardings
-            self._work = [i for i in self._all if is_cut[i] or is_copied[i]]
+        has_remote = any(isinstance(leaf, RemoteArray) for i, leaf in enumerate(leaves) if i not in self._cut)
+        if has_remote or not all(is_cut[i] for i in missing) or not self._donated_leaves.isdisjoint(self._cut):
+            return
+        is_copied = [isinstance(leaves[number], np.ndarray) for number in self.leaves]
+        self._settled = shardings
+        self._work = [i for i in self._all if is_cut[i] or is_copied[i]]
 
     def are_direct(self, leaves: Sequence[Any]) -> bool:
         """Whether jax's own dispatch lays out every leaf as `of_step` does, and takes over none that the caller keeps.
