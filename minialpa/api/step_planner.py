@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import jax
 
 from minialpa.api.following import Followed
+from minialpa.api.plan_folder import PlanFolder
 from minialpa.api.plan_makers import MakePlan, Relax, follow_plan, following, on_known_stages, planning
 from minialpa.api.ragged import OnRagged, explain_fewer, is_uneven, numbers_to_try, warn_of_fewer
 from minialpa.cluster import ClusterSpec, LogicalMesh
@@ -50,8 +51,15 @@ class StepPlanner:
     #: The layers of each of its stages, also where the answer is one stage and the plan itself needs no layers.
     last_layers: ClassVar[tuple[tuple[int, ...], ...]] = ()
 
-    def __init__(self, method: Method | FollowingMethod | Plan, on_stale: OnStale, on_ragged: OnRagged) -> None:
-        self._method, self._on_stale, self._on_ragged = method, on_stale, on_ragged
+    def __init__(
+        self,
+        method: Method | FollowingMethod | Plan,
+        on_stale: OnStale,
+        on_ragged: OnRagged,
+        folder: PlanFolder | None,
+    ) -> None:
+        """folder: keeps the plans that `method` makes for other runs of the script."""
+        self._method, self._on_stale, self._on_ragged, self._folder = method, on_stale, on_ragged, folder
         self._plans: dict[_PlannedFor, Plan] = {}
         self._given: set[_PlannedFor] = set()
 
@@ -107,7 +115,7 @@ class StepPlanner:
                 key = (traced.fingerprint, target.cluster, target.logical_mesh)
                 if key not in self._plans:
                     known = self._known_like(traced, target)
-                    make = on_known_stages(planning(traced, target), known, method.options())
+                    make = on_known_stages(planning(traced, target, self._folder), known, method.options())
                     self._plans[key] = self._new_plan(traced, method.options(), make, is_first=is_first)
                 plan = self._plans[key]
 
