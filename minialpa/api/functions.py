@@ -148,7 +148,7 @@ def get_last_dp_result() -> DPResult:
         raise MinialpaError("No plan was made yet. Call a parallelized function, its `plan`, or `minialpa.plan` first.")
     stages = plan.stages
     return DPResult(
-        forward_stage_layer_ids=StepPlanner.last_layers,
+        forward_stage_layer_ids=StepPlanner.last_layers(),
         submesh_physical_shapes=tuple(stage.submesh for stage in stages),
         submesh_logical_shapes=tuple(stage.logical_shape for stage in stages),
         submesh_autosharding_option_dicts=tuple(dataclasses.asdict(stage.option) for stage in stages),

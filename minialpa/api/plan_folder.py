@@ -1,12 +1,13 @@
 """Plans in a folder, so that a script that is started again plans nothing: what planning is given in, its plan out.
 
-A plan is found only where planning would be given exactly the same once more: a file is named by a digest of the traced
-step, cluster, options, and the versions of minialpa and jax, and holds the text of all of these, which is compared. What
-is no such file, be it half written or for another version, is planned anew, and then replaced.
+A plan is found only where planning would be given exactly the same once more: a file is named by a digest of the
+traced step, cluster, options, minialpa's files and jax's version, and holds the text of all of these, which is
+compared. What is no such file, as one that is half written, is planned anew and replaced.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import warnings
@@ -52,11 +53,16 @@ class PlanFolder:
 
 def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:
     """Everything that a plan depends on, as text that is the same in every process."""
-    from minialpa import __version__
-
-    versions = f"minialpa {__version__}, jax {jax.__version__}"
-    # A fingerprint says what is computed. Layers also follow from where it was written, and some options name arguments.
-    names = (traced.flat.scopes, traced.origins, traced.n_boundaries, traced.in_paths, traced.out_paths, traced.no_batch)
+    versions = f"minialpa {_code()}, jax {jax.__version__}"
+    # A fingerprint says what is computed. Layers also follow from scopes, and some options name arguments.
+    names = (
+        traced.flat.scopes,
+        traced.origins,
+        traced.n_boundaries,
+        traced.in_paths,
+        traced.out_paths,
+        traced.no_batch,
+    )
     written = hashlib.sha256(repr(names).encode()).hexdigest()
     given = (traced.fingerprint, options, target.cluster, target.logical_mesh, target.jax_version)
     return "\n".join((versions, written, *map(repr, given)))
@@ -70,8 +76,19 @@ def _read(file: Path, about: str) -> Plan | None:
         if json.loads(first) != about:
             raise VerifyError("It is for another step.")
         return Plan.from_json(rest)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, VerifyError) as error:
-        warnings.warn(f"`{file}` holds no plan for this step, which is planned anew: {error}", UserWarning, stacklevel=2)
+        warnings.warn(
+            f"`{file}` holds no plan for this step, which is planned anew: {error}", UserWarning, stacklevel=2
+        )
         return None
+
+
+@functools.cache
+def _code() -> str:
+    """A digest of minialpa's own files: another version, or a change that has no version yet, may plan otherwise."""
+    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    for file in sorted(root.rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:32]

@@ -6,6 +6,7 @@ made. Free instructions and donation follow from the last use of each buffer, se
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +42,9 @@ from minialpa.programs.program import (
 from minialpa.sharding import Spec
 from minialpa.tracing.jaxprs import Atom, aval_bytes, aval_of, count_equations, is_literal, shape_of
 from minialpa.tracing.trace import TracedStep
+
+#: Bytes of a step that is joined into one function where that compiles sooner, if nothing in it is freed.
+_SMALL_BYTES = 4 * 2**20
 
 _Name = tuple[Var, int | None, int]
 """What a buffer holds: a variable, of a micro-batch (None for a value of the whole step), on a mesh."""
@@ -120,15 +124,14 @@ class _Emitter:
         )
 
     def _may_join(self) -> bool:
-        """Whether one function may do all: on one mesh, in memory that holds all buffers at once and all micro-batches,
-        and without effects, whose order would be left to XLA."""
+        """Whether one function may do all: on one mesh, without effects, whose order would be left to XLA, and so small
+        that it hardly matters how much memory XLA takes for it."""
         if len(self.plan.stages) > 1 or any(eqn.effects for task in self.step.staged.tasks for eqn in task.eqns):
             return False
         (stage,) = self.plan.stages
         made = (aval for x in self.instructions if isinstance(x, Run) for aval in self.functions[x.function].out_avals)
         n_bytes = sum(map(aval_bytes, made)) + self.n_micro_batches * stage.peak_bytes
-        limit = stage.option.limit_bytes(self.plan.cluster.device)
-        return limit is None or n_bytes <= limit
+        return n_bytes <= min(_SMALL_BYTES, stage.option.limit_bytes(self.plan.cluster.device) or math.inf)
 
     def _send_arguments(self) -> None:
         """Transfer first the arguments that a mesh reads and another mesh holds between calls."""

@@ -7,13 +7,12 @@ each as for some `_EQUATIONS_OF_A_FUNCTION` equations, whatever it computes. Wit
     apart      sum over functions f of (_EQUATIONS_OF_A_FUNCTION + e(f))
     joined     _EQUATIONS_OF_A_FUNCTION + sum over calls of f of e(f)
 
-so that loops are joined if few micro-batches compute little. XLA orders what is in one function as it likes, so
-whoever joins makes sure that memory holds everything that the calls make at once.
+so that loops are joined if few micro-batches compute little. XLA orders what is in one function as it likes, and may
+need as much memory as if nothing was freed, so that only small steps are joined.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,23 +23,29 @@ _EQUATIONS_OF_A_FUNCTION = 20
 
 
 def joined_calls(
-    functions: Sequence[Function], instructions: Sequence[Instruction], kept: Collection[int], n_equations: Sequence[int]
+    functions: Sequence[Function],
+    instructions: Sequence[Instruction],
+    kept: Collection[int],
+    n_equations: Sequence[int],
 ) -> tuple[list[Function], list[Instruction]]:
     """The program of one mesh with the calls that it begins with as one, or as it is where that takes longer.
 
     kept: buffers that are read when all instructions have run. n_equations: of each function.
     """
-    calls = [x for x in itertools.takewhile(lambda x: isinstance(x, Run | Accumulate), instructions)]
-    rest = instructions[len(calls) :]
-    called = [call.function for call in calls if isinstance(call, Run | Accumulate)]
+    calls: list[Run | Accumulate] = []
+    for instruction in instructions:
+        if not isinstance(instruction, Run | Accumulate):
+            break
+        calls.append(instruction)
+    rest, called = instructions[len(calls) :], [call.function for call in calls]
     alone = set(called)
     apart = sum(_EQUATIONS_OF_A_FUNCTION + n_equations[f] for f in alone)
     if apart <= _EQUATIONS_OF_A_FUNCTION + sum(n_equations[f] for f in called):
         return list(functions), list(instructions)
 
-    later = set(kept).union(*map(reads, rest))
-    function, run = _joined(functions, calls, later)
-    others = [i for i in range(len(functions)) if i not in alone]
+    function, run = _joined(functions, calls, later=set(kept).union(*map(reads, rest)))
+    # Calls behind a transfer stay, and their functions get other numbers.
+    others = sorted({x.function for x in rest if isinstance(x, Run | Accumulate)})
     number = {old: new for new, old in enumerate(others, 1)}
     return [function, *(functions[i] for i in others)], [run, *(_renumbered(x, number) for x in rest)]
 
@@ -54,22 +59,19 @@ def _renumbered(instruction: Instruction, number: Mapping[int, int]) -> Instruct
     return instruction
 
 
-def _joined(functions: Sequence[Function], calls: Sequence[Any], later: Collection[int]) -> tuple[Function, Run]:
+def _joined(
+    functions: Sequence[Function], calls: Sequence[Run | Accumulate], later: Collection[int]
+) -> tuple[Function, Run]:
     """One function of what the calls read and do not make, which returns what is read `later`."""
-    avals: dict[int, Any] = {}
-    specs: dict[int, Any] = {}
+    types: dict[int, tuple[Any, Any]] = {}  # aval and spec of each buffer
     made: dict[int, None] = {}
     given: dict[int, None] = {}
     for call in calls:
         function = functions[call.function]
         given.update((b, None) for b in reads(call) if b not in made)
         made.update((b, None) for b in writes(call))
-        for buffers, types, shardings in (
-            (reads(call), function.in_avals, function.in_specs),
-            (writes(call), function.out_avals, function.out_specs),
-        ):
-            avals.update(zip(buffers, types, strict=False))
-            specs.update(zip(buffers, shardings, strict=False))
+        types.update(zip(reads(call), zip(function.in_avals, function.in_specs, strict=True), strict=True))
+        types.update(zip(writes(call), zip(function.out_avals, function.out_specs, strict=True), strict=True))
     inputs, outputs = tuple(given), tuple(b for b in made if b in later)
 
     def fun(*args: Any) -> tuple[Any, ...]:
@@ -84,9 +86,9 @@ def _joined(functions: Sequence[Function], calls: Sequence[Any], later: Collecti
         name=f"step{first.mesh}",
         mesh=first.mesh,
         fun=fun,
-        in_avals=tuple(avals[b] for b in inputs),
-        in_specs=tuple(specs[b] for b in inputs),
-        out_avals=tuple(avals[b] for b in outputs),
-        out_specs=tuple(specs[b] for b in outputs),
+        in_avals=tuple(types[b][0] for b in inputs),
+        in_specs=tuple(types[b][1] for b in inputs),
+        out_avals=tuple(types[b][0] for b in outputs),
+        out_specs=tuple(types[b][1] for b in outputs),
     )
     return function, Run(0, inputs, outputs)
