@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.tree_util import PyTreeDef
 
 from minialpa.api.call_patterns import CallPattern, pattern_of
 from minialpa.api.following import Followed, computes_gradients, find_followed, note_training_step, refusal
+from minialpa.api.plan_folder import PlanFolder
 from minialpa.api.ragged import OnRagged
 from minialpa.api.step_compiler import compile_creation, compile_step
 from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
@@ -116,6 +118,7 @@ class ParallelizedFunc:
         batch_argnums: Argnums = "auto",
         on_stale: OnStale = "refuse",
         on_ragged: OnRagged = "fewer",
+        plan_cache: str | Path | None = None,
     ) -> None:
         check_method(method)
         if on_stale not in ("refuse", "replan"):
@@ -131,9 +134,12 @@ class ParallelizedFunc:
             "batch_argnums": batch_argnums,
             "on_stale": on_stale,
             "on_ragged": on_ragged,
+            "plan_cache": plan_cache,
         }
 
-        self._planner = StepPlanner(method, on_stale, on_ragged)
+        self._planner = StepPlanner(
+            method, on_stale, on_ragged, None if plan_cache is None else PlanFolder(Path(plan_cache))
+        )
         # Compiled programs by the shapes of the call, by the session and by the meshes that they follow, if they follow
         # a training step; one thread compiles at a time.
         self._executables: dict[tuple[Any, ...], Compiled] = {}

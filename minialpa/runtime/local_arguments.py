@@ -23,6 +23,9 @@ from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows
 from minialpa.runtime.steps.compiled import paced
 from minialpa.support.private_jax import addresses_of
 
+#: Bytes of an array up to which it is put on several CPU devices from a copy on the host.
+_SMALL_BYTES = 2**24
+
 
 class LocalArguments:
     """The inputs of a program on the devices of this process.
@@ -179,7 +182,8 @@ class LocalArguments:
     def _put(self, values: list[Any], missing: Sequence[int], leaves: Sequence[Any]) -> None:
         """Put the inputs `missing` where the program reads them, in place."""
         shardings = [self._shardings[i] for i in missing]
-        for i, array in zip(missing, jax.device_put([values[i] for i in missing], shardings), strict=True):
+        put = [_easy_to_put(values[i], sharding) for i, sharding in zip(missing, shardings, strict=True)]
+        for i, array in zip(missing, jax.device_put(put, shardings), strict=True):
             values[i] = self._owned(array, leaves[self._inputs[i].leaf], self._inputs[i])
 
     def _owned(self, array: Any, leaf: Any, slot: InputSlot) -> Any:
@@ -253,6 +257,16 @@ def _placed_part(leaf: MicroBatchedArray, rows: MicroRows, sharding: NamedShardi
 def _owned_here(value: Any) -> Any:
     """The value, if it is a NumPy array as a copy: the caller may write to its memory before jax has read it."""
     return own_copy(value) if isinstance(value, np.ndarray) else value
+
+
+def _easy_to_put(value: Any, sharding: NamedSharding) -> Any:
+    """The value, or the same as a NumPy array: of an array on one device, `device_put` compiles how to cut each shape
+    into shards, which takes longer than to copy a small one."""
+    if not isinstance(value, jax.Array) or value.nbytes > _SMALL_BYTES or sharding.num_devices == 1:
+        return value
+    (device, *others) = value.devices()
+    is_plain = isinstance(value.dtype, np.dtype) and value.dtype.kind in "biufc" and not value.weak_type
+    return own_copy(np.asarray(value)) if is_plain and not others and device.platform == "cpu" else value
 
 
 def _in_this_process(leaf: Any) -> Any:

@@ -1,6 +1,7 @@
 """Compiles the functions of a program for a mesh; both runtimes do it here.
 
-`jax.jit` lowers a function with the shardings that the program gives; XLA compiles several lowered functions at once.
+`jax.jit` lowers a function with the shardings that the program gives; XLA compiles several lowered functions at once,
+and those that are equal once.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -27,6 +30,36 @@ _NARROW = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 _PERIOD = 8
 
 
+@dataclass(frozen=True, eq=False)
+class LoweredFunction:
+    """A function that XLA is to compile.
+
+    Attributes:
+        jitted: the function under `jax.jit`.
+        lowered: what that lowers to.
+        n_inputs: the number of its arguments.
+        outside: what its text leaves out or is long to say: types, shardings, devices, arguments that are used up.
+    """
+
+    jitted: Any
+    lowered: Any
+    n_inputs: int
+    outside: Hashable
+
+    @functools.cached_property
+    def text(self) -> str | None:
+        """StableHLO with all constants; None if it does not say all that the function computes: for calls back into
+        Python, which it names by their numbers, and constants that jax passes beside the arguments."""
+        text: str = self.lowered.as_text()
+        parameters = text[text.index("@main(") :].partition("->")[0]
+        is_whole = parameters.count("%arg") == self.n_inputs and "callback" not in text
+        return text if is_whole else None
+
+    def equals(self, other: LoweredFunction) -> bool:
+        """Whether both compute the same, where `outside` is the same."""
+        return self.text is not None and self.text == other.text
+
+
 def lower(
     function: Callable[..., Any],
     avals: Sequence[Any],
@@ -36,7 +69,7 @@ def lower(
     out_specs: Sequence[PartitionSpec],
     donated: Sequence[int],
     with_flag: bool = False,
-) -> tuple[Any, Any]:
+) -> LoweredFunction:
     """The function jitted for a mesh, and lowered.
 
     Args:
@@ -56,14 +89,25 @@ def lower(
         donate_argnums=tuple(donated),
         keep_unused=True,
     )
-    return jitted, jitted.lower(*avals)
+    traced = jitted.trace(*avals)
+    types = tuple((x.shape, x.dtype, x.weak_type) for x in (*avals, *jax.tree.leaves(traced.out_info)))
+    outside = (types, mesh, tuple(in_specs), tuple(specs), tuple(donated))
+    return LoweredFunction(jitted, traced.lower(), len(avals), outside)
 
 
-def compile_all(lowered: Iterable[tuple[Any, Any]]) -> list[Any]:
-    """Compile what `lower` gives. An iterable that lowers as it goes overlaps with the compiler, which runs in other
-    threads: lowering holds Python's interpreter lock, compiling does not."""
+def compile_all(lowered: Iterable[LoweredFunction]) -> list[Any]:
+    """Compile what `lower` gives, equal functions once. An iterable that lowers as it goes overlaps with the compiler,
+    which runs in other threads: lowering holds Python's interpreter lock, compiling does not."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        pending = [pool.submit(_compile, *each) for each in lowered]
+        known: dict[Hashable, list[tuple[LoweredFunction, Future[Any]]]] = defaultdict(list)
+        pending = []
+        for function in lowered:
+            alike = known[function.outside]
+            found = next((future for other, future in alike if function.equals(other)), None)
+            if found is None:
+                found = pool.submit(_compile, function.jitted, function.lowered)
+                alike.append((function, found))
+            pending.append(found)
         return [future.result() for future in pending]
 
 
