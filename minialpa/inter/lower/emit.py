@@ -124,9 +124,10 @@ class _Emitter:
         )
 
     def _may_join(self) -> bool:
-        """Whether one function may do all: on one mesh, without effects, whose order would be left to XLA, and so small
-        that it hardly matters how much memory XLA takes for it."""
-        if len(self.plan.stages) > 1 or any(eqn.effects for task in self.step.staged.tasks for eqn in task.eqns):
+        """Whether one function may do all: on one mesh, in several loops, without effects, whose order would be left to
+        XLA, and so small that it hardly matters that XLA may hold more and gather less often than the plan says."""
+        one_loop = self.split.n_loops == 1
+        if len(self.plan.stages) > 1 or one_loop or any(e.effects for t in self.step.staged.tasks for e in t.eqns):
             return False
         (stage,) = self.plan.stages
         made = (aval for x in self.instructions if isinstance(x, Run) for aval in self.functions[x.function].out_avals)
