@@ -18,13 +18,23 @@ from minialpa.options import AutoShardingOption
 
 def standard_plans(option: AutoShardingOption, mesh: LogicalMesh) -> Iterator[AutoShardingOption]:
     """`option` with one plan after the other; nothing if it asks for some such plan itself."""
-    if not option.enable_auto_sharding or option.data_parallel or option.force_batch_dim_to_mesh_dim is not None:
+    splits = tuple(splits_of_examples(option, mesh))
+    if not splits:
         return
     yield replace(option, force_zero_stage_3=True)
     if option.allow_replicated_parameters:
         yield replace(option, force_data_parallel=True, prefer_reduce_scatter=True)
-    for axis in range(len(mesh.shape)):
-        split = replace(option, force_batch_dim_to_mesh_dim=axis, prefer_reduce_scatter=True)
-        yield replace(split, allow_replicated_parameters=False)
+    for split in splits:
+        sharded = replace(split, prefer_reduce_scatter=True)
+        yield replace(sharded, allow_replicated_parameters=False)
         if option.allow_replicated_parameters:
-            yield split
+            yield sharded
+
+
+def splits_of_examples(option: AutoShardingOption, mesh: LogicalMesh) -> Iterator[AutoShardingOption]:
+    """`option` with the examples split over one mesh axis after the other; nothing if it says how they are split."""
+    if not option.enable_auto_sharding or option.data_parallel or option.force_batch_dim_to_mesh_dim is not None:
+        return
+    for axis, n_devices in enumerate(mesh.shape):
+        if n_devices > 1:
+            yield replace(option, force_batch_dim_to_mesh_dim=axis)
