@@ -27,7 +27,7 @@ from minialpa.programs.mesh_program import (
     overwritten_rows,
 )
 from minialpa.programs.program import Accumulate, Run
-from minialpa.runtime.steps.compiled import compile_all, lower
+from minialpa.runtime.steps.compiled import LoweredFunction, compile_all, lower
 from minialpa.runtime.steps.interpreter import Buffers, Callee, Interpreter
 from minialpa.runtime.steps.step_trace import StepTrace
 from minialpa.runtime.transports.transport import Transport
@@ -214,7 +214,7 @@ class WorkerProgram:
         compiled.update(made)
         return [made[key] for key in keys]
 
-    def _lower(self, function: MeshFunction, with_flag: bool) -> tuple[Any, Any]:
+    def _lower(self, function: MeshFunction, with_flag: bool) -> LoweredFunction:
         call, avals = callable_of(function)
         return lower(
             call,
