@@ -7,7 +7,7 @@ The graph may also count more than a program needs, and then what a solution lea
 
 If no such solution fits, there are others. The graph also counts weights as they are gathered, which it does not do at
 first, because that is too much for weights that are stored whole. Examples are split over a mesh axis, so that little
-but weights is gathered. And the plans that everybody knows are measured.
+but weights is gathered. If nothing else fits, the plans that everybody knows are measured.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class Wanted:
         n_bytes: bytes of memory that each device has, also where `option` has no limit.
         uncounted_bytes: what a solution of such a stage needs, at a guess, beyond what the limit counts.
         free: if there is a limit, seconds of a step and bytes per device of the solution without it.
+        in_other_ways: whether there may be solutions that the limit does not find by what it counts. They have prices
+            of their own.
     """
 
     option: AutoShardingOption
@@ -90,6 +92,7 @@ class Wanted:
     n_bytes: float
     uncounted_bytes: float
     free: tuple[float, float] | None
+    in_other_ways: bool = True
 
 
 def solve_in_memory(stage: Stage, wanted: Wanted) -> SolvedStage:
@@ -98,9 +101,9 @@ def solve_in_memory(stage: Stage, wanted: Wanted) -> SolvedStage:
     try:
         solved = _within_limit(stage, wanted.option, wanted.moments, limit, wanted.uncounted_bytes)
     except InfeasibleError:
-        if limit is None or not limit.usages:
+        if limit is None or not limit.usages or not wanted.in_other_ways:
             raise
-        found = list(_in_other_ways(stage, wanted, limit))
+        found = list(_in_other_ways(stage, wanted, limit)) or list(_as_everybody_does(stage, wanted, limit))
         if not found:
             raise
         # The fastest, if possible of those that leave the reserve.
@@ -142,10 +145,14 @@ def _in_other_ways(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iterator
         with contextlib.suppress(InfeasibleError):
             yield limit, _with_less_room(_under(stage, split), option, moments, limit)
 
+
+def _as_everybody_does(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iterator[tuple[MemoryLimit, SolvedStage]]:
+    """Standard plans that keep `limit`."""
+    option = wanted.option
     for standard in standard_plans(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
             solved = _solved(_under(stage, standard), None, option.solver_time_limit_s)
-            if solved.memory.peak_bytes(moments) <= limit.limit_bytes:
+            if solved.memory.peak_bytes(wanted.moments) <= limit.limit_bytes:
                 yield limit, solved
 
 
