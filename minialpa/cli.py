@@ -20,7 +20,7 @@ from minialpa.plan import Plan
 from minialpa.support.files import write_text
 
 if TYPE_CHECKING:
-    from minialpa.xla_gpu.check import PlanCheck
+    from minialpa.plan.check import PlanCheck
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from minialpa.methods import AutoParallel, FollowingMethod, Method, check_method
 from minialpa.plan import Plan
 
 if TYPE_CHECKING:
-    from minialpa.xla_gpu.check import PlanCheck
+    from minialpa.plan.check import PlanCheck
 
 
 def parallelize(

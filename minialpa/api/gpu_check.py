@@ -7,9 +7,10 @@ from pathlib import Path
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.lower.mesh_programs import input_types, split_by_mesh
 from minialpa.plan import Plan
+from minialpa.plan.check import PlanCheck
 from minialpa.support.collection import collection_paused
 from minialpa.tracing.trace import TracedStep
-from minialpa.xla_gpu.check import PlanCheck, check_programs
+from minialpa.xla_gpu.check import check_programs
 from minialpa.xla_gpu.targets import target_of
 
 

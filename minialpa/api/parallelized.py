@@ -59,8 +59,8 @@ from minialpa.tracing.arguments import find_batch_dims, leaf_type
 from minialpa.tracing.trace import NoBatch, TracedStep, trace_step, with_batch
 
 if TYPE_CHECKING:
+    from minialpa.plan.check import PlanCheck
     from minialpa.runtime.executable import Executable
-    from minialpa.xla_gpu.check import PlanCheck
 
 #: What a call needs: the program on its devices, and what makes its result of the leaves that the program returns.
 Compiled = tuple["Executable", Callable[[Sequence[Any]], Any]]
