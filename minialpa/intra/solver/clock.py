@@ -3,13 +3,14 @@
 In: what the phases of a solve say that they did, in operations. Out: the seconds left. A deadline in counted work turns
 operations into nominal seconds by a fixed rate,
 
-    seconds = operations / 2e8
+    seconds = operations / 1e9
 
-an operation being about what it takes to read an entry of a table and to add it up. So the same graph gets the same
-work whatever else the machine does, and the same answer; the processor's clock is a last safety, far beyond. A deadline
-in seconds of the processor looks at that clock and ignores the counts.
+an operation being about what it takes to read an entry of a table and to add it up. Compiled loops count what their
+arrays say, reductions the nodes that they visit, and HiGHS the points at which it asks whether to go on. So the same
+graph gets the same work whatever else the machine does, and the same answer; the processor's clock is a last safety,
+far beyond. A deadline in seconds of the processor looks at that clock and ignores the counts.
 
-Example: with a limit of 5 nominal seconds, passes of 2 * 10^6 operations end after 500 of them, be it on an idle
+Example: with a limit of 5 nominal seconds, passes of 10^7 operations end after 500 of them, be it on an idle
 machine or on a busy one.
 """
 
@@ -19,7 +20,7 @@ import time
 from dataclasses import dataclass, field
 
 #: Operations in a nominal second.
-OPERATIONS_PER_S = 2e8
+OPERATIONS_PER_S = 1e9
 #: Counted work ends after so many times its limit in seconds of the processor, and so many seconds more.
 _SAFETY, _SAFETY_S = 10.0, 60.0
 

@@ -30,7 +30,7 @@ from minialpa.intra.solver.residual import Residual, add_term, keep, loosen_rows
 #: Nodes between two looks at the clock: that of the processor takes long to read on some systems.
 _NODES_PER_LOOK = 200
 #: Operations of a visit to a node, about, by the calls that it makes.
-_OPERATIONS = 4e4
+_OPERATIONS = 2e5
 #: Most entries of the table that eliminating one node of degree 2 may build: 32 MB of float64.
 _MAX_TABLE = 4_000_000
 

@@ -45,9 +45,9 @@ Solver = Literal["highs", "cbc"]
 _LARGEST_COST = 1e4
 #: Operations for each row and column, about, between two looks of HiGHS at whether to go on: 5 microseconds. It was 3
 #: to 10 in programs of 900 to 4,000 rows and columns.
-_OF_LOOK = 1000.0
+_OF_LOOK = 5000.0
 #: Operations for each variable, about, that writing the program takes.
-_OF_WRITING = 4000.0
+_OF_WRITING = 20_000.0
 #: HiGHS's own limit by the clock where work is counted: so many times the seconds left, and so many more.
 _SAFETY, _SAFETY_S = 10.0, 60.0
 

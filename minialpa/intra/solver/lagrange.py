@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 #: Rounding error of sums of float64, as a part of the largest possible sum.
 ROUNDING = 1e-12
 #: Operations of a linear program over choices, about.
-_OF_PROGRAM = 1e6
+_OF_PROGRAM = 5e6
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

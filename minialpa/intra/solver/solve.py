@@ -8,9 +8,9 @@ phases until one of them proves the best choices:
        Drop the strategies whose reduced cost shows that no better solution has them, and reduce again.
     4. Solve what is left, if it is small enough, as an integer program (ilp_model.py).             -> _solve_rest
     5. Go on with bounds and search until the time is over (persistence.py).                           -> _persist
-`solve_graph` is for who gives a time limit for one graph, in seconds of the processor, and has all phases.
-`solve_repeatably` is for who solves many graphs and wants the same answers every time: it ends with phase 4, when
-nothing is gained any more, and its limit is one of counted work (clock.py).
+`solve_graph` is for one graph and a time limit, in seconds of the processor: it has all phases. `solve_repeatably` is
+for many graphs, the pieces of a search: it ends with phase 4, when nothing is gained any more, and its limit is one of
+counted work (clock.py), so that the same graph has the same answer on a busy machine.
 
 Example: a model of equal layers without a memory limit is solved by 1. With a limit that does not bind, 2 shows it.
 """
@@ -111,7 +111,7 @@ def _solve(
     """All phases; the results go to `best`."""
     phases = options.phases
     first = deadline.within(max(deadline.left_s, phases.reductions_s))
-    prices, part = np.zeros(len(residual.base)), options.persistence.program
+    prices = np.zeros(len(residual.base))
     n_entries, carried = np.inf, None
 
     for k in range(phases.max_rounds):
@@ -124,13 +124,15 @@ def _solve(
         is_small = not residual.alive or n_entries <= phases.small_program_entries
         if best.is_within(best.allowed_gap) or is_small or n_entries > (1 - phases.worthwhile) * n_before:
             break
-        deadline.extend(_loading_s() if k == 0 else 0.0)
+        deadline.extend(_loading_s(persists=not deadline.counts_work) if k == 0 else 0.0)
         carried = _bracket(residual, best, prices, deadline, options)
 
     if not best.is_within(best.allowed_gap) and (
         _n_entries(residual) <= phases.small_program_entries or not best.is_within(phases.enough * best.allowed_gap)
     ):
-        _solve_rest(residual, best, solver, deadline if deadline.counts_work else deadline.part(part), phases)
+        # Where phase 5 follows, it has the rest of the time.
+        share = 1.0 if deadline.counts_work else options.persistence.program
+        _solve_rest(residual, best, solver, deadline.part(share), phases)
     # There was no attempt so far, or none that keeps to the limit.
     if best.choices is None and residual.alive:
         carried = _bracket(residual, best, prices, deadline, options)
@@ -211,15 +213,21 @@ def _try_without_rows(residual: Residual, best: _Best, deadline: Deadline, most_
             best.raise_bound(best.graph.cost_of(choices))
 
 
-def _loading_s() -> float:
-    """Load the compiled loops; the seconds that this took, which answers must not depend on."""
-    start = time.thread_time()
-    # Imported here, because most graphs of the planner are solved without these loops.
-    from minialpa.intra.solver import lagrange, persistence
+def _loading_s(*, persists: bool) -> float:
+    """Load the compiled loops, with those of phase 5 where it `persists`; returns the seconds that this took.
 
+    Answers must not depend on these.
+    """
+    start = time.thread_time()
     core = flatten(residual_of(_TINY), [0, 1])
+    # Imported here, because most graphs of the planner are solved without these loops.
+    from minialpa.intra.solver import lagrange
+
     lagrange.load(core)
-    persistence.load(core)
+    if persists:
+        from minialpa.intra.solver import persistence
+
+        persistence.load(core)
     return time.thread_time() - start
 
 
@@ -277,13 +285,13 @@ def _persist(
 
     Usages that were rounded prove no bound (see `_bracket`): there, only choices are looked for.
     """
-    deadline.extend(_loading_s())
+    deadline.extend(_loading_s(persists=True))
     from minialpa.intra.solver.persistence import Persistence  # see _loading_s
 
     nodes, is_exact = list(residual.alive), not excess_bits(residual)
     core = flatten(residual, nodes)
     messages = carried.of(residual, nodes, core) if carried else np.zeros(int(core.message_at[-1]))
-    search = Persistence(core, prices[residual.rows], messages, _places(residual, nodes, best), options)
+    search = Persistence(core, prices[residual.rows], messages, _places(residual, nodes, core, best), options)
     while not best.is_within(best.allowed_gap) and not deadline.is_over:
         found = search.run(_slice(deadline, options))
         best.offer(residual.choices(dict(zip(nodes, found.choices.tolist(), strict=True))))
@@ -317,14 +325,20 @@ def _slice(deadline: Deadline, options: SolverOptions) -> Deadline:
     return deadline.within(min(left_s, max(persistence.least_slice_s, left_s * persistence.slice)))
 
 
-def _places(residual: Residual, nodes: list[int], best: _Best) -> Ints | None:
-    """The best choices of `nodes`, by current place; None where there are none, or one of them is gone."""
+def _places(residual: Residual, nodes: list[int], core: Core, best: _Best) -> Ints | None:
+    """The best choices of `nodes`, by current place, or choices near them where some of these strategies are gone."""
     if best.choices is None:
         return None
-    places = [int(np.searchsorted(residual.kept[v], best.choices[v])) for v in nodes]
-    pairs = zip(nodes, places, strict=True)
-    stays = all(i < len(residual.kept[v]) and residual.kept[v][i] == best.choices[v] for v, i in pairs)
-    return np.array(places, np.int64) if stays else None
+
+    chosen = [best.choices[v] for v in nodes]
+    places = [int(np.searchsorted(residual.kept[v], i)) for v, i in zip(nodes, chosen, strict=True)]
+    sizes = np.diff(core.at)
+    choices: Ints = np.minimum(np.array(places, np.int64), sizes - 1)
+    if any(residual.kept[v][k] != i for v, i, k in zip(nodes, chosen, choices.tolist(), strict=True)):
+        from minialpa.intra.solver.local_search import improve_on_trees
+
+        improve_on_trees(core, core.cost, choices, core.n_nodes, 0)
+    return choices
 
 
 def _solve_rest(

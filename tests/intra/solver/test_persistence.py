@@ -11,14 +11,17 @@ import pytest
 
 from benchmarks.iopddl import random_instance
 from minialpa.errors import InfeasibleError
+from minialpa.intra.solver.carried_messages import CarriedMessages
 from minialpa.intra.solver.clock import OPERATIONS_PER_S, Deadline
 from minialpa.intra.solver.cost_graph import CostGraph
 from minialpa.intra.solver.csr_graph import Core, flatten
 from minialpa.intra.solver.forest_search import anneal_forests, scarce_rows
+from minialpa.intra.solver.ilp_model import solve_program
+from minialpa.intra.solver.lagrange import Passes
 from minialpa.intra.solver.local_search import cost_of, usage_of
 from minialpa.intra.solver.options import PersistenceOptions, PhaseOptions, SolverOptions
 from minialpa.intra.solver.persistence import Persistence
-from minialpa.intra.solver.residual import residual_of
+from minialpa.intra.solver.residual import keep, residual_of
 from minialpa.intra.solver.solve import solve_graph, solve_repeatably
 from tests.oracles import cheapest_choices
 
@@ -131,3 +134,27 @@ def test_a_part_of_a_deadline_counts_the_same_work() -> None:
     whole.extend(100.0)  # of the processor, which is not work
     assert whole.left_s == 4.0
     assert Deadline(math.inf).left_s == math.inf
+
+
+def test_messages_are_carried_to_the_strategies_that_are_left() -> None:
+    """The pass over the smaller core then gives at least the bound that the messages gave before."""
+    residual = residual_of(random_instance(0, n_nodes=6))
+    nodes = list(residual.alive)
+    core = flatten(residual, nodes)
+    passes = Passes(core, np.zeros(len(core.room)), Deadline(math.inf))
+    bound = max(passes.run(forward) for forward in (True, False, True, False))
+    carried = CarriedMessages(residual, nodes, core, passes.messages)
+    keep(residual, nodes[2], np.arange(len(residual.costs[nodes[2]])) > 0)
+    smaller = flatten(residual, nodes)
+    after = Passes(smaller, np.zeros(len(smaller.room)), Deadline(math.inf))
+    after.messages[:] = carried.of(residual, nodes, smaller)
+    assert after.run(True) >= bound - 1e-9 * abs(bound)
+
+
+def test_an_integer_program_that_counted_work_cuts_short_stops_at_the_same_point() -> None:
+    bounds = []
+    for _ in range(2):
+        residual, deadline = residual_of(random_instance(3, n_nodes=40)), Deadline(0.2, counts_work=True)
+        bounds.append((solve_program(residual, solver="highs", deadline=deadline), deadline.left_s))
+        assert deadline.is_over
+    assert bounds[0] == bounds[1]

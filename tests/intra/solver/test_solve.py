@@ -169,14 +169,14 @@ from benchmarks.iopddl import random_instance
 from minialpa.intra.solver import dominance, solve
 
 def loaded():
-    from minialpa.intra.solver import local_search, trws
+    from minialpa.intra.solver import forest_search, local_search, trws
     from minialpa.support.loops import _Loop
-    modules = (dominance, local_search, trws)
+    modules = (dominance, forest_search, local_search, trws)
     found = [f for module in modules for f in vars(module).values() if isinstance(f, _Loop)]
     return [(f.py_func.__name__, tuple(f.signatures)) for f in found]
 
 dominance.load()
-solve._loading_s()
+solve._loading_s(persists=True)
 before = loaded()
 solve.solve_graph(random_instance(0, n_nodes=300), time_limit_s=2.0)
 assert loaded() == before, [name for name, _ in set(loaded()) - set(before)]
