@@ -1,6 +1,9 @@
-"""Instances of the intra-operator parallelism contest (google/iopddl): cost, proven gap, and seconds of the solver.
+"""Instances of the intra-operator parallelism contest (google/iopddl): cost, bound and proven gap at the deadline.
 
     python -m benchmarks.iopddl asplos-2025-iopddl-G.json.gz ... [--solver highs] [--time-limit-s 120]
+
+`room` is the part of the usage limit that the peak leaves, and `cpu_s` are seconds of the processor, as is the limit.
+[iopddl.md](iopddl.md) has results.
 
 The registered benchmark solves a random instance, so that it needs no download; `IOPDDL_INSTANCES`, paths separated by
 `:`, gives the full size instances of the contest.

@@ -56,9 +56,9 @@ def test_a_forest_trades_the_room_of_a_full_row() -> None:
 
 
 @pytest.mark.parametrize("hot", [0.0, 20.0])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_forests_find_the_best_choices_of_small_graphs_within_the_limit(seed: int, hot: float) -> None:
-    graph = random_instance(seed, n_nodes=7)
+    graph = random_instance(seed, n_nodes=6)
     core, choices = core_of(graph), leanest(graph)
     best, first = choices.copy(), cost_of(core, choices)
     scarce = scarce_rows(core, np.zeros(len(core.room)), choices, 1.0)
@@ -72,9 +72,9 @@ def test_forests_find_the_best_choices_of_small_graphs_within_the_limit(seed: in
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_bounds_of_slices_hold_for_every_strategy(seed: int) -> None:
-    graph = random_instance(seed, n_nodes=6)
+    graph = random_instance(seed, n_nodes=5)
     core, options = core_of(graph), replace(NO_PROGRAM, persistence=SHORT)
     messages = np.zeros(int(core.message_at[-1]))
     search = Persistence(core, np.zeros(len(core.room)), messages, leanest(graph), options)
@@ -90,12 +90,12 @@ def test_the_bounds_of_slices_hold_for_every_strategy(seed: int) -> None:
 
 def test_the_time_that_is_given_is_used_and_what_it_finds_keeps_the_limit() -> None:
     graph = random_instance(1, n_nodes=300)
-    solve_graph(random_instance(0, n_nodes=300), time_limit_s=0.5, options=NO_PROGRAM)  # loads the loops
+    solve_graph(random_instance(0, n_nodes=300), time_limit_s=0.1, options=NO_PROGRAM)  # loads the loops
     start = time.thread_time()
-    long = solve_graph(graph, time_limit_s=2.0, options=NO_PROGRAM)
-    assert long.optimal or time.thread_time() - start >= 2.0
+    long = solve_graph(graph, time_limit_s=0.8, options=NO_PROGRAM)
+    assert long.optimal or time.thread_time() - start >= 0.8
     assert graph.fits(long.choices) and long.lower_bound <= long.cost == graph.cost_of(long.choices)
-    assert long.cost <= solve_repeatably(graph, Deadline(2.0, counts_work=True)).cost * 1.02
+    assert long.cost <= solve_repeatably(graph, Deadline(1.0, counts_work=True)).cost * 1.02
 
 
 def test_usage_that_int64_cannot_hold_proves_no_bound_by_slices() -> None:
@@ -154,7 +154,7 @@ def test_messages_are_carried_to_the_strategies_that_are_left() -> None:
 def test_an_integer_program_that_counted_work_cuts_short_stops_at_the_same_point() -> None:
     bounds = []
     for _ in range(2):
-        residual, deadline = residual_of(random_instance(3, n_nodes=40)), Deadline(0.2, counts_work=True)
+        residual, deadline = residual_of(random_instance(3, n_nodes=40)), Deadline(0.1, counts_work=True)
         bounds.append((solve_program(residual, solver="highs", deadline=deadline), deadline.left_s))
         assert deadline.is_over
     assert bounds[0] == bounds[1]
