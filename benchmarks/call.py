@@ -1,121 +1,149 @@
-"""What a call costs beyond `jax.jit`'s own: steps that do next to nothing, on a state of few and of many leaves.
+"""What a call costs beyond `jax.jit`'s own: steps that do next to nothing, on states of many kinds.
 
 Beside each step stands `jax.jit` of the function that the plan has made of it, with the same pytrees, shardings and
-donation, so that devices do the same. Both run in turns, in several rounds; a round gives the median of each.
-The figures are those of the round with the least of each, since what else runs on the machine only adds to them.
+donation, so that devices do the same; what is no array is left out of these pytrees, and modules of flax.nnx are the
+states that `nnx.split` gives. A step in micro-batches is several functions, and stands beside `jax.jit` of the step as
+a whole. Both run in turns, in several rounds; a round gives the median of each. The figures are those of the round with
+the least of each, since what else runs on the machine only adds to them.
 """
 
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 from jax.sharding import NamedSharding
 
 import minialpa
+from benchmarks.call_kinds import KINDS, Kind, make_batch
 from benchmarks.registry import Rows, Size, benchmark
-from benchmarks.timing import interleaved, training
+from benchmarks.timing import interleaved
+from minialpa.programs.program import Run
 from minialpa.runtime.executable import Executable
-
-WIDTH = 8
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True)
-class State:
-    """A training state as a pytree of the user's own.
-
-    Attributes:
-        step: the number of steps so far.
-        params: parameters by layer and name.
-        moments: the state of the optimizer.
-    """
-
-    step: Any
-    params: Any
-    moments: Any
 
 
 @benchmark("call")
 def call(size: Size) -> Rows:
     """A call of a tiny step on one device and on eight, next to `jax.jit`: microseconds, with 25 and 500 leaves."""
-    leaves = (25, 500) if size == "full" else (25,)
     rows = []
-    for n_leaves in leaves:
+    for n_leaves in (25, 500) if size == "full" else (25,):
         for n_devices in (1, 8):
-            for kind in ("on devices", "NumPy"):
-                rows.append(_row(n_leaves, n_devices, kind, size))
+            for batch in ("on devices", "NumPy"):
+                rows.append(_row("a dataclass", n_leaves, n_devices, batch, size))
+        for kind in KINDS:
+            if kind != "a dataclass":
+                rows.append(_row(kind, n_leaves, 1, "on devices", size))
+        for batch in ("on devices", "NumPy"):
+            rows.append(_row("a dataclass", n_leaves, 1, batch, size, num_micro_batches=4))
     return rows
 
 
-def _row(n_leaves: int, n_devices: int, kind: str, size: Size) -> dict[str, Any]:
+def _row(
+    name: str, n_leaves: int, n_devices: int, batch_kind: str, size: Size, num_micro_batches: int = 1
+) -> dict[str, Any]:
     devices = jax.devices()[:n_devices]
-    step, state, batch = _step(n_leaves)
-    parallel = minialpa.parallelize(step, method=minialpa.ShardParallel(devices=devices))
-    executable = parallel.get_executable(state, batch)
+    # One for each loop: steps change modules in place, and take over states.
+    kind, own, batch = KINDS[name]((n_leaves - 3) // 4), KINDS[name]((n_leaves - 3) // 4), make_batch()
+    method = minialpa.ShardParallel(devices=devices, num_micro_batches=num_micro_batches)
+    parallel = minialpa.parallelize(kind.step, method=method)
+    executable = parallel.get_executable(*kind.state, batch, *kind.others)
     shardings = jax.tree.map(lambda x: x.sharding, executable.get_input_targets())
-    jitted = _jitted(executable, shardings)
-    if kind == "on devices":
-        batch = jax.device_put(batch, shardings[1])
-    calls = {
-        "jit": training(jitted, jax.device_put(state, shardings[0]), batch),
-        "minialpa": training(parallel, state, batch),
-    }
+    if batch_kind == "on devices":
+        batch = jax.device_put(batch, shardings[len(kind.state)])
 
+    calls = {"jit": _jit_loop(executable, shardings, own, batch), "minialpa": _loop(parallel, kind, batch)}
+    if kind.own_jit is not None:
+        library = KINDS[name]((n_leaves - 3) // 4)
+        calls["library"] = _loop(kind.own_jit(library.step), library, batch)
+    medians = _medians(calls, size)
+    differences = [b - a for a, b in zip(medians["jit"], medians["minialpa"], strict=True)]
+    row = {
+        "state": name,
+        "micro_batches": num_micro_batches,
+        "leaves": len(jax.tree.leaves(shardings)),
+        "devices": n_devices,
+        "batch": batch_kind,
+        **{f"{loop}_us": min(of_rounds) for loop, of_rounds in medians.items()},
+        "more_us": min(medians["minialpa"]) - min(medians["jit"]),
+        "median_of_rounds_us": statistics.median(differences),
+    }
+    return row
+
+
+def _medians(calls: dict[str, Callable[[], Any]], size: Size) -> dict[str, list[float]]:
+    """Microseconds of a call of each loop, in every round."""
     # Every round is a measurement of its own, and the machine is quiet in some of them.
     rounds, repeats = (16, 30) if size == "full" else (1, 2)
     medians: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, seconds in interleaved(calls, repeats=repeats).items():
-            medians[name].append(statistics.median(seconds) * 1e6)
-    jit_us, minialpa_us = min(medians["jit"]), min(medians["minialpa"])
-    differences = [b - a for a, b in zip(medians["jit"], medians["minialpa"], strict=True)]
-    return {
-        "leaves": len(jax.tree.leaves((state, batch))),
-        "devices": n_devices,
-        "batch": kind,
-        "jit_us": jit_us,
-        "minialpa_us": minialpa_us,
-        "more_us": minialpa_us - jit_us,
-        "median_of_rounds_us": statistics.median(differences),
-    }
+    with warnings.catch_warnings():
+        # That libraries donate arrays which no result can take over.
+        warnings.simplefilter("ignore")
+        for _ in range(rounds):
+            for name, seconds in interleaved(calls, repeats=repeats).items():
+                medians[name].append(statistics.median(seconds) * 1e6)
+    return medians
 
 
-def _jitted(executable: Executable, shardings: Any) -> Any:
-    """`jax.jit` of the one function of a program, which takes the leaves of state and batch in order."""
-    (function,), (mesh,) = executable.program.functions, executable.runner.meshes
+def _loop(step: Callable[..., Any], kind: Kind, batch: Any) -> Callable[[], Any]:
+    """A call that trains one step further."""
+    state = kind.state
 
-    def step(state: Any, batch: Any) -> Any:
-        return jax.tree.unflatten(executable.out_tree, list(function.fun(*jax.tree.leaves((state, batch)))))
+    def train() -> Any:
+        nonlocal state
+        result = step(*state, batch, *kind.others)
+        state = kind.next_state(state, result)
+        return result
 
-    out_shardings = jax.tree.unflatten(executable.out_tree, [NamedSharding(mesh, spec) for spec in function.out_specs])
-    return jax.jit(step, in_shardings=shardings, out_shardings=out_shardings, donate_argnums=0)
+    return train
 
 
-def _step(n_leaves: int) -> tuple[Callable[..., Any], State, Any]:
-    """A step, its state and its batch, of about so many leaves together."""
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    n_layers = (n_leaves - 3) // 4
-    params = {f"layer {i}": {"w": jnp.ones((WIDTH, WIDTH)) / WIDTH, "b": jnp.zeros(WIDTH)} for i in range(n_layers)}
+def _jit_loop(executable: Executable, shardings: Any, kind: Kind, batch: Any) -> Callable[[], Any]:
+    """The same loop by `jax.jit`, of the arrays in the arguments."""
+    call = minialpa.parallelize(kind.step)._parameters.bind((*kind.state, batch, *kind.others), {})
+    arrays = jax.tree.unflatten(call.tree[0], call.leaves)
+    n_state = len(kind.state)
+    state = jax.device_put(arrays[:n_state], shardings[:n_state])
+    (mesh,) = executable.runner.meshes
+    runs = [i for i in executable.program.instructions if isinstance(i, Run)]
+    if len(runs) == 1:
+        specs = executable.program.functions[runs[0].function].out_specs
+        out_shardings = [NamedSharding(mesh, specs[i]) for i in _places(executable, runs[0])]
+        jitted = jax.jit(
+            _whole_function(executable, runs[0]),
+            donate_argnums=range(n_state),
+            in_shardings=shardings,
+            out_shardings=jax.tree.unflatten(executable.out_tree, out_shardings),
+        )
+    else:
+        jitted = jax.jit(kind.step, donate_argnums=range(n_state))
+    # A step of nnx modules returns their new values, and then its result.
+    next_state = (lambda _, result: result[0]) if call.graph is not None else kind.next_state
 
-    def loss_of(params: Any, batch: Any) -> jax.Array:
-        # All parameters at once: the step is short, and every leaf has a gradient.
-        w = sum(layer["w"] for layer in params.values())
-        b = sum(layer["b"] for layer in params.values())
-        return jnp.mean((batch["x"] @ w + b[None] - batch["y"]) ** 2)
+    def train() -> Any:
+        nonlocal state
+        result = jitted(*state, batch)
+        state = next_state(state, result)
+        return result
 
-    def step(state: State, batch: Any) -> tuple[State, Any]:
-        loss, grads = minialpa.value_and_grad(loss_of)(state.params, batch)
-        updates, moments = optimizer.update(grads, state.moments)
-        params = optax.apply_updates(state.params, updates)
-        return State(state.step + 1, params, moments), {"loss": loss}
+    return train
 
-    state = State(jnp.int32(0), params, optimizer.init(params))
-    batch = {"x": np.ones((16, WIDTH), np.float32), "y": np.ones((16, WIDTH), np.float32)}
-    return step, state, batch
+
+def _whole_function(executable: Executable, run: Run) -> Callable[..., Any]:
+    """The one function of a program, of the step's arguments."""
+    leaf_of = {slot.buffer: slot.leaf for slot in executable.program.inputs}
+    places = _places(executable, run)
+
+    def step(*args: Any) -> Any:
+        leaves = jax.tree.leaves(args)
+        made = executable.program.functions[run.function].fun(*[leaves[leaf_of[b]] for b in run.inputs])
+        return jax.tree.unflatten(executable.out_tree, [made[i] for i in places])
+
+    return step
+
+
+def _places(executable: Executable, run: Run) -> list[int]:
+    """Where each result of the step is among the results of the one function of its program."""
+    return [run.outputs.index(slot.buffers[0]) for slot in executable.program.outputs]

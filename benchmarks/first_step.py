@@ -86,6 +86,8 @@ def _in_process(name: str, way: str) -> dict[str, float]:
     """What `measured` gives in a fresh process."""
     environment = os.environ | {"USE_TF": "0", "USE_TORCH": "0", "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.first_step", name, "--measure", way]
+    # minialpa may be a checkout, of which nothing is compiled yet: Python keeps what the first process compiles.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise RuntimeError(f"`{name}`, {way}: the process ended with code {ended.returncode}.\n{ended.stderr[-2000:]}")

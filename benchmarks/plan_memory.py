@@ -1,113 +1,216 @@
-"""What planning takes of the machine: seconds, and the most memory, of each model and method in a process of its own.
+"""What planning takes of the machine: the most memory, and seconds, of each step and method in a process of its own.
 
-python -m benchmarks.plan_memory "gpt, wide" automatic     prints one row as JSON
+    python -m benchmarks.plan_memory                       all steps, in some hours; needs the extra `table`
+    python -m benchmarks.plan_memory --only moe-70b        those whose names begin so
+    python -m benchmarks.plan_memory --rows rows.json      goes on where it was interrupted
+
+The steps: the corpus of `benchmarks.corpus`, networks for speech with and without loops, the largest models of Alpa's
+evaluation on its clusters of 64 devices, and all models of docs/models.md. Tracing is part of what is measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import jax
+
 import minialpa
-from benchmarks.corpus import arguments, cases
-from benchmarks.planning import cluster_of, peak_rss_gb, planned, traced_step
+from benchmarks.alpa_plans import STORED
+from benchmarks.corpus import Case, arguments, cases
+from benchmarks.planning import cluster_of, peak_rss_gb
 from benchmarks.recurrent import ShapedStep, recogniser_step
 from benchmarks.registry import Rows, Size, benchmark
-from minialpa import AutoLayerOption, AutoParallel, PipeshardParallel, ShardParallel
+from benchmarks.run import table
+from minialpa import AutoLayerOption, AutoParallel, ClusterSpec, PipeshardParallel, ShardParallel
 from minialpa.methods import Method
+from minialpa.support.files import write_text
 
 #: For planning, of which the process without any step to plan has a few hundred megabytes.
 MOST_GB = 4.0
+#: Of Alpa's evaluation, those that need most memory.
+_LARGE = ("gpt-39b", "moe-70b", "wresnet-13b")
+_PACKAGES = {"USE_TF": "0", "USE_TORCH": "0", "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One model at one size."""
+    """One step to plan by some methods.
+
+    Attributes:
+        name: of the model.
+        cluster: what to plan for.
+        ways: names of methods, see `method`.
+        make: the step, its state and its batch; shapes will do for both.
+    """
 
     name: str
+    cluster: ClusterSpec
+    ways: tuple[str, ...]
     make: Callable[[], ShapedStep]
 
 
-def _recognisers(size: Size) -> list[Subject]:
-    """By name; those with "loop" have no scan over frames, and 11,000 and 32,000 equations at full size."""
-    wanted: dict[str, dict[str, Any]] = {
-        "recogniser, tiny loop": {"n_frames": 2, "n_layers": 1, "hidden": 16, "n_features": 8, "unrolled": True}
+def method(way: str, cluster: ClusterSpec) -> Method:
+    """All that is chosen for the user; stages with two micro-batches; no pipeline."""
+    methods: dict[str, Callable[[], Method]] = {
+        "automatic": lambda: AutoParallel(devices=cluster),
+        "stages": lambda: PipeshardParallel(
+            devices=cluster, num_micro_batches=2, layer_option=AutoLayerOption(), stage_option="auto"
+        ),
+        "shard": lambda: ShardParallel(devices=cluster),
     }
-    if size == "full":
-        wanted = {
-            "recogniser": {"n_frames": 200, "hidden": 256},
-            "recogniser, 4 layers": {"n_frames": 128, "hidden": 256, "n_layers": 4, "batch_size": 64},
-            "recogniser, loop": {"n_frames": 32, "unrolled": True},
-            "recogniser, long loop": {"n_frames": 100, "unrolled": True},
-        }
-    return [Subject(name, _recogniser(sizes)) for name, sizes in wanted.items()]
+    return methods[way]()
 
 
-def _recogniser(sizes: dict[str, Any]) -> Callable[[], ShapedStep]:
-    return lambda: recogniser_step(minialpa.value_and_grad, **sizes)
-
-
-def _of_corpus(build: Callable[[], minialpa.models.ModelCase]) -> Callable[[], ShapedStep]:
-    def make() -> ShapedStep:
-        case = build()
-        return case.train_step(minialpa.value_and_grad), *arguments(case)
-
-    return make
+# ---- steps ----------------------------------------------------------------------------------------------------------
 
 
 def subjects(size: Size) -> list[Subject]:
-    """The corpus, and the recognisers."""
-    return [*(Subject(case.name, _of_corpus(case.build)) for case in cases(size)), *_recognisers(size)]
+    """What is measured."""
+    ways = ("automatic", "stages", "shard") if size == "full" else ("shard",)
+    host = cluster_of("a100-80gb", 8)
+    small = [Subject(case.name, host, ways, partial(_of_corpus, case)) for case in cases(size)]
+    small += [Subject(name, host, ways, partial(_recogniser, sizes)) for name, sizes in _recognisers(size).items()]
+    return small if size == "tiny" else [*small, *_large(), *_of_packages(host)]
 
 
-def methods(preset: str = "a100-80gb") -> dict[str, Method]:
-    """On eight devices: all that is chosen for the user; stages with two micro-batches; no pipeline."""
-    cluster = cluster_of(preset, 8)
-    stages = PipeshardParallel(
-        devices=cluster, num_micro_batches=2, layer_option=AutoLayerOption(), stage_option="auto"
-    )
-    return {"automatic": AutoParallel(devices=cluster), "stages": stages, "shard": ShardParallel(devices=cluster)}
+def _of_corpus(case: Case) -> ShapedStep:
+    built = case.build()
+    return built.train_step(minialpa.value_and_grad), *arguments(built)
+
+
+def _recognisers(size: Size) -> dict[str, dict[str, Any]]:
+    """By name; those with "loop" have no scan over frames, and 11,000 and 32,000 equations at full size."""
+    if size == "tiny":
+        return {
+            "recogniser, tiny loop": {"n_frames": 2, "n_layers": 1, "hidden": 16, "n_features": 8, "unrolled": True}
+        }
+    return {
+        "recogniser": {"n_frames": 200, "hidden": 256},
+        "recogniser, 4 layers": {"n_frames": 128, "hidden": 256, "n_layers": 4, "batch_size": 64},
+        "recogniser, loop": {"n_frames": 32, "unrolled": True},
+        "recogniser, long loop": {"n_frames": 100, "unrolled": True},
+    }
+
+
+def _recogniser(sizes: dict[str, Any]) -> ShapedStep:
+    return recogniser_step(minialpa.value_and_grad, **sizes)
+
+
+def _large() -> list[Subject]:
+    """Models of billions of parameters, on hosts of eight V100s."""
+    chosen = [stored for stored in STORED if stored.model in _LARGE]
+    return [
+        Subject(
+            stored.model,
+            cluster_of("v100-p3.16xlarge", stored.n_devices),
+            ("automatic",),
+            partial(_of_model, stored.model, stored.batch_size),
+        )
+        for stored in chosen
+    ]
+
+
+def _of_model(name: str, batch_size: int) -> ShapedStep:
+    case = minialpa.models.build(name, batch_size=batch_size)
+    return case.train_step(minialpa.value_and_grad), *arguments(case)
+
+
+def _of_packages(cluster: ClusterSpec) -> list[Subject]:
+    """The models of docs/models.md whose step takes a state and a batch, as nearly all do."""
+    from benchmarks.models.all_models import MODELS
+
+    return [Subject(name, cluster, ("automatic",), partial(_of_package, name)) for name in MODELS]
+
+
+def _of_package(name: str) -> ShapedStep:
+    from benchmarks.models.all_models import MODELS
+
+    training = MODELS[name].build()
+    return training.step, training.state, training.batches[0]
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
 
 
 @benchmark("plan_memory")
 def plan_memory(size: Size) -> Rows:
     """The most memory and the seconds of planning, by model and method, each in a process of its own."""
-    chosen = ("automatic", "stages", "shard") if size == "full" else ("shard",)
-    return [_measured(subject.name, method) for subject in subjects(size) for method in chosen]
+    return list(measured(subjects(size), []))
 
 
-def _measured(name: str, method: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.plan_memory", name, method]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+def measured(chosen: Sequence[Subject], known: Rows) -> Iterator[dict[str, Any]]:
+    """The rows of all methods of each subject, as they are done; those that are known are not measured again."""
+    rows = {(row["model"], row["method"]): row for row in known}
+    for subject in chosen:
+        for way in subject.ways:
+            yield rows.get((subject.name, way)) or _in_process(subject.name, way)
+
+
+def _in_process(name: str, way: str) -> dict[str, Any]:
+    """What `row` gives in a fresh process, or the last line of its error."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.plan_memory", "--measure", name, way]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | _PACKAGES, check=False)
     if done.returncode:
-        raise RuntimeError(f"Planning {name} by {method} failed:\n{done.stderr}")
+        return {"model": name, "method": way, "failure": done.stderr.strip().splitlines()[-1][:200], "within": False}
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return row
 
 
-def row(name: str, method: str) -> dict[str, Any]:
+def row(name: str, way: str) -> dict[str, Any]:
     """Plan one model here and say what this process took for it."""
     known = {subject.name: subject for size in ("full", "tiny") for subject in subjects(size)}
-    traced = traced_step(*known[name].make())
-    before_gb, start = peak_rss_gb(), time.perf_counter()
-    plan = planned(traced, cluster_of("a100-80gb", 8), methods()[method])
+    subject = known[name]
+    with ExitStack() as stack:
+        # Packages rely on what jax allows by default.
+        stack.enter_context(jax.numpy_rank_promotion("allow"))
+        stack.enter_context(jax.numpy_dtype_promotion("standard"))
+        step, *args = subject.make()
+        before_gb, start = peak_rss_gb(), time.process_time()
+        plan = minialpa.parallelize(step, method=method(way, subject.cluster)).plan(*args)
     return {
         "model": name,
-        "method": method,
-        "equations": len(traced.flat.eqns),
-        "plan_s": time.perf_counter() - start,
-        "traced_gb": before_gb,
+        "method": way,
+        "devices": subject.cluster.n_devices,
+        "plan_cpu_s": time.process_time() - start,
+        "before_gb": before_gb,
         "peak_gb": peak_rss_gb(),
         "stages": len(plan.stages),
         "within": peak_rss_gb() <= MOST_GB,
     }
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.plan_memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="NAME", help="models whose names begin so")
+    parser.add_argument("--rows", type=Path, help="a file of rows: what it holds is not measured again")
+    parser.add_argument("--measure", nargs=2, metavar=("NAME", "METHOD"), help="one row, in this process, as JSON")
+    args = parser.parse_args(argv)
+    if args.measure:
+        print(json.dumps(row(*args.measure)))
+        return 0
+
+    known = json.loads(args.rows.read_text()) if args.rows and args.rows.exists() else []
+    rows = []
+    for each in measured([s for s in subjects("full") if s.name.startswith(args.only)], known):
+        rows.append(each)
+        print(table([each]), flush=True)
+        if args.rows:
+            write_text(args.rows, json.dumps([*rows, *(old for old in known if old not in rows)]))
+    return 0 if all(each["within"] for each in rows) else 1
+
+
 if __name__ == "__main__":
-    print(json.dumps(row(*sys.argv[1:])))
+    raise SystemExit(main())

@@ -21,6 +21,8 @@ _COMPUTED_HERE = frozenset({
 })  # fmt: skip
 #: Bytes. On CPUs, jax uses a NumPy array in place, without a copy, if its address is a multiple of this.
 _ALIGNMENT_BYTES = 64
+#: Bytes that are copied twice in less time than it takes to find an address that spares the second copy.
+_SMALL_BYTES = 1 << 16
 
 
 def own_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -28,8 +30,10 @@ def own_copy(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
     jax may read a NumPy array after the call that takes it has returned, and on CPUs it may use the memory in place for
     as long as the jax array lives; `may_alias=False` prevents neither. It uses this copy in place and does not copy it
-    again.
+    again, unless it is small.
     """
+    if array.nbytes <= _SMALL_BYTES:
+        return array.copy()
     memory = np.empty(array.nbytes + _ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT_BYTES
     copy: np.ndarray[Any, Any] = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

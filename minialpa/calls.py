@@ -23,14 +23,15 @@ from minialpa.pytrees import (
     GraphArguments,
     check_no_graph,
     check_returned,
-    has_static,
     hide_leaves,
     hide_static,
     leaves_in_modules,
     show_static,
     split_graph,
     variables_in,
+    with_static,
 )
+from minialpa.support.private_jax import ArrayImpl
 
 #: Types that stand for an array if only its shape and dtype matter.
 Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
@@ -54,6 +55,7 @@ class Call:
         settings: The settings of jax that change what a step computes, as they were when the call was made.
         graph: The structure of the modules of flax.nnx among the arguments, whose values are leaves; None without any.
         modules: These modules, which are the caller's and get new values after the step.
+        given: The arguments that are not static, as the caller gave them, if there are modules among them.
     """
 
     leaves: list[Any]
@@ -64,18 +66,19 @@ class Call:
     has_static: bool = False
     graph: GraphArguments | None = None
     modules: tuple[Any, ...] = ()
+    given: tuple[Any, ...] = ()
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the pytree of the positional arguments and the types of its leaves are all that makes up `key`."""
-        _, names = self.tree
-        return not self.static and not self.has_static and self.graph is None and names == tuple(range(self.n_args))
+    def static_types(self) -> tuple[type, ...]:
+        """The types of the static arguments: 1, True and 1.0 are equal, and a step computes other things with each."""
+        return tuple(type(value) for _, value in self.static)
 
     def key(self) -> Hashable:
         """Equal for two calls if one program serves both: all but the values of leaves."""
         return (
             self.tree,
             self.static,
+            self.static_types,
             self.n_args,
             self.settings,
             self.graph,
@@ -84,7 +87,15 @@ class Call:
 
     def types(self) -> tuple[Any, ...]:
         """Equal for two calls only if `key` is, and faster to compare: calls mostly share the objects in it."""
-        return (self.tree, self.static, self.n_args, self.settings, self.graph, [_leaf_type(x) for x in self.leaves])
+        return (
+            self.tree,
+            self.static,
+            self.static_types,
+            self.n_args,
+            self.settings,
+            self.graph,
+            leaf_types(self.leaves),
+        )
 
 
 class Parameters:
@@ -121,10 +132,13 @@ class Parameters:
         # What few steps have costs the others no more than a look.
         graph: GraphArguments | None = None
         modules: tuple[Any, ...] = ()
+        with_modules: tuple[Any, ...] = ()
         if "flax.nnx" in sys.modules:
             given_values = dynamic
             dynamic, graph = split_graph(given_values)
-            modules = () if graph is None else tuple(given_values[name] for name in graph.names)
+            if graph is not None:
+                modules = tuple(given_values[name] for name in graph.names)
+                with_modules = tuple(given_values.values())
 
         values = tuple(dynamic.values())
         leaves, tree = jax.tree.flatten(values)
@@ -137,10 +151,11 @@ class Parameters:
             tree=(tree, tuple(dynamic)),
             static=tuple(static),
             n_args=len(args),
-            settings=tuple(getattr(jax.config, name) for name in _SETTINGS),
+            settings=current_settings(),
             has_static=has_functions,
             graph=graph,
             modules=modules,
+            given=with_modules,
         )
 
     def _leaves_in_modules(self, values: tuple[Any, ...], tree: PyTreeDef) -> list[bool] | None:
@@ -226,10 +241,30 @@ def _signature_of(fun: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _leaf_type(leaf: Any) -> Any:
-    """A leaf's abstract value, an object that arrays of one type mostly share, or its key if it has none."""
-    aval = getattr(leaf, "aval", None)
-    return _leaf_key(leaf) if aval is None else aval
+def current_settings() -> tuple[Hashable, ...]:
+    """The settings of jax that change what a step computes."""
+    return tuple(getattr(jax.config, name) for name in _SETTINGS)
+
+
+def are_alive(leaves: Sequence[Any]) -> bool:
+    """Whether a program may run on these leaves: none was deleted, and none is traced or only a shape."""
+    # Mostly jax's own arrays, and a few others behind them.
+    others = [leaf for leaf in leaves if type(leaf) is not ArrayImpl]
+    arrays = [leaf for leaf in leaves if type(leaf) is ArrayImpl] if others else leaves
+    return not any(map(ArrayImpl.is_deleted, arrays)) and all(map(_is_alive, others))
+
+
+def _is_alive(leaf: Any) -> bool:
+    if isinstance(leaf, Shape | jax.core.Tracer):
+        return False
+    is_deleted = getattr(leaf, "is_deleted", None)
+    return is_deleted is None or not is_deleted()
+
+
+def leaf_types(leaves: Sequence[Any]) -> list[Any]:
+    """Of each leaf its abstract value, an object that arrays of one type mostly share, or its key if it has none."""
+    avals = [getattr(leaf, "aval", None) for leaf in leaves]
+    return [_leaf_key(leaf) if aval is None else aval for aval, leaf in zip(avals, leaves, strict=True)]
 
 
 def _leaf_key(leaf: Any) -> Hashable:
@@ -283,14 +318,22 @@ def on_leaves(fun: Callable[..., Any], call: Call) -> Callable[..., Any]:
     return flat_fun
 
 
-def shown(call: Call, tree: PyTreeDef) -> Callable[[Sequence[Any]], Any]:
+def shown(tree: PyTreeDef) -> Callable[[Sequence[Any]], Any]:
     """Makes the result of a function from what `on_leaves` returns: its leaves, whose pytree is `tree`.
 
     If the call has modules, this is a pair of their new values and the result.
     """
-    if not has_static(jax.tree.unflatten(tree, range(tree.num_leaves))):
+    template, shown_tree, positions = with_static(tree)
+    if len(positions) == len(template):
         return functools.partial(jax.tree.unflatten, tree)
-    return lambda leaves: show_static(jax.tree.unflatten(tree, leaves))
+
+    def result_of(leaves: Sequence[Any]) -> Any:
+        result = list(template)
+        for i, leaf in zip(positions, leaves, strict=True):
+            result[i] = leaf
+        return jax.tree.unflatten(shown_tree, result)
+
+    return result_of
 
 
 def is_numeric(value: Any) -> bool:

@@ -235,8 +235,8 @@ class AutoStageOption:
         tolerance: the search may miss stages that are faster than its answer by this fraction of the step time.
         cached_costs: path of a JSON file with costs of parts of models, keyed by their content. A search reads it and
             writes what it adds; None keeps no file.
-        planned_steps: the number of steps that the plan is for. A step that is too short to win back the time of a
-            search in so many steps is planned as one stage, without a search. `math.inf` always searches.
+        planned_steps: the number of steps that the plan is for. If a search could not win back its own time in so many
+            steps, the step is planned as one stage, without a search. `math.inf` always searches.
     """
 
     submesh_physical_shape_space: PhysicalSpace = "power_of_two"

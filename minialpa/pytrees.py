@@ -15,10 +15,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
 
+#: Stands for a leaf.
+_PLACE = object()
 _ARRAYS = jax.Array | jax.ShapeDtypeStruct | jax.core.ShapedArray | np.ndarray | np.generic | RemoteArray
 
 
@@ -83,9 +86,13 @@ def show_static(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.value if isinstance(x, StaticLeaf) else x, tree, is_leaf=_is_static)
 
 
-def has_static(tree: Any) -> bool:
-    """Whether a pytree holds a `StaticLeaf`."""
-    return any(map(_is_static, jax.tree.leaves(tree, is_leaf=_is_static)))
+def with_static(tree: PyTreeDef) -> tuple[list[Any], PyTreeDef, tuple[int, ...]]:
+    """A pytree with the value of each `StaticLeaf` as a leaf: its leaves, its structure, and where the leaves of `tree`
+    are among them, which are None."""
+    shown_tree = show_static(jax.tree.unflatten(tree, [_PLACE] * tree.num_leaves))
+    values, structure = jax.tree.flatten(shown_tree)
+    places = tuple(i for i, value in enumerate(values) if value is _PLACE)
+    return [None if value is _PLACE else value for value in values], structure, places
 
 
 def _is_static(value: Any) -> bool:
@@ -127,7 +134,7 @@ class GraphArguments:
 
 def split_graph(named: Mapping[int | str, Any]) -> tuple[dict[int | str, Any], GraphArguments | None]:
     """Arguments, in which values stand for modules of flax.nnx, and the structure of these modules if there are any."""
-    node = _graph_node()
+    node = graph_node_class()
     if node is None:
         return dict(named), None
     names = tuple(name for name, value in named.items() if isinstance(value, node))
@@ -150,7 +157,7 @@ def update_modules(modules: tuple[Any, ...], values: tuple[Any, ...]) -> None:
 
 def check_no_graph(tree: Any, what: str) -> None:
     """Raise TraceError if a module of flax.nnx is inside `tree`, where a change of it would be lost."""
-    node = _graph_node()
+    node = graph_node_class()
     if node is None:
         return
     is_node: Callable[[Any], bool] = lambda x: isinstance(x, node)  # noqa: E731
@@ -164,7 +171,7 @@ def check_no_graph(tree: Any, what: str) -> None:
 
 def variables_in(tree: Any) -> list[tuple[Any, list[Any]]]:
     """The variables of flax.nnx in a pytree that are in no module, as in an `nnx.State`, with their arrays."""
-    kind = getattr(sys.modules.get("flax.nnx"), "Variable", None)
+    kind = variable_class()
     if kind is None:
         return []
     found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
@@ -193,7 +200,13 @@ def check_returned(variables: list[tuple[Any, list[Any]]], result: Any) -> None:
             )
 
 
-def _graph_node() -> type | None:
+def graph_node_class() -> type | None:
     """The class of all modules and optimizers of flax.nnx, if it has been imported."""
     found = getattr(sys.modules.get("flax.nnx"), "Pytree", None)
+    return found if isinstance(found, type) else None
+
+
+def variable_class() -> type | None:
+    """The class of all variables of flax.nnx, if it has been imported."""
+    found = getattr(sys.modules.get("flax.nnx"), "Variable", None)
     return found if isinstance(found, type) else None

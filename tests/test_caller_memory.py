@@ -131,12 +131,17 @@ def test_views_of_one_captured_array_are_copied_once_and_arrays_of_jax_not_at_al
     st.lists(st.integers(0, 3), max_size=3),
     st.sampled_from([np.float32, np.int8, np.bool_, np.complex64, ml_dtypes.bfloat16, ml_dtypes.int4]),
     st.sampled_from([1, -1, 2]),
+    st.booleans(),
 )
-def test_a_copy_has_the_values_and_is_used_in_place(shape: list[int], dtype: Any, stride: int) -> None:
+def test_a_copy_has_the_values_and_is_used_in_place_if_it_is_large(
+    shape: list[int], dtype: Any, stride: int, is_large: bool
+) -> None:
+    shape = [*shape, 1 << 18] if is_large else shape
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype).T
     array = array[::stride] if shape else array
     copy = own_copy(array)
     assert (copy.shape, copy.dtype) == (array.shape, array.dtype)
     np.testing.assert_array_equal(copy, array)
     assert not np.shares_memory(copy, array)
-    assert copy.ctypes.data % 64 == 0 or not copy.size
+    assert copy.flags.c_contiguous
+    assert copy.ctypes.data % 64 == 0 or not copy.size or not is_large

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from minialpa.api.parallelized import ParallelizedFunc
@@ -30,6 +31,7 @@ def parallelize(
     batch_argnums: Argnums = "auto",
     on_stale: OnStale = "refuse",
     on_ragged: OnRagged = "fewer",
+    plan_cache: str | Path | None = None,
 ) -> Any:
     """Run a step, written for one device, on all devices. Use it as a call or a decorator, with or without arguments.
 
@@ -47,6 +49,8 @@ def parallelize(
     on_ragged: what to do with a batch whose examples `num_micro_batches` does not divide, such as the last one of an
         epoch. "fewer" runs it in the largest number of micro-batches below that which divides it, and warns once for
         each size; "error" raises a TraceError that says which numbers divide it.
+    plan_cache: a folder for the plans that a method makes. A script that is started again finds them there, and plans
+        nothing, where step, shapes, cluster, options and versions are the same.
     """
     if fun is None:
         return functools.partial(
@@ -57,6 +61,7 @@ def parallelize(
             batch_argnums=batch_argnums,
             on_stale=on_stale,
             on_ragged=on_ragged,
+            plan_cache=plan_cache,
         )
     return ParallelizedFunc(
         fun,
@@ -66,6 +71,7 @@ def parallelize(
         batch_argnums=batch_argnums,
         on_stale=on_stale,
         on_ragged=on_ragged,
+        plan_cache=plan_cache,
     )
 
 
@@ -142,7 +148,7 @@ def get_last_dp_result() -> DPResult:
         raise MinialpaError("No plan was made yet. Call a parallelized function, its `plan`, or `minialpa.plan` first.")
     stages = plan.stages
     return DPResult(
-        forward_stage_layer_ids=StepPlanner.last_layers,
+        forward_stage_layer_ids=StepPlanner.last_layers(),
         submesh_physical_shapes=tuple(stage.submesh for stage in stages),
         submesh_logical_shapes=tuple(stage.logical_shape for stage in stages),
         submesh_autosharding_option_dicts=tuple(dataclasses.asdict(stage.option) for stage in stages),

@@ -13,16 +13,31 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.tree_util import PyTreeDef
 
+from minialpa.api.call_patterns import CallPattern, pattern_of
 from minialpa.api.following import Followed, computes_gradients, find_followed, note_training_step, refusal
+from minialpa.api.plan_folder import PlanFolder
 from minialpa.api.ragged import OnRagged
 from minialpa.api.step_compiler import compile_creation, compile_step
 from minialpa.api.step_planner import OnStale, StepPlanner, state_shapes
-from minialpa.calls import Argnums, Call, Parameters, Shape, is_train_state, on_leaves, rebuild, shown
+from minialpa.calls import (
+    Argnums,
+    Call,
+    Parameters,
+    Shape,
+    are_alive,
+    current_settings,
+    is_train_state,
+    leaf_types,
+    on_leaves,
+    rebuild,
+    shown,
+)
 from minialpa.errors import InfeasibleError, MinialpaError, ShardingError, TraceError, WorkerError
 from minialpa.inter.microbatch.find_batch import find_batch
 from minialpa.methods import (
@@ -58,15 +73,19 @@ class Recent:
         session: the session.
         n_training_steps: number of training steps in the session, since a new one may be one to follow.
         types: structure and types of the call.
+        settings: the settings of jax under which it was made.
+        leaf_types: the types of its leaves.
         compiled: the program for them.
-        tree: pytree of the positional arguments, if the leaves in it are all that there is to compare; else None.
+        pattern: what the arguments have in common, if the program may know their leaves; else None.
     """
 
     session: Session
     n_training_steps: int
     types: object
+    settings: tuple[Hashable, ...]
+    leaf_types: list[Any]
     compiled: Compiled
-    tree: PyTreeDef | None
+    pattern: CallPattern | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +118,7 @@ class ParallelizedFunc:
         batch_argnums: Argnums = "auto",
         on_stale: OnStale = "refuse",
         on_ragged: OnRagged = "fewer",
+        plan_cache: str | Path | None = None,
     ) -> None:
         check_method(method)
         if on_stale not in ("refuse", "replan"):
@@ -114,9 +134,12 @@ class ParallelizedFunc:
             "batch_argnums": batch_argnums,
             "on_stale": on_stale,
             "on_ragged": on_ragged,
+            "plan_cache": plan_cache,
         }
 
-        self._planner = StepPlanner(method, on_stale, on_ragged)
+        self._planner = StepPlanner(
+            method, on_stale, on_ragged, None if plan_cache is None else PlanFolder(Path(plan_cache))
+        )
         # Compiled programs by the shapes of the call, by the session and by the meshes that they follow, if they follow
         # a training step; one thread compiles at a time.
         self._executables: dict[tuple[Any, ...], Compiled] = {}
@@ -130,19 +153,19 @@ class ParallelizedFunc:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recent = self._recent  # another thread may replace it
-        if recent is not None and recent.tree is not None:
+        if recent is not None and recent.pattern is not None:
             args, kwargs = self._parameters.as_positional(args, kwargs)
-            known = None if kwargs else self._known(recent, args)
-            if known is not None:
-                return recent.compiled[1](known)
+            match = recent.pattern.match(args, kwargs)
+            known = None if match is None else self._known(recent, match.leaves)
+            if match is not None and known is not None:
+                return recent.pattern.result(match, known)
 
         call = self._parameters.bind(args, kwargs)
         self._check_alive(call)
         recent = self._get(call)
         executable, result_of = recent.compiled
         self._last = executable
-        # Leaves may be known if they are all that there is to compare.
-        run = executable.run if recent.tree is None or executable.direct is None else executable.direct.learned
+        run = executable.run if recent.pattern is None or executable.direct is None else executable.direct.learned
         result = result_of(run(call.leaves))
         if call.graph is None:
             return result
@@ -217,7 +240,7 @@ class ParallelizedFunc:
         """What a call with these arguments returns, with a `jax.ShapeDtypeStruct` for each leaf. Runs nothing."""
         call = self._parameters.bind(args, kwargs)
         traced = self._trace(call)
-        return shown(call, traced.out_tree)(jax.tree.leaves(state_shapes(traced)))
+        return shown(traced.out_tree)(jax.tree.leaves(state_shapes(traced)))
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The step, planned for these arguments and not compiled yet, in the place of `jax.jit(step).lower`.
@@ -330,6 +353,8 @@ class ParallelizedFunc:
 
     def _check_alive(self, call: Call) -> None:
         """Raise before anything runs: a compiled program may crash on an array that has no memory any more."""
+        if are_alive(call.leaves):
+            return
         for i, leaf in enumerate(call.leaves):
             is_deleted = getattr(leaf, "is_deleted", None)
             if is_deleted is None:
@@ -355,14 +380,18 @@ class ParallelizedFunc:
     def _path(self, call: Call, i: int) -> str:
         return self._parameters.paths(call)[0][i]
 
-    def _known(self, recent: Recent, args: tuple[Any, ...]) -> list[Any] | None:
-        """The result leaves of a call like the recent one, if its program knows such leaves; else None."""
-        leaves, tree = jax.tree.flatten(args)
+    def _known(self, recent: Recent, leaves: list[Any]) -> list[Any] | None:
+        """The result leaves of a call with these leaves that is like the recent one in all else; None if it has to be
+        checked."""
         executable = recent.compiled[0]
-        is_alike = tree == recent.tree and recent.session is running_session()
-        if not is_alike or len(recent.session.training_steps) != recent.n_training_steps or executable.direct is None:
+        is_current = recent.session is running_session()
+        if not is_current or len(recent.session.training_steps) != recent.n_training_steps:
             return None
-        results = executable.direct.known(leaves)
+        results: list[Any] | None = None
+        if executable.direct is not None:
+            results = executable.direct.known(leaves)
+        elif are_alive(leaves) and (current_settings(), leaf_types(leaves)) == (recent.settings, recent.leaf_types):
+            results = executable.run(leaves)
         if results is not None:
             self._last = executable
         return results
@@ -383,8 +412,10 @@ class ParallelizedFunc:
                 session=session,
                 n_training_steps=n_training_steps,
                 types=types,
+                settings=call.settings,
+                leaf_types=leaf_types(call.leaves),
                 compiled=compiled,
-                tree=call.tree[0] if call.is_plain and compiled[0].direct is not None else None,
+                pattern=pattern_of(call, compiled[0].out_tree) if compiled[0].is_local else None,
             )
         return recent
 
@@ -408,7 +439,7 @@ class ParallelizedFunc:
             found = self._executables.get((key, *where, followed and followed.meshes))
             if found is None:
                 executable = compile_()
-                found = executable, shown(call, executable.out_tree)
+                found = executable, shown(executable.out_tree)
                 # Only tracing has shown whether this is a training step, which follows no other one.
                 meshes = None if followed is None or key in self._training else followed.meshes
                 self._executables[key, *where, meshes] = found

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from minialpa.api.plan_folder import PlanFolder
 from minialpa.errors import MinialpaError, TraceError
 from minialpa.inter.staging.replan import logical_mesh_of, options_of
 from minialpa.methods import FollowParallel, Target
@@ -26,9 +27,16 @@ Relax = Callable[[AutoShardingOption], AutoShardingOption]
 MakePlan = Callable[[PlanOptions, Relax | None], Plan]
 
 
-def planning(traced: TracedStep, target: Target) -> MakePlan:
-    """Plans a step where `target` says."""
-    return lambda options, relax: _make_plan(traced, options if relax is None else options.relaxed(relax), target)
+def planning(traced: TracedStep, target: Target, folder: PlanFolder | None = None) -> MakePlan:
+    """Plans a step where `target` says. folder: keeps what is planned, and has what was planned before."""
+
+    def make(options: PlanOptions, relax: Relax | None) -> Plan:
+        asked = options if relax is None else options.relaxed(relax)
+        if folder is None:
+            return _make_plan(traced, asked, target)
+        return folder.planned(traced, asked, target, lambda: _make_plan(traced, asked, target))
+
+    return make
 
 
 def following(traced: TracedStep, method: FollowParallel, target: Target) -> MakePlan:

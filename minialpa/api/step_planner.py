@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax
 
 from minialpa.api.following import Followed
+from minialpa.api.plan_folder import PlanFolder
 from minialpa.api.plan_makers import MakePlan, Relax, follow_plan, following, on_known_stages, planning
 from minialpa.api.ragged import OnRagged, explain_fewer, is_uneven, numbers_to_try, warn_of_fewer
 from minialpa.cluster import ClusterSpec, LogicalMesh
@@ -47,11 +49,19 @@ class StepPlanner:
 
     #: The plan that was made or loaded last, for any function. Scripts that were written for Alpa ask for it.
     last_plan: ClassVar[Plan | None] = None
-    #: The layers of each of its stages, also where the answer is one stage and the plan itself needs no layers.
-    last_layers: ClassVar[tuple[tuple[int, ...], ...]] = ()
+    #: Says the layers of each of its stages, also where the answer is one stage and the plan itself needs no layers: to
+    #: cut a step into layers takes longer than to plan a small one.
+    last_layers: ClassVar[Callable[[], tuple[tuple[int, ...], ...]]] = staticmethod(tuple)
 
-    def __init__(self, method: Method | FollowingMethod | Plan, on_stale: OnStale, on_ragged: OnRagged) -> None:
-        self._method, self._on_stale, self._on_ragged = method, on_stale, on_ragged
+    def __init__(
+        self,
+        method: Method | FollowingMethod | Plan,
+        on_stale: OnStale,
+        on_ragged: OnRagged,
+        folder: PlanFolder | None,
+    ) -> None:
+        """folder: keeps the plans that `method` makes for other runs of the script."""
+        self._method, self._on_stale, self._on_ragged, self._folder = method, on_stale, on_ragged, folder
         self._plans: dict[_PlannedFor, Plan] = {}
         self._given: set[_PlannedFor] = set()
 
@@ -87,7 +97,7 @@ class StepPlanner:
                 raise
             plan = follow_plan(*arguments, AutoShardingOption.for_any_batch)
         warn_of_fewer(traced, followed.options.n_micro_batches, plan)
-        StepPlanner.last_plan, StepPlanner.last_layers = plan, tuple(stage.layers for stage in plan.stages)
+        _note_last(plan, partial(_layers_in, plan))
         return plan
 
     def plan(self, traced: TracedStep, target: Target, *, is_first: bool) -> Plan:
@@ -107,11 +117,11 @@ class StepPlanner:
                 key = (traced.fingerprint, target.cluster, target.logical_mesh)
                 if key not in self._plans:
                     known = self._known_like(traced, target)
-                    make = on_known_stages(planning(traced, target), known, method.options())
+                    make = on_known_stages(planning(traced, target, self._folder), known, method.options())
                     self._plans[key] = self._new_plan(traced, method.options(), make, is_first=is_first)
                 plan = self._plans[key]
 
-        StepPlanner.last_plan, StepPlanner.last_layers = plan, _layers_of_stages(traced, self._method, plan)
+        _note_last(plan, partial(_layers_of_stages, traced, self._method, plan))
         return plan
 
     def _saved_plan(self, traced: TracedStep, saved: Plan) -> Plan:
@@ -203,6 +213,14 @@ def state_shapes(traced: TracedStep) -> Any:
     return jax.tree.unflatten(traced.out_tree, shapes)
 
 
+def _note_last(plan: Plan, layers: Callable[[], tuple[tuple[int, ...], ...]]) -> None:
+    StepPlanner.last_plan, StepPlanner.last_layers = plan, staticmethod(layers)
+
+
+def _layers_in(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    return tuple(stage.layers for stage in plan.stages)
+
+
 def _layers_of_stages(
     traced: TracedStep, method: Method | FollowParallel | Plan, plan: Plan
 ) -> tuple[tuple[int, ...], ...]:
@@ -211,7 +229,7 @@ def _layers_of_stages(
     from minialpa.inter.layers.layered_step import LayeredStep
 
     if plan.remat:
-        return tuple(stage.layers for stage in plan.stages)
+        return _layers_in(plan)
     option = None if isinstance(method, Plan | FollowParallel) else method.options().layers
     if option is None or traced.n_groups == 0:  # a step that returns its arguments
         return ((0,),)

@@ -22,9 +22,9 @@ from minialpa.inter.context import PlanningContext, Progress
 from minialpa.inter.given_plan import plan_on_given_stages
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.one_stage import plan_on_best_submesh, plan_on_submesh
-from minialpa.inter.searched_plan import plan_on_searched_stages
 from minialpa.inter.staging.replan import options_of
 from minialpa.inter.staging.staged_step import realise
+from minialpa.inter.worth import plan_if_not_searched
 from minialpa.intra.memory.compiler import Compiler
 from minialpa.options import AutoStageOption, PlanOptions
 from minialpa.plan import Plan
@@ -78,6 +78,12 @@ def _planned(context: PlanningContext) -> Plan:
     searched = context.asking(sharding=options.stages.sharding(options.sharding))
     if context.traced.n_groups == 0:  # without layers, such as a step that computes no gradients
         return plan_on_best_submesh(searched, whole, options.stages)
+    plan = plan_if_not_searched(searched, whole, options.layers, options.stages)
+    if plan is not None:
+        return plan
+    # Imported when something is searched: most small steps do without it.
+    from minialpa.inter.searched_plan import plan_on_searched_stages
+
     return plan_on_searched_stages(searched, whole, options.layers, options.stages)
 
 

@@ -6,7 +6,6 @@ search is told what these cost, until it promises nothing better.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from minialpa.inter.search.stage_bounds import StageBounds
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import candidates
 from minialpa.inter.search.user_stages import DecidedStage
-from minialpa.inter.worth import is_worth_searching, plan_without_search
 from minialpa.options import AutoShardingOption, AutoStageOption, LayerOption, remats
 from minialpa.plan import Certificate, Plan
 
@@ -46,14 +44,7 @@ _VERY_FEW_EQUATIONS = 4000
 def plan_on_searched_stages(
     context: PlanningContext, whole: LayeredStep, layers: LayerOption, auto: AutoStageOption
 ) -> Plan:
-    """The best plan of a joint search, with scans over layers whole, and, where that may help, with stages in them.
-
-    A step that is too short for a search to pay is planned without one, if it fits in memory so.
-    """
-    if not is_worth_searching(context, layers, auto):
-        with contextlib.suppress(InfeasibleError, TraceError):
-            return plan_without_search(context, whole, auto)
-
+    """The best plan of a joint search, with scans over layers whole, and, where that may help, with stages in them."""
     cut = cut_scans(whole, layers) if context.cluster.n_devices > 1 else None
 
     def attempt(scans_are_cut: bool) -> Plan:

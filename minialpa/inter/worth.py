@@ -3,10 +3,16 @@
 A search takes seconds, and at best it saves all the time of a step. If that is less than the search takes, over
 `AutoStageOption.planned_steps` steps, nothing is searched:
 
-    step_s * planned_steps <= SEARCH_S_PER_EQUATION * n_equations        -> is_worth_searching
+    search_s = SEARCH_S_PER_EQUATION * n_equations
+    step_s * planned_steps <= search_s                                   -> is_worth_searching
 
-where step_s is what the step takes on one device by the cost model. Nothing here reads a clock, so that a busy machine
-plans as a quiet one does.
+where step_s is what the step takes on one device by the cost model. What is a little longer is planned without a search
+first. No plan beats devices that share the work perfectly, so that is the answer if it comes near to that:
+
+    step_s * planned_steps <= _LITTLE_LONGER * search_s and
+    (plan_s - step_s / n_devices) * planned_steps <= search_s            -> plan_if_not_searched
+
+Nothing here reads a clock, so that a busy machine plans as a quiet one does.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from functools import partial
 from jax.extend.core import JaxprEqn
 
 from minialpa.cluster import ClusterSpec
+from minialpa.errors import InfeasibleError, TraceError
 from minialpa.inter.best import best_of
 from minialpa.inter.build_plan import plan_stages
 from minialpa.inter.context import PlanningContext
@@ -33,17 +40,43 @@ from minialpa.plan import Plan
 from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.jaxprs import sub_jaxprs
 
-#: Seconds that a search takes for each equation of a step, about, as measured on models of 200 to 1,600 equations.
-SEARCH_S_PER_EQUATION = 0.01
+#: Seconds that a search takes for each equation of a step, about: 0.01 on models of 200 to 1,600 equations, and more
+#: than twice that on one of 7,500.
+SEARCH_S_PER_EQUATION = 0.02
+#: Steps that are longer by this factor are searched at once: what planning them twice takes would seldom be saved.
+_LITTLE_LONGER = 10
 
 
 def is_worth_searching(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> bool:
     """Whether a search may save more than it takes, or the user has asked for what only a search gives."""
+    return _needs_search(context, layers, auto) or one_device_s(context) * auto.planned_steps > _search_s(context)
+
+
+def plan_if_not_searched(
+    context: PlanningContext, whole: LayeredStep, layers: LayerOption, auto: AutoStageOption
+) -> Plan | None:
+    """The plan without a search, if a search does not pay and the step fits in memory so; else None."""
+    step_s, search_s = one_device_s(context), _search_s(context)
+    if _needs_search(context, layers, auto) or step_s * auto.planned_steps > _LITTLE_LONGER * search_s:
+        return None
+    try:
+        plan = plan_without_search(context, whole, auto)
+    except (InfeasibleError, TraceError):
+        return None
+    saved_s = plan.cost.total_s - step_s / context.cluster.n_devices
+    pays = is_worth_searching(context, layers, auto) and saved_s * auto.planned_steps > search_s
+    return None if pays else plan
+
+
+def _needs_search(context: PlanningContext, layers: LayerOption, auto: AutoStageOption) -> bool:
+    """Whether the user has asked for what only a search gives."""
     asks_for_more = auto.cached_costs is not None or "none" not in [remat[0] for remat in remats(layers, 1)]
-    if asks_for_more or not _whole_clusters(context, auto):
-        return True
-    eqns = context.traced.flat.eqns
-    return one_device_s(context) * auto.planned_steps > SEARCH_S_PER_EQUATION * n_equations(eqns)
+    return asks_for_more or not _whole_clusters(context, auto)
+
+
+def _search_s(context: PlanningContext) -> float:
+    """Seconds that a search of the step takes, about."""
+    return SEARCH_S_PER_EQUATION * n_equations(context.traced.flat.eqns)
 
 
 def one_device_s(context: PlanningContext) -> float:

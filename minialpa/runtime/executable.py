@@ -34,6 +34,7 @@ class Executable:
     another step, as one that creates a state does; None for those of the plan.
 
     Attributes:
+        is_local: whether `run` takes arrays of this process as they are.
         direct: runs a step on argument leaves, too, if the caller knows that their types are those that it was traced
             for: leaves that it knows it does not check again. None if it cannot.
     """
@@ -58,6 +59,7 @@ class Executable:
         calls = BlockedCalls(runner, program.blocks) if program.blocks else runner
         self.run = calls.__call__
         self.place = calls.place
+        self.is_local = isinstance(runner, LocalExecutable) and not program.blocks
         self.direct = runner if isinstance(runner, LocalExecutable) and runner.is_direct else None
 
     @property

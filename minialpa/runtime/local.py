@@ -29,6 +29,7 @@ from minialpa.runtime.steps.interpreter import Action, Buffers, Callee, Interpre
 from minialpa.runtime.steps.step_trace import StepTrace, TaskTime, from_start
 from minialpa.runtime.steps.task_times import function_seconds
 from minialpa.sharding import device_mesh
+from minialpa.support.private_jax import ArrayImpl
 
 #: Held by the thread that issues a step. All executables share the devices of this process, so there is one lock.
 _order = threading.RLock()
@@ -225,6 +226,11 @@ class DevicePuts:
 
 def _check_usable(leaves: Sequence[Any]) -> None:
     """Raise WorkerError if an argument is used up: another thread may have donated it since the call began."""
+    # Mostly, all are jax's own arrays, which are quickly asked.
+    others = [leaf for leaf in leaves if type(leaf) is not ArrayImpl]
+    arrays = [leaf for leaf in leaves if type(leaf) is ArrayImpl] if others else leaves
+    if not any(map(ArrayImpl.is_deleted, arrays)):
+        leaves = others
     for leaf in leaves:
         if isinstance(leaf, jax.Array | RemoteArray) and leaf.is_deleted():
             raise WorkerError(

@@ -6,6 +6,7 @@ that the caller keeps, and nothing does with a NumPy array.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,11 @@ from minialpa.arrays import RemoteArray, own_copy
 from minialpa.programs.mesh_program import overwritten_rows
 from minialpa.programs.program import InputSlot, Program, Run, reads
 from minialpa.runtime.arrays import MicroBatchedArray, MicroRows, cover_all_rows
+from minialpa.runtime.steps.compiled import paced
 from minialpa.support.private_jax import addresses_of
+
+#: Bytes of an array up to which it is put on several CPU devices from a copy on the host.
+_SMALL_BYTES = 2**24
 
 
 class LocalArguments:
@@ -38,27 +43,49 @@ class LocalArguments:
         self._overwritten_rows = overwritten_rows(program)
         self.buffers = tuple(slot.buffer for slot in program.inputs)
         self.leaves = tuple(slot.leaf for slot in program.inputs)
-        self._may_settle = all(slot.rows is None for slot in program.inputs)
-        #: Shardings of the last leaves that needed nothing.
+        self._cutters = {
+            number: RowCutter([(self._inputs[i].rows, self._shardings[i]) for i in inputs])
+            for number, inputs in self._cut.items()
+        }
+        self._all = range(len(program.inputs))
+        #: Shardings of the last leaves that needed nothing, but for the inputs `_work`.
         self._settled: list[Any] = []
+        self._work: list[int] = []
 
     def of_step(self, leaves: Sequence[Any]) -> list[Any]:
         """The array of each input slot. Leaves that already have the right sharding are used as they are.
 
-        If all leaves have, and none is cut into micro-batches, later leaves with the same shardings skip the checks.
+        If all leaves have, but for those that are cut into micro-batches, later leaves with the same shardings skip the
+        checks.
         """
         shardings = [getattr(leaf, "sharding", type(leaf)) for leaf in leaves]
-        if shardings == self._settled and len(set(map(id, leaves))) == len(leaves):
-            return [_owned_here(leaves[slot.leaf]) for slot in self._inputs]
+        for number in self._cut:
+            shardings[number] = None
+        is_settled = shardings == self._settled and len(set(map(id, leaves))) == len(leaves)
 
-        values = self._values(leaves)
-        missing = [i for i, value in enumerate(values) if not self._is_placed(i, value)]
-        copied = self._copy_for_donation(values, set(missing))
+        work = self._work if is_settled else self._all
+        values = [leaves[number] for number in self.leaves]
+        self._fill(values, work, leaves)
+        missing = [i for i in work if not self._is_placed(i, values[i])]
+        copied = not is_settled and self._copy_for_donation(values, set(missing))
         if missing:
             self._put(values, missing, leaves)
-        elif not copied and self._may_settle and not any(isinstance(leaf, RemoteArray) for leaf in leaves):
-            self._settled = shardings
+        if not is_settled and not copied:
+            self._settle(leaves, shardings, missing)
         return values
+
+    def _settle(self, leaves: Sequence[Any], shardings: list[Any], missing: Sequence[int]) -> None:
+        """Note the shardings of leaves of which the inputs `missing` were put on devices, if these are rows of batches.
+
+        Rows are cut in every call, so they are no reason to look at the other leaves again.
+        """
+        is_cut = [number in self._cut for number in self.leaves]
+        has_remote = any(isinstance(leaf, RemoteArray) for i, leaf in enumerate(leaves) if i not in self._cut)
+        if has_remote or not all(is_cut[i] for i in missing) or not self._donated_leaves.isdisjoint(self._cut):
+            return
+        is_copied = [isinstance(leaves[number], np.ndarray) for number in self.leaves]
+        self._settled = shardings
+        self._work = [i for i in self._all if is_cut[i] or is_copied[i]]
 
     def are_direct(self, leaves: Sequence[Any]) -> bool:
         """Whether jax's own dispatch lays out every leaf as `of_step` does, and takes over none that the caller keeps.
@@ -107,21 +134,25 @@ class LocalArguments:
             parts.setdefault(rows, []).append(array)
         return MicroBatchedArray(parts)
 
-    def _values(self, leaves: Sequence[Any]) -> list[Any]:
-        """What each input slot is of the leaves; those that are placed already are not fetched."""
-        values: list[Any] = []
+    def _fill(self, values: list[Any], inputs: Sequence[int], leaves: Sequence[Any]) -> None:
+        """Set what each of these inputs is of the leaves; those that are placed already are not fetched."""
         here: dict[int, Any] = {}
-        for i, (slot, sharding) in enumerate(zip(self._inputs, self._shardings, strict=True)):
+        rows: dict[int, Any] = {}
+        for i in inputs:
+            slot, sharding = self._inputs[i], self._shardings[i]
             leaf = leaves[slot.leaf]
             part = _placed_part(leaf, slot.rows, sharding) if isinstance(leaf, MicroBatchedArray) else None
             if part is not None and i in self._overwritten_rows:
                 part = part.copy()
+
+            if part is None and slot.leaf not in here:
+                here[slot.leaf] = _in_this_process(leaf)
+                if slot.leaf in self._cut and isinstance(here[slot.leaf], jax.Array):
+                    cut = self._cutters[slot.leaf](here[slot.leaf])
+                    rows.update(zip(self._cut[slot.leaf], cut, strict=True))
             if part is None:
-                if slot.leaf not in here:
-                    here[slot.leaf] = _in_this_process(leaf)
-                part = _owned_here(_rows_of(here[slot.leaf], slot.rows))
-            values.append(part)
-        return values
+                part = rows[i] if i in rows else _owned_here(_rows_of(here[slot.leaf], slot.rows))
+            values[i] = part
 
     def _is_placed(self, i: int, value: Any) -> bool:
         """Whether input `i` needs no `device_put`: its sharding is right, or its readers take NumPy arrays."""
@@ -151,7 +182,8 @@ class LocalArguments:
     def _put(self, values: list[Any], missing: Sequence[int], leaves: Sequence[Any]) -> None:
         """Put the inputs `missing` where the program reads them, in place."""
         shardings = [self._shardings[i] for i in missing]
-        for i, array in zip(missing, jax.device_put([values[i] for i in missing], shardings), strict=True):
+        put = [_easy_to_put(values[i], sharding) for i, sharding in zip(missing, shardings, strict=True)]
+        for i, array in zip(missing, jax.device_put(put, shardings), strict=True):
             values[i] = self._owned(array, leaves[self._inputs[i].leaf], self._inputs[i])
 
     def _owned(self, array: Any, leaf: Any, slot: InputSlot) -> Any:
@@ -163,6 +195,29 @@ class LocalArguments:
         if slot.leaf not in self._donated_leaves or not isinstance(leaf, jax.Array):
             return array
         return array.copy() if _shares_buffer(array, leaf) else array
+
+
+class RowCutter:
+    """Cuts arrays of jax into the rows that some inputs read, in one call."""
+
+    def __init__(self, places: Sequence[tuple[MicroRows, NamedSharding]]) -> None:
+        """places: of each input, the rows of the array and their sharding."""
+        self._is_cut = [rows is not None for rows, _ in places]
+        cut = [(rows, sharding) for rows, sharding in places if rows is not None]
+        self._devices = {frozenset(sharding.device_set) for _, sharding in cut}
+        self._by_itself = jax.jit(functools.partial(_all_rows, [rows for rows, _ in cut]))
+        self._laid_out = jax.jit(self._by_itself, out_shardings=[sharding for _, sharding in cut])
+
+    def __call__(self, array: jax.Array) -> list[Any]:
+        """The rows of the array for each input: laid out as the input reads them, if the array is on its devices."""
+        devices = array.sharding.device_set
+        cut = self._laid_out if self._devices == {frozenset(devices)} else self._by_itself
+        rows = iter(paced(cut, 0, devices)(array))
+        return [next(rows) if is_cut else array for is_cut in self._is_cut]
+
+
+def _all_rows(rows: Sequence[tuple[int, int, int]], array: Any) -> list[Any]:
+    return [jax.lax.slice_in_dim(array, start, stop, axis=dim) for start, stop, dim in rows]
 
 
 def _cut_leaves(program: Program) -> dict[int, list[int]]:
@@ -202,6 +257,16 @@ def _placed_part(leaf: MicroBatchedArray, rows: MicroRows, sharding: NamedShardi
 def _owned_here(value: Any) -> Any:
     """The value, if it is a NumPy array as a copy: the caller may write to its memory before jax has read it."""
     return own_copy(value) if isinstance(value, np.ndarray) else value
+
+
+def _easy_to_put(value: Any, sharding: NamedSharding) -> Any:
+    """The value, or the same as a NumPy array: of an array on one device, `device_put` compiles how to cut each shape
+    into shards, which takes longer than to copy a small one."""
+    if not isinstance(value, jax.Array) or value.nbytes > _SMALL_BYTES or sharding.num_devices == 1:
+        return value
+    (device, *others) = value.devices()
+    is_plain = isinstance(value.dtype, np.dtype) and value.dtype.kind in "biufc" and not value.weak_type
+    return own_copy(np.asarray(value)) if is_plain and not others and device.platform == "cpu" else value
 
 
 def _in_this_process(leaf: Any) -> Any:

@@ -133,6 +133,11 @@ def sub_jaxprs(eqn: JaxprEqn) -> tuple[Any, ...]:
     return tuple(jex.jaxprs_in_params(eqn.params))
 
 
+def count_equations(eqns: Iterable[JaxprEqn]) -> int:
+    """The number of equations, with those of loops and branches."""
+    return sum(1 + sum(count_equations(body.eqns) for body in sub_jaxprs(eqn)) for eqn in eqns)
+
+
 def is_call(eqn: JaxprEqn) -> bool:
     """Whether the equation only wraps others, as jit and remat do."""
     return eqn.primitive.name in CALLS

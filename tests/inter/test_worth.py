@@ -134,3 +134,23 @@ def test_what_only_a_search_gives_is_searched(tmp_path: Any) -> None:
     other = dataclasses.replace(mixed.device, name="other")
     assert asked(traced, on(0), dataclasses.replace(mixed, host_devices=(mixed.device, other)))
     assert not asked(traced, on(0), mixed)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_what_is_planned_well_enough_without_a_search_is_not_searched(factor: float) -> None:
+    """The oracle: how far the plan without a search is from devices that share the work perfectly."""
+    traced = mlp(64)
+    plan = planned(traced, CLUSTER, on(0))
+    flops_s = 2 * 4 * 64**3 * 3 * 4 / 5e10
+    saved_s = plan.cost.total_s - flops_s / CLUSTER.n_devices
+    turn = worth.SEARCH_S_PER_EQUATION * len(traced.flat.eqns) / saved_s
+    assert asked(traced, on(factor * turn))
+    found = planned(traced, CLUSTER, on(factor * turn))
+    assert searched(found) == (factor > 1) and (searched(found) or found == plan)
+
+
+def test_a_long_step_is_searched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not planned without a search before."""
+    monkeypatch.setattr(worth, "plan_without_search", lambda *_: pytest.fail("planned without a search"))
+    assert searched(planned(mlp(4096), CLUSTER, AutoParallel()))
+    assert searched(planned(mlp(16), CLUSTER, AutoParallel(stage_option=ALWAYS)))

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import minialpa
@@ -377,6 +379,133 @@ def test_known_calls_of_several_devices_are_paced(monkeypatch: pytest.MonkeyPatc
     n_noted = len(noted)
     assert calls.is_known(lambda: train(state, make_batch()))
     assert len(noted) == n_noted + 1 == 4
+
+
+@BOTH
+def test_static_arguments_are_compared_by_value_and_type(calls: Calls, n_devices: int) -> None:
+    """1, 1.0 and True are equal, and results have other types with each."""
+
+    def scaled(x: Any, factor: Any, *, mode: str = "up", shift: Any = 0.0) -> Any:
+        return (x * float(factor) if mode == "up" else x / float(factor)) + shift, x.astype(jnp.asarray(factor).dtype)
+
+    run = parallel(n_devices, scaled, static_argnums=(1, 2), donate_argnums=(), batch_argnums=())
+    x = jnp.arange(8.0)
+    for factor in (2, 2.0, 1, True, 1.0, 2):
+        for keywords in ({}, {"mode": "down"}, {"shift": 3.0, "mode": "up"}, {"mode": "up", "shift": np.float32(4)}):
+            got, expected = run(x, factor, **keywords), scaled(x, factor, **keywords)
+            check(got, expected)
+            assert got[1].dtype == expected[1].dtype
+    for _ in range(3):
+        run(x, 2, mode="up", shift=jnp.float32(1))
+    assert calls.is_known(lambda: run(x, 2, shift=jnp.float32(5), mode="up"))
+    assert not calls.is_known(lambda: run(x, 2.0, shift=jnp.float32(5), mode="up"))
+
+
+@BOTH
+def test_functions_among_leaves_are_known_and_another_one_is_noticed(calls: Calls, n_devices: int) -> None:
+    def activated(state: Any, x: Any) -> Any:
+        return {**state, "w": state["w"] + 1}, state["act"](x @ state["w"])
+
+    run = parallel(n_devices, activated, donate_argnums=0, batch_argnums=())
+    state, w, x = {"act": jnp.tanh, "w": jnp.eye(8)}, np.eye(8, dtype=np.float32), np.full((8, 8), 0.1, np.float32)
+    for i, act in enumerate([jnp.tanh] * 4 + [jnp.sin] * 4):
+        n_known = calls.n_known
+        state, out = run({**state, "act": act}, x)
+        np.testing.assert_allclose(out, act(x @ w), rtol=1e-5)
+        assert state["act"] is act
+        # The first call lays the state out, and the second one is learned.
+        assert calls.n_known == n_known + (i not in (0, 1, 4))
+        w = w + 1
+
+
+class Pair(nnx.Module):
+    """Two layers, which may be one."""
+
+    def __init__(self, rngs: nnx.Rngs, tied: bool = False) -> None:
+        self.first = nnx.Linear(8, 8, rngs=rngs)
+        self.last = self.first if tied else nnx.Linear(8, 8, rngs=rngs)
+        self.scale = 1.0
+
+    def __call__(self, x: Any) -> Any:
+        return self.last(jnp.tanh(self.first(x))) * self.scale
+
+
+def make_pair(tied: bool) -> Any:
+    model = Pair(nnx.Rngs(0), tied)
+    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+
+def pair_step(model: Pair, optimizer: Any, batch: Any) -> Any:
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(batch["x"]) - 1) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+@BOTH
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.skipif(not hasattr(nnx, "Pytree"), reason="modules of this flax are no pytrees")
+def test_modules_of_nnx_are_known_until_they_change(calls: Calls, n_devices: int, tied: bool) -> None:
+    with jax.numpy_rank_promotion("allow"):
+        mine, other = make_pair(tied), make_pair(tied)
+        run, serial = parallel(n_devices, pair_step), nnx.jit(pair_step)
+
+        def are_known(n_calls: int = 3) -> list[bool]:
+            """Which of some calls jax has dispatched, each of which did what it does in flax."""
+            known = []
+            for _ in range(n_calls):
+                n_known = calls.n_known
+                np.testing.assert_allclose(run(*mine, make_batch()), serial(*other, make_batch()), rtol=1e-5)
+                known.append(calls.n_known > n_known)
+                for one, two in zip(*map(jax.tree.leaves, (nnx.state(mine), nnx.state(other))), strict=True):
+                    np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-6)
+            return known
+
+        assert are_known()[-1]
+        for pair in (mine, other):  # a value
+            pair[0].first.kernel[...] = pair[0].first.kernel[...] * 2
+        assert are_known()[-1]
+        for pair in (mine, other):  # an attribute that is no array
+            pair[0].scale = 2.0
+        first, *_, last = are_known()
+        assert not first and last
+        for pair in (mine, other):  # what modules share
+            pair[0].last.bias = nnx.Param(jnp.ones(8)) if tied else pair[0].first.bias
+            pair[1].__init__(pair[0], optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+        first, *_, last = are_known()
+        assert not first and last
+
+
+@BOTH
+@pytest.mark.parametrize("where", ["NumPy", "one device", "placed", "split", "whole"])
+def test_steps_in_micro_batches_compute_what_one_call_does(n_devices: int, where: str) -> None:
+    method = minialpa.ShardParallel(devices=jax.devices()[:n_devices], num_micro_batches=2)
+    train = minialpa.parallelize(step, method=method)
+    mesh = jax.make_mesh((n_devices,), ("i",), devices=jax.devices()[:n_devices])
+    state, expected = make_state(), make_state()
+    for i in range(4):
+        batch: Any = {"x": np.arange(128, dtype=np.float32).reshape(16, 8) / (64 + i)}
+        expected, loss = jax.jit(step)(expected, batch)
+        given = dict(batch)
+        if where == "one device":
+            given = jax.device_put(batch)
+        elif where in ("split", "whole"):
+            given = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("i" if where == "split" else None)))
+        elif where == "placed":
+            given = train.place_batch(batch)
+        got = train(state, given)
+        check(got, (expected, loss))
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array))
+        old, state = state, got[0]
+        if where == "NumPy":
+            given["x"][...] = 7.0
+    with pytest.raises(WorkerError, match=r"`state\['n'\]` has been deleted"):
+        train(old, batch)
+    with pytest.raises(TraceError, match="traced value"):
+        jax.jit(train)(state, batch)
+    # Another type, and other settings: nothing of the last call is taken for this one.
+    _, half = train({**state, "frozen": np.arange(3, dtype=np.float16)}, batch)
+    np.testing.assert_allclose(half, jax.jit(step)(expected, batch)[1], rtol=1e-5)
+    assert len(train._executables) == 2
 
 
 def test_a_session_that_has_ended_is_not_known(calls: Calls) -> None:

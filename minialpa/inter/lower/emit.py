@@ -6,6 +6,7 @@ made. Free instructions and donation follow from the last use of each buffer, se
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from minialpa.inter.lower import task_functions
+from minialpa.inter.lower.joined_calls import joined_calls
 from minialpa.inter.lower.lifetimes import last_uses, with_donations, with_frees
 from minialpa.inter.lower.planned_step import PlannedStep, planned_step
 from minialpa.inter.microbatch.split_step import Stack, is_loop
@@ -38,8 +40,11 @@ from minialpa.programs.program import (
     verify_program,
 )
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, shape_of
+from minialpa.tracing.jaxprs import Atom, aval_bytes, aval_of, count_equations, is_literal, shape_of
 from minialpa.tracing.trace import TracedStep
+
+#: Bytes of a step that is joined into one function where that compiles sooner, if nothing in it is freed.
+_SMALL_BYTES = 4 * 2**20
 
 _Name = tuple[Var, int | None, int]
 """What a buffer holds: a variable, of a micro-batch (None for a value of the whole step), on a mesh."""
@@ -60,6 +65,7 @@ class _Emitter:
 
     Attributes:
         buffers: the buffer of each value that was written so far.
+        n_equations: about how many each function has.
         made_once: the functions that add up the values of each task's micro-batches, by what they do and the task's id.
     """
 
@@ -70,6 +76,7 @@ class _Emitter:
         self.made_as = {v: s for p in step.programs for v, s in zip(p.outvars, p.out_specs, strict=True)}
 
         self.functions: list[Function] = []
+        self.n_equations: list[int] = []
         self.instructions: list[Instruction] = []
         self.input_slots: list[InputSlot] = []
         self.constants: list[ConstantSlot] = []
@@ -80,7 +87,9 @@ class _Emitter:
     def run(self) -> Program:
         tasks = self.step.staged.tasks
         number = {
-            id(task): self._add_function(task_functions.task_function(task.name, task.mesh, program))
+            id(task): self._add_function(
+                task_functions.task_function(task.name, task.mesh, program), count_equations(task.eqns)
+            )
             for task, program in zip(tasks, self.step.programs, strict=True)
         }
 
@@ -91,10 +100,13 @@ class _Emitter:
 
         # Only the complete list of instructions says which use of a buffer is the last.
         kept = {b for slot in outputs for b in slot.buffers} | {c.buffer for c in self.constants}
-        ends = last_uses(self.instructions, kept)
+        functions, instructions = self.functions, self.instructions
+        if self._may_join():
+            functions, instructions = joined_calls(functions, instructions, kept, self.n_equations)
+        ends = last_uses(instructions, kept)
         functions = with_donations(
-            self.functions,
-            self.instructions,
+            functions,
+            instructions,
             ends,
             input_slots=self.input_slots,
             donated_leaves=self.step.donated_leaves,
@@ -104,12 +116,23 @@ class _Emitter:
             functions=tuple(functions),
             inputs=tuple(self.input_slots),
             constants=tuple(self.constants),
-            instructions=tuple(with_frees(self.instructions, ends)),
+            instructions=tuple(with_frees(instructions, ends)),
             outputs=tuple(outputs),
             donated_leaves=self.step.donated_leaves,
             n_buffers=self.n_buffers,
             blocks=leaf_blocks(self.split.traced),
         )
+
+    def _may_join(self) -> bool:
+        """Whether one function may do all: on one mesh, in several loops, without effects, whose order would be left to
+        XLA, and so small that it hardly matters that XLA may hold more and gather less often than the plan says."""
+        one_loop = self.split.n_loops == 1
+        if len(self.plan.stages) > 1 or one_loop or any(e.effects for t in self.step.staged.tasks for e in t.eqns):
+            return False
+        (stage,) = self.plan.stages
+        made = (aval for x in self.instructions if isinstance(x, Run) for aval in self.functions[x.function].out_avals)
+        n_bytes = sum(map(aval_bytes, made)) + self.n_micro_batches * stage.peak_bytes
+        return n_bytes <= min(_SMALL_BYTES, stage.option.limit_bytes(self.plan.cluster.device) or math.inf)
 
     def _send_arguments(self) -> None:
         """Transfer first the arguments that a mesh reads and another mesh holds between calls."""
@@ -126,8 +149,10 @@ class _Emitter:
         for task in sorted(tasks, key=lambda t: (t.level, t.mesh)):
             self._run_task(task, number[id(task)], None)
 
-    def _add_function(self, function: Function) -> int:
+    def _add_function(self, function: Function, n_equations: int | None = None) -> int:
+        """n_equations: None for one equation for each result."""
         self.functions.append(function)
+        self.n_equations.append(len(function.out_avals) if n_equations is None else n_equations)
         return len(self.functions) - 1
 
     # ---- buffers --------------------------------------------------------------------------------------------------

@@ -334,13 +334,13 @@ def _search(problem: _Problem, tolerance: float, start: Start | None) -> tuple[_
     boxes = [replace(everything, least_t=least_t)]
     while boxes:
         box = boxes.pop()
-        cap_s = best.total(n) * (1 - tolerance) - waits * box.least_t  # of the sum, for a better total
+        cap_s = _better_s(best.total(n), tolerance) - waits * box.least_t  # of the sum, for a better total
         found, first = first or _solve(problem, box, cap_s), None
         if found is None:
             continue
 
         best = min(best, found, key=lambda solution: solution.total(n))
-        room_s = best.total(n) * (1 - tolerance) - found.sum_s
+        room_s = _better_s(best.total(n), tolerance) - found.sum_s
         if found.max_rest >= room_s:
             boxes += _boxes(box, waits, min(np.nextafter(found.max_rest, -np.inf), room_s), room_s)
             continue
@@ -353,6 +353,11 @@ def _search(problem: _Problem, tolerance: float, start: Start | None) -> tuple[_
             smaller_t = np.nextafter(found.max_t, -np.inf)
             boxes += _boxes(_Box(min(box.tau, smaller_t), box.sigma, box.rho, box.least_t), waits, room_s, room_s)
     return best, least_t
+
+
+def _better_s(total_s: float, tolerance: float) -> float:
+    """Totals below this are better by the tolerance; all are if there is no finite total yet."""
+    return total_s * (1 - tolerance) if np.isfinite(total_s) else np.inf
 
 
 def _boxes(box: _Box, waits: int, rho: float, room_s: float) -> list[_Box]:

@@ -4,11 +4,17 @@ The cost graph counts tensors as they are stored; what a solution communicates n
 measured, and where it is too large the problem is solved again with that much less room, or half as much less where
 that is too little for any. A stage that was solved with other micro-batches in flight says how much less it will be.
 The graph may also count more than a program needs, and then what a solution leaves is tried.
+
+If no such solution fits, there are others. The graph also counts weights as they are gathered, which it does not do at
+first, because that is too much for weights that are stored whole. Examples are split over a mesh axis, so that little
+but weights is gathered. If nothing else fits, the plans that everybody knows are measured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jax.extend.core import Var
@@ -16,6 +22,7 @@ from jax.extend.core import Var
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_memory import MeshMemory, Moments, mesh_memory, mesh_usages, needed_bytes
 from minialpa.inter.search.stage_times import stage_times
+from minialpa.inter.search.standard_plans import splits_of_examples, standard_plans
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskCollectives, mesh_collectives, mesh_programs
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.memory_constraints import MemoryLimit
@@ -76,6 +83,8 @@ class Wanted:
         n_bytes: bytes of memory that each device has, also where `option` has no limit.
         uncounted_bytes: what a solution of such a stage needs, at a guess, beyond what the limit counts.
         free: if there is a limit, seconds of a step and bytes per device of the solution without it.
+        in_other_ways: whether there may be solutions that the limit does not find by what it counts. They have prices
+            of their own.
     """
 
     option: AutoShardingOption
@@ -83,12 +92,23 @@ class Wanted:
     n_bytes: float
     uncounted_bytes: float
     free: tuple[float, float] | None
+    in_other_ways: bool = True
 
 
 def solve_in_memory(stage: Stage, wanted: Wanted) -> SolvedStage:
     """The cheapest solution that keeps the limit, at the prices of the solver of `stage`."""
     limit = _limit(stage, wanted.option, wanted.moments)
-    solved = _within_limit(stage, wanted.option, wanted.moments, limit, wanted.uncounted_bytes)
+    try:
+        solved = _within_limit(stage, wanted.option, wanted.moments, limit, wanted.uncounted_bytes)
+    except InfeasibleError:
+        if limit is None or not limit.usages or not wanted.in_other_ways:
+            raise
+        found = list(_in_other_ways(stage, wanted, limit)) or list(_as_everybody_does(stage, wanted, limit))
+        if not found:
+            raise
+        # The fastest, if possible of those that leave the reserve.
+        with_reserve = [one for one in found if needed(one[1].memory, wanted.moments) <= limit.limit_bytes]
+        limit, solved = min(with_reserve or found, key=lambda one: seconds_of(stage, one[1]))
     if limit is None or wanted.free is None:
         return solved
     return _with_more_room(stage, wanted, limit, solved, wanted.free)
@@ -110,6 +130,35 @@ def uncounted(solved: SolvedStage, moments: Moments) -> float:
     """Bytes that a solution needs beyond what the limit counts; negative if the limit counts more."""
     counted = solved.sharding.counted_bytes
     return needed(solved.memory, moments) - counted if counted else 0.0
+
+
+def _in_other_ways(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iterator[tuple[MemoryLimit, SolvedStage]]:
+    """Solutions that keep `limit`, each with the limit that counts it, where those at first sight do not."""
+    option, moments = wanted.option, wanted.moments
+    usages = mesh_usages(stage.staged, stage.mesh, moments, compiler=stage.compiler, gathered=True)
+    counted = replace(limit, usages=usages)
+    with contextlib.suppress(InfeasibleError):
+        yield counted, _with_less_room(stage, option, moments, counted)
+
+    # Without exchanges of activations, which the graph does not count either, it counts what programs need.
+    for split in splits_of_examples(option, stage.view.mesh):
+        with contextlib.suppress(InfeasibleError):
+            yield limit, _with_less_room(_under(stage, split), option, moments, limit)
+
+
+def _as_everybody_does(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iterator[tuple[MemoryLimit, SolvedStage]]:
+    """Standard plans that keep `limit`."""
+    option = wanted.option
+    for standard in standard_plans(option, stage.view.mesh):
+        with contextlib.suppress(InfeasibleError):
+            solved = _solved(_under(stage, standard), None, _deadline(option))
+            if solved.memory.peak_bytes(wanted.moments) <= limit.limit_bytes:
+                yield limit, solved
+
+
+def _under(stage: Stage, option: AutoShardingOption) -> Stage:
+    """The stage with a solver that keeps `option`."""
+    return replace(stage, solver=MeshSolver(stage.problem, stage.view.mesh, option, stage.solver.cache))
 
 
 def _with_more_room(

@@ -12,7 +12,8 @@ limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,8 +29,9 @@ from minialpa.intra.memory.compiler import Compiler
 from minialpa.intra.memory.liveness import LargeTensor, donated_pairs, lifetimes, peak_bytes
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.loops import scan_body
+from minialpa.rules.heavy import has_contraction
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import bytes_of, is_literal
+from minialpa.tracing.jaxprs import bytes_of, is_literal, operand_vars
 
 Moments = Sequence[Sequence[int]]
 
@@ -136,10 +138,13 @@ def mesh_memory(
     )
 
 
-def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, compiler: Compiler) -> tuple[Usage, ...]:
+def mesh_usages(
+    staged: StagedStep, mesh: int, moments: Moments, *, compiler: Compiler, gathered: bool = False
+) -> tuple[Usage, ...]:
     """What uses memory on `mesh` and when, besides parameters and optimizer state; tasks run one after the other.
 
     Of the moments it takes the one that would be the fullest without sharding. `compiler` compiles the tasks.
+    gathered: also count arguments as products read them, which is too much where they are stored like that.
     """
     kept = _kept(staged, mesh)
     live = max(moments, key=lambda counts: sum(bytes_of(v) * counts[c] for v, c in kept.residuals.items()))
@@ -155,7 +160,10 @@ def mesh_usages(staged: StagedStep, mesh: int, moments: Moments, *, compiler: Co
         for v, start, end in found.intervals:
             if v not in kept.residuals and v not in kept.fixed:
                 usages.append(Usage(v, 1, now + start, now + end))
-        usages += _loop_usages(task, {v: now + start for v, start, _ in found.intervals})
+        made = {v: now + start for v, start, _ in found.intervals}
+        usages += _loop_usages(task, made)
+        if gathered:
+            usages += _gathered_usages(task, made, inputs, now)
 
         # An argument that is not kept is sent for this task, and held while it runs.
         end = now + max(1, found.n_times)
@@ -181,6 +189,23 @@ def _loop_usages(task: Task, made: Mapping[Var, int]) -> Iterator[Usage]:
             if not is_literal(operand):
                 n_slices = 1 if k < body.n_lead else body.length
                 yield Usage(inner, n_slices, time, time + 1, copy_of=operand)
+
+
+def _gathered_usages(task: Task, made: Mapping[Var, int], arguments: Collection[Var], start: int) -> Iterator[Usage]:
+    """Arguments as products and look-ups read them. They are gathered first of all, since nothing has to be waited for.
+
+    made: when each variable is first in memory. start: when the task starts.
+    """
+    now, free_at = start, defaultdict[Var, int](lambda: start)
+    for eqn in task.eqns:
+        now = max(now, min((made[v] for v in eqn.outvars if v in made), default=now))
+        if not has_contraction(eqn) and eqn.primitive.name != "gather":
+            continue
+        for v in dict.fromkeys(operand_vars(eqn)):
+            # The next reader that wants it in the same spec reads the same copy.
+            if v in arguments and now + 1 > free_at[v]:
+                yield Usage(v, 1, free_at[v], now + 1, reader=eqn.outvars[0])
+                free_at[v] = now + 1
 
 
 def kept_usages(staged: StagedStep, mesh: int, n_live: int) -> tuple[Usage, ...]:

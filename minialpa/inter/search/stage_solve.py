@@ -158,7 +158,7 @@ def _cheapest(stage: Stage, wanted: Wanted) -> SolvedStage:
             break
         seen.add(counts)
         solver = MeshSolver(stage.problem, stage.view.mesh, wanted.option, stage.solver.cache, counts)
-        again = replace(wanted, uncounted_bytes=uncounted(best, wanted.moments))
+        again = replace(wanted, uncounted_bytes=uncounted(best, wanted.moments), in_other_ways=False)
         try:
             other = solve_in_memory(replace(stage, solver=solver), again)
         except InfeasibleError:  # in time

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
+from jax.extend.core import Var
 from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
 from minialpa.intra.graph.collector import collect_costs
+from minialpa.intra.graph.decisions import Choice, LoopRecord, Record
 from minialpa.intra.graph.memory_constraints import Demand, MemoryLimit, Usage, check_least, demands_of, terms_of
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.solver.cost_graph import FORBIDDEN
@@ -94,7 +97,21 @@ class GraphBuilder:
         return CostGraph(node_costs=tuple(node_costs), edges=edges, usage_limit=usage_limit, extra_usages=terms)
 
     def _demands(self, usages: Sequence[Usage]) -> list[Demand]:
-        return demands_of(usages, self._collected.choices, self._mesh_shape)
+        return demands_of(usages, self._collected.choices, self._mesh_shape, self._as_read)
+
+    def _as_read(self, var: Var, reader: Var) -> Choice | None:
+        """The choice of the spec in which the equation whose first result is `reader` reads `var`."""
+        i = self._made_by[reader]
+        k = self.problem.eqns[i].invars.index(var)
+        record = self._collected.records[i]
+        if isinstance(record, Record):
+            return Choice(record.node, record.strategies.operands[k])
+        return record.operands[k] if isinstance(record, LoopRecord) else None
+
+    @cached_property
+    def _made_by(self) -> dict[Var, int]:
+        """The number of the equation that makes each variable first of all its results."""
+        return {eqn.outvars[0]: i for i, eqn in enumerate(self.problem.eqns) if eqn.outvars}
 
     def _allowed(self, demand: Demand) -> NDArray[np.bool_]:
         if demand.node is None:

@@ -34,6 +34,8 @@ class Usage:
     """`n_copies` of `var` are in memory at the times start, ..., end - 1.
 
     copy_of: a variable that has these bytes anyway, all copies stacked, where it is sharded in the same way.
+    reader: the first result of an equation that reads `var`: what is in memory is `var` as that equation reads it, as
+        far as it has been gathered.
     """
 
     var: Var
@@ -41,6 +43,7 @@ class Usage:
     start: int
     end: int
     copy_of: Var | None = None
+    reader: Var | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +84,21 @@ class Demand:
     end: int
 
 
-def demands_of(usages: Iterable[Usage], choices: Mapping[Var, Choice], mesh_shape: tuple[int, ...]) -> list[Demand]:
-    """The demands of those usages whose variables are in `choices`."""
+def demands_of(
+    usages: Iterable[Usage],
+    choices: Mapping[Var, Choice],
+    mesh_shape: tuple[int, ...],
+    as_read: Callable[[Var, Var], Choice | None] = lambda var, reader: None,
+) -> list[Demand]:
+    """The demands of those usages whose variables are in `choices`.
+
+    as_read: (variable, first result of an equation) gives the choice of the spec in which the equation reads it.
+    """
     shards_by_specs: dict[int, NDArray[np.int64]] = {}  # by the identity of the specs, which many choices share
     demands = []
 
     for usage in usages:
-        choice = choices.get(usage.var)
+        choice = choices.get(usage.var) if usage.reader is None else as_read(usage.var, usage.reader)
         if choice is None:
             continue
         n_shards = shards_by_specs.get(id(choice.specs))
@@ -97,6 +108,8 @@ def demands_of(usages: Iterable[Usage], choices: Mapping[Var, Choice], mesh_shap
         n_bytes = usage.n_copies * bytes_of(usage.var) / n_shards
         if usage.copy_of is not None:
             n_bytes = n_bytes * _differs(choice, choices.get(usage.copy_of))
+        if usage.reader is not None:
+            n_bytes = n_bytes * (n_shards < _most_shards(choices[usage.var], mesh_shape))
         demands.append(Demand(var=usage.var, node=choice.node, n_bytes=n_bytes, start=usage.start, end=usage.end))
 
     return demands
@@ -107,6 +120,10 @@ def _differs(copy: Choice, source: Choice | None) -> NDArray[np.bool_]:
     specs = source.specs if source else ()
     same = {*specs, *(Spec(spec.dims[1:], spec.partial) for spec in specs if spec.dims and not spec.dims[0])}
     return np.array([spec not in same for spec in copy.specs])
+
+
+def _most_shards(choice: Choice, mesh_shape: tuple[int, ...]) -> int:
+    return max(spec.n_shards(mesh_shape) for spec in choice.specs)
 
 
 def terms_of(demands: Sequence[Demand], limit_bytes: float, n_times: int) -> tuple[Term, ...]:

@@ -27,7 +27,7 @@ from minialpa.programs.mesh_program import (
     overwritten_rows,
 )
 from minialpa.programs.program import Accumulate, Run
-from minialpa.runtime.steps.compiled import compile_all, lower
+from minialpa.runtime.steps.compiled import LoweredFunction, compile_all, lower
 from minialpa.runtime.steps.interpreter import Buffers, Callee, Interpreter
 from minialpa.runtime.steps.step_trace import StepTrace
 from minialpa.runtime.transports.transport import Transport
@@ -214,7 +214,7 @@ class WorkerProgram:
         compiled.update(made)
         return [made[key] for key in keys]
 
-    def _lower(self, function: MeshFunction, with_flag: bool) -> tuple[Any, Any]:
+    def _lower(self, function: MeshFunction, with_flag: bool) -> LoweredFunction:
         """The function lowered; elements that `jax.export` has no name for have their own types again."""
         exported = jax.export.deserialize(bytearray(function.code))
         narrow = any(kind.dtype in STAND_INS for kind in (*function.in_types, *function.out_types))

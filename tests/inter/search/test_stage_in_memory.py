@@ -7,12 +7,20 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.core import ShapedArray
+from jax.extend.core import Var
 
-from minialpa import AutoShardingOption
+import minialpa
+from minialpa import AutoShardingOption, LogicalMesh, ShardParallel, models
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search import stage_in_memory
-from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
+from minialpa.inter.search.standard_plans import splits_of_examples, standard_plans
+from minialpa.intra.graph.decisions import Choice
+from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage, demands_of
+from minialpa.sharding import Spec
 
 LIMIT = 1000.0
 #: Something is counted; what it is does not matter here.
@@ -76,3 +84,39 @@ def test_where_nothing_fits_the_error_is_the_same_with_a_guess(monkeypatch: pyte
     for guess in (0.0, 300.0):
         with pytest.raises(InfeasibleError, match="memory_limit_bytes"):
             solve(monkeypatch, lambda room: math.inf, guess)
+
+
+def plan_of(case: models.ModelCase, option: AutoShardingOption) -> minialpa.Plan:
+    state = jax.eval_shape(case.init, jax.random.key(0))
+    method = ShardParallel(devices=LogicalMesh((4,)), auto_sharding_option=option)
+    return minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method).plan(
+        state, case.make_batch(0, case.batch_size)
+    )
+
+
+def test_where_zero_3_fits_there_is_a_plan_that_is_no_slower() -> None:
+    # Weights are gathered before anything else runs, which the limit does not count at first.
+    case = models.build("resnet", batch_size=8, filters=4, stage_sizes=(1,), image_size=8)
+    zero = plan_of(case, AutoShardingOption(force_zero_stage_3=True))
+    limit = zero.stages[0].peak_bytes
+    found = plan_of(case, AutoShardingOption(memory_limit_bytes=limit))
+    assert found.stages[0].peak_bytes <= limit
+    assert found.cost.total_s <= zero.cost.total_s
+
+
+def test_standard_plans_leave_alone_what_the_user_asks_for() -> None:
+    mesh = LogicalMesh((2, 1))
+    assert [option.force_batch_dim_to_mesh_dim for option in splits_of_examples(AutoShardingOption(), mesh)] == [0]
+    for own in ({"force_zero_stage_3": True}, {"force_batch_dim_to_mesh_dim": 1}, {"enable_auto_sharding": False}):
+        assert not list(standard_plans(AutoShardingOption(**own), mesh))  # type: ignore[arg-type]
+    sharded = list(standard_plans(AutoShardingOption(allow_replicated_parameters=False), mesh))
+    assert sharded and not any(option.allow_replicated_parameters for option in sharded)
+
+
+def test_weights_count_as_an_equation_reads_them_where_they_are_gathered() -> None:
+    weight, reader = Var(ShapedArray((8, 4), np.float32)), Var(ShapedArray((), np.float32))
+    whole, rows, both = (Spec(dims) for dims in (((), ()), ((0,), ()), ((0, 1), ())))
+    stored, read = Choice(0, (whole, rows, both)), Choice(1, (whole, rows, both))
+    usage = Usage(weight, 1, 0, 3, reader=reader)
+    (demand,) = demands_of([usage], {weight: stored}, (2, 2), lambda *key: {(weight, reader): read}.get(key))
+    assert (demand.node, list(demand.n_bytes)) == (1, [128.0, 64.0, 0.0])

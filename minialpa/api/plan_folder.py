@@ -1,0 +1,94 @@
+"""Plans in a folder, so that a script that is started again plans nothing: what planning is given in, its plan out.
+
+A plan is found only where planning would be given exactly the same once more: a file is named by a digest of the
+traced step, cluster, options, minialpa's files and jax's version, and holds the text of all of these, which is
+compared. What is no such file, as one that is half written, is planned anew and replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from minialpa.errors import VerifyError
+from minialpa.methods import Target
+from minialpa.options import PlanOptions
+from minialpa.plan import Plan
+from minialpa.support.files import write_text
+from minialpa.tracing.trace import TracedStep
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFolder:
+    """The plans in a folder, which is made when the first plan is written."""
+
+    path: Path
+
+    def planned(self, traced: TracedStep, options: PlanOptions, target: Target, make: Callable[[], Plan]) -> Plan:
+        """The plan of a step with these options on these devices: the one in the folder, or else what `make` returns.
+
+        make: returns the plan, which is then written to the folder, or raises what there is none for.
+        """
+        about = _about(traced, options, target)
+        file = self.path / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
+        plan = _read(file, about)
+        if plan is not None and (plan.fingerprint, plan.cluster) == (traced.fingerprint, target.cluster):
+            return plan
+
+        plan = make()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_text(file, f"{json.dumps(about)}\n{plan.to_json()}")
+        except OSError as error:
+            warnings.warn(f"The plan is not kept for later runs: {error}", UserWarning, stacklevel=2)
+        return plan
+
+
+def _about(traced: TracedStep, options: PlanOptions, target: Target) -> str:
+    """Everything that a plan depends on, as text that is the same in every process."""
+    versions = f"minialpa {_code()}, jax {jax.__version__}"
+    # A fingerprint says what is computed. Layers also follow from scopes, and some options name arguments.
+    names = (
+        traced.flat.scopes,
+        traced.origins,
+        traced.n_boundaries,
+        traced.in_paths,
+        traced.out_paths,
+        traced.no_batch,
+    )
+    written = hashlib.sha256(repr(names).encode()).hexdigest()
+    given = (traced.fingerprint, options, target.cluster, target.logical_mesh, target.jax_version)
+    return "\n".join((versions, written, *map(repr, given)))
+
+
+def _read(file: Path, about: str) -> Plan | None:
+    """The plan in a file, if there is one for what `about` says; a warning says so if the file is none of ours."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        first, _, rest = text.partition("\n")
+        if json.loads(first) != about:
+            raise VerifyError("It is for another step.")
+        return Plan.from_json(rest)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, VerifyError) as error:
+        warnings.warn(
+            f"`{file}` holds no plan for this step, which is planned anew: {error}", UserWarning, stacklevel=2
+        )
+        return None
+
+
+@functools.cache
+def _code() -> str:
+    """A digest of minialpa's own files: another version, or a change that has no version yet, may plan otherwise."""
+    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    for file in sorted(root.rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:32]

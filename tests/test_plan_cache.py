@@ -1,0 +1,116 @@
+"""Plans in a folder: found by the next run of the same script, and by no other; broken files are planned anew."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import minialpa
+from minialpa import PipeshardParallel, ShardParallel
+from minialpa.api import plan_folder, plan_makers
+from minialpa.testing import assert_allclose
+
+DEVICES = jax.devices()[:2]
+PARAMS, BATCH = {"w": jnp.eye(8)}, jnp.arange(32.0).reshape(4, 8)
+
+
+def step(params: Any, x: Any) -> Any:
+    def loss(params: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def run(folder: Path, fun: Any = step, batch: Any = BATCH, **options: Any) -> tuple[int, Any]:
+    """How many plans a new function makes for one call, and what the call returns."""
+    method = ShardParallel(**{"devices": DEVICES, **options})
+    with mock.patch.object(plan_makers, "_make_plan", wraps=plan_makers._make_plan) as make:
+        parallel = minialpa.parallelize(fun, method=method, donate_argnums=(), plan_cache=folder)
+        result = parallel(PARAMS, batch)
+    return make.call_count, result
+
+
+def test_the_second_run_plans_nothing_and_returns_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "plans" / "of a script"
+    (first, result), (second, again) = run(folder), run(folder)
+    assert (first, second, len(list(folder.iterdir()))) == (1, 0, 1)
+    assert_allclose(again, result, rtol=0, atol=0)
+
+
+def test_whatever_planning_reads_makes_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(params: Any, x: Any) -> Any:
+        new, value = step(params, x)
+        return new, value + 1
+
+    run(tmp_path)
+    assert run(tmp_path, other)[0] == 1
+    assert run(tmp_path, batch=BATCH[:2])[0] == 1
+    assert run(tmp_path, num_micro_batches=2)[0] == 1
+    assert run(tmp_path, devices=jax.devices()[:4])[0] == 1
+    monkeypatch.setattr(plan_folder, "_code", lambda: "of another version")
+    assert run(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "null\n{}", "FIRST\n", 'FIRST\n{"version": 1}'])
+def test_a_broken_file_is_planned_anew_and_replaced(tmp_path: Path, text: str) -> None:
+    _, result = run(tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_text()
+    for broken in (text.replace("FIRST", whole.partition("\n")[0]), whole[: len(whole) // 2]):
+        file.write_text(broken)
+        with pytest.warns(UserWarning, match="holds no plan for this step"):
+            n_made, again = run(tmp_path)
+        assert n_made == 1 and file.read_text() == whole
+        assert_allclose(again, result, rtol=0, atol=0)
+
+
+def test_a_plan_for_another_step_under_this_name_is_not_used(tmp_path: Path) -> None:
+    run(tmp_path)
+    (file,) = tmp_path.iterdir()
+    mine = file.read_text()
+    run(tmp_path, batch=BATCH[:2])
+    (other,) = set(tmp_path.iterdir()) - {file}
+    file.write_text(mine.partition("\n")[0] + "\n" + other.read_text().partition("\n")[2])
+    assert run(tmp_path)[0] == 1
+    file.write_text(other.read_text())
+    with pytest.warns(UserWarning, match="It is for another step"):
+        assert run(tmp_path)[0] == 1
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="not kept for later runs"):
+        assert run(tmp_path / "file" / "plans")[0] == 1
+
+
+_SCRIPT = """
+import sys, jax
+jax.config.update("jax_num_cpu_devices", 2)
+import minialpa
+from unittest import mock
+from minialpa.api import plan_makers
+from tests.test_plan_cache import PARAMS, BATCH, PIPELINE, step
+with mock.patch.object(plan_makers, "_make_plan", wraps=plan_makers._make_plan) as make:
+    print(float(minialpa.parallelize(step, method=PIPELINE, plan_cache=sys.argv[1])(PARAMS, BATCH)[1]), make.call_count)
+"""
+PIPELINE = PipeshardParallel(num_micro_batches=2, stage_option="auto")
+
+
+def test_another_process_finds_the_plan(tmp_path: Path) -> None:
+    """With another seed of hashes, so that nothing in the name depends on the order of sets."""
+    lines = [
+        subprocess.run(
+            [sys.executable, "-c", _SCRIPT, str(tmp_path)], check=True, capture_output=True, text=True,
+            env={"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])},
+        ).stdout.split()
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert [n for _, n in lines] == ["1", "0"] and lines[0][0] == lines[1][0]
