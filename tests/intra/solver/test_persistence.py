@@ -116,8 +116,8 @@ def test_usage_that_int64_cannot_hold_proves_no_bound_by_slices() -> None:
 
 def test_counted_work_ends_where_it_ended_before() -> None:
     """However long the processor took: the answers and the count are equal, also where the limit cut them short."""
-    graph = random_instance(2, n_nodes=200)
-    for limit_s in (0.05, 0.3, 5.0):
+    graph = random_instance(2, n_nodes=80)
+    for limit_s in (0.02, 0.3):
         deadlines = [Deadline(limit_s, counts_work=True) for _ in range(2)]
         first, second = [solve_repeatably(graph, deadline) for deadline in deadlines]
         assert first == second
