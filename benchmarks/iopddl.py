@@ -1,6 +1,9 @@
-"""Instances of the intra-operator parallelism contest (google/iopddl): cost, proven gap and seconds of the solver.
+"""Instances of the intra-operator parallelism contest (google/iopddl): cost, bound and proven gap at the deadline.
 
     python -m benchmarks.iopddl asplos-2025-iopddl-G.json.gz ... [--solver highs] [--time-limit-s 120]
+
+`room` is the part of the usage limit that the peak leaves, and `cpu_s` are seconds of the processor, as is the limit.
+[iopddl.md](iopddl.md) has results.
 
 The registered benchmark solves a random instance, so that it needs no download; `IOPDDL_INSTANCES`, paths separated by
 `:`, gives the full size instances of the contest.
@@ -69,15 +72,19 @@ def load_instance(path: Path) -> CostGraph:
 
 
 def _row(name: str, graph: CostGraph, solver: Literal["highs", "cbc"], time_limit_s: float) -> dict[str, Any]:
-    start = time.perf_counter()
+    start, start_wall_s = time.process_time(), time.perf_counter()
     solution = solve_graph(graph, time_limit_s=time_limit_s, solver=solver)
     return {
         "instance": name,
         "nodes": len(graph.node_costs),
         "edges": len(graph.edges),
-        "cost": solution.cost,
+        "cost": f"{solution.cost:.10g}",
+        "bound": f"{solution.lower_bound:.10g}",
         "gap": solution.gap,
-        "solve_s": time.perf_counter() - start,
+        "room": None if graph.usage_limit is None else 1 - graph.peak_usage(solution.choices) / graph.usage_limit,
+        "fits": graph.fits(solution.choices),
+        "cpu_s": time.process_time() - start,
+        "solve_s": time.perf_counter() - start_wall_s,
     }
 
 

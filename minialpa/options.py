@@ -36,7 +36,8 @@ class AutoShardingOption:
             path counts, and each key has to match one. Axes are "x" and "y" of the logical mesh (1-D: "x").
         memory_limit_bytes: bytes per device for everything: parameters, optimizer state, gradients, activations and
             temporaries; None for the device's memory.
-        solver_time_limit_s: seconds of the processor for the solver of one stage.
+        solver_time_limit_s: seconds for the solver of one stage: nominal ones, of counted work, so that a plan does not
+            depend on how busy the machine is.
         keep_constraints: whether each `jax.lax.with_sharding_constraint` in the step fixes a sharding.
         attention: which attentions of the step are one operation, whose memory grows linearly with the number of
             positions: "fused" for all that are recognised, "auto" for those with more than 128 * 128 scores per head,

@@ -25,7 +25,7 @@ from minialpa import (
     Zero3Parallel,
 )
 from minialpa.data import MeshDriverDataLoader
-from minialpa.inter import pipeline
+from minialpa.inter import searched_plan
 from minialpa.testing import assert_allclose
 from tests.runtime.cluster.in_process_session import in_process_session
 
@@ -164,8 +164,10 @@ def test_a_step_that_micro_batches_would_change_is_refused_in_fewer_ones_too() -
 def test_the_stages_of_the_other_batches_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search for stages runs once; a ragged batch has its stages and rematerialisation."""
     searches = []
-    search = pipeline.plan_on_searched_stages
-    monkeypatch.setattr(pipeline, "plan_on_searched_stages", lambda *args: (searches.append(args), search(*args))[1])
+    search = searched_plan.plan_on_searched_stages
+    monkeypatch.setattr(
+        searched_plan, "plan_on_searched_stages", lambda *args: (searches.append(args), search(*args))[1]
+    )
     # Large weights, and links between hosts that are slower than what the stages send each other.
     cluster = minialpa.ClusterSpec.preset("v100-p3.16xlarge", num_hosts=2, devices_per_host=1)
     params = {f"w{i}": jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for i in range(4)}

@@ -26,6 +26,7 @@ from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
 from minialpa.intra.graph.problem import MeshEquations
 from minialpa.intra.graph.solve import MeshSolver
 from minialpa.intra.memory.compiler import Compiler
+from minialpa.intra.solver.clock import Deadline
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
 from minialpa.support.recent import Recent
@@ -136,7 +137,8 @@ class PieceCosts:
         staged, problem = self.staged, self.problems[place]
         limit = None if n_bytes is None else MemoryLimit(n_bytes)
         try:
-            solution = self._solver(place, mesh).solve(limit, self.option.solver_time_limit_s, kept, byte_s)
+            deadline = Deadline(self.option.solver_time_limit_s, counts_work=True)
+            solution = self._solver(place, mesh).solve(limit, deadline, kept, byte_s)
         except InfeasibleError:
             return PieceCost()
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -30,6 +29,7 @@ from minialpa.intra.graph.memory_constraints import MemoryLimit
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
 from minialpa.intra.graph.solve import MeshSolver
 from minialpa.intra.memory.compiler import Compiler
+from minialpa.intra.solver.clock import Deadline
 from minialpa.options import AutoShardingOption
 from minialpa.tracing.jaxprs import bytes_of, source_line
 
@@ -151,7 +151,7 @@ def _as_everybody_does(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iter
     option = wanted.option
     for standard in standard_plans(option, stage.view.mesh):
         with contextlib.suppress(InfeasibleError):
-            solved = _solved(_under(stage, standard), None, option.solver_time_limit_s)
+            solved = _solved(_under(stage, standard), None, _deadline(option))
             if solved.memory.peak_bytes(wanted.moments) <= limit.limit_bytes:
                 yield limit, solved
 
@@ -180,7 +180,7 @@ def _with_more_room(
 
         room = replace(limit, limit_bytes=best.sharding.counted_bytes + left_bytes)
         try:
-            other = _solved(stage, room, wanted.option.solver_time_limit_s)
+            other = _solved(stage, room, _deadline(wanted.option))
         except InfeasibleError:  # in time
             break
         if needed(other.memory, wanted.moments) > limit.limit_bytes:
@@ -203,9 +203,7 @@ def _within_limit(
     # With the right guess, one solution is enough. It is not taken if it leaves much of the memory.
     guess: SolvedStage | None = None
     try:
-        guess = _solved(
-            stage, replace(limit, limit_bytes=limit.limit_bytes - uncounted_bytes), option.solver_time_limit_s
-        )
+        guess = _solved(stage, replace(limit, limit_bytes=limit.limit_bytes - uncounted_bytes), _deadline(option))
     except InfeasibleError:
         return _with_less_room(stage, option, moments, limit)
     left_bytes = limit.limit_bytes - needed(guess.memory, moments)
@@ -224,14 +222,14 @@ def _with_less_room(
 ) -> SolvedStage:
     """Solutions with ever less room until one keeps `limit`."""
     room, found = limit, list[SolvedStage]()
-    deadline = time.thread_time() + option.solver_time_limit_s
+    deadline = _deadline(option)
     solved_bytes = hopeless_bytes = 0.0  # what the limit counted of the last solution; room that was too little
     for _ in range(_MAX_SOLVES):
         try:
-            solved = _solved(stage, room, max(1.0, deadline - time.thread_time()))
+            solved = _solved(stage, room, deadline.within(max(1.0, deadline.left_s)))
         except InfeasibleError as error:
             if room is None or not found:
-                raise _explained(error, stage, option, limit, is_late=time.thread_time() >= deadline) from error
+                raise _explained(error, stage, option, limit, is_late=deadline.is_over) from error
             hopeless_bytes = room.limit_bytes
             room = replace(room, limit_bytes=(solved_bytes + hopeless_bytes) / 2)
             continue
@@ -255,9 +253,14 @@ def _with_less_room(
     return smallest
 
 
-def _solved(stage: Stage, room: MemoryLimit | None, time_limit_s: float) -> SolvedStage:
+def _deadline(option: AutoShardingOption) -> Deadline:
+    """The end of a stage's solver, in counted work."""
+    return Deadline(option.solver_time_limit_s, counts_work=True)
+
+
+def _solved(stage: Stage, room: MemoryLimit | None, deadline: Deadline) -> SolvedStage:
     """The solution with so much room, measured with its collectives and the places of its buffers."""
-    solution = stage.solver.solve(room, time_limit_s)
+    solution = stage.solver.solve(room, deadline)
     programs = tuple(mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view))
     memory = mesh_memory(stage.staged, stage.mesh, programs, solution, stage.view, compiler=stage.compiler)
     return SolvedStage(solution, tuple(mesh_collectives(programs)), memory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from minialpa.intra.graph.blame import why_infeasible
 from minialpa.intra.graph.builder import GraphBuilder
 from minialpa.intra.graph.memory_constraints import MemoryLimit, Usage
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
-from minialpa.intra.solver.solve import CostGraph, GraphSolution, solve_graph
+from minialpa.intra.solver.solve import CostGraph, Deadline, GraphSolution, solve_repeatably
 from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption
@@ -45,18 +44,18 @@ class MeshSolver:
         self._each: GraphBuilder | None = None  # decides on each layer; built when it is first needed
 
     def solve(
-        self, limit: MemoryLimit | None, time_limit_s: float, kept: Sequence[Usage] = (), byte_s: float = 0.0
+        self, limit: MemoryLimit | None, deadline: Deadline, kept: Sequence[Usage] = (), byte_s: float = 0.0
     ) -> MeshSharding:
         """The sharding of all values with the least seconds per step. Raises InfeasibleError if nothing fits.
 
         Repeated layers are sharded alike, unless memory is so short that some should save more of it than others.
-        Each byte per device of `kept` costs `byte_s` seconds.
+        Each byte per device of `kept` costs `byte_s` seconds. `deadline` counts work, so that the answer does not
+        depend on how busy the machine is.
         """
-        deadline = time.thread_time() + time_limit_s
         graph = self.folded.graph(limit, kept, byte_s)
         alike: GraphSolution | None = None
         try:
-            alike = solve_graph(graph, time_limit_s=time_limit_s, gap=_GAP)
+            alike = solve_repeatably(graph, deadline, gap=_GAP)
         except InfeasibleError:
             if self.folded.folding is None:
                 raise
@@ -65,10 +64,10 @@ class MeshSolver:
 
         # Memory is short. Layers that need not be alike may fit, or come closer to the bound.
         free = self._each = self._each or self._builder(folded=False)
-        left_s = max(_LEAST_TIME_S, deadline - time.thread_time())
+        late = deadline.within(max(_LEAST_TIME_S, deadline.left_s))
         try:
             free_graph = free.graph(limit, kept, byte_s)
-            each = solve_graph(free_graph, time_limit_s=left_s, gap=_GAP)
+            each = solve_repeatably(free_graph, late, gap=_GAP)
         except InfeasibleError:
             if alike is None:
                 raise

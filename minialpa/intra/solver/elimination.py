@@ -17,11 +17,11 @@ cost of the best strategy of v. A tree or a ring of any size so vanishes altoget
 from __future__ import annotations
 
 import heapq
-import time
 
 import numpy as np
 
 from minialpa.errors import InfeasibleError
+from minialpa.intra.solver.clock import Deadline
 from minialpa.intra.solver.cost_graph import Bools, Floats, Ints
 from minialpa.intra.solver.dominance import undominated
 from minialpa.intra.solver.exact import Integers
@@ -29,34 +29,38 @@ from minialpa.intra.solver.residual import Residual, add_term, keep, loosen_rows
 
 #: Nodes between two looks at the clock: that of the processor takes long to read on some systems.
 _NODES_PER_LOOK = 200
+#: Operations of a visit to a node, about, by the calls that it makes.
+_OPERATIONS = 2e5
 #: Most entries of the table that eliminating one node of degree 2 may build: 32 MB of float64.
 _MAX_TABLE = 4_000_000
 
 
-def reduce_graph(residual: Residual, deadline: float = np.inf) -> None:
-    """Apply all reductions to `residual` until none helps, or until `deadline`, a time of `time.thread_time`.
+def reduce_graph(residual: Residual, deadline: Deadline | None = None) -> None:
+    """Apply all reductions to `residual` until none helps, or until `deadline`.
 
     The optimum stays the same either way. Raises InfeasibleError when a node has no strategy left, or when the least
     usage of all nodes exceeds the limit.
     """
     dirty = list(residual.alive)  # nodes to visit
-    while dirty and time.thread_time() < deadline:
+    deadline = deadline or Deadline(np.inf)
+    while dirty and not deadline.is_over:
         _reduce_from(residual, dirty, deadline)
         dirty = loosen_rows(residual)
 
 
-def _reduce_from(residual: Residual, dirty: list[int], deadline: float) -> None:
+def _reduce_from(residual: Residual, dirty: list[int], deadline: Deadline) -> None:
     """Visit the `dirty` nodes, and those whose tables or neighbours change, smallest degree first."""
     waiting = set(dirty)
     heap = [(len(residual.adjacent[v]), v) for v in dirty]
     heapq.heapify(heap)
 
     n_popped = 0
-    while heap and (n_popped % _NODES_PER_LOOK or time.thread_time() < deadline):
+    while heap and (n_popped % _NODES_PER_LOOK or not deadline.is_over):
         n_popped += 1
         _, node = heapq.heappop(heap)
         if node in waiting and node in residual.alive:
             waiting.discard(node)
+            deadline.spend(_OPERATIONS)
             for changed in _visit(residual, node):
                 waiting.add(changed)
                 # Again, even if it waits already: its degree may be smaller now.

@@ -3,7 +3,7 @@
 With prices p >= 0 on the usage rows (Lagrange multipliers), the messages of trws.py give a bound for every p:
     L(p) = min_s (c(s) + p . usage(s)) - p . room
 Prices rise where the choices of a pass exceed the room of a row and fall where they leave some (the volume algorithm of
-Barahona and Anbil, 2000, without its centre):                                       -> _raise_bound, _PriceSteps
+Barahona and Anbil, 2000, without its centre):                                       -> _raise_bound, PriceSteps
     p <- max(0, p + step * |L(p)| / u * g / |g|_1),   g = running average of usage(s) - room,   u = a unit of usage
 Rounding and local search (local_search.py) turn priced costs into choices that keep to the limit.        -> _improve
 At the best price, two optima may be very different: one exceeds the limit, the other leaves much of it unused. To find
@@ -21,12 +21,12 @@ Everything is counted in passes and rounds, so that the outcome does not depend 
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minialpa.intra.solver.clock import Deadline
 from minialpa.intra.solver.cost_graph import Floats, Ints
 from minialpa.intra.solver.csr_graph import Core
 from minialpa.intra.solver.exact import MOST_BITS
@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from minialpa.intra.solver.columns import Columns
 
 #: Rounding error of sums of float64, as a part of the largest possible sum.
-_ROUNDING = 1e-12
+ROUNDING = 1e-12
+#: Operations of a linear program over choices, about.
+_OF_PROGRAM = 5e6
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -60,6 +62,7 @@ class Bracket:
         bound: no allowed choices cost less.
         reduced: a solution with strategy i at node v costs at least bound + reduced[at[v] + i].
         prices: for each row, the price that gave the bound.
+        messages: the messages that gave it.
     """
 
     choices: Ints
@@ -67,9 +70,21 @@ class Bracket:
     bound: float
     reduced: Floats
     prices: Floats
+    messages: Floats
 
 
-class _Incumbent:
+def work_of_pass(core: Core) -> float:
+    """Operations of a pass, or a rounding, about."""
+    return len(core.table) + 10 * len(core.cost) + 50 * core.n_nodes
+
+
+def work_of_tree(core: Core) -> float:
+    """Operations of a random tree of local search, about: 20 nodes, with edges of the average size, and their rows."""
+    n_rows = int((core.end - core.start).sum())
+    return 20 * (2 * len(core.table) + n_rows) / core.n_nodes + 2000
+
+
+class Incumbent:
     """The best choices so far: allowed pairs before forbidden ones, then the least excess, then the least cost."""
 
     def __init__(self, core: Core) -> None:
@@ -93,27 +108,30 @@ class _Incumbent:
         return self.cost if self.excess == 0 else np.inf
 
 
-class _Passes:
+class Passes:
     """Messages under prices, and the bound that they prove; a class because messages live from pass to pass."""
 
-    def __init__(self, core: Core, prices: Floats) -> None:
-        self.core, self.prices = core, prices
+    def __init__(self, core: Core, prices: Floats, deadline: Deadline) -> None:
+        """`deadline` counts the work."""
+        self.core, self.prices, self.deadline = core, prices, deadline
         self.messages = np.zeros(int(core.message_at[-1]))
         self.priced, self.reduced = np.empty_like(core.cost), np.empty_like(core.cost)
         self.choices: Ints = np.zeros(core.n_nodes, np.int64)
 
     def run(self, forward: bool) -> float:
         """One pass; returns L(prices)."""
+        self.deadline.spend(work_of_pass(self.core))
         price_usage(self.core, self.prices, self.priced)
         bound = pass_messages(self.core, self.priced, self.messages, forward, self.reduced, self.choices)
         return float(bound - self.prices @ self.core.room)
 
-    def round(self, forward: bool, incumbent: _Incumbent) -> None:
+    def round(self, forward: bool, incumbent: Incumbent) -> None:
         choices = np.zeros_like(self.choices)
+        self.deadline.spend(work_of_pass(self.core))
         round_choices(self.core, self.priced, self.messages, forward, choices)
         incumbent.offer(choices)
 
-    def improve(self, incumbent: _Incumbent, bound: float, seed: int, options: RoundingOptions) -> None:
+    def improve(self, incumbent: Incumbent, bound: float, seed: int, options: RoundingOptions) -> None:
         """Rounding and local search after passes over slightly changed costs.
 
         Where several optima cost the same, rounding takes a part of each. Noise leaves one of them the cheapest.
@@ -123,6 +141,7 @@ class _Passes:
         noisy = self.priced + options.noise * abs(bound) / core.n_nodes * noise
         messages = self.messages.copy()
         exchange_messages(core, noisy, messages, choices, options.noisy_pairs)
+        self.deadline.spend(2 * options.noisy_pairs * work_of_pass(core) + 2 * core.n_nodes * work_of_tree(core))
 
         for forward in (True, False):
             round_choices(core, noisy, messages, forward, choices)
@@ -130,7 +149,7 @@ class _Passes:
             incumbent.offer(choices)
 
 
-class _PriceSteps:
+class PriceSteps:
     """Moves prices by the formula of the ascent; a class because g and the step live from move to move."""
 
     def __init__(self, core: Core, options: AscentOptions) -> None:
@@ -139,7 +158,7 @@ class _PriceSteps:
         self.average_excess: Floats = np.zeros(len(core.room))
         self.step, self.n_since_best = options.first_step, 0
 
-    def move(self, passes: _Passes, bound: float, k: int) -> None:
+    def move(self, passes: Passes, bound: float, k: int) -> None:
         """Set the prices of `passes` after pair `k`, which gave `bound`."""
         excess = (usage_of(self.core, passes.choices) - self.core.room).astype(np.float64)
         average = self.average_excess
@@ -161,9 +180,9 @@ def _moved(prices: Floats, slope: Floats, length: float) -> Floats:
 
 def load(core: Core) -> None:
     """Compile all loops that `bracket` runs, or load them: on any `core`, for all others."""
-    passes = _Passes(core, np.zeros(len(core.room)))
+    passes = Passes(core, np.zeros(len(core.room)), Deadline(math.inf))
     passes.run(True)
-    passes.improve(_Incumbent(core), 0.0, 0, RoundingOptions())
+    passes.improve(Incumbent(core), 0.0, 0, RoundingOptions())
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,27 +195,26 @@ class AllowedGap:
 
 
 def bracket(
-    core: Core, prices: Floats, deadline: float, options: SolverOptions, allowed: AllowedGap = AllowedGap()
+    core: Core, prices: Floats, deadline: Deadline, options: SolverOptions, allowed: AllowedGap = AllowedGap()
 ) -> Bracket:
     """Bounds and choices for `core`, starting from `prices`. Makes a few passes even after `deadline`."""
-    incumbent = _Incumbent(core)
-    now = time.thread_time()
-    half = now + (deadline - now) / 2
-    rounding = equal = _ROUNDING * core.forbidden
+    incumbent = Incumbent(core)
+    half = deadline.part(0.5)
+    rounding = equal = ROUNDING * core.forbidden
     if allowed.part and len(core.room):
         passes, equal = _raise_with_columns(core, prices, incumbent, half, options, allowed)
     else:
         passes = _raise_bound(core, prices, incumbent, half, options)
 
     # Near the best prices, each pass rounds to other choices.
-    for _ in range(options.rounding.last_pairs if time.thread_time() < deadline else 1):
+    for _ in range(options.rounding.last_pairs if not deadline.is_over else 1):
         for forward in (True, False):
             bound = passes.run(forward)
             passes.round(not forward, incumbent)
         if incumbent.allowed_cost - bound <= equal:
             break
     if incumbent.excess > 0:
-        _round_under_high_prices(core, incumbent, options.rounding.price_levels)
+        _round_under_high_prices(core, incumbent, deadline, options.rounding.price_levels)
 
     # The pass back leaves the reduced costs that belong to the bound of the pass before it.
     bound = passes.run(True) - rounding
@@ -204,7 +222,7 @@ def bracket(
 
     if incumbent.allowed_cost - bound > equal + rounding:
         if len(core.room) and incumbent.excess == 0:
-            for choices in mixtures(core, _cheapest(core, options), incumbent.choices, options.mixing):
+            for choices in mixtures(core, _cheapest(core, deadline, options), incumbent.choices, options.mixing):
                 incumbent.offer(choices)
         _improve(core, passes.prices, incumbent, deadline, options.local_search)
         _probe(passes, incumbent, deadline, options.probes)
@@ -214,15 +232,18 @@ def bracket(
         bound=bound,
         reduced=passes.reduced,
         prices=passes.prices,
+        messages=passes.messages,
     )
 
 
-def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float, options: SolverOptions) -> _Passes:
+def _raise_bound(
+    core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions
+) -> Passes:
     """Passes under moving prices; returns the prices and messages that proved the best bound."""
-    passes, best = _Passes(core, prices), _Passes(core, prices)
+    passes, best = Passes(core, prices, deadline), Passes(core, prices, deadline)
     ascent, rounding = options.ascent, options.rounding
-    steps = _PriceSteps(core, ascent)
-    equal = _ROUNDING * core.forbidden
+    steps = PriceSteps(core, ascent)
+    equal = ROUNDING * core.forbidden
     best_bound, bound_before, gap_before = -np.inf, -np.inf, np.inf
 
     for k in range(ascent.max_pairs):
@@ -249,20 +270,21 @@ def _raise_bound(core: Core, prices: Floats, incumbent: _Incumbent, deadline: fl
                 break
             gap_before = gap
 
-        if time.thread_time() > deadline or steps.step < ascent.least_step:
+        if deadline.is_over or steps.step < ascent.least_step:
             break
         steps.move(passes, bound, k)
     return best
 
 
 def _raise_with_columns(
-    core: Core, prices: Floats, incumbent: _Incumbent, deadline: float, options: SolverOptions, allowed: AllowedGap
-) -> tuple[_Passes, float]:
+    core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: SolverOptions, allowed: AllowedGap
+) -> tuple[Passes, float]:
     """As `_raise_bound`, with prices of columns.py; also returns the gap that is allowed, in the units of costs."""
     from minialpa.intra.solver.columns import Columns  # scipy takes long to import, and few graphs come here
 
-    passes, best, columns = _Passes(core, prices), _Passes(core, prices), Columns(core)
-    column_options, equal = options.columns, _ROUNDING * core.forbidden
+    passes, best = Passes(core, prices, deadline), Passes(core, prices, deadline)
+    columns = Columns(core)
+    column_options, equal = options.columns, ROUNDING * core.forbidden
     best_bound, best_cost, n_idle = -np.inf, np.inf, 0
 
     for k in range(column_options.max_prices):
@@ -271,23 +293,25 @@ def _raise_with_columns(
         if bound > best_bound:
             best_bound = bound
             best.prices, best.messages[:] = passes.prices, passes.messages
-            equal = max(_ROUNDING * core.forbidden, allowed.part * abs(allowed.offset + bound))
+            equal = max(ROUNDING * core.forbidden, allowed.part * abs(allowed.offset + bound))
 
         _offer_columns(passes, columns, incumbent, k, column_options)
+        deadline.spend(column_options.trees * core.n_nodes * work_of_tree(core) + _OF_PROGRAM)
         if n_idle:
             _offer_noisy_columns(passes, columns, incumbent, best_bound, k, options)
+            deadline.spend(40 * work_of_pass(core) + 2 * core.n_nodes * work_of_tree(core))
         gains |= incumbent.allowed_cost < best_cost - column_options.little * equal
         best_cost, n_idle = min(best_cost, incumbent.allowed_cost), 0 if gains else n_idle + 1
         following, most = columns.best_prices()
         is_settled = n_idle >= column_options.idle_prices or most - best_bound <= column_options.little * equal
-        if incumbent.allowed_cost - best_bound <= equal or is_settled or time.thread_time() > deadline:
+        if incumbent.allowed_cost - best_bound <= equal or is_settled or deadline.is_over:
             break
         near = column_options.nearness if k else 0.0
         passes.prices = near * best.prices + (1 - near) * following
     return best, equal
 
 
-def _settled(passes: _Passes, options: ColumnOptions, little: float) -> float:
+def _settled(passes: Passes, options: ColumnOptions, little: float) -> float:
     """Passes under unchanged prices until the bound hardly rises; returns the best bound."""
     best = -np.inf
     for k in range(options.max_pairs):
@@ -298,7 +322,7 @@ def _settled(passes: _Passes, options: ColumnOptions, little: float) -> float:
     return best
 
 
-def _offer_columns(passes: _Passes, columns: Columns, incumbent: _Incumbent, k: int, options: ColumnOptions) -> None:
+def _offer_columns(passes: Passes, columns: Columns, incumbent: Incumbent, k: int, options: ColumnOptions) -> None:
     """Choices under the prices of `passes`: without regard to the limit for `columns`, with it for `incumbent`."""
     core, n_trees = passes.core, int(options.trees * passes.core.n_nodes) + 1
     free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
@@ -324,7 +348,7 @@ def _offer_columns(passes: _Passes, columns: Columns, incumbent: _Incumbent, k: 
 
 
 def _offer_noisy_columns(
-    passes: _Passes, columns: Columns, incumbent: _Incumbent, bound: float, k: int, options: SolverOptions
+    passes: Passes, columns: Columns, incumbent: Incumbent, bound: float, k: int, options: SolverOptions
 ) -> None:
     """As `_offer_columns`, after passes over slightly changed costs: where optima are equal, rounding mixes them."""
     core, choices, messages = passes.core, np.zeros_like(passes.choices), passes.messages.copy()
@@ -341,9 +365,9 @@ def _offer_noisy_columns(
             incumbent.offer(choices)
 
 
-def _round_under_high_prices(core: Core, incumbent: _Incumbent, n_levels: int) -> None:
+def _round_under_high_prices(core: Core, incumbent: Incumbent, deadline: Deadline, n_levels: int) -> None:
     """Where nothing keeps to the limit yet: round under the same price on all rows, ten times higher each time."""
-    passes = _Passes(core, np.zeros(len(core.room)))
+    passes = Passes(core, np.zeros(len(core.room)), deadline)
     for k in range(n_levels):
         unit = float(core.usage.max(initial=0)) * len(core.room) or 1.0
         passes.prices = np.full(len(core.room), core.forbidden / unit * 10.0 ** (k - n_levels // 2))
@@ -354,34 +378,32 @@ def _round_under_high_prices(core: Core, incumbent: _Incumbent, n_levels: int) -
             return
 
 
-def _cheapest(core: Core, options: SolverOptions) -> Ints:
+def _cheapest(core: Core, deadline: Deadline, options: SolverOptions) -> Ints:
     """Choices that cost least as if there were no limit."""
     free = core._replace(room=np.full_like(core.room, 2 ** (MOST_BITS + 1)))
-    incumbent = _Incumbent(free)
-    passes = _Passes(free, np.zeros(len(core.room)))
+    incumbent = Incumbent(free)
+    passes = Passes(free, np.zeros(len(core.room)), deadline)
     for _ in range(options.ascent.unpriced_pairs):
         bound = max(passes.run(True), passes.run(False))
     passes.improve(incumbent, bound, 0, options.rounding)
     return incumbent.choices
 
 
-def _improve(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float, options: LocalSearchOptions) -> None:
+def _improve(core: Core, prices: Floats, incumbent: Incumbent, deadline: Deadline, options: LocalSearchOptions) -> None:
     """Rounds of local search under full, half and no prices in turn; rows that are exceeded cost more each round."""
     choices = incumbent.choices.copy()
-    priced = np.empty_like(core.cost)
     n_idle = 0
     for k in range(options.max_rounds):
         before = incumbent.value
-        used = usage_of(core, choices)
-        penalty = core.forbidden / (float(core.usage.max(initial=0)) or 1.0) * 4.0 ** (k - 5)
         weight = options.weights[k % len(options.weights)]
-        price_usage(core, weight * prices + penalty * (used > core.room), priced)
+        priced = exceeded_rows_priced(core, weight * prices, choices, k)
 
         # In portions, as compiled loops do not look at the clock.
         for first in range(0, core.n_nodes, options.trees):
-            if time.thread_time() > deadline:
+            if deadline.is_over:
                 return
             n_trees = min(options.trees, core.n_nodes - first)
+            deadline.spend(n_trees * work_of_tree(core))
             improve_on_trees(core, priced, choices, n_trees, k * core.n_nodes + first)
 
         incumbent.offer(choices)
@@ -390,16 +412,25 @@ def _improve(core: Core, prices: Floats, incumbent: _Incumbent, deadline: float,
             return
 
 
-def _probe(passes: _Passes, incumbent: _Incumbent, deadline: float, options: ProbeOptions) -> None:
+def exceeded_rows_priced(core: Core, prices: Floats, choices: Ints, k: int) -> Floats:
+    """Costs under `prices` and a price on the rows that `choices` exceed, four times higher for the next `k`."""
+    priced = np.empty_like(core.cost)
+    penalty = core.forbidden / (float(core.usage.max(initial=0)) or 1.0) * 4.0 ** (k - 5)
+    price_usage(core, prices + penalty * (usage_of(core, choices) > core.room), priced)
+    return priced
+
+
+def _probe(passes: Passes, incumbent: Incumbent, deadline: Deadline, options: ProbeOptions) -> None:
     """Rounding and local search after a few passes in which random nodes are held at random strategies."""
     core, priced = passes.core, np.empty_like(passes.core.cost)
     messages, choices = np.empty_like(passes.messages), np.zeros_like(passes.choices)
     rng = np.random.default_rng(0)
     n_idle = 0
     for k in range(min(options.max_probes, options.max_entries // max(1, len(core.table)))):
-        if time.thread_time() > deadline or n_idle >= options.idle_probes:
+        if deadline.is_over or n_idle >= options.idle_probes:
             return
         before = incumbent.value
+        deadline.spend(2 * options.pairs * work_of_pass(core) + core.n_nodes * work_of_tree(core))
 
         # Each probe starts from the messages of the bound.
         price_usage(core, passes.prices, priced)

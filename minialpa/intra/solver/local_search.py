@@ -23,19 +23,19 @@ from minialpa.intra.solver.exact import MOST_BITS
 from minialpa.support.loops import compiled
 
 #: Most nodes of a tree.
-_LARGEST_TREE = 50
+LARGEST_TREE = 50
 #: Probability of leaving out a node that could join the tree, for variety.
 _LEAVE_OUT = 0.2
 #: More than all nodes use together.
 _UNLIMITED = 2 ** (MOST_BITS + 1)
 
 
-class _Tree(NamedTuple):
-    """A tree of nodes, by places: the root is at place 0, and each node comes after its parent.
+class Tree(NamedTuple):
+    """A tree of nodes, or a few of them, by places: each node comes after its parent.
 
     Attributes:
         nodes: the node at each place.
-        parent: the place of its parent.
+        parent: the place of its parent; -1 for a root.
         link: the link that leads from the parent to it.
         place: for each node of the graph, its place, or -1 if it is not in the tree.
         cost: cost[k, i] is the cost of strategy i at place k with the best strategies below it.
@@ -97,7 +97,7 @@ def round_choices(core: Core, priced: Floats, messages: Floats, forward: bool, x
             for i in range(size):
                 ahead[i] += core.table[line + i] if visited else messages[message + i]
 
-        _forbid_full(core, used, node, -1, ahead)
+        forbid_full(core, used, node, -1, ahead)
         x[node] = _least(ahead, size)
         _use(core, used, node, x[node], 1)
 
@@ -108,18 +108,17 @@ def improve_on_trees(core: Core, priced: Floats, x: Ints, n_trees: int, seed: in
     np.random.seed(seed)
     n_nodes = len(core.at) - 1
 
-    # One tree, which all rounds fill anew.
-    places = np.empty((5, _LARGEST_TREE), np.int64)
-    cost = np.empty((_LARGEST_TREE, core.widest))
-    best = np.empty((_LARGEST_TREE, core.widest), np.int64)
-    tree = _Tree(places[0], places[1], places[2], np.full(n_nodes, -1), cost, best, places[3], places[4])
-
+    tree = empty_tree(core)  # which all rounds fill anew
     used = usage_of(core, x)
     n_changed = 0
     for _ in range(n_trees):
-        count = _grow(core, tree, np.random.randint(n_nodes), np.random.randint(1, _LARGEST_TREE + 1))
-        _solve(core, tree, count, priced, used, x)
-        moves = _gain(core, tree, count, priced, x) > 0 and _move(core, tree, count, used)
+        root = np.random.randint(n_nodes)
+        count = grow(core, tree, 0, root, np.random.randint(1, LARGEST_TREE + 1))
+        own_costs(core, tree, count, priced, x)
+        for k in range(count):
+            forbid_full(core, used, tree.nodes[k], tree.old[k], tree.cost[k])
+        descend(core, tree, count)
+        moves = gain(core, tree, count, priced, x) > 0 and _move(core, tree, count, used)
         n_changed += moves
 
         for k in range(count):
@@ -130,24 +129,37 @@ def improve_on_trees(core: Core, priced: Floats, x: Ints, n_trees: int, seed: in
 
 
 @compiled
-def _grow(core: Core, tree: _Tree, root: int, limit: int) -> int:
-    """Fill the tree breadth first, with up to `limit` nodes that close no cycle; returns their number."""
-    tree.nodes[0], tree.parent[0], tree.place[root] = root, -1, 0
-    count, k = 1, 0
+def empty_tree(core: Core) -> Tree:
+    """Room for a tree, without nodes."""
+    places = np.empty((5, LARGEST_TREE), np.int64)
+    cost = np.empty((LARGEST_TREE, core.widest))
+    best = np.empty((LARGEST_TREE, core.widest), np.int64)
+    n_nodes = len(core.at) - 1
+    return Tree(places[0], places[1], places[2], np.full(n_nodes, -1), cost, best, places[3], places[4])
+
+
+@compiled
+def grow(core: Core, tree: Tree, first: int, root: int, limit: int) -> int:
+    """Add a tree breadth first from place `first` on, up to place `limit`; returns the place after its last node.
+
+    It has no link to nodes that were in `tree` before, nor do its own links close a cycle; `root` has to be free.
+    """
+    tree.nodes[first], tree.parent[first], tree.place[root] = root, -1, first
+    count, k = first + 1, first
     while k < count and count < limit:
-        first = core.links[tree.nodes[k]]
-        degree = core.links[tree.nodes[k] + 1] - first
+        link_0 = core.links[tree.nodes[k]]
+        degree = core.links[tree.nodes[k] + 1] - link_0
 
         # The links of a node in turn, from a random one on, so that no neighbour always comes first.
         turn = np.random.randint(max(degree, 1))
         for step in range(degree):
-            link = first + (step + turn) % degree
+            link = link_0 + (step + turn) % degree
             node = core.other[link]
             if (
                 count < limit
                 and tree.place[node] < 0
                 and np.random.random() > _LEAVE_OUT
-                and _joins_once(core, tree, node)
+                and n_joined(core, tree, node) <= 1
             ):
                 tree.nodes[count], tree.parent[count], tree.link[count], tree.place[node] = node, k, link, count
                 count += 1
@@ -156,20 +168,19 @@ def _grow(core: Core, tree: _Tree, root: int, limit: int) -> int:
 
 
 @compiled
-def _joins_once(core: Core, tree: _Tree, node: int) -> bool:
-    """Whether at most one neighbour of `node` is in the tree; with two, it would close a cycle."""
+def n_joined(core: Core, tree: Tree, node: int) -> int:
+    """How many neighbours of `node` are in the tree, 2 for more; with two, it would close a cycle."""
     joined = 0
     for link in range(core.links[node], core.links[node + 1]):
         joined += tree.place[core.other[link]] >= 0
         if joined > 1:
-            return False
-    return True
+            break
+    return joined
 
 
 @compiled
-def _solve(core: Core, tree: _Tree, count: int, priced: Floats, used: Ints, x: Ints) -> None:
-    """Write the strategies that the tree has to `old`, and the best ones by dynamic programming to `new`."""
-    # Each node by itself: its cost, and its edges to nodes outside the tree, which do not change.
+def own_costs(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> None:
+    """Write the strategies that the tree has to `old`, and what each strategy costs with the rest of `x` to `cost`."""
     for k in range(count):
         node = tree.nodes[k]
         offset, size = core.at[node], core.at[node + 1] - core.at[node]
@@ -181,11 +192,16 @@ def _solve(core: Core, tree: _Tree, count: int, priced: Floats, used: Ints, x: I
                 line = core.table_at[core.back[link]] + x[core.other[link]] * size
                 for i in range(size):
                     cost[i] += core.table[line + i]
-        _forbid_full(core, used, node, x[node], cost)
         tree.old[k] = x[node]
 
+
+@compiled
+def descend(core: Core, tree: Tree, count: int) -> None:
+    """Write the best strategies to `new`, by dynamic programming; `cost` of a node then has that of all below it."""
     # From the leaves up: for each strategy i of the parent, the best strategy j of its child.
     for k in range(count - 1, 0, -1):
+        if tree.parent[k] < 0:
+            continue
         node, above = tree.nodes[k], tree.nodes[tree.parent[k]]
         size = core.at[node + 1] - core.at[node]
         line = core.table_at[tree.link[k]]
@@ -200,39 +216,40 @@ def _solve(core: Core, tree: _Tree, count: int, priced: Floats, used: Ints, x: I
             line += size
 
     # From the root down: the choice of the parent decides that of the child.
-    root = tree.nodes[0]
-    tree.new[0] = _least(tree.cost[0], core.at[root + 1] - core.at[root])
-    for k in range(1, count):
-        tree.new[k] = tree.best[k, tree.new[tree.parent[k]]]
+    for k in range(count):
+        if tree.parent[k] < 0:
+            root = tree.nodes[k]
+            tree.new[k] = _least(tree.cost[k], core.at[root + 1] - core.at[root])
+        else:
+            tree.new[k] = tree.best[k, tree.new[tree.parent[k]]]
 
 
 @compiled
-def _gain(core: Core, tree: _Tree, count: int, priced: Floats, x: Ints) -> float:
+def gain(core: Core, tree: Tree, count: int, priced: Floats, x: Ints) -> float:
     """How much less `new` costs than `old`; a sum of small differences, which rounding hardly touches."""
-    gain = 0.0
+    total = 0.0
     for k in range(count):
         v, old, new = tree.nodes[k], tree.old[k], tree.new[k]
         size = core.at[v + 1] - core.at[v]
-        gain += priced[core.at[v] + old] - priced[core.at[v] + new]
+        total += priced[core.at[v] + old] - priced[core.at[v] + new]
 
         # Edges inside the tree count once, at their later place.
         for link in range(core.links[v], core.links[v + 1]):
             w = core.other[link]
             table = core.table_at[core.back[link]]
             if tree.place[w] < 0:
-                gain += core.table[table + x[w] * size + old] - core.table[table + x[w] * size + new]
+                total += core.table[table + x[w] * size + old] - core.table[table + x[w] * size + new]
             elif tree.place[w] < k:
-                gain += core.table[table + x[w] * size + old] - core.table[table + tree.new[tree.place[w]] * size + new]
-    return gain
+                total += (
+                    core.table[table + x[w] * size + old] - core.table[table + tree.new[tree.place[w]] * size + new]
+                )
+    return total
 
 
 @compiled
-def _move(core: Core, tree: _Tree, count: int, used: Ints) -> bool:
+def _move(core: Core, tree: Tree, count: int, used: Ints) -> bool:
     """Change `used` from `old` to `new`; if a row that gains is then exceeded, undo that and return False."""
-    for k in range(count):
-        if tree.new[k] != tree.old[k]:
-            _use(core, used, tree.nodes[k], tree.old[k], -1)
-            _use(core, used, tree.nodes[k], tree.new[k], 1)
+    swap_usage(core, tree, count, used, 1)
 
     # Only rows in which some node uses more: others may be exceeded, but less than before.
     for k in range(count):
@@ -242,18 +259,18 @@ def _move(core: Core, tree: _Tree, count: int, used: Ints) -> bool:
             if core.usage[usage_at + tree.new[k]] > core.usage[usage_at + tree.old[k]]:
                 for row in range(core.start[segment], core.end[segment]):
                     if used[row] > core.room[row]:
-                        _undo(core, tree, count, used)
+                        swap_usage(core, tree, count, used, -1)
                         return False
     return True
 
 
 @compiled
-def _undo(core: Core, tree: _Tree, count: int, used: Ints) -> None:
-    """Change `used` back from `new` to `old`."""
+def swap_usage(core: Core, tree: Tree, count: int, used: Ints, sign: int) -> None:
+    """Change `used` from `old` to `new`, or with sign -1 back."""
     for k in range(count):
         if tree.new[k] != tree.old[k]:
-            _use(core, used, tree.nodes[k], tree.new[k], -1)
-            _use(core, used, tree.nodes[k], tree.old[k], 1)
+            _use(core, used, tree.nodes[k], tree.old[k], -sign)
+            _use(core, used, tree.nodes[k], tree.new[k], sign)
 
 
 @compiled
@@ -267,7 +284,7 @@ def _use(core: Core, used: Ints, node: int, i: int, sign: int) -> None:
 
 
 @compiled
-def _forbid_full(core: Core, used: Ints, node: int, i: int, cost: Floats) -> None:
+def forbid_full(core: Core, used: Ints, node: int, i: int, cost: Floats) -> None:
     """Add `forbidden` to the `cost` of strategies of `node` that do not fit while all other nodes stay.
 
     i: the strategy that the node leaves; -1 if it has none yet.

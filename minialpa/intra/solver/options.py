@@ -163,6 +163,42 @@ class MixingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PersistenceOptions:
+    """What uses the time that is left when nothing above gains any more (persistence.py).
+
+    Attributes:
+        temperatures: temperatures that annealing starts from, in turn, in units of the gap per node: what is right
+            depends on how costs are spread.
+        cooling: the last temperature of a portion, as a part of its first.
+        portion_s: seconds of the first portions.
+        growth: factor on these seconds after each turn of temperatures: slower cooling ends lower.
+        most_s: most seconds of a portion.
+        nearly: rows of whose room at most this part is left are scarce.
+        program: part of the time left that the integer program has before.
+        first_share: part of the first slice that goes to the bound.
+        share: part of a slice that bound and search have at least, and the bound where both are at rest.
+        steps: first steps of the ascent, in turn, as in `AscentOptions.first_step`.
+        slice: part of the time left that goes to a slice of bound and search.
+        least_slice_s: seconds of a slice at least.
+        shrinks: part of the strategies that has to be ruled out for arrays to be built anew.
+    """
+
+    temperatures: tuple[float, ...] = (10.0, 1.0, 30.0, 0.1, 3.0, 0.0)
+    cooling: float = 0.01
+    portion_s: float = 0.5
+    growth: float = 1.5
+    most_s: float = 10.0
+    nearly: float = 0.02
+    program: float = 0.5
+    first_share: float = 0.5
+    share: float = 0.15
+    steps: tuple[float, ...] = (0.01, 0.003, 0.03)
+    slice: float = 0.2
+    least_slice_s: float = 2.0
+    shrinks: float = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SolverOptions:
     """All of the above."""
 
@@ -173,3 +209,4 @@ class SolverOptions:
     local_search: LocalSearchOptions = field(default_factory=LocalSearchOptions)
     probes: ProbeOptions = field(default_factory=ProbeOptions)
     mixing: MixingOptions = field(default_factory=MixingOptions)
+    persistence: PersistenceOptions = field(default_factory=PersistenceOptions)

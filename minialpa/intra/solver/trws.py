@@ -97,16 +97,15 @@ def _collect(
         theta[i] = ahead[i] = priced[offset + i]
 
     for link in range(core.links[v], core.links[v + 1]):
-        message = core.message_at[link]
+        start = core.message_at[link]
+        message = messages[start : start + size]
+        costs = message
         if (link < core.middle[v]) == forward:
             line = core.table_at[core.back[link]] + x[core.other[link]] * size
-            for i in range(size):
-                theta[i] += messages[message + i]
-                ahead[i] += core.table[line + i]
-        else:
-            for i in range(size):
-                theta[i] += messages[message + i]
-                ahead[i] += messages[message + i]
+            costs = core.table[line : line + size]
+        for i in range(size):
+            theta[i] += message[i]
+            ahead[i] += costs[i]
 
 
 @compiled
@@ -118,11 +117,12 @@ def _send(core: Core, messages: Floats, link: int, theta: Floats, size: int, sha
     for j in range(width):
         out[j] = np.inf
 
-    # Line by line, which is the order of the table in memory.
+    # Line by line, which is the order of the table in memory. Slices, because an index that may be negative would keep
+    # the compiler from adding up several numbers at once.
     for i in range(size):
-        own = share * theta[i] - messages[message + i]
+        own, costs = share * theta[i] - messages[message + i], core.table[line : line + width]
         for j in range(width):
-            cost = own + core.table[line + j]
+            cost = own + costs[j]
             out[j] = cost if cost < out[j] else out[j]
         line += width
 

@@ -7,7 +7,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from benchmarks.iopddl import load_instance, random_instance
 from minialpa.errors import InfeasibleError, ShardingError
 from minialpa.intra.solver import dominance, elimination, ilp_model, lagrange, solve
 from minialpa.intra.solver.bucket import eliminate_narrow_components
+from minialpa.intra.solver.clock import Deadline
 from minialpa.intra.solver.columns import Columns
 from minialpa.intra.solver.cost_graph import CostGraph, Edge, Floats
 from minialpa.intra.solver.csr_graph import flatten
@@ -169,14 +169,14 @@ from benchmarks.iopddl import random_instance
 from minialpa.intra.solver import dominance, solve
 
 def loaded():
-    from minialpa.intra.solver import local_search, trws
+    from minialpa.intra.solver import forest_search, local_search, trws
     from minialpa.support.loops import _Loop
-    modules = (dominance, local_search, trws)
+    modules = (dominance, forest_search, local_search, trws)
     found = [f for module in modules for f in vars(module).values() if isinstance(f, _Loop)]
     return [(f.py_func.__name__, tuple(f.signatures)) for f in found]
 
 dominance.load()
-solve._loading_s()
+solve._loading_s(persists=True)
 before = loaded()
 solve.solve_graph(random_instance(0, n_nodes=300), time_limit_s=2.0)
 assert loaded() == before, [name for name, _ in set(loaded()) - set(before)]
@@ -236,7 +236,7 @@ def test_reduced_costs_bound_every_strategy(graph: CostGraph) -> None:
     except InfeasibleError:
         return
     core = flatten(residual, list(residual.alive))
-    found = lagrange.bracket(core, np.zeros(len(residual.base)), math.inf, SolverOptions())
+    found = lagrange.bracket(core, np.zeros(len(residual.base)), Deadline(math.inf), SolverOptions())
     check_reduced_costs(graph, core, found)
 
 
@@ -249,7 +249,7 @@ def test_bounds_with_an_allowed_gap_hold_for_every_strategy(graph: CostGraph, pa
         return
     core = flatten(residual, list(residual.alive))
     allowed = lagrange.AllowedGap(part, 0.0)
-    found = lagrange.bracket(core, np.zeros(len(residual.base)), math.inf, SolverOptions(), allowed)
+    found = lagrange.bracket(core, np.zeros(len(residual.base)), Deadline(math.inf), SolverOptions(), allowed)
     best = cheapest_choices(graph)
     assert found.bound <= best + 1e-9 * abs(found.bound)
     assert found.cost >= best or found.cost == pytest.approx(best)
@@ -494,7 +494,7 @@ def test_infeasible_core_says_so() -> None:
         solve_graph(odd_cycle)
     residual = residual_of(odd_cycle)
     with pytest.raises(InfeasibleError, match="both the forbidden pairs and the usage limit"):
-        ilp_model.solve_program(residual, solver="highs", deadline=time.monotonic() + 10)
+        ilp_model.solve_program(residual, solver="highs", deadline=Deadline(10.0))
 
 
 ONE = (np.zeros(1),)

@@ -1,0 +1,160 @@
+"""Forests trade room, and the time that is left is used: compared with exhaustive search, with bounds that hold."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.iopddl import random_instance
+from minialpa.errors import InfeasibleError
+from minialpa.intra.solver.carried_messages import CarriedMessages
+from minialpa.intra.solver.clock import OPERATIONS_PER_S, Deadline
+from minialpa.intra.solver.cost_graph import CostGraph
+from minialpa.intra.solver.csr_graph import Core, flatten
+from minialpa.intra.solver.forest_search import anneal_forests, scarce_rows
+from minialpa.intra.solver.ilp_model import solve_program
+from minialpa.intra.solver.lagrange import Passes
+from minialpa.intra.solver.local_search import cost_of, usage_of
+from minialpa.intra.solver.options import PersistenceOptions, PhaseOptions, SolverOptions
+from minialpa.intra.solver.persistence import Persistence
+from minialpa.intra.solver.residual import keep, residual_of
+from minialpa.intra.solver.solve import solve_graph, solve_repeatably
+from tests.oracles import cheapest_choices
+
+#: No integer program, so that what search and bounds do is seen.
+NO_PROGRAM = SolverOptions(phases=PhaseOptions(small_program_entries=-1, program_entries_per_s=0))
+#: A bad solution to start from costs nothing to find: each node takes what uses least.
+SHORT = PersistenceOptions(portion_s=0.02)
+
+
+def core_of(graph: CostGraph) -> Core:
+    residual = residual_of(graph)
+    return flatten(residual, list(residual.alive))
+
+
+def leanest(graph: CostGraph) -> np.ndarray:
+    return np.array([int(np.argmin(usage)) for usage in graph.usages])
+
+
+def test_a_forest_trades_the_room_of_a_full_row() -> None:
+    """The nodes have no edge: only a forest of two trees holds both."""
+    graph = CostGraph(
+        node_costs=(np.array([0.0, 1.0]), np.array([0.0, 5.0])),
+        edges=(),
+        usages=(np.array([2, 1]), np.array([2, 1])),
+        intervals=((0, 1), (0, 1)),
+        usage_limit=3,
+    )
+    core, choices = core_of(graph), np.array([0, 1])
+    best = choices.copy()
+    saved = anneal_forests(core, scarce_rows(core, np.zeros(1), choices, 0.0), choices, best, 50, 0.0, 0.0, 0)
+    assert saved == 4.0 and best.tolist() == [1, 0] and usage_of(core, best).tolist() == [1]
+
+
+@pytest.mark.parametrize("hot", [0.0, 20.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_forests_find_the_best_choices_of_small_graphs_within_the_limit(seed: int, hot: float) -> None:
+    graph = random_instance(seed, n_nodes=6)
+    core, choices = core_of(graph), leanest(graph)
+    best, first = choices.copy(), cost_of(core, choices)
+    scarce = scarce_rows(core, np.zeros(len(core.room)), choices, 1.0)
+    saved = anneal_forests(core, scarce, choices, best, 5000, hot, hot / 100, seed)
+    assert (usage_of(core, best) <= core.room).all()
+    assert cost_of(core, best) == pytest.approx(first - saved)
+    assert graph.fits(tuple(best.tolist()))
+    slack = 0.0 if hot else 0.05 * abs(first)  # without temperature, it may end in a local optimum
+    assert (
+        cheapest_choices(graph) - 1e-9 <= graph.cost_of(tuple(best.tolist())) <= cheapest_choices(graph) + slack + 1e-9
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bounds_of_slices_hold_for_every_strategy(seed: int) -> None:
+    graph = random_instance(seed, n_nodes=5)
+    core, options = core_of(graph), replace(NO_PROGRAM, persistence=SHORT)
+    messages = np.zeros(int(core.message_at[-1]))
+    search = Persistence(core, np.zeros(len(core.room)), messages, leanest(graph), options)
+    for _ in range(2):
+        found = search.run(Deadline(0.05))
+        for v, costs in enumerate(graph.node_costs):
+            for i in range(len(costs)):
+                only = np.where(np.arange(len(costs)) == i, costs, np.inf)
+                held = replace(graph, node_costs=(*graph.node_costs[:v], only, *graph.node_costs[v + 1 :]))
+                bound = found.bound + found.reduced[core.at[v] + i]
+                assert bound <= cheapest_choices(held) + 1e-9 * abs(found.bound)
+
+
+def test_the_time_that_is_given_is_used_and_what_it_finds_keeps_the_limit() -> None:
+    graph = random_instance(1, n_nodes=300)
+    solve_graph(random_instance(0, n_nodes=300), time_limit_s=0.1, options=NO_PROGRAM)  # loads the loops
+    start = time.thread_time()
+    long = solve_graph(graph, time_limit_s=0.8, options=NO_PROGRAM)
+    assert long.optimal or time.thread_time() - start >= 0.8
+    assert graph.fits(long.choices) and long.lower_bound <= long.cost == graph.cost_of(long.choices)
+    assert long.cost <= solve_repeatably(graph, Deadline(1.0, counts_work=True)).cost * 1.02
+
+
+def test_usage_that_int64_cannot_hold_proves_no_bound_by_slices() -> None:
+    rng = np.random.default_rng(0)
+    graph = random_instance(3, n_nodes=8)
+    usages = tuple(
+        np.array([10**25 * (1 + int(u)) + int(rng.integers(3)) for u in usage], object) for usage in graph.usages
+    )
+    limit = 10**25 * (int(graph.usage_limit or 0) + 1)
+    large = replace(graph, usages=usages, usage_limit=limit)
+    try:
+        found = solve_graph(large, time_limit_s=0.3, options=NO_PROGRAM)
+    except InfeasibleError:
+        pytest.fail("the leanest choices fit")
+    best = cheapest_choices(large)
+    assert large.fits(found.choices) and found.lower_bound - 1e-6 <= best <= found.cost + 1e-6
+
+
+def test_counted_work_ends_where_it_ended_before() -> None:
+    """However long the processor took: the answers and the count are equal, also where the limit cut them short."""
+    graph = random_instance(2, n_nodes=80)
+    for limit_s in (0.02, 0.3):
+        deadlines = [Deadline(limit_s, counts_work=True) for _ in range(2)]
+        first, second = [solve_repeatably(graph, deadline) for deadline in deadlines]
+        assert first == second
+        assert deadlines[0].left_s == deadlines[1].left_s
+
+
+def test_a_part_of_a_deadline_counts_the_same_work() -> None:
+    whole = Deadline(10.0, counts_work=True)
+    whole.spend(2 * OPERATIONS_PER_S)
+    part = whole.part(0.5)
+    assert (whole.left_s, part.left_s) == (8.0, 4.0)
+    part.spend(4 * OPERATIONS_PER_S)
+    assert part.is_over and not whole.is_over and whole.left_s == 4.0
+    whole.extend(100.0)  # of the processor, which is not work
+    assert whole.left_s == 4.0
+    assert Deadline(math.inf).left_s == math.inf
+
+
+def test_messages_are_carried_to_the_strategies_that_are_left() -> None:
+    """The pass over the smaller core then gives at least the bound that the messages gave before."""
+    residual = residual_of(random_instance(0, n_nodes=6))
+    nodes = list(residual.alive)
+    core = flatten(residual, nodes)
+    passes = Passes(core, np.zeros(len(core.room)), Deadline(math.inf))
+    bound = max(passes.run(forward) for forward in (True, False, True, False))
+    carried = CarriedMessages(residual, nodes, core, passes.messages)
+    keep(residual, nodes[2], np.arange(len(residual.costs[nodes[2]])) > 0)
+    smaller = flatten(residual, nodes)
+    after = Passes(smaller, np.zeros(len(smaller.room)), Deadline(math.inf))
+    after.messages[:] = carried.of(residual, nodes, smaller)
+    assert after.run(True) >= bound - 1e-9 * abs(bound)
+
+
+def test_an_integer_program_that_counted_work_cuts_short_stops_at_the_same_point() -> None:
+    bounds = []
+    for _ in range(2):
+        residual, deadline = residual_of(random_instance(3, n_nodes=40)), Deadline(0.1, counts_work=True)
+        bounds.append((solve_program(residual, solver="highs", deadline=deadline), deadline.left_s))
+        assert deadline.is_over
+    assert bounds[0] == bounds[1]
