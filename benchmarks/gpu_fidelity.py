@@ -136,7 +136,7 @@ CASES = (
     GpuCase("gpt", _GPT | _BF16, "pipeline, remat", (2, 8)),
     GpuCase("gpt", _GPT | _BF16, "one stage, remat"),
     GpuCase("gpt", _GPT, "shard", (1, 4), "a100-40gb"),
-    GpuCase("gpt", _GPT | _HALF, "pipeline", (1, 4), "v100-p3.16xlarge"),
+    GpuCase("gpt", _GPT | _HALF, "pipeline", (1, 4), "a100-40gb"),
     GpuCase("llama", _LLAMA, "shard"),
     GpuCase("llama", _LLAMA, "zero-3"),
     GpuCase("llama", _LLAMA | {"scan_layers": True}, "shard"),
@@ -233,7 +233,7 @@ def rows_of(case: GpuCase, cache: Path | None) -> Iterator[ProgramRow]:
     for task, sharded in zip(staged.tasks, step.programs, strict=True):
         (function,) = (f for f in by_mesh[task.mesh].functions if f.name == task.name)
         stage = plan.stages[task.mesh]
-        wanted.append((sharded, function, Request(function, stage.logical_shape, stage.submesh[0], target.text)))
+        wanted.append((sharded, function, Request(function, stage.logical_shape, stage.submesh[0], target)))
     made = compile_for_gpus([request for *_, request in wanted], cache=cache)
     for (sharded, function, _), compiled in zip(wanted, made, strict=True):
         memory = peak_bytes(sharded, function.donated, compiler=compiler)

@@ -45,7 +45,7 @@ def check_programs(
         cache: a folder for compiled programs, see `compile_for_gpus`.
     """
     requests = [
-        [Request(function, stage.logical_shape, stage.submesh[0], target.text) for function in program.functions]
+        [Request(function, stage.logical_shape, stage.submesh[0], target) for function in program.functions]
         for program, stage in zip(programs, plan.stages, strict=True)
     ]
     made = iter(compile_for_gpus([r for each in requests for r in each], n_processes=n_processes, cache=cache))

@@ -27,16 +27,11 @@ from minialpa.errors import MinialpaError
 from minialpa.support.files import write_bytes
 from minialpa.support.progress import ProgressBar
 from minialpa.xla_gpu.compiled import GpuProgram
+from minialpa.xla_gpu.targets import GpuTarget
 from minialpa.xla_gpu.worker import Request, receive, send
 
-#: As a training run has them, but for tuning, which needs a GPU: collectives run beside kernels where they can, and the
-#: compiler writes what it takes each kernel to cost into the program.
-FLAGS = (
-    "--xla_gpu_autotune_level=0",
-    "--xla_gpu_enable_latency_hiding_scheduler=true",
-    "--xla_gpu_enable_analytical_sol_latency_estimator=true",
-    "--xla_gpu_collect_cost_model_stats=true",
-)
+#: The oldest GPUs for which XLA with CUDA 13 has code: Turing.
+_OLDEST_OF_CUDA_13 = (7, 5)
 #: Functions of 8 layers of width 4,096 take 1 to 3 GB to compile.
 _MOST_PROCESSES = 4
 
@@ -50,43 +45,50 @@ def compile_for_gpus(
     *,
     n_processes: int | None = None,
     cache: Path | None = None,
-    flags: Sequence[str] = FLAGS,
 ) -> list[GpuProgram]:
     """What XLA makes of each function, in their order.
 
     Args:
         requests: the functions; equal ones are compiled once.
         n_processes: that compile at a time; by default one for each processor, and 4 at most.
-        cache: a folder for programs that this jax has compiled with these flags. They are read from it, and added.
-        flags: of XLA, which a GPU host would have in `XLA_FLAGS`.
+        cache: a folder for programs that this jax has compiled. They are read from it, and added.
 
     Raises GpuCompileError where the wheels of the extra `gpu-compile` are missing, and for a function that XLA refuses.
     """
-    _check_installed()
-    keys = [_key(request, flags) for request in requests]
+    keys = [_key(request) for request in requests]
     todo = dict(zip(keys, requests, strict=True))
     done = {key: program for key in todo if (program := _cached(cache, key)) is not None}
     missing = {key: request for key, request in todo.items() if key not in done}
-    for key, program in _compiled(missing, n_processes or min(_MOST_PROCESSES, os.cpu_count() or 1), flags):
-        done[key] = program
-        _keep(cache, key, program)
+    for target in dict.fromkeys(request.target for request in missing.values()):
+        _check_installed(target)
+        of_target = {key: request for key, request in missing.items() if request.target == target}
+        n = n_processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
+        for key, program in _compiled(of_target, n, target.flags):
+            done[key] = program
+            _keep(cache, key, program)
     return [done[key] for key in keys]
 
 
-def _check_installed() -> None:
-    if any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):
-        return
-    raise GpuCompileError(
-        "XLA for GPUs is not installed. It needs neither a GPU nor CUDA: python -m pip install 'minialpa[gpu-compile]'"
-    )
+def _check_installed(target: GpuTarget) -> None:
+    has_12, has_13 = (importlib.util.find_spec(f"jax_cuda{n}_plugin") is not None for n in (12, 13))
+    if not has_12 and not has_13:
+        raise GpuCompileError(
+            "XLA for GPUs is not installed. It needs neither a GPU nor CUDA: "
+            "python -m pip install 'minialpa[gpu-compile]'"
+        )
+    if has_13 and target.compute_capability < _OLDEST_OF_CUDA_13:
+        raise GpuCompileError(
+            f"XLA with CUDA 13 has no code for GPUs as old as {target.name}. That with CUDA 12 has, in an environment of "
+            "its own: python -m pip install 'minialpa[gpu-compile-cuda12]'"
+        )
 
 
-def _key(request: Request, flags: Sequence[str]) -> str:
+def _key(request: Request) -> str:
     """Tells programs apart that may differ."""
-    f = request.function
+    f, target = request.function, request.target
     specs = [str(spec) for spec in (*f.in_specs, *f.out_specs)]
     types = [repr(kind) for kind in (*f.in_types, *f.out_types)]
-    rest = [specs, types, f.donated, request.mesh_shape, request.n_hosts, request.target, list(flags), jax.__version__]
+    rest = [specs, types, f.donated, request.mesh_shape, request.n_hosts, target.text, target.flags, jax.__version__]
     return hashlib.sha256(f.code + json.dumps(rest).encode()).hexdigest()
 
 

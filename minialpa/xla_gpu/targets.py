@@ -46,6 +46,21 @@ class GpuTarget:
     cudnn: tuple[int, int] = (9, 10)
 
     @property
+    def flags(self) -> tuple[str, ...]:
+        """XLA's flags for it, as a training run has them, but for tuning, which needs a GPU.
+
+        Collectives run beside kernels where they can, and the compiler writes what it takes each kernel to cost into
+        the program. It has tables of measured kernels from Hopper on; without one, the scheduler guesses what overlaps.
+        """
+        has_tables = self.compute_capability >= (9, 0)
+        return (
+            "--xla_gpu_autotune_level=0",
+            "--xla_gpu_enable_latency_hiding_scheduler=true",
+            f"--xla_gpu_enable_analytical_sol_latency_estimator={str(has_tables).lower()}",
+            "--xla_gpu_collect_cost_model_stats=true",
+        )
+
+    @property
     def text(self) -> str:
         """The target as text of XLA's `GpuTargetConfigProto`. The limits of blocks are those of CUDA on all targets."""
         major, minor = self.compute_capability

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from minialpa.programs.mesh_program import MeshFunction
 from minialpa.xla_gpu.compiled import GpuProgram
+from minialpa.xla_gpu.targets import GpuTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +26,13 @@ class Request:
         function: exported for "cuda".
         mesh_shape: the logical mesh that it runs on.
         n_hosts: hosts of this mesh, with equal numbers of GPUs.
-        target: the GPU, as text of XLA's `GpuTargetConfigProto`.
+        target: the GPU.
     """
 
     function: MeshFunction
     mesh_shape: tuple[int, ...]
     n_hosts: int
-    target: str
+    target: GpuTarget
 
 
 def compiled(request: Request) -> GpuProgram:
@@ -49,7 +50,7 @@ def compiled(request: Request) -> GpuProgram:
 
     n_devices = math.prod(request.mesh_shape)
     layout = f"1x{request.n_hosts}x{n_devices // request.n_hosts}"
-    topology: Any = topologies.get_topology_desc(platform="cuda", target_config=request.target, topology=layout)
+    topology: Any = topologies.get_topology_desc(platform="cuda", target_config=request.target.text, topology=layout)
     names = abstract_mesh(request.mesh_shape).axis_names
     mesh = Mesh(np.array(topology.devices).reshape(request.mesh_shape), names)
 

@@ -42,7 +42,7 @@ def _request(fun: Callable[..., Any], *shapes: tuple[int, ...], donated: tuple[i
         out_specs=(split,) * len(outs),
         donated=donated,
     )
-    return Request(export_function(function, (4,), "cuda"), (4,), 1, TARGETS["h100"].text)
+    return Request(export_function(function, (4,), "cuda"), (4,), 1, TARGETS["h100"])
 
 
 def test_memory_is_that_of_the_arrays_and_donated_ones_count_once() -> None:
@@ -55,6 +55,14 @@ def test_memory_is_that_of_the_arrays_and_donated_ones_count_once() -> None:
     shard = 64 * 256 * 4 // 4
     assert kept.argument_bytes == 2 * shard and kept.peak_bytes == 3 * shard
     assert donated.peak_bytes == 2 * shard
+
+
+def test_gpus_without_tables_of_kernels_are_compiled_for_and_too_old_ones_are_refused() -> None:
+    request = _request(lambda x: (jnp.tanh(x),), (64, 256))
+    (made,) = compile_for_gpus([dataclasses.replace(request, target=TARGETS["a100-80gb"])])
+    assert made.argument_bytes == 64 * 256 * 4 // 4
+    with pytest.raises(GpuCompileError, match="gpu-compile-cuda12"):
+        compile_for_gpus([dataclasses.replace(request, target=TARGETS["v100"])])
 
 
 def test_a_folder_keeps_programs_and_half_of_one_is_compiled_again(
@@ -76,7 +84,7 @@ def test_a_target_that_xla_does_not_know_is_an_error_that_names_the_function_and
     request = _request(lambda x: (x + 1,), (8, 8))
     before = threading.active_count()
     with pytest.raises(GpuCompileError, match="`f`"):
-        compile_for_gpus([Request(request.function, request.mesh_shape, 1, "no_such_field: 1")])
+        compile_for_gpus([dataclasses.replace(request, target=dataclasses.replace(request.target, name='"'))])
     assert threading.active_count() == before
 
 
