@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from minialpa.cluster import ClusterSpec
 from minialpa.intra.memory.compiler import Compiler
-from minialpa.intra.memory.xla_cpu.model import XLA_CPU, XLA_CPU_WITH_BARRIERS
+from minialpa.intra.memory.xla.model import XLA_CPU, XLA_CPU_WITH_BARRIERS
 
 JaxVersion = tuple[int, ...]
 

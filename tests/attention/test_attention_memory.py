@@ -11,7 +11,7 @@ import pytest
 
 from minialpa.attention.operation import Attention
 from minialpa.intra.memory.recording import record_equations
-from minialpa.intra.memory.xla_cpu.model import XLA_CPU
+from minialpa.intra.memory.xla.model import XLA_CPU
 from minialpa.tracing.flattening import flatten_calls
 from tests.attention_calls import causal, fused
 
@@ -40,7 +40,7 @@ def _predicted(fun: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     inputs = (*flat.constvars, *flat.invars)
     recording, _ = record_equations(flat.eqns, inputs, flat.outvars, XLA_CPU, waits_at_barriers=False)
-    return recording.temp_bytes()
+    return sum(recording.temporaries())
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

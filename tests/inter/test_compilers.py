@@ -13,7 +13,7 @@ from minialpa import ClusterSpec, Plan, ShardParallel
 from minialpa.cluster import PresetName
 from minialpa.inter.compilers import compiler_of
 from minialpa.intra.memory.compiler import Compiler
-from minialpa.intra.memory.xla_cpu.model import XLA_CPU, XLA_CPU_WITH_BARRIERS
+from minialpa.intra.memory.xla.model import XLA_CPU, XLA_CPU_WITH_BARRIERS
 from tests.helpers import descent_step
 
 

@@ -25,7 +25,7 @@ from minialpa.attention import blockwise
 from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
 from minialpa.cluster import DeviceSpec
 from minialpa.intra.memory.recording import record_program
-from minialpa.intra.memory.xla_cpu.model import XLA_CPU
+from minialpa.intra.memory.xla.model import XLA_CPU
 from minialpa.intra.spmd import ShardedEquations, collectives_of, shard_program, take_step
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table

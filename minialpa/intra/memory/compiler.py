@@ -99,7 +99,7 @@ class Kernel:
         writes: values in memory.
         alias: the value whose buffer the result is in: that of a view, or the operand changed `in_place`; else None.
         in_place: whether it changes the buffer of `alias`.
-        scratch_bytes: what it needs only while it runs.
+        scratch: bytes of the buffers that it needs only while it runs.
         shares: those of `reads` whose buffer the result may take over if nothing reads them later.
     """
 
@@ -107,7 +107,7 @@ class Kernel:
     writes: tuple[int, ...]
     alias: int | None = None
     in_place: bool = False
-    scratch_bytes: float = 0.0
+    scratch: tuple[float, ...] = ()
     shares: tuple[int, ...] = ()
 
 
@@ -124,9 +124,9 @@ class CompilerModel(Generic[R]):
             Otherwise rematerialisation saves no memory inside one program.
         alignment_bytes: buffers start at multiples of this.
         address_bytes: of one entry in the table of addresses that a program with several results returns.
-        recorder: the class of its recorders; a new one is an empty program.
-        add_equation: (recorder, equation, values of its operands, shapes of its results on this device, bytes that its
-            body needs if it is a loop or branch) adds the equation and gives the values of its results.
+        recorder: makes its recorders; a new one is an empty program.
+        add_equation: (recorder, equation, values of its operands, shapes of its results on this device, bytes of the
+            buffers of its body if it is a loop or branch) adds the equation and gives the values of its results.
         add_step: (recorder, value, step of a resharding, variable or literal that the value is of, shape of the mesh)
             adds the step and gives the value after it.
         kernels: (recorder, inputs, results) gives what runs, in that order. Inputs and results are values.
@@ -139,8 +139,8 @@ class CompilerModel(Generic[R]):
     waits_at_barriers: bool
     alignment_bytes: int
     address_bytes: int
-    recorder: type[R]
-    add_equation: Callable[[R, JaxprEqn, Sequence[int], Sequence[Shape], float], list[int]]
+    recorder: Callable[..., R]
+    add_equation: Callable[[R, JaxprEqn, Sequence[int], Sequence[Shape], tuple[float, ...]], list[int]]
     add_step: Callable[[R, int, ReshardStep, Atom, tuple[int, ...]], int]
     kernels: Callable[[R, Sequence[int], Sequence[int]], list[Kernel]]
     copied_arguments: Callable[[Sequence[Kernel], Mapping[int, int], Mapping[int, int]], dict[int, int]]

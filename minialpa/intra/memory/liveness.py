@@ -97,7 +97,7 @@ def peak_bytes(program: ShardedEquations, donated: Sequence[int] = (), *, compil
     recording = record_program(program, compiler)
     inputs, results, sizes = recording.inputs, recording.results, recording.recorder.sizes
     pairs = donated_pairs(program, donated)
-    temp_bytes, alive = pack(recording.timeline(pairs), sizes, compiler.alignment_bytes)
+    packed = pack(recording.timeline(pairs), sizes, compiler.alignment_bytes)
 
     # A program with several results also returns a table of their addresses.
     table_bytes = compiler.address_bytes * len(results) if len(results) > 1 else 0
@@ -105,8 +105,8 @@ def peak_bytes(program: ShardedEquations, donated: Sequence[int] = (), *, compil
         argument_bytes=sum(sizes[v] for v in inputs),
         output_bytes=sum(sizes[v] for v in results) + table_bytes,
         alias_bytes=sum(sizes[inputs[i]] for i, _ in pairs),
-        temp_bytes=temp_bytes,
-        largest=_largest(recording.recorder, {*alive, *inputs, *results}),
+        temp_bytes=packed.n_bytes,
+        largest=_largest(recording.recorder, {*packed.values, *inputs, *results}),
     )
 
 

@@ -27,23 +27,48 @@ class _Block:
     n_bytes: float
 
 
-def pack(timeline: Timeline, sizes: Sequence[float], alignment_bytes: int) -> tuple[float, list[int]]:
-    """Bytes of the block of temporaries, and the values in it when most are in use.
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The block of temporaries.
+
+    Attributes:
+        n_bytes: of the block.
+        values: those in it when most bytes are in use.
+        scratch: bytes of the buffers in it at that time that one kernel needs while it runs.
+    """
+
+    n_bytes: float
+    values: tuple[int, ...]
+    scratch: tuple[float, ...]
+
+
+def pack(timeline: Timeline, sizes: Sequence[float], alignment_bytes: int) -> Packed:
+    """The block that holds all temporaries.
 
     sizes: bytes of values. alignment_bytes: buffers start at multiples of this.
     """
-    aligned = [math.ceil(n_bytes / alignment_bytes) * alignment_bytes for n_bytes in sizes]
-    left = _without_room(timeline, sizes, aligned)
+    # What one kernel needs while it runs is a temporary like others, of a value without a number in the program.
+    scratch = [Buffer(len(sizes) + i, time, time + 1) for i, (time, _) in enumerate(timeline.scratch)]
+    all_sizes = [*sizes, *(n_bytes for _, n_bytes in timeline.scratch)]
+    aligned = [math.ceil(n_bytes / alignment_bytes) * alignment_bytes for n_bytes in all_sizes]
+    left = _without_room(timeline, [*timeline.temporaries, *scratch], all_sizes, aligned)
     blocks = _blocks(timeline, left, aligned)
     by_size = sorted(blocks, key=lambda block: (-block.n_bytes, block.start - block.end))
     by_duration = sorted(blocks, key=lambda block: (block.start - block.end, -block.n_bytes))
     at = _fullest(blocks, timeline.n_times)
     n_bytes = min(_height(by_size), _height(by_duration))
-    return n_bytes, [buffer.value for buffer in left if buffer.start <= at < buffer.end]
+    alive = [buffer.value for buffer in left if buffer.start <= at < buffer.end]
+    return Packed(
+        n_bytes=n_bytes,
+        values=tuple(value for value in alive if value < len(sizes)),
+        scratch=tuple(all_sizes[value] for value in alive if value >= len(sizes)),
+    )
 
 
-def _without_room(timeline: Timeline, sizes: Sequence[float], aligned: Sequence[int]) -> list[Buffer]:
-    """Temporaries that find no place in the buffer of a result or argument."""
+def _without_room(
+    timeline: Timeline, temporaries: Sequence[Buffer], sizes: Sequence[float], aligned: Sequence[int]
+) -> list[Buffer]:
+    """Those of `temporaries` that find no place in the buffer of a result or argument."""
     n_times = timeline.n_times
     room_bytes = np.array([aligned[buffer.value] for buffer in (*timeline.results, *timeline.idle)])
     # When rooms are in use, in order. A result keeps its room until the end, so nothing that outlives its start fits.
@@ -52,7 +77,7 @@ def _without_room(timeline: Timeline, sizes: Sequence[float], aligned: Sequence[
     last_end = np.array([own.start for own in timeline.results] + [n_times] * len(timeline.idle))
 
     left: list[Buffer] = []
-    for buffer in sorted(timeline.temporaries, key=lambda buffer: (-sizes[buffer.value], buffer.start)):
+    for buffer in sorted(temporaries, key=lambda buffer: (-sizes[buffer.value], buffer.start)):
         span = (buffer.start, buffer.end)
         for room in np.flatnonzero((room_bytes >= aligned[buffer.value]) & (last_end >= buffer.end)).tolist():
             if _is_free(spans[room], span):
@@ -73,19 +98,18 @@ def _is_free(spans: Sequence[tuple[int, int]], span: tuple[int, int]) -> bool:
 
 
 def _blocks(timeline: Timeline, left: Sequence[Buffer], aligned: Sequence[int]) -> list[_Block]:
-    """What to place: scratch memory, and the buffers `left`, of which values that share a buffer are one block."""
+    """What to place: the buffers `left`, of which values that share a buffer are one block."""
     first: dict[int, Buffer] = {}  # for each value, the one that its buffer began with
     end: dict[int, int] = {}  # of the buffers that begin with a value
     for buffer in sorted(left, key=lambda buffer: buffer.start):
         first[buffer.value] = first.get(timeline.shared.get(buffer.value, -1), buffer)
         end[first[buffer.value].value] = buffer.end
 
-    own = [
+    return [
         _Block(buffer.start, end[buffer.value], aligned[buffer.value])
         for buffer in left
         if first[buffer.value] is buffer
     ]
-    return own + [_Block(time, time + 1, n_bytes) for time, n_bytes in timeline.scratch]
 
 
 def _fullest(blocks: Sequence[_Block], n_times: int) -> int:

@@ -1,7 +1,7 @@
 """Hands programs to a compiler: a program of shards with its collectives, or equations on whole arrays.
 
-Either becomes a `Recording`, from which the kernels of the compiler and their timeline follow. The scratch memory of a
-loop or branch is what its bodies need, recorded in the same way.
+Either becomes a `Recording`, from which the kernels of the compiler and their timeline follow. A loop or branch needs
+the buffers of its bodies while it runs, which are recorded in the same way.
 """
 
 from __future__ import annotations
@@ -63,10 +63,16 @@ class Recording:
             compiler=self.compiler,
         )
 
-    def temp_bytes(self) -> float:
-        """What it needs besides arguments and results."""
-        n_bytes, _ = pack(self.timeline(), self.recorder.sizes, self.compiler.alignment_bytes)
-        return n_bytes
+    def temporaries(self) -> tuple[float, ...]:
+        """Bytes of the buffers that are there when it needs most, besides arguments and results, largest first.
+
+        What is left between them counts as one more.
+        """
+        sizes = self.recorder.sizes
+        packed = pack(self.timeline(), sizes, self.compiler.alignment_bytes)
+        buffers = [*(sizes[value] for value in packed.values), *packed.scratch]
+        gaps = packed.n_bytes - sum(buffers)
+        return tuple(sorted((n_bytes for n_bytes in (*buffers, gaps) if n_bytes > 0), reverse=True))
 
 
 def record_program(program: ShardedEquations, compiler: Compiler) -> Recording:
@@ -84,18 +90,18 @@ def record_program(program: ShardedEquations, compiler: Compiler) -> Recording:
 
     def run(eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[int]) -> list[int]:
         shapes = [spec.shard_shape(shape_of(v), mesh_shape) for v, spec in zip(eqn.outvars, chosen.made, strict=True)]
-        scratch_bytes = 0.0
+        scratch: tuple[float, ...] = ()
         if eqn.primitive.name in _LOOPS:
-            scratch_bytes = _local_body_bytes(eqn, factors, chosen, mesh_shape, compiler)
+            scratch = _local_body_buffers(eqn, factors, chosen, mesh_shape, compiler)
         elif eqn.primitive in _FUNCTIONS:
             params = localize(eqn, factors, _splits(factors, chosen, mesh_shape))
-            scratch_bytes = _function_bytes(eqn, params, recorder, operands, compiler)
-        return add_equation(recorder, eqn, operands, shapes, scratch_bytes)
+            scratch = _function_buffers(eqn, params, recorder, operands, compiler)
+        return add_equation(recorder, eqn, operands, shapes, scratch)
 
     def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: list[int]) -> list[int]:
         ends = enumerate(zip(eqn.outvars, inside.out_specs, strict=True))
         shapes = [body.outer_result(r, spec).shard_shape(shape_of(v), mesh_shape) for r, (v, spec) in ends]
-        return add_equation(recorder, eqn, operands, shapes, record_program(inside, compiler).temp_bytes())
+        return add_equation(recorder, eqn, operands, shapes, record_program(inside, compiler).temporaries())
 
     results = walk(program, inputs, ShardOps(recorder.literal, move, run, loop))
     return Recording(compiler=compiler, recorder=recorder, inputs=inputs, results=results)
@@ -116,10 +122,10 @@ def record_equations(
         reads = [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in eqn.invars]
         shapes = [shape_of(v) for v in eqn.outvars]
         has_body = eqn.primitive.name in _LOOPS and sub_jaxprs(eqn)
-        scratch_bytes = _body_bytes(eqn.params, compiler) if has_body else 0.0
+        scratch = _body_buffers(eqn.params, compiler) if has_body else ()
         if eqn.primitive in _FUNCTIONS:
-            scratch_bytes = _function_bytes(eqn, eqn.params, recorder, reads, compiler)
-        made = compiler.add_equation(recorder, eqn, reads, shapes, scratch_bytes)
+            scratch = _function_buffers(eqn, eqn.params, recorder, reads, compiler)
+        made = compiler.add_equation(recorder, eqn, reads, shapes, scratch)
         env.update(zip(eqn.outvars, made, strict=True))
 
     results = [env[atom] for atom in outvars if not is_literal(atom)]
@@ -127,11 +133,11 @@ def record_equations(
     return Recording(compiler=compiler, recorder=recorder, inputs=inputs, results=results), env
 
 
-def _local_body_bytes(
+def _local_body_buffers(
     eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...], compiler: Compiler
-) -> float:
-    """The same as `_body_bytes` for a loop or branch over shards."""
-    return _body_bytes(localize(eqn, factors, _splits(factors, chosen, mesh_shape)), compiler)
+) -> tuple[float, ...]:
+    """The same as `_body_buffers` for a loop or branch over shards."""
+    return _body_buffers(localize(eqn, factors, _splits(factors, chosen, mesh_shape)), compiler)
 
 
 def _splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]) -> dict[int, int]:
@@ -140,39 +146,39 @@ def _splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]
     return {factor: math.prod(mesh_shape[axis] for axis in axes) for factor, axes in axes_of.items()}
 
 
-def _function_bytes(
+def _function_buffers(
     eqn: JaxprEqn, params: Mapping[str, Any], recorder: Values, operands: Sequence[int], compiler: Compiler
-) -> float:
-    """What the function behind a primitive needs besides its operands and results, which are values of `recorder`."""
+) -> tuple[float, ...]:
+    """Buffers of the function behind a primitive besides its operands and results, which are values of `recorder`."""
     arrays = tuple((recorder.values[v].shape, recorder.values[v].dtype) for v in operands)
-    return _bytes_of_function(eqn.primitive, tuple(params.items()), arrays, compiler)
+    return _buffers_of_function(eqn.primitive, tuple(params.items()), arrays, compiler)
 
 
 @functools.lru_cache(maxsize=256)
-def _bytes_of_function(
+def _buffers_of_function(
     primitive: Primitive,
     params: tuple[tuple[str, Hashable], ...],
     arrays: tuple[tuple[tuple[int, ...], str], ...],
     compiler: Compiler,
-) -> float:
+) -> tuple[float, ...]:
     avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
     jaxpr = jax.make_jaxpr(functools.partial(_FUNCTIONS[primitive], **dict(params)))(*avals)
 
     # What a loop over blocks stacks is copied once more, in the dtype of its sums.
-    stacked_bytes = 0.0
+    buffers = _body_buffers({"jaxpr": jaxpr}, compiler)
     if primitive is attention_p:
         out, logsumexp = jaxpr.out_avals
-        stacked_bytes = float(math.prod(out.shape) * logsumexp.dtype.itemsize)
-    return _body_bytes({"jaxpr": jaxpr}, compiler) + stacked_bytes
+        buffers = (*buffers, float(math.prod(out.shape) * logsumexp.dtype.itemsize))
+    return buffers
 
 
-def _body_bytes(params: Mapping[str, Any], compiler: Compiler) -> float:
-    """What one pass through the largest body of a loop, or branch, needs besides its operands and results."""
-    most = 0.0
+def _body_buffers(params: Mapping[str, Any], compiler: Compiler) -> tuple[float, ...]:
+    """Buffers of one pass through the largest body of a loop, or branch, besides its operands and results."""
+    most: tuple[float, ...] = ()
     for jaxpr in jex.jaxprs_in_params(dict(params)):
         flat = flatten_calls(jaxpr, [None] * len(jaxpr.constvars))
         invars = (*flat.constvars, *flat.invars)
         # Bodies are counted as if every compiler dropped the barriers in them.
         recording, _ = record_equations(flat.eqns, invars, flat.outvars, compiler, waits_at_barriers=False)
-        most = max(most, recording.temp_bytes())
+        most = max(most, recording.temporaries(), key=sum)
     return most

@@ -31,7 +31,7 @@ class Timeline:
         temporaries: values that are free before the end, copies of arguments included.
         results: values in buffers of their own until the end.
         idle: buffers of arguments that were copied, until a result takes them over.
-        scratch: (time, bytes) of kernels that need memory only while they run.
+        scratch: (time, bytes) of each buffer that a kernel needs only while it runs.
         shared: for each value that takes over the buffer of an operand, that operand. Its own time starts where that
             of the operand ends.
     """
@@ -91,7 +91,7 @@ def timeline_of(
         temporaries=(*temporaries, *copies),
         results=tuple(Buffer(v, begin, n_times) for v, begin in start.items() if v in kept and v not in replaced),
         idle=tuple(Buffer(v, time + 1, start[result]) for time, (result, v) in enumerate(copied.items())),
-        scratch=tuple((time, k.scratch_bytes) for time, k in zip(times, kernels, strict=True) if k.scratch_bytes),
+        scratch=tuple((time, n_bytes) for time, k in zip(times, kernels, strict=True) for n_bytes in k.scratch),
         shared=shared,
     )
 

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from minialpa import LogicalMesh
 from minialpa.intra.memory.compiler import CompilerModel, Kernel, Values
 from minialpa.intra.memory.liveness import lifetimes, peak_bytes
-from minialpa.intra.memory.xla_cpu.model import XLA_CPU
+from minialpa.intra.memory.xla.model import XLA_CPU
 from minialpa.intra.spmd import ShardedEquations
 from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.sharding import EquationSpecs, Spec
@@ -36,12 +36,12 @@ def add_equation(
     eqn: JaxprEqn,
     reads: Sequence[int],
     shapes: Sequence[Sequence[int]],
-    scratch_bytes: float,
+    scratch: tuple[float, ...],
 ) -> list[int]:
     if eqn.primitive.name == "optimization_barrier":
         return list(reads)
     writes = [recorder.shard(v, shape, eqn) for v, shape in zip(eqn.outvars, shapes, strict=True)]
-    recorder.kernels.append(Kernel(reads=tuple(reads), writes=tuple(writes), scratch_bytes=scratch_bytes))
+    recorder.kernels.append(Kernel(reads=tuple(reads), writes=tuple(writes), scratch=scratch))
     return writes
 
 

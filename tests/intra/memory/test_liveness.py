@@ -32,9 +32,9 @@ from minialpa.inter.staging.staged_step import bind_specs, final_specs, realise
 from minialpa.intra.memory.liveness import ProgramMemory, lifetimes, peak_bytes
 from minialpa.intra.memory.packing import pack
 from minialpa.intra.memory.timeline import Buffer, Timeline
-from minialpa.intra.memory.xla_cpu.fusion import kernels_of, run_order
-from minialpa.intra.memory.xla_cpu.model import XLA_CPU
-from minialpa.intra.memory.xla_cpu.operations import Operation
+from minialpa.intra.memory.xla.cpu_fusion import fused, run_order
+from minialpa.intra.memory.xla.model import XLA_CPU
+from minialpa.intra.memory.xla.operations import Operation
 from minialpa.plan import Plan
 from minialpa.tracing.flattening import trace_flat
 
@@ -254,7 +254,7 @@ def test_cheap_operations_are_repeated_and_expensive_ones_stored() -> None:
         shared = Operation(kind="loop", reads=(0,), writes=(1,), expensive=expensive)
         readers = [Operation(kind="loop", reads=(1,), writes=(result,)) for result in (2, 3)]
         operations = [shared, *readers]
-        return [v for kernel in kernels_of(operations, [2, 3], [64.0] * 4) for v in kernel.writes]
+        return [v for kernel in fused(operations, [2, 3], [64.0] * 4) for v in kernel.writes]
 
     assert stored(expensive=False) == [2, 3]
     assert stored(expensive=True) == [1, 2, 3]
@@ -263,5 +263,5 @@ def test_cheap_operations_are_repeated_and_expensive_ones_stored() -> None:
 def test_kernels_run_first_come_first_served() -> None:
     ends = ((0, 1), (1, 2), (0, 3))
     operations = [Operation(kind="own", reads=(read,), writes=(written,)) for read, written in ends]
-    kernels = kernels_of(operations, [2, 3], [64.0] * 4)
+    kernels = fused(operations, [2, 3], [64.0] * 4)
     assert run_order(kernels, [0]) == [0, 2, 1]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from minialpa.intra.memory.xla_cpu.operations import Operation
+from minialpa.intra.memory.xla.operations import Operation
 
 
 def absorb(operations: Sequence[Operation], results: Sequence[int], zeros: AbstractSet[int]) -> tuple[Operation, ...]:

@@ -1,4 +1,4 @@
-"""Which values of a program are ever in memory, and in which order its kernels run.
+"""Which values of a program are ever in memory on a CPU, and in which order its kernels run.
 
 A compiler joins chains of elementwise operations into one kernel, and only what leaves a kernel has a buffer. The rules
 are those of XLA's instruction fusion, on the graph of operations before it:
@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from minialpa.intra.memory.compiler import Kernel
-from minialpa.intra.memory.xla_cpu.operations import Operation, makers_of
+from minialpa.intra.memory.xla.graph import Graph, kernels_of
+from minialpa.intra.memory.xla.operations import Operation
 
 #: Operands of at most so many bytes, such as scalars, do not count as arrays that an operation reads.
 _SMALL_BYTES = 16
@@ -28,7 +29,7 @@ _SMALL_BYTES = 16
 # ---- fusion ---------------------------------------------------------------------------------------------------------
 
 
-def kernels_of(operations: Sequence[Operation], results: Sequence[int], sizes: Sequence[float]) -> list[Kernel]:
+def fused(operations: Sequence[Operation], results: Sequence[int], sizes: Sequence[float]) -> list[Kernel]:
     """The kernels of a program that ends with `results`; `sizes` are bytes of values. What nobody reads is not run."""
     graph = _Graph(operations, results, sizes)
     stored = [op.is_apart for op in operations]
@@ -47,42 +48,24 @@ def kernels_of(operations: Sequence[Operation], results: Sequence[int], sizes: S
         if graph.is_result[producer] or len(joined[producer]) < len(readers):
             stored[producer] = True
 
-    return _collect(graph, stored, joined)
+    return kernels_of(graph, stored, joined)
 
 
-class _Graph:
-    """The operations of a program with their readers.
+class _Graph(Graph):
+    """A graph with what the rules ask.
 
     Attributes:
-        maker: for each value that an operation writes, that operation.
-        live: whether a result depends on the operation.
-        is_result: whether the operation writes a result.
-        readers: live operations that read what the operation writes.
         in_sum: whether the operation is a sum or joined to one; set from the last operation to the first.
         below: operations that the operation depends on, as bits.
     """
 
     def __init__(self, operations: Sequence[Operation], results: Sequence[int], sizes: Sequence[float]) -> None:
-        self.operations, self.sizes = operations, sizes
-        self.maker = makers_of(operations)
+        super().__init__(operations, results, sizes)
         self.in_sum = [op.kind == "sum" for op in operations]
-        wanted = set(results)
-        self.is_result = [any(v in wanted for v in op.writes) for op in operations]
-        self.live = _live(operations, results)
-        self.readers: list[list[int]] = [[] for _ in operations]
         self.below = [0] * len(operations)
-        self._connect()
-
-    def _connect(self) -> None:
-        for reader in range(len(self.operations)):
+        for reader in range(len(operations)):
             for producer in self.operands(reader):
                 self.below[reader] |= self.below[producer] | 1 << producer
-                if self.live[reader]:
-                    self.readers[producer].append(reader)
-
-    def operands(self, reader: int) -> list[int]:
-        """Operations whose results `reader` reads, each once."""
-        return list(dict.fromkeys(self.maker[v] for v in self.operations[reader].reads if v in self.maker))
 
     def may_join(self, producer: int, reader: int) -> bool:
         """Rules 1 and 2."""
@@ -92,10 +75,6 @@ class _Graph:
         if self.in_sum[reader]:
             return source.joins_sum and self.n_users(producer) == 1
         return not (source.expensive and (target.repeats or self.n_users(producer) > 1))
-
-    def n_users(self, producer: int) -> int:
-        """The number of readers, and one more for a result."""
-        return len(self.readers[producer]) + self.is_result[producer]
 
     def is_cheap_to_repeat(self, producer: int) -> bool:
         """Whether it reads one array only, not counting repeated ones, or no more bytes than it writes."""
@@ -107,17 +86,6 @@ class _Graph:
     def _is_repeated(self, v: int) -> bool:
         maker = self.operations[self.maker[v]] if v in self.maker else None
         return maker is not None and (maker.kind == "fill" or maker.repeats)
-
-
-def _live(operations: Sequence[Operation], results: Sequence[int]) -> list[bool]:
-    """Whether `results` depend on each operation."""
-    live = [False] * len(operations)
-    needed = set(results)
-    for number in range(len(operations) - 1, -1, -1):
-        live[number] = any(v in needed for v in operations[number].writes)
-        if live[number]:
-            needed.update(operations[number].reads)
-    return live
 
 
 def _on_all_paths(graph: _Graph, producer: int, spread: Sequence[bool]) -> bool:
@@ -138,47 +106,6 @@ def _on_all_paths(graph: _Graph, producer: int, spread: Sequence[bool]) -> bool:
             return False
         waiting += between
     return True
-
-
-def _collect(graph: _Graph, stored: Sequence[bool], joined: Sequence[set[int]]) -> list[Kernel]:
-    """The kernels of live operations whose results are `stored`."""
-    # For each operation, the stored values that computing it reads, and whether element by element.
-    reads: list[dict[int, bool]] = []
-    kernels: list[Kernel] = []
-    for number, op in enumerate(graph.operations):
-        reads.append(_stored_reads(graph, number, joined, reads))
-        if stored[number] and graph.live[number]:
-            kernels.append(_kernel(op, reads[number]))
-    return kernels
-
-
-def _stored_reads(
-    graph: _Graph, reader: int, joined: Sequence[set[int]], reads: Sequence[Mapping[int, bool]]
-) -> dict[int, bool]:
-    """What `reader` reads from memory, and whether element by element; `reads` is the same for those before it."""
-    op = graph.operations[reader]
-    own: dict[int, bool] = {}
-    for value in op.reads:
-        producer = graph.maker.get(value)
-        if producer is None or reader not in joined[producer]:
-            own[value] = own.get(value, True) and op.elementwise
-        else:
-            for v, once in reads[producer].items():
-                own[v] = own.get(v, True) and once and op.elementwise
-    return own
-
-
-def _kernel(op: Operation, reads: Mapping[int, bool]) -> Kernel:
-    # A view of a stored value is in its buffer; one of a joined value is computed into a buffer of its own.
-    is_view = op.kind == "view" and op.reads[0] in reads
-    return Kernel(
-        reads=tuple(reads),
-        writes=op.writes,
-        alias=op.reads[0] if is_view else op.in_place,
-        in_place=op.in_place is not None,
-        scratch_bytes=op.scratch_bytes,
-        shares=tuple(v for v, once in reads.items() if once),
-    )
 
 
 # ---- order ----------------------------------------------------------------------------------------------------------

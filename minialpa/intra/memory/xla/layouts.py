@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.memory.xla_cpu.operations import Recorder
+from minialpa.intra.memory.xla.operations import Recorder
 
 
 def add_product(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
@@ -23,7 +23,7 @@ def add_product(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes:
     operands = product_operands(recorder, eqn, reads)
 
     if max(n_free) < 2:
-        recorder.add("own", operands, writes)
+        recorder.add("own", operands, writes, is_product=True)
     else:
         recorder.add("view", (_stored(recorder, eqn, operands, writes[0]),), writes)
 
@@ -76,17 +76,21 @@ def _merged(recorder: Recorder, v: int, maker: JaxprEqn, groups: tuple[int, ...]
 
 def add_convolution(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
     """Add a convolution. It reads and writes images with the batch first and features last, and reads kernels with
-    output features last; what is in another order is copied."""
+    output features last, or both with features first; what is in another order is copied."""
     numbers = eqn.params["dimension_numbers"]
+    features_first = recorder.features_first and recorder.values[writes[0]].dtype == "float32"
     (batch, features, *space), (out_features, in_features, *window) = numbers.lhs_spec, numbers.rhs_spec
-    orders = (batch, *space, features), (*window, in_features, out_features)
+    orders = [(batch, *space, features), (*window, in_features, out_features)]
+    if features_first:
+        orders = [(batch, features, *space), (out_features, in_features, *window)]
     operands = [
         v if _in_order(order, recorder.values[v].shape) else recorder.copied(v, eqn, order)
         for v, order in zip(reads, orders, strict=True)
     ]
 
     batch, features, *space = numbers.out_spec
-    if _in_order((batch, *space, features), recorder.values[writes[0]].shape):
+    order = (batch, features, *space) if features_first else (batch, *space, features)
+    if _in_order(order, recorder.values[writes[0]].shape):
         recorder.add("own", operands, writes)
     else:
         recorder.add("loop", (_stored(recorder, eqn, operands, writes[0]),), writes)

@@ -17,9 +17,19 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.intra.memory.xla_cpu.layouts import add_convolution, add_product, product_operands
-from minialpa.intra.memory.xla_cpu.operations import Recorder
-from minialpa.intra.memory.xla_cpu.primitives import ELEMENTWISE, EXPENSIVE, FILLS, JOINS_SUM, LOOPS, MARKERS, VIEWS
+from minialpa.intra.memory.xla.layouts import add_convolution, add_product, product_operands
+from minialpa.intra.memory.xla.operations import Recorder
+from minialpa.intra.memory.xla.primitives import (
+    COST_BYTES,
+    ELEMENTWISE,
+    EXPENSIVE,
+    FILLS,
+    JOINS_SUM,
+    LOOPS,
+    MARKERS,
+    REDUCTIONS,
+    VIEWS,
+)
 from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.tracing.jaxprs import Atom, is_literal, shape_of
 
@@ -31,13 +41,13 @@ class _Equation(NamedTuple):
         eqn: the equation, on whole arrays.
         reads: the values of its operands on this device.
         writes: the values of its results on this device.
-        scratch_bytes: what its body needs while it runs, for loops and branches.
+        scratch: bytes of the buffers of its body while it runs, for loops and branches.
     """
 
     eqn: JaxprEqn
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    scratch_bytes: float
+    scratch: tuple[float, ...]
 
     @property
     def name(self) -> str:
@@ -52,7 +62,7 @@ def add_equation(
     eqn: JaxprEqn,
     reads: Sequence[int],
     shapes: Sequence[Sequence[int]],
-    scratch_bytes: float = 0.0,
+    scratch: tuple[float, ...] = (),
 ) -> list[int]:
     """Add the operations of `eqn`; the values of its results, which have `shapes` on this device."""
     name = eqn.primitive.name
@@ -65,7 +75,7 @@ def add_equation(
 
     writes = [recorder.shard(v, shape, eqn) for v, shape in zip(eqn.outvars, shapes, strict=True)]
     rule = _RULES.get(name, _add_scatter if name.startswith("scatter") else _add_kernel)
-    rule(recorder, _Equation(eqn, tuple(reads), tuple(writes), scratch_bytes))
+    rule(recorder, _Equation(eqn, tuple(reads), tuple(writes), scratch))
     return writes
 
 
@@ -106,11 +116,11 @@ def _add_broadcast(recorder: Recorder, equation: _Equation) -> None:
 
 
 def _add_kernel(recorder: Recorder, equation: _Equation) -> None:
-    recorder.add("own", equation.reads, equation.writes, scratch_bytes=equation.scratch_bytes)
+    recorder.add("own", equation.reads, equation.writes, scratch=equation.scratch)
 
 
 def _add_sum(recorder: Recorder, equation: _Equation) -> None:
-    recorder.add("sum", equation.reads, equation.writes)
+    recorder.add("sum", equation.reads, equation.writes, reduces=True)
 
 
 def _add_product(recorder: Recorder, equation: _Equation) -> None:
@@ -148,6 +158,9 @@ def _add_loop(recorder: Recorder, equation: _Equation, by_constant: bool = False
             elementwise=is_elementwise,
             sums="add" if name in ("add", "add_any") else None,
             joins_sum=name in JOINS_SUM or by_constant,
+            reduces=name in REDUCTIONS,
+            cost_bytes=COST_BYTES.get(name, 0.0),
+            converts=name == "convert_element_type",
         )
 
 
@@ -166,7 +179,7 @@ def _add_transpose(recorder: Recorder, equation: _Equation) -> None:
     if source in recorder.products and len(recorder.values[result].shape) == 2:
         product, operands = recorder.products[source]
         reads = product_operands(recorder, product, operands, exchanged=True)
-        recorder.add("own", reads, equation.writes)
+        recorder.add("own", reads, equation.writes, is_product=True)
         # XLA adds it after the other readers, so it is the last reader of both operands.
         recorder.late.add(result)
     else:
@@ -241,8 +254,8 @@ def _add_collective(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, s
     out = recorder.shard(atom, shape, kind)
     recorder.add("own", (v,), (out,))
 
-    if kind == "all-reduce":
-        recorder.reduced[out] = (step.reduction, recorder.values[out].dtype, step.axes)
+    if kind in ("all-gather", "all-reduce", "reduce-scatter"):
+        recorder.combinable[out] = kind, (step.reduction, recorder.values[out].dtype, step.axes)
     if kind == "all-to-all" or (kind == "all-gather" and is_inner):
         out = recorder.copied(out, kind)
     return out

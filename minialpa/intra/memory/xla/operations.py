@@ -31,10 +31,14 @@ class Operation(NamedTuple):
         repeats: whether each element of an operand is read many times, as in a broadcast.
         elementwise: whether each element of the result needs one element of each operand.
         joins_sum: whether it may be computed inside a sum that reads it.
-        scratch_bytes: what it needs only while it runs.
+        scratch: bytes of the buffers that it needs only while it runs.
         in_place: the operand whose buffer the result takes over; None if it has a buffer of its own.
         waits: whether its result is there only when all that it reads is.
         sums: "add" if it adds its two operands, "scatter" if it adds the others into the first; None otherwise.
+        reduces: whether an element of the result needs many elements of an operand, as in a sum or a maximum.
+        cost_bytes: what computing an element costs, as the bytes that a GPU moves in that time; 0 for what is cheap.
+        converts: whether it only changes the dtype.
+        is_product: whether it is a matrix product.
     """
 
     kind: Kind
@@ -44,10 +48,14 @@ class Operation(NamedTuple):
     repeats: bool = False
     elementwise: bool = False
     joins_sum: bool = False
-    scratch_bytes: float = 0.0
+    scratch: tuple[float, ...] = ()
     in_place: int | None = None
     waits: bool = False
     sums: Literal["add", "scatter"] | None = None
+    reduces: bool = False
+    cost_bytes: float = 0.0
+    converts: bool = False
+    is_product: bool = False
 
     @property
     def is_apart(self) -> bool:
@@ -60,6 +68,7 @@ class Recorder(Values):
     """Collects values and operations. An operation is added after those that make what it reads.
 
     Attributes:
+        features_first: whether convolutions of float32 read and write images with features in front of space.
         operations: every operation so far.
         broadcasts: for a value and a shape, the value broadcast to it.
         copies: for a value and an order of its dimensions in memory, the copy in this order.
@@ -69,9 +78,11 @@ class Recorder(Values):
         late: values that are made after all other readers of the operands have run.
         products: for the result of a matrix product, its equation and its operands.
         transposed: for a transpose, the value that it is a transpose of, and its dimension for each of the transpose.
-        reduced: for the result of an all-reduce, what two of them have in common if they can be combined.
+        combinable: for the result of a collective, its kind, and what two of this kind have in common if they can be
+            combined.
     """
 
+    features_first: bool = False
     operations: list[Operation] = field(default_factory=list)
     broadcasts: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     copies: dict[Ordered, int] = field(default_factory=dict)
@@ -81,7 +92,7 @@ class Recorder(Values):
     late: set[int] = field(default_factory=set)
     products: dict[int, tuple[JaxprEqn, tuple[int, ...]]] = field(default_factory=dict)
     transposed: dict[int, Ordered] = field(default_factory=dict)
-    reduced: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    combinable: dict[int, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
 
     def add(self, kind: Kind, reads: Sequence[int], writes: Sequence[int], **facts: Any) -> None:
         """Add an operation. `facts`: fields of `Operation`."""

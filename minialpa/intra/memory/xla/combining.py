@@ -1,26 +1,53 @@
-"""All-reduces that XLA combines into one, since they do not depend on each other.
+"""Collectives that XLA combines into one, since they do not depend on each other.
 
-It combines sums of one type over the same devices. The gradients are then all summed at once, when the last of them is
-there, so that every gradient is in memory at that time.
+It combines those of one kind and type over the same devices: for CPUs all sums, for GPUs also gathers, as long as their
+results have no more bytes than a limit. What is combined starts when the last operand is there, so that all operands,
+such as all gradients, are in memory at that time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
-from minialpa.intra.memory.xla_cpu.operations import Operation, makers_of
+from minialpa.intra.memory.xla.operations import Operation, makers_of
 
 
 def combine(
-    operations: Sequence[Operation], results: Sequence[int], kinds: Mapping[int, Hashable]
+    operations: Sequence[Operation],
+    results: Sequence[int],
+    kinds: Mapping[int, Hashable],
+    sizes: Sequence[float] = (),
+    most_bytes: float = math.inf,
 ) -> tuple[Operation, ...]:
-    """`operations` with those that write a value of `kinds` joined where the kinds are equal; in a valid order."""
+    """`operations` with those that write a value of `kinds` joined where the kinds are equal; in a valid order.
+
+    sizes: bytes of values, for `most_bytes`, which what is joined may write at most.
+    """
     out = tuple(operations)
     for kind in dict.fromkeys(kinds.values()):
         groups = _groups(out, results, [value for value, other in kinds.items() if other == kind])
+        if most_bytes < math.inf:
+            groups = [part for group in groups for part in _parts(out, group, sizes, most_bytes)]
         if any(len(group) > 1 for group in groups):
             out = _sorted(_merged(out, groups))
     return out
+
+
+def _parts(
+    operations: Sequence[Operation], group: Sequence[int], sizes: Sequence[float], most_bytes: float
+) -> Iterator[list[int]]:
+    """A group, cut where it would write more than `most_bytes`."""
+    part: list[int] = []
+    n_bytes = 0.0
+    for number in group:
+        own_bytes = sum(sizes[v] for v in operations[number].writes)
+        if part and n_bytes + own_bytes > most_bytes:
+            yield part
+            part, n_bytes = [], 0.0
+        part.append(number)
+        n_bytes += own_bytes
+    yield part
 
 
 def _groups(operations: Sequence[Operation], results: Sequence[int], values: Sequence[int]) -> list[list[int]]:

@@ -14,13 +14,13 @@ VIEWS = _names("bitcast_convert_type copy expand_dims random_unwrap random_wrap 
 #: Made without reading an array.
 FILLS = _names("axis_index empty iota partition_id")
 
-_REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_xor")
+REDUCTIONS = _names("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_xor")
 _EXPENSIVE_ELEMENTWISE = _names(
     """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma lgamma
     log log1p log2 logistic pow rem rsqrt sin sinh sqrt tan tanh"""
 )
 #: Never computed twice.
-EXPENSIVE = _EXPENSIVE_ELEMENTWISE | _REDUCTIONS | {"gather"}
+EXPENSIVE = _EXPENSIVE_ELEMENTWISE | REDUCTIONS | {"gather"}
 #: May be computed inside a sum that reads them.
 JOINS_SUM = _names(
     "abs add convert_element_type exp integer_pow max min mul neg one_minus_square polynomial square sub"
@@ -37,3 +37,7 @@ ELEMENTWISE = (
 )
 #: Compiled to loops over the elements of their results, which may be fused.
 LOOPS = ELEMENTWISE | EXPENSIVE | _names("concatenate dynamic_slice dynamic_update_slice pad rev slice split")
+#: What GPUs take to compute an element, as bytes of memory that they move in that time; all else is next to nothing.
+COST_BYTES = dict.fromkeys(_EXPENSIVE_ELEMENTWISE, 6.0) | dict.fromkeys(
+    ("div", "exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "rem", "rsqrt", "sqrt"), 2.0
+)

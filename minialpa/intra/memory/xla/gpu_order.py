@@ -1,0 +1,104 @@
+"""The order in which kernels run on a GPU: XLA tries several and takes the one that needs least memory.
+
+list      of the kernels that are ready, the one that frees most bytes, less those that it writes   -> _greedy
+program   as the operations are in the program
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from minialpa.intra.memory.compiler import Kernel
+
+
+def run_order(kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> list[int]:
+    """Numbers of `kernels` in the order in which they run; `sizes` are bytes of values."""
+    buffers = _Buffers(kernels, results, sizes)
+    return min((_greedy(kernels, buffers), list(range(len(kernels)))), key=buffers.peak_bytes)
+
+
+class _Buffers:
+    """What each kernel writes and reads, by the value that a buffer began with; those of arguments are left out.
+
+    Attributes:
+        writes: bytes that a kernel needs for its results.
+        reads: the buffers that a kernel reads.
+        n_readers: for each buffer, the kernels that read it, and one more for a result.
+    """
+
+    def __init__(self, kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> None:
+        home = _homes(kernels)
+        made = {v for kernel in kernels for v in kernel.writes} - home.keys()
+        self.sizes, self._kernels = sizes, kernels
+        self.made = [[v for v in kernel.writes if v in made] for kernel in kernels]
+        self.writes = [sum(sizes[v] for v in values) for values in self.made]
+        self.reads = [{home.get(v, v) for v in kernel.reads} & made for kernel in kernels]
+        self.n_readers: dict[int, int] = defaultdict(int)
+        for read in (*self.reads, {home.get(v, v) for v in results}):
+            for v in read:
+                self.n_readers[v] += 1
+
+    def peak_bytes(self, order: Sequence[int]) -> float:
+        """Most bytes in use at one time if kernels run in this order."""
+        left, in_use, peak = dict(self.n_readers), 0.0, 0.0
+        for k in order:
+            in_use += self.writes[k]
+            peak = max(peak, in_use + sum(self._kernels[k].scratch))
+            for v in self.reads[k]:
+                left[v] -= 1
+                in_use -= 0.0 if left[v] else self.sizes[v]
+            in_use -= sum(self.sizes[v] for v in self.made[k] if not left.get(v))
+        return peak
+
+
+def _homes(kernels: Sequence[Kernel]) -> Mapping[int, int]:
+    """For values in the buffer of another value, the one that the buffer began with."""
+    home: dict[int, int] = {}
+    for kernel in kernels:
+        if kernel.alias is not None:
+            home[kernel.writes[0]] = home.get(kernel.alias, kernel.alias)
+    return home
+
+
+def _greedy(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
+    """Of the kernels that are ready, always the one that frees most; of equal ones, the first of the program."""
+    made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
+    waits = [{made[v] for v in kernel.reads if v in made} for kernel in kernels]
+    behind: dict[int, list[int]] = defaultdict(list)
+    readers: dict[int, set[int]] = defaultdict(set)
+    for k, of_kernel in enumerate(waits):
+        for before in of_kernel:
+            behind[before].append(k)
+        for v in buffers.reads[k]:
+            readers[v].add(k)
+    left, missing = dict(buffers.n_readers), [len(of_kernel) for of_kernel in waits]
+
+    def grows(k: int) -> float:
+        """Bytes more in use after kernel `k`."""
+        return buffers.writes[k] - sum(buffers.sizes[v] for v in buffers.reads[k] if left[v] == 1)
+
+    # What a kernel frees only ever becomes more, so old entries of the queue are too large, and are looked at again.
+    ready = [(grows(k), k) for k, n in enumerate(missing) if not n]
+    heapq.heapify(ready)
+    order: list[int] = []
+    done = [False] * len(kernels)
+    while ready:
+        _, k = heapq.heappop(ready)
+        if done[k]:
+            continue
+        done[k] = True
+        order.append(k)
+
+        for v in buffers.reads[k]:
+            left[v] -= 1
+            if left[v] == 1:
+                for other in readers[v]:
+                    if not done[other] and not missing[other]:
+                        heapq.heappush(ready, (grows(other), other))
+        for other in behind[k]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(ready, (grows(other), other))
+    return order

@@ -1,0 +1,74 @@
+"""XLA for CPUs and for GPUs as values, and what they make of the operations of a program.
+
+0. Equations and steps of reshardings become operations.       -> lowering, with primitives and layouts
+1. Sums with scatters become scatters.                         -> scatters.absorb
+2. Collectives are combined.                                   -> combining.combine
+3. Operations are fused into kernels.                          -> cpu_fusion.fused, gpu_fusion.fused
+4. Kernels are ordered.                                        -> cpu_fusion.run_order, gpu_order.run_order
+5. Arguments that may be read too late are copied before all.  -> copies.copied_arguments, for CPUs
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+from minialpa.intra.memory.compiler import CompilerModel, Kernel
+from minialpa.intra.memory.xla import cpu_fusion, gpu_fusion, gpu_order
+from minialpa.intra.memory.xla.combining import combine
+from minialpa.intra.memory.xla.copies import copied_arguments
+from minialpa.intra.memory.xla.graph import Graph
+from minialpa.intra.memory.xla.lowering import add_equation, add_step
+from minialpa.intra.memory.xla.operations import Recorder
+from minialpa.intra.memory.xla.scatters import absorb
+
+#: What collectives that XLA for GPUs combines may write together: its default.
+_COMBINED_BYTES = 30 * 2**20
+
+
+def _scheduled_on_cpu(recorder: Recorder, inputs: Sequence[int], results: Sequence[int]) -> list[Kernel]:
+    """Steps 1 to 4."""
+    sums = {value: alike for value, (kind, alike) in recorder.combinable.items() if kind == "all-reduce"}
+    operations = absorb(recorder.operations, results, recorder.zeros)
+    operations = combine(operations, results, sums)
+    kernels = cpu_fusion.fused(operations, results, recorder.sizes)
+    return [kernels[number] for number in cpu_fusion.run_order(kernels, inputs, recorder.late)]
+
+
+def _scheduled_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequence[int]) -> list[Kernel]:
+    """Steps 1 to 4."""
+    sizes = recorder.sizes
+    operations = absorb(recorder.operations, results, recorder.zeros)
+    operations = combine(operations, results, recorder.combinable, sizes, _COMBINED_BYTES)
+    kernels = gpu_fusion.fused(Graph(operations, results, sizes))
+    return [kernels[number] for number in gpu_order.run_order(kernels, results, sizes)]
+
+
+def _nothing_copied(kernels: Sequence[Kernel], home: Mapping[int, int], replaced: Mapping[int, int]) -> dict[int, int]:
+    """On GPUs, kernels over the same arrays are one, which reads an argument before it writes the result there."""
+    return {}
+
+
+#: Up to jax 0.10. It drops optimization barriers before it orders the kernels.
+XLA_CPU = CompilerModel(
+    name="xla-cpu",
+    waits_at_barriers=False,
+    alignment_bytes=64,
+    address_bytes=8,
+    recorder=Recorder,
+    add_equation=add_equation,
+    add_step=add_step,
+    kernels=_scheduled_on_cpu,
+    copied_arguments=copied_arguments,
+)
+#: From jax 0.11 on.
+XLA_CPU_WITH_BARRIERS = dataclasses.replace(XLA_CPU, name="xla-cpu-with-barriers", waits_at_barriers=True)
+XLA_GPU = dataclasses.replace(
+    XLA_CPU,
+    name="xla-gpu",
+    alignment_bytes=256,
+    recorder=functools.partial(Recorder, features_first=True),
+    kernels=_scheduled_on_gpu,
+    copied_arguments=_nothing_copied,
+)
