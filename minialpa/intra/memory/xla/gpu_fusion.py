@@ -14,8 +14,6 @@ if the operand is an argument that nothing else reads.                          
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from minialpa.intra.memory.compiler import Kernel
 from minialpa.intra.memory.xla.graph import Graph, kernels_of
 
@@ -33,7 +31,11 @@ def fused(graph: Graph) -> list[Kernel]:
         joined = frozenset[int]().union(*(kernels[reader] for reader in readers))
         if not graph.live[producer]:
             continue
-        is_kept = graph.is_result[producer] or not all(_may_join(graph, producer, reader) for reader in readers)
+        # A view of what is in memory is no kernel, so what it is a view of is in memory, too.
+        is_kept = graph.is_result[producer] or any(
+            not _may_join(graph, producer, reader) or (stored[reader] and operations[reader].kind == "view")
+            for reader in readers
+        )
         if is_kept or not chains.is_worth_joining(producer, len(joined)):
             stored[producer], joined = True, frozenset([producer])
         kernels[producer] = joined
@@ -47,7 +49,7 @@ def _may_join(graph: Graph, producer: int, reader: int) -> bool:
         return False
     if target.is_product:
         return _feeds_product(graph, producer)
-    return not target.is_apart and (not source.reduces or target.kind == "view")
+    return not target.is_apart and not source.reduces
 
 
 def _feeds_product(graph: Graph, producer: int) -> bool:
@@ -76,7 +78,7 @@ class _Chains:
         self.reads: list[frozenset[int]] = []
         self.work_bytes: list[float] = []
         for number, op in enumerate(graph.operations):
-            reads, work_bytes = set[int](), op.cost_bytes * self._n_elements(op.writes)
+            reads, work_bytes = set[int](), op.work_bytes
             for v in op.reads:
                 producer = graph.maker.get(v)
                 if producer is None or not self._is_only_for(producer, number):
@@ -86,9 +88,6 @@ class _Chains:
                     work_bytes += self.work_bytes[producer]
             self.reads.append(frozenset(reads))
             self.work_bytes.append(work_bytes)
-
-    def _n_elements(self, values: Sequence[int]) -> float:
-        return sum(self._graph.sizes[v] for v in values) / 4  # as of float32: most work is done in it
 
     def _is_only_for(self, producer: int, reader: int) -> bool:
         op = self._graph.operations[producer]

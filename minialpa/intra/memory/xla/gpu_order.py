@@ -2,21 +2,38 @@
 
 list      of the kernels that are ready, the one that frees most bytes, less those that it writes   -> _greedy
 program   as the operations are in the program
+
+Sums over devices start as soon as they are ready, so that kernels run beside them.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from minialpa.intra.memory.compiler import Kernel
 
 
-def run_order(kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float]) -> list[int]:
-    """Numbers of `kernels` in the order in which they run; `sizes` are bytes of values."""
+def run_order(
+    kernels: Sequence[Kernel], results: Sequence[int], sizes: Sequence[float], sums: Collection[int]
+) -> list[int]:
+    """Numbers of `kernels` in the order in which they run.
+
+    sizes: bytes of values. sums: the values that are sums over devices.
+    """
     buffers = _Buffers(kernels, results, sizes)
-    return min((_greedy(kernels, buffers), list(range(len(kernels)))), key=buffers.peak_bytes)
+    is_sum = [any(v in sums for v in kernel.writes) for kernel in kernels]
+    in_program = _sums_early(kernels, is_sum)
+    return min((_greedy(kernels, buffers, is_sum), in_program), key=buffers.peak_bytes)
+
+
+def _sums_early(kernels: Sequence[Kernel], is_sum: Sequence[bool]) -> list[int]:
+    """The order of the program, but for sums, each of which follows the last kernel that it waits for."""
+    made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
+    last = [max((made[v] for v in kernel.reads if v in made), default=-1) for kernel in kernels]
+    return sorted(range(len(kernels)), key=lambda k: (last[k] + 0.5, k) if is_sum[k] else (float(k), k))
 
 
 class _Buffers:
@@ -62,8 +79,8 @@ def _homes(kernels: Sequence[Kernel]) -> Mapping[int, int]:
     return home
 
 
-def _greedy(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
-    """Of the kernels that are ready, always the one that frees most; of equal ones, the first of the program."""
+def _greedy(kernels: Sequence[Kernel], buffers: _Buffers, is_sum: Sequence[bool]) -> list[int]:
+    """Of the kernels that are ready, sums first, then the one that frees most; of equal ones, the first of all."""
     made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
     waits = [{made[v] for v in kernel.reads if v in made} for kernel in kernels]
     behind: dict[int, list[int]] = defaultdict(list)
@@ -76,7 +93,9 @@ def _greedy(kernels: Sequence[Kernel], buffers: _Buffers) -> list[int]:
     left, missing = dict(buffers.n_readers), [len(of_kernel) for of_kernel in waits]
 
     def grows(k: int) -> float:
-        """Bytes more in use after kernel `k`."""
+        """Bytes more in use after kernel `k`; a sum comes before all others."""
+        if is_sum[k]:
+            return -math.inf
         return buffers.writes[k] - sum(buffers.sizes[v] for v in buffers.reads[k] if left[v] == 1)
 
     # What a kernel frees only ever becomes more, so old entries of the queue are too large, and are looked at again.

@@ -20,7 +20,6 @@ from jax.extend.core import JaxprEqn
 from minialpa.intra.memory.xla.layouts import add_convolution, add_product, product_operands
 from minialpa.intra.memory.xla.operations import Recorder
 from minialpa.intra.memory.xla.primitives import (
-    COST_BYTES,
     ELEMENTWISE,
     EXPENSIVE,
     FILLS,
@@ -29,6 +28,7 @@ from minialpa.intra.memory.xla.primitives import (
     MARKERS,
     REDUCTIONS,
     VIEWS,
+    WORK_BYTES,
 )
 from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.tracing.jaxprs import Atom, is_literal, shape_of
@@ -159,7 +159,7 @@ def _add_loop(recorder: Recorder, equation: _Equation, by_constant: bool = False
             sums="add" if name in ("add", "add_any") else None,
             joins_sum=name in JOINS_SUM or by_constant,
             reduces=name in REDUCTIONS,
-            cost_bytes=COST_BYTES.get(name, 0.0),
+            work_bytes=WORK_BYTES.get(name, 0.0) * math.prod(recorder.values[result].shape),
             converts=name == "convert_element_type",
         )
 

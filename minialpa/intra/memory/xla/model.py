@@ -42,7 +42,8 @@ def _scheduled_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequen
     operations = absorb(recorder.operations, results, recorder.zeros)
     operations = combine(operations, results, recorder.combinable, sizes, _COMBINED_BYTES)
     kernels = gpu_fusion.fused(Graph(operations, results, sizes))
-    return [kernels[number] for number in gpu_order.run_order(kernels, results, sizes)]
+    sums = {value for value, (kind, _) in recorder.combinable.items() if kind != "all-gather"}
+    return [kernels[number] for number in gpu_order.run_order(kernels, results, sizes, sums)]
 
 
 def _nothing_copied(kernels: Sequence[Kernel], home: Mapping[int, int], replaced: Mapping[int, int]) -> dict[int, int]:

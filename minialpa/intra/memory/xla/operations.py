@@ -36,7 +36,7 @@ class Operation(NamedTuple):
         waits: whether its result is there only when all that it reads is.
         sums: "add" if it adds its two operands, "scatter" if it adds the others into the first; None otherwise.
         reduces: whether an element of the result needs many elements of an operand, as in a sum or a maximum.
-        cost_bytes: what computing an element costs, as the bytes that a GPU moves in that time; 0 for what is cheap.
+        work_bytes: what computing it costs, as the bytes that a GPU moves in that time; 0 for what is cheap.
         converts: whether it only changes the dtype.
         is_product: whether it is a matrix product.
     """
@@ -53,7 +53,7 @@ class Operation(NamedTuple):
     waits: bool = False
     sums: Literal["add", "scatter"] | None = None
     reduces: bool = False
-    cost_bytes: float = 0.0
+    work_bytes: float = 0.0
     converts: bool = False
     is_product: bool = False
 

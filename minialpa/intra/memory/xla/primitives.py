@@ -38,6 +38,6 @@ ELEMENTWISE = (
 #: Compiled to loops over the elements of their results, which may be fused.
 LOOPS = ELEMENTWISE | EXPENSIVE | _names("concatenate dynamic_slice dynamic_update_slice pad rev slice split")
 #: What GPUs take to compute an element, as bytes of memory that they move in that time; all else is next to nothing.
-COST_BYTES = dict.fromkeys(_EXPENSIVE_ELEMENTWISE, 6.0) | dict.fromkeys(
+WORK_BYTES = dict.fromkeys(_EXPENSIVE_ELEMENTWISE, 10.0) | dict.fromkeys(
     ("div", "exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "rem", "rsqrt", "sqrt"), 2.0
 )
