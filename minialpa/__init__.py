@@ -1,7 +1,7 @@
 """minialpa: automatic intra- and inter-operator parallelism for JAX training steps."""
 
 from minialpa import testing, util
-from minialpa.api.functions import explain, get_last_dp_result, parallelize, plan, replan
+from minialpa.api.functions import check, explain, get_last_dp_result, parallelize, plan, replan
 from minialpa.api.parallelized import ParallelizedFunc
 from minialpa.arrays import prefetch
 from minialpa.checkpoints.manager import Checkpoint, CheckpointManager, restore_checkpoint, save_checkpoint
@@ -85,6 +85,7 @@ __all__ = [
     "Zero3Parallel",
     "__version__",
     "available_hosts",
+    "check",
     "check_sharding_rule",
     "explain",
     "get_3d_parallel_method",

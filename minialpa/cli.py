@@ -13,10 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minialpa.errors import MinialpaError, VerifyError
 from minialpa.plan import Plan
+from minialpa.support.files import write_text
+
+if TYPE_CHECKING:
+    from minialpa.plan.check import PlanCheck
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +86,17 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--micro-batches", type=int, default=0, help="0 (default) chooses a divisor of the batch")
     plan.add_argument("--layers", type=int, default=0, help="pipeline layers; 0 (default): the blocks of the model")
     plan.add_argument("--save", type=Path, default=None, metavar="PLAN.json", help="write the plan to this file")
+    plan.add_argument("--check", action="store_true", help="compile the plan for the GPU, as `minialpa check` does")
     plan.set_defaults(run=_plan)
+
+    check = commands.add_parser("check", help="compile a saved plan for its GPU, and compare; needs no GPU")
+    check.add_argument("plan", type=Path, metavar="PLAN.json")
+    check.add_argument("model", help="the model that it was made for, as in `minialpa plan`")
+    check.add_argument("--target", default=None, help="a GPU such as `h100`, or a JSON file; default: the plan's")
+    check.add_argument("--batch-size", type=_positive, default=None, help="default: that of the plan")
+    check.add_argument("--cache", type=Path, default=None, metavar="FOLDER", help="keep compiled programs here")
+    check.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the comparison to this file")
+    check.set_defaults(run=_check)
 
     report = commands.add_parser("report", help="print a saved plan")
     report.add_argument("plan", type=Path, metavar="PLAN.json")
@@ -135,7 +149,26 @@ def _plan(args: argparse.Namespace) -> int:
     if args.save is not None:
         found.save(args.save)
         print(f"Written to {args.save}.")
+    if args.check:
+        return _print_check(minialpa.check(found, step, (state, batch)))
     return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    """The exit status is 1 if a stage needs more memory than its devices have."""
+    import minialpa
+
+    plan = _load_plan(args.plan)
+    step, state, batch = _load(args.model, args.batch_size or plan.n_examples)
+    found = minialpa.check(plan, step, (state, batch), target=args.target, cache=args.cache)
+    if args.json is not None:
+        write_text(args.json, found.to_json())
+    return _print_check(found)
+
+
+def _print_check(found: PlanCheck) -> int:
+    print(found.summary())
+    return 0 if found.fits else 1
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minialpa.api.parallelized import ParallelizedFunc
 from minialpa.api.ragged import OnRagged
@@ -20,6 +20,9 @@ from minialpa.cluster import ClusterSpec
 from minialpa.errors import MinialpaError, ShardingError
 from minialpa.methods import AutoParallel, FollowingMethod, Method, check_method, plan_to_method
 from minialpa.plan import Plan
+
+if TYPE_CHECKING:
+    from minialpa.plan.check import PlanCheck
 
 
 def parallelize(
@@ -109,6 +112,30 @@ def explain(
     """As `ParallelizedFunc.explain`, for the plan that `plan` makes of the same arguments."""
     chosen = dataclasses.replace(_method(method), devices=cluster)
     return ParallelizedFunc(fun, chosen, batch_argnums=batch_argnums).explain(what, *args)
+
+
+def check(
+    plan: Plan,
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    target: str | None = None,
+    cache: str | Path | None = None,
+    batch_argnums: Argnums = "auto",
+) -> PlanCheck:
+    """A plan of `fun(*args)` beside what XLA for GPUs makes of it, on a machine that needs no GPU.
+
+    Args:
+        plan: what is checked. Raises VerifyError if it was made for another step.
+        fun: the step, for one device.
+        args: its arguments, or `jax.ShapeDtypeStruct`s.
+        target: the GPU, as `xla_gpu/targets.py` names it, or a JSON file; by default the device of the plan's cluster.
+        cache: a folder that keeps compiled programs for the next check.
+        batch_argnums: as in `parallelize`.
+
+    Needs the extra `gpu-compile`. Raises GpuCompileError where XLA refuses a program.
+    """
+    return ParallelizedFunc(fun, plan, batch_argnums=batch_argnums).check(*args, target=target, cache=cache)
 
 
 def replan(plan: Plan, fun: Callable[..., Any], args: Sequence[Any], *, batch_argnums: Argnums = "auto") -> Plan:

@@ -59,6 +59,7 @@ from minialpa.tracing.arguments import find_batch_dims, leaf_type
 from minialpa.tracing.trace import NoBatch, TracedStep, trace_step, with_batch
 
 if TYPE_CHECKING:
+    from minialpa.plan.check import PlanCheck
     from minialpa.runtime.executable import Executable
 
 #: What a call needs: the program on its devices, and what makes its result of the leaves that the program returns.
@@ -276,6 +277,18 @@ class ParallelizedFunc:
         plan = self._plan_there(call, traced)
         with collection_paused():
             return explain_step(traced, plan, what)
+
+    def check(self, *args: Any, target: str | None = None, cache: str | Path | None = None, **kwargs: Any) -> PlanCheck:
+        """The plan for these arguments beside what XLA for GPUs makes of it: memory, communication and seconds.
+
+        Needs the extra `gpu-compile`, and no GPU. See `minialpa.check`.
+        """
+        from minialpa.api.gpu_check import check_plan
+
+        self._check_plans("check")
+        call = self._parameters.bind(args, kwargs)
+        traced = self._trace(call)
+        return check_plan(traced, self._plan_there(call, traced), target, cache)
 
     def export_specs(self, *args: Any, mesh: int = 0, **kwargs: Any) -> tuple[Any, Any]:
         """Pytrees of PartitionSpecs: of the arguments, as a tuple without the static ones, and of the results.

@@ -68,10 +68,9 @@ def collectives(text: str, *, scatter: bool = False) -> tuple[HloCollective, ...
     for name, times in _times(module).items():
         computation = module.computations[name]
         for instruction in computation.instructions:
-            kind = _KINDS.get(instruction.opcode.removesuffix("-start"))
-            if kind is None:
+            one = collective_of(instruction, times, module.n_devices)
+            if one is None:
                 continue
-            one = _collective(instruction, kind, times, module.n_devices)
             found.extend(_scattered(one, instruction, computation, module) if scatter else (one,))
     return tuple(found)
 
@@ -225,7 +224,17 @@ def _callees(instruction: Instruction, around: Computation, module: Module) -> I
 # ---- one collective --------------------------------------------------------------------------------------------------
 
 
-def _collective(instruction: Instruction, kind: CollectiveKind, times: int, n_devices: int) -> HloCollective:
+def collective_of(instruction: Instruction, times: int, n_devices: int) -> HloCollective | None:
+    """The collective that an instruction is, or starts; None if it does neither.
+
+    Args:
+        instruction: of a program for `n_devices` devices.
+        times: how often the program runs it.
+        n_devices: partitions times replicas.
+    """
+    kind = _KINDS.get(instruction.opcode.removesuffix("-start"))
+    if kind is None:
+        return None
     groups = parse_groups(instruction.attributes, n_devices)
     shape = instruction.shape
     if instruction.opcode.endswith("-start") and kind != "all-reduce":

@@ -5,9 +5,12 @@ The top of this package. Each method calls a function of a module below, which t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from minialpa.plan.check import PlanCheck
 from minialpa.plan.codec import decode
 from minialpa.plan.difference import difference
 from minialpa.plan.export import export_specs, to_python
@@ -43,6 +46,20 @@ class Plan(PlanRecord):
     def to_python(self, mesh: int = 0) -> str:
         """Python source of one mesh and of `export_specs`, to paste into a training loop without minialpa."""
         return to_python(self, mesh)
+
+    def check(
+        self,
+        fun: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        target: str | None = None,
+        cache: str | Path | None = None,
+    ) -> PlanCheck:
+        """The plan beside what XLA for GPUs makes of it, on any machine: `minialpa.check`, which says more."""
+        # The one import that points up: a plan is what users have in hand, and the check needs all of the package.
+        import minialpa
+
+        return minialpa.check(self, fun, args, target=target, cache=cache)
 
     def to_json(self) -> str:
         """The plan as JSON, which `from_json` reads."""

@@ -1,4 +1,4 @@
-"""Writes files that a user keeps: afterwards a file holds the whole new text, or what it held before."""
+"""Writes files that a user keeps: afterwards a file holds all that is new, or what it held before."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ _NOT_REPLACED = (errno.EACCES, errno.EBUSY, errno.EPERM, errno.EROFS, errno.EXDE
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text`, as UTF-8, to a file beside `path` that then takes its place, with the permissions of the old one.
+    """Write `text`, as UTF-8, as `write_bytes` does."""
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write `data` to a file beside `path` that then takes its place, with the permissions of the old one.
 
     Links are followed. What is no regular file, such as /dev/stdout, is written to, and so is what cannot be replaced.
-    Raises OSError where the text cannot be written; the old file is then as it was.
+    Raises OSError where it cannot be written; the old file is then as it was.
     """
     target = Path(path)
-    data = text.encode("utf-8", "backslashreplace")
     if target.exists() and not target.is_file():
         target.write_bytes(data)
         return

@@ -7,7 +7,7 @@ The interpreter walks the instructions and `Exchange` moves arrays; jax runs wha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from minialpa.programs.exported import callable_of
 from minialpa.programs.mesh_program import (
-    STAND_INS,
     ArrayType,
     MeshFunction,
     MeshProgram,
@@ -215,15 +215,9 @@ class WorkerProgram:
         return [made[key] for key in keys]
 
     def _lower(self, function: MeshFunction, with_flag: bool) -> LoweredFunction:
-        """The function lowered; elements that `jax.export` has no name for have their own types again."""
-        exported = jax.export.deserialize(bytearray(function.code))
-        narrow = any(kind.dtype in STAND_INS for kind in (*function.in_types, *function.out_types))
-        avals = [
-            jax.ShapeDtypeStruct(aval.shape, kind.jax_dtype) if kind.dtype in STAND_INS else aval
-            for aval, kind in zip(exported.in_avals, function.in_types, strict=True)
-        ]
+        call, avals = callable_of(function)
         return lower(
-            _with_narrow(exported, function) if narrow else exported.call,
+            call,
             avals,
             mesh=self.mesh,
             in_specs=function.in_specs,
@@ -247,20 +241,6 @@ def _read_as_numpy(program: MeshProgram, mesh: jax.sharding.Mesh) -> frozenset[i
     others = {x.source for x in program.instructions if isinstance(x, Send | Relayout)}
     results = {b for _, b in program.outputs}
     return frozenset(b for b in (received | given) - others - results if program.types[b].key is None)
-
-
-def _with_narrow(exported: Any, function: MeshFunction) -> Callable[..., tuple[Any, ...]]:
-    """An exported function with the types that others stand for in it."""
-
-    def call(*args: Any) -> tuple[Any, ...]:
-        given = [
-            x.astype(aval.dtype) if kind.dtype in STAND_INS else x
-            for x, aval, kind in zip(args, exported.in_avals, function.in_types, strict=True)
-        ]
-        results = zip(exported.call(*given), function.out_types, strict=True)
-        return tuple(x.astype(kind.jax_dtype) if kind.dtype in STAND_INS else x for x, kind in results)
-
-    return call
 
 
 def _written(instruction: Any) -> tuple[int, ...]:

@@ -1,0 +1,100 @@
+"""Timelines of programs that are written by hand, against sums by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from minialpa.hlo import HloCollective
+from minialpa.xla_gpu.timeline import timeline
+
+
+def _kernel(name: str, operand: str, microseconds: float) -> str:
+    cost = f'"reification_cost":[{{"exec_time_us":9.9,"name":""}},{{"exec_time_us":{microseconds},"name":"sol"}}]'
+    return f"  %{name} = f32[8]{{0}} fusion(%{operand}), kind=kLoop, calls=%f, backend_config={{{cost}}}"
+
+
+def _program(*lines: str, more: str = "") -> str:
+    body = "\n".join(lines)
+    return f"""HloModule m, is_scheduled=true, num_partitions=2
+
+%f (p: f32[8]) -> f32[8] {{
+  %p = f32[8]{{0}} parameter(0)
+  ROOT %n = f32[8]{{0}} negate(%p)
+}}
+{more}
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+{body}
+}}
+"""
+
+
+_START = "  %s = (f32[8]{0}, f32[16]{0}) all-gather-start(%x), replica_groups={{0,1}}, dimensions={0}"
+_DONE = "  %d = f32[16]{0} all-gather-done(%s)"
+
+
+def _three_us(one: HloCollective) -> float:
+    assert (one.kind, one.n_bytes) == ("all-gather", 64)
+    return 3e-6
+
+
+def test_kernels_run_one_after_the_other() -> None:
+    found = timeline(_program(_kernel("a", "x", 1.0), _kernel("b", "a", 2.0)), _three_us)
+    assert found.kernels_s == found.total_s == pytest.approx(3e-6)
+    assert not found.awaited
+
+
+@pytest.mark.parametrize(("beside_us", "exposed_us"), [(0.0, 3.0), (1.0, 2.0), (5.0, 0.0)])
+def test_a_collective_is_exposed_for_what_no_kernel_hides(beside_us: float, exposed_us: float) -> None:
+    beside = [_kernel("a", "x", beside_us)] if beside_us else []
+    found = timeline(_program(_START, *beside, _DONE, _kernel("b", "d", 1.0)), _three_us)
+    (one,) = found.awaited
+    assert one.exposed_s == pytest.approx(exposed_us * 1e-6) and one.has_work == bool(beside_us)
+    assert found.kernels_s == pytest.approx((beside_us + 1) * 1e-6)
+    assert found.total_s == pytest.approx((beside_us + exposed_us + 1) * 1e-6)
+    assert found.exposed_bytes == pytest.approx(64 * exposed_us / 3)
+    assert found.hidden_bytes == pytest.approx(64 - found.exposed_bytes)
+
+
+def test_collectives_wait_for_each_other() -> None:
+    again = [line.replace("%s", "%s2").replace("%d", "%d2") for line in (_START, _DONE)]
+    found = timeline(_program(_START, again[0], _kernel("a", "x", 4.0), _DONE, again[1]), _three_us)
+    assert [one.exposed_s for one in found.awaited] == pytest.approx([0.0, 2e-6])
+    assert found.total_s == pytest.approx(6e-6)
+
+
+def test_a_collective_without_a_start_of_its_own_is_exposed() -> None:
+    line = "  %g = f32[16]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}"
+    found = timeline(_program(line, _kernel("a", "x", 1.0)), _three_us)
+    assert found.total_s == pytest.approx(4e-6) and found.exposed_bytes == 64
+
+
+def test_a_loop_counts_as_often_as_it_runs() -> None:
+    more = f"""
+%body (t: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %t = (s32[], f32[8]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %v = f32[8]{{0}} get-tuple-element(%t), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+{_START.replace("%x", "%v")}
+{_DONE}
+{_kernel("k", "v", 2.0)}
+  ROOT %r = (s32[], f32[8]{{0}}) tuple(%next, %k)
+}}
+
+%condition (t: (s32[], f32[8])) -> pred[] {{
+  %t = (s32[], f32[8]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %n = s32[] constant(5)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}}
+"""
+    lines = (
+        "  %zero = s32[] constant(0)",
+        "  %start = (s32[], f32[8]{0}) tuple(%zero, %x)",
+        "  %w = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body",
+    )
+    found = timeline(_program(*lines, more=more), _three_us)
+    assert found.kernels_s == pytest.approx(10e-6) and found.total_s == pytest.approx(25e-6)
+    assert found.exposed_bytes == pytest.approx(5 * 64)
