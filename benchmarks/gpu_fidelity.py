@@ -64,8 +64,10 @@ class GpuCase:
 
     @property
     def name(self) -> str:
-        dtype = self.sizes.get("dtype", "float32")
-        return f"{self.model} {self.method} {self.hosts[0]}x{self.hosts[1]} {self.gpu} {dtype}"
+        flags = [key for key in ("scan_layers", "remat_blocks", "loss_chunks") if self.sizes.get(key)]
+        width, dtype = self.sizes.get("hidden", ""), self.sizes.get("dtype", "float32")
+        parts = (self.model, width, dtype, *flags, self.method, f"{self.hosts[0]}x{self.hosts[1]}", self.gpu)
+        return " ".join(str(part) for part in parts if part)
 
 
 def _pipeline(n_micro_batches: int, n_stages: int, remat: Any = "none") -> Callable[[], Method]:

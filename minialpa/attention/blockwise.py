@@ -61,6 +61,9 @@ def differentiate(
 ) -> list[jax.Array]:
     """The results of `attention_gradient_p`."""
     query, key, value, out, logsumexp, out_bar, *others = operands
+    # Without this, a compiler that sees both passes may keep the scores of the first for the second: equal products of
+    # equal operands. They are computed again so as not to be kept.
+    query, key = jax.lax.optimization_barrier((query, key))
     problem = _problem(query, key, value, others, kind)
     rows = _rows_of_gradient(problem, out, logsumexp, out_bar)
     wanted = [n for n, is_wanted in enumerate(wants_bias) if is_wanted]

@@ -78,8 +78,8 @@ def _check_installed(target: GpuTarget) -> None:
         )
     if has_13 and target.compute_capability < _OLDEST_OF_CUDA_13:
         raise GpuCompileError(
-            f"XLA with CUDA 13 has no code for GPUs as old as {target.name}. That with CUDA 12 has, in an environment of "
-            "its own: python -m pip install 'minialpa[gpu-compile-cuda12]'"
+            f"XLA with CUDA 13 has no code for GPUs as old as {target.name}. That with CUDA 12 has, in an environment "
+            "of its own: python -m pip install 'minialpa[gpu-compile-cuda12]'"
         )
 
 
