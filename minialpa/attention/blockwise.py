@@ -60,10 +60,14 @@ def differentiate(
     *operands: jax.Array, kind: Attention, dtypes: Sequence[str], wants_bias: Sequence[bool]
 ) -> list[jax.Array]:
     """The results of `attention_gradient_p`."""
-    query, key, value, out, logsumexp, out_bar, *others = operands
-    # A compiler that sees both passes keeps for the second what the first computed of equal operands: scores, operands
-    # in another dtype. The barrier hides that they are equal, so they are computed again and not kept.
-    query, key, value = jax.lax.optimization_barrier((query, key, value))
+    # A compiler that sees both passes keeps for the second what the first has computed: scores, or results before they
+    # are rounded. Behind a barrier, only the operands themselves are kept, and all else is computed again.
+    # The result is flat there, so that it is kept in the layout in which a product reads it, and not in another, too.
+    query, key, value, out, *rest = operands[:6]
+    flat = out.reshape(*out.shape[:2], math.prod(out.shape[2:]))
+    query, key, value, flat, logsumexp, out_bar = jax.lax.optimization_barrier((query, key, value, flat, *rest))
+    out = flat.reshape(out.shape)
+    others = operands[6:]
     problem = _problem(query, key, value, others, kind)
     rows = _rows_of_gradient(problem, out, logsumexp, out_bar)
     wanted = [n for n, is_wanted in enumerate(wants_bias) if is_wanted]
@@ -377,7 +381,9 @@ class _Rows:
 
 def _rows_of_gradient(problem: _Problem, out: jax.Array, logsumexp: jax.Array, out_bar: jax.Array) -> _Rows:
     dtype, pad = problem.dtype, problem.rows.pad
-    out, out_bar = (pad(x.transpose(0, 2, 3, 1, 4).astype(dtype), 3) for x in (out, out_bar))
+    # The sum comes before the transpose, so that no transposed copy of the result is made, and kept for this.
+    inner = pad((out_bar.astype(dtype) * out.astype(dtype)).sum(axis=-1).transpose(0, 2, 3, 1), 3)
+    out_bar = pad(out_bar.transpose(0, 2, 3, 1, 4).astype(dtype), 3)
     logsumexp = pad(logsumexp.transpose(0, 2, 3, 1).astype(dtype), 3, math.inf)
 
     # A logsumexp far from 0 is too coarse: a query that sees nothing has -1e9 + log(n_keys), say, rounded to -1e9.
@@ -398,7 +404,7 @@ def _rows_of_gradient(problem: _Problem, out: jax.Array, logsumexp: jax.Array, o
         shift=shift,
         factor=factor,
         out_bar=out_bar,
-        inner=(out_bar * out).sum(axis=-1),
+        inner=inner,
         masked=blocks.sum(axis=(2, 4)),
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from minialpa.cluster import ClusterSpec
 from minialpa.intra.memory.compiler import Compiler
-from minialpa.intra.memory.xla.model import XLA_CPU, XLA_CPU_WITH_BARRIERS
+from minialpa.intra.memory.xla.model import XLA_CPU, XLA_CPU_WITH_BARRIERS, XLA_GPU
 
 JaxVersion = tuple[int, ...]
 
@@ -19,10 +19,8 @@ _JAX_WITH_BARRIERS: JaxVersion = (0, 11)
 
 
 def compiler_of(cluster: ClusterSpec, jax_version: JaxVersion | None = None) -> Compiler:
-    """The compiler for the devices of `cluster` in a version of jax; None for `ASSUMED_JAX`.
-
-    GPUs have no model of their own yet: they are counted by the rules of XLA for CPUs, with barriers.
-    """
-    if cluster.device.name == "cpu" and (jax_version or ASSUMED_JAX) < _JAX_WITH_BARRIERS:
-        return XLA_CPU
-    return XLA_CPU_WITH_BARRIERS
+    """The compiler for the devices of `cluster` in a version of jax; None for `ASSUMED_JAX`."""
+    if cluster.device.name != "cpu":
+        return XLA_GPU
+    has_barriers = (jax_version or ASSUMED_JAX) >= _JAX_WITH_BARRIERS
+    return XLA_CPU_WITH_BARRIERS if has_barriers else XLA_CPU

@@ -28,7 +28,7 @@ from minialpa.rules.factors import Factors
 from minialpa.rules.shards import localize
 from minialpa.sharding import EquationSpecs
 from minialpa.tracing.flattening import flatten_calls
-from minialpa.tracing.jaxprs import Atom, bytes_of, dtype_name, is_literal, shape_of, sub_jaxprs
+from minialpa.tracing.jaxprs import Atom, FlatJaxpr, bytes_of, dtype_name, is_literal, shape_of, sub_jaxprs
 
 _LOOPS = ("scan", "while", "cond")
 #: Primitives that compilers see as the function that computes them.
@@ -90,12 +90,11 @@ def record_program(program: ShardedEquations, compiler: Compiler) -> Recording:
 
     def run(eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[int]) -> list[int]:
         shapes = [spec.shard_shape(shape_of(v), mesh_shape) for v, spec in zip(eqn.outvars, chosen.made, strict=True)]
-        scratch: tuple[float, ...] = ()
-        if eqn.primitive.name in _LOOPS:
-            scratch = _local_body_buffers(eqn, factors, chosen, mesh_shape, compiler)
-        elif eqn.primitive in _FUNCTIONS:
+        if eqn.primitive in _FUNCTIONS:
             params = localize(eqn, factors, _splits(factors, chosen, mesh_shape))
-            scratch = _function_buffers(eqn, params, recorder, operands, compiler)
+            return _add_function(eqn, params, recorder, operands, compiler)
+        is_loop = eqn.primitive.name in _LOOPS
+        scratch = _local_body_buffers(eqn, factors, chosen, mesh_shape, compiler) if is_loop else ()
         return add_equation(recorder, eqn, operands, shapes, scratch)
 
     def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, operands: list[int]) -> list[int]:
@@ -118,19 +117,31 @@ def record_equations(
     """Equations on whole arrays, and the value of each variable. Literals are no results."""
     recorder = compiler.recorder(waits_at_barriers=waits_at_barriers)
     env = {v: recorder.value(bytes_of(v), shape_of(v), dtype_name(v), "argument") for v in invars}
+    inputs = list(env.values())
+    _add_equations(eqns, env, recorder, compiler)
+    results = [env[atom] for atom in outvars if not is_literal(atom)]
+    return Recording(compiler=compiler, recorder=recorder, inputs=inputs, results=results), env
+
+
+def _add_equations(
+    eqns: Sequence[JaxprEqn], env: dict[Var, int], recorder: Values, compiler: Compiler, *, copies_stacks: bool = False
+) -> None:
+    """Add equations on whole arrays.
+
+    env: the value of each variable, to which those of the results are added.
+    copies_stacks: whether what a loop stacks is copied once more while it runs.
+    """
     for eqn in eqns:
         reads = [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in eqn.invars]
-        shapes = [shape_of(v) for v in eqn.outvars]
-        has_body = eqn.primitive.name in _LOOPS and sub_jaxprs(eqn)
-        scratch = _body_buffers(eqn.params, compiler) if has_body else ()
         if eqn.primitive in _FUNCTIONS:
-            scratch = _function_buffers(eqn, eqn.params, recorder, reads, compiler)
-        made = compiler.add_equation(recorder, eqn, reads, shapes, scratch)
+            made = _add_function(eqn, eqn.params, recorder, reads, compiler)
+        else:
+            has_body = eqn.primitive.name in _LOOPS and sub_jaxprs(eqn)
+            scratch = _body_buffers(eqn.params, compiler) if has_body else ()
+            if copies_stacks and eqn.primitive.name == "scan":
+                scratch += tuple(bytes_of(v) for v in eqn.outvars[eqn.params["num_carry"] :])
+            made = compiler.add_equation(recorder, eqn, reads, [shape_of(v) for v in eqn.outvars], scratch)
         env.update(zip(eqn.outvars, made, strict=True))
-
-    results = [env[atom] for atom in outvars if not is_literal(atom)]
-    inputs = [env[v] for v in invars]
-    return Recording(compiler=compiler, recorder=recorder, inputs=inputs, results=results), env
 
 
 def _local_body_buffers(
@@ -146,30 +157,30 @@ def _splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]
     return {factor: math.prod(mesh_shape[axis] for axis in axes) for factor, axes in axes_of.items()}
 
 
-def _function_buffers(
+def _add_function(
     eqn: JaxprEqn, params: Mapping[str, Any], recorder: Values, operands: Sequence[int], compiler: Compiler
-) -> tuple[float, ...]:
-    """Buffers of the function behind a primitive besides its operands and results, which are values of `recorder`."""
+) -> list[int]:
+    """Add the equations of the function behind a primitive; the values of its results. All are made by `eqn`."""
     arrays = tuple((recorder.values[v].shape, recorder.values[v].dtype) for v in operands)
-    return _buffers_of_function(eqn.primitive, tuple(params.items()), arrays, compiler)
+    flat = _flat_function(eqn.primitive, tuple(params.items()), arrays)
+    constants = [recorder.value(bytes_of(v), shape_of(v), dtype_name(v), "constant") for v in flat.constvars]
+    env = dict(zip((*flat.constvars, *flat.invars), (*constants, *operands), strict=True))
+
+    first = len(recorder.values)
+    _add_equations(flat.eqns, env, recorder, compiler, copies_stacks=True)
+    recorder.values[first:] = [value._replace(maker=eqn) for value in recorder.values[first:]]
+    return [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in flat.outvars]
 
 
 @functools.lru_cache(maxsize=256)
-def _buffers_of_function(
+def _flat_function(
     primitive: Primitive,
     params: tuple[tuple[str, Hashable], ...],
     arrays: tuple[tuple[tuple[int, ...], str], ...],
-    compiler: Compiler,
-) -> tuple[float, ...]:
+) -> FlatJaxpr:
     avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
-    jaxpr = jax.make_jaxpr(functools.partial(_FUNCTIONS[primitive], **dict(params)))(*avals)
-
-    # What a loop over blocks stacks is copied once more, in the dtype of its sums.
-    buffers = _body_buffers({"jaxpr": jaxpr}, compiler)
-    if primitive is attention_p:
-        out, logsumexp = jaxpr.out_avals
-        buffers = (*buffers, float(math.prod(out.shape) * logsumexp.dtype.itemsize))
-    return buffers
+    closed = jax.make_jaxpr(functools.partial(_FUNCTIONS[primitive], **dict(params)))(*avals)
+    return flatten_calls(closed.jaxpr, [None] * len(closed.jaxpr.constvars))
 
 
 def _body_buffers(params: Mapping[str, Any], compiler: Compiler) -> tuple[float, ...]:

@@ -236,9 +236,9 @@ def test_a_block_holds_what_is_alive_and_never_more_than_all(buffers: list[tuple
     sizes = [64.0 * size for size, _, _ in buffers]
     spans = tuple(Buffer(v, start, start + length) for v, (_, start, length) in enumerate(buffers))
     timeline = Timeline(n_times=20, temporaries=spans, results=(), idle=(), scratch=(), shared={})
-    most, alive = pack(timeline, sizes, alignment_bytes=64)
+    packed = pack(timeline, sizes, alignment_bytes=64)
     at_once = [sum(sizes[b.value] for b in spans if b.start <= t < b.end) for t in range(20)]
-    assert sum(sizes[v] for v in alive) == max(at_once) <= most <= sum(sizes)
+    assert sum(sizes[v] for v in packed.values) == max(at_once) <= packed.n_bytes <= sum(sizes)
 
 
 def test_lifetimes_of_a_chain_leave_out_what_is_joined() -> None:

@@ -71,6 +71,7 @@ def interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow  # the next test is the short relative
 def test_worker_killed_while_it_compiles(training: Training) -> None:
     training.start(hosts=1)
     runtime = current_session().runtime
@@ -122,7 +123,9 @@ def test_worker_killed_between_steps(training: Training) -> None:
     training.advance()
 
 
-@pytest.mark.parametrize("where, place", [(1, 1), (2, 0)], ids=["last-stage", "update"])
+@pytest.mark.parametrize(
+    "where, place", [pytest.param(1, 1, marks=pytest.mark.slow, id="last-stage"), pytest.param(2, 0, id="update")]
+)
 def test_worker_killed_inside_a_step(training: Training, where: int, place: int) -> None:
     training.start(hosts=1)
     training.advance()
@@ -156,6 +159,7 @@ def test_stage_that_raises(training: Training) -> None:
     training.advance()
 
 
+@pytest.mark.slow  # the worker that is killed inside a step is the short relative
 def test_worker_that_the_kernel_kills_for_memory(training: Training) -> None:
     training.start(hosts=1)
     training.advance()
@@ -169,7 +173,9 @@ def test_worker_that_the_kernel_kills_for_memory(training: Training) -> None:
     training.advance()
 
 
-@pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "busy"])
+@pytest.mark.parametrize(
+    "is_stopped", [pytest.param(True, id="stopped"), pytest.param(False, marks=pytest.mark.slow, id="busy")]
+)
 def test_worker_that_hangs(training: Training, is_stopped: bool) -> None:
     """Its process is stopped and answers nobody; or it answers, and never ends the update."""
     minialpa.shutdown()
@@ -252,6 +258,7 @@ class UnluckyWorker(Worker):
         return ip, port
 
 
+@pytest.mark.slow  # the next test is the short relative
 def test_port_taken_then_coordinator_killed(training: Training, tmp_path: Path, monkeypatch: Any) -> None:
     minialpa.shutdown()
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

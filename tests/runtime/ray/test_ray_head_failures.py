@@ -83,6 +83,7 @@ def test_head_killed() -> None:
         assert not ray.is_initialized()
 
 
+@pytest.mark.slow  # the test before is the short relative
 def test_head_restarted() -> None:
     """It comes back at once, and remembers nothing: what runs goes on, and all the rest says what to do."""
     with ray_nodes(1, 2) as cluster:

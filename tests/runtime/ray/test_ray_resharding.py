@@ -45,7 +45,7 @@ def plain(x: Any) -> Any:
 @pytest.mark.parametrize(
     "meshes",
     [
-        pytest.param((MeshShape(0, (2, 2)), MeshShape(4, (2, 2))), id="2x2 to 2x2"),
+        pytest.param((MeshShape(0, (2, 2)), MeshShape(4, (2, 2))), marks=pytest.mark.slow, id="2x2 to 2x2"),
         pytest.param((MeshShape(0, (2,)), MeshShape(2, (3, 2))), marks=pytest.mark.slow, id="1 host to 3"),
         pytest.param((MeshShape(0, (1,)), MeshShape(1, (6,))), id="inside a host and over others"),
     ],
