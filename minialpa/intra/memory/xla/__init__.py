@@ -1,5 +1,5 @@
-"""XLA for CPUs as a `CompilerModel`: the equations and reshardings of one device become the kernels that run.
+"""XLA for CPUs and for GPUs as `CompilerModel`s: equations and reshardings of one device become the kernels that run.
 
-`model` has the value, which the planner imports; the other modules say what XLA fuses, lays out, combines and copies.
+`model` has the values, which the planner imports; the other modules say what XLA fuses, lays out, combines and copies.
 Imports: `intra.memory`, `intra.strategies` and `tracing`.
 """

@@ -1,7 +1,8 @@
 """The layouts in which XLA's matrix products and convolutions read and write, and the copies that these cost.
 
 A product reads batch dimensions first, then free and contracted dimensions, each next to each other in memory. It reads
-a transposed matrix in place, and what has more dimensions through a view. All else is copied before.
+a transposed matrix in place, on GPUs also those of a batch, and what has more dimensions through a view. All else is
+copied before.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def add_product(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes:
     if max(n_free) < 2:
         recorder.add("own", operands, writes, is_product=True)
     else:
-        recorder.add("view", (_stored(recorder, eqn, operands, writes[0]),), writes)
+        recorder.add("view", (_stored(recorder, eqn, operands, writes[0], is_product=True),), writes)
 
 
 def product_operands(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], exchanged: bool = False) -> list[int]:
@@ -55,9 +56,11 @@ def _product_operand(
     free = tuple(dim for dim in dims if dim not in batched + summed)
     order = batched + (free + summed if contracted_last else summed + free)
 
-    # The kernel itself reads a single matrix in either order.
-    is_matrix = not batched and len(free) < 2 and len(summed) < 2
-    if not is_matrix and not _in_order(order, recorder.values[v].shape):
+    # The kernel itself reads a single matrix in either order, and on GPUs also one for each element of a batch.
+    orders = [order]
+    if max(len(free), len(summed)) < 2 and (recorder.on_gpu or not batched):
+        orders = [batched + free + summed, batched + summed + free]
+    if not any(_in_order(dims, recorder.values[v].shape) for dims in orders):
         return recorder.copied(v, eqn, order)
     if max(len(free), len(summed)) > 1:
         return _merged(recorder, v, eqn, (len(batched), len(free), len(summed)))
@@ -78,7 +81,7 @@ def add_convolution(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], wri
     """Add a convolution. It reads and writes images with the batch first and features last, and reads kernels with
     output features last, or both with features first; what is in another order is copied."""
     numbers = eqn.params["dimension_numbers"]
-    features_first = recorder.features_first and recorder.values[writes[0]].dtype == "float32"
+    features_first = recorder.on_gpu and recorder.values[writes[0]].dtype == "float32"
     (batch, features, *space), (out_features, in_features, *window) = numbers.lhs_spec, numbers.rhs_spec
     orders = [(batch, *space, features), (*window, in_features, out_features)]
     if features_first:
@@ -96,11 +99,13 @@ def add_convolution(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], wri
         recorder.add("loop", (_stored(recorder, eqn, operands, writes[0]),), writes)
 
 
-def _stored(recorder: Recorder, eqn: JaxprEqn, operands: Sequence[int], result: int) -> int:
+def _stored(
+    recorder: Recorder, eqn: JaxprEqn, operands: Sequence[int], result: int, *, is_product: bool = False
+) -> int:
     """Add the kernel of `eqn`; the value that it writes, from which `result` is still to be made."""
     made = recorder.like(result, eqn)
     recorder.origin[made] = result
-    recorder.add("own", operands, (made,))
+    recorder.add("own", operands, (made,), is_product=is_product)
     return made
 
 

@@ -3,7 +3,7 @@
 0. Equations and steps of reshardings become operations.       -> lowering, with primitives and layouts
 1. Sums with scatters become scatters.                         -> scatters.absorb
 2. Collectives are combined.                                   -> combining.combine
-3. Operations are fused into kernels.                          -> cpu_fusion.fused, gpu_fusion.fused
+3. Operations are fused into kernels.                          -> cpu_fusion.fused, epilogues and gpu_fusion.fused
 4. Kernels are ordered.                                        -> cpu_fusion.run_order, gpu_order.run_order
 5. Arguments that may be read too late are copied before all.  -> copies.copied_arguments, for CPUs
 """
@@ -18,6 +18,7 @@ from minialpa.intra.memory.compiler import CompilerModel, Kernel
 from minialpa.intra.memory.xla import cpu_fusion, gpu_fusion, gpu_order
 from minialpa.intra.memory.xla.combining import combine
 from minialpa.intra.memory.xla.copies import copied_arguments
+from minialpa.intra.memory.xla.epilogues import with_epilogues
 from minialpa.intra.memory.xla.graph import Graph
 from minialpa.intra.memory.xla.lowering import add_equation, add_step
 from minialpa.intra.memory.xla.operations import Recorder
@@ -41,6 +42,7 @@ def _scheduled_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequen
     sizes = recorder.sizes
     operations = absorb(recorder.operations, results, recorder.zeros)
     operations = combine(operations, results, recorder.combinable, sizes, _COMBINED_BYTES)
+    operations = with_epilogues(operations, results, sizes)
     kernels = gpu_fusion.fused(Graph(operations, results, sizes))
     sums = {value for value, (kind, _) in recorder.combinable.items() if kind != "all-gather"}
     return [kernels[number] for number in gpu_order.run_order(kernels, results, sizes, sums)]
@@ -69,7 +71,7 @@ XLA_GPU = dataclasses.replace(
     XLA_CPU,
     name="xla-gpu",
     alignment_bytes=256,
-    recorder=functools.partial(Recorder, features_first=True),
+    recorder=functools.partial(Recorder, on_gpu=True),
     kernels=_scheduled_on_gpu,
     copied_arguments=_nothing_copied,
 )

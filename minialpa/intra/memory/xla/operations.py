@@ -68,7 +68,8 @@ class Recorder(Values):
     """Collects values and operations. An operation is added after those that make what it reads.
 
     Attributes:
-        features_first: whether convolutions of float32 read and write images with features in front of space.
+        on_gpu: whether the kernels are those for GPUs: convolutions of float32 read and write images with features in
+            front of space, and products read the matrices of a batch in either order.
         operations: every operation so far.
         broadcasts: for a value and a shape, the value broadcast to it.
         copies: for a value and an order of its dimensions in memory, the copy in this order.
@@ -82,7 +83,7 @@ class Recorder(Values):
             combined.
     """
 
-    features_first: bool = False
+    on_gpu: bool = False
     operations: list[Operation] = field(default_factory=list)
     broadcasts: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     copies: dict[Ordered, int] = field(default_factory=dict)

@@ -1,0 +1,140 @@
+"""Memory that the model of XLA for GPUs gives for small functions, against what XLA for GPUs compiles of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from minialpa.attention.operation import Attention
+from minialpa.inter.lower.exported_functions import export_function
+from minialpa.intra.memory.recording import record_equations
+from minialpa.intra.memory.xla.model import XLA_GPU
+from minialpa.programs.program import Function
+from minialpa.tracing.flattening import flatten_calls
+from minialpa.xla_gpu.compile import compile_for_gpus
+from minialpa.xla_gpu.compiled import GpuProgram
+from minialpa.xla_gpu.targets import TARGETS
+from minialpa.xla_gpu.worker import Request
+from tests.attention_calls import causal, fused
+
+pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra `gpu-compile`")
+
+N, D = 2048, 1024
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+
+def _array(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _chain(x: jax.Array) -> Any:
+    return jnp.sum(jnp.exp(x * 2 + 1) * x, axis=1)
+
+
+def _softmax(x: jax.Array, w: jax.Array) -> Any:
+    return jax.nn.softmax(x @ w, axis=-1) @ w.T
+
+
+def _block(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+    centred = x - x.mean(axis=-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt((centred * centred).mean(axis=-1, keepdims=True) + 1e-5)
+    return x + jax.nn.gelu(normed @ w) @ v
+
+
+def _block_gradients(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
+    return jax.grad(lambda *args: jnp.sum(_block(*args).astype(F32) ** 2), argnums=(0, 1, 2))(x, w, v)
+
+
+def _converted(x: jax.Array, w: jax.Array, v: jax.Array) -> Any:
+    return jax.nn.relu(x @ w).astype(BF16) @ v
+
+
+def _heads(x: jax.Array, w: jax.Array) -> Any:
+    """Products over batches of transposed operands."""
+    q = (x @ w).reshape(8, N // 8, 16, D // 16)
+    scores = jnp.einsum("bthd,bshd->bhts", q, q)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.relu(scores), q)
+
+
+def _convolutions(x: jax.Array, kernel: jax.Array) -> Any:
+    def convolved(x: jax.Array) -> jax.Array:
+        out = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.nn.relu(out)
+
+    return convolved(convolved(x))
+
+
+def _attention(query: jax.Array, key: jax.Array, value: jax.Array, out_bar: jax.Array) -> Any:
+    out, pull_back = jax.vjp(lambda *xs: fused(_KIND, *xs), query, key, value)
+    return out, pull_back(out_bar)
+
+
+_KIND: Attention = causal(64)
+_QUERY, _KEY = _array(2, N, 2, 4, 64, dtype=BF16), _array(2, N, 2, 64, dtype=BF16)
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]] = {
+    "a chain that a sum ends": (_chain, (_array(N, D),)),
+    "softmax between products": (_softmax, (_array(N, D), _array(D, D))),
+    "a block, bfloat16": (
+        _block,
+        (_array(N, D, dtype=BF16), _array(D, 4 * D, dtype=BF16), _array(4 * D, D, dtype=BF16)),
+    ),
+    "its gradients": (
+        _block_gradients,
+        (_array(N, D, dtype=BF16), _array(D, 4 * D, dtype=BF16), _array(4 * D, D, dtype=BF16)),
+    ),
+    "gradients, float32": (_block_gradients, (_array(N, D), _array(D, 4 * D), _array(4 * D, D))),
+    "a product and its conversion": (_converted, (_array(N, D), _array(D, 4 * D), _array(4 * D, D, dtype=BF16))),
+    "products of heads": (_heads, (_array(N, D, dtype=BF16), _array(D, D, dtype=BF16))),
+    "convolutions, float32": (_convolutions, (_array(8, 64, 64, 64), _array(3, 3, 64, 64))),
+    "convolutions, bfloat16": (_convolutions, (_array(8, 64, 64, 64, dtype=BF16), _array(3, 3, 64, 64, dtype=BF16))),
+    "attention and its gradients": (_attention, (_QUERY, _KEY, _KEY, _QUERY)),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, GpuProgram]:
+    return dict(zip(CASES, compile_for_gpus([_request(*case) for case in CASES.values()]), strict=True))
+
+
+def _request(fun: Callable[..., Any], arguments: tuple[jax.ShapeDtypeStruct, ...]) -> Request:
+    def flat(*args: Any) -> tuple[Any, ...]:
+        return tuple(jax.tree.leaves(fun(*args)))
+
+    outs = jax.eval_shape(flat, *arguments)
+    avals, out_avals = (tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in xs) for xs in (arguments, outs))
+    function = Function(
+        name="f",
+        mesh=0,
+        fun=flat,
+        in_avals=avals,  # type: ignore[arg-type]
+        in_specs=(PartitionSpec(),) * len(avals),
+        out_avals=out_avals,  # type: ignore[arg-type]
+        out_specs=(PartitionSpec(),) * len(out_avals),
+        donated=(),
+    )
+    return Request(export_function(function, (1,), "cuda"), (1,), 1, TARGETS["h100"])
+
+
+def _predicted(fun: Callable[..., Any], arguments: tuple[jax.ShapeDtypeStruct, ...]) -> float:
+    closed = jax.make_jaxpr(fun)(*arguments)
+    flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
+    inputs = (*flat.constvars, *flat.invars)
+    recording, _ = record_equations(flat.eqns, inputs, flat.outvars, XLA_GPU, waits_at_barriers=False)
+    return sum(recording.temporaries())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_temporaries_are_not_less_than_those_of_the_compiled_function(
+    case: str, compiled: dict[str, GpuProgram]
+) -> None:
+    fun, arguments = CASES[case]
+    # A kernel may keep some sums of its threads.
+    small = 0.005 * (compiled[case].argument_bytes + compiled[case].output_bytes)
+    needed, predicted = compiled[case].temporary_bytes, _predicted(fun, arguments)
+    assert 0.98 * needed - small <= predicted <= 1.45 * needed + small
