@@ -16,7 +16,31 @@ from typing import Any, Literal
 
 from minialpa.errors import ShardingError
 
-PresetName = Literal["v100-p3.16xlarge", "a100-40gb", "a100-80gb", "h100", "h200", "cpu"]
+PresetName = Literal["v100-p3.16xlarge", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "cpu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRates:
+    """How close kernels come to the rates of a device. The defaults are the roofline.
+
+    seconds of a matrix product = launch_s + flops / (product_efficiency peak) + exposed_bytes bytes / bandwidth
+    seconds of another kernel   = bytes / (memory_efficiency bandwidth)
+
+    Attributes:
+        product_efficiency: the part of the peak rate at which large products compute.
+        exposed_bytes: the part of what a product reads and writes that does not move while it computes.
+        memory_efficiency: the part of the bandwidth at which other kernels read and write.
+        launch_s: seconds in which a product does not compute yet, or no longer.
+    """
+
+    product_efficiency: float
+    exposed_bytes: float
+    memory_efficiency: float
+    launch_s: float
+
+    def __post_init__(self) -> None:
+        if min(self.product_efficiency, self.memory_efficiency) <= 0 or min(self.exposed_bytes, self.launch_s) < 0:
+            raise ShardingError(f"Efficiencies are positive, and bytes and seconds not negative; got {self}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +49,19 @@ class DeviceSpec:
 
     Attributes:
         name: name of the device, such as "h100".
-        peak_flops: (name of a dtype, floating point operations per second) for each dtype.
+        peak_flops: (name of a dtype, floating point operations per second) for each dtype; "tensorfloat32" is the rate
+            of products of float32 in the precision that jax uses by default.
         memory_bytes: memory of the device.
         memory_bandwidth: bytes per second that the device reads from its memory.
+        kernels: how close kernels come to these rates; None for the roofline, where each takes as long as its
+            arithmetic or its bytes, whichever is longer.
     """
 
     name: str
     peak_flops: tuple[tuple[str, float], ...]
     memory_bytes: float
     memory_bandwidth: float
+    kernels: KernelRates | None = None
 
     def __post_init__(self) -> None:
         if not self.peak_flops or min(self.memory_bytes, self.memory_bandwidth, *dict(self.peak_flops).values()) <= 0:
@@ -45,6 +73,23 @@ class DeviceSpec:
         """Peak rate for `dtype`; a dtype that is not listed runs at the float32 rate, or the slowest one."""
         table = dict(self.peak_flops)
         return table.get(dtype, table.get("float32", min(table.values())))
+
+    def product_s(self, flops: float, n_bytes: float, dtype: str) -> float:
+        """Seconds of a matrix product, besides `launch_s`, that reads and writes `n_bytes`."""
+        compute_s, memory_s = flops / self.flops_per_s(dtype), n_bytes / self.memory_bandwidth
+        if self.kernels is None:
+            return max(compute_s, memory_s)
+        return compute_s / self.kernels.product_efficiency + memory_s * self.kernels.exposed_bytes
+
+    def kernel_s(self, flops: float, n_bytes: float, dtype: str) -> float:
+        """Seconds of any other kernel that reads and writes `n_bytes`."""
+        efficiency = 1.0 if self.kernels is None else self.kernels.memory_efficiency
+        return max(flops / self.flops_per_s(dtype), n_bytes / (efficiency * self.memory_bandwidth))
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds that each product takes, however small it is."""
+        return 0.0 if self.kernels is None else self.kernels.launch_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,36 +112,56 @@ class LinkSpec:
         return self.alpha_s + self.beta_s_per_byte * n_bytes
 
 
-def _device(name: str, memory_gb: float, bandwidth: float, **tflops: float) -> DeviceSpec:
-    return DeviceSpec(name, tuple(sorted((k, v * 1e12) for k, v in tflops.items())), memory_gb * 1e9, bandwidth)
+def _device(
+    name: str, memory_gb: float, bandwidth: float, kernels: KernelRates | None = None, **tflops: float
+) -> DeviceSpec:
+    rates = tuple(sorted((k, v * 1e12) for k, v in tflops.items()))
+    return DeviceSpec(name, rates, memory_gb * 1e9, bandwidth, kernels)
 
+
+#: Fitted to XLA's tables of products on an H100 (`python -m benchmarks.gpu_products`); other GPUs have no tables.
+_GPU_KERNELS = KernelRates(product_efficiency=0.87, exposed_bytes=0.74, memory_efficiency=0.9, launch_s=5e-6)
+
+
+#: Rates in Tflop/s by dtype.
+_HOPPER = {"float32": 67, "tensorfloat32": 494, "float16": 989, "bfloat16": 989} | dict.fromkeys(
+    ("float8_e4m3fn", "float8_e5m2"), 1979
+)
+_BLACKWELL = {"float32": 75, "tensorfloat32": 1125, "float16": 2250, "bfloat16": 2250} | dict.fromkeys(
+    ("float8_e4m3fn", "float8_e5m2"), 4500
+)
 
 #: Device, link inside a host, link between hosts; from the vendors' data sheets, with dense rates. The figures for CPUs
 #: are round ones for a virtual device, which has a part of a processor.
 _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
     "v100-p3.16xlarge": (
-        _device("v100", 16, 0.9e12, float32=15.7, float16=125, bfloat16=15.7),
+        _device("v100", 16, 0.9e12, _GPU_KERNELS, float32=15.7, float16=125, bfloat16=15.7),
         LinkSpec(6e-6, 1 / 120e9),
         LinkSpec(2e-5, 1 / 3.1e9),
     ),
     "a100-40gb": (
-        _device("a100-40gb", 40, 1.55e12, float32=19.5, float16=312, bfloat16=312),
+        _device("a100-40gb", 40, 1.55e12, _GPU_KERNELS, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312),
         LinkSpec(5e-6, 1 / 250e9),
         LinkSpec(1.5e-5, 1 / 25e9),
     ),
     "a100-80gb": (
-        _device("a100-80gb", 80, 2.0e12, float32=19.5, float16=312, bfloat16=312),
+        _device("a100-80gb", 80, 2.0e12, _GPU_KERNELS, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312),
         LinkSpec(5e-6, 1 / 250e9),
         LinkSpec(1.5e-5, 1 / 25e9),
     ),
     "h100": (
-        _device("h100", 80, 3.35e12, float32=67, float16=989, bfloat16=989),
+        _device("h100", 80, 3.35e12, _GPU_KERNELS, **_HOPPER),
         LinkSpec(5e-6, 1 / 400e9),
         LinkSpec(1.5e-5, 1 / 50e9),
     ),
     "h200": (
-        _device("h200", 141, 4.8e12, float32=67, float16=989, bfloat16=989),
+        _device("h200", 141, 4.8e12, _GPU_KERNELS, **_HOPPER),
         LinkSpec(5e-6, 1 / 400e9),
+        LinkSpec(1.5e-5, 1 / 50e9),
+    ),
+    "b200": (
+        _device("b200", 180, 7.7e12, _GPU_KERNELS, **_BLACKWELL),
+        LinkSpec(5e-6, 1 / 800e9),
         LinkSpec(1.5e-5, 1 / 50e9),
     ),
     "cpu": (
@@ -108,6 +173,7 @@ _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
 
 #: (regular expression for the name that jax or Ray has for a GPU, its preset); the first one that matches counts.
 _GPU_KINDS: tuple[tuple[str, PresetName], ...] = (
+    (r"\bb200\b", "b200"),
     (r"\bh200\b", "h200"),
     (r"\bh100\b", "h100"),
     (r"\ba100\b.*40g", "a100-40gb"),
@@ -314,4 +380,6 @@ class ClusterSpec:
 
 
 def _decode_device(data: dict[str, Any]) -> DeviceSpec:
-    return DeviceSpec(**{**data, "peak_flops": tuple((str(k), float(v)) for k, v in data["peak_flops"])})
+    rates = tuple((str(dtype), float(rate)) for dtype, rate in data["peak_flops"])
+    kernels = data.get("kernels")
+    return DeviceSpec(**{**data, "peak_flops": rates, "kernels": kernels and KernelRates(**kernels)})

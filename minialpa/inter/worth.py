@@ -34,7 +34,7 @@ from minialpa.inter.one_stage import plan_on_best_submesh
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage
-from minialpa.intra.strategies.strategies import work_s
+from minialpa.intra.strategies.strategies import work_of
 from minialpa.options import AutoStageOption, LayerOption, remats
 from minialpa.plan import Plan
 from minialpa.rules.known_rules import factors_of
@@ -82,7 +82,7 @@ def _search_s(context: PlanningContext) -> float:
 def one_device_s(context: PlanningContext) -> float:
     """Seconds of the step on the first device of the cluster, however much memory that takes."""
     mesh = context.cluster.logical_mesh((1, 1), (1,), context.cluster.device_of(0))
-    return sum(work_s(eqn, factors_of(eqn), mesh) for eqn in context.traced.flat.eqns)
+    return sum(sum(work_of(eqn, factors_of(eqn), mesh)) for eqn in context.traced.flat.eqns)
 
 
 def n_equations(eqns: Sequence[JaxprEqn]) -> int:

@@ -1,15 +1,18 @@
 """Strategies of an equation: its candidates on a logical mesh (candidates.py) with their prices.
 
-seconds = max(flops / peak, bytes / bandwidth) on each device      -> work_s
+seconds = arithmetic and bytes, a share of them on each device     -> work_of
+        + what each product takes, however small it is             -> work_of
         + seconds of the collectives                              -> _bill_s
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from numpy.typing import NDArray
@@ -154,7 +157,8 @@ def priced(
     sharing: how many sums start with those of the results.
     gather_s: if all-gathers are forbidden, the seconds of a reduction that no other collective can do.
     """
-    compute = work_s(eqn, factors, mesh) / candidates.n_shares
+    work = work_of(eqn, factors, mesh)
+    compute = work.shared_s / candidates.n_shares + work.fixed_s
 
     bills = np.array([_bill_s(eqn, bill, mesh, sharing) for bill in candidates.bills], np.float64)
     if gather_s is not None:
@@ -230,31 +234,62 @@ def _collective_s(step: ReshardStep, n_bytes: float, mesh: LogicalMesh, sharing:
     return collective.seconds(as_one_of(sharing.of(collective.kind, collective.axes), mesh))
 
 
-def work_s(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> float:
-    """Seconds on one device that does all of the work.
+class Work(NamedTuple):
+    """Seconds of an equation on one device.
+
+    Attributes:
+        shared_s: what devices that split it have a share of.
+        fixed_s: what each of them takes.
+    """
+
+    shared_s: float
+    fixed_s: float
+
+
+def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
+    """The work of one device that does all of it.
 
     Contractions read and write memory; other operations count what they write, as XLA fuses their reads. A reshape that
     only adds or drops a leading dimension of size 1 writes nothing. A loop or branch takes as long as its body, whose
     products may be of other dtypes than its operands. On a mesh without a device, compute has no price.
     """
-    if mesh.device is None or _is_row(eqn):
-        return 0.0
+    device = mesh.device
+    if device is None or _is_row(eqn):
+        return Work(0.0, 0.0)
     if eqn.primitive.name in ("scan", "while", "cond"):
-        return _work_inside_s(eqn, mesh)
+        return _work_inside(eqn, mesh)
 
-    dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
     written = sum(map(bytes_of, eqn.outvars))
-    read = sum(map(bytes_of, eqn.invars)) if is_contraction(eqn) or is_kernel(eqn) else 0
-    return max(factors.flops / mesh.device.flops_per_s(dtype), (read + written) / mesh.device.memory_bandwidth)
+    if is_contraction(eqn) or is_kernel(eqn):
+        read = sum(map(bytes_of, eqn.invars))
+        return Work(device.product_s(factors.flops, read + written, _rate_of(eqn)), device.launch_s)
+    dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
+    return Work(device.kernel_s(factors.flops, written, dtype), 0.0)
 
 
-def _work_inside_s(eqn: JaxprEqn, mesh: LogicalMesh) -> float:
-    """Seconds of all iterations of a scan, of one of a `while`, or of the longest branch."""
-    bodies = [sum(work_s(one, factors_of(one), mesh) for one in _equations_of(body)) for body in sub_jaxprs(eqn)]
+def _rate_of(eqn: JaxprEqn) -> str:
+    """The name of the rate at which a product computes: its dtype, or "tensorfloat32" for float32 by default."""
+    dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
+    precision = eqn.params.get("precision")
+    asked = {precision} if not isinstance(precision, tuple) else set(precision)
+    return "tensorfloat32" if dtype == "float32" and asked <= {None, jax.lax.Precision.DEFAULT} else dtype
+
+
+def _work_inside(eqn: JaxprEqn, mesh: LogicalMesh) -> Work:
+    """The work of all iterations of a scan, of one of a `while`, or of the longest branch."""
+    bodies = [_total(work_of(one, factors_of(one), mesh) for one in _equations_of(body)) for body in sub_jaxprs(eqn)]
     if eqn.primitive.name == "cond":
-        return max(bodies)
+        return max(bodies, key=sum)
     n_times: int = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-    return sum(bodies) * n_times
+    once = _total(bodies)
+    return Work(n_times * once.shared_s, n_times * once.fixed_s)
+
+
+def _total(parts: Iterable[Work]) -> Work:
+    shared_s = fixed_s = 0.0
+    for part in parts:
+        shared_s, fixed_s = shared_s + part.shared_s, fixed_s + part.fixed_s
+    return Work(shared_s, fixed_s)
 
 
 @functools.lru_cache(maxsize=256)
