@@ -356,4 +356,4 @@ def test_memory_has_room_for_what_is_exchanged(way: str) -> None:
     program = _program(eqn, chosen, mesh)
     needed = _compiled(program, operands).memory_analysis().temp_size_in_bytes
     assert needed <= predicted[True] <= 2 * needed
-    assert predicted[True] > predicted[False]
+    assert predicted[True] >= predicted[False]
