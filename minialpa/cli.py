@@ -110,6 +110,15 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("plans", type=Path, nargs=2, metavar="PLAN.json")
     diff.set_defaults(run=_diff)
 
+    calibrate = commands.add_parser(
+        "calibrate", help="measure the devices of this machine, for `--cluster`; takes minutes"
+    )
+    calibrate.add_argument("--out", type=Path, default=None, metavar="FILE", help="write the measured ClusterSpec here")
+    calibrate.add_argument(
+        "--virtual-devices", type=_positive, default=None, metavar="N", help="measure N virtual CPU devices"
+    )
+    calibrate.set_defaults(run=_calibrate)
+
     doctor = commands.add_parser("doctor", help="print what is installed, and which devices and transports work")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -133,8 +142,8 @@ def _plan(args: argparse.Namespace) -> int:
         cluster = ClusterSpec.from_json(Path(args.cluster).read_text(encoding="utf-8", errors="replace"))
     else:
         cluster = ClusterSpec.preset(args.cluster, num_hosts=args.num_hosts, devices_per_host=args.devices_per_host)
-    if args.save is not None and not args.save.parent.is_dir():  # told before an hour of planning, not after it
-        raise MinialpaError(f"There is no folder `{args.save.parent}` to write `{args.save.name}` to.")
+    if args.save is not None:
+        _check_folder(args.save)
 
     step, state, batch = _load(args.model, args.batch_size)
     method = minialpa.AutoParallel(
@@ -169,6 +178,30 @@ def _check(args: argparse.Namespace) -> int:
 def _print_check(found: PlanCheck) -> int:
     print(found.summary())
     return 0 if found.fits else 1
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    import jax
+
+    if args.virtual_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.virtual_devices)
+    if args.out is not None:
+        _check_folder(args.out)
+    from minialpa.calibration import calibrate
+
+    found = calibrate()
+    print(found.summary())
+    if args.out is not None:
+        write_text(args.out, found.cluster.to_json())
+        print(f"Written to {args.out}.")
+    return 0
+
+
+def _check_folder(path: Path) -> None:
+    """Told before minutes of work, not after them."""
+    if not path.parent.is_dir():
+        raise MinialpaError(f"There is no folder `{path.parent}` to write `{path.name}` to.")
 
 
 def _report(args: argparse.Namespace) -> int:

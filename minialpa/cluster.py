@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 from minialpa.errors import ShardingError
 
+#: Of what `ClusterSpec.to_json` writes.
+_VERSION = 1
 PresetName = Literal["v100-p3.16xlarge", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "cpu"]
 
 
@@ -354,7 +356,7 @@ class ClusterSpec:
         return LogicalMesh(shape, tuple(alpha), tuple(beta), device or self.device)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
+        return json.dumps({"version": _VERSION, **asdict(self)}, indent=1, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> ClusterSpec:
@@ -367,6 +369,12 @@ class ClusterSpec:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> ClusterSpec:
+        """The cluster that `asdict` made such a dict of, with or without the version of its form."""
+        if isinstance(data, dict) and data.get("version", _VERSION) != _VERSION:
+            raise ShardingError(
+                f"A cluster description of version {data['version']}, and this minialpa reads {_VERSION}. Write it "
+                "again with `minialpa calibrate` or `ClusterSpec.to_json`."
+            )
         try:
             devices = [_decode_device(d) for d in (data["device"], *data.get("host_devices", ()))]
             links = {name: LinkSpec(**data[name]) for name in ("intra_host", "inter_host")}

@@ -1,0 +1,163 @@
+"""Seconds of products, of kernels that only move bytes, and of sums over devices: devices in, measurements out.
+
+All devices do the same at the same time, as in a step: virtual devices share a processor, and GPUs may share power. A
+program repeats what it measures, and the seconds of one repetition are
+
+    (seconds of 2 n repetitions - seconds of n) / n
+
+so that what a call costs does not count. Sizes grow until one repetition takes `_LONG_S`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+#: A repetition that takes longer is the last one of its kind.
+_LONG_S = 0.02
+#: All repetitions of a run take at least this long, so that the clock and other processes count for little.
+_RUN_S = 0.02
+#: Runs of each length, of which the fastest counts.
+_N_RUNS = 4
+_AXIS = "devices"
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTime:
+    """A matrix product on each device.
+
+    Attributes:
+        rate: the name of the rate in `DeviceSpec.peak_flops` that it runs at.
+        flops: operations of one device.
+        n_bytes: bytes of operands and result.
+        seconds: of one product.
+    """
+
+    rate: str
+    flops: float
+    n_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTime:
+    """What takes time by its bytes: a kernel that reads and writes them, or a sum over all devices.
+
+    Attributes:
+        n_bytes: read and written; of a sum, those that each device puts in.
+        seconds: of one.
+    """
+
+    n_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """What was measured on `n_devices` devices. There are no sums on one device."""
+
+    n_devices: int
+    products: tuple[ProductTime, ...]
+    kernels: tuple[ByteTime, ...]
+    sums: tuple[ByteTime, ...]
+
+
+def measured(devices: Sequence[jax.Device]) -> Measurements:
+    """Measure `devices`, all of one process and of one kind."""
+    mesh = Mesh(np.array(devices), (_AXIS,))
+    return Measurements(
+        n_devices=len(devices),
+        products=tuple(
+            one for rate, dtype, precision in _rates(devices[0]) for one in _products(mesh, rate, dtype, precision)
+        ),
+        kernels=tuple(_kernels(mesh)),
+        sums=tuple(_sums(mesh)) if len(devices) > 1 else (),
+    )
+
+
+def _rates(device: jax.Device) -> list[tuple[str, str, lax.Precision]]:
+    """(name of a rate, dtype, precision) of the products that are measured."""
+    exact, default = lax.Precision.HIGHEST, lax.Precision.DEFAULT
+    if device.platform == "cpu":
+        return [("float32", "float32", default), ("bfloat16", "bfloat16", default)]
+    return [
+        ("bfloat16", "bfloat16", default),
+        ("float16", "float16", default),
+        ("tensorfloat32", "float32", default),
+        ("float32", "float32", exact),
+    ]
+
+
+def _products(mesh: Mesh, rate: str, dtype: str, precision: lax.Precision) -> Iterator[ProductTime]:
+    """Products of square matrices, and of long and of wide ones."""
+
+    def body(carry: Any) -> Any:
+        x, y, out = carry
+        out = lax.dot(x, y, precision=precision, preferred_element_type=x.dtype)
+        return x.at[0, 0].add(out[0, 0] * 0), y, out  # the next product waits for this one
+
+    for side in itertools.accumulate(itertools.repeat(2), lambda side, by: side * by, initial=64):
+        longest = 0.0
+        for m, k, n in ((side, side, side), (4 * side, side, side), (side, 4 * side, side), (side, side, 4 * side)):
+            seconds = _seconds(mesh, body, dtype, (m, k), (k, n), (m, n))
+            n_bytes = (m * k + k * n + m * n) * jnp.dtype(dtype).itemsize
+            yield ProductTime(rate, 2.0 * m * k * n, float(n_bytes), seconds)
+            longest = max(longest, seconds)
+        if longest > _LONG_S:
+            return
+
+
+def _kernels(mesh: Mesh) -> Iterator[ByteTime]:
+    """Kernels that read and write an array."""
+    for n_bytes in itertools.accumulate(itertools.repeat(4), lambda n, by: n * by, initial=2**18):
+        seconds = _seconds(mesh, lambda carry: (carry[0] * 0.5 + 1,), "float32", (n_bytes // 4,))
+        yield ByteTime(2.0 * n_bytes, seconds)
+        if seconds > _LONG_S / 2 or n_bytes > 2**30:
+            return
+
+
+def _sums(mesh: Mesh) -> Iterator[ByteTime]:
+    """All-reduces over all devices."""
+    for n_bytes in itertools.accumulate(itertools.repeat(8), lambda n, by: n * by, initial=2**10):
+        seconds = _seconds(mesh, lambda carry: (lax.psum(carry[0], _AXIS) * 0.5,), "float32", (n_bytes // 4,))
+        yield ByteTime(float(n_bytes), seconds)
+        if seconds > _LONG_S or n_bytes > 2**28:
+            return
+
+
+def _seconds(mesh: Mesh, body: Callable[[Any], Any], dtype: str, *shapes: tuple[int, ...]) -> float:
+    """Seconds of one `body`, which maps arrays of `shapes` to arrays of `shapes`, on each device of `mesh`."""
+    spec = PartitionSpec(_AXIS)
+
+    def on_device(n: jax.Array, *arrays: jax.Array) -> Any:
+        return lax.fori_loop(0, n, lambda _, carry: tuple(body(carry)), arrays)
+
+    run = jax.jit(
+        jax.shard_map(
+            on_device, mesh=mesh, in_specs=(PartitionSpec(), *(spec for _ in shapes)), out_specs=spec, check_vma=False
+        )
+    )
+    arrays = [
+        jnp.full((shape[0] * mesh.size, *shape[1:]), 1e-3, dtype, device=NamedSharding(mesh, spec)) for shape in shapes
+    ]
+
+    def run_s(n: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run(np.int32(n), *arrays))
+        return time.perf_counter() - start
+
+    run_s(1)  # compiles
+    call_s, n = min(run_s(0) for _ in range(_N_RUNS)), 1
+    while run_s(n) < call_s + _RUN_S and n < 2**20:
+        n *= 2
+    short, long = (min(run_s(times) for _ in range(_N_RUNS)) for times in (n, 2 * n))
+    return max(long - short, 1e-3 * long) / n
