@@ -80,7 +80,7 @@ INSTEAD = {
     ),
     "ParallelPlan": "Use `minialpa.Plan`, which `executable.get_parallel_plan()` returns and `plan.save(path)` writes.",
     "PhysicalDeviceMeshGroup": "Use `executable.get_parallel_plan().stages`; the session manages the meshes.",
-    "ProfilingResultDatabase": "Measure with `minialpa calibrate`, or give the figures as `devices=minialpa.ClusterSpec(...)`.",
+    "ProfilingResultDatabase": "Use `minialpa calibrate`, or give the figures as `devices=minialpa.ClusterSpec(...)`.",
     "ThreeDParallel": "Use `get_3d_parallel_method(...)`.",
     "automatic_layer_construction": "Use `PipeshardParallel(layer_option=AutoLayerOption(layer_num=...))`.",
     "automatic_remat": (
@@ -97,7 +97,7 @@ INSTEAD = {
         "blocks of the model."
     ),
     "mesh_executable": "Executables come from `get_executable(...)` and `get_last_executable()`.",
-    "mesh_profiling": "Measure with `minialpa calibrate`, or give the figures as `devices=minialpa.ClusterSpec(...)`.",
+    "mesh_profiling": "Use `minialpa calibrate`, or give the figures as `devices=minialpa.ClusterSpec(...)`.",
     "model": "Use `minialpa.models.build(name)`, or models of your own; `TrainState` is that of flax.",
     "monkey_patch": "minialpa patches nothing: `jax.random` in a step draws as on one device.",
     "parallel_plan": "Take `plan_to_method` from the package itself, and plans from `minialpa.Plan`.",
