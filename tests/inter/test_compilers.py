@@ -13,7 +13,7 @@ from minialpa import ClusterSpec, Plan, ShardParallel
 from minialpa.cluster import PresetName
 from minialpa.inter.compilers import compiler_of
 from minialpa.intra.memory.compiler import Compiler
-from minialpa.intra.memory.xla.model import XLA_CPU, XLA_CPU_WITH_BARRIERS
+from minialpa.intra.memory.xla.model import XLA_CPU, XLA_CPU_WITH_BARRIERS, XLA_GPU
 from tests.helpers import descent_step
 
 
@@ -23,8 +23,8 @@ from tests.helpers import descent_step
         ("cpu", None, XLA_CPU),
         ("cpu", (0, 10, 2), XLA_CPU),
         ("cpu", (0, 11, 0), XLA_CPU_WITH_BARRIERS),
-        ("h100", None, XLA_CPU_WITH_BARRIERS),
-        ("h100", (0, 10, 2), XLA_CPU_WITH_BARRIERS),
+        ("h100", None, XLA_GPU),
+        ("h100", (0, 10, 2), XLA_GPU),
     ],
 )
 def test_only_cpus_depend_on_the_version_of_jax(

@@ -165,7 +165,8 @@ def _variables(recorder: Values, env: Mapping[Var, int]) -> dict[int, Var]:
     for v, value in env.items():
         variable.setdefault(value, v)
     for value, source in recorder.origin.items():
-        variable.setdefault(value, variable[source])
+        if source in variable:  # what a function makes inside has no variable
+            variable.setdefault(value, variable[source])
     return variable
 
 
