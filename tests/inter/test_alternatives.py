@@ -88,7 +88,7 @@ def test_a_spec_may_be_fixed_where_nothing_else_is_sharded() -> None:
     args = (jax.ShapeDtypeStruct((64, 12), jnp.float32), jax.ShapeDtypeStruct((16, 64), jnp.float32))
     alone = AutoShardingOption(enable_auto_sharding=False)
     text = explained("x", ShardParallel(auto_sharding_option=alone), step, args)
-    assert re.search(r"P\(\) +[\d.]+ ns +chosen", text)
+    assert re.search(r"P\(\) +[\d.]+ us +chosen", text)
     assert re.search(r"P\('x',?\) +[\d.]+ us +\+[\d.]+ us", text)  # gathered before it is read
 
 

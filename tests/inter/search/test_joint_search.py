@@ -210,7 +210,7 @@ def test_layers_are_the_blocks_of_a_model_and_its_head() -> None:
 
 def test_stages_are_interleaved_where_the_bubble_is_large() -> None:
     cluster = dataclasses.replace(V100, num_hosts=2, devices_per_host=1)
-    traced = mlp(8, hidden=8192, batch=512)
+    traced = mlp(8, hidden=4096, batch=512)
     one_run = PipeshardParallel(
         num_micro_batches=2, layer_option=AutoLayerOption(), stage_option=AutoStageOption(), devices=cluster
     )
