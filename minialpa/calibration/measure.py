@@ -11,6 +11,7 @@ so that what a call costs does not count. Sizes grow until one repetition takes 
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 #: A repetition that takes longer is the last one of its kind.
 _LONG_S = 0.02
-#: All repetitions of a run take at least this long, so that the clock and other processes count for little.
+#: As many repetitions are counted as take this long, so that the clock and other processes matter little.
 _RUN_S = 0.02
-#: Runs of each length, of which the fastest counts.
-_N_RUNS = 4
+#: Differences of a long and a short run, of which the median counts.
+_N_ROUNDS = 5
 _AXIS = "devices"
 
 
@@ -156,8 +157,10 @@ def _seconds(mesh: Mesh, body: Callable[[Any], Any], dtype: str, *shapes: tuple[
         return time.perf_counter() - start
 
     run_s(1)  # compiles
-    call_s, n = min(run_s(0) for _ in range(_N_RUNS)), 1
-    while run_s(n) < call_s + _RUN_S and n < 2**20:
-        n *= 2
-    short, long = (min(run_s(times) for _ in range(_N_RUNS)) for times in (n, 2 * n))
-    return max(long - short, 1e-3 * long) / n
+    n = 2
+    while True:
+        rounds = [run_s(2 * n) - run_s(n) for _ in range(_N_ROUNDS)]
+        more_s = statistics.median(rounds)
+        if more_s > _RUN_S or n > 2**20:
+            return max(more_s, 1e-9) / n
+        n *= 4 if more_s < _RUN_S / 8 else 2
