@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from minialpa.errors import ShardingError
@@ -63,7 +63,7 @@ class DeviceSpec:
     peak_flops: tuple[tuple[str, float], ...]
     memory_bytes: float
     memory_bandwidth: float
-    kernels: KernelRates | None = None
+    kernels: KernelRates | None = field(default=None, metadata={"may_be_missing": True})
 
     def __post_init__(self) -> None:
         if not self.peak_flops or min(self.memory_bytes, self.memory_bandwidth, *dict(self.peak_flops).values()) <= 0:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from minialpa import AutoShardingOption, Plan, ShardParallel, VerifyError
+from minialpa import AutoShardingOption, ClusterSpec, DeviceSpec, Plan, ShardParallel, VerifyError
 from minialpa.plan.codec import decode, encode
 from minialpa.plan.file_format import MOST_CHARACTERS
 from tests.plans import pipeline_plan, shard_plan
@@ -100,7 +100,7 @@ def test_a_plan_without_one_of_its_fields_or_items_is_refused_or_read_as_it_is(d
     del inner[place[-1]]
     if place == ("plan", "batch") and isinstance(inner, dict):  # which older files lack
         assert Plan.from_json(json.dumps(data)) == dataclasses.replace(good(), batch=())
-    elif place[-1] in ("keep_constraints", "attention"):  # as above; the plan has the default
+    elif place[-1] in ("keep_constraints", "attention", "kernels"):  # as above; the plan has the default
         assert Plan.from_json(json.dumps(data)) == good()
     elif isinstance(inner, dict):
         with pytest.raises(VerifyError, match=str(place[-1])):
@@ -198,6 +198,14 @@ def test_options_of_the_shardings_are_kept() -> None:
 class Passage(NamedTuple):
     kind: Literal["forward", "backward"]
     number: int
+
+
+def test_a_device_from_before_there_were_rates_of_kernels_runs_at_those_of_its_data_sheet() -> None:
+    for device in (ClusterSpec.preset("h100").device, ClusterSpec.preset("cpu").device):
+        data = encode(device)
+        assert decode(DeviceSpec, data, "device") == device
+        del data["kernels"]
+        assert decode(DeviceSpec, data, "device") == dataclasses.replace(device, kernels=None)
 
 
 def test_named_tuples_are_lists() -> None:
