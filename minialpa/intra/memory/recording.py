@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex
-from jax.extend.core import JaxprEqn, Primitive, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 
 from minialpa.attention.blockwise import attend, differentiate
 from minialpa.attention.operation import attention_gradient_p, attention_p
@@ -124,31 +124,39 @@ def record_equations(
 
 
 def _add_equations(
-    eqns: Sequence[JaxprEqn], env: dict[Var, int], recorder: Values, compiler: Compiler, *, copies_stacks: bool = False
+    eqns: Sequence[JaxprEqn], env: dict[Var, int], recorder: Values, compiler: Compiler, *, in_function: bool = False
 ) -> None:
     """Add equations on whole arrays.
 
     env: the value of each variable, to which those of the results are added.
-    copies_stacks: whether what a loop stacks is copied once more while it runs.
+    in_function: whether they are of a function behind a primitive. What its loops stack is copied once more.
     """
     for eqn in eqns:
         reads = [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in eqn.invars]
         if eqn.primitive in _FUNCTIONS:
             made = _add_function(eqn, eqn.params, recorder, reads, compiler)
         else:
-            has_body = eqn.primitive.name in _LOOPS and sub_jaxprs(eqn)
-            scratch = _body_buffers(eqn.params, compiler) if has_body else ()
-            if copies_stacks and eqn.primitive.name == "scan":
-                scratch += tuple(bytes_of(v) for v in eqn.outvars[eqn.params["num_carry"] :])
+            scratch = _loop_buffers(eqn, compiler, in_function=in_function)
             made = compiler.add_equation(recorder, eqn, reads, [shape_of(v) for v in eqn.outvars], scratch)
         env.update(zip(eqn.outvars, made, strict=True))
+
+
+def _loop_buffers(eqn: JaxprEqn, compiler: Compiler, *, in_function: bool) -> tuple[float, ...]:
+    """What a loop or branch needs while it runs; nothing for other equations."""
+    if eqn.primitive.name not in _LOOPS or not sub_jaxprs(eqn):
+        return ()
+    bodies = _bodies(eqn.params)
+    if not in_function:
+        return _body_buffers(bodies, compiler)
+    stacks = eqn.outvars[eqn.params["num_carry"] :] if eqn.primitive.name == "scan" else ()
+    return (*_body_buffers_once(bodies, compiler), *map(bytes_of, stacks))
 
 
 def _local_body_buffers(
     eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...], compiler: Compiler
 ) -> tuple[float, ...]:
     """The same as `_body_buffers` for a loop or branch over shards."""
-    return _body_buffers(localize(eqn, factors, _splits(factors, chosen, mesh_shape)), compiler)
+    return _body_buffers(_bodies(localize(eqn, factors, _splits(factors, chosen, mesh_shape))), compiler)
 
 
 def _splits(factors: Factors, chosen: EquationSpecs, mesh_shape: tuple[int, ...]) -> dict[int, int]:
@@ -167,7 +175,7 @@ def _add_function(
     env = dict(zip((*flat.constvars, *flat.invars), (*constants, *operands), strict=True))
 
     first = len(recorder.values)
-    _add_equations(flat.eqns, env, recorder, compiler, copies_stacks=True)
+    _add_equations(flat.eqns, env, recorder, compiler, in_function=True)
     recorder.values[first:] = [value._replace(maker=eqn) for value in recorder.values[first:]]
     return [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in flat.outvars]
 
@@ -183,13 +191,21 @@ def _flat_function(
     return flatten_calls(closed.jaxpr, [None] * len(closed.jaxpr.constvars))
 
 
-def _body_buffers(params: Mapping[str, Any], compiler: Compiler) -> tuple[float, ...]:
+def _bodies(params: Mapping[str, Any]) -> tuple[Jaxpr, ...]:
+    return tuple(jex.jaxprs_in_params(dict(params)))
+
+
+def _body_buffers(bodies: Sequence[Jaxpr], compiler: Compiler) -> tuple[float, ...]:
     """Buffers of one pass through the largest body of a loop, or branch, besides its operands and results."""
     most: tuple[float, ...] = ()
-    for jaxpr in jex.jaxprs_in_params(dict(params)):
+    for jaxpr in bodies:
         flat = flatten_calls(jaxpr, [None] * len(jaxpr.constvars))
         invars = (*flat.constvars, *flat.invars)
         # Bodies are counted as if every compiler dropped the barriers in them.
         recording, _ = record_equations(flat.eqns, invars, flat.outvars, compiler, waits_at_barriers=False)
         most = max(most, recording.temporaries(), key=sum)
     return most
+
+
+#: For the bodies of `_flat_function`, which are the same objects each time.
+_body_buffers_once = functools.lru_cache(maxsize=1024)(_body_buffers)
