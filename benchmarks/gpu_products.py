@@ -4,8 +4,8 @@
 
 The products are those of transformers: of tokens with weights, whole and split over 2 to 8 devices, their gradients,
 the logits, and those of attention heads. Each is compiled for an H100, on a machine without a GPU, and XLA writes into
-the program what its tables say. `--fit` prints the constants of `KernelRates` that come closest, besides the efficiency
-of memory, which the tables do not tell.
+the program what its tables say, of each product by itself: `KernelRates.sustained` does not count here. `--fit` prints
+the efficiency and the exposed bytes that come closest.
 """
 
 from __future__ import annotations
@@ -106,8 +106,10 @@ def _request(product: Product) -> Request:
 
 
 def predicted_seconds(chosen: Sequence[Product], device: DeviceSpec) -> NDArray[np.float64]:
-    """Seconds by the planner's formula."""
+    """Seconds by the planner's formula, of each product by itself."""
     rate = {"float32": "tensorfloat32"}
+    if device.kernels is not None:
+        device = dataclasses.replace(device, kernels=dataclasses.replace(device.kernels, sustained=1.0))
     return np.array(
         [device.product_s(one.flops, one.n_bytes, rate.get(one.dtype, one.dtype)) + device.launch_s for one in chosen]
     )
@@ -119,14 +121,14 @@ def fitted(chosen: Sequence[Product], seconds: NDArray[np.float64], device: Devi
     start = device.kernels
 
     def rates(logs: NDArray[np.float64]) -> KernelRates:
-        efficiency, exposed, launch_s = np.exp(logs)
-        return dataclasses.replace(start, product_efficiency=efficiency, exposed_bytes=exposed, launch_s=launch_s)
+        efficiency, exposed = np.exp(logs)
+        return dataclasses.replace(start, product_efficiency=efficiency, exposed_bytes=exposed)
 
     def error(logs: NDArray[np.float64]) -> float:
         predicted = predicted_seconds(chosen, dataclasses.replace(device, kernels=rates(logs)))
         return float(np.mean(np.abs(np.log(predicted / seconds))))
 
-    first = np.log([start.product_efficiency, start.exposed_bytes, start.launch_s])
+    first = np.log([start.product_efficiency, start.exposed_bytes])
     found = minimize(error, first, method="Nelder-Mead", options={"maxiter": 400})
     return rates(found.x)
 

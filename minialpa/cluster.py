@@ -25,23 +25,31 @@ PresetName = Literal["v100-p3.16xlarge", "a100-40gb", "a100-80gb", "h100", "h200
 class KernelRates:
     """How close kernels come to the rates of a device. The defaults are the roofline.
 
-    seconds of a matrix product = launch_s + flops / (product_efficiency peak) + exposed_bytes bytes / bandwidth
-    seconds of another kernel   = bytes / (memory_efficiency bandwidth)
+    seconds of a matrix product = launch_s + flops / (sustained product_efficiency peak)
+                                + exposed_bytes bytes / bandwidth
+    seconds of an attention     = launch_s + flops / (attention_efficiency peak)
+    seconds of another operation = written bytes / (memory_efficiency bandwidth)
 
     Attributes:
-        product_efficiency: the part of the peak rate at which large products compute.
+        product_efficiency: the part of the peak rate at which large products compute, each by itself.
         exposed_bytes: the part of what a product reads and writes that does not move while it computes.
-        memory_efficiency: the part of the bandwidth at which other kernels read and write.
+        memory_efficiency: what other operations write, each by itself, as a part of what the memory could move in
+            their time; more than 1 where compilers fuse most of them, so that their results are not written at all.
         launch_s: seconds in which a product does not compute yet, or no longer.
+        attention_efficiency: the part of the peak rate at which fused attention computes.
+        sustained: the part of the rate of products that is left when many follow each other, under the power limit.
     """
 
     product_efficiency: float
     exposed_bytes: float
     memory_efficiency: float
     launch_s: float
+    attention_efficiency: float = field(default=1.0, metadata={"may_be_missing": True})
+    sustained: float = field(default=1.0, metadata={"may_be_missing": True})
 
     def __post_init__(self) -> None:
-        if min(self.product_efficiency, self.memory_efficiency) <= 0 or min(self.exposed_bytes, self.launch_s) < 0:
+        parts = (self.product_efficiency, self.memory_efficiency, self.attention_efficiency, self.sustained)
+        if min(parts) <= 0 or min(self.exposed_bytes, self.launch_s) < 0:
             raise ShardingError(f"Efficiencies are positive, and bytes and seconds not negative; got {self}.")
 
 
@@ -81,7 +89,13 @@ class DeviceSpec:
         compute_s, memory_s = flops / self.flops_per_s(dtype), n_bytes / self.memory_bandwidth
         if self.kernels is None:
             return max(compute_s, memory_s)
-        return compute_s / self.kernels.product_efficiency + memory_s * self.kernels.exposed_bytes
+        efficiency = self.kernels.product_efficiency * self.kernels.sustained
+        return compute_s / efficiency + memory_s * self.kernels.exposed_bytes
+
+    def attention_s(self, flops: float, n_bytes: float, dtype: str) -> float:
+        """Seconds of an attention in one kernel, besides `launch_s`, that reads and writes `n_bytes`."""
+        efficiency = 1.0 if self.kernels is None else self.kernels.attention_efficiency
+        return max(flops / (efficiency * self.flops_per_s(dtype)), n_bytes / self.memory_bandwidth)
 
     def kernel_s(self, flops: float, n_bytes: float, dtype: str) -> float:
         """Seconds of any other kernel that reads and writes `n_bytes`."""
@@ -121,9 +135,22 @@ def _device(
     return DeviceSpec(name, rates, memory_gb * 1e9, bandwidth, kernels)
 
 
-#: Fitted to XLA's tables of products on an H100 (`python -m benchmarks.gpu_products`); other GPUs have no tables.
-_GPU_KERNELS = KernelRates(product_efficiency=0.87, exposed_bytes=0.74, memory_efficiency=0.9, launch_s=5e-6)
+def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: float) -> KernelRates:
+    """Fitted: products to XLA's tables of an H100, as other GPUs have none, and the three arguments to published runs
+    (`python -m benchmarks.gpu_products --fit`, `python -m benchmarks.published_runs --fit`)."""
+    return KernelRates(
+        product_efficiency=0.87,
+        exposed_bytes=0.74,
+        memory_efficiency=memory_efficiency,
+        launch_s=5e-6,
+        attention_efficiency=attention_efficiency,
+        sustained=sustained,
+    )
 
+
+#: Of GPUs of each generation. Nobody has published enough runs of V100s and B200s: they have their neighbours' figures.
+_AMPERE_KERNELS = _kernels(sustained=0.94, memory_efficiency=1.35, attention_efficiency=0.5)
+_HOPPER_KERNELS = _kernels(sustained=0.70, memory_efficiency=1.9, attention_efficiency=0.4)
 
 #: Rates in Tflop/s by dtype.
 _HOPPER = {"float32": 67, "tensorfloat32": 494, "float16": 989, "bfloat16": 989} | dict.fromkeys(
@@ -137,32 +164,32 @@ _BLACKWELL = {"float32": 75, "tensorfloat32": 1125, "float16": 2250, "bfloat16":
 #: are round ones for a virtual device, which has a part of a processor.
 _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
     "v100-p3.16xlarge": (
-        _device("v100", 16, 0.9e12, _GPU_KERNELS, float32=15.7, float16=125, bfloat16=15.7),
+        _device("v100", 16, 0.9e12, _AMPERE_KERNELS, float32=15.7, float16=125, bfloat16=15.7),
         LinkSpec(6e-6, 1 / 120e9),
         LinkSpec(2e-5, 1 / 3.1e9),
     ),
     "a100-40gb": (
-        _device("a100-40gb", 40, 1.55e12, _GPU_KERNELS, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312),
+        _device("a100-40gb", 40, 1.55e12, _AMPERE_KERNELS, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312),
         LinkSpec(5e-6, 1 / 250e9),
         LinkSpec(1.5e-5, 1 / 25e9),
     ),
     "a100-80gb": (
-        _device("a100-80gb", 80, 2.0e12, _GPU_KERNELS, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312),
+        _device("a100-80gb", 80, 2.0e12, _AMPERE_KERNELS, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312),
         LinkSpec(5e-6, 1 / 250e9),
         LinkSpec(1.5e-5, 1 / 25e9),
     ),
     "h100": (
-        _device("h100", 80, 3.35e12, _GPU_KERNELS, **_HOPPER),
+        _device("h100", 80, 3.35e12, _HOPPER_KERNELS, **_HOPPER),
         LinkSpec(5e-6, 1 / 400e9),
         LinkSpec(1.5e-5, 1 / 50e9),
     ),
     "h200": (
-        _device("h200", 141, 4.8e12, _GPU_KERNELS, **_HOPPER),
+        _device("h200", 141, 4.8e12, _HOPPER_KERNELS, **_HOPPER),
         LinkSpec(5e-6, 1 / 400e9),
         LinkSpec(1.5e-5, 1 / 50e9),
     ),
     "b200": (
-        _device("b200", 180, 7.7e12, _GPU_KERNELS, **_BLACKWELL),
+        _device("b200", 180, 7.7e12, _HOPPER_KERNELS, **_BLACKWELL),
         LinkSpec(5e-6, 1 / 800e9),
         LinkSpec(1.5e-5, 1 / 50e9),
     ),

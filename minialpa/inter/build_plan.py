@@ -239,9 +239,9 @@ def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) 
     """Collectives of a stage with equal ones counted together."""
     counts: dict[tuple[CollectiveKind, float, tuple[int, ...]], int] = {}
     for task, collectives in ((m.task, m.collectives) for m in moved):
-        for c, n, _ in collectives:
-            key = (c.kind, c.n_bytes, c.axes)
-            counts[key] = counts.get(key, 0) + n * (n_micro_batches if task.per_micro_batch else 1)
+        for one in collectives:
+            key = (one.collective.kind, one.collective.n_bytes, one.collective.axes)
+            counts[key] = counts.get(key, 0) + one.times * (n_micro_batches if task.per_micro_batch else 1)
     return [
         PlannedCollective(kind=kind, n_bytes=size, axes=axes, stage=stage, times_per_step=n)
         for (kind, size, axes), n in counts.items()

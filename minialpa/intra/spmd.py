@@ -24,6 +24,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import VerifyError
+from minialpa.intra.overlap import hidden_values
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import eager_reductions
 from minialpa.intra.strategies.combining import Sharing, n_together, sum_groups
@@ -77,6 +78,8 @@ class ShardedEquations:
         mesh: the devices.
         forbidden: kinds of collectives that resharding may not use.
         combined: kinds of sums that start together.
+        early: inputs that are there before the program starts.
+        awaited: results that somebody waits for.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -88,6 +91,8 @@ class ShardedEquations:
     mesh: LogicalMesh
     forbidden: tuple[str, ...] = ()
     combined: tuple[CollectiveKind, ...] = ()
+    early: frozenset[Var] = frozenset()
+    awaited: frozenset[Var] = frozenset()
 
 
 def walk(program: ShardedEquations, inputs: Sequence[T], ops: ShardOps[T]) -> list[T]:
@@ -211,6 +216,8 @@ def _iteration(eqn: JaxprEqn, chosen: EquationSpecs, program: ShardedEquations) 
         specs=specs,
         equations={id(inner): inner_specs for inner, inner_specs in zip(flat.eqns, chosen.body, strict=True)},
         out_specs=out_specs,
+        early=frozenset((*flat.constvars, *flat.invars[: body.n_consts], *flat.invars[body.n_lead :])),
+        awaited=frozenset(v for v in flat.outvars[: body.n_carry] if not is_literal(v)),
     )
     return body, inside
 
@@ -225,29 +232,35 @@ class Communication(NamedTuple):
         collective: kind, bytes and mesh axes.
         times: how often it happens when the program runs once.
         group: number of the collectives that it starts with, see `sum_groups`; None for a start of its own.
+        loop: the `id` of the loop that it is in; None outside of loops.
+        can_hide: whether all the work of the loop, or that of the program, can hide it, see `hidden_values`.
     """
 
     collective: Collective
     times: int
     group: int | None
+    loop: int | None = None
+    can_hide: bool = False
 
 
 def collectives_of(program: ShardedEquations) -> list[Communication]:
     """What the program communicates when it runs once, in order."""
     found: list[Communication] = []
     groups = sum_groups(program.eqns)
+    hidden = hidden_values(program.eqns, program.invars, program.early, program.awaited)
 
     def move(_: None, step: ReshardStep, atom: Atom) -> None:
         collective = step.collective(bytes_of(atom), program.mesh.shape)
         if collective is not None:
             sums = collective.kind in ("all-reduce", "reduce-scatter")
-            found.append(Communication(collective, 1, None if is_literal(atom) or not sums else groups.get(atom)))
+            group = None if is_literal(atom) or not sums else groups.get(atom)
+            found.append(Communication(collective, 1, group, can_hide=not is_literal(atom) and atom in hidden))
 
     def run(eqn: JaxprEqn, *_: Any) -> list[None]:
         return [None] * len(eqn.outvars)
 
     def loop(eqn: JaxprEqn, body: ScanBody, inside: ShardedEquations, _: Any) -> list[None]:
-        found.extend(one._replace(times=body.length * one.times) for one in collectives_of(inside))
+        found.extend(one._replace(times=body.length * one.times, loop=id(eqn)) for one in collectives_of(inside))
         return [None] * len(eqn.outvars)
 
     walk(program, [None] * len(program.invars), ShardOps(lambda _: None, move, run, loop))

@@ -165,8 +165,9 @@ class PlannedPass:
         kind: forward or backward; `step` is both in one, in a plan with a single stage.
         chunk: number of the chunk, counted over the whole pipeline.
         compute_s: seconds of computing.
-        communication_s: seconds of collectives.
+        communication_s: seconds of collectives that devices wait for.
         loop: the loop that the pass is in. The loops of a step are counted from 1.
+        hidden_s: seconds of collectives beside which devices compute.
     """
 
     kind: Literal["forward", "backward", "step"]
@@ -174,6 +175,7 @@ class PlannedPass:
     compute_s: float
     communication_s: float
     loop: int = 1
+    hidden_s: float = field(default=0.0, metadata=MAY_BE_MISSING)
 
     @property
     def seconds(self) -> float:

@@ -19,6 +19,11 @@ def is_contraction(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _CONTRACTIONS
 
 
+def is_attention(eqn: JaxprEqn) -> bool:
+    """Whether the equation is an attention in one operation, or the gradient of one."""
+    return eqn.primitive.name.startswith("minialpa_attention")
+
+
 def has_contraction(eqn: JaxprEqn) -> bool:
     """Whether the equation, or one inside it, is a contraction."""
     return is_contraction(eqn) or any(has_contraction(inner) for body in sub_jaxprs(eqn) for inner in body.eqns)

@@ -147,7 +147,7 @@ def test_balanced_devices_give_the_numbers_of_one(kind: str, shape: tuple[int, .
 
             # What is exchanged is what was planned.
             planned: Counter[str] = Counter()
-            for one, times, _ in collectives_of(program):
+            for one, times in ((moved.collective, moved.times) for moved in collectives_of(program)):
                 planned[one.kind] += int(one.n_bytes) * times
             assert planned["collective-permute"] > 0
             assert _kinds_and_bytes(compiled.as_text())["collective-permute"] == planned["collective-permute"]

@@ -13,7 +13,7 @@ from minialpa.support.files import write_text
 
 #: To be raised with every change after which some piece costs something else, be it of rules, strategies, prices,
 #: memory or names: the names of costs tell pieces, meshes and options apart, and not the code that priced them.
-_VERSION = 5
+_VERSION = 6
 
 
 def load_costs(path: str | None) -> dict[str, PieceCost]:

@@ -144,7 +144,8 @@ def mesh_usages(
     """What uses memory on `mesh` and when, besides parameters and optimizer state; tasks run one after the other.
 
     Of the moments it takes the one that would be the fullest without sharding. `compiler` compiles the tasks.
-    gathered: also count arguments as products read them, which is too much where they are stored like that.
+    gathered: also count arguments as products read them, and operands as loops do, which is too much where they are
+        stored like that.
     """
     kept = _kept(staged, mesh)
     live = max(moments, key=lambda counts: sum(bytes_of(v) * counts[c] for v, c in kept.residuals.items()))
@@ -161,7 +162,7 @@ def mesh_usages(
             if v not in kept.residuals and v not in kept.fixed:
                 usages.append(Usage(v, 1, now + start, now + end))
         made = {v: now + start for v, start, _ in found.intervals}
-        usages += _loop_usages(task, made)
+        usages += _loop_usages(task, made, gathered=gathered)
         if gathered:
             usages += _gathered_usages(task, made, inputs, now)
 
@@ -175,10 +176,10 @@ def mesh_usages(
     return tuple(usages)
 
 
-def _loop_usages(task: Task, made: Mapping[Var, int]) -> Iterator[Usage]:
+def _loop_usages(task: Task, made: Mapping[Var, int], *, gathered: bool) -> Iterator[Usage]:
     """Operands of loops while these run: such as weights that are gathered in front of a loop over layers.
 
-    made: when each variable is first in memory.
+    made: when each variable is first in memory. gathered: count them also where the operand could be stored like that.
     """
     for eqn in task.eqns:
         body = scan_body(eqn)
@@ -188,7 +189,7 @@ def _loop_usages(task: Task, made: Mapping[Var, int]) -> Iterator[Usage]:
         for k, (operand, inner) in enumerate(zip(eqn.invars, body.flat.invars, strict=True)):
             if not is_literal(operand):
                 n_slices = 1 if k < body.n_lead else body.length
-                yield Usage(inner, n_slices, time, time + 1, copy_of=operand)
+                yield Usage(inner, n_slices, time, time + 1, None if gathered else operand, if_gathered=gathered)
 
 
 def _gathered_usages(task: Task, made: Mapping[Var, int], arguments: Collection[Var], start: int) -> Iterator[Usage]:
@@ -204,7 +205,7 @@ def _gathered_usages(task: Task, made: Mapping[Var, int], arguments: Collection[
         for v in dict.fromkeys(operand_vars(eqn)):
             # The next reader that wants it in the same spec reads the same copy.
             if v in arguments and now + 1 > free_at[v]:
-                yield Usage(v, 1, free_at[v], now + 1, reader=eqn.outvars[0])
+                yield Usage(v, 1, free_at[v], now + 1, reader=eqn.outvars[0], if_gathered=True)
                 free_at[v] = now + 1
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective, CollectiveKind, combined_kinds
 from minialpa.inter.staging.mesh_problem import TaskCollectives
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
+from minialpa.intra.overlap import hides_collectives
 from minialpa.intra.spmd import Communication
 from minialpa.intra.strategies.combining import WITH_GRADIENTS, StartCounts
 from minialpa.plan import PlannedPass
@@ -46,7 +47,7 @@ def stage_times(
 ) -> StageTimes:
     """`moved`: the tasks of the mesh, in order, and what they communicate; n_loops: of the step.
 
-    Those of an update do not wait for each other.
+    Collectives of an update do not wait for each other.
     """
     compute_s = {id(eqn): seconds for eqn, seconds in zip(problem.eqns, sharding.compute_s, strict=True)}
     passes: list[PlannedPass] = []
@@ -57,13 +58,15 @@ def stage_times(
     for task, collectives in ((m.task, m.collectives) for m in moved):
         compute = sum(compute_s[id(eqn)] for eqn in task.eqns)
         if task.kind == "forward" or task.kind == "backward" or task.kind == "step":
+            exposed_s, hidden_s = _communication_s(collectives, mesh, _work_s(collectives, compute, compute_s))
             passes.append(
                 PlannedPass(
                     kind=task.kind,
                     chunk=task.chunk,
                     compute_s=compute,
-                    communication_s=_communication_s(collectives, mesh),
+                    communication_s=exposed_s,
                     loop=task.loop,
+                    hidden_s=hidden_s,
                 )
             )
             continue
@@ -73,7 +76,10 @@ def stage_times(
         once_s[behind] += compute
         in_update[behind] += [one._replace(group=WITH_GRADIENTS) for one in collectives]
 
-    *between, update = (s + _communication_s(moved, mesh) for s, moved in zip(once_s, in_update, strict=True))
+    *between, update = (
+        s + _communication_s(moved, mesh, _work_s(moved, s, compute_s))[0]
+        for s, moved in zip(once_s, in_update, strict=True)
+    )
     return StageTimes(tuple(passes), update, tuple(between))
 
 
@@ -94,16 +100,37 @@ def starts_s(counts: StartCounts, mesh: LogicalMesh) -> float:
     return sum(Collective(kind, 0.0, axes).seconds(mesh) for kind, axes, _ in counts)
 
 
-def _communication_s(collectives: Sequence[Communication], mesh: LogicalMesh) -> float:
-    """Seconds of collectives of which those of one group, kind and axes start together, if compilers combine them."""
-    alone_s, combined = 0.0, combined_kinds(mesh)
-    n_bytes: dict[tuple[int, int, CollectiveKind, tuple[int, ...]], float] = {}
-    for collective, times, group in collectives:
-        if group is None or collective.kind not in combined:
-            alone_s += times * collective.seconds(mesh)
+def _work_s(
+    collectives: Sequence[Communication], total_s: float, compute_s: Mapping[int, float]
+) -> dict[int | None, float]:
+    """Seconds of the work of each loop that communicates, and under None of all the rest of `total_s`."""
+    in_loops = {one.loop: compute_s[one.loop] for one in collectives if one.loop is not None}
+    return {**in_loops, None: max(0.0, total_s - sum(in_loops.values()))}
+
+
+def _communication_s(
+    collectives: Sequence[Communication], mesh: LogicalMesh, work_s: Mapping[int | None, float]
+) -> tuple[float, float]:
+    """Seconds of collectives that devices wait for, and of those that their work hides.
+
+    work_s: of each loop that communicates, and under None of all the rest. Collectives of one group, kind and axes
+    start together, if compilers combine them.
+    """
+    combined, hides = combined_kinds(mesh), hides_collectives(mesh)
+    n_bytes: dict[tuple[object, ...], float] = {}
+    seconds: dict[tuple[int | None, bool], float] = defaultdict(float)
+    for one in collectives:
+        collective, place = one.collective, (one.loop, one.can_hide and hides)
+        if one.group is None or collective.kind not in combined:
+            seconds[place] += one.times * collective.seconds(mesh)
         else:
-            key = (group, times, collective.kind, collective.axes)
-            n_bytes[key] = n_bytes.get(key, 0.0) + collective.n_bytes
-    return alone_s + sum(
-        times * Collective(kind, total, axes).seconds(mesh) for (_, times, kind, axes), total in n_bytes.items()
-    )
+            key = (*place, one.group, one.times, collective.kind, collective.axes)
+            together = n_bytes.get(key, 0.0) + collective.n_bytes
+            # The start of those before is paid already.
+            whole = Collective(collective.kind, together, collective.axes).seconds(mesh)
+            less = Collective(collective.kind, n_bytes[key], collective.axes).seconds(mesh) if key in n_bytes else 0.0
+            seconds[place] += one.times * (whole - less)
+            n_bytes[key] = together
+
+    hidden_s = sum(min(s, work_s[loop]) for (loop, can_hide), s in seconds.items() if can_hide)
+    return sum(seconds.values()) - hidden_s, hidden_s

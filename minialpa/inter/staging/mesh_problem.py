@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import CollectiveKind
 from minialpa.inter.microbatch.split_step import is_loop
-from minialpa.inter.staging.split_values import combined_values, step_results
+from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.spmd import Communication, ShardedEquations, collectives_of
@@ -202,6 +202,10 @@ def task_program(
     read = {v for other in staged.tasks for v in other.invars}
     final = {v: spec for v, spec in results.items() if is_last and v not in read}
 
+    # What a pass leaves for another pass of the same micro-batch is waited for.
+    of_passes = {v for other in staged.tasks if other.per_micro_batch for v in other.invars}
+    inputs = set(step_inputs(staged.split)).difference(staged.split.batch_dims)
+
     return ShardedEquations(
         eqns=task.eqns,
         invars=task.invars,
@@ -212,4 +216,6 @@ def task_program(
         mesh=view.mesh,
         forbidden=view.forbidden,
         combined=view.combined,
+        early=frozenset(v for v in task.invars if v in inputs),
+        awaited=frozenset(v for v in task.outvars if v in of_passes),
     )

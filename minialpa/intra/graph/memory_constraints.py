@@ -34,8 +34,8 @@ class Usage:
     """`n_copies` of `var` are in memory at the times start, ..., end - 1.
 
     copy_of: a variable that has these bytes anyway, all copies stacked, where it is sharded in the same way.
-    reader: the first result of an equation that reads `var`: what is in memory is `var` as that equation reads it, as
-        far as it has been gathered.
+    reader: the first result of an equation that reads `var`: what is in memory is `var` as that equation reads it.
+    if_gathered: counts only where it is in fewer shards than it could be, for which it has been gathered.
     """
 
     var: Var
@@ -44,6 +44,7 @@ class Usage:
     end: int
     copy_of: Var | None = None
     reader: Var | None = None
+    if_gathered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def demands_of(
         n_bytes = usage.n_copies * bytes_of(usage.var) / n_shards
         if usage.copy_of is not None:
             n_bytes = n_bytes * _differs(choice, choices.get(usage.copy_of))
-        if usage.reader is not None:
+        if usage.if_gathered:
             n_bytes = n_bytes * (n_shards < _most_shards(choices[usage.var], mesh_shape))
         demands.append(Demand(var=usage.var, node=choice.node, n_bytes=n_bytes, start=usage.start, end=usage.end))
 

@@ -24,7 +24,7 @@ from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumer
 from minialpa.intra.strategies.combining import ALONE, Sharing
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.rules.factors import Factors
-from minialpa.rules.heavy import has_contraction, is_contraction
+from minialpa.rules.heavy import has_contraction, is_attention, is_contraction
 from minialpa.rules.known_rules import factors_of, is_kernel
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.flattening import flat_body
@@ -262,7 +262,8 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
     written = sum(map(bytes_of, eqn.outvars))
     if is_contraction(eqn) or is_kernel(eqn):
         read = sum(map(bytes_of, eqn.invars))
-        return Work(device.product_s(factors.flops, read + written, _rate_of(eqn)), device.launch_s)
+        seconds_of = device.attention_s if is_attention(eqn) else device.product_s
+        return Work(seconds_of(factors.flops, read + written, _rate_of(eqn)), device.launch_s)
     dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
     return Work(device.kernel_s(factors.flops, written, dtype), 0.0)
 

@@ -1,0 +1,219 @@
+"""Decoders in the dimensions of published runs: GPT, MPT and Llama, one `lax.scan` over equal blocks, AdamW.
+
+Parameters, totals of gradients and moments are float32, products bfloat16 or float8, and softmaxes float32, as the
+trainers do it whose runs are recorded. Letters: b examples, s positions, h features, v words.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+import minialpa
+from minialpa.models.layers import attend
+from minialpa.models.llama import rotate
+from minialpa.models.losses import cross_entropies
+
+Family = Literal["gpt", "llama"]
+Shapes = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """The dimensions of a model.
+
+    Attributes:
+        family: "gpt": LayerNorm, learned positions, GELU, tied head; "llama": RMSNorm, rotary positions, SwiGLU.
+        n_layers: number of blocks.
+        hidden: features of a position.
+        n_heads: query heads of a block.
+        n_kv_heads: key and value heads, a divisor of `n_heads`.
+        ffn: features inside a feed-forward layer.
+        vocab: number of words.
+        seq: positions of an example.
+        recomputes: whether the backward pass computes each block again from its input.
+        in_float8: whether the products of blocks are of float8.
+        tensor_parallel: (groups of devices that split the examples, devices that split the operators of a block) if
+            they do: heads and the features inside feed-forward layers. Else every device computes whole operators.
+    """
+
+    family: Family
+    n_layers: int
+    hidden: int
+    n_heads: int
+    n_kv_heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    recomputes: bool = False
+    in_float8: bool = False
+    tensor_parallel: tuple[int, int] | None = None
+
+    @property
+    def n_weights(self) -> int:
+        """Number of parameters."""
+        return sum(leaf.size for leaf in jax.tree.leaves(_parameters(self)))
+
+    def flops(self, n_examples: int) -> float:
+        """Operations of the products of forward and backward passes, without what is computed again.
+
+        With all scores of attention, as most who publish count them.
+        """
+        per_block = sum(shape[-2] * shape[-1] for shape in _block_shapes(self).values() if len(shape) == 2)
+        attention = 2 * self.seq * self.hidden
+        per_position = self.n_layers * (per_block + attention) + self.vocab * self.hidden
+        return 6.0 * n_examples * self.seq * per_position
+
+    def arguments(self, n_examples: int) -> tuple[Any, Any]:
+        """Shapes of the state and of a batch, for `train_step`."""
+        state = jax.eval_shape(lambda params: (params, _OPTIMIZER.init(params)), _parameters(self))
+        words = jax.ShapeDtypeStruct((n_examples, self.seq), jnp.int32)
+        return state, {"tokens": words, "labels": words}
+
+    def train_step(self, state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        """(parameters, moments), batch -> new state, loss."""
+        params, moments = state
+        loss, gradients = minialpa.value_and_grad(functools.partial(_loss, self))(params, batch)
+        updates, moments = _OPTIMIZER.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+
+_OPTIMIZER = optax.adamw(1e-4)
+
+
+def _parameters(of: Decoder) -> Shapes:
+    """Shapes of the parameters; those of blocks are stacked."""
+    outside: dict[str, tuple[int, ...]] = {"words": (of.vocab, of.hidden), "norm": (of.hidden,)}
+    if of.family == "gpt":
+        outside["positions"] = (of.seq, of.hidden)
+    else:
+        outside["head"] = (of.hidden, of.vocab)
+    blocks = {name: _array((of.n_layers, *shape)) for name, shape in _block_shapes(of).items()}
+    return {"blocks": blocks, **{name: _array(shape) for name, shape in outside.items()}}
+
+
+def _array(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _block_shapes(of: Decoder) -> dict[str, tuple[int, ...]]:
+    h, inner = of.hidden, of.hidden // of.n_heads * of.n_kv_heads
+    shapes = {
+        "norm_1": (h,), "query": (h, h), "key": (h, inner), "value": (h, inner), "out": (h, h),
+        "norm_2": (h,), "up": (h, of.ffn), "down": (of.ffn, h),
+    }  # fmt: skip
+    return shapes if of.family == "gpt" else shapes | {"gate": (h, of.ffn)}
+
+
+def _loss(of: Decoder, params: Any, batch: Any) -> jax.Array:
+    words = params["words"].astype(jnp.bfloat16)
+    x = words[batch["tokens"]]
+    if of.family == "gpt":
+        x = x + params["positions"].astype(jnp.bfloat16)[None]
+
+    block = functools.partial(_block, of)
+    if of.recomputes:
+        # Iterations of a loop are apart anyway, so that nothing has to keep recomputed equations from merging.
+        block = jax.checkpoint(block, prevent_cse=False)
+    # Cast outside of the loop: what an iteration casts would be kept for the backward pass.
+    weights = {name: weight.astype(jnp.bfloat16) for name, weight in params["blocks"].items()}
+    x, _ = jax.lax.scan(lambda x, weights: (block(x, weights), None), x, weights)
+
+    x = _norm(of, x, params["norm"])
+    head = words.T if of.family == "gpt" else params["head"].astype(jnp.bfloat16)
+    return jnp.mean(cross_entropies(jnp.dot(x, head), batch["labels"]))
+
+
+def _block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
+    """x + attention(norm(x)), then x + feed_forward(norm(x)). [b s h] -> [b s h]."""
+    dot = _float8_dot if of.in_float8 else jnp.dot
+
+    def products(y: jax.Array, *names: str) -> list[jax.Array]:
+        # What a group of devices gathers is not kept for the backward pass, which gathers it again.
+        both = jax.checkpoint(lambda y, own: [dot(_gathered(of, y), w) for w in own], prevent_cse=False)
+        return both(y, [weights[name] for name in names])
+
+    b, s, _ = x.shape
+    inner = products(_norm(of, x, weights["norm_1"]), "query", "key", "value")
+    numbers = (of.n_heads, of.n_kv_heads, of.n_kv_heads)
+    query, key, value = (_split(of, y.reshape(b, s, n, -1)) for y, n in zip(inner, numbers, strict=True))
+    if of.family == "llama":
+        query, key = rotate(query, 500_000.0), rotate(key, 500_000.0)
+    x = x + dot(attend(query, key, value, causal=True).reshape(x.shape), weights["out"])
+
+    names = ("up",) if of.family == "gpt" else ("up", "gate")
+    wide = _activated(*(_split(of, y) for y in products(_norm(of, x, weights["norm_2"]), *names)))
+    return x + dot(wide, weights["down"])
+
+
+@jax.checkpoint
+def _activated(wide: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+    return jax.nn.gelu(wide) if gate is None else jax.nn.silu(gate) * wide
+
+
+@functools.partial(jax.checkpoint, static_argnums=0)
+def _norm(of: Decoder, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """In float32; the backward pass computes it again from `x`, as kernels for it do."""
+    wide = x.astype(jnp.float32)
+    if of.family == "gpt":
+        wide = wide - jnp.mean(wide, -1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-5)
+    return wide.astype(x.dtype) * scale.astype(x.dtype)
+
+
+# ---- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+def _split(of: Decoder, x: jax.Array) -> jax.Array:
+    """[b s inner ...], whose inner dimension is split between the devices of a tensor-parallel group."""
+    return _constrained(of, x, PartitionSpec("examples", None, "operators"))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(of: Decoder, x: jax.Array) -> jax.Array:
+    """[b s h], of which each device of a tensor-parallel group has all positions; its gradient may lie as it likes."""
+    return _constrained(of, x, PartitionSpec("examples"))
+
+
+_gathered.defvjp(lambda of, x: (_gathered(of, x), None), lambda of, _, x_bar: (x_bar,))
+
+
+def _constrained(of: Decoder, x: jax.Array, partition: PartitionSpec) -> jax.Array:
+    if of.tensor_parallel is None:
+        return x
+    mesh = AbstractMesh(of.tensor_parallel, ("examples", "operators"))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
+
+
+# ---- float8 ----------------------------------------------------------------------------------------------------------
+
+
+def _product(a: jax.Array, b: jax.Array, dims: Any) -> jax.Array:
+    return jax.lax.dot_general(a, b, (dims, ((), ())), preferred_element_type=jnp.bfloat16)
+
+
+@jax.custom_vjp
+def _float8_dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [b s i] weight [i o], both rounded to float8; gradients, too."""
+    return _forward(x, weight)[0]
+
+
+def _forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    x, weight = x.astype(jnp.float8_e4m3fn), weight.astype(jnp.float8_e4m3fn)
+    return _product(x, weight, ((2,), (0,))), (x, weight)
+
+
+def _backward(kept: Any, out_bar: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = kept
+    # One type for all: jax has no product of two different ones.
+    out_bar = out_bar.astype(jnp.float8_e4m3fn)
+    return _product(out_bar, weight, ((2,), (1,))), _product(x, out_bar, ((0, 1), (0, 1)))
+
+
+_float8_dot.defvjp(_forward, _backward)

@@ -1,0 +1,198 @@
+"""The record: a file of published runs in, `Run`s out, each with its model, its degrees and what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published_runs.decoder import Decoder
+
+Row = dict[str, Any]
+#: Floating point operations per second of the data sheet, which utilisations are parts of.
+_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+#: (query heads, key and value heads, features inside a feed-forward layer, words) of models that others publish.
+_LLAMAS = {
+    "llama3-8b": (32, 8, 14336, 128256),
+    "llama3-70b": (64, 8, 28672, 128256),
+    "llama3.1-405b": (128, 8, 53248, 128256),
+}
+#: Trainers from before fused attention.
+_WRITTEN_ATTENTION = ("Megatron-DeepSpeed", "Megatron-LM (SC21)")
+
+
+class NotBuiltError(Exception):
+    """A row whose model or degrees are not built; says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A published run.
+
+    Attributes:
+        number: of its row in the file, from 0.
+        system: the trainer.
+        model: the decoder.
+        name: what the file calls the model.
+        gpu: what the file calls the GPU.
+        n_hosts, per_host: hosts, and GPUs of each.
+        dp, fsdp, tp, pp, cp: degrees; `fsdp` devices share the parameters.
+        n_chunks: runs of layers in a stage.
+        shards_parameters: whether `fsdp` shards parameters (ZeRO-3), and not only the update (ZeRO-2).
+        batch: examples of a step.
+        n_micro_batches: parts of the batch.
+        fused_attention: whether the trainer has it.
+        step_s: measured seconds of a step; None if it ran out of memory.
+        peak_bytes: measured memory of a device, if published.
+        group: what rows of one comparison share.
+    """
+
+    number: int
+    system: str
+    model: Decoder
+    name: str
+    gpu: str
+    n_hosts: int
+    per_host: int
+    dp: int
+    fsdp: int
+    tp: int
+    pp: int
+    cp: int
+    n_chunks: int
+    shards_parameters: bool
+    batch: int
+    n_micro_batches: int
+    fused_attention: bool
+    step_s: float | None
+    peak_bytes: float | None
+    group: tuple[Any, ...]
+
+    @property
+    def n_gpus(self) -> int:
+        return self.n_hosts * self.per_host
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """What a design of one model on one cluster chooses."""
+        return (self.dp, self.fsdp, self.tp, self.pp, self.cp, self.n_chunks, self.n_micro_batches)
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.step_s is None
+
+
+def read(path: Path) -> list[Run | tuple[int, str]]:
+    """The runs of a file; for a row that is not built, its number and the reason."""
+    found: list[Run | tuple[int, str]] = []
+    for number, row in enumerate(json.loads(path.read_text())):
+        try:
+            found.append(run_of(number, row))
+        except NotBuiltError as error:
+            found.append((number, str(error)))
+    return found
+
+
+def run_of(number: int, row: Row) -> Run:
+    if (row["ep"] or 1) > 1:
+        raise NotBuiltError(f"{row['model']}: a mixture of experts")
+    dp, fsdp, tp, pp, cp = (row[name] or 1 for name in ("dp", "fsdp", "tp", "pp", "cp"))
+    if cp > 1:
+        raise NotBuiltError(f"{row['model']}: cp {cp}")
+    model = _model(row)
+    per_host = min(row["gpus_per_node"], row["gpus"])
+    micro_batch = row["micro_batch"] or 1
+    chunks = re.search(r"\bVP (\d+)", row["notes"])
+
+    return Run(
+        number=number,
+        system=row["system"],
+        model=model,
+        name=row["model"],
+        gpu=row["gpu_kind"],
+        n_hosts=row["gpus"] // per_host,
+        per_host=per_host,
+        dp=dp,
+        fsdp=fsdp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        n_chunks=int(chunks[1]) if chunks else 1,
+        shards_parameters=fsdp > 1 and "sharding SHARD_GRAD_OP" not in row["notes"],
+        batch=row["global_batch"],
+        n_micro_batches=max(1, row["global_batch"] // (micro_batch * dp * fsdp)),
+        fused_attention=row["system"] not in _WRITTEN_ATTENTION,
+        step_s=_measured_s(row, model),
+        peak_bytes=_measured_bytes(row),
+        group=(row["system"], row["model"], row["layers"], row["hidden"], row["gpus"], row["global_batch"], _date(row)),
+    )
+
+
+def _model(row: Row) -> Decoder:
+    name, hidden = row["model"], row["hidden"]
+    if hidden is None:
+        raise NotBuiltError(f"{name}: no dimensions")
+    common = {
+        "hidden": hidden,
+        "seq": row["seq"],
+        "recomputes": row["remat"] == "full",
+        "in_float8": "fp8" in row["dtype"],
+        "tensor_parallel": ((row["dp"] or 1) * (row["fsdp"] or 1), row["tp"]) if row["tp"] > 1 else None,
+    }
+    if name in _LLAMAS:
+        heads, kv_heads, ffn, vocab = _LLAMAS[name]
+        return Decoder(
+            family="llama", n_layers=row["layers"], n_heads=heads, n_kv_heads=kv_heads, ffn=ffn, vocab=vocab, **common
+        )
+
+    heads = _noted(row, "heads") or hidden // (64 if hidden < 1500 else 128)
+    vocab = _noted(row, "vocab") or 50368
+    vocab = 250880 if vocab == 250 else vocab  # "~250k"
+    if name.startswith("llama-like"):
+        ffn = _noted(row, "mlp")
+        assert ffn, row
+        return Decoder(
+            family="llama", n_layers=row["layers"], n_heads=heads, n_kv_heads=heads, ffn=ffn, vocab=vocab, **common
+        )
+    if not name.startswith(("gpt-", "mpt-")) or name.startswith("gpt-oss"):
+        raise NotBuiltError(f"{name}: its blocks")
+    n_layers = row["layers"] or round((row["params_b"] * 1e9 - vocab * hidden) / (12 * hidden**2))
+    return Decoder(
+        family="gpt", n_layers=n_layers, n_heads=heads, n_kv_heads=heads, ffn=4 * hidden, vocab=vocab, **common
+    )
+
+
+def _noted(row: Row, name: str) -> int | None:
+    found = re.search(rf"\b{name} ~?(\d+)", row["notes"])
+    return int(found[1]) if found else None
+
+
+def _date(row: Row) -> str | None:
+    found = re.search(r"date (\S+?)[ ;]", row["notes"])
+    return found[1] if found else None
+
+
+def _measured_s(row: Row, model: Decoder) -> float | None:
+    """Seconds per step, from whatever was published."""
+    if "OUT OF MEMORY" in row["notes"]:
+        return None
+    if row["step_s"]:
+        return float(row["step_s"])
+    if row["tokens_per_s_per_gpu"]:
+        return float(row["global_batch"] * row["seq"] / (row["tokens_per_s_per_gpu"] * row["gpus"]))
+
+    flops = model.flops(row["global_batch"])
+    if row["tflops_per_gpu"]:
+        if "HARDWARE flops" in row["notes"]:
+            h, s, n = model.hidden, model.seq, model.n_layers
+            flops = 96 * row["global_batch"] * s * n * h**2 * (1 + s / (6 * h) + model.vocab / (16 * n * h))
+        return float(flops / (row["tflops_per_gpu"] * 1e12 * row["gpus"]))
+    return float(flops / (row["mfu"] * _PEAK[row["gpu_kind"][:4]] * row["gpus"]))
+
+
+def _measured_bytes(row: Row) -> float | None:
+    """Peak memory, where the notes have it. "GB" of these trainers are 2^30 bytes."""
+    found = re.search(r"\bmem(?:ory)? ([\d.]+) ?Gi?B", row["notes"])
+    return float(found[1]) * 2**30 if found else None

@@ -1,0 +1,100 @@
+"""Predictions in, how good they are out: errors of seconds, orders of designs, and who ran out of memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.published_runs.predict import Prediction
+
+#: Groups of fewer runs have no order to speak of.
+_LEAST_RUNS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Errors of the seconds of `n` runs, as parts of what was measured."""
+
+    n: int
+    median: float
+    p90: float
+    bias: float
+
+    def __str__(self) -> str:
+        return f"{self.n} runs, median {self.median:.1%}, 90th percentile {self.p90:.1%}, bias {self.bias:+.1%}"
+
+
+def errors(found: Sequence[Prediction]) -> Errors | None:
+    """Of all that ran and could be planned; None if nothing did. bias: the median error with its sign."""
+    signed = np.array([one.error for one in found if one.error is not None])
+    if not len(signed):
+        return None
+    return Errors(
+        len(signed), float(np.median(abs(signed))), float(np.quantile(abs(signed), 0.9)), float(np.median(signed))
+    )
+
+
+def by_system(found: Sequence[Prediction]) -> dict[str, list[Prediction]]:
+    groups = defaultdict[str, list[Prediction]](list)
+    for one in found:
+        groups[f"{one.run.system}, {one.run.gpu[:4]}"].append(one)
+    return dict(sorted(groups.items()))
+
+
+def kendall(found: Sequence[Prediction]) -> tuple[float, int] | None:
+    """Kendall's tau over all pairs of runs that were compared with each other, and the number of pairs.
+
+    A pair is of one group, of runs that differ in their degrees or micro-batches and in their measured seconds. A tie
+    of the prediction counts as half right.
+    """
+    score = n_pairs = 0
+    for group in _groups(found):
+        for a, b in itertools.combinations(group, 2):
+            assert a.step_s is not None and b.step_s is not None and a.run.step_s and b.run.step_s, (a, b)
+            if a.run.step_s == b.run.step_s or a.run.degrees == b.run.degrees:
+                continue
+            n_pairs += 1
+            score += int(np.sign(a.step_s - b.step_s) * np.sign(a.run.step_s - b.run.step_s))
+    return (score / n_pairs, n_pairs) if n_pairs else None
+
+
+def _groups(found: Sequence[Prediction]) -> list[list[Prediction]]:
+    groups = defaultdict[object, list[Prediction]](list)
+    for one in found:
+        if one.error is not None:
+            groups[one.run.group].append(one)
+    return [group for group in groups.values() if len(group) >= _LEAST_RUNS]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryScore:
+    """Of runs: those that ran out of memory, and of how many of them this was predicted; and the same of the others.
+
+    error: median error of peak bytes, where they are published; n: of how many.
+    """
+
+    n_out: int
+    n_out_predicted: int
+    n_ran: int
+    n_ran_predicted: int
+    error: float
+    n: int
+
+
+def memory(found: Sequence[Prediction]) -> MemoryScore:
+    planned = [one for one in found if one.step_s is not None or one.run.out_of_memory]
+    out = [one for one in planned if one.run.out_of_memory]
+    ran = [one for one in planned if not one.run.out_of_memory]
+    measured = [one.peak_bytes / one.run.peak_bytes - 1 for one in ran if one.run.peak_bytes]
+    return MemoryScore(
+        n_out=len(out),
+        n_out_predicted=sum(not one.fits for one in out),
+        n_ran=len(ran),
+        n_ran_predicted=sum(one.fits for one in ran),
+        error=float(np.median(np.abs(measured))) if measured else 0.0,
+        n=len(measured),
+    )
