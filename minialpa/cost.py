@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from minialpa.cluster import LogicalMesh
+from minialpa.cluster import DeviceSpec, LogicalMesh
 
 CollectiveKind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
 
@@ -44,8 +44,12 @@ def combined_kinds(mesh: LogicalMesh) -> tuple[CollectiveKind, ...]:
 
     XLA does so with all-reduces, and for GPUs with all-gathers and reduce-scatters, too.
     """
-    on_gpus = mesh.device is not None and mesh.device.name != "cpu"
-    return ("all-gather", "all-reduce", "reduce-scatter") if on_gpus else ("all-reduce",)
+    return ("all-gather", "all-reduce", "reduce-scatter") if is_gpu(mesh.device) else ("all-reduce",)
+
+
+def is_gpu(device: DeviceSpec | None) -> bool:
+    """Whether a device is a GPU: of a kind other than "cpu"."""
+    return device is not None and device.name != "cpu"
 
 
 def as_one_of(n_together: int, mesh: LogicalMesh) -> LogicalMesh:

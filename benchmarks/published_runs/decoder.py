@@ -7,6 +7,7 @@ trainers do it whose runs are recorded. Letters: b examples, s positions, h feat
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,6 +42,7 @@ class Decoder:
         in_float8: whether the products of blocks are of float8.
         tensor_parallel: (groups of devices that split the examples, devices that split the operators of a block) if
             they do: heads and the features inside feed-forward layers. Else every device computes whole operators.
+        sequence_parallel: whether these devices also split the positions between operators.
     """
 
     family: Family
@@ -54,6 +56,7 @@ class Decoder:
     recomputes: bool = False
     in_float8: bool = False
     tensor_parallel: tuple[int, int] | None = None
+    sequence_parallel: bool = True
 
     @property
     def n_weights(self) -> int:
@@ -117,7 +120,7 @@ def _loss(of: Decoder, params: Any, batch: Any) -> jax.Array:
     if of.family == "gpt":
         x = x + params["positions"].astype(jnp.bfloat16)[None]
 
-    block = functools.partial(_block, of)
+    block: Callable[[jax.Array, Any], jax.Array] = functools.partial(_block, of)
     if of.recomputes:
         # Iterations of a loop are apart anyway, so that nothing has to keep recomputed equations from merging.
         block = jax.checkpoint(block, prevent_cse=False)
@@ -136,8 +139,9 @@ def _block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
 
     def products(y: jax.Array, *names: str) -> list[jax.Array]:
         # What a group of devices gathers is not kept for the backward pass, which gathers it again.
-        both = jax.checkpoint(lambda y, own: [dot(_gathered(of, y), w) for w in own], prevent_cse=False)
-        return both(y, [weights[name] for name in names])
+        all_of = jax.checkpoint(lambda y, own: [dot(_gathered(of, y), w) for w in own], prevent_cse=False)
+        found: list[jax.Array] = all_of(y, [weights[name] for name in names])
+        return found
 
     b, s, _ = x.shape
     inner = products(_norm(of, x, weights["norm_1"]), "query", "key", "value")
@@ -145,11 +149,11 @@ def _block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
     query, key, value = (_split(of, y.reshape(b, s, n, -1)) for y, n in zip(inner, numbers, strict=True))
     if of.family == "llama":
         query, key = rotate(query, 500_000.0), rotate(key, 500_000.0)
-    x = x + dot(attend(query, key, value, causal=True).reshape(x.shape), weights["out"])
+    x = _between(of, x + dot(attend(query, key, value, causal=True).reshape(x.shape), weights["out"]))
 
     names = ("up",) if of.family == "gpt" else ("up", "gate")
     wide = _activated(*(_split(of, y) for y in products(_norm(of, x, weights["norm_2"]), *names)))
-    return x + dot(wide, weights["down"])
+    return _between(of, x + dot(wide, weights["down"]))
 
 
 @jax.checkpoint
@@ -175,6 +179,11 @@ def _split(of: Decoder, x: jax.Array) -> jax.Array:
     return _constrained(of, x, PartitionSpec("examples", None, "operators"))
 
 
+def _between(of: Decoder, x: jax.Array) -> jax.Array:
+    """[b s h] between the operators of a block: whole on each device of the group, unless these split the positions."""
+    return x if of.sequence_parallel else _constrained(of, x, PartitionSpec("examples"))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(of: Decoder, x: jax.Array) -> jax.Array:
     """[b s h], of which each device of a tensor-parallel group has all positions; its gradient may lie as it likes."""
@@ -188,7 +197,8 @@ def _constrained(of: Decoder, x: jax.Array, partition: PartitionSpec) -> jax.Arr
     if of.tensor_parallel is None:
         return x
     mesh = AbstractMesh(of.tensor_parallel, ("examples", "operators"))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
+    constrained: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
+    return constrained
 
 
 # ---- float8 ----------------------------------------------------------------------------------------------------------

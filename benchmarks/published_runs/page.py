@@ -14,7 +14,7 @@ def page(found: Sequence[Prediction], left_out: Sequence[str]) -> str:
     lines = [
         "# Plans beside runs that others have measured",
         "",
-        "What `python -m benchmarks.published_runs --runs FILE` gives for a record of published runs, which is not part",
+        "What `python -m benchmarks.published_runs --runs FILE` gives for a record of published runs, which is no part",
         "of the project. Each run's model is built in its dimensions and planned with its degrees. Errors are",
         "(predicted - measured) / measured seconds of a step.",
         "",
@@ -34,9 +34,9 @@ def page(found: Sequence[Prediction], left_out: Sequence[str]) -> str:
         ]
     lines += [
         "",
-        f"Out of memory: predicted of {memory.n_out_predicted} of the {memory.n_out} runs that were. Fits: predicted of "
-        f"{memory.n_ran_predicted} of the {memory.n_ran} runs that ran. Peak memory is published of {memory.n}: median "
-        f"error {memory.error:.1%}.",
+        f"Out of memory: predicted of {memory.n_out_predicted} of the {memory.n_out} runs that were. Fits: predicted "
+        f"of {memory.n_ran_predicted} of the {memory.n_ran} runs that ran. Peak memory is published of {memory.n}: "
+        f"median error {memory.error:.1%}.",
         "",
         "| run | GPUs | dp x fsdp x tp x pp | micro-batches | measured, s | predicted, s | error | GiB, predicted |",
         "|---|---|---|---|---|---|---|---|",

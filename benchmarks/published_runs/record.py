@@ -19,8 +19,8 @@ _LLAMAS = {
     "llama3-70b": (64, 8, 28672, 128256),
     "llama3.1-405b": (128, 8, 53248, 128256),
 }
-#: Trainers from before fused attention.
-_WRITTEN_ATTENTION = ("Megatron-DeepSpeed", "Megatron-LM (SC21)")
+#: Trainers from before fused attention and sequence parallelism.
+_EARLY = ("Megatron-DeepSpeed", "Megatron-LM (SC21)")
 
 
 class NotBuiltError(Exception):
@@ -87,7 +87,7 @@ class Run:
 def read(path: Path) -> list[Run | tuple[int, str]]:
     """The runs of a file; for a row that is not built, its number and the reason."""
     found: list[Run | tuple[int, str]] = []
-    for number, row in enumerate(json.loads(path.read_text())):
+    for number, row in enumerate(json.loads(path.read_text(encoding="utf-8"))):
         try:
             found.append(run_of(number, row))
         except NotBuiltError as error:
@@ -123,7 +123,7 @@ def run_of(number: int, row: Row) -> Run:
         shards_parameters=fsdp > 1 and "sharding SHARD_GRAD_OP" not in row["notes"],
         batch=row["global_batch"],
         n_micro_batches=max(1, row["global_batch"] // (micro_batch * dp * fsdp)),
-        fused_attention=row["system"] not in _WRITTEN_ATTENTION,
+        fused_attention=row["system"] not in _EARLY,
         step_s=_measured_s(row, model),
         peak_bytes=_measured_bytes(row),
         group=(row["system"], row["model"], row["layers"], row["hidden"], row["gpus"], row["global_batch"], _date(row)),
@@ -140,6 +140,7 @@ def _model(row: Row) -> Decoder:
         "recomputes": row["remat"] == "full",
         "in_float8": "fp8" in row["dtype"],
         "tensor_parallel": ((row["dp"] or 1) * (row["fsdp"] or 1), row["tp"]) if row["tp"] > 1 else None,
+        "sequence_parallel": row["system"] not in _EARLY,
     }
     if name in _LLAMAS:
         heads, kv_heads, ffn, vocab = _LLAMAS[name]
@@ -151,8 +152,7 @@ def _model(row: Row) -> Decoder:
     vocab = _noted(row, "vocab") or 50368
     vocab = 250880 if vocab == 250 else vocab  # "~250k"
     if name.startswith("llama-like"):
-        ffn = _noted(row, "mlp")
-        assert ffn, row
+        ffn = _noted(row, "mlp") or 4 * hidden
         return Decoder(
             family="llama", n_layers=row["layers"], n_heads=heads, n_kv_heads=heads, ffn=ffn, vocab=vocab, **common
         )

@@ -16,15 +16,8 @@ from collections.abc import Collection, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.cluster import LogicalMesh
-from minialpa.cost import combined_kinds
 from minialpa.rules.heavy import has_contraction
 from minialpa.tracing.jaxprs import operand_vars
-
-
-def hides_collectives(mesh: LogicalMesh) -> bool:
-    """Whether the devices of `mesh` compute while they communicate, as GPUs do."""
-    return len(combined_kinds(mesh)) > 1
 
 
 def hidden_values(

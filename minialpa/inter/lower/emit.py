@@ -75,6 +75,7 @@ class _Emitter:
         self.n_micro_batches = self.split.n_micro_batches
         self.made_as = {v: s for p in step.programs for v, s in zip(p.outvars, p.out_specs, strict=True)}
 
+        self.program_of = {id(t): p for t, p in zip(step.staged.tasks, step.programs, strict=True)}
         self.functions: list[Function] = []
         self.n_equations: list[int] = []
         self.instructions: list[Instruction] = []
@@ -203,14 +204,35 @@ class _Emitter:
     # ---- instructions ---------------------------------------------------------------------------------------------
 
     def _run_task(self, task: Task, function: int, micro: int | None) -> None:
-        inputs = tuple(self._buffer(v, micro, task.mesh) for v in task.invars)
-        outputs = tuple(self._new() for _ in task.outvars)
-        self.buffers.update(((v, micro, task.mesh), b) for v, b in zip(task.outvars, outputs, strict=True))
+        program, mesh = self.program_of[id(task)], task.mesh
+        totals = program.invars[len(task.invars) :]
+        self._start_totals(task, totals)
+        inputs = tuple(self._buffer(v, micro, mesh) for v in program.invars)
+
+        # New totals come last, and take the places of the old ones.
+        outputs = tuple(self._new() for _ in program.outvars)
+        n = len(outputs) - len(totals)
+        made = [(v, micro, mesh) for v in program.outvars[:n] if not is_literal(v)]
+        self.buffers.update(zip([*made, *((v, None, mesh) for v in totals)], outputs, strict=True))
         self.instructions.append(Run(function, inputs, outputs))
 
         # Other meshes get their copies now, while this one goes on.
-        for v in task.outvars:
-            self._send(v, micro, task.mesh)
+        for v, _, _ in made:
+            self._send(v, micro, mesh)
+
+    def _start_totals(self, task: Task, totals: Sequence[Var]) -> None:
+        """Totals of zero, in front of the first micro-batch."""
+        if not totals or (totals[0], None, task.mesh) in self.buffers:
+            return
+        specs = self.program_of[id(task)].specs
+        values = [(task_functions.stored(v, specs[v], self._shape(task.mesh)), specs[v]) for v in totals]
+        function = self._add_function(task_functions.zeros_function(task.mesh, values))
+        fresh = tuple(self._new() for _ in totals)
+        self.instructions.append(Run(function, (), fresh))
+        self.buffers.update(((v, None, task.mesh), b) for v, b in zip(totals, fresh, strict=True))
+
+    def _shape(self, mesh: int) -> tuple[int, ...]:
+        return self.plan.stages[mesh].logical_shape
 
     def _send(self, var: Var, micro: int | None, mesh: int) -> None:
         for reader in sorted(self.step.remote_readers.get((var, mesh), ())):
@@ -244,14 +266,16 @@ class _Emitter:
 
     def _accumulate(self, task: Task, micro: int) -> None:
         """Add the values of a micro-batch to their totals; those of the first become the totals."""
-        mine = [a for a in self.split.accumulators if a.loop in task.outvars]
+        # Those that the program of the task does not add up itself.
+        inside = set(self.program_of[id(task)].invars[len(task.invars) :])
+        mine = [a for a in self.split.accumulators if a.loop in task.outvars and a.total not in inside]
         if not mine:
             return
 
         mesh = task.mesh
         combined = task_functions.TaskTotals(
             mesh=mesh,
-            mesh_shape=self.plan.stages[mesh].logical_shape,
+            mesh_shape=self._shape(mesh),
             values=[a.loop for a in mine],
             totals=[a.total for a in mine],
             reductions=[a.reduction for a in mine],

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.extend.core import Var
 
+from minialpa.cost import is_gpu
 from minialpa.inter.microbatch.split_step import SplitStep
 from minialpa.inter.staging.leaf_placement import values_of_parts
 from minialpa.inter.staging.mesh_problem import ShardedView, task_program
@@ -78,7 +79,8 @@ def planned_step(staged: StagedStep, problems: Sequence[MeshEquations], plan: Pl
 
     def program_of(task: Task) -> ShardedEquations:
         stage, mesh = plan.stages[task.mesh], task.mesh
-        view = ShardedView(stage.mesh, stage.forbidden, stage.combined)
+        on_gpus = is_gpu(plan.cluster.device_of(stage.first_device // plan.cluster.devices_per_host))
+        view = ShardedView(stage.mesh, stage.forbidden, stage.combined, adds_totals=on_gpus)
         return task_program(staged, task, specs[mesh], equations[mesh], view, final_specs(staged, plan, mesh))
 
     results = values_of_parts(plan.outputs, traced.out_parts)

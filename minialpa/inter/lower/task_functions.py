@@ -108,6 +108,20 @@ def accumulate_function(combined: TaskTotals) -> Function:
     )
 
 
+def zeros_function(mesh: int, values: Sequence[tuple[jax.ShapeDtypeStruct, Spec]]) -> Function:
+    """Totals before the first micro-batch; the array that is stored and the spec of each."""
+    avals = tuple(aval for aval, _ in values)
+    return Function(
+        name=f"zeros{mesh}",
+        mesh=mesh,
+        fun=lambda: tuple(jnp.zeros(aval.shape, aval.dtype) for aval in avals),
+        in_avals=(),
+        in_specs=(),
+        out_avals=avals,
+        out_specs=tuple(spec.partition_spec() for _, spec in values),
+    )
+
+
 def widen_function(combined: TaskTotals) -> Function:
     """The values of the first micro-batch in the dtype of their totals."""
     dtypes = [aval_of(v).dtype for v in combined.totals]

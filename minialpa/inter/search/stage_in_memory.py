@@ -135,7 +135,7 @@ def uncounted(solved: SolvedStage, moments: Moments) -> float:
 def _in_other_ways(stage: Stage, wanted: Wanted, limit: MemoryLimit) -> Iterator[tuple[MemoryLimit, SolvedStage]]:
     """Solutions that keep `limit`, each with the limit that counts it, where those at first sight do not."""
     option, moments = wanted.option, wanted.moments
-    usages = mesh_usages(stage.staged, stage.mesh, moments, compiler=stage.compiler, gathered=True)
+    usages = mesh_usages(stage.staged, stage.mesh, moments, stage.view, compiler=stage.compiler, gathered=True)
     counted = replace(limit, usages=usages)
     with contextlib.suppress(InfeasibleError):
         yield counted, _with_less_room(stage, option, moments, counted)
@@ -303,7 +303,7 @@ def _limit(stage: Stage, option: AutoShardingOption, moments: Moments) -> Memory
         paths = dict(zip(traced.flat.invars, traced.in_paths, strict=True))
         return paths.get(var) or next((source_line(eqn) for eqn in problem.eqns if var in eqn.outvars), "")
 
-    usages = mesh_usages(stage.staged, stage.mesh, moments, compiler=stage.compiler)
+    usages = mesh_usages(stage.staged, stage.mesh, moments, stage.view, compiler=stage.compiler)
     return MemoryLimit(n_bytes, usages, name_of)
 
 

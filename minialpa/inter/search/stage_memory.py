@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from minialpa.inter.staging.mesh_problem import ShardedView, TaskProgram
 from minialpa.inter.staging.tasks import StagedStep, Task
+from minialpa.inter.staging.totals import added_inside, only_added
 from minialpa.intra.graph.memory_constraints import Usage
 from minialpa.intra.graph.problem import MeshSharding
 from minialpa.intra.memory.compiler import Compiler
@@ -113,7 +114,8 @@ def mesh_memory(
 
     # Tasks run one after the other, so the hungriest of each kind counts.
     for task, program in ((p.task, p.program) for p in programs):
-        donated = donations(staged, task)
+        totals = range(len(task.invars), len(program.invars))
+        donated = (*donations(staged, task), *totals)
         memory = peak_bytes(program, donated, compiler=compiler)
         outputs = _outputs(program, donated, kept)
         extra = memory.temp_bytes + outputs + _arguments(program, kept)
@@ -139,7 +141,13 @@ def mesh_memory(
 
 
 def mesh_usages(
-    staged: StagedStep, mesh: int, moments: Moments, *, compiler: Compiler, gathered: bool = False
+    staged: StagedStep,
+    mesh: int,
+    moments: Moments,
+    view: ShardedView,
+    *,
+    compiler: Compiler,
+    gathered: bool = False,
 ) -> tuple[Usage, ...]:
     """What uses memory on `mesh` and when, besides parameters and optimizer state; tasks run one after the other.
 
@@ -157,7 +165,10 @@ def mesh_usages(
     for task in _tasks(staged, mesh):
         given = set(donations(staged, task))
         pairs = _replaced(staged, task, [v for i, v in enumerate(task.invars) if i in given])
-        found = lifetimes(task.eqns, task.invars, task.outvars, pairs, compiler=compiler)
+        # A value that is added to its total at once is gone before the task ends.
+        added = only_added(staged, added_inside(staged, task)) if view.adds_totals else set()
+        left = [v for v in task.outvars if v not in added]
+        found = lifetimes(task.eqns, task.invars, left, pairs, compiler=compiler)
         for v, start, end in found.intervals:
             if v not in kept.residuals and v not in kept.fixed:
                 usages.append(Usage(v, 1, now + start, now + end))

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import Collective, CollectiveKind, combined_kinds
+from minialpa.cost import Collective, CollectiveKind, combined_kinds, is_gpu
 from minialpa.inter.staging.mesh_problem import TaskCollectives
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
-from minialpa.intra.overlap import hides_collectives
 from minialpa.intra.spmd import Communication
 from minialpa.intra.strategies.combining import WITH_GRADIENTS, StartCounts
 from minialpa.plan import PlannedPass
@@ -55,8 +54,8 @@ def stage_times(
     # By loop: the seconds of what runs behind it, and its collectives, which may be combined.
     once_s = [0.0] * n_loops
     in_update: list[list[Communication]] = [[] for _ in range(n_loops)]
-    for task, collectives in ((m.task, m.collectives) for m in moved):
-        compute = sum(compute_s[id(eqn)] for eqn in task.eqns)
+    for task, collectives, totals_bytes in ((m.task, m.collectives, m.totals_bytes) for m in moved):
+        compute = sum(compute_s[id(eqn)] for eqn in task.eqns) + _adding_s(totals_bytes, mesh)
         if task.kind == "forward" or task.kind == "backward" or task.kind == "step":
             exposed_s, hidden_s = _communication_s(collectives, mesh, _work_s(collectives, compute, compute_s))
             passes.append(
@@ -83,6 +82,11 @@ def stage_times(
     return StageTimes(tuple(passes), update, tuple(between))
 
 
+def _adding_s(totals_bytes: float, mesh: LogicalMesh) -> float:
+    """Seconds of adding to totals: each is read and written, and what is added to it is read."""
+    return 3 * totals_bytes / mesh.device.memory_bandwidth if mesh.device is not None else 0.0
+
+
 def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[CollectiveKind]) -> StartCounts:
     """How many sums of these kinds start with those of the gradients; of the task that has most of them."""
     most: Counter[tuple[CollectiveKind, tuple[int, ...]]] = Counter()
@@ -104,8 +108,9 @@ def _work_s(
     collectives: Sequence[Communication], total_s: float, compute_s: Mapping[int, float]
 ) -> dict[int | None, float]:
     """Seconds of the work of each loop that communicates, and under None of all the rest of `total_s`."""
-    in_loops = {one.loop: compute_s[one.loop] for one in collectives if one.loop is not None}
-    return {**in_loops, None: max(0.0, total_s - sum(in_loops.values()))}
+    work_s: dict[int | None, float] = {one.loop: compute_s[one.loop] for one in collectives if one.loop is not None}
+    work_s[None] = max(0.0, total_s - sum(work_s.values()))
+    return work_s
 
 
 def _communication_s(
@@ -116,7 +121,7 @@ def _communication_s(
     work_s: of each loop that communicates, and under None of all the rest. Collectives of one group, kind and axes
     start together, if compilers combine them.
     """
-    combined, hides = combined_kinds(mesh), hides_collectives(mesh)
+    combined, hides = combined_kinds(mesh), is_gpu(mesh.device)
     n_bytes: dict[tuple[object, ...], float] = {}
     seconds: dict[tuple[int | None, bool], float] = defaultdict(float)
     for one in collectives:

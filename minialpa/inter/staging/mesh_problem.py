@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
-from minialpa.cost import CollectiveKind
+from minialpa.cost import CollectiveKind, is_gpu
 from minialpa.inter.microbatch.split_step import is_loop
 from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
 from minialpa.inter.staging.tasks import StagedStep, Task
+from minialpa.inter.staging.totals import bytes_of_totals, with_totals
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.spmd import Communication, ShardedEquations, collectives_of
 from minialpa.intra.strategies.combining import combined_sums
@@ -139,7 +140,7 @@ def mesh_programs(
 
 def mesh_collectives(programs: Sequence[TaskProgram]) -> list[TaskCollectives]:
     """What each task of a mesh communicates."""
-    return [TaskCollectives(p.task, tuple(collectives_of(p.program))) for p in programs]
+    return [TaskCollectives(p.task, tuple(collectives_of(p.program)), p.totals_bytes) for p in programs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +150,25 @@ class TaskCollectives:
     Attributes:
         task: the task.
         collectives: each with the number of times that one run of the task has it.
+        totals_bytes: per device, of the totals that it adds to.
     """
 
     task: Task
     collectives: tuple[Communication, ...]
+    totals_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TaskProgram:
-    """A task and its program."""
+    """A task and its program, whose arguments may be more than those of the task: the totals that it adds to."""
 
     task: Task
     program: ShardedEquations
+
+    @property
+    def totals_bytes(self) -> float:
+        """Bytes per device of the totals that it adds to."""
+        return bytes_of_totals(self.program, len(self.program.invars) - len(self.task.invars))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +179,19 @@ class ShardedView:
         mesh: the logical mesh.
         forbidden: kinds of collectives that may not be used for resharding.
         combined: kinds of sums that start together.
+        adds_totals: whether passes add what they make to totals, see `totals.py`.
     """
 
     mesh: LogicalMesh
     forbidden: tuple[str, ...] = ()
     combined: tuple[CollectiveKind, ...] = ()
+    adds_totals: bool = False
 
     @staticmethod
     def of(mesh: LogicalMesh, option: AutoShardingOption) -> ShardedView:
         """What `option` allows on `mesh`."""
-        return ShardedView(mesh, option.forbidden_collectives, combined_sums(mesh, option))
+        combined = combined_sums(mesh, option)
+        return ShardedView(mesh, option.forbidden_collectives, combined, adds_totals=is_gpu(mesh.device))
 
 
 def task_program(
@@ -191,7 +202,7 @@ def task_program(
     view: ShardedView,
     results: Mapping[Var, Spec],
 ) -> ShardedEquations:
-    """The equations of a task with their specs.
+    """The equations of a task with their specs, and those that add to totals.
 
     specs: of the variables of its mesh.
     equations: of equations, by their ids.
@@ -206,7 +217,7 @@ def task_program(
     of_passes = {v for other in staged.tasks if other.per_micro_batch for v in other.invars}
     inputs = set(step_inputs(staged.split)).difference(staged.split.batch_dims)
 
-    return ShardedEquations(
+    program = ShardedEquations(
         eqns=task.eqns,
         invars=task.invars,
         outvars=task.outvars,
@@ -219,3 +230,4 @@ def task_program(
         early=frozenset(v for v in task.invars if v in inputs),
         awaited=frozenset(v for v in task.outvars if v in of_passes),
     )
+    return with_totals(program, staged, task) if view.adds_totals else program
