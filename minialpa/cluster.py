@@ -65,6 +65,7 @@ class DeviceSpec:
         memory_bandwidth: bytes per second that the device reads from its memory.
         kernels: how close kernels come to these rates; None for the roofline, where each takes as long as its
             arithmetic or its bytes, whichever is longer.
+        n_processors: streaming multiprocessors of a GPU, which compute the tiles of a product in rounds; 0 if unknown.
     """
 
     name: str
@@ -72,6 +73,7 @@ class DeviceSpec:
     memory_bytes: float
     memory_bandwidth: float
     kernels: KernelRates | None = field(default=None, metadata={"may_be_missing": True})
+    n_processors: int = field(default=0, metadata={"may_be_missing": True})
 
     def __post_init__(self) -> None:
         if not self.peak_flops or min(self.memory_bytes, self.memory_bandwidth, *dict(self.peak_flops).values()) <= 0:
@@ -86,11 +88,15 @@ class DeviceSpec:
 
     def product_s(self, flops: float, n_bytes: float, dtype: str) -> float:
         """Seconds of a matrix product, besides `launch_s`, that reads and writes `n_bytes`."""
-        compute_s, memory_s = flops / self.flops_per_s(dtype), n_bytes / self.memory_bandwidth
+        computing_s, memory_s = self.computing_s(flops, dtype), n_bytes / self.memory_bandwidth
         if self.kernels is None:
-            return max(compute_s, memory_s)
-        efficiency = self.kernels.product_efficiency * self.kernels.sustained
-        return compute_s / efficiency + memory_s * self.kernels.exposed_bytes
+            return max(computing_s, memory_s)
+        return computing_s + memory_s * self.kernels.exposed_bytes
+
+    def computing_s(self, flops: float, dtype: str) -> float:
+        """Seconds of the arithmetic of a matrix product on processors none of which is idle."""
+        efficiency = 1.0 if self.kernels is None else self.kernels.product_efficiency * self.kernels.sustained
+        return flops / (efficiency * self.flops_per_s(dtype))
 
     def attention_s(self, flops: float, n_bytes: float, dtype: str) -> float:
         """Seconds of an attention in one kernel, besides `launch_s`, that reads and writes `n_bytes`."""
@@ -129,10 +135,15 @@ class LinkSpec:
 
 
 def _device(
-    name: str, memory_gb: float, bandwidth: float, kernels: KernelRates | None = None, **tflops: float
+    name: str,
+    memory_gb: float,
+    bandwidth: float,
+    kernels: KernelRates | None = None,
+    n_processors: int = 0,
+    **tflops: float,
 ) -> DeviceSpec:
     rates = tuple(sorted((k, v * 1e12) for k, v in tflops.items()))
-    return DeviceSpec(name, rates, memory_gb * 1e9, bandwidth, kernels)
+    return DeviceSpec(name, rates, memory_gb * 1e9, bandwidth, kernels, n_processors)
 
 
 def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: float) -> KernelRates:
@@ -164,32 +175,32 @@ _BLACKWELL = {"float32": 75, "tensorfloat32": 1125, "float16": 2250, "bfloat16":
 #: are round ones for a virtual device, which has a part of a processor.
 _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
     "v100-p3.16xlarge": (
-        _device("v100", 16, 0.9e12, _AMPERE_KERNELS, float32=15.7, float16=125, bfloat16=15.7),
+        _device("v100", 16, 0.9e12, _AMPERE_KERNELS, 80, float32=15.7, float16=125, bfloat16=15.7),
         LinkSpec(6e-6, 1 / 120e9),
         LinkSpec(2e-5, 1 / 3.1e9),
     ),
     "a100-40gb": (
-        _device("a100-40gb", 40, 1.55e12, _AMPERE_KERNELS, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312),
+        _device("a100-40gb", 40, 1.55e12, _AMPERE_KERNELS, 108, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312),
         LinkSpec(5e-6, 1 / 250e9),
         LinkSpec(1.5e-5, 1 / 25e9),
     ),
     "a100-80gb": (
-        _device("a100-80gb", 80, 2.0e12, _AMPERE_KERNELS, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312),
+        _device("a100-80gb", 80, 2.0e12, _AMPERE_KERNELS, 108, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312),
         LinkSpec(5e-6, 1 / 250e9),
         LinkSpec(1.5e-5, 1 / 25e9),
     ),
     "h100": (
-        _device("h100", 80, 3.35e12, _HOPPER_KERNELS, **_HOPPER),
+        _device("h100", 80, 3.35e12, _HOPPER_KERNELS, 132, **_HOPPER),
         LinkSpec(5e-6, 1 / 400e9),
         LinkSpec(1.5e-5, 1 / 50e9),
     ),
     "h200": (
-        _device("h200", 141, 4.8e12, _HOPPER_KERNELS, **_HOPPER),
+        _device("h200", 141, 4.8e12, _HOPPER_KERNELS, 132, **_HOPPER),
         LinkSpec(5e-6, 1 / 400e9),
         LinkSpec(1.5e-5, 1 / 50e9),
     ),
     "b200": (
-        _device("b200", 180, 7.7e12, _HOPPER_KERNELS, **_BLACKWELL),
+        _device("b200", 180, 7.7e12, _HOPPER_KERNELS, 148, **_BLACKWELL),
         LinkSpec(5e-6, 1 / 800e9),
         LinkSpec(1.5e-5, 1 / 50e9),
     ),

@@ -8,6 +8,7 @@ seconds = arithmetic and bytes, a share of them on each device     -> work_of
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from minialpa.cost import as_one_of
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates
 from minialpa.intra.strategies.combining import ALONE, Sharing
+from minialpa.intra.strategies.tiles import waste
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.rules.factors import Factors
 from minialpa.rules.heavy import has_contraction, is_attention, is_contraction
@@ -158,7 +160,7 @@ def priced(
     gather_s: if all-gathers are forbidden, the seconds of a reduction that no other collective can do.
     """
     work = work_of(eqn, factors, mesh)
-    compute = work.shared_s / candidates.n_shares + work.fixed_s
+    compute = (work.shared_s + _idle_s(eqn, mesh, candidates)) / candidates.n_shares + work.fixed_s
 
     bills = np.array([_bill_s(eqn, bill, mesh, sharing) for bill in candidates.bills], np.float64)
     if gather_s is not None:
@@ -266,6 +268,31 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
         return Work(seconds_of(factors.flops, read + written, _rate_of(eqn)), device.launch_s)
     dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
     return Work(device.kernel_s(factors.flops, written, dtype), 0.0)
+
+
+def _idle_s(eqn: JaxprEqn, mesh: LogicalMesh, candidates: Candidates) -> NDArray[np.float64] | float:
+    """For each candidate of a matrix product, the seconds by which idle processors make the whole of it longer."""
+    device = mesh.device
+    if device is None or not device.n_processors or eqn.primitive.name != "dot_general":
+        return 0.0
+    (sums, _), (batch, _) = eqn.params["dimension_numbers"]
+    n_batch, n_rows = len(batch), len(shape_of(eqn.invars[0])) - len(sums) - len(batch)
+
+    def waste_of(made: Spec) -> float:
+        shape = made.shard_shape(shape_of(eqn.outvars[0]), mesh.shape)
+        b, m, n = shape[:n_batch], shape[n_batch : n_batch + n_rows], shape[n_batch + n_rows :]
+        # A sum that is split leaves a partial sum.
+        k = n_summands / math.prod(mesh.shape[axis] for axis in made.partial)
+        return waste(math.prod(b), math.prod(m), math.prod(n), int(k), device.n_processors)
+
+    n_summands = math.prod(shape_of(eqn.invars[0])[dim] for dim in sums)
+    computing_s = device.computing_s(factors_of(eqn).flops, _rate_of(eqn))
+    wastes = np.array([waste_of(made) for made in candidates.made[0]])
+    if candidates.has_choice:
+        return computing_s * (wastes - 1)
+    idle_s = np.zeros(len(candidates.n_shares))
+    idle_s[candidates.first] = computing_s * (wastes - 1)
+    return idle_s
 
 
 def _rate_of(eqn: JaxprEqn) -> str:

@@ -1,0 +1,96 @@
+"""On GPUs a pass adds what it makes to the totals of the step, in the same program."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import AutoLayerOption, ClusterSpec, PipeshardParallel, ShardParallel, Zero3Parallel, models
+from minialpa.methods import Method
+from minialpa.programs.program import Accumulate, Run
+from minialpa.testing import assert_allclose
+from tests.runtime.cluster.in_process_session import in_process_session
+
+GPUS = ClusterSpec.preset("h100", devices_per_host=4)
+METHODS = {
+    "shard": ShardParallel(GPUS, num_micro_batches=4),
+    "zero-3": Zero3Parallel(GPUS, num_micro_batches=4),
+    "pipeline": PipeshardParallel(GPUS, num_micro_batches=4, layer_option=AutoLayerOption(2), stage_option="uniform"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_step_equals_the_one_that_adds_apart(name: str, dtype: jnp.dtype) -> None:
+    case = models.build("gpt", batch_size=16, dtype=dtype)
+    batch = case.make_batch(0, case.batch_size)
+
+    def trained(method: Method) -> tuple[minialpa.Executable, object, object]:
+        step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
+        state, metrics = step(case.init(jax.random.key(0)), batch)
+        return step.get_last_executable(), state.opt_state, metrics
+
+    inside, state, metrics = trained(METHODS[name])
+    assert not any(isinstance(x, Accumulate) for x in inside.program.instructions)
+    apart = dataclasses.replace(METHODS[name], devices=dataclasses.replace(GPUS, device=_as_cpu()))
+    outside, expected, wanted = trained(apart)
+    assert any(isinstance(x, Accumulate) for x in outside.program.instructions)
+    assert_allclose(metrics, wanted, rtol=1e-5, atol=1e-6)
+    # First and second moments of Adam: gradients and their squares, of which float32 keeps seven digits.
+    assert_allclose(state, expected, rtol=2e-2 if dtype == jnp.bfloat16 else 1e-4, atol=1e-6)
+
+
+def _as_cpu() -> minialpa.DeviceSpec:
+    """The same device under the name of one that adds apart."""
+    return dataclasses.replace(GPUS.device, name="cpu")
+
+
+def test_each_total_is_written_in_place() -> None:
+    case = models.build("mlp", batch_size=16)
+    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=METHODS["shard"])
+    executable = step.get_executable(case.init(jax.random.key(0)), case.make_batch(0, 16))
+    program = executable.program
+    number = next(i for i, f in enumerate(program.functions) if f.name == "step0")
+    runs = [x for x in program.instructions if isinstance(x, Run) and x.function == number]
+    assert len(runs) == 4
+    # What one micro-batch leaves is what the next one takes over.
+    for one, following in zip(runs, runs[1:], strict=False):
+        given = {following.inputs[k] for k in program.functions[number].donated}
+        totals = set(one.outputs) & set(following.inputs)
+        assert totals and totals <= given
+
+
+def test_values_that_are_no_sums_are_combined_apart() -> None:
+    """A maximum over the examples has no total that begins with 0."""
+
+    def step(w: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y = batch @ w
+            return jnp.mean(y**2), jnp.max(y)
+
+        (_, largest), gradient = minialpa.value_and_grad(loss, has_aux=True)(w)
+        return w - 0.1 * gradient, largest
+
+    w, batch = -jnp.ones((8, 4)), np.abs(np.random.default_rng(0).normal(size=(16, 8))).astype(np.float32)
+    parallel = minialpa.parallelize(step, method=METHODS["shard"], batch_argnums=(1,))
+    new, largest = parallel(w, batch)
+    assert float(largest) < 0
+    expected = step.__wrapped__(w, batch) if hasattr(step, "__wrapped__") else jax.jit(step)(w, batch)
+    assert_allclose((new, largest), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_workers_start_totals_at_zero() -> None:
+    case = models.build("mlp", batch_size=16, hidden=8)
+    batch = case.make_batch(0, 16)
+    state = case.init(jax.random.key(0))
+    expected, wanted = jax.jit(case.train_step(jax.value_and_grad))(state, batch)
+    with in_process_session(1, 4):
+        step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=METHODS["pipeline"])
+        state, metrics = step(state, batch)
+        assert_allclose(metrics, wanted, rtol=1e-4, atol=1e-6)
+        assert_allclose(state.params, expected.params, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,55 @@
+"""Which values of a program have collectives that its work can hide."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import minialpa
+from minialpa import ClusterSpec, Zero2Parallel, Zero3Parallel, models
+from minialpa.intra.overlap import hidden_values
+from minialpa.tracing.flattening import trace_flat
+
+
+def test_weights_come_ahead_and_gradients_behind() -> None:
+    def step(w: jax.Array, v: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cast = w * 2.0
+        h = x @ cast
+        out = h @ v
+        gradient = x.T @ out
+        return out, gradient + 1.0
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 4), (4, 4), (8, 4))]
+    flat, _ = trace_flat(step, *shapes)
+    w, v, x = flat.invars
+    out, result = flat.outvars
+    hidden = hidden_values(flat.eqns, flat.invars, early=(w, v), awaited=(out,))
+
+    made = {eqn.primitive.name: eqn.outvars[0] for eqn in flat.eqns}
+    products = [eqn.outvars[0] for eqn in flat.eqns if eqn.primitive.name == "dot_general"]
+    assert {w, v, made["mul"]} <= hidden  # there before the products
+    assert {result, products[2]} <= hidden  # nobody waits for the gradient
+    assert not {x, products[0], out} & hidden
+
+
+@pytest.mark.parametrize("method", [Zero2Parallel, Zero3Parallel])
+def test_gpus_hide_what_cpus_wait_for(method: type) -> None:
+    """Gathers of weights and sums of gradients, as far as there is work; the same program on CPUs waits for all."""
+    cluster = ClusterSpec.preset("h100", devices_per_host=4)
+    case = models.build("mlp", batch_size=512, hidden=512)
+    arguments = case.init(jax.random.key(0)), case.make_batch(0, 512)
+
+    def cost(name: str) -> tuple[float, float]:
+        device = dataclasses.replace(cluster.device, name=name)
+        devices = dataclasses.replace(cluster, device=device)
+        step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method(devices))
+        (stage,) = step.plan(*arguments).stages
+        return sum(p.hidden_s for p in stage.passes), sum(p.communication_s for p in stage.passes)
+
+    hidden_s, exposed_s = cost("h100")
+    none_s, all_s = cost("cpu")
+    assert none_s == 0 < hidden_s
+    assert exposed_s < all_s
