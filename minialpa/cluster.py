@@ -180,12 +180,16 @@ _PRESETS: dict[str, tuple[DeviceSpec, LinkSpec, LinkSpec]] = {
         LinkSpec(2e-5, 1 / 3.1e9),
     ),
     "a100-40gb": (
-        _device("a100-40gb", 40, 1.55e12, _AMPERE_KERNELS, 108, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312),
+        _device(
+            "a100-40gb", 40, 1.55e12, _AMPERE_KERNELS, 108, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312
+        ),
         LinkSpec(5e-6, 1 / 250e9),
         LinkSpec(1.5e-5, 1 / 25e9),
     ),
     "a100-80gb": (
-        _device("a100-80gb", 80, 2.0e12, _AMPERE_KERNELS, 108, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312),
+        _device(
+            "a100-80gb", 80, 2.0e12, _AMPERE_KERNELS, 108, float32=19.5, tensorfloat32=156, float16=312, bfloat16=312
+        ),
         LinkSpec(5e-6, 1 / 250e9),
         LinkSpec(1.5e-5, 1 / 25e9),
     ),

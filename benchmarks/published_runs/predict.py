@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from benchmarks.planning import planned, traced_step
 from benchmarks.published_runs.record import Run
 from minialpa import (
@@ -115,6 +117,19 @@ def cluster_of(run: Run, change: Callable[[KernelRates], KernelRates] = lambda r
     return dataclasses.replace(cluster, device=device, inter_host=LinkSpec(cluster.inter_host.alpha_s, 1 / rate))
 
 
+def _weight_specs(run: Run) -> dict[str, PartitionSpec]:
+    """Where weights lie under tensor parallelism: each device of a group has its columns of what makes heads and inner
+    features, and its rows of what reads them. `fsdp` splits the other dimension between groups."""
+    groups = "x" if run.shards_parameters else None
+    columns, rows = PartitionSpec(None, groups, "y"), PartitionSpec(None, "y", groups)
+    layout = {"query": columns, "key": columns, "value": columns, "out": rows, "up": columns, "down": rows}
+    specs = {f"['blocks']['{name}']": spec for name, spec in layout.items()}
+    specs["['words']"] = PartitionSpec("y", groups)
+    if run.model.family == "llama":
+        specs |= {"['blocks']['gate']": columns, "['head']": PartitionSpec(groups, "y")}
+    return {f"[0][0]{name}": spec for name, spec in specs.items()}
+
+
 def method_of(run: Run, cluster: ClusterSpec, memory_bytes: float | None = None) -> Method:
     """The degrees of a run. Without tensor parallelism, all devices of a stage split the examples."""
     per_stage = run.dp * run.fsdp * run.tp
@@ -123,7 +138,7 @@ def method_of(run: Run, cluster: ClusterSpec, memory_bytes: float | None = None)
     option = AutoShardingOption(prefer_reduce_scatter=True, memory_limit_bytes=memory_bytes)
     if run.tp > 1:
         shape: tuple[int, ...] = (run.dp * run.fsdp, run.tp)
-        option = dataclasses.replace(option, force_batch_dim_to_mesh_dim=0)
+        option = dataclasses.replace(option, force_batch_dim_to_mesh_dim=0, fixed_specs=_weight_specs(run))
     else:
         shape = (hosts, in_host) if hosts > 1 else (in_host,)
         option = dataclasses.replace(option, force_data_parallel=True, force_zero_stage_3=run.shards_parameters)

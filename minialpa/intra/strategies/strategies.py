@@ -23,8 +23,8 @@ from minialpa.cost import as_one_of
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates
 from minialpa.intra.strategies.combining import ALONE, Sharing
-from minialpa.intra.strategies.tiles import waste
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
+from minialpa.intra.strategies.tiles import waste
 from minialpa.rules.factors import Factors
 from minialpa.rules.heavy import has_contraction, is_attention, is_contraction
 from minialpa.rules.known_rules import factors_of, is_kernel

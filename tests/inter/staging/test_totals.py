@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def test_each_total_is_written_in_place() -> None:
     runs = [x for x in program.instructions if isinstance(x, Run) and x.function == number]
     assert len(runs) == 4
     # What one micro-batch leaves is what the next one takes over.
-    for one, following in zip(runs, runs[1:], strict=False):
+    for one, following in itertools.pairwise(runs):
         given = {following.inputs[k] for k in program.functions[number].donated}
         totals = set(one.outputs) & set(following.inputs)
         assert totals and totals <= given
@@ -80,7 +81,7 @@ def test_values_that_are_no_sums_are_combined_apart() -> None:
     parallel = minialpa.parallelize(step, method=METHODS["shard"], batch_argnums=(1,))
     new, largest = parallel(w, batch)
     assert float(largest) < 0
-    expected = step.__wrapped__(w, batch) if hasattr(step, "__wrapped__") else jax.jit(step)(w, batch)
+    expected = jax.jit(step)(w, batch)
     assert_allclose((new, largest), expected, rtol=1e-5, atol=1e-6)
 
 
