@@ -22,6 +22,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +41,17 @@ from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.lower.mesh_programs import input_types, split_by_mesh
 from minialpa.inter.lower.planned_step import planned_step
 from minialpa.inter.staging.staged_step import mesh_problems, realise
+from minialpa.inter.staging.tasks import Task
 from minialpa.intra.memory.liveness import peak_bytes
 from minialpa.intra.spmd import ShardedEquations, collectives_of
 from minialpa.methods import DataParallel, Method, ShardParallel, Zero2Parallel, Zero3Parallel
+from minialpa.plan import Plan
 from minialpa.support.collection import collection_paused
 from minialpa.support.files import write_text
 from minialpa.xla_gpu.compile import compile_for_gpus
+from minialpa.xla_gpu.compiled import GpuProgram
 from minialpa.xla_gpu.targets import target_of
+from minialpa.xla_gpu.timeline import timeline
 from minialpa.xla_gpu.worker import Request
 
 #: The part of a GPU's memory that XLA lets the schedule of a program use: 95 % of 80 %.
@@ -192,6 +197,7 @@ class ProgramRow:
         compiled_bytes: the same, by XLA.
         temporary_bytes: predicted and compiled, without arguments and results.
         tight_bytes: by XLA for a GPU with as much memory as predicted; `compiled_bytes` if that is not more.
+        seconds: predicted and by XLA's estimates, of all runs of it in a step.
     """
 
     case: str
@@ -202,6 +208,7 @@ class ProgramRow:
     compiled_bytes: float
     temporary_bytes: tuple[float, float]
     tight_bytes: float
+    seconds: tuple[float, float]
 
     @property
     def bytes_error(self) -> float:
@@ -234,7 +241,7 @@ def gpu_fidelity(size: Size) -> Rows:
 
 def rows_of(case: GpuCase, cache: Path | None) -> Iterator[ProgramRow]:
     """Plan a case, and compile the programs of its tasks."""
-    cluster = ClusterSpec.preset(case.gpu, num_hosts=case.hosts[0], devices_per_host=case.hosts[1])  # type: ignore[arg-type]
+    cluster = _cluster(case)
     built = minialpa.models.build(case.model, **case.sizes)
     traced = traced_step(built.train_step(minialpa.value_and_grad), *arguments(built))
     plan = planned(traced, cluster, _METHODS[case.method]())
@@ -271,7 +278,29 @@ def rows_of(case: GpuCase, cache: Path | None) -> Iterator[ProgramRow]:
             compiled_bytes=made[i].peak_bytes,
             temporary_bytes=(memory[i].temp_bytes, made[i].temporary_bytes),
             tight_bytes=tight_made.get(i, made[i]).peak_bytes,
+            seconds=_seconds(staged.tasks[i], plan, made[i]),
         )
+
+
+def _seconds(task: Task, plan: Plan, made: GpuProgram) -> tuple[float, float]:
+    """Seconds of all runs of a task in a step: predicted, and by XLA's estimates of its kernels.
+
+    Collectives take what the links of the plan let them take; what of them is hidden is as scheduled.
+    """
+    stage, mesh = plan.stages[task.mesh], plan.stages[task.mesh].mesh
+    found = timeline(made.text, lambda one: hlo.seconds([dataclasses.replace(one, times=1)], mesh)).total_s
+    if not task.per_micro_batch:
+        return stage.update_s if task.level == 0 and task.kind == "update" else 0.0, found
+    (own,) = (p for p in stage.passes if (p.kind, p.chunk, p.loop) == (task.kind, task.chunk, task.loop))
+    return plan.n_micro_batches * own.seconds, plan.n_micro_batches * found
+
+
+def _cluster(case: GpuCase) -> ClusterSpec:
+    """With products as fast as each by itself: that is what XLA estimates."""
+    cluster = ClusterSpec.preset(case.gpu, num_hosts=case.hosts[0], devices_per_host=case.hosts[1])  # type: ignore[arg-type]
+    assert cluster.device.kernels is not None, case
+    kernels = dataclasses.replace(cluster.device.kernels, sustained=1.0)
+    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, kernels=kernels))
 
 
 def _without_room(request: Request, n_bytes: float) -> Request:
@@ -299,11 +328,21 @@ def summary(found: Sequence[ProgramRow]) -> dict[str, Any]:
         "within_2_percent": statistics.mean(row.bytes_error <= 0.02 for row in found),
         "memory_error_median": float(np.median(np.abs(errors))),
         "memory_error_p95": float(np.percentile(np.abs(errors), 95)),
+        "step_seconds_error_median": float(np.median(np.abs(_step_errors(found)))),
         "most_under": float(-errors.min()),
         "more_than_2_percent_under": int((errors < -0.02).sum()),
         "most_under_tight": float(-tight.min()),
         "tight_more_than_2_percent_under": int((tight < -0.02).sum()),
     }
+
+
+def _step_errors(found: Sequence[ProgramRow]) -> list[float]:
+    """(predicted - estimated) / estimated seconds of the step of each case."""
+    steps = defaultdict[str, list[ProgramRow]](list)
+    for row in found:
+        steps[row.case].append(row)
+    sums = [[sum(row.seconds[i] for row in rows) for i in (0, 1)] for rows in steps.values()]
+    return [predicted / estimated - 1 for predicted, estimated in sums]
 
 
 def _columns(row: ProgramRow) -> dict[str, Any]:
@@ -320,6 +359,8 @@ def _columns(row: ProgramRow) -> dict[str, Any]:
         "predicted_temp_mb": row.temporary_bytes[0] / 1e6,
         "compiled_temp_mb": row.temporary_bytes[1] / 1e6,
         "tight_error": row.tight_error,
+        "predicted_s": row.seconds[0],
+        "estimated_s": row.seconds[1],
     }
 
 

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, required=True, help="the file of published runs")
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of systems")
     parser.add_argument("--json", type=Path, help="write a line for each run")
-    parser.add_argument("--write", type=Path, help="write a page of Markdown")
+    parser.add_argument("--write", type=Path, help="write the scores as a page of Markdown")
     parser.add_argument("--choices", action="store_true", help="plans of our own for the best of each sweep")
     parser.add_argument("--fit", nargs="*", default=[], help="systems whose runs the constants are fitted to")
     parser.add_argument("--processes", type=int, default=2)
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = list(_predicted(runs, args.processes))
     left_out = [reason for row in rows if not isinstance(row, Run) for reason in row[1:]]
     text = page.page(found, left_out)
+    print(page.rows(found))
     print(text)
     if args.write:
         write_text(args.write, text)

@@ -82,9 +82,11 @@ class Decoder:
     def train_step(self, state: Any, batch: Any) -> tuple[Any, jax.Array]:
         """(parameters, moments), batch -> new state, loss."""
         params, moments = state
-        loss, gradients = minialpa.value_and_grad(functools.partial(_loss, self))(params, batch)
-        updates, moments = _OPTIMIZER.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments), loss
+        # optax mixes integers and floats.
+        with jax.numpy_dtype_promotion("standard"):
+            loss, gradients = minialpa.value_and_grad(functools.partial(_loss, self))(params, batch)
+            updates, moments = _OPTIMIZER.update(gradients, moments, params)
+            return (optax.apply_updates(params, updates), moments), loss
 
 
 _OPTIMIZER = optax.adamw(1e-4)
@@ -168,7 +170,7 @@ def _norm(of: Decoder, x: jax.Array, scale: jax.Array) -> jax.Array:
     if of.family == "gpt":
         wide = wide - jnp.mean(wide, -1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-5)
-    return wide.astype(x.dtype) * scale.astype(x.dtype)
+    return wide.astype(x.dtype) * scale.astype(x.dtype)[None, None]
 
 
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Predictions in, a page of Markdown out."""
+"""Predictions in, Markdown out: a page of scores, and a table of all runs."""
 
 from __future__ import annotations
 
@@ -37,13 +37,18 @@ def page(found: Sequence[Prediction], left_out: Sequence[str]) -> str:
         f"Out of memory: predicted of {memory.n_out_predicted} of the {memory.n_out} runs that were. Fits: predicted "
         f"of {memory.n_ran_predicted} of the {memory.n_ran} runs that ran. Peak memory is published of {memory.n}: "
         f"median error {memory.error:.1%}.",
-        "",
-        "| run | GPUs | dp x fsdp x tp x pp | micro-batches | measured, s | predicted, s | error | GiB, predicted |",
-        "|---|---|---|---|---|---|---|---|",
     ]
-    lines += map(_row, found)
     if left_out:
         lines += ["", "Not built: " + ", ".join(f"{what} ({n})" for what, n in Counter(left_out).items()) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def rows(found: Sequence[Prediction]) -> str:
+    lines = [
+        "| run | GPUs | dp x fsdp x tp x pp | micro-batches | measured, s | predicted, s | error | GiB, predicted |",
+        "|---|---|---|---|---|---|---|---|",
+        *map(_row, found),
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -21,11 +21,18 @@ from minialpa.tracing.jaxprs import operand_vars
 
 
 def hidden_values(
-    eqns: Sequence[JaxprEqn], invars: Sequence[Var], early: Collection[Var], awaited: Collection[Var]
+    eqns: Sequence[JaxprEqn],
+    invars: Sequence[Var],
+    early: Collection[Var],
+    awaited: Collection[Var],
+    *,
+    in_loop: bool = False,
 ) -> frozenset[Var]:
-    """The values of a program whose collectives all its work can hide.
+    """The values of a program whose collectives its work can hide.
 
-    early: those of `invars` that are there before it starts. awaited: results that somebody waits for.
+    early: those of `invars` that are there before it starts. awaited: results that somebody waits for. in_loop: whether
+    the program is an iteration of a loop, so that the iterations before and behind are beside it. Otherwise what the
+    first contraction reads, and what is made of the last one, has no work beside it.
     """
     ahead = set(early)
     for eqn in eqns:
@@ -36,5 +43,31 @@ def hidden_values(
     for eqn in reversed(eqns):
         if has_contraction(eqn) or not needed.isdisjoint(eqn.outvars):
             needed.update(operand_vars(eqn))
-    made = (*invars, *(v for eqn in eqns for v in eqn.outvars))
-    return frozenset(ahead.union(v for v in made if v not in needed))
+    behind = {v for v in (*invars, *(v for eqn in eqns for v in eqn.outvars)) if v not in needed}
+    if in_loop:
+        return frozenset(ahead | behind)
+    return frozenset((ahead - _read_first(eqns)) | (behind - _made_last(eqns)))
+
+
+def _read_first(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """What the first contraction reads, or is made of."""
+    first = next((i for i, eqn in enumerate(eqns) if has_contraction(eqn)), None)
+    if first is None:
+        return {v for eqn in eqns for v in operand_vars(eqn)}
+    read = set(operand_vars(eqns[first]))
+    for eqn in reversed(eqns[:first]):
+        if not read.isdisjoint(eqn.outvars):
+            read.update(operand_vars(eqn))
+    return read
+
+
+def _made_last(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """The results of the last contraction, and what is made of them."""
+    last = next((i for i in reversed(range(len(eqns))) if has_contraction(eqns[i])), None)
+    if last is None:
+        return set()
+    made = set(eqns[last].outvars)
+    for eqn in eqns[last + 1 :]:
+        if not made.isdisjoint(operand_vars(eqn)):
+            made.update(eqn.outvars)
+    return made

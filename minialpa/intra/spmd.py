@@ -80,6 +80,7 @@ class ShardedEquations:
         combined: kinds of sums that start together.
         early: inputs that are there before the program starts.
         awaited: results that somebody waits for.
+        in_loop: whether it is one iteration of a loop.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -93,6 +94,7 @@ class ShardedEquations:
     combined: tuple[CollectiveKind, ...] = ()
     early: frozenset[Var] = frozenset()
     awaited: frozenset[Var] = frozenset()
+    in_loop: bool = False
 
 
 def walk(program: ShardedEquations, inputs: Sequence[T], ops: ShardOps[T]) -> list[T]:
@@ -216,8 +218,9 @@ def _iteration(eqn: JaxprEqn, chosen: EquationSpecs, program: ShardedEquations) 
         specs=specs,
         equations={id(inner): inner_specs for inner, inner_specs in zip(flat.eqns, chosen.body, strict=True)},
         out_specs=out_specs,
-        early=frozenset((*flat.constvars, *flat.invars[: body.n_consts], *flat.invars[body.n_lead :])),
-        awaited=frozenset(v for v in flat.outvars[: body.n_carry] if not is_literal(v)),
+        early=frozenset(body.early),
+        awaited=frozenset(body.awaited),
+        in_loop=True,
     )
     return body, inside
 
@@ -247,7 +250,7 @@ def collectives_of(program: ShardedEquations) -> list[Communication]:
     """What the program communicates when it runs once, in order."""
     found: list[Communication] = []
     groups = sum_groups(program.eqns)
-    hidden = hidden_values(program.eqns, program.invars, program.early, program.awaited)
+    hidden = hidden_values(program.eqns, program.invars, program.early, program.awaited, in_loop=program.in_loop)
 
     def move(_: None, step: ReshardStep, atom: Atom) -> None:
         collective = step.collective(bytes_of(atom), program.mesh.shape)

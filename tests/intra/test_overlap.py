@@ -16,11 +16,10 @@ from minialpa.tracing.flattening import trace_flat
 
 def test_weights_come_ahead_and_gradients_behind() -> None:
     def step(w: jax.Array, v: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        cast = w * 2.0
-        h = x @ cast
-        out = h @ v
-        gradient = x.T @ out
-        return out, gradient + 1.0
+        h = x @ w
+        out = h @ (v * 2.0)
+        gradient = x.T @ h
+        return (out @ v) @ v, gradient + 1.0
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 4), (4, 4), (8, 4))]
     flat, _ = trace_flat(step, *shapes)
@@ -30,9 +29,19 @@ def test_weights_come_ahead_and_gradients_behind() -> None:
 
     made = {eqn.primitive.name: eqn.outvars[0] for eqn in flat.eqns}
     products = [eqn.outvars[0] for eqn in flat.eqns if eqn.primitive.name == "dot_general"]
-    assert {w, v, made["mul"]} <= hidden  # there before the products
+    assert made["mul"] in hidden  # there before the products
     assert {result, products[2]} <= hidden  # nobody waits for the gradient
-    assert not {x, products[0], out} & hidden
+    assert not {x, w, products[0], out} & hidden  # nothing is there to compute before `w` is
+
+
+def test_the_first_and_the_last_product_have_no_work_beside_them_but_in_loops() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (x @ (w + 1.0)) * 2.0
+
+    flat, _ = trace_flat(step, *[jax.ShapeDtypeStruct((4, 4), jnp.float32)] * 2)
+    w, _ = flat.invars
+    assert not hidden_values(flat.eqns, flat.invars, early=(w,), awaited=())
+    assert {w, *flat.outvars} <= hidden_values(flat.eqns, flat.invars, early=(w,), awaited=(), in_loop=True)
 
 
 @pytest.mark.parametrize("method", [Zero2Parallel, Zero3Parallel])

@@ -72,6 +72,10 @@ OTHER_VALUES = st.one_of(
 )  # fmt: skip
 
 
+#: Fields that older files lack, and what plans have in their place.
+DEFAULTS = {"kernels": None, "attention_efficiency": 1.0, "sustained": 1.0, "n_processors": 0, "hidden_s": 0.0}
+
+
 @hypothesis.given(st.data())
 @hypothesis.settings(max_examples=400)
 def test_a_changed_value_is_read_as_it_is_or_refused(draw: st.DataObject) -> None:
@@ -102,8 +106,8 @@ def test_a_plan_without_one_of_its_fields_or_items_is_refused_or_read_as_it_is(d
         assert Plan.from_json(json.dumps(data)) == dataclasses.replace(good(), batch=())
     elif place[-1] in ("keep_constraints", "attention"):  # as above; the plan has the default
         assert Plan.from_json(json.dumps(data)) == good()
-    elif place[-1] == "kernels":
-        assert Plan.from_json(json.dumps(data)).cluster.device.kernels is None
+    elif place[-1] in DEFAULTS:
+        assert at(data_of(Plan.from_json(json.dumps(data))), place) == DEFAULTS[place[-1]]
     elif isinstance(inner, dict):
         with pytest.raises(VerifyError, match=str(place[-1])):
             Plan.from_json(json.dumps(data))

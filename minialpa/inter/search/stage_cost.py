@@ -144,7 +144,9 @@ class PieceCosts:
 
         view = ShardedView.of(mesh, self.option)
         programs = mesh_programs(staged, place, problem, solution, view)
-        times = stage_times(problem, solution, mesh_collectives(programs), mesh, staged.split.n_loops)
+        # At the prices of the solver, so that a cost bounds those of problems whose shardings are all among its own.
+        moved = mesh_collectives(programs)
+        times = stage_times(problem, solution, moved, mesh, staged.split.n_loops, hides=False)
         memory = mesh_memory(staged, place, programs, solution, view, compiler=self.compiler)
         return PieceCost(
             seconds=times.pass_s,

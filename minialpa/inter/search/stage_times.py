@@ -43,8 +43,14 @@ def stage_times(
     moved: Sequence[TaskCollectives],
     mesh: LogicalMesh,
     n_loops: int = 1,
+    *,
+    hides: bool = True,
 ) -> StageTimes:
-    """`moved`: the tasks of the mesh, in order, and what they communicate; n_loops: of the step.
+    """Times of a mesh under `sharding`.
+
+    moved: the tasks of the mesh, in order, and what they communicate. n_loops: of the step. hides: whether work hides
+    collectives where devices are GPUs; else all seconds of collectives are waited for, and adding to totals is free, as
+    solvers price them.
 
     Collectives of an update do not wait for each other.
     """
@@ -55,9 +61,11 @@ def stage_times(
     once_s = [0.0] * n_loops
     in_update: list[list[Communication]] = [[] for _ in range(n_loops)]
     for task, collectives, totals_bytes in ((m.task, m.collectives, m.totals_bytes) for m in moved):
-        compute = sum(compute_s[id(eqn)] for eqn in task.eqns) + _adding_s(totals_bytes, mesh)
+        compute = sum(compute_s[id(eqn)] for eqn in task.eqns) + (_adding_s(totals_bytes, mesh) if hides else 0.0)
         if task.kind == "forward" or task.kind == "backward" or task.kind == "step":
-            exposed_s, hidden_s = _communication_s(collectives, mesh, _work_s(collectives, compute, compute_s))
+            exposed_s, hidden_s = _communication_s(
+                collectives, mesh, _work_s(collectives, compute, compute_s) if hides else None
+            )
             passes.append(
                 PlannedPass(
                     kind=task.kind,
@@ -76,7 +84,7 @@ def stage_times(
         in_update[behind] += [one._replace(group=WITH_GRADIENTS) for one in collectives]
 
     *between, update = (
-        s + _communication_s(moved, mesh, _work_s(moved, s, compute_s))[0]
+        s + _communication_s(moved, mesh, _work_s(moved, s, compute_s) if hides else None)[0]
         for s, moved in zip(once_s, in_update, strict=True)
     )
     return StageTimes(tuple(passes), update, tuple(between))
@@ -114,14 +122,14 @@ def _work_s(
 
 
 def _communication_s(
-    collectives: Sequence[Communication], mesh: LogicalMesh, work_s: Mapping[int | None, float]
+    collectives: Sequence[Communication], mesh: LogicalMesh, work_s: Mapping[int | None, float] | None
 ) -> tuple[float, float]:
     """Seconds of collectives that devices wait for, and of those that their work hides.
 
-    work_s: of each loop that communicates, and under None of all the rest. Collectives of one group, kind and axes
-    start together, if compilers combine them.
+    work_s: of each loop that communicates, and under None of all the rest; None if it hides nothing. Collectives of one
+    group, kind and axes start together, if compilers combine them.
     """
-    combined, hides = combined_kinds(mesh), is_gpu(mesh.device)
+    combined, hides = combined_kinds(mesh), work_s is not None and is_gpu(mesh.device)
     n_bytes: dict[tuple[object, ...], float] = {}
     seconds: dict[tuple[int | None, bool], float] = defaultdict(float)
     for one in collectives:
@@ -137,5 +145,5 @@ def _communication_s(
             seconds[place] += one.times * (whole - less)
             n_bytes[key] = together
 
-    hidden_s = sum(min(s, work_s[loop]) for (loop, can_hide), s in seconds.items() if can_hide)
+    hidden_s = sum(min(s, work_s[loop]) for (loop, can_hide), s in seconds.items() if can_hide and work_s is not None)
     return sum(seconds.values()) - hidden_s, hidden_s

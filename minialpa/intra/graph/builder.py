@@ -47,6 +47,7 @@ class GraphBuilder:
         cache: StrategyCache | None = None,
         counted: StartCounts | None = None,
         forbidden_s: float = math.inf,
+        hides: bool = False,
     ) -> None:
         """Raises InfeasibleError if an option cannot be kept on `mesh`.
 
@@ -58,11 +59,19 @@ class GraphBuilder:
             cache: strategies and prices that other problems have already computed.
             counted: how many sums of gradients start as one, in a solution; None if there is none yet.
             forbidden_s: see `reshard_table`.
+            hides: whether collectives that work hides cost a part of their seconds.
         """
         cache = cache or StrategyCache()
 
         collected = collect_costs(
-            problem, mesh, option, folded=folded, cache=cache, counted=counted, forbidden_s=forbidden_s
+            problem,
+            mesh,
+            option,
+            folded=folded,
+            cache=cache,
+            counted=counted,
+            forbidden_s=forbidden_s,
+            hides=hides,
         )
         self.problem, self.costs, self.folding = problem, collected.costs, collected.folding
         self._mesh_shape, self._collected = mesh.shape, collected

@@ -23,7 +23,8 @@ from minialpa.intra.graph.option_constraints import OptionConstraints, fold_prob
 from minialpa.intra.graph.plain_equations import Occurrence, PlainEquations
 from minialpa.intra.graph.problem import MeshEquations, Role
 from minialpa.intra.graph.resharding_edges import Reader, ReshardingEdges
-from minialpa.intra.graph.variable_facts import facts_of
+from minialpa.intra.graph.variable_facts import facts_of, loop_scans
+from minialpa.intra.overlap import hidden_values
 from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.loops import ScanBody, scan_body
 from minialpa.intra.strategies.reshard import partial_specs_of
@@ -76,12 +77,15 @@ def collect_costs(
     cache: StrategyCache,
     counted: StartCounts | None,
     forbidden_s: float,
+    hides: bool = False,
 ) -> CollectedCosts:
     """The costs of `problem` on `mesh`; see `GraphBuilder` for the arguments.
 
     Raises InfeasibleError if an option cannot be kept on `mesh`.
     """
-    collector = _Collector(problem, mesh, option, folded=folded, cache=cache, counted=counted, forbidden_s=forbidden_s)
+    collector = _Collector(
+        problem, mesh, option, folded=folded, cache=cache, counted=counted, forbidden_s=forbidden_s, hides=hides
+    )
     collector.add_inputs()
     collector.add_equations()
     collector.add_results()
@@ -112,6 +116,7 @@ class _Collector:
         cache: StrategyCache,
         counted: StartCounts | None,
         forbidden_s: float,
+        hides: bool,
     ) -> None:
         self._problem, self._mesh, self._cache = problem, mesh, cache
         self._plans_loops = option.enable_auto_sharding  # otherwise all is replicated, inside loops, too
@@ -128,7 +133,8 @@ class _Collector:
 
         # These add to the costs, and read the choices that are made here.
         prices = MeshPrices(mesh, option, cache=cache, facts=facts, counted=counted, forbidden_s=forbidden_s)
-        self._edges = ReshardingEdges(self.costs, self.choices, prices, option)
+        hidden = _hidden(problem) if hides else frozenset[Var]()
+        self._edges = ReshardingEdges(self.costs, self.choices, prices, option, hidden=hidden)
         self._plain = PlainEquations(
             mesh,
             option,
@@ -311,6 +317,15 @@ class _Collector:
 
         left = _replicated(inner) if is_literal(inner) else self._choice(inner)
         return Choice(left.node, tuple(scan.outer_result(r, spec) for spec in left.specs))
+
+
+def _hidden(problem: MeshEquations) -> frozenset[Var]:
+    """Values whose collectives the work of a mesh can hide, those inside planned loops included."""
+    weights = [var for var, role in problem.inputs if role in ("parameter", "state")]
+    found = set(hidden_values(problem.eqns, [var for var, _ in problem.inputs], weights, ()))
+    for scan in loop_scans(problem.eqns):
+        found |= hidden_values(scan.flat.eqns, scan.flat.invars, scan.early, scan.awaited, in_loop=True)
+    return frozenset(found)
 
 
 def _replicated(atom: Atom) -> Choice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,9 @@ from minialpa.intra.graph.option_constraints import forbidden_message
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import Spec
 from minialpa.tracing.jaxprs import bytes_of, shape_of
+
+#: What is hidden costs a little, so that of two solutions that hide everything the one is found which hides less.
+_HIDDEN_PRICE = 0.1
 
 
 class Reader(NamedTuple):
@@ -38,9 +41,17 @@ class ReshardingEdges:
     """Adds edges to `costs`, by the `choices` of the variables so far."""
 
     def __init__(
-        self, costs: CostTable, choices: Mapping[Var, Choice], prices: MeshPrices, option: AutoShardingOption
+        self,
+        costs: CostTable,
+        choices: Mapping[Var, Choice],
+        prices: MeshPrices,
+        option: AutoShardingOption,
+        *,
+        hidden: Set[Var] = frozenset(),
     ) -> None:
+        """`hidden`: values whose collectives work hides, so that they cost a part of what they take."""
         self._costs, self._choices, self._prices, self._option = costs, choices, prices, option
+        self._hidden = hidden
         self._deferred: list[Reader] = []
 
     def add(self, reader: Reader) -> None:
@@ -58,7 +69,7 @@ class ReshardingEdges:
             if not np.isfinite(seconds).all():
                 raise InfeasibleError(forbidden_message(self._option, var, made.specs[0], wanted[0]))
             return
-        self._costs.add_edge(made.node, node, times * seconds)
+        self._costs.add_edge(made.node, node, times * seconds * (_HIDDEN_PRICE if var in self._hidden else 1.0))
 
     def defer(self, reader: Reader) -> None:
         """Add the edge in `add_deferred`, because a later equation may make the variable."""

@@ -36,10 +36,12 @@ class MeshSolver:
         option: AutoShardingOption,
         cache: StrategyCache | None = None,
         counted: StartCounts | None = None,
+        *,
+        hides: bool = False,
     ) -> None:
-        """`cache` is shared with other problems; `counted`: see `GraphBuilder`."""
+        """`cache` is shared with other problems; `counted`, `hides`: see `GraphBuilder`."""
         self.problem, self.mesh, self.option, self.cache = problem, mesh, option, cache or StrategyCache()
-        self._counted = counted
+        self._counted, self._hides = counted, hides
         self.folded = self._builder(folded=True)
         self._each: GraphBuilder | None = None  # decides on each layer; built when it is first needed
 
@@ -82,7 +84,13 @@ class MeshSolver:
 
     def _builder(self, *, folded: bool) -> GraphBuilder:
         return GraphBuilder(
-            self.problem, self.mesh, self.option, folded=folded, cache=self.cache, counted=self._counted
+            self.problem,
+            self.mesh,
+            self.option,
+            folded=folded,
+            cache=self.cache,
+            counted=self._counted,
+            hides=self._hides,
         )
 
     def _is_good_enough(self, alike: GraphSolution) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.intra.strategies.combining import WITH_GRADIENTS, n_together, sum_groups
-from minialpa.intra.strategies.loops import scan_body
+from minialpa.intra.strategies.loops import ScanBody, scan_body
 from minialpa.tracing.jaxprs import operand_vars
 
 
@@ -41,7 +41,7 @@ def facts_of(eqns: Sequence[JaxprEqn], *, plans_loops: bool) -> VariableFacts:
     together: dict[Var, int] = {}
     with_gradients: set[Var] = set()
     n_readers: Counter[Var] = Counter()
-    for body in (eqns, *(_loop_bodies(eqns) if plans_loops else ())):
+    for body in (eqns, *((scan.flat.eqns for scan in loop_scans(eqns)) if plans_loops else ())):
         groups = sum_groups(body)
         together.update(n_together(body, groups))
         with_gradients.update(var for var, group in groups.items() if group == WITH_GRADIENTS)
@@ -50,8 +50,8 @@ def facts_of(eqns: Sequence[JaxprEqn], *, plans_loops: bool) -> VariableFacts:
     return VariableFacts(with_gradients=with_gradients, n_together=together, n_readers=n_readers)
 
 
-def _loop_bodies(eqns: Sequence[JaxprEqn]) -> Iterator[Sequence[JaxprEqn]]:
-    """The equations inside each loop that is planned, loops inside loops included; each body once."""
+def loop_scans(eqns: Sequence[JaxprEqn]) -> Iterator[ScanBody]:
+    """Each loop that is planned, loops inside loops included; each body once."""
     seen: set[int] = set()
     pending = [eqns]
     while pending:
@@ -59,4 +59,4 @@ def _loop_bodies(eqns: Sequence[JaxprEqn]) -> Iterator[Sequence[JaxprEqn]]:
             if scan is not None and id(scan.flat) not in seen:
                 seen.add(id(scan.flat))
                 pending.append(scan.flat.eqns)
-                yield scan.flat.eqns
+                yield scan

@@ -43,6 +43,16 @@ class ScanBody:
         """Number of operands that are not stacked."""
         return self.n_consts + self.n_carry
 
+    @property
+    def early(self) -> tuple[Var, ...]:
+        """What is there before an iteration starts, for it can be fetched in the one before: constants and slices."""
+        return (*self.flat.constvars, *self.flat.invars[: self.n_consts], *self.flat.invars[self.n_lead :])
+
+    @property
+    def awaited(self) -> tuple[Var, ...]:
+        """The carries that an iteration leaves, for which the next one waits."""
+        return tuple(v for v in self.flat.outvars[: self.n_carry] if not is_literal(v))
+
     def inner_operand(self, k: int, spec: Spec) -> Spec:
         """The spec inside of operand `k` of the scan; of a stacked operand, the spec of a slice."""
         return spec if k < self.n_lead else Spec(spec.dims[1:], spec.partial)

@@ -117,6 +117,6 @@ def test_weights_count_as_an_equation_reads_them_where_they_are_gathered() -> No
     weight, reader = Var(ShapedArray((8, 4), np.float32)), Var(ShapedArray((), np.float32))
     whole, rows, both = (Spec(dims) for dims in (((), ()), ((0,), ()), ((0, 1), ())))
     stored, read = Choice(0, (whole, rows, both)), Choice(1, (whole, rows, both))
-    usage = Usage(weight, 1, 0, 3, reader=reader)
+    usage = Usage(weight, 1, 0, 3, reader=reader, if_gathered=True)
     (demand,) = demands_of([usage], {weight: stored}, (2, 2), lambda *key: {(weight, reader): read}.get(key))
     assert (demand.node, list(demand.n_bytes)) == (1, [128.0, 64.0, 0.0])
