@@ -24,11 +24,11 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import VerifyError
-from minialpa.intra.overlap import hidden_values
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import eager_reductions
 from minialpa.intra.strategies.combining import Sharing, n_together, sum_groups
 from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
+from minialpa.intra.strategies.overlap import hidden_values
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
 from minialpa.rules.factors import Factors, Reduction
 from minialpa.rules.known_rules import factors_of

@@ -24,9 +24,9 @@ from minialpa.intra.graph.plain_equations import Occurrence, PlainEquations
 from minialpa.intra.graph.problem import MeshEquations, Role
 from minialpa.intra.graph.resharding_edges import Reader, ReshardingEdges
 from minialpa.intra.graph.variable_facts import facts_of, loop_scans
-from minialpa.intra.overlap import hidden_values
 from minialpa.intra.strategies.combining import StartCounts
 from minialpa.intra.strategies.loops import ScanBody, scan_body
+from minialpa.intra.strategies.overlap import hidden_values
 from minialpa.intra.strategies.reshard import partial_specs_of
 from minialpa.intra.strategies.strategy_cache import StrategyCache
 from minialpa.options import AutoShardingOption

@@ -10,7 +10,7 @@ import pytest
 
 import minialpa
 from minialpa import ClusterSpec, Zero2Parallel, Zero3Parallel, models
-from minialpa.intra.overlap import hidden_values
+from minialpa.intra.strategies.overlap import hidden_values
 from minialpa.tracing.flattening import trace_flat
 
 
