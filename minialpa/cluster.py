@@ -147,8 +147,9 @@ def _device(
 
 
 def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: float) -> KernelRates:
-    """Fitted: products to XLA's tables of an H100, as other GPUs have none, and the three arguments to published runs
-    (`python -m benchmarks.gpu_products --fit`, `python -m benchmarks.published_runs --fit`)."""
+    """Products are fitted to XLA's tables of an H100, as other GPUs have none (`python -m benchmarks.gpu_products`), the
+    first two arguments to published runs (`python -m benchmarks.published_runs`), and rounded. The efficiency of
+    attention is that of cuDNN's kernel, chosen by hand: few of these runs use it."""
     return KernelRates(
         product_efficiency=0.87,
         exposed_bytes=0.74,

@@ -19,6 +19,7 @@ from benchmarks.planning import planned
 from benchmarks.published_runs.predict import PLENTY, cluster_of, method_of, traced
 from benchmarks.published_runs.record import Run
 from minialpa.cluster import KernelRates
+from minialpa.tracing.trace import TracedStep
 
 #: What is fitted; the products' other constants come from tables.
 _FITTED = ("sustained", "memory_efficiency", "attention_efficiency")
@@ -59,8 +60,9 @@ def _weights(runs: Sequence[Run]) -> NDArray[np.float64]:
 
 def _parts_s(run: Run) -> list[float]:
     """Seconds of a step that are proportional to the reciprocal of each constant, and all others."""
-    whole = _step_s(run, {})
-    parts = [_step_s(run, {name: getattr(_kernels(run), name) / 2}) - whole for name in _FITTED]
+    step = traced(run)
+    whole = _step_s(run, step, {})
+    parts = [_step_s(run, step, {name: getattr(_kernels(run), name) / 2}) - whole for name in _FITTED]
     return [*parts, whole - sum(parts)]
 
 
@@ -70,6 +72,6 @@ def _kernels(run: Run) -> KernelRates:
     return kernels
 
 
-def _step_s(run: Run, changed: dict[str, Any]) -> float:
+def _step_s(run: Run, step: TracedStep, changed: dict[str, Any]) -> float:
     cluster = cluster_of(run, lambda kernels: dataclasses.replace(kernels, **changed))
-    return planned(traced(run), cluster, method_of(run, cluster, PLENTY)).cost.total_s
+    return planned(step, cluster, method_of(run, cluster, PLENTY)).cost.total_s

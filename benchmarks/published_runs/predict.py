@@ -34,12 +34,13 @@ from minialpa.recognition.step import recognise
 from minialpa.tracing.trace import TracedStep
 
 _PRESETS: dict[str, Any] = {"H100": "h100", "H200": "h200", "A100": "a100-80gb"}
-#: Bytes per second that all adapters of a host send together, as the makers of the machines say.
+#: Bytes per second that all adapters of a host send together: eight of 400 Gb/s, and eight of 200 Gb/s beside A100s. The
+#: record does not say what each machine had.
 _HOST_LINK = {"H100": 400e9, "H200": 400e9, "A100": 200e9}
 #: Of the machines of a trainer that has others: four adapters of 100 Gb/s.
 _OWN_HOST_LINK = {"Megatron-DeepSpeed": 50e9}
-#: The part of the peak rate that the attention of a trainer reaches where it is not that of cuDNN: Triton's of 2023 for
-#: the first, fitted to its runs, and FlashAttention 2 as its authors have measured it on H100s.
+#: The part of the peak rate that the attention of a trainer reaches where it is not that of cuDNN. The first two, for a
+#: kernel in Triton of 2023, are fitted to its runs. The others, for FlashAttention 2, are chosen by hand.
 _OWN_ATTENTION = {
     ("llm-foundry (PyTorch FSDP)", "H100"): 0.18,
     ("llm-foundry (PyTorch FSDP)", "A100"): 0.32,

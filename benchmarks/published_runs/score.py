@@ -24,9 +24,6 @@ class Errors:
     p90: float
     bias: float
 
-    def __str__(self) -> str:
-        return f"{self.n} runs, median {self.median:.1%}, 90th percentile {self.p90:.1%}, bias {self.bias:+.1%}"
-
 
 def errors(found: Sequence[Prediction]) -> Errors | None:
     """Of all that ran and could be planned; None if nothing did. bias: the median error with its sign."""
