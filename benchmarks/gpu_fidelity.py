@@ -39,7 +39,7 @@ from minialpa import AutoLayerOption, ClusterSpec, PipeshardParallel, UniformSta
 from minialpa.inter.compilers import compiler_of
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.lower.mesh_programs import input_types, split_by_mesh
-from minialpa.inter.lower.planned_step import planned_step
+from minialpa.inter.lower.planned_step import PlannedStep, planned_step
 from minialpa.inter.staging.staged_step import mesh_problems, realise
 from minialpa.inter.staging.tasks import Task
 from minialpa.intra.memory.liveness import peak_bytes
@@ -254,12 +254,12 @@ def rows_of(case: GpuCase, cache: Path | None) -> Iterator[ProgramRow]:
     target = target_of(cluster.device.name)
     compiler = compiler_of(cluster)
     wanted = []
-    for task, sharded in zip(staged.tasks, step.programs, strict=True):
-        (function,) = (f for f in by_mesh[task.mesh].functions if f.name == task.name)
-        stage = plan.stages[task.mesh]
-        wanted.append((sharded, function, Request(function, stage.logical_shape, stage.submesh[0], target)))
+    for run in _runs(step):
+        (function,) = (f for f in by_mesh[run.task.mesh].functions if f.name == run.name)
+        stage = plan.stages[run.task.mesh]
+        wanted.append((run, function, Request(function, stage.logical_shape, stage.submesh[0], target)))
     made = compile_for_gpus([request for *_, request in wanted], cache=cache)
-    memory = [peak_bytes(sharded, function.donated, compiler=compiler) for sharded, function, _ in wanted]
+    memory = [peak_bytes(run.program, function.donated, compiler=compiler) for run, function, _ in wanted]
 
     tight = {
         i: _without_room(request, memory[i].peak_bytes)
@@ -268,31 +268,51 @@ def rows_of(case: GpuCase, cache: Path | None) -> Iterator[ProgramRow]:
     }
     tight_made = dict(zip(tight, compile_for_gpus(list(tight.values()), cache=cache), strict=True))
 
-    for i, (sharded, function, _) in enumerate(wanted):
+    for i, (run, function, _) in enumerate(wanted):
         yield ProgramRow(
             case=case.name,
             program=function.name,
-            predicted=_predicted_bytes(sharded),
+            predicted=_predicted_bytes(run.program),
             compiled={kind: n for kind, n in hlo.bytes_by_kind(hlo.collectives(made[i].text)).items()},
             predicted_bytes=memory[i].peak_bytes,
             compiled_bytes=made[i].peak_bytes,
             temporary_bytes=(memory[i].temp_bytes, made[i].temporary_bytes),
             tight_bytes=tight_made.get(i, made[i]).peak_bytes,
-            seconds=_seconds(staged.tasks[i], plan, made[i]),
+            seconds=_seconds(run, plan, made[i]),
         )
 
 
-def _seconds(task: Task, plan: Plan, made: GpuProgram) -> tuple[float, float]:
-    """Seconds of all runs of a task in a step: predicted, and by XLA's estimates of its kernels.
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Equal runs of a task in a step: the function that they call, its program, and how many there are."""
+
+    task: Task
+    name: str
+    program: ShardedEquations
+    n: int
+
+
+def _runs(step: PlannedStep) -> Iterator[_Runs]:
+    """The programs of a step, with those of last passes."""
+    for one in step.programs:
+        n = step.plan.n_micro_batches if one.task.per_micro_batch else 1
+        yield _Runs(one.task, one.task.name, one.program, n - (one.last is not None))
+        if one.last is not None:
+            yield _Runs(one.task, f"{one.task.name}.last", one.last.program, 1)
+
+
+def _seconds(runs: _Runs, plan: Plan, made: GpuProgram) -> tuple[float, float]:
+    """Seconds of all runs of a program in a step: predicted, and by XLA's estimates of its kernels.
 
     Collectives take what the links of the plan let them take; what of them is hidden is as scheduled.
     """
-    stage, mesh = plan.stages[task.mesh], plan.stages[task.mesh].mesh
+    task, stage = runs.task, plan.stages[runs.task.mesh]
+    mesh = stage.mesh
     found = timeline(made.text, lambda one: hlo.seconds([dataclasses.replace(one, times=1)], mesh)).total_s
     if not task.per_micro_batch:
         return stage.update_s if task.level == 0 and task.kind == "update" else 0.0, found
     (own,) = (p for p in stage.passes if (p.kind, p.chunk, p.loop) == (task.kind, task.chunk, task.loop))
-    return plan.n_micro_batches * own.seconds, plan.n_micro_batches * found
+    return runs.n * own.seconds, runs.n * found
 
 
 def _cluster(case: GpuCase) -> ClusterSpec:

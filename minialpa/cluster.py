@@ -147,8 +147,8 @@ def _device(
 
 
 def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: float) -> KernelRates:
-    """Products are fitted to XLA's tables of an H100, as other GPUs have none (`python -m benchmarks.gpu_products`), the
-    first two arguments to published runs (`python -m benchmarks.published_runs`), and rounded. The efficiency of
+    """Products are fitted to XLA's tables of an H100, as other GPUs have none (`python -m benchmarks.gpu_products`),
+    the first two arguments to published runs (`python -m benchmarks.published_runs`), and rounded. The efficiency of
     attention is that of cuDNN's kernel, chosen by hand: few of these runs use it."""
     return KernelRates(
         product_efficiency=0.87,

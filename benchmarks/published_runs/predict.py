@@ -34,8 +34,8 @@ from minialpa.recognition.step import recognise
 from minialpa.tracing.trace import TracedStep
 
 _PRESETS: dict[str, Any] = {"H100": "h100", "H200": "h200", "A100": "a100-80gb"}
-#: Bytes per second that all adapters of a host send together: eight of 400 Gb/s, and eight of 200 Gb/s beside A100s. The
-#: record does not say what each machine had.
+#: Bytes per second that all adapters of a host send together: eight of 400 Gb/s, and eight of 200 Gb/s beside A100s.
+#: The record does not say what each machine had.
 _HOST_LINK = {"H100": 400e9, "H200": 400e9, "A100": 200e9}
 #: Of the machines of a trainer that has others: four adapters of 100 Gb/s.
 _OWN_HOST_LINK = {"Megatron-DeepSpeed": 50e9}

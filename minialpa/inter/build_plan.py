@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from minialpa.cluster import ClusterSpec
 from minialpa.cost import CollectiveKind
 from minialpa.errors import InfeasibleError, ShardingError
+from minialpa.inter.compilers import compiler_options_of
 from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of
@@ -179,6 +180,7 @@ def build_plan(context: PlanningContext, placed: PlacedStages, solved: Sequence[
         per_micro_batch=staged.split.own,
         keeps_rows=bool(options.keep_rows),
         batch=layered.step.batch_arguments,
+        compiler_options=compiler_options_of(context.cluster),
     )
 
 
@@ -238,10 +240,12 @@ def _operators(placed: PlacedStages, solved: SolvedMesh) -> tuple[PlannedOperato
 def _merged(moved: Sequence[TaskCollectives], stage: int, n_micro_batches: int) -> list[PlannedCollective]:
     """Collectives of a stage with equal ones counted together."""
     counts: dict[tuple[CollectiveKind, float, tuple[int, ...]], int] = {}
-    for task, collectives in ((m.task, m.collectives) for m in moved):
-        for one in collectives:
+    for task in moved:
+        n_runs = n_micro_batches if task.task.per_micro_batch else 1
+        runs = [(n_runs, task.collectives)] if task.last is None else [(n_runs - 1, task.collectives), (1, task.last)]
+        for n, one in ((n, one) for n, collectives in runs for one in collectives):
             key = (one.collective.kind, one.collective.n_bytes, one.collective.axes)
-            counts[key] = counts.get(key, 0) + one.times * (n_micro_batches if task.per_micro_batch else 1)
+            counts[key] = counts.get(key, 0) + n * one.times
     return [
         PlannedCollective(kind=kind, n_bytes=size, axes=axes, stage=stage, times_per_step=n)
         for (kind, size, axes), n in counts.items()

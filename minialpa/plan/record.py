@@ -18,6 +18,8 @@ from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.arguments import argument_name
 from minialpa.tracing.fingerprint import Fingerprint
 
+#: The options of XLA that a plan may set. Plans come from files, and some of XLA's options write files.
+COMPILER_OPTIONS: Final = frozenset({"xla_gpu_enable_latency_hiding_scheduler"})
 #: Marks a field that files of the same version may lack, because plans had no such field when they were written.
 MAY_BE_MISSING: Final = {"may_be_missing": True}
 
@@ -328,6 +330,8 @@ class PlanRecord:
             which is kept for all micro-batches; otherwise they compute it again.
         batch: names of the arguments that hold the examples; empty if there are none, and in files that were written
             before plans had this field.
+        compiler_options: options of XLA, by name, that all programs of the step are compiled with, so that they do
+            what the plan counts on.
     """
 
     fingerprint: Fingerprint
@@ -347,6 +351,7 @@ class PlanRecord:
     per_micro_batch: tuple[str, ...] = ()
     keeps_rows: bool = False
     batch: tuple[str, ...] = field(default=(), metadata=MAY_BE_MISSING)
+    compiler_options: tuple[tuple[str, bool], ...] = field(default=(), metadata=MAY_BE_MISSING)
 
     @property
     def n_examples(self) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from minialpa.errors import VerifyError
 from minialpa.options import AutoShardingOption
-from minialpa.plan.record import PlacedValue, PlannedOperator, PlanRecord, StagePlan
+from minialpa.plan.record import COMPILER_OPTIONS, PlacedValue, PlannedOperator, PlanRecord, StagePlan
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.arguments import argument_name
 
@@ -38,6 +38,7 @@ def verify_plan(plan: PlanRecord) -> None:
     - the blocks of an argument or result are rows of it and do not overlap, and stacks of layers are cut into blocks
       of one row at least, in a pipeline only;
     - the arguments that hold examples are among the inputs, and have an array;
+    - the options of the compiler are among those that plans may set;
     - collectives run on axes of a stage, and the peak bytes of the cost are the peak bytes of the stages;
     - the fingerprint counts each primitive once.
     """
@@ -67,6 +68,7 @@ def verify_plan(plan: PlanRecord) -> None:
         for i, value in enumerate(values):
             _check_placed(value, plan.stages, f"{name}[{i}]")
     _check_batch(plan)
+    _check_compiler_options(plan)
     _check_collectives(plan)
     _check_passes(plan)
     peaks = tuple(stage.peak_bytes for stage in plan.stages)
@@ -129,6 +131,12 @@ def _check_devices(plan: PlanRecord, stage: StagePlan, where: str) -> None:
         axis,
         f"an axis of {shape}",
     )
+
+
+def _check_compiler_options(plan: PlanRecord) -> None:
+    expected = f"one of {', '.join(sorted(COMPILER_OPTIONS))}"
+    for name, _ in plan.compiler_options:
+        require(name in COMPILER_OPTIONS, "compiler_options", name, expected)
 
 
 def _check_batch(plan: PlanRecord) -> None:

@@ -83,6 +83,7 @@ class MeshFunction:
         out_types: type of each output.
         out_specs: sharding of each output.
         donated: positions of the inputs whose buffers the outputs may reuse.
+        compiler_options: names and values of options that XLA compiles it with.
     """
 
     name: str
@@ -92,6 +93,7 @@ class MeshFunction:
     out_types: tuple[ArrayType, ...]
     out_specs: tuple[PartitionSpec, ...]
     donated: tuple[int, ...]
+    compiler_options: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

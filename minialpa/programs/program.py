@@ -39,6 +39,7 @@ class Function:
         out_avals: shape and dtype of each output.
         out_specs: sharding of each output.
         donated: positions of the inputs whose buffers the outputs may reuse.
+        compiler_options: names and values of options that XLA compiles it with.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Function:
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
     out_specs: tuple[PartitionSpec, ...]
     donated: tuple[int, ...] = ()
+    compiler_options: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

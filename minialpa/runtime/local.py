@@ -267,6 +267,7 @@ def _compile(program: Program, meshes: Sequence[Mesh], *, with_flag: bool) -> li
             in_specs=function.in_specs,
             out_specs=function.out_specs,
             donated=function.donated,
+            compiler_options=function.compiler_options,
             with_flag=with_flag,
         )
         for function in program.functions

@@ -88,7 +88,8 @@ def _key(request: Request) -> str:
     f, target = request.function, request.target
     specs = [str(spec) for spec in (*f.in_specs, *f.out_specs)]
     types = [repr(kind) for kind in (*f.in_types, *f.out_types)]
-    rest = [specs, types, f.donated, request.mesh_shape, request.n_hosts, target.text, target.flags, jax.__version__]
+    rest = [specs, types, f.donated, request.mesh_shape, request.n_hosts, target.text, target.flags]
+    rest += [f.compiler_options, jax.__version__]
     return hashlib.sha256(f.code + json.dumps(rest).encode()).hexdigest()
 
 

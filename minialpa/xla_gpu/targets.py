@@ -47,15 +47,14 @@ class GpuTarget:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """XLA's flags for it, as a training run has them, but for tuning, which needs a GPU.
+        """XLA's flags for it, besides the options that a plan compiles its functions with.
 
-        Collectives run beside kernels where they can, and the compiler writes what it takes each kernel to cost into
-        the program. It has tables of measured kernels from Hopper on; without one, the scheduler guesses what overlaps.
+        Nothing is tuned, which needs a GPU, and the compiler writes what it takes each kernel to cost into the program.
+        It has tables of measured kernels from Hopper on; without one, its scheduler guesses what overlaps.
         """
         has_tables = self.compute_capability >= (9, 0)
         return (
             "--xla_gpu_autotune_level=0",
-            "--xla_gpu_enable_latency_hiding_scheduler=true",
             f"--xla_gpu_enable_analytical_sol_latency_estimator={str(has_tables).lower()}",
             "--xla_gpu_collect_cost_model_stats=true",
         )

@@ -63,7 +63,9 @@ def compiled(request: Request) -> GpuProgram:
         donate_argnums=function.donated,
         keep_unused=True,
     )
-    made = jitted.trace(*avals).lower(lowering_platforms=("cuda",)).compile()
+    made = jitted.trace(*avals).lower(lowering_platforms=("cuda",)).compile(
+        compiler_options=dict(function.compiler_options)
+    )
     memory: Any = made.memory_analysis()
     return GpuProgram(
         argument_bytes=memory.argument_size_in_bytes,

@@ -6,10 +6,11 @@ made. Free instructions and donation follow from the last use of each buffer, se
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Var
@@ -21,6 +22,7 @@ from minialpa.inter.lower.planned_step import PlannedStep, planned_step
 from minialpa.inter.microbatch.split_step import Stack, is_loop
 from minialpa.inter.schedule.chunks import plan_schedule
 from minialpa.inter.schedule.schedules import global_order
+from minialpa.inter.staging.last_pass import TaskProgram
 from minialpa.inter.staging.leaf_placement import leaf_blocks
 from minialpa.inter.staging.staged_step import mesh_problems, realise
 from minialpa.inter.staging.tasks import Task
@@ -60,6 +62,13 @@ def emit_program(traced: TracedStep, plan: Plan) -> Program:
     return program
 
 
+class _Numbers(NamedTuple):
+    """Numbers of the functions of a task: of each run, and of the last one in its loop."""
+
+    each: int
+    last: int
+
+
 class _Emitter:
     """Writes the program of a planned step, instruction by instruction.
 
@@ -73,9 +82,10 @@ class _Emitter:
         self.step = step
         self.plan, self.split, self.specs = step.plan, step.split, step.specs
         self.n_micro_batches = self.split.n_micro_batches
-        self.made_as = {v: s for p in step.programs for v, s in zip(p.outvars, p.out_specs, strict=True)}
+        programs = [one.program for one in step.programs]
+        self.made_as = {v: s for p in programs for v, s in zip(p.outvars, p.out_specs, strict=True)}
 
-        self.program_of = {id(t): p for t, p in zip(step.staged.tasks, step.programs, strict=True)}
+        self.program_of = {id(one.task): one for one in step.programs}
         self.functions: list[Function] = []
         self.n_equations: list[int] = []
         self.instructions: list[Instruction] = []
@@ -87,12 +97,7 @@ class _Emitter:
 
     def run(self) -> Program:
         tasks = self.step.staged.tasks
-        number = {
-            id(task): self._add_function(
-                task_functions.task_function(task.name, task.mesh, program), count_equations(task.eqns)
-            )
-            for task, program in zip(tasks, self.step.programs, strict=True)
-        }
+        number = {id(one.task): self._add_task(one) for one in self.step.programs}
 
         self._send_arguments()
         for segment in range(2 * self.split.n_loops + 1):
@@ -112,9 +117,10 @@ class _Emitter:
             input_slots=self.input_slots,
             donated_leaves=self.step.donated_leaves,
         )
+        options = self.plan.compiler_options
         return Program(
             meshes=tuple(MeshShape(stage.first_device, stage.logical_shape) for stage in self.plan.stages),
-            functions=tuple(functions),
+            functions=tuple(dataclasses.replace(f, compiler_options=options) for f in functions),
             inputs=tuple(self.input_slots),
             constants=tuple(self.constants),
             instructions=tuple(with_frees(instructions, ends)),
@@ -142,13 +148,21 @@ class _Emitter:
                 if self.step.home_of(v, task.mesh) != task.mesh:
                     self._buffer(v, None, task.mesh)
 
-    def _segment(self, tasks: Sequence[Task], in_loop: bool, number: dict[int, int]) -> None:
+    def _segment(self, tasks: Sequence[Task], in_loop: bool, number: dict[int, _Numbers]) -> None:
         if in_loop:
             self._loop(tasks, number)
             self._finish_loop(tasks)
             return
         for task in sorted(tasks, key=lambda t: (t.level, t.mesh)):
-            self._run_task(task, number[id(task)], None)
+            self._run_task(task, number[id(task)].each, None)
+
+    def _add_task(self, one: TaskProgram) -> _Numbers:
+        task, n_equations = one.task, count_equations(one.task.eqns)
+        each = self._add_function(task_functions.task_function(task.name, task.mesh, one.program), n_equations)
+        if one.last is None:
+            return _Numbers(each, each)
+        last = task_functions.task_function(f"{task.name}.last", task.mesh, one.last.program)
+        return _Numbers(each, self._add_function(last, n_equations))
 
     def _add_function(self, function: Function, n_equations: int | None = None) -> int:
         """n_equations: None for one equation for each result."""
@@ -203,33 +217,36 @@ class _Emitter:
 
     # ---- instructions ---------------------------------------------------------------------------------------------
 
-    def _run_task(self, task: Task, function: int, micro: int | None) -> None:
-        program, mesh = self.program_of[id(task)], task.mesh
-        totals = program.invars[len(task.invars) :]
-        self._start_totals(task, totals)
+    def _run_task(self, task: Task, function: int, micro: int | None, *, is_last: bool = False) -> None:
+        """Run a task. is_last: whether it is the last run in its loop, and that is another function."""
+        one, mesh = self.program_of[id(task)], task.mesh
+        program, ends_with = one.program, one.totals
+        if is_last and one.last is not None:
+            program, ends_with = one.last.program, (*one.last.totals, *one.last.sums)
+        self._start_totals(one)
         inputs = tuple(self._buffer(v, micro, mesh) for v in program.invars)
 
-        # New totals come last, and take the places of the old ones.
+        # Totals, which take the places of the old ones, and sums belong to no micro-batch. They come last.
         outputs = tuple(self._new() for _ in program.outvars)
-        n = len(outputs) - len(totals)
+        n = len(outputs) - len(ends_with)
         made = [(v, micro, mesh) for v in program.outvars[:n] if not is_literal(v)]
-        self.buffers.update(zip([*made, *((v, None, mesh) for v in totals)], outputs, strict=True))
+        self.buffers.update(zip([*made, *((v, None, mesh) for v in ends_with)], outputs, strict=True))
         self.instructions.append(Run(function, inputs, outputs))
 
         # Other meshes get their copies now, while this one goes on.
         for v, _, _ in made:
             self._send(v, micro, mesh)
 
-    def _start_totals(self, task: Task, totals: Sequence[Var]) -> None:
+    def _start_totals(self, one: TaskProgram) -> None:
         """Totals of zero, in front of the first micro-batch."""
-        if not totals or (totals[0], None, task.mesh) in self.buffers:
+        mesh, totals, specs = one.task.mesh, one.totals, one.program.specs
+        if not totals or (totals[0], None, mesh) in self.buffers:
             return
-        specs = self.program_of[id(task)].specs
-        values = [(task_functions.stored(v, specs[v], self._shape(task.mesh)), specs[v]) for v in totals]
-        function = self._add_function(task_functions.zeros_function(task.mesh, values))
+        values = [(task_functions.stored(v, specs[v], self._shape(mesh)), specs[v]) for v in totals]
+        function = self._add_function(task_functions.zeros_function(mesh, values))
         fresh = tuple(self._new() for _ in totals)
         self.instructions.append(Run(function, (), fresh))
-        self.buffers.update(((v, None, task.mesh), b) for v, b in zip(totals, fresh, strict=True))
+        self.buffers.update(((v, None, mesh), b) for v, b in zip(totals, fresh, strict=True))
 
     def _shape(self, mesh: int) -> tuple[int, ...]:
         return self.plan.stages[mesh].logical_shape
@@ -244,7 +261,7 @@ class _Emitter:
         self.buffers[source[0], source[1], mesh] = target
         return target
 
-    def _loop(self, tasks: Sequence[Task], number: dict[int, int]) -> None:
+    def _loop(self, tasks: Sequence[Task], number: dict[int, _Numbers]) -> None:
         """The passes of one loop, in the order of its schedule."""
         by_pass = {(t.kind, t.chunk): t for t in tasks}
         if ("step", 0) in by_pass:
@@ -258,16 +275,19 @@ class _Emitter:
             if task is not None:
                 self._run_loop_task(task, number, entry.micro_batch)
 
-    def _run_loop_task(self, task: Task, number: dict[int, int], micro: int) -> None:
+    def _run_loop_task(self, task: Task, number: dict[int, _Numbers], micro: int) -> None:
         # With one micro-batch its values are the step's values.
-        self._run_task(task, number[id(task)], micro if self.n_micro_batches > 1 else None)
+        # Every task of a loop takes the micro-batches in their order.
+        is_last = self.n_micro_batches > 1 and micro == self.n_micro_batches - 1
+        function = number[id(task)].last if is_last else number[id(task)].each
+        self._run_task(task, function, micro if self.n_micro_batches > 1 else None, is_last=is_last)
         if self.n_micro_batches > 1:
             self._accumulate(task, micro)
 
     def _accumulate(self, task: Task, micro: int) -> None:
         """Add the values of a micro-batch to their totals; those of the first become the totals."""
         # Those that the program of the task does not add up itself.
-        inside = set(self.program_of[id(task)].invars[len(task.invars) :])
+        inside = set(self.program_of[id(task)].totals)
         mine = [a for a in self.split.accumulators if a.loop in task.outvars and a.total not in inside]
         if not mine:
             return

@@ -67,6 +67,7 @@ def export_function(function: Function, mesh_shape: tuple[int, ...], platform: s
         out_types=tuple(map(array_type, function.out_avals)),
         out_specs=function.out_specs,
         donated=function.donated,
+        compiler_options=function.compiler_options,
     )
 
 

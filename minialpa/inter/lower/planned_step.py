@@ -10,13 +10,13 @@ from jax.extend.core import Var
 
 from minialpa.cost import is_gpu
 from minialpa.inter.microbatch.split_step import SplitStep
+from minialpa.inter.staging.last_pass import TaskProgram
 from minialpa.inter.staging.leaf_placement import values_of_parts
-from minialpa.inter.staging.mesh_problem import ShardedView, task_program
+from minialpa.inter.staging.mesh_problem import ShardedView, task_programs
 from minialpa.inter.staging.staged_step import bind_specs, final_specs
-from minialpa.inter.staging.tasks import StagedStep, Task
+from minialpa.inter.staging.tasks import StagedStep
 from minialpa.inter.staging.transfers import remote_readers
 from minialpa.intra.graph.problem import MeshEquations
-from minialpa.intra.spmd import ShardedEquations
 from minialpa.plan import PlacedValue, Plan
 from minialpa.sharding import Spec
 
@@ -29,7 +29,7 @@ class PlannedStep:
         staged: the tasks of the step.
         plan: the plan.
         specs: for each mesh, the specs of its variables.
-        programs: the sharded equations of each task, in the order of `staged.tasks`.
+        programs: the tasks with their programs, in the order of `staged.tasks`.
         results: for each result of the step, the meshes and specs in which it is left.
         remote_readers: (variable, mesh that makes it) -> other meshes that read it.
         full_of_micro: for the rows of an argument that one micro-batch reads, the whole argument.
@@ -41,7 +41,7 @@ class PlannedStep:
     staged: StagedStep
     plan: Plan
     specs: Sequence[Mapping[Var, Spec]]
-    programs: Sequence[ShardedEquations]
+    programs: Sequence[TaskProgram]
     results: Sequence[PlacedValue]
     remote_readers: Mapping[tuple[Var, int], set[int]]
     full_of_micro: Mapping[Var, Var]
@@ -77,12 +77,13 @@ def planned_step(staged: StagedStep, problems: Sequence[MeshEquations], plan: Pl
         for problem, (_, of_mesh) in zip(problems, bound, strict=True)
     ]
 
-    def program_of(task: Task) -> ShardedEquations:
-        stage, mesh = plan.stages[task.mesh], task.mesh
+    def programs_of(mesh: int) -> list[TaskProgram]:
+        stage = plan.stages[mesh]
         on_gpus = is_gpu(plan.cluster.device_of(stage.first_device // plan.cluster.devices_per_host))
         view = ShardedView(stage.mesh, stage.forbidden, stage.combined, adds_totals=on_gpus)
-        return task_program(staged, task, specs[mesh], equations[mesh], view, final_specs(staged, plan, mesh))
+        return task_programs(staged, mesh, specs[mesh], equations[mesh], view, final_specs(staged, plan, mesh))
 
+    program_of = {id(one.task): one for mesh in range(len(plan.stages)) for one in programs_of(mesh)}
     results = values_of_parts(plan.outputs, traced.out_parts)
     # The next step finds a state where this one leaves it.
     replaced = zip(traced.layouts, results, strict=True)
@@ -90,7 +91,7 @@ def planned_step(staged: StagedStep, problems: Sequence[MeshEquations], plan: Pl
         staged=staged,
         plan=plan,
         specs=specs,
-        programs=[program_of(task) for task in staged.tasks],
+        programs=[program_of[id(task)] for task in staged.tasks],
         results=results,
         remote_readers=remote_readers(staged),
         full_of_micro={micro: full for full, micro in staged.split.micro_inputs},

@@ -21,7 +21,8 @@ import numpy as np
 from jax.extend.core import Var
 from numpy.typing import NDArray
 
-from minialpa.inter.staging.mesh_problem import ShardedView, TaskProgram
+from minialpa.inter.staging.last_pass import TaskProgram
+from minialpa.inter.staging.mesh_problem import ShardedView
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.inter.staging.totals import added_inside, only_added
 from minialpa.intra.graph.memory_constraints import Usage
@@ -113,12 +114,14 @@ def mesh_memory(
     largest: tuple[LargeTensor, ...] = ()
 
     # Tasks run one after the other, so the hungriest of each kind counts.
-    for task, program in ((p.task, p.program) for p in programs):
+    for one, program in _programs(programs):
+        task = one.task
         totals = range(len(task.invars), len(program.invars))
         donated = (*donations(staged, task), *totals)
         memory = peak_bytes(program, donated, compiler=compiler)
         outputs = _outputs(program, donated, kept)
-        extra = memory.temp_bytes + outputs + _arguments(program, kept)
+        gone = sum(_local(v, sharding.specs, view) for v in one.summed_before)
+        extra = memory.temp_bytes + outputs + _arguments(program, kept) - gone
         if task.per_micro_batch and extra >= temps[True]:
             left = outputs
         if extra >= max(temps.values()):
@@ -138,6 +141,14 @@ def mesh_memory(
         left_bytes=left,
         largest=largest,
     )
+
+
+def _programs(tasks: Sequence[TaskProgram]) -> Iterator[tuple[TaskProgram, ShardedEquations]]:
+    """The programs of tasks: of each run, and of the last one where that is another program."""
+    for one in tasks:
+        yield one, one.program
+        if one.last is not None:
+            yield one, one.last.program
 
 
 def mesh_usages(

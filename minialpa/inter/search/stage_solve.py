@@ -177,7 +177,7 @@ def _or_hiding_more(stage: Stage, wanted: Wanted, best: SolvedStage) -> SolvedSt
     beyond that the full ones.
     """
     mesh = stage.view.mesh
-    if not is_gpu(mesh.device) or not any(one.can_hide for task in best.moved for one in task.collectives):
+    if not is_gpu(mesh.device) or not any(one.can_hide for task in best.moved for one in task.last or task.collectives):
         return best
     solver = MeshSolver(stage.problem, mesh, wanted.option, stage.solver.cache, _starts(stage, best), hides=True)
     again = replace(wanted, uncounted_bytes=uncounted(best, wanted.moments), in_other_ways=False)

@@ -57,35 +57,37 @@ def stage_times(
     compute_s = {id(eqn): seconds for eqn, seconds in zip(problem.eqns, sharding.compute_s, strict=True)}
     passes: list[PlannedPass] = []
 
-    # By loop: the seconds of what runs behind it, and its collectives, which may be combined.
-    once_s = [0.0] * n_loops
+    # By loop: the seconds of what runs behind it, what its last pass waits for, and collectives, which may be combined.
+    once_s, waited_s = [0.0] * n_loops, [0.0] * n_loops
     in_update: list[list[Communication]] = [[] for _ in range(n_loops)]
-    for task, collectives, totals_bytes in ((m.task, m.collectives, m.totals_bytes) for m in moved):
-        compute = sum(compute_s[id(eqn)] for eqn in task.eqns) + (_adding_s(totals_bytes, mesh) if hides else 0.0)
-        if task.kind == "forward" or task.kind == "backward" or task.kind == "step":
-            exposed_s, hidden_s = _communication_s(
-                collectives, mesh, _work_s(collectives, compute, compute_s) if hides else None
-            )
-            passes.append(
-                PlannedPass(
-                    kind=task.kind,
-                    chunk=task.chunk,
-                    compute_s=compute,
-                    communication_s=exposed_s,
-                    loop=task.loop,
-                    hidden_s=hidden_s,
-                )
-            )
+    for one in moved:
+        task, compute = one.task, sum(compute_s[id(eqn)] for eqn in one.task.eqns)
+        behind = (task.loop or n_loops) - 1  # A prologue counts with the update.
+        if task.kind == "prologue" or task.kind == "update":
+            once_s[behind] += compute
+            in_update[behind] += [each._replace(group=WITH_GRADIENTS) for each in one.collectives]
             continue
 
-        # A prologue counts with the update.
-        behind = (task.loop or n_loops) - 1
-        once_s[behind] += compute
-        in_update[behind] += [one._replace(group=WITH_GRADIENTS) for one in collectives]
+        compute += _adding_s(one.totals_bytes, mesh) if hides else 0.0
+        exposed_s, hidden_s = _communication_s(one.collectives, mesh, compute, compute_s if hides else None)
+        passes.append(
+            PlannedPass(
+                kind=task.kind,
+                chunk=task.chunk,
+                compute_s=compute,
+                communication_s=exposed_s,
+                loop=task.loop,
+                hidden_s=hidden_s,
+            )
+        )
+        if one.last is not None:
+            # What the last pass waits for longer than the others counts with what is done once.
+            last_s, _ = _communication_s(one.last, mesh, compute, compute_s if hides else None)
+            waited_s[behind] += max(0.0, last_s - exposed_s)
 
     *between, update = (
-        s + _communication_s(moved, mesh, _work_s(moved, s, compute_s) if hides else None)[0]
-        for s, moved in zip(once_s, in_update, strict=True)
+        s + waited + _communication_s(moved, mesh, s, compute_s if hides else None)[0]
+        for s, waited, moved in zip(once_s, waited_s, in_update, strict=True)
     )
     return StageTimes(tuple(passes), update, tuple(between))
 
@@ -101,7 +103,7 @@ def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[Collective
     for task in moved:
         most |= Counter(
             (one.collective.kind, one.collective.axes)
-            for one in task.collectives
+            for one in task.last or task.collectives
             if one.group == WITH_GRADIENTS and one.collective.kind in kinds
         )
     return tuple((kind, axes, n) for (kind, axes), n in sorted(most.items()))
@@ -122,13 +124,14 @@ def _work_s(
 
 
 def _communication_s(
-    collectives: Sequence[Communication], mesh: LogicalMesh, work_s: Mapping[int | None, float] | None
+    collectives: Sequence[Communication], mesh: LogicalMesh, total_s: float, compute_s: Mapping[int, float] | None
 ) -> tuple[float, float]:
     """Seconds of collectives that devices wait for, and of those that their work hides.
 
-    work_s: of each loop that communicates, and under None of all the rest; None if it hides nothing. Collectives of one
-    group, kind and axes start together, if compilers combine them.
+    total_s: seconds of that work. compute_s: of the equations in it, by `id`; None if it hides nothing. Collectives of
+    one group, kind and axes start together, if compilers combine them.
     """
+    work_s = None if compute_s is None else _work_s(collectives, total_s, compute_s)
     combined, hides = combined_kinds(mesh), work_s is not None and is_gpu(mesh.device)
     n_bytes: dict[tuple[object, ...], float] = {}
     seconds: dict[tuple[int | None, bool], float] = defaultdict(float)

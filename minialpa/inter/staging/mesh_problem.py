@@ -11,9 +11,9 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import CollectiveKind, is_gpu
 from minialpa.inter.microbatch.split_step import is_loop
+from minialpa.inter.staging.last_pass import TaskProgram, with_last_passes
 from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
 from minialpa.inter.staging.tasks import StagedStep, Task
-from minialpa.inter.staging.totals import bytes_of_totals, with_totals
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.spmd import Communication, ShardedEquations, collectives_of
 from minialpa.intra.strategies.combining import combined_sums
@@ -131,19 +131,44 @@ def mesh_programs(
 ) -> list[TaskProgram]:
     """The tasks of a mesh, in order, with their programs under the solution `sharding` of `problem`."""
     equations = {id(eqn): specs for eqn, specs in zip(problem.eqns, sharding.equations, strict=True)}
-    return [
-        TaskProgram(task, task_program(staged, task, sharding.specs, equations, view, sharding.results))
-        for task in staged.tasks
-        if task.mesh == mesh
-    ]
+    return task_programs(staged, mesh, sharding.specs, equations, view, sharding.results)
+
+
+def task_programs(
+    staged: StagedStep,
+    mesh: int,
+    specs: Mapping[Var, Spec],
+    equations: Mapping[int, EquationSpecs],
+    view: ShardedView,
+    results: Mapping[Var, Spec],
+) -> list[TaskProgram]:
+    """The tasks of a mesh, in order, with their programs.
+
+    specs: of the variables of the mesh.
+    equations: of equations, by their ids.
+    results: specs in which the results of the step are left on the mesh at the end.
+    """
+    tasks = [task for task in staged.tasks if task.mesh == mesh]
+    plain = [(task, task_program(staged, task, specs, equations, view, results)) for task in tasks]
+    if view.adds_totals:
+        return with_last_passes(staged, plain)
+    return [TaskProgram(task, program) for task, program in plain]
 
 
 def mesh_collectives(programs: Sequence[TaskProgram]) -> list[TaskCollectives]:
     """What each task of a mesh communicates."""
-    return [TaskCollectives(p.task, tuple(collectives_of(p.program)), p.totals_bytes) for p in programs]
+    return [
+        TaskCollectives(
+            task=one.task,
+            collectives=tuple(collectives_of(one.program)),
+            totals_bytes=one.totals_bytes,
+            last=None if one.last is None else one.last.collectives(),
+        )
+        for one in programs
+    ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCollectives:
     """The collectives of a task.
 
@@ -151,24 +176,13 @@ class TaskCollectives:
         task: the task.
         collectives: each with the number of times that one run of the task has it.
         totals_bytes: per device, of the totals that it adds to.
+        last: the collectives of the last run in its loop; None if it is like the others.
     """
 
     task: Task
     collectives: tuple[Communication, ...]
     totals_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TaskProgram:
-    """A task and its program, whose arguments may be more than those of the task: the totals that it adds to."""
-
-    task: Task
-    program: ShardedEquations
-
-    @property
-    def totals_bytes(self) -> float:
-        """Bytes per device of the totals that it adds to."""
-        return bytes_of_totals(self.program, len(self.program.invars) - len(self.task.invars))
+    last: tuple[Communication, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +193,8 @@ class ShardedView:
         mesh: the logical mesh.
         forbidden: kinds of collectives that may not be used for resharding.
         combined: kinds of sums that start together.
-        adds_totals: whether passes add what they make to totals, see `totals.py`.
+        adds_totals: whether passes add what they make to totals, see `totals.py`, and the last ones sum them, see
+            `last_pass.py`.
     """
 
     mesh: LogicalMesh
@@ -202,7 +217,7 @@ def task_program(
     view: ShardedView,
     results: Mapping[Var, Spec],
 ) -> ShardedEquations:
-    """The equations of a task with their specs, and those that add to totals.
+    """The equations of a task with their specs. It adds to no totals.
 
     specs: of the variables of its mesh.
     equations: of equations, by their ids.
@@ -217,7 +232,7 @@ def task_program(
     of_passes = {v for other in staged.tasks if other.per_micro_batch for v in other.invars}
     inputs = set(step_inputs(staged.split)).difference(staged.split.batch_dims)
 
-    program = ShardedEquations(
+    return ShardedEquations(
         eqns=task.eqns,
         invars=task.invars,
         outvars=task.outvars,
@@ -230,4 +245,3 @@ def task_program(
         early=frozenset(v for v in task.invars if v in inputs),
         awaited=frozenset(v for v in task.outvars if v in of_passes),
     )
-    return with_totals(program, staged, task) if view.adds_totals else program

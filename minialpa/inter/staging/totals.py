@@ -10,7 +10,7 @@ so that no gradient of a micro-batch stays beside its total, and no program read
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 from jax.extend.core import Var
@@ -19,7 +19,7 @@ from minialpa.inter.microbatch.split_step import Accumulator
 from minialpa.inter.staging.split_values import step_results
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.intra.spmd import ShardedEquations
-from minialpa.sharding import EquationSpecs
+from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.jaxprs import Atom, bytes_of, dtype_name
 from minialpa.tracing.new_equations import EquationMaker
 
@@ -49,38 +49,57 @@ def with_totals(program: ShardedEquations, staged: StagedStep, task: Task) -> Sh
     added = added_inside(staged, task)
     if not added:
         return program
-    eqns, totals = list(program.eqns), list[Atom]()
+    made = added_up(program, added)
+    left = [(total, made.program.specs[old]) for old, total in made.totals.items()]
+    return with_results(made.program, left, only_added(staged, added))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Added:
+    """A program that adds to totals, whose results are still those of the pass.
+
+    Attributes:
+        program: the program; its arguments end with the totals so far.
+        totals: for each total so far, the variable of the new one.
+    """
+
+    program: ShardedEquations
+    totals: dict[Var, Atom]
+
+
+def added_up(program: ShardedEquations, added: Sequence[Accumulator]) -> Added:
+    """`program` with equations behind it that add what it makes to totals."""
+    eqns, totals = list(program.eqns), dict[Var, Atom]()
     specs, equations, maker = dict(program.specs), dict(program.equations), EquationMaker()
 
     for one in added:
         spec, dtype = specs[one.loop], dtype_name(one.total)
-        new, (total,) = maker.compute(("add", dtype), _adding, one.total, one.loop)
+        new, (totals[one.total],) = maker.compute(("add", dtype), adding, one.total, one.loop)
         specs[one.total] = spec
         for eqn in new:
             operands = (spec,) * len(eqn.invars)
             equations[id(eqn)] = EquationSpecs(operands, (spec,), (spec,))
             specs.update((v, spec) for v in eqn.outvars)
         eqns += new
-        totals.append(total)
 
-    dropped = only_added(staged, added)
+    invars = (*program.invars, *(one.total for one in added))
+    made = dataclasses.replace(program, eqns=tuple(eqns), invars=invars, specs=specs, equations=equations)
+    return Added(made, totals)
+
+
+def with_results(
+    program: ShardedEquations, left: Sequence[tuple[Atom, Spec]], dropped: Collection[Var]
+) -> ShardedEquations:
+    """`program`, which leaves its results without `dropped`, and behind them `left`, each in its spec."""
     results = [(v, s) for v, s in zip(program.outvars, program.out_specs, strict=True) if v not in dropped]
-    return dataclasses.replace(
-        program,
-        eqns=tuple(eqns),
-        invars=(*program.invars, *(one.total for one in added)),
-        outvars=(*(v for v, _ in results), *totals),
-        specs=specs,
-        equations=equations,
-        out_specs=(*(s for _, s in results), *(specs[one.loop] for one in added)),
-    )
+    outvars, out_specs = zip(*results, *left, strict=True) if results or left else ((), ())
+    return dataclasses.replace(program, outvars=outvars, out_specs=out_specs)
 
 
-def _adding(total: jax.Array, value: jax.Array) -> jax.Array:
+def adding(total: jax.Array, value: jax.Array) -> jax.Array:
     return total + value.astype(total.dtype)
 
 
-def bytes_of_totals(program: ShardedEquations, n_totals: int) -> float:
-    """Bytes per device of the totals that a program ends with."""
-    last = zip(program.outvars[-n_totals:], program.out_specs[-n_totals:], strict=True) if n_totals else ()
-    return sum(bytes_of(v) / spec.n_shards(program.mesh.shape) for v, spec in last)
+def bytes_of_totals(program: ShardedEquations, totals: Sequence[Var]) -> float:
+    """Bytes per device of totals that a program takes."""
+    return sum(bytes_of(v) / program.specs[v].n_shards(program.mesh.shape) for v in totals)

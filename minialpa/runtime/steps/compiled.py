@@ -68,6 +68,7 @@ def lower(
     in_specs: Sequence[PartitionSpec],
     out_specs: Sequence[PartitionSpec],
     donated: Sequence[int],
+    compiler_options: Sequence[tuple[str, bool]] = (),
     with_flag: bool = False,
 ) -> LoweredFunction:
     """The function jitted for a mesh, and lowered.
@@ -79,6 +80,7 @@ def lower(
         in_specs: sharding of each input.
         out_specs: sharding of each output.
         donated: positions of the inputs whose buffers the outputs may reuse.
+        compiler_options: names and values of options of XLA.
         with_flag: add the output by which traced steps see the end of a call (`step_trace.flagged`).
     """
     specs = (*out_specs, PartitionSpec()) if with_flag else out_specs
@@ -88,10 +90,11 @@ def lower(
         out_shardings=tuple(NamedSharding(mesh, spec) for spec in specs),
         donate_argnums=tuple(donated),
         keep_unused=True,
+        compiler_options=dict(compiler_options),
     )
     traced = jitted.trace(*avals)
     types = tuple((x.shape, x.dtype, x.weak_type) for x in (*avals, *jax.tree.leaves(traced.out_info)))
-    outside = (types, mesh, tuple(in_specs), tuple(specs), tuple(donated))
+    outside = (types, mesh, tuple(in_specs), tuple(specs), tuple(donated), tuple(compiler_options))
     return LoweredFunction(jitted, traced.lower(), len(avals), outside)
 
 

@@ -207,7 +207,10 @@ class WorkerProgram:
 
     def _compile(self, compiled: MutableMapping[Any, Any], *, with_flag: bool) -> list[Any]:
         """Each function of the program; equal ones are compiled once. with_flag: as traced steps want them."""
-        keys = [(f.code, f.in_specs, f.out_specs, f.donated, self.mesh, with_flag) for f in self.program.functions]
+        keys = [
+            (f.code, f.in_specs, f.out_specs, f.donated, f.compiler_options, self.mesh, with_flag)
+            for f in self.program.functions
+        ]
         made = {key: compiled.get(key) for key in keys}  # held from here: `compiled` does not
         missing = {key: f for key, f in zip(keys, self.program.functions, strict=True) if made[key] is None}
         made.update(zip(missing, compile_all(self._lower(f, with_flag) for f in missing.values()), strict=True))
@@ -223,6 +226,7 @@ class WorkerProgram:
             in_specs=function.in_specs,
             out_specs=function.out_specs,
             donated=function.donated,
+            compiler_options=function.compiler_options,
             with_flag=with_flag,
         )
 

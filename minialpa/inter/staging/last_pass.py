@@ -1,0 +1,171 @@
+"""Last passes: the programs of a mesh in, the same programs with the sums of gradients in the last pass of a loop out.
+
+Totals over micro-batches are partial sums, which the update sums over devices, and nothing runs beside these sums. The
+pass of the last micro-batch completes one total after the other. So on GPUs it sums them, too, while it computes:
+
+    pass            (*inputs, *totals) -> (*results, *totals)             of all micro-batches but the last
+    last pass       (*inputs, *totals) -> (*results, *totals, *sums)      fewer totals: those that it does not sum
+    update          (*inputs, *sums)   -> results                         without the equations that sum
+
+The gradients of layers in a scan are complete when the scan ends. There the sums move into the scan, see
+`sums_in_scans.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.inter.staging.split_values import step_results
+from minialpa.inter.staging.sums_in_scans import sum_in_scans
+from minialpa.inter.staging.tasks import StagedStep, Task
+from minialpa.inter.staging.totals import added_inside, added_up, bytes_of_totals, only_added, with_results, with_totals
+from minialpa.intra.spmd import Communication, ShardedEquations, collectives_of
+from minialpa.tracing.jaxprs import is_gradient_marker, operand_vars
+
+
+@dataclass(frozen=True, slots=True)
+class LastPass:
+    """The program of the last run of a task in its loop.
+
+    Attributes:
+        program: its arguments are those of the other runs. Its results end with `totals`, then `sums`.
+        totals: the totals that it leaves for the update to sum.
+        sums: values of the update that it leaves: totals, summed over devices.
+        loops: for the `id` of each scan that sums totals, that of the scan of the other passes.
+    """
+
+    program: ShardedEquations
+    totals: tuple[Var, ...]
+    sums: tuple[Var, ...]
+    loops: dict[int, int]
+
+    def collectives(self) -> tuple[Communication, ...]:
+        """What the last pass communicates, in the loops of the other passes."""
+        found = collectives_of(self.program)
+        loops = self.loops
+        return tuple(one if one.loop is None else one._replace(loop=loops.get(one.loop, one.loop)) for one in found)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskProgram:
+    """A task and its program, whose arguments may be more than those of the task: the totals that it adds to.
+
+    Attributes:
+        task: the task.
+        program: of each run, or of each but the last.
+        last: of the last run in the loop; None if it is like the others.
+    """
+
+    task: Task
+    program: ShardedEquations
+    last: LastPass | None = None
+
+    @property
+    def totals(self) -> tuple[Var, ...]:
+        """The totals that it adds to."""
+        return self.program.invars[len(self.task.invars) :]
+
+    @property
+    def totals_bytes(self) -> float:
+        """Bytes per device of these totals."""
+        return bytes_of_totals(self.program, self.totals)
+
+    @property
+    def summed_before(self) -> tuple[Var, ...]:
+        """Totals that the task reads, but not its program, which reads the sums that a last pass has made of them."""
+        read = set(self.program.invars)
+        return tuple(v for v in self.task.invars if v not in read)
+
+
+def with_last_passes(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEquations]]) -> list[TaskProgram]:
+    """Programs of the tasks of one mesh, which add to totals, and whose last passes sum what they can hide.
+
+    plain: the tasks in order, with programs that add to no totals.
+    """
+    updates = [task for task, _ in plain if task.kind == "update"]
+    last: dict[int, LastPass] = {}
+    moved: dict[Var, JaxprEqn] = {}
+
+    for task, program in plain:
+        sums = _sums_of(staged, task, updates)
+        made = _last_pass(staged, task, program, sums)
+        if made is not None:
+            last[id(task)] = made
+            moved.update(sums)
+    return [
+        TaskProgram(task, _without(with_totals(program, staged, task), moved), last.get(id(task)))
+        for task, program in plain
+    ]
+
+
+def _sums_of(staged: StagedStep, task: Task, updates: Sequence[Task]) -> dict[Var, JaxprEqn]:
+    """For totals of `task`, the equation of an update on the same mesh that sums each of them over devices.
+
+    Without totals that anything else reads, and without sums that leave their update.
+    """
+    totals = {one.total for one in added_inside(staged, task)}
+    n_tasks = Counter(v for other in staged.tasks for v in other.invars)
+    leaving = {*step_results(staged.split), *(v for other in staged.tasks for v in other.outvars)}
+
+    found: dict[Var, JaxprEqn] = {}
+    for update in updates:
+        n_reads = Counter(v for eqn in update.eqns for v in operand_vars(eqn))
+        for eqn in update.eqns:
+            if not is_gradient_marker(eqn) or len(eqn.invars) != 1:
+                continue
+            (total,), (result,) = operand_vars(eqn) or (None,), eqn.outvars
+            if total in totals and n_reads[total] == n_tasks[total] == 1 and leaving.isdisjoint((total, result)):
+                found[total] = eqn
+    return found
+
+
+def _last_pass(
+    staged: StagedStep, task: Task, program: ShardedEquations, sums: Mapping[Var, JaxprEqn]
+) -> LastPass | None:
+    """The last pass of `task` that makes `sums`; None if it has no work to hide them."""
+    if not sums:
+        return None
+    added = added_inside(staged, task)
+    scanned = sum_in_scans(program, added, sums)
+    made = added_up(scanned.program, [one for one in added if one.total not in scanned.totals])
+
+    # What scans have not summed is summed behind the pass, which has other work beside it.
+    eqns, equations, specs = list(made.program.eqns), dict(made.program.equations), dict(made.program.specs)
+    for total, eqn in sums.items():
+        if total not in scanned.totals:
+            new = eqn.replace(invars=[made.totals[total]])
+            eqns.append(new)
+            equations[id(new)] = equations[id(eqn)]
+            specs[total] = program.specs[total]
+
+    totals = [one.total for one in added if one.total not in sums]
+    results = [eqn.outvars[0] for eqn in sums.values()]
+    left = [(made.totals[v], specs[v]) for v in totals] + [(v, specs[v]) for v in results]
+    with_sums = dataclasses.replace(
+        made.program,
+        eqns=tuple(eqns),
+        # In the order of the other passes.
+        invars=(*program.invars, *(one.total for one in added)),
+        equations=equations,
+        specs=specs,
+    )
+    last = with_results(with_sums, left, only_added(staged, added))
+    n_hidden = sum(one.can_hide for one in collectives_of(last))
+    if n_hidden <= sum(one.can_hide for one in collectives_of(program)):
+        return None
+    return LastPass(last, tuple(totals), tuple(results), scanned.loops)
+
+
+def _without(program: ShardedEquations, moved: Mapping[Var, JaxprEqn]) -> ShardedEquations:
+    """A program of an update without the equations that last passes have: it takes what they make."""
+    gone = {id(eqn) for eqn in moved.values()}
+    eqns = tuple(eqn for eqn in program.eqns if id(eqn) not in gone)
+    if len(eqns) == len(program.eqns):
+        return program
+    invars = tuple(moved[v].outvars[0] if v in moved else v for v in program.invars)
+    return dataclasses.replace(program, eqns=eqns, invars=invars)
