@@ -202,7 +202,8 @@ def _body_specs(
             one = next(waiting)
             row, marked = _row(one.spec), one.specs
         if eqn.primitive is gradient_p:
-            operands, made, results = (tuple(map(_row, part)) for part in (marked.operands, marked.made, marked.results))
+            parts = (marked.operands, marked.made, marked.results)
+            operands, made, results = (tuple(map(_row, part)) for part in parts)
             specs.append(EquationSpecs(operands, made, results))
             one = None
         else:

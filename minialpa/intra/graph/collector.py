@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
+from minialpa.cost import is_gpu
 from minialpa.intra.graph.cost_table import CostTable
 from minialpa.intra.graph.decisions import AnyRecord, Choice, LoopRecord, PassRecord, Record
 from minialpa.intra.graph.equation_traits import is_barrier
@@ -145,6 +146,7 @@ class _Collector:
             facts=facts,
             cache=cache,
             prices=prices,
+            stacked=_stacked_totals(problem) if is_gpu(mesh.device) else frozenset(),
         )
 
     # ---- inputs and results ---------------------------------------------------------------------------------------
@@ -326,6 +328,17 @@ def _hidden(problem: MeshEquations) -> frozenset[Var]:
     for scan in loop_scans(problem.eqns):
         found |= hidden_values(scan.flat.eqns, scan.flat.invars, scan.early, scan.awaited, in_loop=True)
     return frozenset(found)
+
+
+def _stacked_totals(problem: MeshEquations) -> frozenset[Var]:
+    """Totals over micro-batches of what planned loops stack, such as the gradients of layers in a scan."""
+    found = (
+        problem.equal.get(v)
+        for eqn in problem.eqns
+        if (scan := scan_body(eqn)) is not None
+        for v in eqn.outvars[scan.n_carry :]
+    )
+    return frozenset(v for v in found if v is not None)
 
 
 def _replicated(atom: Atom) -> Choice:

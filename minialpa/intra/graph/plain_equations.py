@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
@@ -26,7 +27,7 @@ from minialpa.intra.strategies.strategy_cache import EquationKind, StrategyCache
 from minialpa.options import AutoShardingOption
 from minialpa.rules.factors import Factors
 from minialpa.sharding import Spec
-from minialpa.tracing.jaxprs import Atom, is_constraint, is_literal, operand_vars, shape_of
+from minialpa.tracing.jaxprs import Atom, is_constraint, is_gradient_marker, is_literal, operand_vars, shape_of
 
 
 class Occurrence(NamedTuple):
@@ -60,7 +61,10 @@ class PlainEquations:
         facts: VariableFacts,
         cache: StrategyCache,
         prices: MeshPrices,
+        stacked: frozenset[Var] = frozenset(),
     ) -> None:
+        """`stacked`: totals that loops stack, whose rows the last loop can sum unless their sum splits the rows."""
+        self._stacked = stacked
         self._mesh, self._option = mesh, option
         self._costs, self._choices, self._not_partial = costs, choices, not_partial
         self._constraints, self._facts, self._cache, self._prices = constraints, facts, cache, prices
@@ -172,7 +176,11 @@ class PlainEquations:
             parts = set(self._constraints.most_split([spec for spec in strategies.results[0] if not spec.partial]))
             strategies = strategies.select([s for s, spec in enumerate(strategies.results[0]) if spec in parts])
 
-        node = self._costs.add_node(occurrence.times * strategies.seconds)
+        seconds = occurrence.times * strategies.seconds
+        if is_gradient_marker(eqn) and not self._stacked.isdisjoint(operand_vars(eqn)):
+            # Of equal sums the one is taken that the loop can make row by row: the others cost a start more.
+            seconds = seconds + max(self._mesh.alpha) * np.array([bool(s.dims[0]) for s in strategies.results[0]])
+        node = self._costs.add_node(seconds)
         if is_optimizer:
             self._optimizer_nodes.add(node)
         return Record(node, strategies)

@@ -1,0 +1,140 @@
+"""The last pass over the micro-batches sums gradients over devices: the same sums as without it, each of them once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import minialpa
+from minialpa import AutoLayerOption, ClusterSpec, DataParallel, PipeshardParallel, Zero2Parallel
+from minialpa.inter.lower.planned_step import planned_step
+from minialpa.inter.staging.staged_step import mesh_problems, realise
+from minialpa.intra.spmd import Communication, collectives_of
+from minialpa.methods import Method
+from minialpa.plan import Plan
+from minialpa.testing import assert_allclose
+from tests.helpers import trace
+
+GPUS = ClusterSpec.preset("h100", devices_per_host=4)
+DATA = DataParallel(GPUS, num_micro_batches=4)
+ZERO = Zero2Parallel(GPUS, num_micro_batches=4)
+PIPELINE = PipeshardParallel(GPUS, num_micro_batches=4, layer_option=AutoLayerOption(2), stage_option="uniform")
+N_LAYERS, WIDTH = 4, 16
+
+Step = Callable[[Any, Any], Any]
+
+
+def unrolled(params: Any, x: jax.Array) -> jax.Array:
+    for k in range(N_LAYERS):
+        x = x + jnp.tanh(x @ params["layers"][k])
+    return x @ params["head"]
+
+
+def scanned(params: Any, x: jax.Array) -> jax.Array:
+    """Reads the weights of a layer twice, and has a constant and an unused row in the body."""
+    shift = x[:, :1] * 0.5
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x + jnp.tanh((x @ w + shift) @ w), jnp.sum(x)
+
+    return jax.lax.scan(layer, x, params["layers"])[0] @ params["head"]
+
+
+def step_of(model: Callable[[Any, jax.Array], jax.Array], grad: Any = minialpa.value_and_grad) -> Step:
+    def step(state: Any, batch: Any) -> Any:
+        params, moments = state
+        loss, grads = grad(lambda p: jnp.mean((model(p, batch["x"]) - batch["y"]) ** 2))(params)
+        # The norm of all gradients needs every sum, those of other stages included.
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g / jnp.maximum(norm, 0.1), moments, grads)
+        return (jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments), loss
+
+    return step
+
+
+def arguments() -> tuple[Any, Any]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "layers": jax.random.normal(keys[0], (N_LAYERS, WIDTH, WIDTH)) * 0.3,
+        "head": jax.random.normal(keys[1], (WIDTH, 8)) * 0.3,
+    }
+    batch = {"x": jax.random.normal(keys[2], (32, WIDTH)), "y": jax.random.normal(keys[3], (32, 8))}
+    return (params, jax.tree.map(jnp.zeros_like, params)), batch
+
+
+@pytest.mark.parametrize("model", [unrolled, scanned])
+@pytest.mark.parametrize("method", [DATA, ZERO, PIPELINE], ids=["data", "zero-2", "pipeline"])
+def test_the_step_is_that_of_one_device(model: Callable[[Any, jax.Array], jax.Array], method: Method) -> None:
+    state, batch = arguments()
+    expected = jax.jit(step_of(model, jax.value_and_grad))(state, batch)
+    step = minialpa.parallelize(step_of(model), method=method)
+    found = step(state, batch)
+    assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def _found(model: Callable[[Any, jax.Array], jax.Array], method: Method, step: Step | None = None) -> tuple[Any, Plan]:
+    state, batch = arguments()
+    step = step or step_of(model)
+    plan = minialpa.plan(step, (state, batch), cluster=GPUS, method=method)
+    staged = realise(trace(step, state, batch), plan)
+    return planned_step(staged, mesh_problems(staged), plan), plan
+
+
+def _sums(found: tuple[Communication, ...] | list[Communication]) -> Counter[tuple[Any, ...]]:
+    """Bytes by kind and axes: a scan has a sum for each row of a stacked total."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for one in found:
+        counts[one.collective.kind, one.collective.axes] += round(one.times * one.collective.n_bytes)
+    return counts
+
+
+@pytest.mark.parametrize("model", [unrolled, scanned])
+@pytest.mark.parametrize("method", [DATA, ZERO, PIPELINE], ids=["data", "zero-2", "pipeline"])
+def test_each_sum_is_made_once(model: Callable[[Any, jax.Array], jax.Array], method: Method) -> None:
+    """With the sums in last passes, and without, a step communicates the same bytes."""
+    planned, plan = _found(model, method)
+    cpu = dataclasses.replace(plan.cluster.device, name="cpu")
+    without = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=cpu), compiler_options=())
+    apart = planned_step(planned.staged, mesh_problems(planned.staged), without)
+    assert all(one.last is None for one in apart.programs)
+    # A stage of the pipeline has too few products for anything to run beside their sums.
+    assert any(one.last is not None for one in planned.programs) == (method is not PIPELINE)
+
+    def step_bytes(programs: Any) -> Counter[tuple[Any, ...]]:
+        total: Counter[tuple[Any, ...]] = Counter()
+        for one in programs:
+            n_runs = plan.n_micro_batches if one.task.per_micro_batch else 1
+            for _ in range(n_runs - (one.last is not None)):
+                total += _sums(collectives_of(one.program))
+            if one.last is not None:
+                total += _sums(one.last.collectives())
+        return total
+
+    assert step_bytes(planned.programs) == step_bytes(apart.programs)
+
+
+def test_rows_of_stacked_gradients_are_summed_in_the_scan() -> None:
+    planned, _ = _found(scanned, ZERO)
+    (last,) = [one.last for one in planned.programs if one.last is not None]
+    inside = [one for one in last.collectives() if one.loop is not None and one.collective.kind == "reduce-scatter"]
+    assert [one.times for one in inside] == [N_LAYERS]
+    assert all(one.can_hide for one in inside)
+    # Each device puts in the gradient of one layer.
+    assert inside[0].collective.n_bytes == 4 * WIDTH * WIDTH
+
+
+def test_gradients_may_be_results() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        params, moments = state
+        grads = minialpa.grad(lambda p: jnp.mean((unrolled(p, batch["x"]) - batch["y"]) ** 2))(params)
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), moments), grads["head"]
+
+    state, batch = arguments()
+    expected = jax.jit(step)(state, batch)
+    assert_allclose(minialpa.parallelize(step, method=DATA)(state, batch), expected, rtol=1e-4, atol=1e-5)
