@@ -59,6 +59,10 @@ CASES: dict[str, tuple[Plan, str]] = {
         replace(good(), cluster=replace(good().cluster, num_hosts=10**15)),
         r"cluster.num_hosts` is 1000000000000000; expected at most 1000000 devices",
     ),
+    "option of the compiler that writes files": (
+        replace(good(), compiler_options=(("xla_dump_to", True),)),
+        "compiler_options` is xla_dump_to; expected one of xla_gpu_enable_latency_hiding_scheduler",
+    ),
     "no micro-batch": (replace(good(), n_micro_batches=0), "n_micro_batches` is 0; expected at least 1"),
     "no stage": (replace(good(), stages=()), r"stages` is \(\); expected at least one stage"),
     "links of other axes": (with_stage(0, beta=(0.1, 0.1)), r"stages\[0\].beta` is .*one value for each axis of \(4,"),

@@ -106,11 +106,12 @@ def with_last_passes(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEqua
 def _sums_of(staged: StagedStep, task: Task, updates: Sequence[Task]) -> dict[Var, JaxprEqn]:
     """For totals of `task`, the equation of an update on the same mesh that sums each of them over devices.
 
-    Without totals that anything else reads, and without sums that leave their update.
+    Without totals that anything else reads, and without sums that other meshes read or the step returns.
     """
     totals = {one.total for one in added_inside(staged, task)}
     n_tasks = Counter(v for other in staged.tasks for v in other.invars)
-    leaving = {*step_results(staged.split), *(v for other in staged.tasks for v in other.outvars)}
+    elsewhere = {v for other in staged.tasks if other.mesh != task.mesh for v in other.invars}
+    leaving = {*step_results(staged.split), *elsewhere}
 
     found: dict[Var, JaxprEqn] = {}
     for update in updates:
@@ -168,4 +169,5 @@ def _without(program: ShardedEquations, moved: Mapping[Var, JaxprEqn]) -> Sharde
     if len(eqns) == len(program.eqns):
         return program
     invars = tuple(moved[v].outvars[0] if v in moved else v for v in program.invars)
-    return dataclasses.replace(program, eqns=eqns, invars=invars)
+    sums = {eqn.outvars[0] for eqn in moved.values()}
+    return with_results(dataclasses.replace(program, eqns=eqns, invars=invars), (), sums)

@@ -165,3 +165,19 @@ def test_weak_types_and_donated_arguments_tell_functions_apart() -> None:
     strong = jax.ShapeDtypeStruct((4,), jnp.float32)
     made = compile_all(lowered(*each) for each in ((strong, ()), (weak, ()), (strong, (0,)), (strong, ())))
     assert [made.index(one) for one in made] == [0, 1, 2, 0]
+
+
+def test_functions_are_compiled_with_their_options() -> None:
+    mesh, spec = Mesh(np.array(jax.devices()[:1]), ("x",)), [PartitionSpec()]
+    aval = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def lowered(*options: tuple[str, bool]) -> Any:
+        return lower(
+            scaled(2.0), [aval], mesh=mesh, in_specs=spec, out_specs=spec, donated=(), compiler_options=options
+        )
+
+    hiding = ("xla_gpu_enable_latency_hiding_scheduler", True)
+    made = compile_all([lowered(), lowered(hiding), lowered(hiding)])
+    assert [made.index(one) for one in made] == [0, 1, 1]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        compile_all([lowered(("xla_no_such_option", True))])
