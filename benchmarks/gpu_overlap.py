@@ -1,0 +1,166 @@
+"""What steps on GPUs wait for, by XLA for GPUs: as they are planned, and as they would be with all sums in the update.
+
+    python -m benchmarks.gpu_overlap [--only PART ...] [--cache FOLDER] [--write PAGE]
+
+Each case is planned and compiled twice. `before`: passes leave gradients, other programs add them to totals and the
+update sums them over devices, and XLA schedules as it does by default. `after`: passes add to totals and the last one
+sums them (`inter/staging/last_pass.py`), with the options of XLA that the plan sets. From the compiled texts come
+
+    exposed_ms     of a step: collectives that no kernel runs beside, at the plan's links
+    hidden         of the bytes of collectives, the part beside which kernels run long enough
+    with_work      of the bytes of collectives, the part beside which any kernel runs at all
+    moved_gb       of a step: arguments and results of all programs, which they read or write at least once
+
+`planned_hidden` is the part of the seconds of collectives that the plan says are hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import minialpa.models
+from benchmarks.corpus import arguments
+from benchmarks.planning import planned, traced_step
+from benchmarks.registry import Rows, Size, benchmark
+from benchmarks.run import table
+from minialpa import ClusterSpec, hlo
+from minialpa.inter.lower.emit import emit_program
+from minialpa.inter.lower.mesh_programs import input_types, split_by_mesh
+from minialpa.methods import Method, Zero2Parallel, Zero3Parallel
+from minialpa.models.sizes import SIZES
+from minialpa.plan import Plan
+from minialpa.programs.mesh_program import MeshProgram
+from minialpa.programs.program import Accumulate, Run
+from minialpa.support.collection import collection_paused
+from minialpa.support.files import write_text
+from minialpa.tracing.trace import TracedStep
+from minialpa.xla_gpu.compile import compile_for_gpus
+from minialpa.xla_gpu.compiled import GpuProgram
+from minialpa.xla_gpu.targets import target_of
+from minialpa.xla_gpu.timeline import Timeline, timeline
+from minialpa.xla_gpu.worker import Request
+
+_GPT = SIZES["gpt-1.3b"].arguments | {"dtype": "bfloat16"}
+_LLAMA = SIZES["llama-3-8b"].arguments | {"scan_layers": True, "remat_blocks": True, "loss_chunks": 8}
+_TINY = {"hidden": 256, "n_heads": 4, "n_layers": 2, "seq_len": 128, "vocab_size": 512, "batch_size": 32}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model on H100s.
+
+    Attributes:
+        name: of the case.
+        model: of `minialpa.models`.
+        sizes: what its builder takes.
+        n_hosts: hosts of 8 GPUs.
+        method: how it is split.
+    """
+
+    name: str
+    model: str
+    sizes: dict[str, Any]
+    n_hosts: int
+    method: Method
+
+
+def _cases() -> Iterator[Case]:
+    """Each GPU has 4 examples of GPT in a micro-batch, or 1 of Llama."""
+    for n_hosts in (1, 8):
+        n = 8 * n_hosts
+        for name, model, sizes, each in (("gpt-1.3b", "gpt", _GPT, 4), ("llama-3-8b", "llama", _LLAMA, 1)):
+            one, four = {**sizes, "batch_size": each * n}, {**sizes, "batch_size": 4 * each * n}
+            yield Case(f"{name}, {n} GPUs, zero-3", model, one, n_hosts, Zero3Parallel())
+            yield Case(f"{name}, {n} GPUs, zero-3 of 4", model, four, n_hosts, Zero3Parallel(num_micro_batches=4))
+            if model == "gpt":
+                yield Case(f"{name}, {n} GPUs, zero-2 of 4", model, four, n_hosts, Zero2Parallel(num_micro_batches=4))
+
+
+@benchmark("gpu_overlap")
+def gpu_overlap(size: Size) -> Rows:
+    """What compiled programs wait for, with sums in the update and in last passes."""
+    tiny = Case("gpt, tiny", "gpt", _TINY, 1, Zero2Parallel(num_micro_batches=2))
+    return [row for case in (_cases() if size == "full" else (tiny,)) for row in rows_of(case, None)]
+
+
+def rows_of(case: Case, cache: Path | None) -> list[dict[str, Any]]:
+    """A row for the case before, and one for after."""
+    cluster = ClusterSpec.preset("h100", num_hosts=case.n_hosts)
+    built = minialpa.models.build(case.model, **case.sizes)
+    traced = traced_step(built.train_step(minialpa.value_and_grad), *arguments(built))
+    plan = planned(traced, cluster, case.method)
+    return [
+        {"case": case.name, "programs": name, **_columns(_programs(traced, each, cluster), plan, cache)}
+        for name, each in (("before", _with_sums_in_the_update(plan)), ("after", plan))
+    ]
+
+
+def _with_sums_in_the_update(plan: Plan) -> Plan:
+    """The same plan for devices whose passes neither add to totals nor sum them, without options of the compiler."""
+    device = dataclasses.replace(plan.cluster.device, name="cpu")
+    return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=device), compiler_options=())
+
+
+def _programs(traced: TracedStep, plan: Plan, cluster: ClusterSpec) -> MeshProgram:
+    """The program of the only stage, exported for GPUs."""
+    with collection_paused():
+        program = emit_program(traced, plan)
+        (only,) = split_by_mesh(program, input_types(program, traced), cluster=cluster, platform="cuda")
+    return only
+
+
+def _columns(program: MeshProgram, plan: Plan, cache: Path | None) -> dict[str, Any]:
+    (stage,), device = plan.stages, plan.cluster.device
+    target = target_of(device.name)
+    requests = [Request(f, stage.logical_shape, stage.submesh[0], target) for f in program.functions]
+    times = Counter(x.function for x in program.instructions if isinstance(x, Run | Accumulate))
+    made = compile_for_gpus(requests, cache=cache)
+
+    def seconds_of(one: hlo.HloCollective) -> float:
+        return hlo.seconds([dataclasses.replace(one, times=1)], stage.mesh)
+
+    runs = [(times[i], one, timeline(one.text, seconds_of)) for i, one in enumerate(made)]
+    n_bytes = sum(n * a.n_bytes for n, _, found in runs for a in found.awaited) or 1.0
+    hidden_s = plan.n_micro_batches * sum(one.hidden_s for one in stage.passes)
+    waited_s = plan.n_micro_batches * stage.communication_s + stage.update_s
+    return {
+        "exposed_ms": 1e3 * sum(n * (found.total_s - found.kernels_s) for n, _, found in runs),
+        "hidden": sum(n * found.hidden_bytes for n, _, found in runs) / n_bytes,
+        "with_work": sum(n * _with_work(found) for n, _, found in runs) / n_bytes,
+        "moved_gb": sum(n * _moved(one) for n, one, _ in runs) / 1e9,
+        "peak_gb": max(one.peak_bytes for _, one, _ in runs) / 1e9,
+        "planned_hidden": hidden_s / ((hidden_s + waited_s) or 1.0),
+    }
+
+
+def _with_work(found: Timeline) -> float:
+    return sum(one.n_bytes for one in found.awaited if one.has_work)
+
+
+def _moved(program: GpuProgram) -> int:
+    return program.argument_bytes + program.output_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of cases")
+    parser.add_argument("--cache", type=Path, default=None, metavar="FOLDER", help="keep compiled programs here")
+    parser.add_argument("--write", type=Path, default=None, metavar="PAGE", help="write the table to this file")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for case in _cases():
+        if not options.only or any(part in case.name for part in options.only):
+            rows += rows_of(case, options.cache)
+            print(table(rows[-2:]), flush=True)
+    if options.write is not None:
+        write_text(options.write, table(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
