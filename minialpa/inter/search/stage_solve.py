@@ -16,6 +16,7 @@ from minialpa.cost import is_gpu
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_cost import problem_key
 from minialpa.inter.search.stage_in_memory import (
+    FreeSolution,
     SolvedStage,
     Stage,
     Wanted,
@@ -44,6 +45,18 @@ _MAX_REPRICED, _MAX_REPRICED_IN_SHORT_MEMORY = 3, 1
 _LITTLE = 1e-3
 
 
+class StageMemoryError(InfeasibleError):
+    """Shardings do not fit in memory.
+
+    Attributes:
+        free: the cheapest shardings with no regard to memory.
+    """
+
+    def __init__(self, message: str, free: FreeSolution) -> None:
+        super().__init__(message)
+        self.free = free
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Solution:
     """What is kept of a solved stage: not its equations. variables: see `_variables`."""
@@ -61,9 +74,18 @@ class StageSolver:
     in flight with which it fits.
     """
 
-    def __init__(self, compiler: Compiler, strategy_cache: StrategyCache | None = None) -> None:
-        """`compiler`: of the programs of the stages. `strategy_cache`: shared with other problems."""
-        self.compiler, self.strategy_cache = compiler, strategy_cache or StrategyCache()
+    def __init__(
+        self, compiler: Compiler, strategy_cache: StrategyCache | None = None, *, saves_memory: bool = True
+    ) -> None:
+        """`compiler`: of the programs of the stages. `strategy_cache`: shared with other problems.
+
+        saves_memory: whether shardings that cost more are looked for where the cheapest ones do not fit.
+        """
+        self.compiler, self.strategy_cache, self.saves_memory = (
+            compiler,
+            strategy_cache or StrategyCache(),
+            saves_memory,
+        )
         self._stages: Recent[Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _Solution] = {}
         self._uncounted: dict[object, float] = {}  # of each kind of stage, see `Wanted`
@@ -73,7 +95,10 @@ class StageSolver:
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
         moments: Moments,
     ) -> SolvedStage:  # fmt: skip
-        """The cheapest shardings of a stage with so much in flight (see `live_counts`). Raises InfeasibleError."""
+        """The cheapest shardings of a stage with so much in flight (see `live_counts`).
+
+        Raises StageMemoryError where they do not fit in memory, InfeasibleError where the options forbid all shardings.
+        """
         names = str(problem.paths) if option.fixed_specs else ""
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
         kind = (text, view, option)
@@ -97,10 +122,15 @@ class StageSolver:
 
         n_bytes = option.limit_bytes(view.mesh.device) or math.inf
         found = solution(kind, replace(option, memory_limit_bytes=math.inf), None)
-        if needed(found.memory, moments) > n_bytes:
-            free = (found.sharding.bound_s, needed(found.memory, moments))
-            found = solution((kind, tuple(map(tuple, moments))), option, free)
-        return self._rebound(found, staged, mesh, problem, view)
+        free = FreeSolution(seconds=found.sharding.bound_s, n_bytes=needed(found.memory, moments), limit_bytes=n_bytes)
+        if not free.fits:
+            if not self.saves_memory:
+                raise StageMemoryError(f"The cheapest shardings need {free.n_bytes:,.0f} bytes per device.", free)
+            try:
+                found = solution((kind, tuple(map(tuple, moments))), option, (free.seconds, free.n_bytes))
+            except InfeasibleError as error:
+                raise StageMemoryError(str(error), free) from error
+        return replace(self._rebound(found, staged, mesh, problem, view), free=free)
 
     def _stage(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption
