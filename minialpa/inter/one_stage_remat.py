@@ -32,8 +32,8 @@ from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.options import AutoLayerOption, Remat, remats_of
 from minialpa.plan import Plan
 
-#: Step time of a plan that saves memory by its shardings, as a multiple of that of the fastest shardings, up to which
-#: rematerialisation is not tried. By choice: what is computed again takes more than that.
+#: Step time of a plan that fits, as a multiple of that of a faster one that does not, up to which it is taken as it is.
+#: By choice: what lies between them takes longer to find than it saves.
 _AS_FAST = 1.01
 #: Mixes of two rematerialisations that are planned. By choice: memory is nearly a line.
 _MOST_MIXES = 3
@@ -76,7 +76,7 @@ def _with_least_again(context: PlanningContext, whole: LayeredStep, stage: Decid
     plans = [one.plan for one in (first, *found) if one.plan is not None]
     if plans:
         return min(plans, key=preference)
-    least = min(one.free.n_bytes for one in found if one.free is not None)
+    least = min((one.free.n_bytes for one in found if one.free is not None), default=math.inf)
     return first.wanted(
         f"Rematerialisation of {tries.most} of {cut.n_layers} layers is not enough: with it, the fastest shardings "
         f"need {least:,.0f} bytes."
@@ -170,9 +170,9 @@ class _Tries:
         too_few, enough = 0, self.most
         free = [one.free for one in ends]
         for _ in range(_MOST_MIXES):
-            if enough - too_few < 2:
-                return
             assert free[0] is not None and free[1] is not None, ends
+            if enough - too_few < 2 or free[1].seconds <= _AS_FAST * free[0].seconds:
+                return
             missing = (free[0].n_bytes - free[0].limit_bytes) / (free[0].n_bytes - free[1].n_bytes)
             n = min(enough - 1, max(too_few + 1, too_few + math.ceil(missing * (enough - too_few))))
 

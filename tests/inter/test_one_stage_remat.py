@@ -97,6 +97,7 @@ def test_as_few_layers_as_fit_compute_values_again(free: Plan) -> None:
     assert "rematerialisation" in plans[1].summary()
 
 
+@pytest.mark.slow
 def test_shardings_that_save_memory_and_rematerialisation_compete() -> None:
     """Without limits on the shardings, the plan is never slower than without rematerialisation."""
     limit = 0.6 * planned(within(None)).stages[0].peak_bytes
@@ -112,8 +113,8 @@ def test_shardings_that_save_memory_and_rematerialisation_compete() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        DataParallel(remat="full"),
         Zero3Parallel(num_micro_batches=2, remat="dots"),
+        pytest.param(DataParallel(remat="full"), marks=pytest.mark.slow),
         pytest.param(Zero2Parallel(num_micro_batches=4, remat="full"), marks=pytest.mark.slow),
         pytest.param(ShardParallel(remat="dots"), marks=pytest.mark.slow),
     ],

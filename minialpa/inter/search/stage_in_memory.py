@@ -48,7 +48,7 @@ class FreeSolution:
     """The cheapest shardings of a stage with no regard to memory.
 
     Attributes:
-        seconds: that a step takes at least, by the solver.
+        seconds: of one step, without waiting for other stages.
         n_bytes: that they need per device.
         limit_bytes: that each device has; inf without a limit.
     """

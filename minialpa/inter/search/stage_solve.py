@@ -59,11 +59,19 @@ class StageMemoryError(InfeasibleError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Solution:
-    """What is kept of a solved stage: not its equations. variables: see `_variables`."""
+    """What is kept of a solved stage: not its equations.
+
+    Attributes:
+        variables: see `_variables`.
+        sharding: the specs.
+        memory: bytes per device.
+        seconds: of one step, see `seconds_of`.
+    """
 
     variables: tuple[Var, ...]
     sharding: MeshSharding
     memory: MeshMemory
+    seconds: float
 
 
 class StageSolver:
@@ -116,18 +124,24 @@ class StageSolver:
                 solved = _cheapest(stage, wanted)
                 if solved.sharding.counted_bytes:
                     self._uncounted[kind] = uncounted(solved, moments)
-                own = _Solution(_variables(stage.problem), solved.sharding, solved.memory)
+                own = _Solution(
+                    variables=_variables(stage.problem),
+                    sharding=solved.sharding,
+                    memory=solved.memory,
+                    seconds=seconds_of(stage, solved),
+                )
                 self._solutions[key], self._last = own, (own, solved)
             return self._solutions[key]
 
         n_bytes = option.limit_bytes(view.mesh.device) or math.inf
         found = solution(kind, replace(option, memory_limit_bytes=math.inf), None)
-        free = FreeSolution(seconds=found.sharding.bound_s, n_bytes=needed(found.memory, moments), limit_bytes=n_bytes)
+        free = FreeSolution(seconds=found.seconds, n_bytes=needed(found.memory, moments), limit_bytes=n_bytes)
         if not free.fits:
             if not self.saves_memory:
                 raise StageMemoryError(f"The cheapest shardings need {free.n_bytes:,.0f} bytes per device.", free)
             try:
-                found = solution((kind, tuple(map(tuple, moments))), option, (free.seconds, free.n_bytes))
+                bound = (found.sharding.bound_s, free.n_bytes)
+                found = solution((kind, tuple(map(tuple, moments))), option, bound)
             except InfeasibleError as error:
                 raise StageMemoryError(str(error), free) from error
         return replace(self._rebound(found, staged, mesh, problem, view), free=free)
