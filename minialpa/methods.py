@@ -27,9 +27,11 @@ from minialpa.options import (
     ManualLayerOption,
     ManualStageOption,
     PlanOptions,
+    RematChoice,
     StageOption,
     UniformStageOption,
     remats,
+    remats_of,
 )
 from minialpa.plan import Plan
 from minialpa.session import Session, current_session, describe_devices
@@ -87,6 +89,9 @@ class ShardParallel:
         auto_sharding_option: constraints on the shardings.
         logical_shape: shape of the mesh that the devices form; None for that of the LogicalMesh, else for one axis.
         submesh: use only the first (hosts, devices per host); None for all.
+        remat: what the backward pass computes again, layer by layer: `none`, all but matrix products and convolutions
+            (`dots`), or everything (`full`). `auto` finds layers and computes as little again as makes the step fit in
+            memory, or as is faster than shardings that save memory; nothing where the fastest shardings fit.
     """
 
     devices: Devices = None
@@ -94,6 +99,7 @@ class ShardParallel:
     auto_sharding_option: AutoShardingOption | None = None
     logical_shape: tuple[int, ...] | None = None
     submesh: tuple[int, int] | None = None
+    remat: RematChoice = "auto"
 
     def options(self) -> PlanOptions:
         return _shard_options(self)
@@ -141,7 +147,14 @@ def _shard_options(method: ShardParallel, **fields: Any) -> PlanOptions:
             )
     sharding = dataclasses.replace(given, **fields)
     n = _micro_batches(1 if method.num_micro_batches is None else method.num_micro_batches)
-    return PlanOptions(n_micro_batches=n, sharding=sharding, logical_shape=method.logical_shape, submesh=method.submesh)
+    remats_of(method.remat)  # raises for unknown names before any long work
+    return PlanOptions(
+        n_micro_batches=n,
+        sharding=sharding,
+        logical_shape=method.logical_shape,
+        submesh=method.submesh,
+        remat=method.remat,
+    )
 
 
 def _micro_batches(n: int) -> int:
@@ -345,7 +358,8 @@ def options_to_follow(method: Method, n_stages: int) -> PlanOptions | None:
             n_micro_batches = n
         case _:
             # A class of its own, such as `Zero3Parallel`, asks for shardings, and is equal to no `ShardParallel`.
-            is_open = n_stages == 1 and method == ShardParallel(num_micro_batches=method.num_micro_batches)
+            plain = ShardParallel(num_micro_batches=method.num_micro_batches, remat=method.remat)
+            is_open = n_stages == 1 and method == plain
             n_micro_batches = 1 if method.num_micro_batches is None else method.num_micro_batches
     return PlanOptions(n_micro_batches=_micro_batches(n_micro_batches), schedule="inference") if is_open else None
 
@@ -363,10 +377,11 @@ def plan_to_method(plan: Plan) -> ShardParallel | PipeshardParallel:
             auto_sharding_option=options.sharding,
             logical_shape=options.logical_shape,
             submesh=options.submesh,
+            remat=options.remat,
         )
 
     return PipeshardParallel(
-        plan.cluster,
+        (logical_mesh_of(plan) if len(plan.stages) == 1 else None) or plan.cluster,
         num_micro_batches=options.n_micro_batches,
         pipeline_schedule=options.schedule,
         layer_option=options.layers,

@@ -166,6 +166,8 @@ _SWITCHES = (
 #: What the forward pass of a layer keeps for its backward pass: everything, results of matrix products and convolutions
 #: (`dots`), or nothing (`full` rematerialisation). The backward pass computes the rest again.
 Remat = Literal["none", "dots", "full"]
+#: What users may ask for: True means `full`, False `none`, and `auto` leaves the choice to the planner.
+RematChoice = Remat | Literal["auto"] | bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ class ManualLayerOption:
             takes the choice with the fastest step that fits in memory.
     """
 
-    remat: Remat | Literal["auto"] | bool = False
+    remat: RematChoice = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +196,7 @@ class AutoLayerOption:
 
     layer_num: int | Literal["auto"] = "auto"
     eps: float = 0.5
-    remat: Remat | Literal["auto"] | bool = False
+    remat: RematChoice = False
 
     def __post_init__(self) -> None:
         if self.layer_num != "auto" and not isinstance(self.layer_num, int):
@@ -330,14 +332,18 @@ def remats(option: LayerOption, n_layers: int) -> tuple[tuple[Remat, ...], ...]:
     """
     if isinstance(option, FixedLayerOption):
         return (option.remat,)
-    match option.remat:
+    return tuple((remat,) * n_layers for remat in remats_of(option.remat))
+
+
+def remats_of(choice: RematChoice) -> tuple[Remat, ...]:
+    """What a choice leaves open. Raises ShardingError for an unknown value."""
+    match choice:
         case "auto":
-            choices: tuple[Remat, ...] = ("none", "dots", "full")
-            return tuple((remat,) * n_layers for remat in choices)
-        case "none" | "dots" | "full" as remat:
-            return ((remat,) * n_layers,)
-        case bool() as is_full:
-            return (("full" if is_full else "none",) * n_layers,)
+            return ("none", "dots", "full")
+        case "none" | "dots" | "full":
+            return (choice,)
+        case bool():
+            return ("full" if choice else "none",)
         case other:
             raise ShardingError(f"`remat` is `none`, `dots`, `full`, `auto`, or a bool; got {other!r}.")
 
@@ -354,6 +360,7 @@ class PlanOptions:
         sharding: constraints on the shardings.
         logical_shape: the mesh shape of a step without pipeline; None for one axis.
         submesh: (hosts, devices per host) of a step without pipeline; None for the whole cluster.
+        remat: what the backward pass of a step without pipeline computes again; `auto` only where memory is short.
         choose_micro_batches: a search chooses their number among the divisors of the batch.
         choose_schedule: a search may interleave the stages that it finds, if `schedule` is "1f1b".
         use_all_devices: False lets a search leave devices idle.
@@ -368,6 +375,7 @@ class PlanOptions:
     sharding: AutoShardingOption = field(default_factory=AutoShardingOption)
     logical_shape: tuple[int, ...] | None = None
     submesh: tuple[int, int] | None = None
+    remat: RematChoice = "auto"
     choose_micro_batches: bool = False
     choose_schedule: bool = False
     use_all_devices: bool = True

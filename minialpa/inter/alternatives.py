@@ -54,7 +54,7 @@ def explain_step(traced: TracedStep, plan: Plan, what: str) -> str:
     }
     if what in of_plan:
         found = list(of_plan[what](traced, plan))
-        note = "" if found else "\nNothing else is possible: rematerialisation, for one, needs layers of a pipeline."
+        note = "" if found else "\nNothing else is possible: rematerialisation, for one, needs gradients."
         return _table(plan, [Alternative(_name_of(plan), plan), *found]) + note
 
     # Anything else is a name: each value is planned again with other specs, which takes long for many values.
@@ -148,8 +148,13 @@ def _other_micro_batches(traced: TracedStep, plan: Plan) -> Iterator[Alternative
 
 
 def _other_remats(traced: TracedStep, plan: Plan) -> Iterator[Alternative]:
-    """The same in every layer, where there are layers."""
+    """The same in every layer of the plan; in a plan without layers, what `ShardParallel(remat=...)` makes of it."""
     choices: tuple[Remat, ...] = ("none", "dots", "full")
+    if not plan.layer_of_group:
+        for remat in choices[1:] if traced.n_groups else ():
+            yield _planned(f"remat {remat}", traced, plan, dataclasses.replace(options_of(plan), remat=remat))
+        return
+
     for remat in choices:
         layers = FixedLayerOption(plan.layer_of_group, (remat,) * len(plan.remat), plan.row_blocks)
         if layers.remat != plan.remat:

@@ -23,8 +23,9 @@ from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.schedule.chunks import Chunks, check_chunks, chunks_of
 from minialpa.inter.schedule.schedules import PipelineSize, Schedule, live_counts, make_schedule
 from minialpa.inter.search.stage_cost import border_bytes
+from minialpa.inter.search.stage_in_memory import FreeSolution
 from minialpa.inter.search.stage_memory import MeshMemory, Moments
-from minialpa.inter.search.stage_solve import StageSolver
+from minialpa.inter.search.stage_solve import StageMemoryError, StageSolver
 from minialpa.inter.search.stage_times import StageTimes, stage_times
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.inter.staging.leaf_placement import placed_inputs, placed_outputs
@@ -41,11 +42,14 @@ from minialpa.tracing.jaxprs import shape_of
 
 
 class StageTooLargeError(InfeasibleError):
-    """A stage does not fit with so many micro-batches in flight."""
+    """A stage does not fit with so many micro-batches in flight.
 
-    def __init__(self, message: str, stage: int, n_live: int) -> None:
+    free: its cheapest shardings with no regard to memory; None where the options forbid all.
+    """
+
+    def __init__(self, message: str, stage: int, n_live: int, free: FreeSolution | None = None) -> None:
         super().__init__(message)
-        self.stage, self.n_live = stage, n_live
+        self.stage, self.n_live, self.free = stage, n_live, free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,7 @@ class SolvedMesh:
         live: micro-batches in flight in each chunk, at each moment that may be the fullest.
         moved: the collectives of each task.
         times: seconds of each pass, and of what runs once per step.
+        free: the cheapest shardings with no regard to memory.
     """
 
     problem: MeshEquations
@@ -88,6 +93,7 @@ class SolvedMesh:
     live: Moments
     moved: tuple[TaskCollectives, ...]
     times: StageTimes
+    free: FreeSolution | None
 
 
 def plan_stages(
@@ -140,7 +146,8 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, solve
         solved = solver.solve(staged, mesh, problem, view, stage.option, live)
     except InfeasibleError as error:
         message = f"Stage {mesh} on a mesh of {view.mesh.shape} devices: {error}"
-        raise StageTooLargeError(message, mesh, max(map(max, live))) from error
+        free = error.free if isinstance(error, StageMemoryError) else None
+        raise StageTooLargeError(message, mesh, max(map(max, live)), free) from error
 
     if stage.option.sharded_update:
         for gathered in gathered_state(problem, solved.sharding, view.mesh):
@@ -154,6 +161,7 @@ def _solve_mesh(context: PlanningContext, placed: PlacedStages, mesh: int, solve
         live=live,
         moved=solved.moved,
         times=stage_times(problem, solved.sharding, solved.moved, view.mesh, staged.split.n_loops),
+        free=solved.free,
     )
 
 

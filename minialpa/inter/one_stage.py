@@ -9,6 +9,7 @@ from minialpa.inter.best import best_of
 from minialpa.inter.build_plan import plan_stages
 from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.layered_step import LayeredStep
+from minialpa.inter.one_stage_remat import plan_in_one_stage
 from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage
@@ -23,7 +24,7 @@ def plan_on_submesh(context: PlanningContext, whole: LayeredStep) -> Plan:
     submesh = options.submesh or (cluster.num_hosts, cluster.devices_per_host)
     shape = options.logical_shape or (view.shape if view else _default_shape(context, submesh[0] * submesh[1]))
     stage = DecidedStage(layers=(), candidate=Candidate(submesh, shape), option=options.sharding, first_device=0)
-    return plan_stages(context, whole, [stage], StageSolver(context.compiler))
+    return plan_in_one_stage(context, whole, stage)
 
 
 def _default_shape(context: PlanningContext, n_devices: int) -> tuple[int, ...]:

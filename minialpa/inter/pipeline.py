@@ -2,7 +2,8 @@
 
 checks           what the step and its options leave no room for                         checks.py
 layers           layer of each forward equation; scans over layers cut, or whole         layers/
-stages           none, those that the user gives, or the best of a search, if one pays   one_stage.py given_plan.py
+stages           none, those that the user gives, or the best of a search, if one pays   one_stage.py one_stage_remat.py
+                                                                                         given_plan.py
                                                                                          worth.py searched_plan.py
                                                                                          search/
 plan_stages      tasks of every mesh -> shardings -> plan, for each choice that is tried build_plan.py

@@ -24,6 +24,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import VerifyError
+from minialpa.intra.ordering import wait_for_all
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import eager_reductions
 from minialpa.intra.strategies.combining import Sharing, n_together, sum_groups
@@ -280,7 +281,7 @@ def shard_program(program: ShardedEquations) -> Callable[..., tuple[Any, ...]]:
 
     def on_shards(*stored: Any) -> tuple[Any, ...]:
         shards = [_shard_of(array, spec) for array, spec in zip(stored, in_specs, strict=True)]
-        results = walk(program, shards, _array_ops(mesh_shape))
+        results = walk(program, shards, replace(_array_ops(mesh_shape), run=_run_in_order(mesh_shape)))
         return tuple(_stored(shard, spec) for shard, spec in zip(results, program.out_specs, strict=True))
 
     if max(mesh_shape) == 1:
@@ -335,6 +336,20 @@ def _run(mesh_shape: tuple[int, ...]) -> Callable[[JaxprEqn, Factors, EquationSp
         results = run_shard(eqn, factors, operands, n_splits, parts)
         _check_shapes(eqn, chosen, results, mesh_shape)
         return results
+
+    return run
+
+
+def _run_in_order(
+    mesh_shape: tuple[int, ...],
+) -> Callable[[JaxprEqn, Factors, EquationSpecs, list[Any]], list[Any]]:
+    """As `_run`, with barriers that every compiler keeps. Iterations of a loop are in order anyway."""
+    others = _run(mesh_shape)
+
+    def run(eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[Any]) -> list[Any]:
+        if eqn.primitive.name == "optimization_barrier":
+            return wait_for_all(operands)
+        return others(eqn, factors, chosen, operands)
 
     return run
 

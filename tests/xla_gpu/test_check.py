@@ -22,6 +22,7 @@ from minialpa.programs.program import Function
 from minialpa.xla_gpu.compile import GpuCompileError, compile_for_gpus
 from minialpa.xla_gpu.targets import TARGETS
 from minialpa.xla_gpu.worker import Request
+from tests.helpers import descent_step
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra `gpu-compile`")
 
@@ -112,6 +113,27 @@ def test_collectives_are_those_of_the_plan_and_memory_is_counted(method: str) ->
         assert stage.compiled_bytes >= max(one.peak_bytes for one in stage.functions)
         assert {one.times_per_step for one in stage.functions} <= {1, 2}
     assert json.loads(found.to_json())["stages"][0]["compiled_bytes"] == found.stages[0].compiled_bytes
+
+
+def test_what_one_program_computes_again_it_does_not_keep() -> None:
+    """XLA for GPUs drops optimization barriers, and moves gradients of weights behind the last layer."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for w in params:
+            for _ in range(4):
+                x = jnp.tanh(x @ w) * jnp.sin(x)
+        return jnp.mean(x**2)
+
+    step, args = descent_step(loss, minialpa.value_and_grad), ([jnp.ones((32, 32))] * 8, jnp.ones((8192, 32)))
+    method = minialpa.DataParallel(devices=H100, remat="full")
+    plans = [
+        minialpa.plan(step, args, cluster=H100, method=one)
+        for one in (method, dataclasses.replace(method, remat="none"))
+    ]
+    again, kept = (minialpa.check(plan, step, args).stages[0] for plan in plans)
+    assert again.planned_bytes < 0.6 * kept.planned_bytes
+    assert again.compiled_bytes < 0.6 * kept.compiled_bytes
+    assert again.planned_bytes == pytest.approx(again.compiled_bytes, rel=0.25)
 
 
 def test_the_command_says_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,9 @@ Layers are known after tracing only, so this rewrites programs. `jax.checkpoint`
 Values that other layers, the update or the results read are kept in any case, and so are values that have no dimension
 of examples, such as the sum of the weights of the batch: they are small, and their copies would be those of a single
 micro-batch. Equations that compute again read copies behind an `optimization_barrier`; else a compiler would merge them
-with those of the forward pass.
+with those of the forward pass. The barrier also waits for the cotangents and gradients of layers whose backward passes
+come first: a compiler that puts off gradients of weights, to run them beside collectives, would keep what they read of
+every layer.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
     if all(what == "none" for what in remat):
         return traced
 
-    rewritten = _Rewritten(traced)
     values = _values(traced)
-    for number, layer in _layers(traced, layer_of_group):
+    rewritten = _Rewritten(traced, values.gradients)
+    # From the last layer to the first, as backward passes run.
+    for number, layer in reversed(_layers(traced, layer_of_group)):
         if remat[number] != "none":
             for part in _gradients_apart(layer):
                 rewritten.compute_again(part, _computed_again(traced, part, remat[number], values))
@@ -47,8 +50,10 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
 class _Rewritten:
     """A step whose layers compute values again, one after the other."""
 
-    def __init__(self, traced: TracedStep) -> None:
+    def __init__(self, traced: TracedStep, gradients: Mapping[int, Sequence[Var]]) -> None:
+        """gradients: sums over the examples that backward passes make, by the numbers of their equations."""
         self.traced = traced
+        self.gradients = dict(gradients)  # those that nothing waits for yet
         self.eqns = list(traced.flat.eqns)
         self.inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}  # by the equation that they go before
 
@@ -59,8 +64,10 @@ class _Rewritten:
         if not readers:
             return
 
-        cotangents = _cotangents(self.traced, layer, readers[0])
-        copies, names = _copies([self.eqns[i] for i in again], cotangents)
+        ended = [i for i in self.gradients if i < readers[0]]
+        gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
+        awaited = dict.fromkeys([*_cotangents(self.traced, layer, readers[0]), *gradients])
+        copies, names = _copies([self.eqns[i] for i in again], list(awaited))
         origins = [replace(self.traced.origins[again[k]], direction="backward") for _, k in copies]
         self.inserted.setdefault(readers[0], []).extend(
             (copy, origin) for (copy, _), origin in zip(copies, origins, strict=True)
@@ -86,10 +93,12 @@ class _Values:
     Attributes:
         readers: the equations that read each value.
         always_kept: totals over the examples, and the operands of a maximum or minimum over them.
+        gradients: sums over the examples that backward passes make of rows, by the numbers of their equations.
     """
 
     readers: dict[Var, list[int]]
     always_kept: frozenset[Var]
+    gradients: dict[int, list[Var]]
 
 
 def _values(traced: TracedStep) -> _Values:
@@ -100,7 +109,18 @@ def _values(traced: TracedStep) -> _Values:
 
     kinds = batch_kinds(traced, 1)
     totals = {value for value, kind in kinds.items() if kind == AGGREGATE}
-    return _Values(readers, frozenset(totals | _compared_with_extremes(traced.flat.eqns, kinds)))
+    always_kept = frozenset(totals | _compared_with_extremes(traced.flat.eqns, kinds))
+    return _Values(readers=readers, always_kept=always_kept, gradients=_gradients(traced, kinds))
+
+
+def _gradients(traced: TracedStep, kinds: Kinds) -> dict[int, list[Var]]:
+    gradients: dict[int, list[Var]] = {}
+    for i, (eqn, origin) in enumerate(zip(traced.flat.eqns, traced.origins, strict=True)):
+        reads_rows = any(isinstance(kinds.get(operand), int) for operand in operand_vars(eqn))
+        sums = [result for result in eqn.outvars if kinds.get(result) == AGGREGATE]
+        if origin.direction == "backward" and reads_rows and sums:
+            gradients[i] = sums
+    return gradients
 
 
 def _compared_with_extremes(eqns: Sequence[JaxprEqn], kinds: Kinds) -> set[Var]:
@@ -217,15 +237,15 @@ def _cotangents(traced: TracedStep, layer: _Layer, first: int) -> list[Var]:
     return [operand for operand in dict.fromkeys(operands) if operand in computed]
 
 
-def _copies(eqns: Sequence[JaxprEqn], cotangents: Sequence[Var]) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
+def _copies(eqns: Sequence[JaxprEqn], awaited: Sequence[Var]) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
     """A barrier and, behind it, copies of equations, each with the number of its equation; the names of the copies.
 
-    The barrier waits for `cotangents`, so that nothing is computed again before the backward pass has come that far. It
+    The barrier waits for `awaited`, so that nothing is computed again before the backward pass has come that far. It
     counts as part of the first equation.
     """
     results = {result for eqn in eqns for result in eqn.outvars}
     inputs = dict.fromkeys(operand for eqn in eqns for operand in operand_vars(eqn) if operand not in results)
-    barrier, behind = _barrier([*inputs, *cotangents])
+    barrier, behind = _barrier([*inputs, *(value for value in awaited if value not in inputs)])
 
     copies = [(eqn, 0) for eqn in barrier]
     names: dict[Var, Var] = {}

@@ -43,13 +43,36 @@ _LITTLE_GAIN = 0.005
 _LITTLE_LEFT = 0.01
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeSolution:
+    """The cheapest shardings of a stage with no regard to memory.
+
+    Attributes:
+        seconds: of one step, without waiting for other stages.
+        n_bytes: that they need per device.
+        limit_bytes: that each device has; inf without a limit.
+    """
+
+    seconds: float
+    n_bytes: float
+    limit_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        return self.n_bytes <= self.limit_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class SolvedStage:
-    """Shardings of a stage, and what its tasks communicate and need in memory under them."""
+    """Shardings of a stage, and what its tasks communicate and need in memory under them.
+
+    free: the cheapest shardings with no regard to memory, which these are if they fit; None where that is not known.
+    """
 
     sharding: MeshSharding
     moved: tuple[TaskCollectives, ...]
     memory: MeshMemory
+    free: FreeSolution | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -16,6 +16,7 @@ from minialpa.cost import is_gpu
 from minialpa.errors import InfeasibleError
 from minialpa.inter.search.stage_cost import problem_key
 from minialpa.inter.search.stage_in_memory import (
+    FreeSolution,
     SolvedStage,
     Stage,
     Wanted,
@@ -44,13 +45,33 @@ _MAX_REPRICED, _MAX_REPRICED_IN_SHORT_MEMORY = 3, 1
 _LITTLE = 1e-3
 
 
+class StageMemoryError(InfeasibleError):
+    """Shardings do not fit in memory.
+
+    Attributes:
+        free: the cheapest shardings with no regard to memory.
+    """
+
+    def __init__(self, message: str, free: FreeSolution) -> None:
+        super().__init__(message)
+        self.free = free
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Solution:
-    """What is kept of a solved stage: not its equations. variables: see `_variables`."""
+    """What is kept of a solved stage: not its equations.
+
+    Attributes:
+        variables: see `_variables`.
+        sharding: the specs.
+        memory: bytes per device.
+        seconds: of one step, see `seconds_of`.
+    """
 
     variables: tuple[Var, ...]
     sharding: MeshSharding
     memory: MeshMemory
+    seconds: float
 
 
 class StageSolver:
@@ -61,9 +82,18 @@ class StageSolver:
     in flight with which it fits.
     """
 
-    def __init__(self, compiler: Compiler, strategy_cache: StrategyCache | None = None) -> None:
-        """`compiler`: of the programs of the stages. `strategy_cache`: shared with other problems."""
-        self.compiler, self.strategy_cache = compiler, strategy_cache or StrategyCache()
+    def __init__(
+        self, compiler: Compiler, strategy_cache: StrategyCache | None = None, *, saves_memory: bool = True
+    ) -> None:
+        """`compiler`: of the programs of the stages. `strategy_cache`: shared with other problems.
+
+        saves_memory: whether shardings that cost more are looked for where the cheapest ones do not fit.
+        """
+        self.compiler, self.strategy_cache, self.saves_memory = (
+            compiler,
+            strategy_cache or StrategyCache(),
+            saves_memory,
+        )
         self._stages: Recent[Stage] = Recent(_MOST_SOLVER_BYTES, lambda stage: stage.solver.n_bytes)
         self._solutions: dict[object, _Solution] = {}
         self._uncounted: dict[object, float] = {}  # of each kind of stage, see `Wanted`
@@ -73,7 +103,10 @@ class StageSolver:
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption,
         moments: Moments,
     ) -> SolvedStage:  # fmt: skip
-        """The cheapest shardings of a stage with so much in flight (see `live_counts`). Raises InfeasibleError."""
+        """The cheapest shardings of a stage with so much in flight (see `live_counts`).
+
+        Raises StageMemoryError where they do not fit in memory, InfeasibleError where the options forbid all shardings.
+        """
         names = str(problem.paths) if option.fixed_specs else ""
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
         kind = (text, view, option)
@@ -91,16 +124,27 @@ class StageSolver:
                 solved = _cheapest(stage, wanted)
                 if solved.sharding.counted_bytes:
                     self._uncounted[kind] = uncounted(solved, moments)
-                own = _Solution(_variables(stage.problem), solved.sharding, solved.memory)
+                own = _Solution(
+                    variables=_variables(stage.problem),
+                    sharding=solved.sharding,
+                    memory=solved.memory,
+                    seconds=seconds_of(stage, solved),
+                )
                 self._solutions[key], self._last = own, (own, solved)
             return self._solutions[key]
 
         n_bytes = option.limit_bytes(view.mesh.device) or math.inf
         found = solution(kind, replace(option, memory_limit_bytes=math.inf), None)
-        if needed(found.memory, moments) > n_bytes:
-            free = (found.sharding.bound_s, needed(found.memory, moments))
-            found = solution((kind, tuple(map(tuple, moments))), option, free)
-        return self._rebound(found, staged, mesh, problem, view)
+        free = FreeSolution(seconds=found.seconds, n_bytes=needed(found.memory, moments), limit_bytes=n_bytes)
+        if not free.fits:
+            if not self.saves_memory:
+                raise StageMemoryError(f"The cheapest shardings need {free.n_bytes:,.0f} bytes per device.", free)
+            try:
+                bound = (found.sharding.bound_s, free.n_bytes)
+                found = solution((kind, tuple(map(tuple, moments))), option, bound)
+            except InfeasibleError as error:
+                raise StageMemoryError(str(error), free) from error
+        return replace(self._rebound(found, staged, mesh, problem, view), free=free)
 
     def _stage(
         self, staged: StagedStep, mesh: int, problem: MeshEquations, view: ShardedView, option: AutoShardingOption

@@ -33,6 +33,7 @@ def options_of(plan: Plan) -> PlanOptions:
             sharding=first.option,
             logical_shape=first.logical_shape,
             submesh=first.submesh,
+            remat="none",
             keep_rows=plan.keeps_rows,
         )
 

@@ -122,6 +122,7 @@ class CompilerModel(Generic[R]):
         name: tells it from other models.
         waits_at_barriers: whether the program behind an optimization barrier runs after all that is in front of it.
             Otherwise rematerialisation saves no memory inside one program.
+        drops_inner_barriers: whether it does not wait at those in loops, and in functions behind a primitive.
         alignment_bytes: buffers start at multiples of this.
         address_bytes: of one entry in the table of addresses that a program with several results returns.
         recorder: makes its recorders; a new one is an empty program.
@@ -144,6 +145,7 @@ class CompilerModel(Generic[R]):
     add_step: Callable[[R, int, ReshardStep, Atom, tuple[int, ...]], int]
     kernels: Callable[[R, Sequence[int], Sequence[int]], list[Kernel]]
     copied_arguments: Callable[[Sequence[Kernel], Mapping[int, int], Mapping[int, int]], dict[int, int]]
+    drops_inner_barriers: bool = False
 
 
 #: A model of any compiler, for those that only ask it.

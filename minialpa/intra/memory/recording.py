@@ -78,7 +78,8 @@ class Recording:
 def record_program(program: ShardedEquations, compiler: Compiler) -> Recording:
     """A program with its collectives."""
     mesh_shape = program.mesh.shape
-    recorder = compiler.recorder(waits_at_barriers=compiler.waits_at_barriers)
+    waits = compiler.waits_at_barriers and not (program.in_loop and compiler.drops_inner_barriers)
+    recorder = compiler.recorder(waits_at_barriers=waits)
     add_equation, add_step = compiler.add_equation, compiler.add_step
     inputs = []
     for v in program.invars:
@@ -174,8 +175,10 @@ def _add_function(
     constants = [recorder.value(bytes_of(v), shape_of(v), dtype_name(v), "constant") for v in flat.constvars]
     env = dict(zip((*flat.constvars, *flat.invars), (*constants, *operands), strict=True))
 
-    first = len(recorder.values)
+    first, waits = len(recorder.values), recorder.waits_at_barriers
+    recorder.waits_at_barriers = waits and not compiler.drops_inner_barriers
     _add_equations(flat.eqns, env, recorder, compiler, in_function=True)
+    recorder.waits_at_barriers = waits
     recorder.values[first:] = [value._replace(maker=eqn) for value in recorder.values[first:]]
     return [recorder.literal(atom) if is_literal(atom) else env[atom] for atom in flat.outvars]
 

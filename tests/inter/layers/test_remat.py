@@ -114,6 +114,21 @@ def test_a_backward_pass_reads_what_was_kept_and_nothing_else() -> None:
             assert all(v in crossing for v in own), eqn
 
 
+def test_a_layer_waits_for_the_gradients_of_those_behind_it() -> None:
+    """Otherwise a compiler that puts off gradients of weights would keep what they read of every layer."""
+    case, state, batch = case_of("gpt", n_layers=4)
+    traced = trace(case.train_step(minialpa.value_and_grad), state, batch)
+    layers = assign_layers(traced, AutoLayerOption(layer_num=4))
+    again = rematerialise(traced, layers, ("full",) * 4)
+    made, waiting = set[Any](), list[int]()
+    for eqn, origin in zip(again.flat.eqns, again.origins, strict=True):
+        if eqn.primitive.name == "optimization_barrier":
+            waiting.append(sum(v in made for v in eqn.invars))
+        elif eqn.primitive.name == "dot_general" and origin.direction == "backward" and eqn.outvars[0].aval.ndim == 2:
+            made.update(eqn.outvars)
+    assert waiting[0] == 0 and all(waiting[1:])
+
+
 @pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_pipeline_trains_as_on_one_device(remat: Any, key: jax.Array) -> None:
     case = models.build("gpt")

@@ -149,7 +149,8 @@ def test_what_cannot_fit_is_told_with_the_largest_tensors() -> None:
     with pytest.raises(InfeasibleError, match=r"at least [\d,]+ bytes per device and the limit is 1,000") as error:
         plan_under(1000.0, vocab_size=2048)
     lines = str(error.value).splitlines()[1:]
-    assert len(lines) == 5 and "[16, 16, 2048]" in lines[0]
+    assert len(lines) == 6 and "[16, 16, 2048]" in lines[0]
+    assert lines[-1].startswith("Rematerialisation would save no memory")
 
 
 # ---- rules ----------------------------------------------------------------------------------------------------------

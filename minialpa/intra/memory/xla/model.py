@@ -67,9 +67,12 @@ XLA_CPU = CompilerModel(
 )
 #: From jax 0.11 on.
 XLA_CPU_WITH_BARRIERS = dataclasses.replace(XLA_CPU, name="xla-cpu-with-barriers", waits_at_barriers=True)
+#: It drops barriers, too, but in programs for GPUs conditions take their place, outside of loops (`intra/ordering.py`).
 XLA_GPU = dataclasses.replace(
     XLA_CPU,
     name="xla-gpu",
+    waits_at_barriers=True,
+    drops_inner_barriers=True,
     alignment_bytes=256,
     recorder=functools.partial(Recorder, on_gpu=True),
     kernels=_scheduled_on_gpu,
