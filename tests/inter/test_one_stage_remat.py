@@ -115,7 +115,7 @@ def test_shardings_that_save_memory_and_rematerialisation_compete() -> None:
     [
         Zero3Parallel(num_micro_batches=2, remat="dots"),
         pytest.param(DataParallel(remat="full"), marks=pytest.mark.slow),
-        pytest.param(Zero2Parallel(num_micro_batches=4, remat="full"), marks=pytest.mark.slow),
+        pytest.param(Zero2Parallel(num_micro_batches=2, remat="full"), marks=pytest.mark.slow),
         pytest.param(ShardParallel(remat="dots"), marks=pytest.mark.slow),
     ],
     ids=lambda method: f"{type(method).__name__} {method.num_micro_batches} {method.remat}",
