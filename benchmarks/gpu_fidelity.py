@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 from collections import defaultdict
@@ -288,7 +289,8 @@ def _seconds(task: Task, plan: Plan, made: GpuProgram) -> tuple[float, float]:
     Collectives take what the links of the plan let them take; what of them is hidden is as scheduled.
     """
     stage, mesh = plan.stages[task.mesh], plan.stages[task.mesh].mesh
-    found = timeline(made.text, lambda one: hlo.seconds([dataclasses.replace(one, times=1)], mesh)).total_s
+    seconds_of = functools.cache(lambda one: hlo.seconds([dataclasses.replace(one, times=1)], mesh))
+    found = timeline(made.text, seconds_of, plan.cluster.device).total_s
     if not task.per_micro_batch:
         return stage.update_s if task.level == 0 and task.kind == "update" else 0.0, found
     (own,) = (p for p in stage.passes if (p.kind, p.chunk, p.loop) == (task.kind, task.chunk, task.loop))
