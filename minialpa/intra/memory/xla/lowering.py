@@ -240,6 +240,7 @@ def _add_swap(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, shape: 
     sent, received, out = (recorder.shard(atom, size, step.kind) for size in (half, half, shape))
     recorder.add("loop", (v,), (sent,), joins_sum=False)
     recorder.add("own", (sent,), (received,))
+    recorder.exchanged.add(received)
     recorder.add("own", (v, received), (out,))
     return out
 
@@ -253,7 +254,7 @@ def _add_collective(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, s
 
     out = recorder.shard(atom, shape, kind)
     recorder.add("own", (v,), (out,))
-
+    recorder.exchanged.add(out)
     if kind in ("all-gather", "all-reduce", "reduce-scatter"):
         recorder.combinable[out] = kind, (step.reduction, recorder.values[out].dtype, step.axes)
     if kind == "all-to-all" or (kind == "all-gather" and is_inner):

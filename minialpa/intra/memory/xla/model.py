@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 
 from minialpa.intra.memory.compiler import CompilerModel, Kernel
@@ -19,10 +20,12 @@ from minialpa.intra.memory.xla import cpu_fusion, gpu_fusion, gpu_order
 from minialpa.intra.memory.xla.combining import combine
 from minialpa.intra.memory.xla.copies import copied_arguments
 from minialpa.intra.memory.xla.epilogues import with_epilogues
+from minialpa.intra.memory.xla.gpu_overlap import overlapped
 from minialpa.intra.memory.xla.graph import Graph
 from minialpa.intra.memory.xla.lowering import add_equation, add_step
 from minialpa.intra.memory.xla.operations import Recorder
 from minialpa.intra.memory.xla.scatters import absorb
+from minialpa.intra.memory.xla.siblings import joined
 
 #: What collectives that XLA for GPUs combines may write together: its default.
 _COMBINED_BYTES = 30 * 2**20
@@ -42,10 +45,13 @@ def _scheduled_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequen
     sizes = recorder.sizes
     operations = absorb(recorder.operations, results, recorder.zeros)
     operations = combine(operations, results, recorder.combinable, sizes, _COMBINED_BYTES)
-    operations = with_epilogues(operations, results, sizes)
-    kernels = gpu_fusion.fused(Graph(operations, results, sizes))
+    halves = {v for v, value in enumerate(recorder.values) if value.n_bytes <= 2 * math.prod(value.shape)}
+    operations = with_epilogues(operations, results, sizes, halves)
+    kernels = joined(gpu_fusion.fused(Graph(operations, results, sizes)), results)
     sums = {value for value, (kind, _) in recorder.combinable.items() if kind != "all-gather"}
-    return [kernels[number] for number in gpu_order.run_order(kernels, results, sizes, sums)]
+    work = {v for op in operations if op.kind == "own" and op.in_place is None for v in op.writes} - recorder.exchanged
+    order = gpu_order.run_order(kernels, results, sizes, sums)
+    return overlapped(kernels, order, recorder.exchanged, work)
 
 
 def _nothing_copied(kernels: Sequence[Kernel], home: Mapping[int, int], replaced: Mapping[int, int]) -> dict[int, int]:
