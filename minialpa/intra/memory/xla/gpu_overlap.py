@@ -6,8 +6,8 @@ wait for the collectives of activations, and gathers of weights start a product 
 
     ... , gradient of a weight, start, done, ...    ->    ... , start, gradient of a weight, done, ...
 
-Here one kernel of products or loops is enough for a collective. What a collective reads and writes is in memory from its
-start to its end. One collective runs at a time.
+Here one kernel of products or loops is enough for a collective. What a collective reads and writes is in memory from
+its start to its end. One collective runs at a time.
 """
 
 from __future__ import annotations
@@ -19,27 +19,42 @@ from collections.abc import Collection, Sequence
 from minialpa.intra.memory.compiler import Kernel
 
 
+#: Results of this size are scalars.
+_SCALAR_BYTES = 16
+
+
 def overlapped(
-    kernels: Sequence[Kernel], order: Sequence[int], collectives: Collection[int], work: Collection[int]
+    kernels: Sequence[Kernel],
+    order: Sequence[int],
+    sizes: Sequence[float],
+    collectives: Collection[int],
+    work: Collection[int],
 ) -> list[Kernel]:
     """`kernels` in the order of XLA's scheduler, which begins with `order`, and with the ends of collectives.
 
-    collectives: values that collectives write. work: values that products and loops write.
+    sizes: bytes of values. collectives: values that collectives write. work: values that products and loops write.
     """
     if not any(v in collectives for kernel in kernels for v in kernel.writes):
         return [kernels[number] for number in order]
-    return _Schedule(kernels, order, collectives, work).kernels()
+    return _Schedule(kernels, order, sizes, collectives, work).kernels()
 
 
 class _Schedule:
     """A schedule that grows from its end."""
 
     def __init__(
-        self, kernels: Sequence[Kernel], order: Sequence[int], collectives: Collection[int], work: Collection[int]
+        self,
+        kernels: Sequence[Kernel],
+        order: Sequence[int],
+        sizes: Sequence[float],
+        collectives: Collection[int],
+        work: Collection[int],
     ) -> None:
         self._kernels, self._place = kernels, {number: place for place, number in enumerate(order)}
         self._is_collective = [any(v in collectives for v in kernel.writes) for kernel in kernels]
         self._is_work = [any(v in work for v in kernel.writes) for kernel in kernels]
+        # The sum of a loss, say, would keep all that is summed.
+        self._is_scalar = [max((sizes[v] for v in kernel.writes), default=0.0) <= _SCALAR_BYTES for kernel in kernels]
         maker = {v: number for number, kernel in enumerate(kernels) for v in kernel.writes}
         self._before = [{maker[v] for v in kernel.reads if v in maker} - {n} for n, kernel in enumerate(kernels)]
         self._n_readers: dict[int, int] = defaultdict(int)
@@ -94,7 +109,7 @@ class _Schedule:
         found = False
         while self._ready and not found:
             number = self._next()
-            if self._is_collective[number]:
+            if self._is_collective[number] or self._is_scalar[number]:
                 others.append(number)
                 continue
             self._add(number)

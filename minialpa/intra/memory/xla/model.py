@@ -20,6 +20,7 @@ from minialpa.intra.memory.xla import cpu_fusion, gpu_fusion, gpu_order
 from minialpa.intra.memory.xla.combining import combine
 from minialpa.intra.memory.xla.copies import copied_arguments
 from minialpa.intra.memory.xla.epilogues import with_epilogues
+from minialpa.intra.memory.xla.gathers import of_transposed
 from minialpa.intra.memory.xla.gpu_overlap import overlapped
 from minialpa.intra.memory.xla.graph import Graph
 from minialpa.intra.memory.xla.lowering import add_equation, add_step
@@ -44,14 +45,19 @@ def _scheduled_on_gpu(recorder: Recorder, inputs: Sequence[int], results: Sequen
     """Steps 1 to 4."""
     sizes = recorder.sizes
     operations = absorb(recorder.operations, results, recorder.zeros)
-    operations = combine(operations, results, recorder.combinable, sizes, _COMBINED_BYTES)
+    operations, renamed = of_transposed(operations, results, recorder.column_gathers)
+    combinable = {renamed.get(value, value): kind for value, kind in recorder.combinable.items()}
+    operations = combine(operations, results, combinable, sizes, _COMBINED_BYTES)
+
     halves = {v for v, value in enumerate(recorder.values) if value.n_bytes <= 2 * math.prod(value.shape)}
     operations = with_epilogues(operations, results, sizes, halves)
     kernels = joined(gpu_fusion.fused(Graph(operations, results, sizes)), results)
-    sums = {value for value, (kind, _) in recorder.combinable.items() if kind != "all-gather"}
-    work = {v for op in operations if op.kind == "own" and op.in_place is None for v in op.writes} - recorder.exchanged
+
+    sums = {value for value, (kind, _) in combinable.items() if kind != "all-gather"}
     order = gpu_order.run_order(kernels, results, sizes, sums)
-    return overlapped(kernels, order, recorder.exchanged, work)
+    exchanged = {renamed.get(value, value) for value in recorder.exchanged}
+    work = {v for op in operations if op.kind == "own" and op.in_place is None for v in op.writes} - exchanged
+    return overlapped(kernels, order, sizes, exchanged, work)
 
 
 def _nothing_copied(kernels: Sequence[Kernel], home: Mapping[int, int], replaced: Mapping[int, int]) -> dict[int, int]:

@@ -82,6 +82,7 @@ class Recorder(Values):
         combinable: for the result of a collective, its kind, and what two of this kind have in common if they can be
             combined.
         exchanged: results of collectives.
+        column_gathers: for the copy of a matrix that was gathered along its columns, a `ColumnGather`.
     """
 
     on_gpu: bool = False
@@ -96,6 +97,7 @@ class Recorder(Values):
     transposed: dict[int, Ordered] = field(default_factory=dict)
     combinable: dict[int, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
     exchanged: set[int] = field(default_factory=set)
+    column_gathers: dict[int, Any] = field(default_factory=dict)
 
     def add(self, kind: Kind, reads: Sequence[int], writes: Sequence[int], **facts: Any) -> None:
         """Add an operation. `facts`: fields of `Operation`."""

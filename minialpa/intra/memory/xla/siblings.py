@@ -32,7 +32,8 @@ def joined(kernels: Sequence[Kernel], results: Sequence[int]) -> list[Kernel]:
 
 
 def _producers(kernel: Kernel, ends: set[int], maker: Mapping[int, int], below: Sequence[int]) -> set[int]:
-    """Those that write values of `ends` which `kernel` reads element by element; none if it waits for them otherwise."""
+    """Those that write values of `ends` which `kernel` reads element by element; none if it also waits for others that
+    wait for them."""
     found = {maker[v] for v in kernel.shares if v in ends} if len(kernel.writes) == 1 else set[int]()
     others = {maker[v] for v in kernel.reads if v in maker} - found
     return set() if any(below[other] >> one & 1 for other in others for one in found) else found
