@@ -124,6 +124,7 @@ class CompilerModel(Generic[R]):
             Otherwise rematerialisation saves no memory inside one program.
         alignment_bytes: buffers start at multiples of this.
         address_bytes: of one entry in the table of addresses that a program with several results returns.
+        reserve: what programs may need beyond the model, as a part of what the model says.
         recorder: makes its recorders; a new one is an empty program.
         add_equation: (recorder, equation, values of its operands, shapes of its results on this device, bytes of the
             buffers of its body if it is a loop or branch) adds the equation and gives the values of its results.
@@ -144,6 +145,7 @@ class CompilerModel(Generic[R]):
     add_step: Callable[[R, int, ReshardStep, Atom, tuple[int, ...]], int]
     kernels: Callable[[R, Sequence[int], Sequence[int]], list[Kernel]]
     copied_arguments: Callable[[Sequence[Kernel], Mapping[int, int], Mapping[int, int]], dict[int, int]]
+    reserve: float = 0.0
 
 
 #: A model of any compiler, for those that only ask it.

@@ -18,7 +18,6 @@ from collections.abc import Collection, Sequence
 
 from minialpa.intra.memory.compiler import Kernel
 
-
 #: Results of this size are scalars.
 _SCALAR_BYTES = 16
 
