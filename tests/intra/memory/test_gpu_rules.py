@@ -23,7 +23,7 @@ def _written(kernels: list[Kernel]) -> list[tuple[int, ...]]:
 SIZES = [1e6] * 20
 
 
-# ---- work beside collectives ------------------------------------------------------------------------------------------
+# ---- work beside collectives ------------------------------------------------------------
 
 
 def test_a_product_that_nobody_waits_for_runs_beside_the_collective_behind_it() -> None:
@@ -66,7 +66,7 @@ def test_what_changes_a_buffer_stays_behind_its_readers() -> None:
     assert _written(found).index((2,)) < _written(found).index((3,))
 
 
-# ---- kernels of an optimiser -------------------------------------------------------------------------------------------
+# ---- kernels of an optimiser ------------------------------------------------------------
 
 
 def test_moments_and_the_weight_that_is_made_of_them_are_one_kernel() -> None:
@@ -103,7 +103,7 @@ def test_kernels_that_wait_for_each_other_otherwise_stay_apart() -> None:
     assert _written(joined(kernels, [2, 6, 4])) == [(6,), (3,), (2, 4)]
 
 
-# ---- products and gathers ----------------------------------------------------------------------------------------------
+# ---- products and gathers ------------------------------------------------------------
 
 
 def _product_and_sum(other: int = 2, **facts: object) -> list[Operation]:

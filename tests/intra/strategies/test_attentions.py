@@ -25,6 +25,7 @@ def _equation(dtype: Any, *, batch: int = 4, length: int = 1024, biases: int = 0
     bias = jax.ShapeDtypeStruct((1, 16, 1, length, length), dtype)
     kind = Attention(scale=0.125, n_biases=biases)
     jaxpr = jax.make_jaxpr(lambda *args: attention_p.bind(*args, kind=kind))(query, key, key, *[bias] * biases)
+    eqn: JaxprEqn
     (eqn,) = jaxpr.jaxpr.eqns
     return eqn
 

@@ -1,10 +1,10 @@
 """XLA for CPUs and for GPUs as values, and what they make of the operations of a program.
 
 0. Equations and steps of reshardings become operations.       -> lowering, with primitives and layouts
-1. Sums with scatters become scatters.                         -> scatters.absorb
+1. Sums with scatters become scatters.                         -> scatters.absorb; gathers, for GPUs
 2. Collectives are combined.                                   -> combining.combine
-3. Operations are fused into kernels.                          -> cpu_fusion.fused, epilogues and gpu_fusion.fused
-4. Kernels are ordered.                                        -> cpu_fusion.run_order, gpu_order.run_order
+3. Operations are fused into kernels.                          -> cpu_fusion.fused; epilogues, gpu_fusion, siblings
+4. Kernels are ordered.                                        -> cpu_fusion.run_order; gpu_order.run_order, gpu_overlap
 5. Arguments that may be read too late are copied before all.  -> copies.copied_arguments, for CPUs
 """
 
