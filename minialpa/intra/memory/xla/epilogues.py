@@ -33,8 +33,8 @@ def with_epilogues(
         if op.repeats or op.kind == "fill":
             repeated[op.writes[0]] = op.reads
         product = next((v for v in op.reads if v in products), None) if _is_epilogue(op, sizes) else None
-        # With another array of the same size it computes sums only: what gates a product is a kernel of its own.
-        if op.sums != "add" and any(v != product and v not in repeated for v in op.reads):
+        # With another array it computes sums only: what gates a product is a kernel of its own. Literals have no bytes.
+        if op.sums != "add" and any(sizes[v] and v != product and v not in repeated for v in op.reads):
             product = None
         if product is not None:
             place = products.pop(product)
