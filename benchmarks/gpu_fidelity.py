@@ -13,7 +13,8 @@ A program that needs more than predicted is therefore compiled once more, for a 
 
     tight_error    = (predicted - compiled for that GPU) / compiled for that GPU
 
-Seconds of a step are compared with XLA's estimates of kernels, corrected where they cannot be right (`xla_gpu.kernels`).
+Seconds of a step are compared with XLA's estimates of kernels, which `xla_gpu.kernels` corrects where they cannot be
+right.
 Compiled programs are kept in the folder: the first run takes half an hour on two cores, the next one two minutes.
 """
 
