@@ -125,7 +125,7 @@ def _columns(program: MeshProgram, plan: Plan, cache: Path | None) -> dict[str, 
     def seconds_of(one: hlo.HloCollective) -> float:
         return hlo.seconds([dataclasses.replace(one, times=1)], stage.mesh)
 
-    runs = [(times[i], one, timeline(one.text, seconds_of)) for i, one in enumerate(made)]
+    runs = [(times[i], one, timeline(one.text, seconds_of, device)) for i, one in enumerate(made)]
     n_bytes = sum(n * a.n_bytes for n, _, found in runs for a in found.awaited) or 1.0
     hidden_s = plan.n_micro_batches * sum(one.hidden_s for one in stage.passes)
     waited_s = plan.n_micro_batches * stage.communication_s + stage.update_s

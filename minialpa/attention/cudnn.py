@@ -3,7 +3,7 @@
 The operands of `attention_p` and `attention_gradient_p` go in, and their results come out. cuDNN knows a causal mask
 and a window that ends at the query, both counted from 0, and no finite `masked_score`. So it computes an attention
 
-- without masks and biases, of 16 bits, with heads that fit into its kernels (`_fits`);
+- without masks and biases, of 16 bits, with heads that fit into its kernels (`takes`);
 - if there is a window: whose queries all see all keys, or whose queries and keys are at the same consecutive positions;
 - in which `masked_score` has no weight next to what each query sees.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,9 @@ FEWEST = 64
 LARGEST_HEAD = 128
 #: exp(-x) is 0 in float32 for this x and more.
 NOTHING = 104.0
+#: Names, in compiled programs, what computes an attention that cuDNN has a kernel for. Where cuDNN is not installed,
+#: that is the plain program, though the machines that run it may have cuDNN.
+KERNEL_SCOPE = "attention_with_kernel"
 
 
 @functools.partial(jax.jit, static_argnames="kind")
@@ -44,7 +48,7 @@ def attend(*operands: jax.Array, kind: Attention) -> list[jax.Array]:
     """The results of `attention_p`."""
     plain: Compute = functools.partial(blockwise.attend, *operands, kind=kind)
     query, key, value, *others = operands
-    if not _fits(query, key, value, kind):
+    if not takes(query, key, value, kind):
         return plain()
 
     def run(known: CudnnAttention) -> list[jax.Array]:
@@ -54,7 +58,7 @@ def attend(*operands: jax.Array, kind: Attention) -> list[jax.Array]:
             return results
         return _either(_masked_weigh_nothing(results[1], kind, key), lambda: results, plain)
 
-    return _choose(run, plain, others, kind)
+    return _with_kernel(run, plain, others, kind)
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "dtypes", "wants_bias"))
@@ -66,7 +70,7 @@ def differentiate(
         blockwise.differentiate, *operands, kind=kind, dtypes=dtypes, wants_bias=wants_bias
     )
     query, key, value, out, logsumexp, out_bar, *others = operands
-    if not _fits(query, key, value, kind) or {x.dtype for x in (out, out_bar)} != {query.dtype}:
+    if not takes(query, key, value, kind) or {x.dtype for x in (out, out_bar)} != {query.dtype}:
         return plain()
 
     def gradient(known: CudnnAttention) -> list[jax.Array]:
@@ -85,24 +89,33 @@ def differentiate(
             return compute()
         return _either(_masked_weigh_nothing(logsumexp, kind, key), compute, plain)
 
-    return _choose(run, plain, others, kind)
+    return _with_kernel(run, plain, others, kind)
 
 
-def _fits(query: jax.Array, key: jax.Array, value: jax.Array, kind: Attention) -> bool:
-    """Whether cuDNN is here and has kernels for arrays of this kind."""
-    # Devices are asked last: a process that has no use for the answer need not start its backend.
-    is_here = (cudnn_version() or 0) >= OLDEST
-    return is_here and _takes_arrays(query, key, value) and _takes_kind(kind) and not _has_old_gpu()
+def takes(query: Any, key: Any, value: Any, kind: Attention) -> bool:
+    """Whether cuDNN has kernels for arrays of this kind, of which only shapes and dtypes count."""
+    return _takes_arrays(query, key, value) and _takes_kind(kind)
 
 
-def _takes_arrays(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
+def _with_kernel(
+    run: Callable[[CudnnAttention], list[jax.Array]], plain: Compute, positions: Sequence[jax.Array], kind: Attention
+) -> list[jax.Array]:
+    """`_choose` where cuDNN is installed, else plain()."""
+    with jax.named_scope(KERNEL_SCOPE):
+        # Devices are asked last: a process that has no use for the answer need not start its backend.
+        if (cudnn_version() or 0) < OLDEST or _has_old_gpu():
+            return plain()
+        return _choose(run, plain, positions, kind)
+
+
+def _takes_arrays(query: Any, key: Any, value: Any) -> bool:
     """Whether there are kernels for arrays of these dtypes and lengths, and worth their while."""
     if not query.dtype == key.dtype == value.dtype or query.dtype not in (jnp.bfloat16, jnp.float16):
         return False
     head = query.shape[-1]
-    has_kernel_head = head == value.shape[-1] and head % 8 == 0 and 0 < head <= LARGEST_HEAD
-    n_queries, n_keys = query.shape[1], key.shape[1]
-    return has_kernel_head and min(n_queries, n_keys) >= FEWEST and min(query.shape) > 0
+    has_kernel_head: bool = head == value.shape[-1] and head % 8 == 0 and 0 < head <= LARGEST_HEAD
+    fewest: int = min(query.shape[1], key.shape[1])
+    return has_kernel_head and fewest >= FEWEST and min(query.shape) > 0
 
 
 def _takes_kind(kind: Attention) -> bool:

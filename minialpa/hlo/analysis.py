@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -36,6 +36,7 @@ from minialpa.hlo.trip_counts import trip_count
 _KINDS: dict[str, CollectiveKind] = {kind: kind for kind in get_args(CollectiveKind)}
 _CALLS = ("to_apply", "calls", "branch_computations", "true_computation", "false_computation", "called_computations")
 _MOVES = ("bitcast", "copy", "reshape", "transpose")
+_CUDNN_CONVOLUTION = re.compile(r'custom_call_target="__cudnn\$conv(\w+)"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,14 +170,33 @@ def flops(text: str) -> float:
     total = 0.0
     for name, times in _times(module).items():
         shapes = {i.name: i.shape for i in module.computations[name].instructions}
-        for instruction in module.computations[name].instructions:
-            if instruction.opcode in ("dot", "convolution"):
-                n_results = math.prod(array_dims(instruction.shape))
-                total += 2 * times * n_results * _n_terms(instruction, shapes)
+        total += times * sum(flops_of(one, shapes) for one in module.computations[name].instructions)
     return total
 
 
-def _n_terms(instruction: Instruction, shapes: dict[str, str]) -> float:
+def flops_of(instruction: Instruction, shapes: Mapping[str, str]) -> float:
+    """Floating point operations of a matrix product or convolution; 0 of all else. shapes: of its operands, by name."""
+    if instruction.opcode == "custom-call":
+        return _flops_of_call(instruction, shapes)
+    if instruction.opcode not in ("dot", "convolution"):
+        return 0.0
+    return 2.0 * math.prod(array_dims(instruction.shape)) * _n_terms(instruction, shapes)
+
+
+def _flops_of_call(instruction: Instruction, shapes: Mapping[str, str]) -> float:
+    """The same of a convolution of cuDNN, each of which has the labels of the forward one."""
+    found = _CUDNN_CONVOLUTION.search(instruction.attributes)
+    if found is None:
+        return 0.0
+    result = array_dims(split_tuple(instruction.shape)[0])
+    first, second = (array_dims(shapes[name]) for name in instruction.operands[:2])
+    image, kernel = {"BackwardInput": (first, second), "BackwardFilter": (second, result)}.get(
+        found[1], (result, second)
+    )
+    return 2.0 * math.prod(image) * _n_kernel_terms(instruction, kernel)
+
+
+def _n_terms(instruction: Instruction, shapes: Mapping[str, str]) -> float:
     """Products that are summed for one element of the result.
 
     For a matrix product, elements of the contracted dimensions; for a convolution, elements of the kernel for one
@@ -186,9 +206,13 @@ def _n_terms(instruction: Instruction, shapes: dict[str, str]) -> float:
     if instruction.opcode == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
         return math.prod(left[int(d)] for d in contracted[1].split(",") if d) if contracted else 1
+    return _n_kernel_terms(instruction, right)
+
+
+def _n_kernel_terms(instruction: Instruction, kernel: Sequence[int]) -> float:
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
     assert labels is not None, instruction
-    return math.prod(right) / right[labels[1].index("o")]
+    return math.prod(kernel) / kernel[labels[1].index("o")]
 
 
 # ---- how often a computation runs ------------------------------------------------------------------------------------

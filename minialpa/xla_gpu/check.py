@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from minialpa.cluster import DeviceSpec
 from minialpa.hlo import HloCollective, bytes_by_kind, collectives, seconds
 from minialpa.plan import Plan
 from minialpa.plan.check import FunctionCheck, PlanCheck, StageCheck
@@ -56,11 +57,10 @@ def check_programs(
 
 def _stage_check(k: int, program: MeshProgram, compiled: Sequence[GpuProgram], plan: Plan) -> StageCheck:
     stage, peak = plan.stages[k], peak_of(program, compiled)
-    device_bytes = plan.cluster.device_of(stage.first_device).memory_bytes
     times = Counter(i.function for i in program.instructions if isinstance(i, Run | Accumulate))
     functions = [_function_check(program, i, made, times[i], plan, k) for i, made in enumerate(compiled)]
     return StageCheck(
-        limit_bytes=stage.option.memory_limit_bytes or device_bytes,
+        limit_bytes=stage.option.memory_limit_bytes or device_of(plan, k).memory_bytes,
         planned_bytes=stage.peak_bytes,
         compiled_bytes=peak.n_bytes,
         fullest=peak.function,
@@ -74,6 +74,11 @@ def _stage_check(k: int, program: MeshProgram, compiled: Sequence[GpuProgram], p
     )
 
 
+def device_of(plan: Plan, k: int) -> DeviceSpec:
+    """The device that stage `k` of a plan runs on."""
+    return plan.cluster.device_of(plan.stages[k].first_device // plan.cluster.devices_per_host)
+
+
 def _function_check(
     program: MeshProgram, number: int, made: GpuProgram, times: int, plan: Plan, k: int
 ) -> FunctionCheck:
@@ -83,7 +88,7 @@ def _function_check(
     def seconds_of(one: HloCollective) -> float:
         return seconds([dataclasses.replace(one, times=1)], mesh)
 
-    found = timeline(made.text, seconds_of)
+    found = timeline(made.text, seconds_of, device_of(plan, k))
     return FunctionCheck(
         name=program.functions[number].name,
         times_per_step=times,

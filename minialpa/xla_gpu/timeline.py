@@ -1,4 +1,4 @@
-"""How long a compiled program takes on a GPU by XLA's estimates, and what of its communication is hidden.
+"""How long a compiled program takes on a GPU by XLA's estimates (kernels.py), and what of its communication is hidden.
 
 The text of a program lists its kernels in the order in which they start. Kernels run one after the other; a collective
 runs beside them from its `-start` to its `-done`, and one after the other, too:
@@ -7,23 +7,29 @@ runs beside them from its `-start` to its `-done`, and one after the other, too:
     exposed(c) = max(0, begins(c) + seconds(c) - now at its done)                        -> _Clock
 
 Example: an all-gather of 3 ms, started in front of two kernels of 1 ms and awaited behind them, is exposed for 1 ms.
+
+An attention that cuDNN has a kernel for takes as long as that kernel, whatever computes it in the text: a machine
+without cuDNN compiles a plain program for it, and one with cuDNN both, to choose while it runs. -> _attention_flops
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from minialpa.attention.cudnn import KERNEL_SCOPE
+from minialpa.cluster import DeviceSpec
 from minialpa.hlo import HloCollective, collective_of
-from minialpa.hlo.text import Computation, Instruction, Module, parse_module
+from minialpa.hlo.text import Computation, Instruction, parse_module
 from minialpa.hlo.trip_counts import trip_count
+from minialpa.xla_gpu.kernels import Kernels
 
-#: What XLA takes a kernel to cost, in the order in which its estimates are believed: `sol` comes from tables of
-#: measured matrix products, and is the roofline, "", where there is none.
-_ESTIMATES = ("sol", "")
-_COSTS = re.compile(r'"reification_cost":(\[[^\]]*\])')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+#: In the names of what is computed by the gradient of an attention in plain jax.
+_GRADIENT_SCOPE = "jit(differentiate)"
+#: The call of cuDNN's kernel, and the rate at which it computes: there are only kernels for 16 bits.
+_KERNEL_CALL, _KERNEL_RATE = "__cudnn$fmha", "float16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +78,15 @@ class Timeline:
         return sum(a.n_bytes for a in self.awaited) - self.exposed_bytes
 
 
-def timeline(text: str, seconds_of: Callable[[HloCollective], float]) -> Timeline:
+def timeline(text: str, seconds_of: Callable[[HloCollective], float], device: DeviceSpec | None = None) -> Timeline:
     """The timeline of the program that XLA printed as `text`.
 
     seconds_of: what one collective takes. XLA's own estimates begin with 0.1 ms, and some kinds have none.
+    device: the GPU, by which estimates are corrected; without it they count as they are.
     """
     module = parse_module(text)
     awaited: list[Awaited] = []
-    kernels_s, total_s = _Reader(module, seconds_of, awaited).run(module.entry, 1)
+    kernels_s, total_s = _Reader(Kernels(module, device), seconds_of, awaited).run(module.entry, 1)
     return Timeline(kernels_s, total_s, tuple(awaited))
 
 
@@ -118,10 +125,11 @@ class _Clock:
 class _Reader:
     """Walks the computations of a module."""
 
-    def __init__(self, module: Module, seconds_of: Callable[[HloCollective], float], awaited: list[Awaited]) -> None:
-        self._module, self._seconds_of, self._awaited = module, seconds_of, awaited
+    def __init__(self, kernels: Kernels, seconds_of: Callable[[HloCollective], float], awaited: list[Awaited]) -> None:
+        self._kernels, self._module = kernels, kernels.module
+        self._seconds_of, self._awaited = seconds_of, awaited
 
-    def run(self, name: str, times: int) -> tuple[float, float]:
+    def run(self, name: str, times: int, *, in_loop: bool = False) -> tuple[float, float]:
         """Seconds of kernels, and from beginning to end, of one run of a computation that runs `times` times."""
         computation, clock = self._module.computations[name], _Clock()
         pending: dict[str, HloCollective] = {}
@@ -135,7 +143,7 @@ class _Reader:
             elif opcode.endswith("-done") and instruction.operands[0] in pending:
                 self._wait(clock, instruction.operands[0], pending)
             else:
-                clock.run(*self._one(instruction, computation, times))
+                clock.run(*self._one(instruction, computation, times, in_loop))
         return clock.kernels_s, clock.now
 
     def _wait(self, clock: _Clock, name: str, pending: dict[str, HloCollective]) -> None:
@@ -143,28 +151,68 @@ class _Reader:
         seconds = self._seconds_of(one)
         self._awaited.append(Awaited(one, seconds, *clock.wait(name, seconds)))
 
-    def _one(self, instruction: Instruction, around: Computation, times: int) -> tuple[float, float]:
+    def _one(self, instruction: Instruction, around: Computation, times: int, in_loop: bool) -> tuple[float, float]:
         """Seconds of the kernels, and of all, that an instruction runs which is no collective."""
+        device = self._kernels.device
+        if device is not None and KERNEL_SCOPE in _op_name(instruction):
+            flops = self._attention_flops(instruction, around, in_loop)
+            seconds = device.attention_s(flops, 0.0, _KERNEL_RATE)
+            return seconds, seconds
         if instruction.opcode == "while":
             n_trips = trip_count(instruction, around, self._module) or 1
-            each = [self.run(name, times * n_trips) for name in instruction.called("body", "condition")]
+            names = instruction.called("body", "condition")
+            each = [self.run(name, times * n_trips, in_loop=True) for name in names]
             return n_trips * sum(k for k, _ in each), n_trips * sum(t for _, t in each)
-        # A conditional runs one of its branches: here, the longest.
         if instruction.opcode == "conditional":
-            branches = instruction.called("branch_computations", "true_computation", "false_computation")
-            return max((self.run(name, times) for name in branches), key=lambda seconds: seconds[1])
+            names = _branches(instruction)
+            return _branch(instruction, [self.run(name, times, in_loop=in_loop) for name in names], in_loop)
         if instruction.opcode in ("call", "async-start"):
             called = [n for n in instruction.called("to_apply", "calls") if n in self._module.computations]
-            each = [self.run(name, times) for name in called]
+            each = [self.run(name, times, in_loop=in_loop) for name in called]
             return sum(k for k, _ in each), sum(t for _, t in each)
-        seconds = _kernel_s(instruction)
+        seconds = self._kernels.seconds(instruction, around)
         return seconds, seconds
 
+    def _attention_flops(self, instruction: Instruction, around: Computation, in_loop: bool) -> float:
+        """Floating point operations of the products of an attention, without what computes them in another way."""
+        if instruction.opcode == "while":
+            n_trips = trip_count(instruction, around, self._module) or 1
+            return n_trips * sum(self._flops_inside(name, in_loop=True) for name in instruction.called("body"))
+        if instruction.opcode == "conditional":
+            names = _branches(instruction)
+            each = [self._flops_inside(name, in_loop=in_loop) for name in names]
+            # The plain program beside cuDNN's kernel, whose own operations are not in the text.
+            if any(self._calls_kernel(name) for name in names):
+                return max(each)
+            return _branch(instruction, [(flops, flops) for flops in each], in_loop)[0]
+        product = self._kernels.product(instruction, around)
+        return 0.0 if product is None else product.flops
 
-def _kernel_s(instruction: Instruction) -> float:
-    """What XLA takes a kernel to take; 0 for what is none."""
-    found = _COSTS.search(instruction.attributes)
-    if found is None:
-        return 0.0
-    estimates = {cost["name"]: cost["exec_time_us"] for cost in json.loads(found[1])}
-    return next((float(estimates[name]) for name in _ESTIMATES if name in estimates), 0.0) * 1e-6
+    def _flops_inside(self, name: str, *, in_loop: bool) -> float:
+        computation = self._module.computations[name]
+        return sum(self._attention_flops(one, computation, in_loop) for one in computation.instructions)
+
+    def _calls_kernel(self, name: str) -> bool:
+        return any(_KERNEL_CALL in one.attributes for one in self._module.computations[name].instructions)
+
+
+def _op_name(instruction: Instruction) -> str:
+    found = _OP_NAME.search(instruction.attributes)
+    return found[1] if found else ""
+
+
+def _branches(instruction: Instruction) -> tuple[str, ...]:
+    return instruction.called("branch_computations", "true_computation", "false_computation")
+
+
+def _branch(instruction: Instruction, each: Sequence[tuple[float, float]], in_loop: bool) -> tuple[float, float]:
+    """What a conditional takes, of which one branch runs that the text does not name: the longest.
+
+    In a loop, each iteration has a branch of its own, so the mean counts: a causal mask leaves half of the pairs of
+    blocks. The gradient of an attention computes its first pass again in rare cases only, so there the shortest counts.
+    """
+    if in_loop:
+        kernels_s, total_s = (sum(column) / len(each) for column in zip(*each, strict=True))
+        return kernels_s, total_s
+    choose = min if _GRADIENT_SCOPE in _op_name(instruction) else max
+    return choose(each, key=lambda seconds: seconds[1])

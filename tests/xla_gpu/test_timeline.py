@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from minialpa.attention.cudnn import KERNEL_SCOPE
+from minialpa.cluster import ClusterSpec
 from minialpa.hlo import HloCollective
 from minialpa.xla_gpu.timeline import timeline
 
@@ -98,3 +100,77 @@ def test_a_loop_counts_as_often_as_it_runs() -> None:
     found = timeline(_program(*lines, more=more), _three_us)
     assert found.kernels_s == pytest.approx(10e-6) and found.total_s == pytest.approx(25e-6)
     assert found.exposed_bytes == pytest.approx(5 * 64)
+
+
+_LOOP = """
+%body (t: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %t = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %v = f32[8]{0} get-tuple-element(%t), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  CONDITIONAL
+  ROOT %r = (s32[], f32[8]{0}) tuple(%next, %c)
+}
+
+%condition (t: (s32[], f32[8])) -> pred[] {
+  %t = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %n = s32[] constant(4)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+"""
+_WHILE = (
+    "  %zero = s32[] constant(0)",
+    "  %start = (s32[], f32[8]{0}) tuple(%zero, %x)",
+    "  %w = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body",
+)
+
+
+def _conditional(operand: str, name: str = "") -> str:
+    return (
+        f"%c = f32[8]{{0}} conditional(%p, %{operand}, %{operand}), branch_computations={{%first, %second}}, "
+        f'metadata={{op_name="{name}"}}'
+    )
+
+
+def _branches(first: str, second: str) -> str:
+    return "".join(
+        f"%{name} (y: f32[8]) -> f32[8] {{\n  %y = f32[8]{{0}} parameter(0)\n{line}\n}}\n"
+        for name, line in (("first", first), ("second", second))
+    )
+
+
+@pytest.mark.parametrize(("name", "microseconds"), [("step", 6.0), ("jit(differentiate)/cond", 2.0)])
+def test_the_longest_branch_counts_and_of_a_fallback_the_shortest(name: str, microseconds: float) -> None:
+    more = _branches(_kernel("a", "y", 2.0), _kernel("b", "y", 6.0))
+    found = timeline(_program(f"  {_conditional('x', name)}", more=more), _three_us)
+    assert found.kernels_s == pytest.approx(microseconds * 1e-6)
+
+
+def test_in_a_loop_all_branches_count_alike() -> None:
+    more = _branches(_kernel("a", "y", 2.0), _kernel("b", "y", 6.0)) + _LOOP.replace("CONDITIONAL", _conditional("v"))
+    assert timeline(_program(*_WHILE, more=more), _three_us).kernels_s == pytest.approx(4 * 4e-6)
+
+
+_DOT = "  %d = f32[64,64]{1,0} dot(%l, %l), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+def test_an_attention_with_a_kernel_takes_as_long_as_the_kernel() -> None:
+    """Half of the pairs of blocks are masked, and so is half of the work."""
+    device = ClusterSpec.preset("h100").device
+    product = "  %l = f32[64,64]{1,0} broadcast(%y), dimensions={}\n" + _DOT
+    more = _branches(_kernel("a", "y", 500.0), product) + _LOOP.replace("CONDITIONAL", _conditional("v"))
+    loop = f'{_WHILE[-1]}, metadata={{op_name="jit(step)/{KERNEL_SCOPE}/while"}}'
+    found = timeline(_program(*_WHILE[:-1], loop, more=more), _three_us, device)
+    flops = 4 * 2 * 64**3 / 2
+    assert found.kernels_s == pytest.approx(device.attention_s(flops, 0, "bfloat16"))
+
+
+def test_an_attention_that_may_call_its_kernel_takes_as_long_as_the_kernel() -> None:
+    device = ClusterSpec.preset("h100").device
+    call = '  %k = f32[8]{0} custom-call(%y), custom_call_target="__cudnn$fmhaSoftmax"'
+    more = _branches(call, "  %l = f32[64,64]{1,0} broadcast(%y), dimensions={}\n" + _DOT)
+    line = _conditional("x", f"jit(step)/{KERNEL_SCOPE}/cond")
+    found = timeline(_program(f"  {line}", more=more), _three_us, device)
+    assert found.kernels_s == pytest.approx(device.attention_s(2 * 64**3, 0, "bfloat16"))

@@ -125,6 +125,7 @@ class CompilerModel(Generic[R]):
         drops_inner_barriers: whether it does not wait at those in loops, and in functions behind a primitive.
         alignment_bytes: buffers start at multiples of this.
         address_bytes: of one entry in the table of addresses that a program with several results returns.
+        reserve: what programs may need beyond the model, as a part of what the model says.
         recorder: makes its recorders; a new one is an empty program.
         add_equation: (recorder, equation, values of its operands, shapes of its results on this device, bytes of the
             buffers of its body if it is a loop or branch) adds the equation and gives the values of its results.
@@ -146,6 +147,7 @@ class CompilerModel(Generic[R]):
     kernels: Callable[[R, Sequence[int], Sequence[int]], list[Kernel]]
     copied_arguments: Callable[[Sequence[Kernel], Mapping[int, int], Mapping[int, int]], dict[int, int]]
     drops_inner_barriers: bool = False
+    reserve: float = 0.0
 
 
 #: A model of any compiler, for those that only ask it.

@@ -101,11 +101,14 @@ def peak_bytes(program: ShardedEquations, donated: Sequence[int] = (), *, compil
 
     # A program with several results also returns a table of their addresses.
     table_bytes = compiler.address_bytes * len(results) if len(results) > 1 else 0
+    argument_bytes, alias_bytes = sum(sizes[v] for v in inputs), sum(sizes[inputs[i]] for i, _ in pairs)
+    output_bytes = sum(sizes[v] for v in results) + table_bytes
+    modelled_bytes = argument_bytes + output_bytes - alias_bytes + packed.n_bytes
     return ProgramMemory(
-        argument_bytes=sum(sizes[v] for v in inputs),
-        output_bytes=sum(sizes[v] for v in results) + table_bytes,
-        alias_bytes=sum(sizes[inputs[i]] for i, _ in pairs),
-        temp_bytes=packed.n_bytes,
+        argument_bytes=argument_bytes,
+        output_bytes=output_bytes,
+        alias_bytes=alias_bytes,
+        temp_bytes=packed.n_bytes + compiler.reserve * modelled_bytes,
         largest=_largest(recording.recorder, {*packed.values, *inputs, *results}),
     )
 

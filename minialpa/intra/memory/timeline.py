@@ -131,8 +131,10 @@ def _shared(
     changed = {kernel.alias for kernel in kernels if kernel.in_place}
 
     for time, kernel in zip(times, kernels, strict=True):
-        result = kernel.writes[0]
-        if len(kernel.writes) > 1 or result not in spans.start or result in changed:
+        if len(kernel.writes) != 1:
+            continue
+        (result,) = kernel.writes
+        if result not in spans.start or result in changed:
             continue
         for operand in kernel.shares:
             is_free = operand in spans.start and operand not in fixed and spans.end[operand] == time + 1

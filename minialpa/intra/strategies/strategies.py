@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import as_one_of
+from minialpa.intra.strategies.attentions import blockwise_s, has_kernel
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates
 from minialpa.intra.strategies.combining import ALONE, Sharing
@@ -252,8 +253,9 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
     """The work of one device that does all of it.
 
     Contractions read and write memory; other operations count what they write, as XLA fuses their reads. A reshape that
-    only adds or drops a leading dimension of size 1 writes nothing. A loop or branch takes as long as its body, whose
-    products may be of other dtypes than its operands. On a mesh without a device, compute has no price.
+    only adds or drops a leading dimension of size 1 writes nothing. On GPUs, an attention without a kernel is computed
+    block by block. A loop or branch takes as long as its body, whose products may be of other dtypes than its operands.
+    On a mesh without a device, compute has no price.
     """
     device = mesh.device
     if device is None or _is_row(eqn):
@@ -261,6 +263,8 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
     if eqn.primitive.name in ("scan", "while", "cond"):
         return _work_inside(eqn, mesh)
 
+    if is_attention(eqn) and device.kernels is not None and not has_kernel(eqn):
+        return Work(blockwise_s(eqn, factors, device), device.launch_s)
     written = sum(map(bytes_of, eqn.outvars))
     if is_contraction(eqn) or is_kernel(eqn):
         read = sum(map(bytes_of, eqn.invars))

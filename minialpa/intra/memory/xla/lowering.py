@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from minialpa.intra.memory.xla.gathers import ColumnGather
 from minialpa.intra.memory.xla.layouts import add_convolution, add_product, product_operands
 from minialpa.intra.memory.xla.operations import Recorder
 from minialpa.intra.memory.xla.primitives import (
@@ -240,6 +241,7 @@ def _add_swap(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, shape: 
     sent, received, out = (recorder.shard(atom, size, step.kind) for size in (half, half, shape))
     recorder.add("loop", (v,), (sent,), joins_sum=False)
     recorder.add("own", (sent,), (received,))
+    recorder.exchanged.add(received)
     recorder.add("own", (v, received), (out,))
     return out
 
@@ -253,9 +255,11 @@ def _add_collective(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, s
 
     out = recorder.shard(atom, shape, kind)
     recorder.add("own", (v,), (out,))
-
+    recorder.exchanged.add(out)
     if kind in ("all-gather", "all-reduce", "reduce-scatter"):
         recorder.combinable[out] = kind, (step.reduction, recorder.values[out].dtype, step.axes)
     if kind == "all-to-all" or (kind == "all-gather" and is_inner):
-        out = recorder.copied(out, kind)
+        gathered, out = out, recorder.copied(out, kind)
+        if kind == "all-gather" and len(shape) == 2:
+            recorder.column_gathers[out] = ColumnGather(v, recorder.like(v, kind), gathered)
     return out

@@ -81,6 +81,8 @@ class Recorder(Values):
         transposed: for a transpose, the value that it is a transpose of, and its dimension for each of the transpose.
         combinable: for the result of a collective, its kind, and what two of this kind have in common if they can be
             combined.
+        exchanged: results of collectives.
+        column_gathers: for the copy of a matrix that was gathered along its columns, a `ColumnGather`.
     """
 
     on_gpu: bool = False
@@ -94,6 +96,8 @@ class Recorder(Values):
     products: dict[int, tuple[JaxprEqn, tuple[int, ...]]] = field(default_factory=dict)
     transposed: dict[int, Ordered] = field(default_factory=dict)
     combinable: dict[int, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
+    exchanged: set[int] = field(default_factory=set)
+    column_gathers: dict[int, Any] = field(default_factory=dict)
 
     def add(self, kind: Kind, reads: Sequence[int], writes: Sequence[int], **facts: Any) -> None:
         """Add an operation. `facts`: fields of `Operation`."""

@@ -1,0 +1,115 @@
+"""What one kernel of a compiled program takes: an instruction of the program in, seconds out.
+
+XLA writes estimates into a program: of products from tables that were measured on H100s, of all other kernels by a
+model of what they compute and read. Beside the bytes that a kernel moves and the operations that it does, some of them
+cannot be right:
+
+    products on GPUs without tables     8 to 16 times too long, as the model does not know tensor cores
+    products unlike those of the table  up to 40 times too long: lengths that are no power of two, sums in parts
+    sums along outer dimensions         up to 27 times the time of their bytes
+    softmaxes in Triton                 next to nothing
+    convolutions of cuDNN               no estimate
+
+There the planner's formula for products counts, or the time in which the memory moves the bytes.   -> Kernels.seconds
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import dataclass
+
+from minialpa.cluster import DeviceSpec
+from minialpa.hlo.analysis import flops_of
+from minialpa.hlo.text import Computation, Instruction, Module, array_sizes
+
+_COSTS = re.compile(r'"reification_cost":(\[[^\]]*\])')
+#: The estimates that count: from tables, and for want of that XLA's model of a roofline.
+_TABLE, _MODEL = "sol", ""
+#: A product that the table has as more than this multiple of the formula is unlike those in it: where the table has its
+#: like, both agree within a factor of two (`python -m benchmarks.gpu_products`).
+_MOST_OF_PRODUCT = 3.0
+#: Most that a kernel without products takes, as a multiple of the time of its bytes: as if its loads used a quarter of
+#: each sector of memory.
+_MOST_OF_BYTES = 4.0
+#: Names of dtypes, and the rate of products of float32 in the precision that jax uses by default.
+_RATES = {"bf16": "bfloat16", "f16": "float16", "f32": "tensorfloat32", "f64": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The matrix products and convolutions of a kernel.
+
+    Attributes:
+        flops: floating point operations of them.
+        rate: name of the rate at which a device computes them.
+    """
+
+    flops: float
+    rate: str
+
+
+@dataclass(frozen=True, eq=False)
+class Kernels:
+    """Prices of the kernels of a program.
+
+    Attributes:
+        module: the program.
+        device: the GPU; None to take all estimates as they are.
+    """
+
+    module: Module
+    device: DeviceSpec | None
+
+    def seconds(self, instruction: Instruction, around: Computation) -> float:
+        """Seconds of an instruction of the computation `around`; 0 for what is no kernel."""
+        estimates, device = _estimates_s(instruction), self.device
+        estimate_s = estimates.get(_TABLE, estimates.get(_MODEL, 0.0))
+        if device is None or not (estimates or "__cudnn$conv" in instruction.attributes):
+            return estimate_s
+
+        n_bytes = self._bytes(instruction, around)
+        product = self.product(instruction, around)
+        if product is None:
+            moving_s = n_bytes / device.memory_bandwidth
+            is_triton = '"kind":"__triton"' in instruction.attributes
+            return moving_s if is_triton else min(estimate_s, _MOST_OF_BYTES * moving_s)
+
+        formula_s = device.product_s(product.flops, n_bytes, product.rate) + device.launch_s
+        if not 0 < estimates.get(_TABLE, 0.0) <= _MOST_OF_PRODUCT * formula_s:
+            return formula_s
+        # The table has each product by itself. Under a power limit, many in a row take longer.
+        return estimate_s / (1.0 if device.kernels is None else device.kernels.sustained)
+
+    def product(self, instruction: Instruction, around: Computation) -> Product | None:
+        """The products inside a kernel; None if there are none."""
+        shapes = self._shapes(around.name)
+        if flops := flops_of(instruction, shapes):
+            dtype = shapes[instruction.operands[0]].partition("[")[0]
+            return Product(flops, _RATES.get(dtype, "float32"))
+        inside = [
+            product
+            for name in instruction.called("calls")
+            if (called := self.module.computations.get(name)) is not None
+            for one in called.instructions
+            if (product := self.product(one, called)) is not None
+        ]
+        return Product(sum(one.flops for one in inside), inside[0].rate) if inside else None
+
+    def _bytes(self, instruction: Instruction, around: Computation) -> float:
+        """Bytes of the operands and results: what a kernel reads and writes, or more if it reads only slices."""
+        shapes = self._shapes(around.name)
+        texts = (instruction.shape, *(shapes[name] for name in instruction.operands if name in shapes))
+        return sum(n_bytes for text in texts for _, n_bytes in array_sizes(text))
+
+    @functools.cache  # noqa: B019 - lives as long as the reading of one program
+    def _shapes(self, computation: str) -> dict[str, str]:
+        return {one.name: one.shape for one in self.module.computations[computation].instructions}
+
+
+def _estimates_s(instruction: Instruction) -> dict[str, float]:
+    """XLA's estimates by their names."""
+    found = _COSTS.search(instruction.attributes)
+    costs = json.loads(found[1]) if found else []
+    return {cost["name"]: float(cost["exec_time_us"]) * 1e-6 for cost in costs}
