@@ -260,6 +260,6 @@ def _add_collective(recorder: Recorder, v: int, step: ReshardStep, atom: Atom, s
         recorder.combinable[out] = kind, (step.reduction, recorder.values[out].dtype, step.axes)
     if kind == "all-to-all" or (kind == "all-gather" and is_inner):
         gathered, out = out, recorder.copied(out, kind)
-        if kind == "all-gather" and len(shape) == 2:
+        if recorder.on_gpu and kind == "all-gather" and len(shape) == 2:
             recorder.column_gathers[out] = ColumnGather(v, recorder.like(v, kind), gathered)
     return out
