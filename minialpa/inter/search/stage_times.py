@@ -84,8 +84,8 @@ def stage_times(
         in_update[behind] += [one._replace(group=WITH_GRADIENTS) for one in collectives]
 
     *between, update = (
-        s + _communication_s(moved, mesh, _work_s(moved, s, compute_s) if hides else None)[0]
-        for s, moved in zip(once_s, in_update, strict=True)
+        s + _waited_s(moved, mesh, _work_s(moved, s, compute_s) if hides else None, _last_pass_s(passes, loop))
+        for loop, (s, moved) in enumerate(zip(once_s, in_update, strict=True), 1)
     )
     return StageTimes(tuple(passes), update, tuple(between))
 
@@ -93,6 +93,24 @@ def stage_times(
 def _adding_s(totals_bytes: float, mesh: LogicalMesh) -> float:
     """Seconds of adding to totals: each is read and written, and what is added to it is read."""
     return 3 * totals_bytes / mesh.device.memory_bandwidth if mesh.device is not None else 0.0
+
+
+def _last_pass_s(passes: Sequence[PlannedPass], loop: int) -> float:
+    """Seconds that a stage computes in the passes of a loop's last micro-batch that make gradients."""
+    return sum(one.compute_s for one in passes if one.loop == loop and one.kind != "forward")
+
+
+def _waited_s(
+    collectives: Sequence[Communication], mesh: LogicalMesh, work_s: Mapping[int | None, float] | None, pass_s: float
+) -> float:
+    """Seconds that an update waits for its collectives. GPUs sum gradients while the last passes compute, `pass_s`."""
+    if work_s is None or not is_gpu(mesh.device):
+        return _communication_s(collectives, mesh, work_s)[0]
+    is_sum = [one.collective.kind in ("all-reduce", "reduce-scatter") for one in collectives]
+    sums = [one for one, is_one in zip(collectives, is_sum, strict=True) if is_one]
+    others = [one for one, is_one in zip(collectives, is_sum, strict=True) if not is_one]
+    sums_s = _communication_s(sums, mesh, work_s)[0]
+    return max(0.0, sums_s - pass_s) + _communication_s(others, mesh, work_s)[0]
 
 
 def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[CollectiveKind]) -> StartCounts:
