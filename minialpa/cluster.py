@@ -38,6 +38,7 @@ class KernelRates:
         launch_s: seconds in which a product does not compute yet, or no longer.
         attention_efficiency: the part of the peak rate at which fused attention computes.
         sustained: the part of the rate of products that is left when many follow each other, under the power limit.
+        overlap: the part of a program's work beside which it can run collectives; 0 where streams wait for each other.
     """
 
     product_efficiency: float
@@ -46,11 +47,12 @@ class KernelRates:
     launch_s: float
     attention_efficiency: float = field(default=1.0, metadata={"may_be_missing": True})
     sustained: float = field(default=1.0, metadata={"may_be_missing": True})
+    overlap: float = field(default=1.0, metadata={"may_be_missing": True})
 
     def __post_init__(self) -> None:
         parts = (self.product_efficiency, self.memory_efficiency, self.attention_efficiency, self.sustained)
-        if min(parts) <= 0 or min(self.exposed_bytes, self.launch_s) < 0:
-            raise ShardingError(f"Efficiencies are positive, and bytes and seconds not negative; got {self}.")
+        if min(parts) <= 0 or min(self.exposed_bytes, self.launch_s, self.overlap) < 0:
+            raise ShardingError(f"Efficiencies are positive, and other constants not negative; got {self}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,11 @@ class DeviceSpec:
         """Seconds of any other kernel that reads and writes `n_bytes`."""
         efficiency = 1.0 if self.kernels is None else self.kernels.memory_efficiency
         return max(flops / self.flops_per_s(dtype), n_bytes / (efficiency * self.memory_bandwidth))
+
+    @property
+    def overlap(self) -> float:
+        """The part of a program's work beside which it can run collectives."""
+        return 1.0 if self.kernels is None else self.kernels.overlap
 
     @property
     def launch_s(self) -> float:

@@ -104,13 +104,13 @@ def _waited_s(
     collectives: Sequence[Communication], mesh: LogicalMesh, work_s: Mapping[int | None, float] | None, pass_s: float
 ) -> float:
     """Seconds that an update waits for its collectives. GPUs sum gradients while the last passes compute, `pass_s`."""
-    if work_s is None or not is_gpu(mesh.device):
+    if work_s is None or mesh.device is None or not is_gpu(mesh.device):
         return _communication_s(collectives, mesh, work_s)[0]
     is_sum = [one.collective.kind in ("all-reduce", "reduce-scatter") for one in collectives]
     sums = [one for one, is_one in zip(collectives, is_sum, strict=True) if is_one]
     others = [one for one, is_one in zip(collectives, is_sum, strict=True) if not is_one]
     sums_s = _communication_s(sums, mesh, work_s)[0]
-    return max(0.0, sums_s - pass_s) + _communication_s(others, mesh, work_s)[0]
+    return max(0.0, sums_s - mesh.device.overlap * pass_s) + _communication_s(others, mesh, work_s)[0]
 
 
 def gradient_starts(moved: Sequence[TaskCollectives], kinds: Sequence[CollectiveKind]) -> StartCounts:
@@ -163,5 +163,8 @@ def _communication_s(
             seconds[place] += one.times * (whole - less)
             n_bytes[key] = together
 
-    hidden_s = sum(min(s, work_s[loop]) for (loop, can_hide), s in seconds.items() if can_hide and work_s is not None)
+    overlap = mesh.device.overlap if mesh.device is not None else 1.0
+    hidden_s = sum(
+        min(s, overlap * work_s[loop]) for (loop, can_hide), s in seconds.items() if can_hide and work_s is not None
+    )
     return sum(seconds.values()) - hidden_s, hidden_s
