@@ -83,7 +83,7 @@ def predict(run: Run) -> Prediction:
 
 def step_s(run: Run, plan: Plan) -> float:
     """Seconds of a step under a plan, as the trainer of the run takes them."""
-    if not run.trainer.gathers_ahead:
+    if not run.trainer.gathers_ahead or run.shards_parameters:
         return plan.cost.total_s
     slowest = max(range(len(plan.stages)), key=lambda stage: plan.stages[stage].update_s)
     mesh = plan.stages[slowest].mesh
@@ -97,7 +97,7 @@ def step_s(run: Run, plan: Plan) -> float:
         for one in plan.stages[slowest].passes
         if one.kind != "backward"
     )
-    return plan.cost.total_s - min(gathers_s, forward_s, plan.stages[slowest].update_s)
+    return plan.cost.total_s - min(gathers_s, forward_s)
 
 
 def choose(run: Run) -> tuple[Plan, Plan]:
@@ -108,7 +108,7 @@ def choose(run: Run) -> tuple[Plan, Plan]:
 
 def traced(run: Run) -> TracedStep:
     """The run's step."""
-    step = traced_step(run.model.train_step, *run.model.arguments(run.batch))
+    step = traced_step(run.model.train_step, *run.model.arguments(run.batch), recognises=False)
     return step if run.model.writes_scores else recognise(step, everywhere=True)
 
 

@@ -29,7 +29,7 @@ class Trainer:
         hides_operators: whether products hide the collectives of tensor parallelism, chunk by chunk.
         interleaves: whether stages of a pipeline have several runs of layers where rows do not say how many.
         overlap: the part of its work beside which it sums gradients and gathers weights.
-        gathers_ahead: whether the first passes of a step hide the gathers of the weights that the last step has changed.
+        gathers_ahead: whether the first passes of a step hide the gathers of the weights that the step before changed.
         fills_pipeline: whether a pipeline has as many micro-batches as stages where rows do not say how many; else a
             micro-batch is one example for each device that splits them.
         keeps_every_second: whether "selective" recomputation keeps every second product; else it is that of scores.

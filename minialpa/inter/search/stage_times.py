@@ -63,9 +63,13 @@ def stage_times(
     for task, collectives, totals_bytes in ((m.task, m.collectives, m.totals_bytes) for m in moved):
         compute = sum(compute_s[id(eqn)] for eqn in task.eqns) + (_adding_s(totals_bytes, mesh) if hides else 0.0)
         if task.kind == "forward" or task.kind == "backward" or task.kind == "step":
+            sums = [one for one in collectives if hides and _sums_gradients(one)]
             exposed_s, hidden_s = _communication_s(
-                collectives, mesh, _work_s(collectives, compute, compute_s) if hides else None
+                [one for one in collectives if one not in sums],
+                mesh,
+                _work_s(collectives, compute, compute_s) if hides else None,
             )
+            exposed_s += _waited_s(sums, mesh, {None: 0.0}, compute)
             passes.append(
                 PlannedPass(
                     kind=task.kind,
@@ -93,6 +97,11 @@ def stage_times(
 def _adding_s(totals_bytes: float, mesh: LogicalMesh) -> float:
     """Seconds of adding to totals: each is read and written, and what is added to it is read."""
     return 3 * totals_bytes / mesh.device.memory_bandwidth if mesh.device is not None else 0.0
+
+
+def _sums_gradients(one: Communication) -> bool:
+    """Whether a pass sums gradients with it behind its loops over layers."""
+    return one.loop is None and one.group == WITH_GRADIENTS and one.collective.kind in ("all-reduce", "reduce-scatter")
 
 
 def _last_pass_s(passes: Sequence[PlannedPass], loop: int) -> float:
