@@ -50,6 +50,7 @@ class Decoder:
         tensor_parallel: (groups of devices that split the examples, devices that split the operators of a block) if
             they do: heads and the features inside feed-forward layers. Else every device computes whole operators.
         sequence_parallel: whether these devices also split the positions between operators.
+        shards_weights: whether groups share weights, which each gathers for each use (ZeRO-3).
     """
 
     family: Family
@@ -66,6 +67,7 @@ class Decoder:
     in_float8: bool = False
     tensor_parallel: tuple[int, int] | None = None
     sequence_parallel: bool = True
+    shards_weights: bool = False
 
     @property
     def n_weights(self) -> int:
@@ -82,16 +84,13 @@ class Decoder:
         per_position = self.n_layers * (per_block + attention) + self.vocab * self.hidden
         return 6.0 * n_examples * self.seq * per_position
 
-    def weight_partitions(self, operators: str, groups: str | None) -> dict[str, PartitionSpec]:
-        """Where weights lie under tensor parallelism, by path: each device of a group has its columns of what makes
-        heads and inner features, and its rows of what reads them. `groups` split the other dimension."""
-        columns, rows = PartitionSpec(None, groups, operators), PartitionSpec(None, operators, groups)
-        layout = {name: columns for name in ("query", "key", "value", "up")} | {"out": rows, "down": rows}
-        partitions = {f"['blocks']['{name}']": partition for name, partition in layout.items()}
-        partitions["['words']"] = PartitionSpec(operators, groups)
-        if self.family == "llama":
-            partitions |= {"['blocks']['gate']": columns, "['head']": PartitionSpec(groups, operators)}
-        return partitions
+    def weight_partitions(self, operators: str | None, groups: str | None) -> dict[str, PartitionSpec]:
+        """Where weights lie, by path: each device of a tensor-parallel group has its columns of what makes heads and
+        inner features, and its rows of what reads them. `groups` split the other dimension."""
+        layout = _layout(self, operators, groups)
+        blocks = _block_shapes(self).keys() & layout.keys()
+        stacked = {f"['blocks']['{name}']": PartitionSpec(None, *layout[name]) for name in sorted(blocks)}
+        return stacked | {f"['{name}']": layout[name] for name in sorted(layout.keys() - blocks)}
 
     def arguments(self, n_examples: int) -> tuple[Any, Any]:
         """Shapes of the state and of a batch, for `train_step`."""
@@ -148,7 +147,7 @@ def _block_shapes(of: Decoder) -> dict[str, tuple[int, ...]]:
 
 
 def _loss(of: Decoder, params: Any, batch: Any) -> jax.Array:
-    words = params["words"]
+    words = _shared(of, "words", params["words"])
     x = words[batch["tokens"]]
     if of.family == "gpt":
         x = x + params["positions"][None]
@@ -161,7 +160,7 @@ def _loss(of: Decoder, params: Any, batch: Any) -> jax.Array:
     x, _ = jax.lax.scan(lambda x, weights: (block(x, weights), None), x, params["blocks"])
 
     x = _norm(of, x, params["norm"])
-    head = words.T if of.family == "gpt" else params["head"]
+    head = words.T if of.family == "gpt" else _shared(of, "head", params["head"])
     return jnp.mean(cross_entropies(jnp.dot(x, head), batch["labels"]))
 
 
@@ -172,6 +171,7 @@ _KEPT = ("query", "value", "attended", "up")
 def _block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
     """x + attention(norm(x)), then x + feed_forward(norm(x)). [b s h] -> [b s h]."""
     dot = _float8_dot if of.in_float8 else jnp.dot
+    weights = {name: _shared(of, name, weight) for name, weight in weights.items()}
 
     def products(y: jax.Array, *names: str) -> list[jax.Array]:
         # What a group of devices gathers is not kept for the backward pass, which gathers it again.
@@ -231,6 +231,28 @@ def _norm(of: Decoder, x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+def _layout(of: Decoder, operators: str | None, groups: str | None) -> dict[str, PartitionSpec]:
+    """Partitions of weights, without the dimension of layers; see `Decoder.weight_partitions`."""
+    columns, rows = PartitionSpec(groups, operators), PartitionSpec(operators, groups)
+    layout = {name: columns for name in ("query", "key", "value", "up")} | {"out": rows, "down": rows, "words": rows}
+    return layout | ({"gate": columns, "head": columns} if of.family == "llama" else {})
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _shared(of: Decoder, name: str, weight: jax.Array) -> jax.Array:
+    """A weight of which each group has a part, if groups share weights: a micro-batch leaves a part of its gradient on
+    each of them, too."""
+    return weight
+
+
+def _shared_backward(of: Decoder, name: str, _: None, weight_bar: jax.Array) -> tuple[jax.Array]:
+    layout = _layout(of, "operators", "examples") if of.shards_weights else {}
+    return (_constrained(of, weight_bar, layout[name]) if name in layout else weight_bar,)
+
+
+_shared.defvjp(lambda of, name, weight: (weight, None), _shared_backward)
 
 
 def _split(of: Decoder, x: jax.Array) -> jax.Array:

@@ -77,10 +77,15 @@ def device_of(kind: str) -> DeviceSpec:
     return dataclasses.replace(
         device,
         peak_flops=tuple(sorted(rates.items())),
-        memory_bytes=int(memory[1]) * 1e9 if memory else device.memory_bytes,
+        memory_bytes=_usable_bytes(int(memory[1]) if memory else device.memory_bytes / 1e9),
         memory_bandwidth=bandwidth,
         kernels=dataclasses.replace(kernels, sustained=kernels.sustained * power_part(kind)),
     )
+
+
+def _usable_bytes(gb: float) -> float:
+    """Of a GPU that is sold with so many "GB", which are 2^30 bytes: the driver and its context keep one of them."""
+    return (gb - 1) * 2**30
 
 
 def power_part(kind: str) -> float:

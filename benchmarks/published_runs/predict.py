@@ -134,9 +134,9 @@ def cluster_of(run: Run, change: Callable[[KernelRates], KernelRates] = lambda r
 
 
 def _weight_specs(run: Run) -> dict[str, PartitionSpec]:
-    """Where weights lie under tensor parallelism; `fsdp` splits what the operators leave, if it shards weights."""
-    groups = "x" if run.shards_parameters else None
-    return {f"[0][0]{path}": partition for path, partition in run.model.weight_partitions("y", groups).items()}
+    """Where weights lie under tensor parallelism, and where groups share them."""
+    partitions = run.model.weight_partitions("y" if run.tp > 1 else None, "x" if run.shards_parameters else None)
+    return {f"[0][0]{path}": partition for path, partition in partitions.items()}
 
 
 def method_of(run: Run, cluster: ClusterSpec, memory_bytes: float | None = None) -> Method:
@@ -151,9 +151,12 @@ def method_of(run: Run, cluster: ClusterSpec, memory_bytes: float | None = None)
         option = dataclasses.replace(
             option, force_batch_dim_to_mesh_dim=0, fixed_specs=_weight_specs(run), allow_all_to_all=False
         )
+    elif run.shards_parameters:
+        shape = (per_stage,)
+        option = dataclasses.replace(option, force_batch_dim_to_mesh_dim=0, fixed_specs=_weight_specs(run))
     else:
         shape = (hosts, in_host) if hosts > 1 else (in_host,)
-        option = dataclasses.replace(option, force_data_parallel=True, force_zero_stage_3=run.shards_parameters)
+        option = dataclasses.replace(option, force_data_parallel=True)
     if run.pp == 1:
         return ShardParallel(cluster, run.n_micro_batches, option, shape, (hosts, in_host))
 

@@ -137,6 +137,7 @@ def _model(row: Row, trainer: Trainer) -> Decoder:
     name, hidden = row["model"], row["hidden"]
     if hidden is None:
         raise NotBuiltError(f"{name}: no dimensions")
+    n_groups = (row["dp"] or 1) * (row["fsdp"] or 1)
     common = {
         "hidden": hidden,
         "seq": row["seq"],
@@ -145,7 +146,8 @@ def _model(row: Row, trainer: Trainer) -> Decoder:
         "has_dropout": trainer.has_dropout,
         # Products with a scale for each row took as long as those of bfloat16 when they were published.
         "in_float8": "fp8" in row["dtype"] and "rowwise" not in row["dtype"],
-        "tensor_parallel": ((row["dp"] or 1) * (row["fsdp"] or 1), row["tp"]) if row["tp"] > 1 else None,
+        "tensor_parallel": (n_groups, row["tp"]) if row["tp"] > 1 or _shards_parameters(row) else None,
+        "shards_weights": _shards_parameters(row),
         "sequence_parallel": trainer.splits_positions,
     }
     if name in _LLAMAS:
@@ -176,9 +178,9 @@ def _shards_parameters(row: Row) -> bool:
 
 def _n_micro_batches(row: Row, trainer: Trainer, n_groups: int, pp: int) -> int:
     """As the row says, or where it does not, one without a pipeline, which has no use for more."""
-    per_group = max(1, row["global_batch"] // n_groups)
+    per_group = max(1, int(row["global_batch"]) // n_groups)
     if row["micro_batch"]:
-        return max(1, per_group // row["micro_batch"])
+        return max(1, per_group // int(row["micro_batch"]))
     return 1 if pp == 1 else min(pp, per_group) if trainer.fills_pipeline else per_group
 
 
