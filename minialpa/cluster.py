@@ -154,9 +154,10 @@ def _device(
 
 
 def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: float) -> KernelRates:
-    """Products are fitted to XLA's tables of an H100, as other GPUs have none (`python -m benchmarks.gpu_products`), the
-    first two arguments to published runs (`python -m benchmarks.published_runs`), and rounded. The efficiency of
-    attention is that of cuDNN's kernel, chosen by hand: few of these runs use it."""
+    """Products are fitted to XLA's tables of an H100, as other GPUs have none (`python -m benchmarks.gpu_products`). The
+    first two arguments are those with which published runs are predicted best (`python -m benchmarks.published_runs`),
+    rounded. The efficiency of attention is that of cuDNN's kernel, chosen by hand: few of these runs use it.
+    """
     return KernelRates(
         product_efficiency=0.87,
         exposed_bytes=0.74,
@@ -168,8 +169,8 @@ def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: f
 
 
 #: Of GPUs of each generation. Nobody has published enough runs of V100s and B200s: they have their neighbours' figures.
-_AMPERE_KERNELS = _kernels(sustained=0.94, memory_efficiency=1.35, attention_efficiency=0.5)
-_HOPPER_KERNELS = _kernels(sustained=0.70, memory_efficiency=1.9, attention_efficiency=0.4)
+_AMPERE_KERNELS = _kernels(sustained=0.98, memory_efficiency=1.35, attention_efficiency=0.5)
+_HOPPER_KERNELS = _kernels(sustained=0.74, memory_efficiency=1.9, attention_efficiency=0.4)
 
 #: Rates in Tflop/s by dtype.
 _HOPPER = {"float32": 67, "tensorfloat32": 494, "float16": 989, "bfloat16": 989} | dict.fromkeys(

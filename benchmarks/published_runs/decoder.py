@@ -8,7 +8,6 @@ s positions, h features, v words.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,6 +43,8 @@ class Decoder:
         vocab: number of words.
         seq: positions of an example.
         recomputes: what the backward pass of a block computes again.
+        recomputes_unread: whether what is computed again includes what the backward pass does not read, the last
+            product of a block. PyTorch runs all of a block again, where jax leaves that out.
         writes_scores: whether attention writes its scores to memory, operator by operator.
         has_dropout: whether scores and what is added to residuals are dropped in part.
         in_float8: whether the products of blocks are of float8.
@@ -62,6 +63,7 @@ class Decoder:
     vocab: int
     seq: int
     recomputes: Recomputation = "none"
+    recomputes_unread: bool = False
     writes_scores: bool = False
     has_dropout: bool = False
     in_float8: bool = False
@@ -152,11 +154,12 @@ def _loss(of: Decoder, params: Any, batch: Any) -> jax.Array:
     if of.family == "gpt":
         x = x + params["positions"][None]
 
-    block: Callable[[jax.Array, Any], jax.Array] = functools.partial(_block, of)
+    block = block_itself = functools.partial(_block, of)
     if of.recomputes != "none":
         # Iterations of a loop are apart anyway, so that nothing has to keep recomputed equations from merging.
         kept = jax.checkpoint_policies.save_only_these_names(*(_KEPT if of.recomputes != "full" else ()))
-        block = jax.checkpoint(block, prevent_cse=False, policy=kept)
+        wanted = (lambda x, weights: _wanted(block_itself(x, weights))) if of.recomputes_unread else block_itself
+        block = jax.checkpoint(wanted, prevent_cse=False, policy=kept)
     x, _ = jax.lax.scan(lambda x, weights: (block(x, weights), None), x, params["blocks"])
 
     x = _norm(of, x, params["norm"])
@@ -166,6 +169,15 @@ def _loss(of: Decoder, params: Any, batch: Any) -> jax.Array:
 
 #: What a block keeps if it computes every second product again, in their order, and the attention.
 _KEPT = ("query", "value", "attended", "up")
+
+
+@jax.custom_vjp
+def _wanted(x: jax.Array) -> jax.Array:
+    """`x`, which the backward pass reads, so that it has to be computed again."""
+    return x
+
+
+_wanted.defvjp(lambda x: (x, x), lambda x, x_bar: (x_bar + 0 * x,))
 
 
 def _block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
@@ -187,11 +199,11 @@ def _block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
         query, key = rotate(query, 500_000.0), rotate(key, 500_000.0)
     attended = _attend_in_memory(of, query, key, value) if of.writes_scores else attend(query, key, value, causal=True)
     attended = checkpoint_name(attended.reshape(x.shape), "attended")
-    x = _between(of, x + _dropped(of, dot(attended, weights["out"])))
+    x = _between(of, x + _dropped(of, _between(of, dot(attended, weights["out"]))))
 
     names = ("up",) if of.family == "gpt" else ("up", "gate")
     wide = _activated(*(_split(of, y) for y in products(_norm(of, x, weights["norm_2"]), *names)))
-    return _between(of, x + _dropped(of, dot(wide, weights["down"])))
+    return _between(of, x + _dropped(of, _between(of, dot(wide, weights["down"]))))
 
 
 def _attend_in_memory(of: Decoder, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

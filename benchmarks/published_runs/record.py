@@ -142,6 +142,7 @@ def _model(row: Row, trainer: Trainer) -> Decoder:
         "hidden": hidden,
         "seq": row["seq"],
         "recomputes": _recomputation(row, trainer),
+        "recomputes_unread": trainer.recomputes_unread and row["remat"] == "full",
         "writes_scores": trainer.attention == "written",
         "has_dropout": trainer.has_dropout,
         # Products with a scale for each row took as long as those of bfloat16 when they were published.

@@ -32,6 +32,8 @@ class Trainer:
         gathers_ahead: whether the first passes of a step hide the gathers of the weights that the step before changed.
         fills_pipeline: whether a pipeline has as many micro-batches as stages where rows do not say how many; else a
             micro-batch is one example for each device that splits them.
+        recomputes_unread: whether full recomputation runs all of a block again, also what no gradient needs, as PyTorch
+            does.
         keeps_every_second: whether "selective" recomputation keeps every second product; else it is that of scores.
     """
 
@@ -44,6 +46,7 @@ class Trainer:
     overlap: float = 1.0
     gathers_ahead: bool = False
     fills_pipeline: bool = False
+    recomputes_unread: bool = True
     keeps_every_second: bool = False
 
 
@@ -58,7 +61,7 @@ _TRAINERS: tuple[tuple[str, Trainer], ...] = (
     (r"SC21", replace(_EARLY, interleaves=True)),
     (r"Megatron-DeepSpeed|GPT-NeoX|Megatron-LM.*20(19|20|21)", _EARLY),
     (r"Megatron-Bridge|NeMo|Megatron-Core|Megatron-LM", _TRANSFORMER_ENGINE),
-    (r"MaxText|JAX|Paxml|T5X|AXLearn", Trainer(attention="cudnn")),
+    (r"MaxText|JAX|Paxml|T5X|AXLearn", Trainer(attention="cudnn", recomputes_unread=False)),
     (r"torchtitan", Trainer(elementwise="operators", keeps_every_second=True, fills_pipeline=True)),
     # `attn_impl: triton`, FlashAttention 1 with the bias of ALiBi.
     (r"llm-foundry", Trainer(attention="triton")),
