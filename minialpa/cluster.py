@@ -154,8 +154,9 @@ def _device(
 
 
 def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: float) -> KernelRates:
-    """Products are fitted to XLA's tables of an H100, as other GPUs have none (`python -m benchmarks.gpu_products`). The
-    first two arguments are those with which published runs are predicted best (`python -m benchmarks.published_runs`),
+    """Products are fitted to XLA's tables of an H100, as other GPUs have none (see `benchmarks.gpu_products`).
+
+    The first two arguments are those with which published runs are predicted well (see `benchmarks.published_runs`),
     rounded. The efficiency of attention is that of cuDNN's kernel, chosen by hand: few of these runs use it.
     """
     return KernelRates(

@@ -8,6 +8,7 @@ s positions, h features, v words.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -154,12 +155,12 @@ def _loss(of: Decoder, params: Any, batch: Any) -> jax.Array:
     if of.family == "gpt":
         x = x + params["positions"][None]
 
-    block = block_itself = functools.partial(_block, of)
+    block: Callable[[jax.Array, Any], jax.Array] = functools.partial(_block, of)
     if of.recomputes != "none":
         # Iterations of a loop are apart anyway, so that nothing has to keep recomputed equations from merging.
         kept = jax.checkpoint_policies.save_only_these_names(*(_KEPT if of.recomputes != "full" else ()))
-        wanted = (lambda x, weights: _wanted(block_itself(x, weights))) if of.recomputes_unread else block_itself
-        block = jax.checkpoint(wanted, prevent_cse=False, policy=kept)
+        again = functools.partial(_wanted_block, of) if of.recomputes_unread else block
+        block = jax.checkpoint(again, prevent_cse=False, policy=kept)
     x, _ = jax.lax.scan(lambda x, weights: (block(x, weights), None), x, params["blocks"])
 
     x = _norm(of, x, params["norm"])
@@ -178,6 +179,10 @@ def _wanted(x: jax.Array) -> jax.Array:
 
 
 _wanted.defvjp(lambda x: (x, x), lambda x, x_bar: (x_bar + 0 * x,))
+
+
+def _wanted_block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
+    return _wanted(_block(of, x, weights))
 
 
 def _block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
