@@ -19,8 +19,8 @@ from minialpa.tracing.trace import TracedStep, trace_step
 PER_HOST = 8
 
 
-def traced_step(step: Callable[..., Any], state: Any, batch: Any) -> TracedStep:
-    """`step(state, batch)` as `parallelize` traces it. Arguments may be shapes."""
+def traced_step(step: Callable[..., Any], state: Any, batch: Any, *, recognises: bool = True) -> TracedStep:
+    """`step(state, batch)` as `parallelize` traces it. Arguments may be shapes. recognises: its attentions."""
     args = (state, batch)
     leaves, tree = jax.tree.flatten(args)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
@@ -35,7 +35,7 @@ def traced_step(step: Callable[..., Any], state: Any, batch: Any) -> TracedStep:
             donate="auto",
             state_like=(0,),
         )
-        return recognise(traced)
+        return recognise(traced) if recognises else traced
 
 
 def planned(traced: TracedStep, cluster: ClusterSpec, method: Method) -> Plan:

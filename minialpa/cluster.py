@@ -38,6 +38,7 @@ class KernelRates:
         launch_s: seconds in which a product does not compute yet, or no longer.
         attention_efficiency: the part of the peak rate at which fused attention computes.
         sustained: the part of the rate of products that is left when many follow each other, under the power limit.
+        overlap: the part of a program's work beside which it can run collectives; 0 where streams wait for each other.
     """
 
     product_efficiency: float
@@ -46,11 +47,12 @@ class KernelRates:
     launch_s: float
     attention_efficiency: float = field(default=1.0, metadata={"may_be_missing": True})
     sustained: float = field(default=1.0, metadata={"may_be_missing": True})
+    overlap: float = field(default=1.0, metadata={"may_be_missing": True})
 
     def __post_init__(self) -> None:
         parts = (self.product_efficiency, self.memory_efficiency, self.attention_efficiency, self.sustained)
-        if min(parts) <= 0 or min(self.exposed_bytes, self.launch_s) < 0:
-            raise ShardingError(f"Efficiencies are positive, and bytes and seconds not negative; got {self}.")
+        if min(parts) <= 0 or min(self.exposed_bytes, self.launch_s, self.overlap) < 0:
+            raise ShardingError(f"Efficiencies are positive, and other constants not negative; got {self}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,11 @@ class DeviceSpec:
         return max(flops / self.flops_per_s(dtype), n_bytes / (efficiency * self.memory_bandwidth))
 
     @property
+    def overlap(self) -> float:
+        """The part of a program's work beside which it can run collectives."""
+        return 1.0 if self.kernels is None else self.kernels.overlap
+
+    @property
     def launch_s(self) -> float:
         """Seconds that each product takes, however small it is."""
         return 0.0 if self.kernels is None else self.kernels.launch_s
@@ -147,9 +154,11 @@ def _device(
 
 
 def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: float) -> KernelRates:
-    """Products are fitted to XLA's tables of an H100, as other GPUs have none (`python -m benchmarks.gpu_products`),
-    the first two arguments to published runs (`python -m benchmarks.published_runs`), and rounded. The efficiency of
-    attention is that of cuDNN's kernel, chosen by hand: few of these runs use it."""
+    """Products are fitted to XLA's tables of an H100, as other GPUs have none (see `benchmarks.gpu_products`).
+
+    The first two arguments are those with which published runs are predicted well (see `benchmarks.published_runs`),
+    rounded. The efficiency of attention is that of cuDNN's kernel, chosen by hand: few of these runs use it.
+    """
     return KernelRates(
         product_efficiency=0.87,
         exposed_bytes=0.74,
@@ -161,8 +170,8 @@ def _kernels(sustained: float, memory_efficiency: float, attention_efficiency: f
 
 
 #: Of GPUs of each generation. Nobody has published enough runs of V100s and B200s: they have their neighbours' figures.
-_AMPERE_KERNELS = _kernels(sustained=0.94, memory_efficiency=1.35, attention_efficiency=0.5)
-_HOPPER_KERNELS = _kernels(sustained=0.70, memory_efficiency=1.9, attention_efficiency=0.4)
+_AMPERE_KERNELS = _kernels(sustained=0.98, memory_efficiency=1.35, attention_efficiency=0.5)
+_HOPPER_KERNELS = _kernels(sustained=0.74, memory_efficiency=1.9, attention_efficiency=0.4)
 
 #: Rates in Tflop/s by dtype.
 _HOPPER = {"float32": 67, "tensorfloat32": 494, "float16": 989, "bfloat16": 989} | dict.fromkeys(

@@ -1,6 +1,7 @@
 """Steps that others have measured, beside what minialpa predicts of them.
 
-    python -m benchmarks.published_runs --runs FILE [--only SYSTEM ...] [--json FILE] [--write PAGE] [--choices]
+    python -m benchmarks.published_runs --runs FILE [--only SYSTEM ...] [--every N] [--json FILE] [--write PAGE]
+    python -m benchmarks.published_runs --runs FILE --choices
 
 FILE is a list of published runs, see `record.py` for its fields. Each run's model is built in its dimensions, its
 degrees are forced, and the plan's seconds and bytes are put beside what was measured. `--choices` lets the planner
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.published_runs", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, required=True, help="the file of published runs")
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of systems")
+    parser.add_argument("--every", type=int, default=1, help="predict every so many runs of a system only")
     parser.add_argument("--json", type=Path, help="write a line for each run")
     parser.add_argument("--write", type=Path, help="write the scores as a page of Markdown")
     parser.add_argument("--choices", action="store_true", help="plans of our own for the best of each sweep")
@@ -39,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     rows = read(args.runs)
     runs = [row for row in rows if isinstance(row, Run) and _is_wanted(row, args.only or args.fit)]
+    runs = [run for group in _by_system(runs) for run in group[:: args.every]]
     if args.choices:
         for run in runs:
             print(_choice_line(run), flush=True)
@@ -61,6 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_wanted(run: Run, names: Sequence[str]) -> bool:
     return not names or any(name in run.system for name in names)
+
+
+def _by_system(runs: Sequence[Run]) -> list[list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.system, []).append(run)
+    return list(groups.values())
 
 
 def _predicted(runs: Sequence[Run], n_processes: int) -> Iterator[Prediction]:

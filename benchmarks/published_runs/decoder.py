@@ -1,7 +1,8 @@
 """Decoders in the dimensions of published runs: GPT, MPT and Llama, one `lax.scan` over equal blocks, AdamW.
 
-Parameters, totals of gradients and moments are float32, products bfloat16 or float8, and softmaxes float32, as the
-trainers do it whose runs are recorded. Letters: b examples, s positions, h features, v words.
+As in the trainers whose runs are recorded, parameters are bfloat16, and the optimizer has them in float32, with its
+moments. Totals of gradients are float32, products bfloat16 or float8, and softmaxes float32. Letters: b examples,
+s positions, h features, v words.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import minialpa
@@ -22,6 +24,9 @@ from minialpa.models.llama import rotate
 from minialpa.models.losses import cross_entropies
 
 Family = Literal["gpt", "llama"]
+#: What the backward pass of a block computes again: nothing; all but the attention and every second product, as
+#: torchtitan's selective checkpointing of operators does; or everything.
+Recomputation = Literal["none", "every second product", "full"]
 Shapes = dict[str, Any]
 
 
@@ -38,11 +43,16 @@ class Decoder:
         ffn: features inside a feed-forward layer.
         vocab: number of words.
         seq: positions of an example.
-        recomputes: whether the backward pass computes each block again from its input.
+        recomputes: what the backward pass of a block computes again.
+        recomputes_unread: whether what is computed again includes what the backward pass does not read, the last
+            product of a block. PyTorch runs all of a block again, where jax leaves that out.
+        writes_scores: whether attention writes its scores to memory, operator by operator.
+        has_dropout: whether scores and what is added to residuals are dropped in part.
         in_float8: whether the products of blocks are of float8.
         tensor_parallel: (groups of devices that split the examples, devices that split the operators of a block) if
             they do: heads and the features inside feed-forward layers. Else every device computes whole operators.
         sequence_parallel: whether these devices also split the positions between operators.
+        shards_weights: whether groups share weights, which each gathers for each use (ZeRO-3).
     """
 
     family: Family
@@ -53,10 +63,14 @@ class Decoder:
     ffn: int
     vocab: int
     seq: int
-    recomputes: bool = False
+    recomputes: Recomputation = "none"
+    recomputes_unread: bool = False
+    writes_scores: bool = False
+    has_dropout: bool = False
     in_float8: bool = False
     tensor_parallel: tuple[int, int] | None = None
     sequence_parallel: bool = True
+    shards_weights: bool = False
 
     @property
     def n_weights(self) -> int:
@@ -73,23 +87,38 @@ class Decoder:
         per_position = self.n_layers * (per_block + attention) + self.vocab * self.hidden
         return 6.0 * n_examples * self.seq * per_position
 
+    def weight_partitions(self, operators: str | None, groups: str | None) -> dict[str, PartitionSpec]:
+        """Where weights lie, by path: each device of a tensor-parallel group has its columns of what makes heads and
+        inner features, and its rows of what reads them. `groups` split the other dimension."""
+        layout = _layout(self, operators, groups)
+        blocks = _block_shapes(self).keys() & layout.keys()
+        stacked = {f"['blocks']['{name}']": PartitionSpec(None, *layout[name]) for name in sorted(blocks)}
+        return stacked | {f"['{name}']": layout[name] for name in sorted(layout.keys() - blocks)}
+
     def arguments(self, n_examples: int) -> tuple[Any, Any]:
         """Shapes of the state and of a batch, for `train_step`."""
-        state = jax.eval_shape(lambda params: (params, _OPTIMIZER.init(params)), _parameters(self))
+        params = _parameters(self)
+        state = params, jax.eval_shape(_optimizer_state, params)
         words = jax.ShapeDtypeStruct((n_examples, self.seq), jnp.int32)
         return state, {"tokens": words, "labels": words}
 
     def train_step(self, state: Any, batch: Any) -> tuple[Any, jax.Array]:
-        """(parameters, moments), batch -> new state, loss."""
-        params, moments = state
+        """(parameters, (the same in float32, moments)), batch -> new state, loss."""
+        params, (masters, moments) = state
         # optax mixes integers and floats.
         with jax.numpy_dtype_promotion("standard"):
             loss, gradients = minialpa.value_and_grad(functools.partial(_loss, self))(params, batch)
-            updates, moments = _OPTIMIZER.update(gradients, moments, params)
-            return (optax.apply_updates(params, updates), moments), loss
+            updates, moments = _OPTIMIZER.update(_cast(jnp.float32, gradients), moments, masters)
+            masters = optax.apply_updates(masters, updates)
+            return (_cast(jnp.bfloat16, masters), (masters, moments)), loss
 
 
 _OPTIMIZER = optax.adamw(1e-4)
+
+
+def _optimizer_state(params: Any) -> Any:
+    masters = _cast(jnp.float32, params)
+    return masters, _OPTIMIZER.init(masters)
 
 
 def _parameters(of: Decoder) -> Shapes:
@@ -104,7 +133,11 @@ def _parameters(of: Decoder) -> Shapes:
 
 
 def _array(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def _cast(dtype: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
 
 def _block_shapes(of: Decoder) -> dict[str, tuple[int, ...]]:
@@ -117,33 +150,51 @@ def _block_shapes(of: Decoder) -> dict[str, tuple[int, ...]]:
 
 
 def _loss(of: Decoder, params: Any, batch: Any) -> jax.Array:
-    words = params["words"].astype(jnp.bfloat16)
+    words = _shared(of, "words", params["words"])
     x = words[batch["tokens"]]
     if of.family == "gpt":
-        x = x + params["positions"].astype(jnp.bfloat16)[None]
+        x = x + params["positions"][None]
 
     block: Callable[[jax.Array, Any], jax.Array] = functools.partial(_block, of)
-    if of.recomputes:
+    if of.recomputes != "none":
         # Iterations of a loop are apart anyway, so that nothing has to keep recomputed equations from merging.
-        block = jax.checkpoint(block, prevent_cse=False)
-    # Cast outside of the loop: what an iteration casts would be kept for the backward pass.
-    weights = {name: weight.astype(jnp.bfloat16) for name, weight in params["blocks"].items()}
-    x, _ = jax.lax.scan(lambda x, weights: (block(x, weights), None), x, weights)
+        kept = jax.checkpoint_policies.save_only_these_names(*(_KEPT if of.recomputes != "full" else ()))
+        again = functools.partial(_wanted_block, of) if of.recomputes_unread else block
+        block = jax.checkpoint(again, prevent_cse=False, policy=kept)
+    x, _ = jax.lax.scan(lambda x, weights: (block(x, weights), None), x, params["blocks"])
 
     x = _norm(of, x, params["norm"])
-    head = words.T if of.family == "gpt" else params["head"].astype(jnp.bfloat16)
+    head = words.T if of.family == "gpt" else _shared(of, "head", params["head"])
     return jnp.mean(cross_entropies(jnp.dot(x, head), batch["labels"]))
+
+
+#: What a block keeps if it computes every second product again, in their order, and the attention.
+_KEPT = ("query", "value", "attended", "up")
+
+
+@jax.custom_vjp
+def _wanted(x: jax.Array) -> jax.Array:
+    """`x`, which the backward pass reads, so that it has to be computed again."""
+    return x
+
+
+_wanted.defvjp(lambda x: (x, x), lambda x, x_bar: (x_bar + 0 * x,))
+
+
+def _wanted_block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
+    return _wanted(_block(of, x, weights))
 
 
 def _block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
     """x + attention(norm(x)), then x + feed_forward(norm(x)). [b s h] -> [b s h]."""
     dot = _float8_dot if of.in_float8 else jnp.dot
+    weights = {name: _shared(of, name, weight) for name, weight in weights.items()}
 
     def products(y: jax.Array, *names: str) -> list[jax.Array]:
         # What a group of devices gathers is not kept for the backward pass, which gathers it again.
         all_of = jax.checkpoint(lambda y, own: [dot(_gathered(of, y), w) for w in own], prevent_cse=False)
         found: list[jax.Array] = all_of(y, [weights[name] for name in names])
-        return found
+        return list(map(checkpoint_name, found, names))
 
     b, s, _ = x.shape
     inner = products(_norm(of, x, weights["norm_1"]), "query", "key", "value")
@@ -151,11 +202,34 @@ def _block(of: Decoder, x: jax.Array, weights: Any) -> jax.Array:
     query, key, value = (_split(of, y.reshape(b, s, n, -1)) for y, n in zip(inner, numbers, strict=True))
     if of.family == "llama":
         query, key = rotate(query, 500_000.0), rotate(key, 500_000.0)
-    x = _between(of, x + dot(attend(query, key, value, causal=True).reshape(x.shape), weights["out"]))
+    attended = _attend_in_memory(of, query, key, value) if of.writes_scores else attend(query, key, value, causal=True)
+    attended = checkpoint_name(attended.reshape(x.shape), "attended")
+    x = _between(of, x + _dropped(of, _between(of, dot(attended, weights["out"]))))
 
     names = ("up",) if of.family == "gpt" else ("up", "gate")
     wide = _activated(*(_split(of, y) for y in products(_norm(of, x, weights["norm_2"]), *names)))
-    return _between(of, x + dot(wide, weights["down"]))
+    return _between(of, x + _dropped(of, _between(of, dot(wide, weights["down"]))))
+
+
+def _attend_in_memory(of: Decoder, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """As `attend` with a causal mask, in bfloat16: what each step writes is about what the kernels of trainers before
+    fused attention read and write, one for the scale, the mask and the softmax, and one for dropout."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    scores = scores + jnp.triu(jnp.full(scores.shape[2:], -1e4, scores.dtype), 1)[None, None]
+    largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
+    weights = jnp.exp(scores - largest)
+    weights = weights / jnp.sum(weights, -1, keepdims=True)
+    return jnp.einsum("bhqk,bkhd->bqhd", _dropped(of, weights), value)
+
+
+def _dropped(of: Decoder, x: jax.Array) -> jax.Array:
+    """`x` with a part of it dropped, if the trainer does so.
+
+    A comparison with its own values stands for one with random numbers, which take no memory.
+    """
+    if not of.has_dropout:
+        return x
+    return jnp.where(x >= -1e4, x * jnp.asarray(1 / 0.9, x.dtype), jnp.zeros_like(x))
 
 
 @jax.checkpoint
@@ -174,6 +248,28 @@ def _norm(of: Decoder, x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+def _layout(of: Decoder, operators: str | None, groups: str | None) -> dict[str, PartitionSpec]:
+    """Partitions of weights, without the dimension of layers; see `Decoder.weight_partitions`."""
+    columns, rows = PartitionSpec(groups, operators), PartitionSpec(operators, groups)
+    layout = {name: columns for name in ("query", "key", "value", "up")} | {"out": rows, "down": rows, "words": rows}
+    return layout | ({"gate": columns, "head": columns} if of.family == "llama" else {})
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _shared(of: Decoder, name: str, weight: jax.Array) -> jax.Array:
+    """A weight of which each group has a part, if groups share weights: a micro-batch leaves a part of its gradient on
+    each of them, too."""
+    return weight
+
+
+def _shared_backward(of: Decoder, name: str, _: None, weight_bar: jax.Array) -> tuple[jax.Array]:
+    layout = _layout(of, "operators", "examples") if of.shards_weights else {}
+    return (_constrained(of, weight_bar, layout[name]) if name in layout else weight_bar,)
+
+
+_shared.defvjp(lambda of, name, weight: (weight, None), _shared_backward)
 
 
 def _split(of: Decoder, x: jax.Array) -> jax.Array:

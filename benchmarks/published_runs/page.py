@@ -21,7 +21,7 @@ def page(found: Sequence[Prediction], left_out: Sequence[str]) -> str:
         "| system, GPU | runs | median error | 90th percentile | bias |",
         "|---|---|---|---|---|",
     ]
-    for name, group in (*score.by_system(found).items(), ("all", list(found))):
+    for name, group in (*score.by_system(found).items(), *score.halves(found).items(), ("all", list(found))):
         errors = score.errors(group)
         if errors is not None:
             lines.append(f"| {name} | {errors.n} | {errors.median:.1%} | {errors.p90:.1%} | {errors.bias:+.1%} |")

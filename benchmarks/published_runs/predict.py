@@ -11,12 +11,13 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from benchmarks.planning import planned, traced_step
+from benchmarks.published_runs.gpus import cluster_of_gpus, power_part
 from benchmarks.published_runs.record import Run
+from benchmarks.published_runs.trainers import EXPOSED_PART, OPERATORS_PART, attention_efficiency
 from minialpa import (
     AutoLayerOption,
     AutoParallel,
@@ -28,26 +29,12 @@ from minialpa import (
     UniformStageOption,
 )
 from minialpa.cluster import KernelRates, LinkSpec
+from minialpa.cost import Collective
 from minialpa.errors import MinialpaError
 from minialpa.methods import Method
 from minialpa.recognition.step import recognise
 from minialpa.tracing.trace import TracedStep
 
-_PRESETS: dict[str, Any] = {"H100": "h100", "H200": "h200", "A100": "a100-80gb"}
-#: Bytes per second that all adapters of a host send together: eight of 400 Gb/s, and eight of 200 Gb/s beside A100s.
-#: The record does not say what each machine had.
-_HOST_LINK = {"H100": 400e9, "H200": 400e9, "A100": 200e9}
-#: Of the machines of a trainer that has others: four adapters of 100 Gb/s.
-_OWN_HOST_LINK = {"Megatron-DeepSpeed": 50e9}
-#: The part of the peak rate that the attention of a trainer reaches where it is not that of cuDNN. The first two, for a
-#: kernel in Triton of 2023, are fitted to its runs. The others, for FlashAttention 2, are chosen by hand.
-_OWN_ATTENTION = {
-    ("llm-foundry (PyTorch FSDP)", "H100"): 0.18,
-    ("llm-foundry (PyTorch FSDP)", "A100"): 0.32,
-    ("torchtitan", "H100"): 0.33,
-    ("torchtitan", "H200"): 0.33,
-    ("nanotron v0.5", "H100"): 0.33,
-}
 #: No limit at all, for a run that ran although its plan needs more memory than there is.
 PLENTY = 1e15
 
@@ -91,7 +78,26 @@ def predict(run: Run) -> Prediction:
             return Prediction(run, None, 0.0, False, time.perf_counter() - start, str(error).splitlines()[0])
     peak_bytes = max(plan.cost.peak_bytes)
     fits = peak_bytes <= cluster.device.memory_bytes
-    return Prediction(run, plan.cost.total_s, peak_bytes, fits, time.perf_counter() - start)
+    return Prediction(run, step_s(run, plan), peak_bytes, fits, time.perf_counter() - start)
+
+
+def step_s(run: Run, plan: Plan) -> float:
+    """Seconds of a step under a plan, as the trainer of the run takes them."""
+    if not run.trainer.gathers_ahead or run.shards_parameters:
+        return plan.cost.total_s
+    slowest = max(range(len(plan.stages)), key=lambda stage: plan.stages[stage].update_s)
+    mesh = plan.stages[slowest].mesh
+    gathers_s = sum(
+        Collective(one.kind, one.n_bytes, one.axes).seconds(mesh)
+        for one in plan.collectives
+        if one.stage == slowest and one.kind == "all-gather" and one.times_per_step <= run.n_chunks
+    )
+    forward_s = sum(
+        one.compute_s / (3 if one.kind == "step" else 1)
+        for one in plan.stages[slowest].passes
+        if one.kind != "backward"
+    )
+    return plan.cost.total_s - min(gathers_s, forward_s)
 
 
 def choose(run: Run) -> tuple[Plan, Plan]:
@@ -102,33 +108,35 @@ def choose(run: Run) -> tuple[Plan, Plan]:
 
 def traced(run: Run) -> TracedStep:
     """The run's step."""
-    step = traced_step(run.model.train_step, *run.model.arguments(run.batch))
-    return recognise(step, everywhere=True) if run.fused_attention else step
+    step = traced_step(run.model.train_step, *run.model.arguments(run.batch), recognises=False)
+    return step if run.model.writes_scores else recognise(step, everywhere=True)
 
 
 def cluster_of(run: Run, change: Callable[[KernelRates], KernelRates] = lambda rates: rates) -> ClusterSpec:
     """The machines of a run. change: of what its kernels reach."""
-    kind = run.gpu[:4]
-    cluster = ClusterSpec.preset(_PRESETS[kind], num_hosts=run.n_hosts, devices_per_host=run.per_host)
-    rate = _OWN_HOST_LINK.get(run.system, _HOST_LINK[kind])
-    assert cluster.device.kernels is not None, kind
-    own = _OWN_ATTENTION.get((run.system, kind), cluster.device.kernels.attention_efficiency)
-    kernels = change(dataclasses.replace(cluster.device.kernels, attention_efficiency=own))
-    device = dataclasses.replace(cluster.device, kernels=kernels)
-    return dataclasses.replace(cluster, device=device, inter_host=LinkSpec(cluster.inter_host.alpha_s, 1 / rate))
+    cluster = cluster_of_gpus(run.gpu, run.n_hosts, run.per_host, run.notes)
+    device, trainer = cluster.device, run.trainer
+    kernels = device.kernels
+    assert kernels is not None, run.gpu
+
+    part = OPERATORS_PART if trainer.elementwise == "operators" else 1.0
+    kernels = dataclasses.replace(
+        kernels,
+        attention_efficiency=attention_efficiency(trainer.attention, device.name) * power_part(run.gpu),
+        memory_efficiency=kernels.memory_efficiency * part,
+        overlap=trainer.overlap,
+    )
+    device = dataclasses.replace(device, kernels=change(kernels))
+    within = cluster.intra_host
+    if run.tp > 1 and trainer.hides_operators:
+        within = LinkSpec(within.alpha_s, within.beta_s_per_byte * EXPOSED_PART)
+    return dataclasses.replace(cluster, device=device, intra_host=within)
 
 
 def _weight_specs(run: Run) -> dict[str, PartitionSpec]:
-    """Where weights lie under tensor parallelism: each device of a group has its columns of what makes heads and inner
-    features, and its rows of what reads them. `fsdp` splits the other dimension between groups."""
-    groups = "x" if run.shards_parameters else None
-    columns, rows = PartitionSpec(None, groups, "y"), PartitionSpec(None, "y", groups)
-    layout = {"query": columns, "key": columns, "value": columns, "out": rows, "up": columns, "down": rows}
-    specs = {f"['blocks']['{name}']": spec for name, spec in layout.items()}
-    specs["['words']"] = PartitionSpec("y", groups)
-    if run.model.family == "llama":
-        specs |= {"['blocks']['gate']": columns, "['head']": PartitionSpec(groups, "y")}
-    return {f"[0][0]{name}": spec for name, spec in specs.items()}
+    """Where weights lie under tensor parallelism, and where groups share them."""
+    partitions = run.model.weight_partitions("y" if run.tp > 1 else None, "x" if run.shards_parameters else None)
+    return {f"[0][0]{path}": partition for path, partition in partitions.items()}
 
 
 def method_of(run: Run, cluster: ClusterSpec, memory_bytes: float | None = None) -> Method:
@@ -139,10 +147,16 @@ def method_of(run: Run, cluster: ClusterSpec, memory_bytes: float | None = None)
     option = AutoShardingOption(prefer_reduce_scatter=True, memory_limit_bytes=memory_bytes)
     if run.tp > 1:
         shape: tuple[int, ...] = (run.dp * run.fsdp, run.tp)
+        # Without them, weights that a group splits stay split: no trainer gathers them.
+        option = dataclasses.replace(
+            option, force_batch_dim_to_mesh_dim=0, fixed_specs=_weight_specs(run), allow_all_to_all=False
+        )
+    elif run.shards_parameters:
+        shape = (per_stage,)
         option = dataclasses.replace(option, force_batch_dim_to_mesh_dim=0, fixed_specs=_weight_specs(run))
     else:
         shape = (hosts, in_host) if hosts > 1 else (in_host,)
-        option = dataclasses.replace(option, force_data_parallel=True, force_zero_stage_3=run.shards_parameters)
+        option = dataclasses.replace(option, force_data_parallel=True)
     if run.pp == 1:
         return ShardParallel(cluster, run.n_micro_batches, option, shape, (hosts, in_host))
 

@@ -8,23 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published_runs.decoder import Decoder
+from benchmarks.published_runs.decoder import Decoder, Recomputation
+from benchmarks.published_runs.errors import NotBuiltError
+from benchmarks.published_runs.gpus import chip_of, device_of
+from benchmarks.published_runs.trainers import Trainer, trainer_of
 
 Row = dict[str, Any]
-#: Floating point operations per second of the data sheet, which utilisations are parts of.
-_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 #: (query heads, key and value heads, features inside a feed-forward layer, words) of models that others publish.
 _LLAMAS = {
     "llama3-8b": (32, 8, 14336, 128256),
     "llama3-70b": (64, 8, 28672, 128256),
     "llama3.1-405b": (128, 8, 53248, 128256),
 }
-#: Trainers from before fused attention and sequence parallelism.
-_EARLY = ("Megatron-DeepSpeed", "Megatron-LM (SC21)")
 
 
-class NotBuiltError(Exception):
-    """A row whose model or degrees are not built; says why."""
+#: Runs of layers of a stage where a record does not say how many: bubbles are short with these, and more send more.
+_MOST_CHUNKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,8 @@ class Run:
         shards_parameters: whether `fsdp` shards parameters (ZeRO-3), and not only the update (ZeRO-2).
         batch: examples of a step.
         n_micro_batches: parts of the batch.
-        fused_attention: whether the trainer has it.
+        trainer: what the record does not say of the system.
+        notes: of the record.
         step_s: measured seconds of a step; None if it ran out of memory.
         peak_bytes: measured memory of a device, if published.
         group: what rows of one comparison share.
@@ -65,7 +65,8 @@ class Run:
     shards_parameters: bool
     batch: int
     n_micro_batches: int
-    fused_attention: bool
+    trainer: Trainer
+    notes: str
     step_s: float | None
     peak_bytes: float | None
     group: tuple[Any, ...]
@@ -101,10 +102,11 @@ def run_of(number: int, row: Row) -> Run:
     dp, fsdp, tp, pp, cp = (row[name] or 1 for name in ("dp", "fsdp", "tp", "pp", "cp"))
     if cp > 1:
         raise NotBuiltError(f"{row['model']}: cp {cp}")
-    model = _model(row)
+    chip_of(row["gpu_kind"])
+    trainer = trainer_of(row["system"], row["notes"])
+    model = _model(row, trainer)
     per_host = min(row["gpus_per_node"], row["gpus"])
-    micro_batch = row["micro_batch"] or 1
-    chunks = re.search(r"\bVP (\d+)", row["notes"])
+    n_micro_batches = _n_micro_batches(row, trainer, dp * fsdp, pp)
 
     return Run(
         number=number,
@@ -119,28 +121,35 @@ def run_of(number: int, row: Row) -> Run:
         tp=tp,
         pp=pp,
         cp=cp,
-        n_chunks=int(chunks[1]) if chunks else 1,
-        shards_parameters=fsdp > 1 and "sharding SHARD_GRAD_OP" not in row["notes"],
+        n_chunks=_n_chunks(row, trainer, model.n_layers, pp, n_micro_batches),
+        shards_parameters=_shards_parameters(row),
         batch=row["global_batch"],
-        n_micro_batches=max(1, row["global_batch"] // (micro_batch * dp * fsdp)),
-        fused_attention=row["system"] not in _EARLY,
+        n_micro_batches=n_micro_batches,
+        trainer=trainer,
+        notes=row["notes"],
         step_s=_measured_s(row, model),
         peak_bytes=_measured_bytes(row),
         group=(row["system"], row["model"], row["layers"], row["hidden"], row["gpus"], row["global_batch"], _date(row)),
     )
 
 
-def _model(row: Row) -> Decoder:
+def _model(row: Row, trainer: Trainer) -> Decoder:
     name, hidden = row["model"], row["hidden"]
     if hidden is None:
         raise NotBuiltError(f"{name}: no dimensions")
+    n_groups = (row["dp"] or 1) * (row["fsdp"] or 1)
     common = {
         "hidden": hidden,
         "seq": row["seq"],
-        "recomputes": row["remat"] == "full",
-        "in_float8": "fp8" in row["dtype"],
-        "tensor_parallel": ((row["dp"] or 1) * (row["fsdp"] or 1), row["tp"]) if row["tp"] > 1 else None,
-        "sequence_parallel": row["system"] not in _EARLY,
+        "recomputes": _recomputation(row, trainer),
+        "recomputes_unread": trainer.recomputes_unread and row["remat"] == "full",
+        "writes_scores": trainer.attention == "written",
+        "has_dropout": trainer.has_dropout,
+        # Products with a scale for each row took as long as those of bfloat16 when they were published.
+        "in_float8": "fp8" in row["dtype"] and "rowwise" not in row["dtype"],
+        "tensor_parallel": (n_groups, row["tp"]) if row["tp"] > 1 or _shards_parameters(row) else None,
+        "shards_weights": _shards_parameters(row),
+        "sequence_parallel": trainer.splits_positions,
     }
     if name in _LLAMAS:
         heads, kv_heads, ffn, vocab = _LLAMAS[name]
@@ -162,6 +171,37 @@ def _model(row: Row) -> Decoder:
     return Decoder(
         family="gpt", n_layers=n_layers, n_heads=heads, n_kv_heads=heads, ffn=4 * hidden, vocab=vocab, **common
     )
+
+
+def _shards_parameters(row: Row) -> bool:
+    return (row["fsdp"] or 1) > 1 and "sharding SHARD_GRAD_OP" not in row["notes"]
+
+
+def _n_micro_batches(row: Row, trainer: Trainer, n_groups: int, pp: int) -> int:
+    """As the row says, or where it does not, one without a pipeline, which has no use for more."""
+    per_group = max(1, int(row["global_batch"]) // n_groups)
+    if row["micro_batch"]:
+        return max(1, per_group // int(row["micro_batch"]))
+    return 1 if pp == 1 else min(pp, per_group) if trainer.fills_pipeline else per_group
+
+
+def _n_chunks(row: Row, trainer: Trainer, n_layers: int, pp: int, n_micro_batches: int) -> int:
+    """Runs of layers of a stage: as the notes say, or where they do not, as many as divide the layers of a stage."""
+    noted = re.search(r"\bVP (\w+)", row["notes"])
+    if noted:
+        return int(noted[1]) if noted[1].isdigit() else 1
+    says_so = re.search(r"(?<!not )\binterleaved\b", row["notes"], re.IGNORECASE)
+    if pp == 1 or n_micro_batches % pp or not (trainer.interleaves or says_so):
+        return 1
+    per_stage, rest = divmod(n_layers, pp)
+    return 2 if rest else max(n for n in range(1, _MOST_CHUNKS + 1) if per_stage % n == 0)
+
+
+def _recomputation(row: Row, trainer: Trainer) -> Recomputation:
+    """Selective recomputation of Megatron is that of scores, which fused attention computes again anyway."""
+    if row["remat"] == "selective" and trainer.keeps_every_second:
+        return "every second product"
+    return "full" if row["remat"] == "full" else "none"
 
 
 def _noted(row: Row, name: str) -> int | None:
@@ -189,7 +229,7 @@ def _measured_s(row: Row, model: Decoder) -> float | None:
             h, s, n = model.hidden, model.seq, model.n_layers
             flops = 96 * row["global_batch"] * s * n * h**2 * (1 + s / (6 * h) + model.vocab / (16 * n * h))
         return float(flops / (row["tflops_per_gpu"] * 1e12 * row["gpus"]))
-    return float(flops / (row["mfu"] * _PEAK[row["gpu_kind"][:4]] * row["gpus"]))
+    return float(flops / (row["mfu"] * device_of(row["gpu_kind"]).flops_per_s("bfloat16") * row["gpus"]))
 
 
 def _measured_bytes(row: Row) -> float | None:

@@ -13,6 +13,10 @@ from benchmarks.published_runs.predict import Prediction
 
 #: Groups of fewer runs have no order to speak of.
 _LEAST_RUNS = 3
+#: Systems by whose runs constants were set; the others are a test of them. llm-foundry: what products, attention in
+#: Triton and other kernels reach. torchtitan: what operators in kernels of their own reach, and what is left of
+#: collectives that products hide.
+FITTED = ("llm-foundry", "torchtitan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,15 @@ def by_system(found: Sequence[Prediction]) -> dict[str, list[Prediction]]:
     for one in found:
         groups[f"{one.run.system}, {one.run.gpu[:4]}"].append(one)
     return dict(sorted(groups.items()))
+
+
+def halves(found: Sequence[Prediction]) -> dict[str, list[Prediction]]:
+    """The runs by which constants were set, and the others."""
+    is_fitted = [one.run.system.startswith(FITTED) for one in found]
+    return {
+        "systems that constants were set by": [one for one, is_one in zip(found, is_fitted, strict=True) if is_one],
+        "other systems": [one for one, is_one in zip(found, is_fitted, strict=True) if not is_one],
+    }
 
 
 def kendall(found: Sequence[Prediction]) -> tuple[float, int] | None:

@@ -6,7 +6,7 @@ programs on shards for the parameters of the equation that the region is inside.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from minialpa.rules.body_groups import Groups, leading_nodes
 from minialpa.rules.body_region import Node, Region, node_of
 from minialpa.rules.shards import localize, part_of, run_from
-from minialpa.tracing.evaluation import eval_on_shards
+from minialpa.tracing.evaluation import eval_equation, eval_on_shards
 from minialpa.tracing.jaxprs import Atom, is_literal, shape_of
 
 
@@ -48,12 +48,15 @@ class BodyShards:
         return jax.ShapeDtypeStruct(shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
 
     def program(self, part: int) -> Any:
-        """The part of this number on shards, as a closed jaxpr."""
+        """The part of this number on shards, as a closed jaxpr with its constraints: a micro-batch obeys them, too."""
         structs = self.structs(self.region.parts[part].invars)
-        return jax.make_jaxpr(lambda *args: self.run(part, args))(*structs)
+        return jax.make_jaxpr(lambda *args: self._run(part, args, eval_equation))(*structs)
 
     def run(self, part: int, args: Sequence[Any]) -> list[Any]:
         """The results of the part of this number on shards of its inputs."""
+        return self._run(part, args, eval_on_shards)
+
+    def _run(self, part: int, args: Sequence[Any], evaluate: Callable[..., list[Any]]) -> list[Any]:
         program = self.region.parts[part]
         consts = zip(program.constvars, program.consts, strict=True)
         env: dict[Any, Any] = {var: self._own_part(var, value) for var, value in consts}
@@ -61,10 +64,12 @@ class BodyShards:
 
         for eqn in program.eqns:
             operands = [self._own_part(atom, atom.val) if is_literal(atom) else env[atom] for atom in eqn.invars]
-            env.update(zip(eqn.outvars, self._run_equation(eqn, operands), strict=True))
+            env.update(zip(eqn.outvars, self._run_equation(eqn, operands, evaluate), strict=True))
         return [self._literal_result(atom) if is_literal(atom) else env[atom] for atom in program.outvars]
 
-    def _run_equation(self, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    def _run_equation(
+        self, eqn: JaxprEqn, operands: Sequence[Any], evaluate: Callable[..., list[Any]]
+    ) -> Sequence[Any]:
         """The shards of the results of an equation."""
         factors = self.region.factors[id(eqn)]
         groups = {f: self.groups.find(nodes[0]) for f, nodes in leading_nodes(eqn, factors).items()}
@@ -78,7 +83,7 @@ class BodyShards:
         }
         if begins:
             return run_from(eqn, factors, operands, n_splits, begins)
-        return eval_on_shards(eqn, operands, localize(eqn, factors, n_splits))
+        return evaluate(eqn, operands, localize(eqn, factors, n_splits))
 
     def _own_part(self, atom: Atom, value: Any) -> Any:
         """The shard of an array that the device holds in full."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from minialpa.support.private_jax import bind_again
-from minialpa.tracing.jaxprs import Atom, FlatJaxpr, is_constraint, is_literal
+from minialpa.tracing.jaxprs import Atom, FlatJaxpr, is_constraint, is_literal, sub_jaxprs
 
 
 def eval_equation(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
@@ -22,8 +23,46 @@ def eval_on_shards(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]
     """`eval_equation` in the program of one device, where shardings on a mesh of the user have no meaning."""
     if is_constraint(eqn):
         return list(args)
-    local = {name: None if isinstance(value, jax.sharding.Sharding) else value for name, value in params.items()}
-    return eval_equation(eqn, args, local)
+    return eval_equation(eqn, args, {name: _without_shardings(value) for name, value in params.items()})
+
+
+def _without_shardings(param: Any) -> Any:
+    """A parameter of an equation, without shardings and without the constraints in its programs."""
+    match param:
+        case jax.sharding.Sharding():
+            return None
+        case ClosedJaxpr():
+            return _without_constraints(param)
+        case tuple() if param and all(isinstance(one, ClosedJaxpr) for one in param):
+            return tuple(map(_without_constraints, param))
+        case _:
+            return param
+
+
+@functools.lru_cache(maxsize=256)
+def _without_constraints(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program itself if nothing in it, or inside its loops and branches, constrains shardings."""
+    if not _constrains(program.jaxpr):
+        return program
+
+    def run(*args: Any) -> list[Any]:
+        env: dict[Var, Any] = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+        env.update(zip(program.jaxpr.invars, args, strict=True))
+
+        def read(atom: Atom) -> Any:
+            return atom.val if is_literal(atom) else env[atom]
+
+        for eqn in program.jaxpr.eqns:
+            env.update(zip(eqn.outvars, eval_on_shards(eqn, list(map(read, eqn.invars)), eqn.params), strict=True))
+        return [read(atom) for atom in program.jaxpr.outvars]
+
+    avals = [var.aval for var in program.jaxpr.invars]
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+    return jax.make_jaxpr(run)(*structs)
+
+
+def _constrains(program: Jaxpr) -> bool:
+    return any(is_constraint(eqn) or any(map(_constrains, sub_jaxprs(eqn))) for eqn in program.eqns)
 
 
 def eval_flat(flat: FlatJaxpr, args: Sequence[Any]) -> list[Any]:

@@ -73,7 +73,14 @@ OTHER_VALUES = st.one_of(
 
 
 #: Fields that older files lack, and what plans have in their place.
-DEFAULTS = {"kernels": None, "attention_efficiency": 1.0, "sustained": 1.0, "n_processors": 0, "hidden_s": 0.0}
+DEFAULTS = {
+    "kernels": None,
+    "attention_efficiency": 1.0,
+    "sustained": 1.0,
+    "overlap": 1.0,
+    "n_processors": 0,
+    "hidden_s": 0.0,
+}
 
 
 @hypothesis.given(st.data())

@@ -148,5 +148,8 @@ def _communication_s(
             seconds[place] += one.times * (whole - less)
             n_bytes[key] = together
 
-    hidden_s = sum(min(s, work_s[loop]) for (loop, can_hide), s in seconds.items() if can_hide and work_s is not None)
+    overlap = mesh.device.overlap if mesh.device is not None else 1.0
+    hidden_s = sum(
+        min(s, overlap * work_s[loop]) for (loop, can_hide), s in seconds.items() if can_hide and work_s is not None
+    )
     return sum(seconds.values()) - hidden_s, hidden_s

@@ -87,6 +87,29 @@ def test_a_constraint_inside_a_loop_is_ignored_and_harmless() -> None:
     run(ShardParallel(devices=MESH), constrain)
 
 
+@pytest.mark.parametrize("n_micro_batches", [1, 2])
+def test_a_constraint_inside_a_loop_of_products_holds_in_every_micro_batch(n_micro_batches: int) -> None:
+    sharding = NamedSharding(USER_MESH, P("model", None))
+
+    def constrain(h: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(jax.lax.with_sharding_constraint(h, sharding) @ weight), None
+
+        return jax.lax.scan(layer, h, jnp.stack([jnp.eye(32)] * 2))[0]
+
+    def unconstrained(h: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.tanh(h))
+
+    method = ShardParallel(devices=MESH, num_micro_batches=n_micro_batches)
+    parallel = minialpa.parallelize(make_step(minialpa.value_and_grad, constrain), method=method)
+    expected = jax.jit(make_step(jax.value_and_grad, unconstrained))(params(), batch())
+    assert_allclose(parallel(params(), batch()), expected, rtol=1e-5, atol=1e-6)
+
+    stage = parallel.get_last_executable().get_parallel_plan().stages[0]
+    inside = [e.results[0] for loop in stage.equation_specs for e in loop.body if e.operands == e.made == e.results]
+    assert "S1,R" in map(str, inside)
+
+
 @pytest.mark.parametrize(
     ("fixed", "message"),
     [

@@ -1,0 +1,117 @@
+"""What a record calls a GPU in, the machines that have it out.
+
+A name such as "H100-96GB-HBM2e-500W" says which chip it is, and where it differs from the data sheet: its memory, its
+power limit, its links. Notes on a run may say which adapters a host has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+
+from benchmarks.published_runs.errors import NotBuiltError
+from minialpa import ClusterSpec
+from minialpa.cluster import DeviceSpec, LinkSpec, PresetName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """A chip as its vendor sells most of them.
+
+    Attributes:
+        preset: that has its rates.
+        watts: its power limit.
+        host_link: bytes per second that all adapters of a host of eight send together, if notes say nothing.
+        nvlink: the part of the preset's rate between the GPUs of a host.
+    """
+
+    preset: PresetName
+    watts: float
+    host_link: float
+    nvlink: float = 1.0
+
+
+#: (regular expression, chip); the first one that a name begins with counts. H800 and A800 have 400 GB/s of NVLink where
+#: H100 has 900 and A100 has 600 (data sheets).
+_CHIPS: tuple[tuple[str, Chip], ...] = (
+    (r"G?B200", Chip(preset="b200", watts=1000, host_link=400e9)),
+    (r"G?H200", Chip(preset="h200", watts=700, host_link=400e9)),
+    (r"H800", Chip(preset="h100", watts=700, host_link=400e9, nvlink=400 / 900)),
+    (r"H100", Chip(preset="h100", watts=700, host_link=400e9)),
+    (r"A800", Chip(preset="a100-80gb", watts=400, host_link=200e9, nvlink=400 / 600)),
+    (r"A100.*40 ?G", Chip(preset="a100-40gb", watts=400, host_link=200e9)),
+    (r"A100", Chip(preset="a100-80gb", watts=400, host_link=200e9)),
+    (r"V100", Chip(preset="v100-p3.16xlarge", watts=300, host_link=50e9)),
+)
+#: Bytes per second of the memory of chips that are also sold with an older one: 96 GB of HBM2e beside an H100.
+_OTHER_MEMORY = {("h100", "HBM2e"): 2.4e12}
+#: Bits per second of an adapter of each generation of InfiniBand.
+_INFINIBAND = {"EDR": 100e9, "HDR": 200e9, "NDR": 400e9, "XDR": 800e9}
+
+
+def chip_of(kind: str) -> Chip:
+    """The chip of this name. Raises NotBuiltError for one that is not known."""
+    for pattern, chip in _CHIPS:
+        if re.match(pattern, kind, re.IGNORECASE):
+            return chip
+    raise NotBuiltError(f"the GPU {kind}: no figures of it")
+
+
+def device_of(kind: str) -> DeviceSpec:
+    """The GPU of this name."""
+    chip = chip_of(kind)
+    device = ClusterSpec.preset(chip.preset).device
+    kernels = device.kernels
+    assert kernels is not None, kind
+    memory = re.search(r"(\d+) ?GB", kind)
+    bandwidth = next(
+        (rate for (preset, name), rate in _OTHER_MEMORY.items() if preset == chip.preset and name in kind),
+        device.memory_bandwidth,
+    )
+    # Trainers for chips without bfloat16 take float16, at its rate.
+    rates = dict(device.peak_flops)
+    rates["bfloat16"] = max(rates["bfloat16"], rates["float16"])
+
+    return dataclasses.replace(
+        device,
+        peak_flops=tuple(sorted(rates.items())),
+        memory_bytes=_usable_bytes(int(memory[1]) if memory else device.memory_bytes / 1e9),
+        memory_bandwidth=bandwidth,
+        kernels=dataclasses.replace(kernels, sustained=kernels.sustained * power_part(kind)),
+    )
+
+
+def _usable_bytes(gb: float) -> float:
+    """Of a GPU that is sold with so many "GB", which are 2^30 bytes: the driver and its context keep one of them."""
+    return (gb - 1) * 2**30
+
+
+def power_part(kind: str) -> float:
+    """The part of the rate of arithmetic that the power limit in the name of a GPU leaves: it goes with the root of the
+    power, since that goes with the cube of the clock, less what memory and leakage take."""
+    limit = re.search(r"(\d+) ?W\b", kind)
+    return min(1.0, math.sqrt(int(limit[1]) / chip_of(kind).watts)) if limit else 1.0
+
+
+def cluster_of_gpus(kind: str, n_hosts: int, per_host: int, notes: str) -> ClusterSpec:
+    """Hosts of such GPUs. notes: on the run."""
+    chip = chip_of(kind)
+    cluster = ClusterSpec.preset(chip.preset, num_hosts=n_hosts, devices_per_host=per_host)
+    within, between = cluster.intra_host, cluster.inter_host
+    return dataclasses.replace(
+        cluster,
+        device=device_of(kind),
+        intra_host=LinkSpec(within.alpha_s, within.beta_s_per_byte / chip.nvlink),
+        inter_host=LinkSpec(between.alpha_s, 1 / (_noted_link(notes) or chip.host_link)),
+    )
+
+
+def _noted_link(notes: str) -> float | None:
+    """Bytes per second of the adapters of a host, as in "4x100 Gb/s" or "8xHDR"; None if notes have none."""
+    found = re.search(r"(\d+) ?x ?(\d+) ?Gb/?p?s", notes)
+    if found:
+        return int(found[1]) * int(found[2]) * 1e9 / 8
+    found = re.search(rf"(\d+) ?x ?({'|'.join(_INFINIBAND)})", notes)
+    return int(found[1]) * _INFINIBAND[found[2]] / 8 if found else None

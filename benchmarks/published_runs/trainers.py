@@ -1,0 +1,107 @@
+"""What trainers do that a record does not say: their kernels, and what they compute while they communicate.
+
+Facts about generations of trainers, from their papers and sources, not figures fitted to single systems. A trainer
+whose name is not known is taken for one of 2024 with FlashAttention 2 and kernels of its own for norms and activations.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+#: Kernels of attention. "written": a product, a softmax, dropout and a product, each with its scores in memory.
+Attention = Literal["written", "triton", "flash-2", "cudnn"]
+#: Other kernels. "operators": each operator of a norm or a rotation by itself, as PyTorch runs them; "kernels": one
+#: kernel for each norm, rotation and activation, by hand or by a compiler.
+Elementwise = Literal["operators", "kernels"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """How a trainer runs a step.
+
+    Attributes:
+        attention: its kernel of attention.
+        elementwise: its kernels between products.
+        has_dropout: whether it drops scores and residuals in training.
+        splits_positions: whether tensor parallelism also splits positions between operators (sequence parallelism).
+        hides_operators: whether products hide the collectives of tensor parallelism, chunk by chunk.
+        interleaves: whether stages of a pipeline have several runs of layers where rows do not say how many.
+        overlap: the part of its work beside which it sums gradients and gathers weights.
+        gathers_ahead: whether the first passes of a step hide the gathers of the weights that the step before changed.
+        fills_pipeline: whether a pipeline has as many micro-batches as stages where rows do not say how many; else a
+            micro-batch is one example for each device that splits them.
+        recomputes_unread: whether full recomputation runs all of a block again, also what no gradient needs, as PyTorch
+            does.
+        keeps_every_second: whether "selective" recomputation keeps every second product; else it is that of scores.
+    """
+
+    attention: Attention = "flash-2"
+    elementwise: Elementwise = "kernels"
+    has_dropout: bool = False
+    splits_positions: bool = True
+    hides_operators: bool = False
+    interleaves: bool = False
+    overlap: float = 1.0
+    gathers_ahead: bool = False
+    fills_pipeline: bool = False
+    recomputes_unread: bool = True
+    keeps_every_second: bool = False
+
+
+#: Megatron before sequence parallelism and fused attention: Megatron-LM of SC21, and forks of it until 2022.
+#: They summed gradients behind the last backward pass.
+_EARLY = Trainer(attention="written", has_dropout=True, splits_positions=False, overlap=0.0)
+#: Transformer Engine: attention of cuDNN, user buffers that overlap products and collectives.
+_TRANSFORMER_ENGINE = Trainer(attention="cudnn", hides_operators=True, interleaves=True, gathers_ahead=True)
+
+#: (regular expression for the name of a system, trainer); the first one that is found counts.
+_TRAINERS: tuple[tuple[str, Trainer], ...] = (
+    (r"SC21", replace(_EARLY, interleaves=True)),
+    (r"Megatron-DeepSpeed|GPT-NeoX|Megatron-LM.*20(19|20|21)", _EARLY),
+    (r"Megatron-Bridge|NeMo|Megatron-Core|Megatron-LM", _TRANSFORMER_ENGINE),
+    (r"MaxText|JAX|Paxml|T5X|AXLearn", Trainer(attention="cudnn", recomputes_unread=False)),
+    (r"torchtitan", Trainer(elementwise="operators", keeps_every_second=True, fills_pipeline=True)),
+    # `attn_impl: triton`, FlashAttention 1 with the bias of ALiBi.
+    (r"llm-foundry", Trainer(attention="triton")),
+)
+
+#: The part of the peak rate of bfloat16 that a kernel of attention reaches forward and backward, with the operations of
+#: a causal mask and the scores computed again. FlashAttention 1 on A100: 25 to 40 % (Dao, 2023, section 1), and much
+#: less in Triton on H100, for which it was not written. FlashAttention 2: up to 190 of 312 Tflop/s on A100, and up to
+#: 335 of 989 on H100 (Dao, 2023, section 4). cuDNN 9: as FlashAttention 3 (Shah et al., 2024, figures 5 and 6).
+_ATTENTION: dict[tuple[Attention, str], float] = {
+    ("triton", "a100"): 0.32,
+    ("triton", "h100"): 0.18,
+    ("flash-2", "a100"): 0.55,
+    ("flash-2", "h100"): 0.34,
+    ("cudnn", "a100"): 0.55,
+    ("cudnn", "h100"): 0.52,
+}
+#: What other kernels write in a second where each operator is a kernel of its own, as a part of what they write where
+#: norms, rotations and activations are one kernel each.
+OPERATORS_PART = 0.4
+#: The part of the seconds of tensor parallelism's collectives that is left where products hide them chunk by chunk: the
+#: first and the last chunk, and what links and memory take from products meanwhile.
+EXPOSED_PART = 0.3
+
+
+def trainer_of(system: str, notes: str) -> Trainer:
+    """The trainer of a row. Notes may say that its kernels, or what they hide, are others."""
+    trainer = next((one for pattern, one in _TRAINERS if re.search(pattern, system, re.IGNORECASE)), Trainer())
+    if re.search(r"(?<!no )\b(torch\.)?compile\b", notes) or (
+        trainer.keeps_every_second and not re.search(r"\bno compile\b", notes)
+    ):
+        trainer = replace(trainer, elementwise="kernels")
+    if re.search(r"\b(async ?TP|TP comm\w* overlap)", notes, re.IGNORECASE):
+        trainer = replace(trainer, hides_operators=True)
+    if re.search(r"\b(FA3|FlashAttention-?3|cuDNN)", notes, re.IGNORECASE):
+        trainer = replace(trainer, attention="cudnn")
+    return trainer
+
+
+def attention_efficiency(kernel: Attention, device: str) -> float:
+    """The part of the peak rate that a kernel reaches on a device; of others, as on the one that is most like it."""
+    generation = "a100" if device.startswith(("a100", "v100")) else "h100"
+    return _ATTENTION.get((kernel, generation), _ATTENTION["flash-2", generation])

@@ -1,0 +1,65 @@
+"""Names of GPUs and of trainers in a record of published runs say what the benchmark makes of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.published_runs.errors import NotBuiltError
+from benchmarks.published_runs.gpus import chip_of, cluster_of_gpus, device_of, power_part
+from benchmarks.published_runs.trainers import Trainer, trainer_of
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "V100-16GB",
+        "A100-SXM-40GB",
+        "A100-SXM-80GB",
+        "A800-80GB",
+        "H100-SXM-80GB",
+        "H800",
+        "H200-141GB",
+        "GH200",
+        "B200",
+    ],
+)
+def test_a_gpu_has_figures_whatever_follows_its_name(kind: str) -> None:
+    device = device_of(kind)
+    assert device.kernels is not None
+    assert device.flops_per_s("bfloat16") == device.flops_per_s("float16")
+
+
+def test_a_name_says_where_a_gpu_differs_from_its_data_sheet() -> None:
+    own, usual = device_of("H100-96GB-HBM2e-500W"), device_of("H100-SXM-80GB")
+    assert own.memory_bytes == 95 * 2**30
+    assert own.memory_bandwidth < usual.memory_bandwidth
+    assert power_part("H100-96GB-HBM2e-500W") < power_part("H100-SXM-80GB") == 1
+
+
+def test_an_unknown_gpu_is_left_out_with_its_name() -> None:
+    with pytest.raises(NotBuiltError, match="MI300X"):
+        chip_of("MI300X")
+
+
+@pytest.mark.parametrize(
+    ("notes", "bytes_per_s"), [("4x100 Gb/s Omni-Path per node", 50e9), ("8xHDR IB per node", 200e9), ("", 200e9)]
+)
+def test_notes_say_what_a_host_sends(notes: str, bytes_per_s: float) -> None:
+    cluster = cluster_of_gpus("A100-SXM-80GB", 2, 8, notes)
+    assert 1 / cluster.inter_host.beta_s_per_byte == pytest.approx(bytes_per_s)
+
+
+def test_links_of_export_versions_are_slower() -> None:
+    export, usual = cluster_of_gpus("H800", 1, 8, ""), cluster_of_gpus("H100-SXM-80GB", 1, 8, "")
+    assert export.intra_host.beta_s_per_byte == pytest.approx(9 / 4 * usual.intra_host.beta_s_per_byte)
+
+
+def test_an_unknown_trainer_is_one_of_2024() -> None:
+    assert trainer_of("somebody's trainer", "") == Trainer()
+
+
+def test_notes_say_what_a_trainer_compiles_and_hides() -> None:
+    assert trainer_of("torchtitan", "no compile").elementwise == "operators"
+    assert trainer_of("torchtitan", "torch.compile").elementwise == "kernels"
+    assert trainer_of("torchtitan", "2D + AsyncTP").hides_operators
+    assert not trainer_of("torchtitan", "vanilla TP").hides_operators
