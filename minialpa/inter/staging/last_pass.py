@@ -16,12 +16,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.staging.split_values import step_results
-from minialpa.inter.staging.sums_in_scans import sum_in_scans
+from minialpa.inter.staging.sums_in_scans import sum_gradients_in_scans, sum_totals_in_scans
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.inter.staging.totals import added_inside, added_up, bytes_of_totals, only_added, with_results, with_totals
 from minialpa.intra.spmd import Communication, ShardedEquations, collectives_of
@@ -46,9 +46,7 @@ class LastPass:
 
     def collectives(self) -> tuple[Communication, ...]:
         """What the last pass communicates, in the loops of the other passes."""
-        found = collectives_of(self.program)
-        loops = self.loops
-        return tuple(one if one.loop is None else one._replace(loop=loops.get(one.loop, one.loop)) for one in found)
+        return _in_loops(collectives_of(self.program), self.loops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +57,17 @@ class TaskProgram:
         task: the task.
         program: of each run, or of each but the last.
         last: of the last run in the loop; None if it is like the others.
+        loops: for the `id` of each scan of `program` that sums gradients, that of the scan of the task.
     """
 
     task: Task
     program: ShardedEquations
     last: LastPass | None = None
+    loops: Mapping[int, int] = field(default_factory=dict)
+
+    def collectives(self) -> tuple[Communication, ...]:
+        """What each run communicates, in the loops of the task."""
+        return _in_loops(collectives_of(self.program), self.loops)
 
     @property
     def totals(self) -> tuple[Var, ...]:
@@ -82,11 +86,23 @@ class TaskProgram:
         return tuple(v for v in self.task.invars if v not in read)
 
 
-def with_last_passes(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEquations]]) -> list[TaskProgram]:
-    """Programs of the tasks of one mesh, which add to totals, and whose last passes sum what they can hide.
+def _in_loops(found: Sequence[Communication], loops: Mapping[int, int]) -> tuple[Communication, ...]:
+    return tuple(one if one.loop is None else one._replace(loop=loops.get(one.loop, one.loop)) for one in found)
+
+
+def with_hidden_sums(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEquations]]) -> list[TaskProgram]:
+    """Programs of the tasks of one mesh, which sum gradients where their work hides it.
 
     plain: the tasks in order, with programs that add to no totals.
     """
+    if staged.split.n_micro_batches > 1:
+        return _with_last_passes(staged, plain)
+    made = [(task, sum_gradients_in_scans(program)) for task, program in plain]
+    return [TaskProgram(task, one.program, loops=one.loops) for task, one in made]
+
+
+def _with_last_passes(staged: StagedStep, plain: Sequence[tuple[Task, ShardedEquations]]) -> list[TaskProgram]:
+    """Programs that add to totals, and whose last passes sum what they can hide."""
     updates = [task for task, _ in plain if task.kind == "update"]
     last: dict[int, LastPass] = {}
     moved: dict[Var, JaxprEqn] = {}
@@ -132,13 +148,14 @@ def _last_pass(
     if not sums:
         return None
     added = added_inside(staged, task)
-    scanned = sum_in_scans(program, added, sums)
-    made = added_up(scanned.program, [one for one in added if one.total not in scanned.totals])
+    scanned = sum_totals_in_scans(program, added, sums)
+    in_scans = {one.total for one in added if one.loop in scanned.summed}
+    made = added_up(scanned.program, [one for one in added if one.total not in in_scans])
 
     # What scans have not summed is summed behind the pass, which has other work beside it.
     eqns, equations, specs = list(made.program.eqns), dict(made.program.equations), dict(made.program.specs)
     for total, eqn in sums.items():
-        if total not in scanned.totals:
+        if total not in in_scans:
             new = eqn.replace(invars=[made.totals[total]])
             eqns.append(new)
             equations[id(new)] = equations[id(eqn)]

@@ -11,11 +11,11 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import CollectiveKind, is_gpu
 from minialpa.inter.microbatch.split_step import is_loop
-from minialpa.inter.staging.last_pass import TaskProgram, with_last_passes
+from minialpa.inter.staging.last_pass import TaskProgram, with_hidden_sums
 from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, Role
-from minialpa.intra.spmd import Communication, ShardedEquations, collectives_of
+from minialpa.intra.spmd import Communication, ShardedEquations
 from minialpa.intra.strategies.combining import combined_sums
 from minialpa.options import AutoShardingOption
 from minialpa.sharding import EquationSpecs, Spec
@@ -151,7 +151,7 @@ def task_programs(
     tasks = [task for task in staged.tasks if task.mesh == mesh]
     plain = [(task, task_program(staged, task, specs, equations, view, results)) for task in tasks]
     if view.adds_totals:
-        return with_last_passes(staged, plain)
+        return with_hidden_sums(staged, plain)
     return [TaskProgram(task, program) for task, program in plain]
 
 
@@ -160,7 +160,7 @@ def mesh_collectives(programs: Sequence[TaskProgram]) -> list[TaskCollectives]:
     return [
         TaskCollectives(
             task=one.task,
-            collectives=tuple(collectives_of(one.program)),
+            collectives=one.collectives(),
             totals_bytes=one.totals_bytes,
             last=None if one.last is None else one.last.collectives(),
         )
@@ -193,8 +193,8 @@ class ShardedView:
         mesh: the logical mesh.
         forbidden: kinds of collectives that may not be used for resharding.
         combined: kinds of sums that start together.
-        adds_totals: whether passes add what they make to totals, see `totals.py`, and the last ones sum them, see
-            `last_pass.py`.
+        adds_totals: whether passes add what they make to totals, see `totals.py`, and sum gradients where their work
+            hides it, see `last_pass.py`.
     """
 
     mesh: LogicalMesh

@@ -1,8 +1,9 @@
-"""Sums inside of scans: the program of a pass in, the same program whose scans add to totals and sum them out.
+"""Sums inside of scans: a program in, the same program whose scans sum the gradients of their layers out.
 
-A scan over layers stacks their gradients, so that all of them are complete only when it ends. In the last pass
+A scan over layers stacks their gradients, so that all of them are complete only when it ends. With one micro-batch, and
+in the last pass over several, with a row t of the total for each layer,
 
-    for each layer:  g = gradient          becomes          for each layer, with its row t of the total:
+    for each layer:  g = gradient          becomes          for each layer:
     sum(t + g) over devices                                     g = sum(t + gradient) over devices
 
 so that the sums of one layer have the work of the next one beside them. A row is added and summed as the whole array
@@ -12,7 +13,7 @@ is: only scans that are planned as loops qualify, and sums that do not split the
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,99 +30,131 @@ from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.evaluation import eval_flat
 from minialpa.tracing.flattening import flat_body
 from minialpa.tracing.gradients import gradient_p
-from minialpa.tracing.jaxprs import Atom, aval_of, bytes_of, fresh_var, is_literal, operand_vars, scan_counts
+from minialpa.tracing.jaxprs import (
+    Atom,
+    aval_of,
+    bytes_of,
+    fresh_var,
+    is_gradient_marker,
+    is_literal,
+    operand_vars,
+    scan_counts,
+)
 from minialpa.tracing.new_equations import equations_for
 
 
 @dataclass(frozen=True, slots=True)
 class SummedInScans:
-    """A program whose scans sum totals.
+    """A program whose scans sum gradients.
 
     Attributes:
         program: the program.
-        totals: what its scans add to and sum.
-        loops: for the `id` of each scan that does so, that of the scan of the other passes.
+        summed: the stacked gradients that its scans sum before they stack them.
+        loops: for the `id` of each scan that does so, that of the scan in its place before.
     """
 
     program: ShardedEquations
-    totals: frozenset[Var]
+    summed: frozenset[Var]
     loops: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """A stacked result of a scan that is added to a total and summed over devices.
+    """A stacked result of a scan that is to be summed over devices.
 
     Attributes:
-        total: the total so far.
-        number: of the result of the scan.
-        marker: the equation that sums the total.
-        result: what it makes.
-        spec: of the total.
-        specs: of the marker.
+        value: the stacked result.
+        total: what it is added to before; None for nothing.
+        result: the sum.
+        spec: of the value and the total.
+        specs: of the identity whose result is the sum.
     """
 
-    total: Var
-    number: int
-    marker: JaxprEqn
+    value: Var
+    total: Var | None
     result: Var
     spec: Spec
     specs: EquationSpecs
 
 
-def sum_in_scans(
+def sum_totals_in_scans(
     program: ShardedEquations, added: Sequence[Accumulator], markers: Mapping[Var, JaxprEqn]
 ) -> SummedInScans:
-    """`program`, whose scans sum those totals that they can.
+    """`program`, whose scans add to totals and sum these, as far as they can.
 
     added: the totals, and what the program makes for them. markers: for totals, the equation that sums each of them.
     """
-    n_reads = defaultdict[Var, int](int)
-    for v in (*(v for eqn in program.eqns for v in operand_vars(eqn)), *program.outvars):
-        if not is_literal(v):
-            n_reads[v] += 1
+    sums = [
+        _Sum(one.loop, one.total, marker.outvars[0], program.specs[one.loop], program.equations[id(marker)])
+        for one in added
+        if (marker := markers.get(one.total)) is not None
+    ]
+    return _rewritten(program, sums)
+
+
+def sum_gradients_in_scans(program: ShardedEquations) -> SummedInScans:
+    """`program`, whose scans sum the gradients that it sums itself, as far as they can."""
+    sums = [
+        _Sum(value, None, result, program.specs[value], _specs_of_operand(program.equations[id(eqn)], k))
+        for eqn in program.eqns
+        if is_gradient_marker(eqn)
+        for k, (value, result) in enumerate(zip(eqn.invars, eqn.outvars, strict=True))
+        if not is_literal(value)
+    ]
+    made = _rewritten(program, sums)
+    if not made.summed:
+        return made
+
+    # What is left to the markers.
+    eqns, equations = list[JaxprEqn](), dict(made.program.equations)
+    for eqn in made.program.eqns:
+        kept = [k for k, v in enumerate(eqn.invars) if is_literal(v) or v not in made.summed]
+        if is_gradient_marker(eqn) and len(kept) < len(eqn.invars):
+            chosen = equations[id(eqn)]
+            invars, outvars = [eqn.invars[k] for k in kept], [eqn.outvars[k] for k in kept]
+            eqn = eqn.replace(invars=invars, outvars=outvars)
+            parts = (chosen.operands, chosen.made, chosen.results)
+            operands, made_as, results = (tuple(part[k] for k in kept) for part in parts)
+            equations[id(eqn)] = EquationSpecs(operands, made_as, results)
+        if eqn.outvars or not is_gradient_marker(eqn):
+            eqns.append(eqn)
+    changed = dataclasses.replace(made.program, eqns=tuple(eqns), equations=equations)
+    return dataclasses.replace(made, program=changed)
+
+
+def _specs_of_operand(specs: EquationSpecs, k: int) -> EquationSpecs:
+    return EquationSpecs((specs.operands[k],), (specs.made[k],), (specs.results[k],))
+
+
+def _rewritten(program: ShardedEquations, sums: Sequence[_Sum]) -> SummedInScans:
+    # Read once: by the marker, or by nothing, and it leaves the program for its total.
+    reads = Counter(v for eqn in program.eqns for v in operand_vars(eqn))
+    reads.update(v for v in program.outvars if not is_literal(v))
+    possible = {one.value: one for one in sums if reads[one.value] == 1 and _sums_rows(one)}
 
     summed, loops = set[Var](), dict[int, int]()
     eqns, specs, equations = list[JaxprEqn](), dict(program.specs), dict(program.equations)
     for eqn in program.eqns:
-        sums = _sums_of(eqn, program, added, markers, n_reads)
-        made = _with_sums(eqn, program.equations[id(eqn)], sums) if sums else None
+        chosen = program.equations[id(eqn)]
+        mine = [possible[v] for v in eqn.outvars[scan_counts(eqn)[1] :] if v in possible] if chosen.body else []
+        made = _with_sums(eqn, chosen, mine) if mine else None
         if made is None:
             eqns.append(eqn)
             continue
-        new, chosen = made
+        new, of_new = made
         eqns.append(new)
-        equations[id(new)], loops[id(new)] = chosen, id(eqn)
-        specs.update((one.total, one.spec) for one in sums)
-        summed.update(one.total for one in sums)
+        equations[id(new)], loops[id(new)] = of_new, id(eqn)
+        specs.update((one.total, one.spec) for one in mine if one.total is not None)
+        summed.update(one.value for one in mine)
     changed = dataclasses.replace(program, eqns=tuple(eqns), specs=specs, equations=equations)
     return SummedInScans(changed if summed else program, frozenset(summed), loops)
 
 
-def _sums_of(
-    eqn: JaxprEqn,
-    program: ShardedEquations,
-    added: Sequence[Accumulator],
-    markers: Mapping[Var, JaxprEqn],
-    n_reads: Mapping[Var, int],
-) -> list[_Sum]:
-    """The stacked results of a scan that nothing reads but their totals, if rows can be summed as the whole is."""
-    if eqn.primitive.name != "scan" or not program.equations[id(eqn)].body:
-        return []
-    _, n_carry = scan_counts(eqn)
-    numbers = {v: r for r, v in enumerate(eqn.outvars) if r >= n_carry}
-
-    found = []
-    for one in added:
-        # Read once: the value leaves the program, for its total.
-        if one.total not in markers or one.loop not in numbers or n_reads[one.loop] != 1:
-            continue
-        marker = markers[one.total]
-        chosen, spec = program.equations[id(marker)], program.specs[one.loop]
-        all_specs = (spec, *chosen.operands, *chosen.made, *chosen.results)
-        if not any(spec.dims[0] for spec in all_specs):
-            found.append(_Sum(one.total, numbers[one.loop], marker, marker.outvars[0], spec, chosen))
-    return found
+def _sums_rows(one: _Sum) -> bool:
+    """Whether it is a sum over devices that leaves the dimension of the layers whole."""
+    specs = (one.spec, *one.specs.operands, *one.specs.made, *one.specs.results)
+    is_sum = bool(one.spec.partial) and not one.specs.results[0].partial
+    return is_sum and not any(spec.dims[0] for spec in specs)
 
 
 def _with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> tuple[JaxprEqn, EquationSpecs] | None:
@@ -130,18 +163,20 @@ def _with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> tu
     assert body is not None, eqn
     # Stand-ins for operands, as one array may be several of them.
     operands = [fresh_var(aval_of(atom)) for atom in eqn.invars]
-    rows = [fresh_var(aval_of(one.total)) for one in sums]
+    totals = [one.total for one in sums if one.total is not None]
+    rows = [fresh_var(aval_of(total)) for total in totals]
     eqns, results = equations_for(lambda *arrays: _scan(eqn, sums, arrays), *operands, *rows)
     if [one.primitive.name for one in eqns] != ["scan"]:
         return None
     (new,) = eqns
 
-    actual: dict[Atom, Atom] = dict(zip((*operands, *rows), (*eqn.invars, *(one.total for one in sums)), strict=True))
-    spec_of = dict(zip((*operands, *rows), (*chosen.operands, *(one.spec for one in sums)), strict=True))
-    wanted = list(eqn.outvars)
-    left = list(chosen.results)
-    for one in sums:
-        wanted[one.number], left[one.number] = one.result, one.specs.results[0]
+    actual: dict[Atom, Atom] = dict(zip((*operands, *rows), (*eqn.invars, *totals), strict=True))
+    of_totals = (one.spec for one in sums if one.total is not None)
+    spec_of = dict(zip((*operands, *rows), (*chosen.operands, *of_totals), strict=True))
+    summed = {one.value: one for one in sums}
+    wanted = [summed[v].result if v in summed else v for v in eqn.outvars]
+    pairs = zip(eqn.outvars, chosen.results, strict=True)
+    left = [summed[v].specs.results[0] if v in summed else spec for v, spec in pairs]
     names = dict(zip(results, wanted, strict=True))
     inner = _body_specs(body, scan_body(new), chosen, sums)
     if inner is None or len(names) < len(results) or any(v not in names for v in new.outvars):
@@ -166,8 +201,11 @@ def _scan(eqn: JaxprEqn, sums: Sequence[_Sum], arrays: Sequence[Any]) -> list[An
     def iterate(carry: Any, slices: Any) -> Any:
         own, rows = slices
         left = eval_flat(flat, [*arrays[:n_consts], *carry, *own])
-        for one, row in zip(sums, rows, strict=True):
-            (left[one.number],) = gradient_p.bind(adding(row, left[one.number]), call=0)
+        waiting = iter(rows)
+        for one in sums:
+            number = eqn.outvars.index(one.value)
+            value = left[number] if one.total is None else adding(next(waiting), left[number])
+            (left[number],) = gradient_p.bind(value, call=0)
         # A scan wants the types that its carry has.
         return [lax.convert_element_type(x, t) for x, t in zip(left, types, strict=False)], left[n_carry:]
 

@@ -146,7 +146,7 @@ class _Collector:
             facts=facts,
             cache=cache,
             prices=prices,
-            stacked=_stacked_totals(problem) if is_gpu(mesh.device) else frozenset(),
+            stacked=_stacked(problem) if is_gpu(mesh.device) else frozenset(),
         )
 
     # ---- inputs and results ---------------------------------------------------------------------------------------
@@ -330,15 +330,11 @@ def _hidden(problem: MeshEquations) -> frozenset[Var]:
     return frozenset(found)
 
 
-def _stacked_totals(problem: MeshEquations) -> frozenset[Var]:
-    """Totals over micro-batches of what planned loops stack, such as the gradients of layers in a scan."""
-    found = (
-        problem.equal.get(v)
-        for eqn in problem.eqns
-        if (scan := scan_body(eqn)) is not None
-        for v in eqn.outvars[scan.n_carry :]
-    )
-    return frozenset(v for v in found if v is not None)
+def _stacked(problem: MeshEquations) -> frozenset[Var]:
+    """What planned loops stack, such as the gradients of layers in a scan, and totals of it over micro-batches."""
+    scans = ((eqn, scan_body(eqn)) for eqn in problem.eqns)
+    found = [v for eqn, scan in scans if scan is not None for v in eqn.outvars[scan.n_carry :]]
+    return frozenset(found) | {problem.equal[v] for v in found if v in problem.equal}
 
 
 def _replicated(atom: Atom) -> Choice:

@@ -63,7 +63,7 @@ class PlainEquations:
         prices: MeshPrices,
         stacked: frozenset[Var] = frozenset(),
     ) -> None:
-        """`stacked`: totals that loops stack, whose rows the last loop can sum unless their sum splits the rows."""
+        """`stacked`: what loops stack. They can sum a gradient row by row, unless its sum splits the rows."""
         self._stacked = stacked
         self._mesh, self._option = mesh, option
         self._costs, self._choices, self._not_partial = costs, choices, not_partial
@@ -177,9 +177,11 @@ class PlainEquations:
             strategies = strategies.select([s for s, spec in enumerate(strategies.results[0]) if spec in parts])
 
         seconds = occurrence.times * strategies.seconds
-        if is_gradient_marker(eqn) and not self._stacked.isdisjoint(operand_vars(eqn)):
-            # Of equal sums the one is taken that the loop can make row by row: the others cost a start more.
-            seconds = seconds + max(self._mesh.alpha) * np.array([bool(s.dims[0]) for s in strategies.results[0]])
+        if is_gradient_marker(eqn):
+            # Of equal sums the one is taken that a loop can make row by row: the others cost a start more.
+            for v, specs in zip(eqn.invars, strategies.results, strict=True):
+                if not is_literal(v) and v in self._stacked:
+                    seconds = seconds + max(self._mesh.alpha) * np.array([bool(spec.dims[0]) for spec in specs])
         node = self._costs.add_node(seconds)
         if is_optimizer:
             self._optimizer_nodes.add(node)

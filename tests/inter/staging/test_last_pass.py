@@ -1,4 +1,5 @@
-"""The last pass over the micro-batches sums gradients over devices: the same sums as without it, each of them once."""
+"""Passes sum gradients over devices where their work hides it: the last one over the micro-batches, and scans over
+layers. The sums are those that the update would make, each of them once."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import minialpa
 from minialpa import AutoLayerOption, AutoShardingOption, ClusterSpec, DataParallel, PipeshardParallel, Zero2Parallel
 from minialpa.inter.lower.planned_step import planned_step
 from minialpa.inter.staging.staged_step import mesh_problems, realise
-from minialpa.intra.spmd import Communication, collectives_of
+from minialpa.intra.spmd import Communication
 from minialpa.methods import Method
 from minialpa.plan import Plan
 from minialpa.testing import assert_allclose
@@ -31,6 +32,7 @@ PIPELINE = PipeshardParallel(
     stage_option="uniform",
     default_auto_sharding_option=AutoShardingOption(force_data_parallel=True),
 )
+ONE = Zero2Parallel(GPUS)
 N_LAYERS, WIDTH = 4, 16
 
 Step = Callable[[Any, Any], Any]
@@ -77,7 +79,7 @@ def arguments(model: Callable[[Any, jax.Array], jax.Array]) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("model", [unrolled, scanned])
-@pytest.mark.parametrize("method", [DATA, ZERO, PIPELINE], ids=["data", "zero-2", "pipeline"])
+@pytest.mark.parametrize("method", [DATA, ZERO, PIPELINE, ONE], ids=["data", "zero-2", "pipeline", "one micro-batch"])
 def test_the_step_is_that_of_one_device(model: Callable[[Any, jax.Array], jax.Array], method: Method) -> None:
     state, batch = arguments(model)
     expected = jax.jit(step_of(model, jax.value_and_grad))(state, batch)
@@ -103,7 +105,7 @@ def _sums(found: tuple[Communication, ...] | list[Communication]) -> Counter[tup
 
 
 @pytest.mark.parametrize("model", [unrolled, scanned])
-@pytest.mark.parametrize("method", [DATA, ZERO, PIPELINE], ids=["data", "zero-2", "pipeline"])
+@pytest.mark.parametrize("method", [DATA, ZERO, PIPELINE, ONE], ids=["data", "zero-2", "pipeline", "one micro-batch"])
 def test_each_sum_is_made_once(model: Callable[[Any, jax.Array], jax.Array], method: Method) -> None:
     """With the sums in last passes, and without, a step communicates the same bytes."""
     planned, plan = _found(model, method)
@@ -111,14 +113,14 @@ def test_each_sum_is_made_once(model: Callable[[Any, jax.Array], jax.Array], met
     without = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=cpu), compiler_options=())
     apart = planned_step(planned.staged, mesh_problems(planned.staged), without)
     assert all(one.last is None for one in apart.programs)
-    assert any(one.last is not None for one in planned.programs)
+    assert any(one.last is not None for one in planned.programs) == (method is not ONE)
 
     def step_bytes(programs: Any) -> Counter[tuple[Any, ...]]:
         total: Counter[tuple[Any, ...]] = Counter()
         for one in programs:
             n_runs = plan.n_micro_batches if one.task.per_micro_batch else 1
             for _ in range(n_runs - (one.last is not None)):
-                total += _sums(collectives_of(one.program))
+                total += _sums(one.collectives())
             if one.last is not None:
                 total += _sums(one.last.collectives())
         return total
@@ -126,10 +128,11 @@ def test_each_sum_is_made_once(model: Callable[[Any, jax.Array], jax.Array], met
     assert step_bytes(planned.programs) == step_bytes(apart.programs)
 
 
-def test_rows_of_stacked_gradients_are_summed_in_the_scan() -> None:
-    planned, _ = _found(scanned, ZERO)
-    (last,) = [one.last for one in planned.programs if one.last is not None]
-    inside = [one for one in last.collectives() if one.loop is not None and one.collective.kind == "reduce-scatter"]
+@pytest.mark.parametrize("method", [ZERO, ONE], ids=["last pass", "one micro-batch"])
+def test_rows_of_stacked_gradients_are_summed_in_the_scan(method: Method) -> None:
+    planned, _ = _found(scanned, method)
+    found = [one for each in planned.programs for one in (each.last or each).collectives()]
+    inside = [one for one in found if one.loop is not None and one.collective.kind == "reduce-scatter"]
     assert [one.times for one in inside] == [N_LAYERS]
     assert all(one.can_hide for one in inside)
     # Each device puts in the gradient of one layer.
