@@ -158,7 +158,8 @@ def method_of(run: Run, cluster: ClusterSpec, memory_bytes: float | None = None)
         shape = (hosts, in_host) if hosts > 1 else (in_host,)
         option = dataclasses.replace(option, force_data_parallel=True)
     if run.pp == 1:
-        return ShardParallel(cluster, run.n_micro_batches, option, shape, (hosts, in_host))
+        # What is computed again is in the model.
+        return ShardParallel(cluster, run.n_micro_batches, option, shape, (hosts, in_host), remat="none")
 
     stages = UniformStageOption(
         run.pp,
