@@ -325,6 +325,7 @@ def _hidden(problem: MeshEquations) -> frozenset[Var]:
     """Values whose collectives the work of a mesh can hide, those inside planned loops included."""
     weights = [var for var, role in problem.inputs if role in ("parameter", "state")]
     found = set(hidden_values(problem.eqns, [var for var, _ in problem.inputs], weights, ()))
+    found.update(problem.equal.values())  # which the last pass sums beside its work
     for scan in loop_scans(problem.eqns):
         found |= hidden_values(scan.flat.eqns, scan.flat.invars, scan.early, scan.awaited, in_loop=True)
     return frozenset(found)
