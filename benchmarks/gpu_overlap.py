@@ -48,7 +48,7 @@ from minialpa.xla_gpu.worker import Request
 
 _GPT = SIZES["gpt-1.3b"].arguments | {"dtype": "bfloat16"}
 _LLAMA = SIZES["llama-3-8b"].arguments | {"scan_layers": True, "remat_blocks": True, "loss_chunks": 8}
-_TINY = {"hidden": 256, "n_heads": 4, "n_layers": 2, "seq_len": 128, "vocab_size": 512, "batch_size": 32}
+_TINY = {"hidden": 64, "n_heads": 2, "n_layers": 1, "seq_len": 32, "vocab_size": 64, "batch_size": 16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,13 +38,25 @@ def rematerialise(traced: TracedStep, layer_of_group: Sequence[int], remat: Sequ
         return traced
 
     values = _values(traced)
+    parts = [
+        (part, again, readers)
+        for number, layer in _layers(traced, layer_of_group)
+        if remat[number] != "none"
+        for part in _gradients_apart(layer)
+        if (readers := _readers(traced, part, again := _computed_again(traced, part, remat[number], values)))
+    ]
+    # As backward passes run: those of one gradient, from the last layer to the first, and then those of the next.
     rewritten = _Rewritten(traced, values.gradients)
-    # From the last layer to the first, as backward passes run.
-    for number, layer in reversed(_layers(traced, layer_of_group)):
-        if remat[number] != "none":
-            for part in _gradients_apart(layer):
-                rewritten.compute_again(part, _computed_again(traced, part, remat[number], values))
+    for part, again, readers in sorted(parts, key=lambda each: each[2][0]):
+        rewritten.compute_again(part, again, readers)
     return rewritten.step()
+
+
+def _readers(traced: TracedStep, layer: _Layer, again: Sequence[int]) -> list[int]:
+    """The backward equations of a layer that read results of equations `again`."""
+    eqns = traced.flat.eqns
+    results = {result for i in again for result in eqns[i].outvars}
+    return [i for i in layer.backward if not results.isdisjoint(operand_vars(eqns[i]))]
 
 
 class _Rewritten:
@@ -57,13 +69,8 @@ class _Rewritten:
         self.eqns = list(traced.flat.eqns)
         self.inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}  # by the equation that they go before
 
-    def compute_again(self, layer: _Layer, again: Sequence[int]) -> None:
-        """Before the first backward equation of the layer that reads them, the results of equations `again`."""
-        results = {result for i in again for result in self.eqns[i].outvars}
-        readers = [i for i in layer.backward if not results.isdisjoint(operand_vars(self.eqns[i]))]
-        if not readers:
-            return
-
+    def compute_again(self, layer: _Layer, again: Sequence[int], readers: Sequence[int]) -> None:
+        """Before the first of `readers`, backward equations of the layer, the results of equations `again`."""
         ended = [i for i in self.gradients if i < readers[0]]
         gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
         awaited = dict.fromkeys([*_cotangents(self.traced, layer, readers[0]), *gradients])

@@ -287,5 +287,6 @@ def test_a_mask_that_leaves_the_loop_is_that_of_the_full_batch() -> None:
     args = (_normal(H, H), {"x": _normal(B, H, seed=1)}, _key())
     split = split_micro_batches(trace(step, *args), 2)
     for one, other in zip(run_split(split, args), jax.jit(step)(*args), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
+        # Sums of products of about 1, which processors add in different orders.
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
     assert _runs_in_loop(split)

@@ -28,7 +28,8 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_step_equals_the_one_that_adds_apart(name: str, dtype: jnp.dtype) -> None:
-    case = models.build("gpt", batch_size=16, dtype=dtype)
+    sizes = {"hidden": 64, "n_heads": 2, "n_layers": 2, "seq_len": 16, "vocab_size": 64}
+    case = models.build("gpt", batch_size=16, dtype=dtype, **sizes)
     batch = case.make_batch(0, case.batch_size)
 
     def trained(method: Method) -> tuple[minialpa.Executable, object, object]:
