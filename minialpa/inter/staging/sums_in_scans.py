@@ -31,7 +31,6 @@ from minialpa.tracing.evaluation import eval_flat
 from minialpa.tracing.flattening import flat_body
 from minialpa.tracing.gradients import gradient_p
 from minialpa.tracing.jaxprs import (
-    Atom,
     aval_of,
     bytes_of,
     fresh_var,
@@ -159,36 +158,35 @@ def _sums_rows(one: _Sum) -> bool:
 
 def _with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> tuple[JaxprEqn, EquationSpecs] | None:
     """A scan that makes the results of `sums`, with its specs; None if its body would not be the same equations."""
-    body = scan_body(eqn)
-    assert body is not None, eqn
+    totals = [(one.total, one.spec) for one in sums if one.total is not None]
+    operands = [*eqn.invars, *(total for total, _ in totals)]
+    specs = [*chosen.operands, *(spec for _, spec in totals)]
+
     # Stand-ins for operands, as one array may be several of them.
-    operands = [fresh_var(aval_of(atom)) for atom in eqn.invars]
-    totals = [one.total for one in sums if one.total is not None]
-    rows = [fresh_var(aval_of(total)) for total in totals]
-    eqns, results = equations_for(lambda *arrays: _scan(eqn, sums, arrays), *operands, *rows)
-    if [one.primitive.name for one in eqns] != ["scan"]:
-        return None
-    (new,) = eqns
-
-    actual: dict[Atom, Atom] = dict(zip((*operands, *rows), (*eqn.invars, *totals), strict=True))
-    of_totals = (one.spec for one in sums if one.total is not None)
-    spec_of = dict(zip((*operands, *rows), (*chosen.operands, *of_totals), strict=True))
-    summed = {one.value: one for one in sums}
-    wanted = [summed[v].result if v in summed else v for v in eqn.outvars]
-    pairs = zip(eqn.outvars, chosen.results, strict=True)
-    left = [summed[v].specs.results[0] if v in summed else spec for v, spec in pairs]
-    names = dict(zip(results, wanted, strict=True))
-    inner = _body_specs(body, scan_body(new), chosen, sums)
-    if inner is None or len(names) < len(results) or any(v not in names for v in new.outvars):
+    stand_ins = [fresh_var(aval_of(atom)) for atom in operands]
+    eqns, results = equations_for(lambda *arrays: _scan(eqn, sums, arrays), *stand_ins)
+    body, new = scan_body(eqn), eqns[0]
+    assert body is not None, eqn
+    inner = _body_specs(body, scan_body(new), chosen, sums) if len(eqns) == 1 else None
+    if inner is None or set(results) != set(new.outvars):
         return None
 
-    operand_specs = tuple(spec_of[v] if not is_literal(v) else Spec.replicated(0) for v in new.invars)
-    renamed = new.replace(
-        invars=[v if is_literal(v) else actual[v] for v in new.invars], outvars=[names[v] for v in new.outvars]
-    )
-    spec_of_result = dict(zip(wanted, left, strict=True))
-    out_specs = tuple(spec_of_result[v] for v in renamed.outvars)
-    return with_source_of(renamed, eqn), EquationSpecs(operand_specs, out_specs, out_specs, body=inner)
+    # Operands and results by their stand-ins: jax may have put them in another order. Literals are scalars.
+    read = dict(zip(stand_ins, zip(operands, specs, strict=True), strict=True))
+    left = dict(zip(results, _left(eqn, chosen, sums), strict=True))
+    scalar = Spec.replicated(0)
+    reads = [(v, scalar) if is_literal(v) else read[v] for v in new.invars]
+    leaves = [left[v] for v in new.outvars]
+    renamed = new.replace(invars=[v for v, _ in reads], outvars=[v for v, _ in leaves])
+    out_specs = tuple(spec for _, spec in leaves)
+    of_operands = tuple(spec for _, spec in reads)
+    return with_source_of(renamed, eqn), EquationSpecs(of_operands, out_specs, out_specs, body=inner)
+
+
+def _left(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> list[tuple[Var, Spec]]:
+    """The results of a scan with sums in place of what they sum, and their specs."""
+    summed = {one.value: (one.result, one.specs.results[0]) for one in sums}
+    return [summed.get(v, (v, spec)) for v, spec in zip(eqn.outvars, chosen.results, strict=True)]
 
 
 def _scan(eqn: JaxprEqn, sums: Sequence[_Sum], arrays: Sequence[Any]) -> list[Any]:
