@@ -11,7 +11,8 @@ sums them (`inter/staging/last_pass.py`), with the options of XLA that the plan 
     with_work      of the bytes of collectives, the part beside which any kernel runs at all
     moved_gb       of a step: arguments and results of all programs, which they read or write at least once
 
-`planned_hidden` is the part of the seconds of collectives that the plan says are hidden.
+`planned_hidden` is the part of the seconds of collectives that the plan says the passes of all micro-batches hide. It
+leaves out what the last pass alone hides.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn, Var
@@ -132,13 +132,16 @@ def _sums_of(staged: StagedStep, task: Task, updates: Sequence[Task]) -> dict[Va
     found: dict[Var, JaxprEqn] = {}
     for update in updates:
         n_reads = Counter(v for eqn in update.eqns for v in operand_vars(eqn))
-        for eqn in update.eqns:
-            if not is_gradient_marker(eqn) or len(eqn.invars) != 1:
-                continue
-            (total,), (result,) = operand_vars(eqn) or (None,), eqn.outvars
-            if total in totals and n_reads[total] == n_tasks[total] == 1 and leaving.isdisjoint((total, result)):
-                found[total] = eqn
+        only_here = {v for v in totals - leaving if n_reads[v] == n_tasks[v] == 1}
+        found.update((v, eqn) for v, eqn in _markers(update) if v in only_here and eqn.outvars[0] not in leaving)
     return found
+
+
+def _markers(update: Task) -> Iterator[tuple[Var, JaxprEqn]]:
+    """Each equation of an update that marks where one value is summed over devices, with this value."""
+    for eqn in update.eqns:
+        if is_gradient_marker(eqn) and len(eqn.invars) == len(operand_vars(eqn)) == 1:
+            yield operand_vars(eqn)[0], eqn
 
 
 def _last_pass(
