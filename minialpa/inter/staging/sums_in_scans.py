@@ -150,10 +150,10 @@ def _rewritten(program: ShardedEquations, sums: Sequence[_Sum]) -> SummedInScans
 
 
 def _sums_rows(one: _Sum) -> bool:
-    """Whether it is a sum over devices that leaves the dimension of the layers whole."""
+    """Whether it is a sum over devices that leaves the dimension of the layers whole; a scalar has no such dimension."""
     specs = (one.spec, *one.specs.operands, *one.specs.made, *one.specs.results)
     is_sum = bool(one.spec.partial) and not one.specs.results[0].partial
-    return is_sum and not any(spec.dims[0] for spec in specs)
+    return is_sum and all(spec.dims and not spec.dims[0] for spec in specs)
 
 
 def _with_sums(eqn: JaxprEqn, chosen: EquationSpecs, sums: Sequence[_Sum]) -> tuple[JaxprEqn, EquationSpecs] | None:

@@ -41,7 +41,7 @@ Step = Callable[[Any, Any], Any]
 def unrolled(params: Any, x: jax.Array) -> jax.Array:
     for k in range(N_LAYERS):
         x = x + jnp.tanh(x @ params["layers"][k])
-    return x @ params["head"]
+    return x @ params["head"] * params["scale"]
 
 
 def scanned(params: Any, x: jax.Array) -> jax.Array:
@@ -51,7 +51,7 @@ def scanned(params: Any, x: jax.Array) -> jax.Array:
     def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x + jnp.tanh((x @ w + shift) @ w), jnp.sum(x)
 
-    return jax.lax.scan(layer, x, params["layers"])[0] @ params["head"]
+    return jax.lax.scan(layer, x, params["layers"])[0] @ params["head"] * params["scale"]
 
 
 def step_of(model: Callable[[Any, jax.Array], jax.Array], grad: Any = minialpa.value_and_grad) -> Step:
@@ -71,6 +71,7 @@ def arguments(model: Callable[[Any, jax.Array], jax.Array]) -> tuple[Any, Any]:
     params = {
         "layers": jax.random.normal(keys[0], (N_LAYERS, WIDTH, WIDTH)) * 0.3,
         "head": jax.random.normal(keys[1], (WIDTH, 8)) * 0.3,
+        "scale": jnp.float32(1.5),
     }
     batch = {"x": jax.random.normal(keys[2], (32, WIDTH)), "y": jax.random.normal(keys[3], (32, 8))}
     if model is unrolled:
