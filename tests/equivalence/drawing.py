@@ -29,7 +29,7 @@ from tests.equivalence.steps import (
     SEVERAL,
     Training,
 )
-from tests.equivalence.ways import Way
+from tests.equivalence.ways import ONE_STAGE, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def example_of(number: int) -> Example:
     inside = 0 < (training.model.boundary or 0) < len(training.model.layers)
     way = _way(random, inside)
     way = dataclasses.replace(way, attention=_attention(random, training.model))
-    return _other_batches(random, Example(training, way))
+    return _on_gpus(random, _other_batches(random, Example(training, way)))
 
 
 def pieces(example: Example) -> frozenset[str]:
@@ -58,6 +58,7 @@ def pieces(example: Example) -> frozenset[str]:
         "fused attention": bool(names & {*ATTENTIONS}) and example.way.attention == "fused",
         "ragged batch": example.training.batch_size % example.way.n != 0,
         "another batch before": bool(example.way.first),
+        "planned for GPUs": example.way.gpus,
         "branches with dropout": bool(names & {*IN_BRANCHES}),
         "kernels": any("pallas" in name or name in ("registered_function", "partitioned") for name in names),
     }
@@ -172,6 +173,15 @@ def _other_batches(random: Random, example: Example) -> Example:
     size = random.choice([n for n in (5, 6, 7, 9, 10, 12, 14) if n % way.n and n % devices == 0] or [8])
     first = random.choice([0, way.n * devices, 16 * devices, 16 * devices])
     return Example(dataclasses.replace(training, batch_size=size), dataclasses.replace(way, first=first))
+
+
+def _on_gpus(random: Random, example: Example) -> Example:
+    """The example, planned for GPUs with two in five; then one stage computes in part again, too."""
+    way = example.way
+    if random.random() > 0.4 or way.kind == "none":
+        return example
+    remat = random.choice(["none", "none", "dots", "full"]) if way.kind in ONE_STAGE else way.remat
+    return Example(example.training, dataclasses.replace(way, gpus=True, remat=remat))
 
 
 # ---- ways to run them -----------------------------------------------------------------------------------------------

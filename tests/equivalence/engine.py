@@ -76,7 +76,7 @@ def _simpler(example: Example) -> Iterator[Example]:
 
 
 def _simpler_ways(way: Way) -> Iterator[Way]:
-    kept: dict[str, Any] = {"attention": way.attention, "first": way.first}
+    kept: dict[str, Any] = {"attention": way.attention, "first": way.first, "gpus": way.gpus}
     for candidate in (
         Way("shard", (1,), way.n, **kept),
         Way("shard", (2,), way.n, **kept),
@@ -90,7 +90,9 @@ def _simpler_ways(way: Way) -> Iterator[Way]:
         yield dataclasses.replace(way, attention="auto")
     if way.n > 2:
         yield dataclasses.replace(way, n=2)
-    if way.kind.startswith("pipeline") and way.remat != "none":
+    if way.gpus:
+        yield dataclasses.replace(way, gpus=False)
+    if way.remat != "none":
         yield dataclasses.replace(way, remat="none")
 
 

@@ -13,6 +13,7 @@ from minialpa import (
     AutoLayerOption,
     AutoShardingOption,
     AutoStageOption,
+    ClusterSpec,
     DataParallel,
     LogicalMesh,
     ManualLayerOption,
@@ -27,7 +28,7 @@ from minialpa import (
 from minialpa.methods import AutoParallel, Method
 from minialpa.options import Attention
 
-_SHARDED: dict[str, Any] = {
+ONE_STAGE: dict[str, Any] = {
     "shard": ShardParallel,
     "data": DataParallel,
     "zero2": Zero2Parallel,
@@ -42,6 +43,7 @@ class Way:
 
     stages: of a pipeline, which divide the devices. remat: of its layers. manual: layers end at the model's boundary.
     attention: which attentions are one operation. first: the number of examples of a call before; 0 for no such call.
+    gpus: whether it is planned for GPUs, whose programs are others, and runs here all the same.
     """
 
     kind: str = "shard"
@@ -52,6 +54,7 @@ class Way:
     manual: bool = False
     attention: Attention = "auto"
     first: int = 0
+    gpus: bool = False
 
 
 #: Steps are small here, and searches are to be tested.
@@ -62,11 +65,14 @@ def make_method(way: Way) -> Method | None:
     """The method that `way` describes; None leaves everything to minialpa."""
     if way.kind == "none":
         return None
-    n_devices = way.mesh[0] * (way.mesh[1] if len(way.mesh) == 2 else 1)
-    devices = jax.devices()[:n_devices]
+    n_devices = math.prod(way.mesh)
+    devices: Any = ClusterSpec.preset("h100", devices_per_host=n_devices) if way.gpus else jax.devices()[:n_devices]
     option = AutoShardingOption(attention=way.attention)
-    if way.kind in _SHARDED:
-        return _SHARDED[way.kind](LogicalMesh(way.mesh) if len(way.mesh) == 2 else devices, way.n, option)
+    if way.kind in ONE_STAGE:
+        shape = way.mesh if len(way.mesh) == 2 else None
+        if shape and not way.gpus:
+            devices, shape = LogicalMesh(shape), None
+        return ONE_STAGE[way.kind](devices, way.n, option, shape, remat=way.remat)
     if way.kind == "auto":
         return AutoParallel(devices, way.n, option, stage_option=_SEARCHED)
     if way.kind == "3d":
