@@ -15,6 +15,7 @@ from minialpa.inter.staging.last_pass import TaskProgram, with_hidden_sums
 from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, Role
+from minialpa.intra.narrow_moves import with_narrow_moves
 from minialpa.intra.spmd import Communication, ShardedEquations
 from minialpa.intra.strategies.combining import combined_sums
 from minialpa.options import AutoShardingOption
@@ -149,7 +150,9 @@ def task_programs(
     results: specs in which the results of the step are left on the mesh at the end.
     """
     tasks = [task for task in staged.tasks if task.mesh == mesh]
-    plain = [(task, task_program(staged, task, specs, equations, view, results)) for task in tasks]
+    plain = [
+        (task, with_narrow_moves(task_program(staged, task, specs, equations, view, results))) for task in tasks
+    ]
     if view.adds_totals:
         return with_hidden_sums(staged, plain)
     return [TaskProgram(task, program) for task, program in plain]

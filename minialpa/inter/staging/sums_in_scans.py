@@ -150,7 +150,7 @@ def _rewritten(program: ShardedEquations, sums: Sequence[_Sum]) -> SummedInScans
 
 
 def _sums_rows(one: _Sum) -> bool:
-    """Whether it is a sum over devices that leaves the dimension of the layers whole; a scalar has no such dimension."""
+    """Whether it is a sum over devices that leaves the dimension of the layers whole, which a scalar has not."""
     specs = (one.spec, *one.specs.operands, *one.specs.made, *one.specs.results)
     is_sum = bool(one.spec.partial) and not one.specs.results[0].partial
     return is_sum and all(spec.dims and not spec.dims[0] for spec in specs)

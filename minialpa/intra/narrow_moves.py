@@ -1,0 +1,84 @@
+"""Arrays move between devices in the narrower of two types: a program in, the same program out, whose conversions lie
+on the side of a move where the array is wide.
+
+A conversion follows the array that it reads, so the solver prices a move only behind it. A move takes every element as
+it is, so that it may as well come before a conversion to a wider type, or after one to a narrower type: the same bits
+arrive. What is to be summed is left alone, since a sum in another type is another sum.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.intra.spmd import ShardedEquations
+from minialpa.sharding import EquationSpecs, Spec
+from minialpa.tracing.jaxprs import Atom, aval_of, is_literal
+
+#: The specs in which a variable is read, by the `id` of the reader and the number of the operand.
+_Readers = dict[tuple[int, int], Spec]
+
+
+def with_narrow_moves(program: ShardedEquations) -> ShardedEquations:
+    """`program`, whose arrays move before conversions to wider types and after those to narrower ones."""
+    readers = _readers(program)
+    equations, specs = dict(program.equations), dict(program.specs)
+    # Backwards, so that a move passes several conversions in a row.
+    for eqn in reversed(program.eqns):
+        if eqn.primitive.name != "convert_element_type":
+            continue
+        (operand,), (result,) = eqn.invars, eqn.outvars
+        if is_literal(operand):
+            continue
+        chosen, others = equations[id(eqn)], dict(readers[operand])
+        others.pop((id(eqn), 0))
+        spec = _better_spec(eqn, specs[operand], chosen, set(readers[result].values()), set(others.values()))
+        if spec is not None:
+            equations[id(eqn)] = EquationSpecs((spec,), (spec,), (spec,))
+            specs[result] = readers[operand][id(eqn), 0] = spec
+    return replace(program, equations=equations, specs=specs)
+
+
+def _readers(program: ShardedEquations) -> Mapping[Var, _Readers]:
+    """The readers of each variable; those of the results of the program have the number 0."""
+    found = defaultdict[Var, _Readers](dict)
+    for eqn in program.eqns:
+        for k, (atom, spec) in enumerate(zip(eqn.invars, program.equations[id(eqn)].operands, strict=True)):
+            if not is_literal(atom):
+                found[atom][id(eqn), k] = spec
+    for k, (atom, spec) in enumerate(zip(program.outvars, program.out_specs, strict=True)):
+        if not is_literal(atom):
+            found[atom][0, k] = spec
+    return found
+
+
+def _better_spec(
+    eqn: JaxprEqn, before: Spec, chosen: EquationSpecs, wanted: set[Spec], wanted_before: set[Spec]
+) -> Spec | None:
+    """The spec in which a conversion moves less than as `chosen`; None if there is none.
+
+    before: the spec of its operand. wanted: specs in which its result is read. wanted_before: specs in which others
+    read its operand.
+    """
+    converted = chosen.operands[0]
+    after = next(iter(wanted), converted)
+    if len(wanted) != 1 or {*chosen.made, *chosen.results} != {converted}:
+        return None
+    if before.partial or converted.partial or after.partial:
+        return None
+
+    grows = _width(eqn.outvars[0]) - _width(eqn.invars[0])
+    if grows > 0 and before == converted != after:
+        return after
+    # What others want in this spec moves anyway.
+    if grows < 0 and before != converted == after and converted not in wanted_before:
+        return before
+    return None
+
+
+def _width(atom: Atom) -> int:
+    """Bytes of an element."""
+    return int(aval_of(atom).dtype.itemsize)
