@@ -366,6 +366,8 @@ class PlanOptions:
         use_all_devices: False lets a search leave devices idle.
         keep_rows: in a step of several loops over the micro-batches, whether rows that later loops read are kept (True)
             or computed again (False); None for whichever is faster and fits.
+        cast_once: with several micro-batches, whether weights are cast to the types that passes read them in once per
+            step (True) or in each pass (False); None for whichever is faster and fits.
     """
 
     n_micro_batches: int = 1
@@ -380,6 +382,7 @@ class PlanOptions:
     choose_schedule: bool = False
     use_all_devices: bool = True
     keep_rows: bool | None = None
+    cast_once: bool | None = None
 
     def relaxed(self, relax: Callable[[AutoShardingOption], AutoShardingOption]) -> PlanOptions:
         """These options, with what `relax` makes of those for shardings."""

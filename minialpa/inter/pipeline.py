@@ -8,7 +8,7 @@ stages           none, those that the user gives, or the best of a search, if on
                                                                                          search/
 plan_stages      tasks of every mesh -> shardings -> plan, for each choice that is tried build_plan.py
 refinements      one change at a time, kept where the plan gets faster                   refine.py
-kept rows        of steps of several loops, the same stages once more                    here
+other ways       the same stages with rows kept, or weights cast once per step           here
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from minialpa.inter.context import PlanningContext, Progress
 from minialpa.inter.given_plan import plan_on_given_stages
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.one_stage import plan_on_best_submesh, plan_on_submesh
+from minialpa.inter.staging.cast_weights import with_weights_cast_once
 from minialpa.inter.staging.replan import options_of
 from minialpa.inter.staging.staged_step import realise
 from minialpa.inter.worth import plan_if_not_searched
@@ -62,7 +63,9 @@ def plan_step(
 
     plan = _planned(context)
     if options.keep_rows is None and plan.n_loops > 1:
-        return _or_kept_rows(context, plan)
+        plan = _or_kept_rows(context, plan)
+    if options.cast_once is None and plan.n_micro_batches > 1:
+        plan = _or_cast_once(context, plan)
     return plan
 
 
@@ -92,5 +95,18 @@ def _or_kept_rows(context: PlanningContext, best: Plan) -> Plan:
     """`best`, or the same stages with what later loops read kept by the earlier ones, where that is faster and fits."""
     if not realise(context.traced, best).split.computes_rows_again:
         return best
-    kept = dataclasses.replace(context, options=dataclasses.replace(options_of(best), keep_rows=True))
-    return best_of([lambda: best, lambda: dataclasses.replace(_planned(kept), certificate=best.certificate)])
+    return _or_planned_as(context, best, dataclasses.replace(options_of(best), keep_rows=True))
+
+
+def _or_cast_once(context: PlanningContext, best: Plan) -> Plan:
+    """`best`, or the same stages with weights cast once per step, where that is faster and fits."""
+    split = realise(context.traced, best).split
+    if with_weights_cast_once(split) is split:
+        return best
+    return _or_planned_as(context, best, dataclasses.replace(options_of(best), cast_once=True))
+
+
+def _or_planned_as(context: PlanningContext, best: Plan, options: PlanOptions) -> Plan:
+    """`best`, or what these options make of its stages."""
+    other = dataclasses.replace(context, options=options)
+    return best_of([lambda: best, lambda: dataclasses.replace(_planned(other), certificate=best.certificate)])

@@ -23,6 +23,7 @@ def difference(old: PlanRecord, new: PlanRecord) -> str:
         *_change("micro-batches", str(old.n_micro_batches), str(new.n_micro_batches)),
         *_change("schedule", old.schedule, new.schedule),
         *_change("rows of earlier loops", _rows(old), _rows(new)),
+        *_change("casts of weights", _casts(old), _casts(new)),
         *_layers(old, new),
         *_stages(old, new),
         *_cut(_changes("placement", _placements(old), _placements(new))),
@@ -38,6 +39,10 @@ def difference(old: PlanRecord, new: PlanRecord) -> str:
 
 def _rows(plan: PlanRecord) -> str:
     return "kept" if plan.keeps_rows else "computed again"
+
+
+def _casts(plan: PlanRecord) -> str:
+    return "once per step" if plan.casts_once else "in each pass"
 
 
 def _change(what: str, old: str, new: str) -> list[str]:

@@ -328,6 +328,8 @@ class PlanRecord:
             statistics, and what the model asks for.
         keeps_rows: whether later loops over the micro-batches read what earlier ones have computed of each example,
             which is kept for all micro-batches; otherwise they compute it again.
+        casts_once: whether weights are cast to the narrower types that passes read them in before the first loop, and
+            not in each pass; the results stay in memory for the whole step.
         batch: names of the arguments that hold the examples; empty if there are none, and in files that were written
             before plans had this field.
         compiler_options: options of XLA, by name, that all programs of the step are compiled with, so that they do
@@ -350,6 +352,7 @@ class PlanRecord:
     certificate: Certificate | None = None
     per_micro_batch: tuple[str, ...] = ()
     keeps_rows: bool = False
+    casts_once: bool = field(default=False, metadata=MAY_BE_MISSING)
     batch: tuple[str, ...] = field(default=(), metadata=MAY_BE_MISSING)
     compiler_options: tuple[tuple[str, bool], ...] = field(default=(), metadata=MAY_BE_MISSING)
 

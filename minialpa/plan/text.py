@@ -64,6 +64,7 @@ def header(plan: PlanRecord) -> str:
         f"{count(len(plan.stages), 'stage')}, {count(plan.n_micro_batches, 'micro-batch')}"
         + (f" in {plan.n_loops} loops" if plan.n_loops > 1 else "")
         + (" that keep their rows" if plan.keeps_rows else "")
+        + (", weights cast once" if plan.casts_once else "")
         + (f", schedule {plan.schedule}" if len(plan.stages) > 1 else "")
         + (f", rematerialisation {'/'.join(kept)}" if kept not in ([], ["none"]) else "")
     )

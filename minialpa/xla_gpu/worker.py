@@ -63,8 +63,10 @@ def compiled(request: Request) -> GpuProgram:
         donate_argnums=function.donated,
         keep_unused=True,
     )
-    made = jitted.trace(*avals).lower(lowering_platforms=("cuda",)).compile(
-        compiler_options=dict(function.compiler_options)
+    made = (
+        jitted.trace(*avals)
+        .lower(lowering_platforms=("cuda",))
+        .compile(compiler_options=dict(function.compiler_options))
     )
     memory: Any = made.memory_analysis()
     return GpuProgram(

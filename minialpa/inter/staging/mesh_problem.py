@@ -150,9 +150,7 @@ def task_programs(
     results: specs in which the results of the step are left on the mesh at the end.
     """
     tasks = [task for task in staged.tasks if task.mesh == mesh]
-    plain = [
-        (task, with_narrow_moves(task_program(staged, task, specs, equations, view, results))) for task in tasks
-    ]
+    plain = [(task, with_narrow_moves(task_program(staged, task, specs, equations, view, results))) for task in tasks]
     if view.adds_totals:
         return with_hidden_sums(staged, plain)
     return [TaskProgram(task, program) for task, program in plain]

@@ -35,6 +35,7 @@ def options_of(plan: Plan) -> PlanOptions:
             submesh=first.submesh,
             remat="none",
             keep_rows=plan.keeps_rows,
+            cast_once=plan.casts_once,
         )
 
     stages = ManualStageOption(
@@ -53,6 +54,7 @@ def options_of(plan: Plan) -> PlanOptions:
         stages=stages,
         sharding=first.option,
         keep_rows=plan.keeps_rows,
+        cast_once=plan.casts_once,
     )
 
 

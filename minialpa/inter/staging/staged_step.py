@@ -16,6 +16,7 @@ from minialpa.inter.layers.unstack import with_row_blocks
 from minialpa.inter.microbatch.rewrite import split_micro_batches
 from minialpa.inter.microbatch.split_step import Op, SplitStep, is_loop
 from minialpa.inter.schedule.chunks import plan_chunks
+from minialpa.inter.staging.cast_weights import with_weights_cast_once
 from minialpa.inter.staging.leaf_placement import values_of_parts
 from minialpa.inter.staging.mesh_problem import mesh_equations
 from minialpa.inter.staging.replan import check_fits
@@ -36,10 +37,11 @@ def stage_step(
     mesh_of_chunk: Sequence[int],
     *,
     keep_rows: bool = False,
+    cast_once: bool = False,
 ) -> StagedStep:
     """Split `traced` into micro-batches and chunks. Without a pipeline, `chunk_of_group` may be empty.
 
-    keep_rows: see `split_micro_batches`.
+    keep_rows: see `split_micro_batches`. cast_once: see `with_weights_cast_once`, which is for several micro-batches.
     """
     groups = chunk_of_group or [0] * traced.n_groups
     n_chunks = len(mesh_of_chunk)
@@ -51,6 +53,8 @@ def stage_step(
         chunk_of = [None if p is None else min(p, 2 * n_chunks - 1 - p) for p in positions]
 
     split = split_micro_batches(traced, n_micro_batches, chunk_of, keep_rows=keep_rows)
+    if cast_once and n_micro_batches > 1:
+        split = with_weights_cast_once(split)
     return stage_split(_shared(split, by_direction=n_chunks > 1), groups, mesh_of_chunk)
 
 
@@ -108,7 +112,9 @@ def realise(traced: TracedStep, plan: Plan) -> StagedStep:
     chunks = plan_chunks(plan)
     with blamed("n_micro_batches", plan.n_micro_batches):
         groups = chunks.of_group(plan.layer_of_group)
-        return stage_step(step, plan.n_micro_batches, groups, chunks.stage_of, keep_rows=plan.keeps_rows)
+        return stage_step(
+            step, plan.n_micro_batches, groups, chunks.stage_of, keep_rows=plan.keeps_rows, cast_once=plan.casts_once
+        )
 
 
 def mesh_problems(staged: StagedStep) -> list[MeshEquations]:

@@ -8,7 +8,7 @@ that are counted, once. The copy costs nothing in the program.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +37,17 @@ class Placed:
     copied: Var | None = None
 
 
+def shared_copies() -> Callable[[Var], tuple[JaxprEqn, Var]]:
+    """A function that makes the equation that copies a value, and the copy."""
+    return unary_equation(lambda x: checkpoint_name(x, SHARED_NAME))
+
+
 def share_reads(eqns: Sequence[JaxprEqn], tasks: Sequence[Hashable]) -> list[Placed]:
     """`eqns` with the copies, each in front of the first equation that reads it.
 
     tasks: for each equation the task that it belongs to, or None if it shares nothing.
     """
-    copy_of = unary_equation(lambda x: checkpoint_name(x, SHARED_NAME))
+    copy_of = shared_copies()
     copies: dict[int, list[Placed]] = defaultdict(list)
     renamed: dict[int, dict[Var, Any]] = defaultdict(dict)
 

@@ -1,0 +1,237 @@
+"""Weights are cast once per step: a split step in; the same step, whose loops read weights in narrower types, out.
+
+A step in mixed precision keeps weights in float32 and casts them where it reads them: in each pass of each micro-batch.
+Here the casts run before the first loop, and the loops read their results. These take memory for the whole step. But
+they can be gathered, once and in the narrower type, while the weights themselves stay sharded.
+
+A cast may stand behind a barrier, which rematerialisation has put there, or inside a scan over layers, which casts a
+slice of the weight in each iteration. The barrier and the scan then take the narrower array.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.inter.microbatch.batching import is_barrier
+from minialpa.inter.microbatch.split_step import PROLOGUE, Op, SplitStep, is_loop
+from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
+from minialpa.intra.strategies.sharing import shared_copies
+from minialpa.support.private_jax import changed_aval, with_source_of
+from minialpa.tracing.evaluation import eval_flat
+from minialpa.tracing.flattening import flat_body
+from minialpa.tracing.jaxprs import (
+    FlatJaxpr,
+    aval_of,
+    fresh_var,
+    is_inexact,
+    is_literal,
+    operand_vars,
+    reading,
+    scan_counts,
+)
+from minialpa.tracing.new_equations import equations_for
+
+#: By variable, the one that holds its value in a narrower type.
+_Narrow = Mapping[Var, Var]
+
+
+def with_weights_cast_once(split: SplitStep) -> SplitStep:
+    """`split`, in which no loop casts a weight to a narrower type; the same object if none does."""
+    batch = {v for v, dim in zip(split.traced.flat.invars, split.traced.batch_dims, strict=True) if dim is not None}
+    weights = {v for v in step_inputs(split) if v not in batch and is_inexact(v)}
+    in_loops = [op.eqn for op in split.ops if is_loop(op.segment)]
+    left = {*step_results(split), *(value for value, _ in combined_values(split))}
+    left.update(v for op in split.ops if not is_loop(op.segment) for v in operand_vars(op.eqn))
+    loops = _Equations(in_loops, left - weights)
+
+    casts, rewriting = _Casts(), _Rewriting(loops)
+    ops: list[Op] = []
+    for op in split.ops:
+        if is_loop(op.segment):
+            given = {v: casts.of(v, dtype, op.source) for v, dtype in loops.narrow_reads(op.eqn, weights).items()}
+            ops += [replace(op, eqn=eqn) for eqn in rewriting.rewritten(op.eqn, given)]
+        else:
+            ops.append(op)
+    return replace(split, ops=(*casts.ops, *ops)) if casts.ops else split
+
+
+class _Casts:
+    """The casts before the first loop.
+
+    A cast is sharded like the weight. So a copy follows, for which the planner chooses how the loops read it.
+    """
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self._copy_of = shared_copies()
+        self._copies: dict[tuple[Var, np.dtype[Any]], Var] = {}
+
+    def of(self, weight: Var, dtype: np.dtype[Any], source: int) -> Var:
+        """The weight in another type, as it is known before the loops. source: of the equation that reads it."""
+        if (weight, dtype) not in self._copies:
+            cast, (narrow,) = equations_for(lambda x: lax.convert_element_type(x, dtype), weight)
+            assert not is_literal(narrow)
+            copying, self._copies[weight, dtype] = self._copy_of(narrow)
+            self.ops += [Op(eqn, PROLOGUE, source) for eqn in (*cast, copying)]
+        return self._copies[weight, dtype]
+
+
+# ---- what is read in a narrower type ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Equations:
+    """Equations that run together, those of the loops or those in the body of a scan.
+
+    Attributes:
+        eqns: in order.
+        left: values that others read, too.
+    """
+
+    eqns: Sequence[JaxprEqn]
+    left: AbstractSet[Var]
+    _bodies: dict[int, _Body] = field(default_factory=dict)
+
+    def narrow_reads(self, eqn: JaxprEqn, values: AbstractSet[Var]) -> dict[Var, np.dtype[Any]]:
+        """The operands among `values` that an equation needs in a narrower type alone, with that type."""
+        found: dict[Var, np.dtype[Any]] = {}
+        for v in dict.fromkeys(v for v in eqn.invars if not is_literal(v) and v in values):
+            types = {self._type_read(eqn, k) for k, atom in enumerate(eqn.invars) if atom is v}
+            dtype = types.pop()
+            if dtype is not None and not types:
+                found[v] = dtype
+        return found
+
+    def _type_read(self, eqn: JaxprEqn, k: int) -> np.dtype[Any] | None:
+        """The type in which an equation can have operand `k`, if that is a narrower one."""
+        if eqn.primitive.name == "convert_element_type":
+            return np.dtype(eqn.params["new_dtype"]) if self._narrows(eqn) else None
+        if is_barrier(eqn):
+            return self.type_of(eqn.outvars[k])
+        if eqn.primitive.name == "scan":
+            body = self.body(eqn)
+            return None if k in body.carries else body.inside.type_of(body.flat.invars[k])
+        return None
+
+    def _narrows(self, eqn: JaxprEqn) -> bool:
+        before, after = aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
+        is_float = is_inexact(eqn.invars[0]) and is_inexact(eqn.outvars[0])
+        is_plain = not after.weak_type and eqn.outvars[0] not in self.left
+        return is_float and is_plain and after.dtype.itemsize < before.dtype.itemsize
+
+    def type_of(self, var: Var) -> np.dtype[Any] | None:
+        """The narrower type in which all readers of a value can have it."""
+        types = {self._type_read(eqn, k) for eqn, k in self._readers.get(var, ())}
+        return types.pop() if len(types) == 1 and var not in self.left else None
+
+    @cached_property
+    def _readers(self) -> Mapping[Var, Sequence[tuple[JaxprEqn, int]]]:
+        found = defaultdict[Var, list[tuple[JaxprEqn, int]]](list)
+        for eqn in self.eqns:
+            for k, atom in enumerate(eqn.invars):
+                if not is_literal(atom):
+                    found[atom].append((eqn, k))
+        return found
+
+    def body(self, eqn: JaxprEqn) -> _Body:
+        """The body of a scan."""
+        if id(eqn) not in self._bodies:
+            closed, (n_consts, n_carry) = eqn.params["jaxpr"], scan_counts(eqn)
+            flat = flat_body(closed.jaxpr, tuple(closed.consts))
+            inside = _Equations(flat.eqns, {v for v in flat.outvars if not is_literal(v)})
+            self._bodies[id(eqn)] = _Body(eqn, flat, inside, range(n_consts, n_consts + n_carry))
+        return self._bodies[id(eqn)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """The body of the scan `eqn`, with calls written out; `carries`: the numbers of its operands that are carries."""
+
+    eqn: JaxprEqn
+    flat: FlatJaxpr
+    inside: _Equations
+    carries: range
+
+
+# ---- reading it in that type -----------------------------------------------------------------------------------------
+
+
+class _Rewriting:
+    """Writes equations anew, in order, whose operands are there in narrower types."""
+
+    def __init__(self, equations: _Equations) -> None:
+        self._equations = equations
+        self._narrow: dict[Var, Var] = {}  # of values behind barriers
+        self._names: dict[Var, Var] = {}  # of the results of casts that are gone
+
+    def rewritten(self, eqn: JaxprEqn, given: _Narrow) -> list[JaxprEqn]:
+        """What does the same as `eqn`; none if it is a cast. given: its operands that it reads in narrower types."""
+        narrow = {**given, **{v: self._narrow[v] for v in eqn.invars if not is_literal(v) and v in self._narrow}}
+        if not narrow:
+            return [reading(eqn, self._names)]
+        if is_barrier(eqn):
+            return [self._barrier(eqn, narrow)]
+        if eqn.primitive.name == "scan":
+            return [_scan_of(self._equations.body(eqn), reading(eqn, self._names), narrow)]
+        (weight,) = operand_vars(eqn)
+        self._names[eqn.outvars[0]] = narrow[weight]
+        return []
+
+    def _barrier(self, eqn: JaxprEqn, narrow: _Narrow) -> JaxprEqn:
+        """The barrier before narrower arrays; all that reads what is behind it reads it narrow."""
+        for atom, result in zip(eqn.invars, eqn.outvars, strict=True):
+            if not is_literal(atom) and atom in narrow:
+                self._narrow[result] = fresh_var(aval_of(narrow[atom]))
+        results = [self._narrow.get(v, v) for v in eqn.outvars]
+        passed: JaxprEqn = reading(reading(eqn, narrow), self._names).replace(outvars=results)
+        return passed
+
+
+def _scan_of(body: _Body, eqn: JaxprEqn, narrow: _Narrow) -> JaxprEqn:
+    """The scan that takes the operands in `narrow` in their narrower types. eqn: the scan, with operands renamed."""
+    operands = [
+        atom if is_literal(was) else narrow.get(was, atom)
+        for was, atom in zip(body.eqn.invars, eqn.invars, strict=True)
+    ]
+    inside = _narrow_body(body, narrow)
+    params, carries = eqn.params, body.carries
+
+    def scan(*arrays: Any) -> list[Any]:
+        def iterate(carry: Any, slices: Any) -> Any:
+            left = eval_flat(inside, [*arrays[: carries.start], *carry, *slices])
+            return left[: len(carries)], left[len(carries) :]
+
+        first, stacks = list(arrays[carries.start : carries.stop]), list(arrays[carries.stop :])
+        how = {name: params[name] for name in ("length", "reverse", "unroll")}
+        end, stacked = lax.scan(iterate, first, stacks, **how)
+        return [*end, *stacked]
+
+    # Stand-ins for operands, as one array may be several of them.
+    stand_ins = [fresh_var(aval_of(atom)) for atom in operands]
+    (new,), results = equations_for(scan, *stand_ins)
+    read, left = dict(zip(stand_ins, operands, strict=True)), dict(zip(results, eqn.outvars, strict=True))
+    invars = [v if is_literal(v) else read[v] for v in new.invars]
+    return with_source_of(new.replace(invars=invars, outvars=[left[v] for v in new.outvars]), eqn)
+
+
+def _narrow_body(body: _Body, narrow: _Narrow) -> FlatJaxpr:
+    """The body of a scan that takes the operands in `narrow` in their narrower types, and casts them no more."""
+    flat, given = body.flat, dict[Var, Var]()
+    for k, (outer, inner) in enumerate(zip(body.eqn.invars, flat.invars, strict=True)):
+        if not is_literal(outer) and outer in narrow and k not in body.carries:
+            given[inner] = fresh_var(changed_aval(aval_of(inner), dtype=aval_of(narrow[outer]).dtype))
+
+    rewriting = _Rewriting(body.inside)
+    eqns: list[JaxprEqn] = []
+    for eqn in flat.eqns:
+        eqns += rewriting.rewritten(eqn, {v: given[v] for v in eqn.invars if not is_literal(v) and v in given})
+    return replace(flat, invars=tuple(given.get(v, v) for v in flat.invars), eqns=tuple(eqns), scopes=("",) * len(eqns))

@@ -1,0 +1,78 @@
+"""Weights are cast once per step where that pays; the step computes the same, to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import AutoLayerOption, ClusterSpec, PipeshardParallel, Plan, Zero3Parallel, models
+from minialpa.inter import pipeline
+from minialpa.options import PlanOptions
+
+GPUS = ClusterSpec.preset("h100", devices_per_host=4)
+METHODS = {
+    "zero-3": Zero3Parallel(GPUS, num_micro_batches=2),
+    "pipeline, remat": PipeshardParallel(
+        GPUS, num_micro_batches=2, layer_option=AutoLayerOption(2, remat="full"), stage_option="uniform"
+    ),
+}
+SIZES = {"hidden": 32, "n_heads": 2, "n_layers": 2, "seq_len": 8, "vocab_size": 64}
+MODELS = {"gpt": {}, "llama": {"scan_layers": True, "remat_blocks": True}}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_that_casts_once_equals_one_that_casts_in_each_pass(
+    monkeypatch: pytest.MonkeyPatch, model: str, name: str
+) -> None:
+    """GPT casts weights by themselves, Llama inside a scan; with rematerialisation both also cast behind barriers."""
+    case = models.build(model, batch_size=8, dtype=jnp.bfloat16, **SIZES, **MODELS[model])
+
+    def trained(cast_once: bool) -> tuple[Plan, minialpa.Executable, Any]:
+        def way(context: pipeline.PlanningContext, best: Plan, options: PlanOptions) -> Plan:
+            asked = dataclasses.replace(options, cast_once=cast_once)
+            return pipeline._planned(dataclasses.replace(context, options=asked))
+
+        monkeypatch.setattr(pipeline, "_or_planned_as", way)
+        step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=METHODS[name])
+        state, batch = case.init(jax.random.key(0)), case.make_batch(0, case.batch_size)
+        plan = step.plan(state, batch)
+        results = step(state, batch)
+        return plan, step.get_last_executable(), results
+
+    plan_of_each, each, expected = trained(False)
+    plan, once, results = trained(True)
+    assert plan.casts_once and not plan_of_each.casts_once
+    assert not any(f.name.startswith("prologue") for f in each.program.functions)
+    assert any(f.name.startswith("prologue") for f in once.program.functions)
+    assert Plan.from_json(plan.to_json()) == plan
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_weights_are_gathered_once_where_links_are_slow() -> None:
+    """Four hosts of one GPU each: ZeRO-3 would gather each weight for each micro-batch over the network."""
+    hosts = ClusterSpec.preset("h100", num_hosts=4, devices_per_host=1)
+    case = models.build("mlp", batch_size=64, dtype=jnp.bfloat16)
+    step = minialpa.parallelize(
+        case.train_step(minialpa.value_and_grad), method=Zero3Parallel(hosts, num_micro_batches=8)
+    )
+    plan = step.plan(case.init(jax.random.key(0)), case.make_batch(0, case.batch_size))
+    assert plan.casts_once
+    gathers = [c for c in plan.collectives if c.kind == "all-gather"]
+    assert gathers and all(c.times_per_step < 8 for c in gathers)
+    assert "weights cast once" in plan.summary()
+
+
+def test_weights_that_are_read_wide_are_cast_where_they_were() -> None:
+    """A float32 step has nothing to cast; its plan has no prologue."""
+    case = models.build("mlp", batch_size=16, dtype=jnp.float32)
+    step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=METHODS["zero-3"])
+    plan = step.plan(case.init(jax.random.key(0)), case.make_batch(0, case.batch_size))
+    assert not plan.casts_once
