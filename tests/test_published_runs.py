@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.published_runs.errors import NotBuiltError
 from benchmarks.published_runs.gpus import chip_of, cluster_of_gpus, device_of, power_part
+from benchmarks.published_runs.record import run_of
 from benchmarks.published_runs.trainers import Trainer, trainer_of
 
 
@@ -63,3 +64,26 @@ def test_notes_say_what_a_trainer_compiles_and_hides() -> None:
     assert trainer_of("torchtitan", "torch.compile").elementwise == "kernels"
     assert trainer_of("torchtitan", "2D + AsyncTP").hides_operators
     assert not trainer_of("torchtitan", "vanilla TP").hides_operators
+
+
+def test_runs_of_other_dimensions_are_not_compared() -> None:
+    row = {
+        "system": "Megatron-DeepSpeed",
+        "model": "gpt-104b",
+        "layers": 64,
+        "hidden": 11600,
+        "seq": 2048,
+        "global_batch": 2048,
+        "gpus": 64,
+        "gpu_kind": "A100-SXM-80GB",
+        "gpus_per_node": 8,
+        **{"dp": 4, "fsdp": None, "tp": 4, "pp": 4, "cp": 1, "ep": 1, "micro_batch": 1},
+        **{"remat": None, "dtype": "bf16", "step_s": 100.0},
+        **{"tokens_per_s_per_gpu": None, "tflops_per_gpu": None, "mfu": None, "params_b": 104},
+        "notes": "heads 80",
+        "source": "",
+    }
+    same = run_of(1, {**row, "dp": 2, "pp": 8})
+    assert run_of(0, row).group == same.group
+    for changed in ({"notes": "heads 58"}, {"seq": 4096}, {"hidden": 11680}, {"gpus": 128, "dp": 8}):
+        assert run_of(0, row).group != run_of(2, {**row, **changed}).group

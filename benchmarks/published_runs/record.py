@@ -46,7 +46,7 @@ class Run:
         notes: of the record.
         step_s: measured seconds of a step; None if it ran out of memory.
         peak_bytes: measured memory of a device, if published.
-        group: what rows of one comparison share.
+        group: what rows of one comparison share: system, dimensions of the model, GPUs, batch and date.
     """
 
     number: int
@@ -107,6 +107,7 @@ def run_of(number: int, row: Row) -> Run:
     model = _model(row, trainer)
     per_host = min(row["gpus_per_node"], row["gpus"])
     n_micro_batches = _n_micro_batches(row, trainer, dp * fsdp, pp)
+    dimensions = (row["model"], model.n_layers, model.hidden, model.n_heads, model.seq)
 
     return Run(
         number=number,
@@ -129,7 +130,7 @@ def run_of(number: int, row: Row) -> Run:
         notes=row["notes"],
         step_s=_measured_s(row, model),
         peak_bytes=_measured_bytes(row),
-        group=(row["system"], row["model"], row["layers"], row["hidden"], row["gpus"], row["global_batch"], _date(row)),
+        group=(row["system"], dimensions, row["gpus"], row["global_batch"], _date(row)),
     )
 
 
