@@ -57,7 +57,8 @@ def on_known_stages(make: MakePlan, known: Plan | None, asked: PlanOptions) -> M
         if options.n_micro_batches != asked.n_micro_batches and relax is None:
             with contextlib.suppress(MinialpaError):
                 alike = dataclasses.replace(options_of(known), n_micro_batches=options.n_micro_batches)
-                return make(dataclasses.replace(alike, keep_rows=options.keep_rows), relax)
+                alike = dataclasses.replace(alike, keep_rows=options.keep_rows, cast_once=options.cast_once)
+                return make(alike, relax)
         return make(options, relax)
 
     return make_alike

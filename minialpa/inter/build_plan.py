@@ -109,8 +109,14 @@ def place_stages(options: PlanOptions, layered: LayeredStep, stages: Sequence[De
     chunks = chunks_of([stage.layers for stage in stages])
     check_chunks(chunks, options.schedule)
     groups = chunks.of_group(layered.of_group)
-    ways = {"keep_rows": bool(options.keep_rows), "cast_once": bool(options.cast_once)}
-    staged = stage_step(layered.step, options.n_micro_batches, groups, chunks.stage_of, **ways)
+    staged = stage_step(
+        layered.step,
+        options.n_micro_batches,
+        groups,
+        chunks.stage_of,
+        keep_rows=bool(options.keep_rows),
+        cast_once=bool(options.cast_once),
+    )
 
     # Only the staged step says which passes there are.
     if options.schedule == "inference" and any(map(staged.trains, range(1, staged.split.n_loops + 1))):
@@ -187,7 +193,7 @@ def build_plan(context: PlanningContext, placed: PlacedStages, solved: Sequence[
         row_blocks=layered.row_blocks,
         per_micro_batch=staged.split.own,
         keeps_rows=bool(options.keep_rows),
-        casts_once=bool(options.cast_once),
+        casts_once=bool(options.cast_once) and options.n_micro_batches > 1,
         batch=layered.step.batch_arguments,
         compiler_options=compiler_options_of(context.cluster),
     )

@@ -8,7 +8,7 @@ stages           none, those that the user gives, or the best of a search, if on
                                                                                          search/
 plan_stages      tasks of every mesh -> shardings -> plan, for each choice that is tried build_plan.py
 refinements      one change at a time, kept where the plan gets faster                   refine.py
-other ways       the same stages with rows kept, or weights cast once per step           here
+variants         the same stages with rows kept, or with weights cast once per step      here
 """
 
 from __future__ import annotations

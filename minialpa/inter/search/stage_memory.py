@@ -186,7 +186,7 @@ def mesh_usages(
         made = {v: now + start for v, start, _ in found.intervals}
         usages += _loop_usages(task, made, gathered=gathered)
         if gathered:
-            usages += _gathered_usages(task, made, inputs, now)
+            usages += _gathered_usages(task, made, staged.early, now)
 
         # An argument that is not kept is sent for this task, and held while it runs.
         end = now + max(1, found.n_times)
@@ -214,8 +214,8 @@ def _loop_usages(task: Task, made: Mapping[Var, int], *, gathered: bool) -> Iter
                 yield Usage(inner, n_slices, time, time + 1, None if gathered else operand, if_gathered=gathered)
 
 
-def _gathered_usages(task: Task, made: Mapping[Var, int], arguments: Collection[Var], start: int) -> Iterator[Usage]:
-    """Arguments as products and look-ups read them. They are gathered first of all, since nothing has to be waited for.
+def _gathered_usages(task: Task, made: Mapping[Var, int], early: Collection[Var], start: int) -> Iterator[Usage]:
+    """What is known `early`, as products and look-ups read it. It is gathered first of all, since it waits for nothing.
 
     made: when each variable is first in memory. start: when the task starts.
     """
@@ -226,7 +226,7 @@ def _gathered_usages(task: Task, made: Mapping[Var, int], arguments: Collection[
             continue
         for v in dict.fromkeys(operand_vars(eqn)):
             # The next reader that wants it in the same spec reads the same copy.
-            if v in arguments and now + 1 > free_at[v]:
+            if v in early and now + 1 > free_at[v]:
                 yield Usage(v, 1, free_at[v], now + 1, reader=eqn.outvars[0], if_gathered=True)
                 free_at[v] = now + 1
 

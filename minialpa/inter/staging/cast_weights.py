@@ -19,14 +19,13 @@ from typing import Any
 
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import is_barrier
 from minialpa.inter.microbatch.split_step import PROLOGUE, Op, SplitStep, is_loop
 from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
 from minialpa.intra.strategies.sharing import shared_copies
-from minialpa.support.private_jax import changed_aval, with_source_of
-from minialpa.tracing.evaluation import eval_flat
+from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.flattening import flat_body
 from minialpa.tracing.jaxprs import (
     FlatJaxpr,
@@ -37,6 +36,7 @@ from minialpa.tracing.jaxprs import (
     operand_vars,
     reading,
     scan_counts,
+    with_bodies,
 )
 from minialpa.tracing.new_equations import equations_for
 
@@ -181,7 +181,8 @@ class _Rewriting:
         if is_barrier(eqn):
             return [self._barrier(eqn, narrow)]
         if eqn.primitive.name == "scan":
-            return [_scan_of(self._equations.body(eqn), reading(eqn, self._names), narrow)]
+            scan = _scan_of(self._equations.body(eqn), narrow)
+            return [reading(scan, self._names)]
         (weight,) = operand_vars(eqn)
         self._names[eqn.outvars[0]] = narrow[weight]
         return []
@@ -196,42 +197,23 @@ class _Rewriting:
         return passed
 
 
-def _scan_of(body: _Body, eqn: JaxprEqn, narrow: _Narrow) -> JaxprEqn:
-    """The scan that takes the operands in `narrow` in their narrower types. eqn: the scan, with operands renamed."""
-    operands = [
-        atom if is_literal(was) else narrow.get(was, atom)
-        for was, atom in zip(body.eqn.invars, eqn.invars, strict=True)
-    ]
-    inside = _narrow_body(body, narrow)
-    params, carries = eqn.params, body.carries
-
-    def scan(*arrays: Any) -> list[Any]:
-        def iterate(carry: Any, slices: Any) -> Any:
-            left = eval_flat(inside, [*arrays[: carries.start], *carry, *slices])
-            return left[: len(carries)], left[len(carries) :]
-
-        first, stacks = list(arrays[carries.start : carries.stop]), list(arrays[carries.stop :])
-        how = {name: params[name] for name in ("length", "reverse", "unroll")}
-        end, stacked = lax.scan(iterate, first, stacks, **how)
-        return [*end, *stacked]
-
-    # Stand-ins for operands, as one array may be several of them.
-    stand_ins = [fresh_var(aval_of(atom)) for atom in operands]
-    (new,), results = equations_for(scan, *stand_ins)
-    read, left = dict(zip(stand_ins, operands, strict=True)), dict(zip(results, eqn.outvars, strict=True))
-    invars = [v if is_literal(v) else read[v] for v in new.invars]
-    return with_source_of(new.replace(invars=invars, outvars=[left[v] for v in new.outvars]), eqn)
-
-
-def _narrow_body(body: _Body, narrow: _Narrow) -> FlatJaxpr:
-    """The body of a scan that takes the operands in `narrow` in their narrower types, and casts them no more."""
-    flat, given = body.flat, dict[Var, Var]()
-    for k, (outer, inner) in enumerate(zip(body.eqn.invars, flat.invars, strict=True)):
-        if not is_literal(outer) and outer in narrow and k not in body.carries:
-            given[inner] = fresh_var(changed_aval(aval_of(inner), dtype=aval_of(narrow[outer]).dtype))
-
+def _scan_of(body: _Body, narrow: _Narrow) -> JaxprEqn:
+    """The scan of `body` that takes the operands in `narrow` in their narrower types, and casts them no more."""
+    given = {
+        inner: fresh_var(changed_aval(aval_of(inner), dtype=aval_of(narrow[outer]).dtype))
+        for outer, inner in zip(body.eqn.invars, body.flat.invars, strict=True)
+        if not is_literal(outer) and outer in narrow
+    }
     rewriting = _Rewriting(body.inside)
     eqns: list[JaxprEqn] = []
-    for eqn in flat.eqns:
-        eqns += rewriting.rewritten(eqn, {v: given[v] for v in eqn.invars if not is_literal(v) and v in given})
-    return replace(flat, invars=tuple(given.get(v, v) for v in flat.invars), eqns=tuple(eqns), scopes=("",) * len(eqns))
+    for one in body.flat.eqns:
+        eqns += rewriting.rewritten(one, {v: given[v] for v in operand_vars(one) if v in given})
+
+    flat = body.flat
+    program = body.eqn.params["jaxpr"].jaxpr.replace(
+        constvars=list(flat.constvars),
+        invars=[given.get(v, v) for v in flat.invars],
+        eqns=eqns,
+        outvars=list(flat.outvars),
+    )
+    return with_bodies(reading(body.eqn, narrow), {"jaxpr": ClosedJaxpr(program, list(flat.consts))})

@@ -12,7 +12,7 @@ from minialpa.cluster import LogicalMesh
 from minialpa.cost import CollectiveKind, is_gpu
 from minialpa.inter.microbatch.split_step import is_loop
 from minialpa.inter.staging.last_pass import TaskProgram, with_hidden_sums
-from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
+from minialpa.inter.staging.split_values import combined_values, step_results
 from minialpa.inter.staging.tasks import StagedStep, Task
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding, Role
 from minialpa.intra.narrow_moves import with_narrow_moves
@@ -231,7 +231,7 @@ def task_program(
 
     # What a pass leaves for another pass of the same micro-batch is waited for.
     of_passes = {v for other in staged.tasks if other.per_micro_batch for v in other.invars}
-    inputs = set(step_inputs(staged.split)).difference(staged.split.batch_dims)
+    early = staged.early.difference(staged.split.batch_dims)
 
     return ShardedEquations(
         eqns=task.eqns,
@@ -243,6 +243,6 @@ def task_program(
         mesh=view.mesh,
         forbidden=view.forbidden,
         combined=view.combined,
-        early=frozenset(v for v in task.invars if v in inputs),
+        early=early.intersection(task.invars),
         awaited=frozenset(v for v in task.outvars if v in of_passes),
     )

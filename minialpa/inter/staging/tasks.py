@@ -95,6 +95,11 @@ class StagedStep:
     def inputs(self) -> tuple[Var, ...]:
         return step_inputs(self.split)
 
+    @property
+    def early(self) -> frozenset[Var]:
+        """What is known before the first loop: the inputs, and what prologues compute."""
+        return frozenset((*self.inputs, *(v for task in self.tasks if task.kind == "prologue" for v in task.outvars)))
+
 
 def traced_positions(step: TracedStep, chunk_of_group: Sequence[int], n_chunks: int) -> list[int | None]:
     """Position of each traced equation that has a forward group, else None."""

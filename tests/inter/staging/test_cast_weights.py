@@ -26,6 +26,16 @@ SIZES = {"hidden": 32, "n_heads": 2, "n_layers": 2, "seq_len": 8, "vocab_size": 
 MODELS = {"gpt": {}, "llama": {"scan_layers": True, "remat_blocks": True}}
 
 
+def _force(monkeypatch: pytest.MonkeyPatch, cast_once: bool) -> None:
+    """Let plans cast once, or not, whichever is faster."""
+
+    def way(context: pipeline.PlanningContext, best: Plan, options: PlanOptions) -> Plan:
+        asked = dataclasses.replace(options, cast_once=cast_once)
+        return pipeline._planned(dataclasses.replace(context, options=asked))
+
+    monkeypatch.setattr(pipeline, "_or_planned_as", way)
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_that_casts_once_equals_one_that_casts_in_each_pass(
@@ -35,11 +45,7 @@ def test_a_step_that_casts_once_equals_one_that_casts_in_each_pass(
     case = models.build(model, batch_size=8, dtype=jnp.bfloat16, **SIZES, **MODELS[model])
 
     def trained(cast_once: bool) -> tuple[Plan, minialpa.Executable, Any]:
-        def way(context: pipeline.PlanningContext, best: Plan, options: PlanOptions) -> Plan:
-            asked = dataclasses.replace(options, cast_once=cast_once)
-            return pipeline._planned(dataclasses.replace(context, options=asked))
-
-        monkeypatch.setattr(pipeline, "_or_planned_as", way)
+        _force(monkeypatch, cast_once)
         step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=METHODS[name])
         state, batch = case.init(jax.random.key(0)), case.make_batch(0, case.batch_size)
         plan = step.plan(state, batch)
@@ -52,6 +58,48 @@ def test_a_step_that_casts_once_equals_one_that_casts_in_each_pass(
     assert not any(f.name.startswith("prologue") for f in each.program.functions)
     assert any(f.name.startswith("prologue") for f in once.program.functions)
     assert Plan.from_json(plan.to_json()) == plan
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def _mixed_step(w: dict[str, jax.Array], batch: jax.Array) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
+    """Reads weights in all ways: narrow in a scan in a scan, narrow and wide, narrow twice, and as a result."""
+
+    def loss(w: dict[str, jax.Array]) -> jax.Array:
+        def outer(carry: tuple[jax.Array, jax.Array], layer: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+            def inner(x: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+                return jnp.tanh(x @ row.astype(jnp.bfloat16) + w["bias"].astype(jnp.bfloat16)), None
+
+            x, passed_on = carry
+            return (jax.lax.scan(inner, x, layer)[0], passed_on), None
+
+        first = batch.astype(jnp.bfloat16) @ w["both"].astype(jnp.bfloat16)
+        (x, scale), _ = jax.lax.scan(outer, (first, jnp.float32(0.5)), w["layers"])
+        x = x @ w["both"].astype(jnp.bfloat16)
+        return jnp.mean((scale * x.astype(jnp.float32) @ w["both"]) ** 2)
+
+    value, gradients = minialpa.value_and_grad(loss)(w)
+    new = jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients)
+    return new, value, w["both"].astype(jnp.bfloat16)
+
+
+def test_weights_that_a_step_reads_in_several_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {
+        "both": jax.random.normal(keys[0], (16, 16)) / 4,
+        "layers": jax.random.normal(keys[1], (2, 3, 16, 16)) / 4,
+        "bias": jnp.ones((1, 16)) / 8,
+    }
+    batch = jax.random.normal(keys[2], (8, 16))
+
+    def planned(cast_once: bool) -> tuple[Plan, Any]:
+        _force(monkeypatch, cast_once)
+        step = minialpa.parallelize(_mixed_step, method=METHODS["zero-3"], batch_argnums=(1,), donate_argnums=())
+        return step.plan(w, batch), step(w, batch)
+
+    plan_of_each, expected = planned(False)
+    plan, results = planned(True)
+    assert plan.casts_once and not plan_of_each.casts_once
     for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
