@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.published_runs.choices import choose, designs
 from benchmarks.published_runs.errors import NotBuiltError
 from benchmarks.published_runs.gpus import chip_of, cluster_of_gpus, device_of, power_part
 from benchmarks.published_runs.record import run_of
@@ -66,24 +67,49 @@ def test_notes_say_what_a_trainer_compiles_and_hides() -> None:
     assert not trainer_of("torchtitan", "vanilla TP").hides_operators
 
 
+ROW = {
+    "system": "Megatron-DeepSpeed",
+    "model": "gpt-104b",
+    "layers": 64,
+    "hidden": 11600,
+    "seq": 2048,
+    "global_batch": 2048,
+    "gpus": 64,
+    "gpu_kind": "A100-SXM-80GB",
+    "gpus_per_node": 8,
+    **{"dp": 4, "fsdp": None, "tp": 4, "pp": 4, "cp": 1, "ep": 1, "micro_batch": 1},
+    **{"remat": None, "dtype": "bf16", "step_s": 100.0},
+    **{"tokens_per_s_per_gpu": None, "tflops_per_gpu": None, "mfu": None, "params_b": 104},
+    "notes": "heads 80",
+    "source": "",
+}
+
+
 def test_runs_of_other_dimensions_are_not_compared() -> None:
-    row = {
-        "system": "Megatron-DeepSpeed",
-        "model": "gpt-104b",
-        "layers": 64,
-        "hidden": 11600,
-        "seq": 2048,
-        "global_batch": 2048,
-        "gpus": 64,
-        "gpu_kind": "A100-SXM-80GB",
-        "gpus_per_node": 8,
-        **{"dp": 4, "fsdp": None, "tp": 4, "pp": 4, "cp": 1, "ep": 1, "micro_batch": 1},
-        **{"remat": None, "dtype": "bf16", "step_s": 100.0},
-        **{"tokens_per_s_per_gpu": None, "tflops_per_gpu": None, "mfu": None, "params_b": 104},
-        "notes": "heads 80",
-        "source": "",
-    }
-    same = run_of(1, {**row, "dp": 2, "pp": 8})
-    assert run_of(0, row).group == same.group
+    same = run_of(1, {**ROW, "dp": 2, "pp": 8})
+    assert run_of(0, ROW).group == same.group
     for changed in ({"notes": "heads 58"}, {"seq": 4096}, {"hidden": 11680}, {"gpus": 128, "dp": 8}):
-        assert run_of(0, row).group != run_of(2, {**row, **changed}).group
+        assert run_of(0, ROW).group != run_of(2, {**ROW, **changed}).group
+
+
+SMALL = {**ROW, "layers": 4, "hidden": 512, "gpus": 4, "gpus_per_node": 4, "global_batch": 8, "notes": "heads 4"}
+
+
+def test_designs_use_all_devices_and_divide_the_model_and_the_batch() -> None:
+    run = run_of(0, {**SMALL, "dp": 2, "tp": 1, "pp": 2})
+    found = list(designs(run))
+    degrees = [(design.dp, design.tp, design.pp, design.n_micro_batches) for design in found]
+    assert len(set(degrees)) == len(degrees) and (2, 1, 2, 4) not in degrees
+    assert {(4, 1, 1, 2), (4, 1, 1, 1), (1, 1, 4, 8), (2, 2, 1, 4), (1, 4, 1, 1), (1, 2, 2, 2)} <= set(degrees)
+    for design in found:
+        assert design.dp * design.tp * design.pp == run.n_gpus and design.n_micro_batches >= design.pp
+        assert run.batch % (design.dp * design.n_micro_batches) == 0
+
+
+def test_the_best_design_is_chosen_of_those_that_fit() -> None:
+    run = run_of(0, {**SMALL, "gpus": 2, "gpus_per_node": 2, "global_batch": 2, "dp": 1, "tp": 2, "pp": 1})
+    choice = choose(run)
+    assert choice.theirs.run is run and choice.n_designs == 4
+    # Data parallelism sends gradients once; tensor parallelism sends activations in each layer.
+    assert choice.ours.run.dp == 2 and choice.ours.fits
+    assert choice.ratio is not None and choice.ratio > 1.0

@@ -1,12 +1,12 @@
 """Steps that others have measured, beside what minialpa predicts of them.
 
     python -m benchmarks.published_runs --runs FILE [--only SYSTEM ...] [--every N] [--json FILE] [--write PAGE]
-    python -m benchmarks.published_runs --runs FILE --choices
+    python -m benchmarks.published_runs --runs FILE --choices [--only SYSTEM ...]
 
 FILE is a list of published runs, see `record.py` for its fields. Each run's model is built in its dimensions, its
-degrees are forced, and the plan's seconds and bytes are put beside what was measured. `--choices` lets the planner
-choose for the runs that were the best of a sweep. The constants of `KernelRates` that come closest to the runs of some
-systems are found with `--fit SYSTEM ...`.
+degrees are forced, and the plan's seconds and bytes are put beside what was measured. `--choices` is for runs that were
+the best of a sweep: it prices all designs that the trainer could have run, and puts the best of them beside the run.
+The constants of `KernelRates` that come closest to the runs of some systems are found with `--fit SYSTEM ...`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.published_runs import page
+from benchmarks.published_runs.choices import Choice, choose
 from benchmarks.published_runs.fit import fit
-from benchmarks.published_runs.predict import Prediction, choose, predict
+from benchmarks.published_runs.predict import Prediction, predict
 from benchmarks.published_runs.record import Run, read
 from minialpa.support.files import write_text
+
+_T = TypeVar("_T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, help="predict every so many runs of a system only")
     parser.add_argument("--json", type=Path, help="write a line for each run")
     parser.add_argument("--write", type=Path, help="write the scores as a page of Markdown")
-    parser.add_argument("--choices", action="store_true", help="plans of our own for the best of each sweep")
+    parser.add_argument(
+        "--choices", action="store_true", help="the best designs by our prices beside the best of sweeps"
+    )
     parser.add_argument("--fit", nargs="*", default=[], help="systems whose runs the constants are fitted to")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args(argv)
@@ -43,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = [row for row in rows if isinstance(row, Run) and _is_wanted(row, args.only or args.fit)]
     runs = [run for group in _by_system(runs) for run in group[:: args.every]]
     if args.choices:
-        for run in runs:
-            print(_choice_line(run), flush=True)
+        for choice in _in_processes(choose, runs, args.processes):
+            print(_choice_line(choice), flush=True)
         return 0
     if args.fit:
         print(fit(runs))
         return 0
 
-    found = list(_predicted(runs, args.processes))
+    found = list(_in_processes(predict, runs, args.processes))
     left_out = [reason for row in rows if not isinstance(row, Run) for reason in row[1:]]
     text = page.page(found, left_out)
     print(page.rows(found))
@@ -73,23 +78,31 @@ def _by_system(runs: Sequence[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
-def _predicted(runs: Sequence[Run], n_processes: int) -> Iterator[Prediction]:
+def _in_processes(function: Callable[[Run], _T], runs: Sequence[Run], n_processes: int) -> Iterator[_T]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(n_processes, mp_context=context) as pool:
-        yield from pool.map(predict, runs)
+        yield from pool.map(function, runs)
 
 
 def _record(one: Prediction) -> dict[str, Any]:
     return dataclasses.asdict(one) | {"error": one.error}
 
 
-def _choice_line(run: Run) -> str:
-    theirs, ours = choose(run)
-    degrees = f"dp {run.dp} fsdp {run.fsdp} tp {run.tp} pp {run.pp}, {run.n_micro_batches} micro-batches"
-    stages = " ".join("x".join(map(str, stage.logical_shape)) for stage in ours.stages)
+def _choice_line(choice: Choice) -> str:
+    run, ratio = choice.theirs.run, choice.ratio
     return (
-        f"{run.name} on {run.n_gpus}: {degrees}: {theirs.cost.total_s:.3f} s; ours {ours.cost.total_s:.3f} s: stages "
-        f"{stages}, {ours.n_micro_batches} micro-batches; ratio {theirs.cost.total_s / ours.cost.total_s:.3f}"
+        f"{run.name} on {run.n_gpus} {run.gpu[:4]}, of {choice.n_designs} designs: theirs {_design(choice.theirs)}; "
+        f"ours {_design(choice.ours)}; ratio {'none' if ratio is None else f'{ratio:.3f}'}"
+    )
+
+
+def _design(one: Prediction) -> str:
+    run = one.run
+    micro_batch = run.batch // (run.dp * run.fsdp * run.n_micro_batches)
+    seconds = one.failure if one.step_s is None else f"{one.step_s:.3f} s"
+    return (
+        f"dp {run.dp * run.fsdp} tp {run.tp} pp {run.pp}, micro-batches of {micro_batch}: {seconds}, "
+        f"{one.peak_bytes / 2**30:.0f} GiB{'' if one.fits else ', does not fit'}"
     )
 
 

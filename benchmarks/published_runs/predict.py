@@ -2,6 +2,7 @@
 
 cluster_of    the machines that a run had: its GPUs, and what a host sends to others
 method_of     its degrees: a device has one mesh axis for examples, and one for operators
+plan_of       the plan of its degrees
 predict       seconds of a step, bytes of a device, and whether it fits
 """
 
@@ -20,7 +21,6 @@ from benchmarks.published_runs.record import Run
 from benchmarks.published_runs.trainers import EXPOSED_PART, OPERATORS_PART, attention_efficiency
 from minialpa import (
     AutoLayerOption,
-    AutoParallel,
     AutoShardingOption,
     ClusterSpec,
     PipeshardParallel,
@@ -68,17 +68,22 @@ class Prediction:
 def predict(run: Run) -> Prediction:
     """Plan a run in the memory of its GPUs; if that is too little, in any amount of it."""
     start = time.perf_counter()
-    cluster, step = cluster_of(run), traced(run)
     try:
-        plan = planned(step, cluster, method_of(run, cluster))
+        plan = plan_of(run)
     except MinialpaError:
         try:
-            plan = planned(step, cluster, method_of(run, cluster, PLENTY))
+            plan = plan_of(run, PLENTY)
         except MinialpaError as error:
             return Prediction(run, None, 0.0, False, time.perf_counter() - start, str(error).splitlines()[0])
     peak_bytes = max(plan.cost.peak_bytes)
-    fits = peak_bytes <= cluster.device.memory_bytes
+    fits = peak_bytes <= plan.cluster.device.memory_bytes
     return Prediction(run, step_s(run, plan), peak_bytes, fits, time.perf_counter() - start)
+
+
+def plan_of(run: Run, memory_bytes: float | None = None) -> Plan:
+    """The plan of a run's degrees. memory_bytes: of a device, instead of what its GPUs have."""
+    cluster = cluster_of(run)
+    return planned(traced(run), cluster, method_of(run, cluster, memory_bytes))
 
 
 def step_s(run: Run, plan: Plan) -> float:
@@ -98,12 +103,6 @@ def step_s(run: Run, plan: Plan) -> float:
         if one.kind != "backward"
     )
     return plan.cost.total_s - min(gathers_s, forward_s)
-
-
-def choose(run: Run) -> tuple[Plan, Plan]:
-    """The plan of the run's degrees, and the planner's own for the same model and machines."""
-    cluster, step = cluster_of(run), traced(run)
-    return planned(step, cluster, method_of(run, cluster)), planned(step, cluster, AutoParallel(cluster))
 
 
 def traced(run: Run) -> TracedStep:

@@ -1,0 +1,79 @@
+"""The best run of a sweep in, the designs that its trainer could have run out, each with what minialpa predicts of it.
+
+A design is the degrees of data, tensor and pipeline parallelism and the examples of a micro-batch. Everything else is
+as in the run: model, machines, batch, kernels, and what is computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.published_runs.predict import Prediction, predict
+from benchmarks.published_runs.record import Run
+
+#: Examples of a micro-batch that are tried.
+_MICRO_BATCHES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A sweep's best run, and the best design by minialpa's prices, which may be the same.
+
+    Attributes:
+        theirs: of the run.
+        ours: of the best design that fits.
+        n_designs: how many were compared.
+    """
+
+    theirs: Prediction
+    ours: Prediction
+    n_designs: int
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted seconds of the run over those of the best design; None if the run cannot be planned."""
+        if self.theirs.step_s is None or self.ours.step_s is None:
+            return None
+        return self.theirs.step_s / self.ours.step_s
+
+
+def choose(run: Run) -> Choice:
+    """All designs of a run's trainer, priced. A run that does not fit by our prices is compared with those that do."""
+    theirs = predict(run)
+    found = [theirs, *map(predict, designs(run))]
+    ours = min(found, key=lambda one: (not one.fits, one.step_s if one.step_s is not None else math.inf))
+    return Choice(theirs, ours, len(found))
+
+
+def designs(run: Run) -> Iterator[Run]:
+    """The other designs that divide the run's devices, layers, heads and batch.
+
+    Tensor parallelism stays in a host. A pipeline has at least as many micro-batches as stages.
+    """
+    model = run.model
+    for tp, pp in itertools.product(_powers(run.per_host), _powers(model.n_layers)):
+        dp, rest = divmod(run.n_gpus, tp * pp)
+        if rest or not dp or model.n_heads % tp or model.n_layers % pp or run.batch % dp:
+            continue
+        for micro_batch in _MICRO_BATCHES:
+            n_micro_batches, rest = divmod(run.batch // dp, micro_batch)
+            if rest or n_micro_batches < pp:
+                continue
+            design = _with_degrees(run, dp, tp, pp, n_micro_batches)
+            if design.degrees != run.degrees:
+                yield design
+
+
+def _with_degrees(run: Run, dp: int, tp: int, pp: int, n_micro_batches: int) -> Run:
+    model = dataclasses.replace(run.model, tensor_parallel=(dp, tp) if tp > 1 else None)
+    return dataclasses.replace(
+        run, model=model, dp=dp, fsdp=1, tp=tp, pp=pp, n_micro_batches=n_micro_batches, n_chunks=1
+    )
+
+
+def _powers(most: int) -> list[int]:
+    return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
