@@ -47,7 +47,7 @@ def example_of(number: int) -> Example:
     inside = 0 < (training.model.boundary or 0) < len(training.model.layers)
     way = _way(random, inside)
     way = dataclasses.replace(way, attention=_attention(random, training.model))
-    return _on_gpus(random, _other_batches(random, Example(training, way)))
+    return _in_narrower_types(random, _on_gpus(random, _other_batches(random, Example(training, way))))
 
 
 def pieces(example: Example) -> frozenset[str]:
@@ -59,6 +59,8 @@ def pieces(example: Example) -> frozenset[str]:
         "ragged batch": example.training.batch_size % example.way.n != 0,
         "another batch before": bool(example.way.first),
         "planned for GPUs": example.way.gpus,
+        "narrower types": example.training.model.narrows,
+        "casts once": example.way.casts_once,
         "branches with dropout": bool(names & {*IN_BRANCHES}),
         "kernels": any("pallas" in name or name in ("registered_function", "partitioned") for name in names),
     }
@@ -182,6 +184,20 @@ def _on_gpus(random: Random, example: Example) -> Example:
         return example
     remat = random.choice(["none", "none", "dots", "full"]) if way.kind in ONE_STAGE else way.remat
     return Example(example.training, dataclasses.replace(way, gpus=True, remat=remat))
+
+
+def _in_narrower_types(random: Random, example: Example) -> Example:
+    """The example, whose parameters are read in a narrower type with one in five; then most are cast once.
+
+    Only where no gradient is taken at parameters that the step has changed: what rounds these differs from run to run,
+    as XLA may leave out a conversion and the one back.
+    """
+    training, way = example.training, example.way
+    if random.random() > 0.2 or training.scheme in SEVERAL:
+        return example
+    training = dataclasses.replace(training, model=dataclasses.replace(training.model, narrows=True))
+    casts_once = way.kind != "none" and way.n > 1 and random.random() < 0.8
+    return Example(training, dataclasses.replace(way, casts_once=casts_once))
 
 
 # ---- ways to run them -----------------------------------------------------------------------------------------------

@@ -76,7 +76,8 @@ def _simpler(example: Example) -> Iterator[Example]:
 
 
 def _simpler_ways(way: Way) -> Iterator[Way]:
-    kept: dict[str, Any] = {"attention": way.attention, "first": way.first, "gpus": way.gpus}
+    names = ("attention", "first", "gpus", "casts_once")
+    kept: dict[str, Any] = {name: getattr(way, name) for name in names}
     for candidate in (
         Way("shard", (1,), way.n, **kept),
         Way("shard", (2,), way.n, **kept),
@@ -90,8 +91,9 @@ def _simpler_ways(way: Way) -> Iterator[Way]:
         yield dataclasses.replace(way, attention="auto")
     if way.n > 2:
         yield dataclasses.replace(way, n=2)
-    if way.gpus:
-        yield dataclasses.replace(way, gpus=False)
+    for name in ("gpus", "casts_once"):
+        if getattr(way, name):
+            yield dataclasses.replace(way, **{name: False})
     if way.remat != "none":
         yield dataclasses.replace(way, remat="none")
 
@@ -130,6 +132,7 @@ def _simpler_models(model: Model) -> Iterator[Model]:
             yield dataclasses.replace(model, layers=changed)
     for change in (
         {"checkpoint": False},
+        {"narrows": False},
         {"tied": False},
         {"from_tokens": False},
         {"pool": "mean"},

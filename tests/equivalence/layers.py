@@ -109,9 +109,24 @@ def _row(stacked: Params, i: int) -> Params:
     return jax.tree.map(lambda x: x[i], stacked)
 
 
-def apply_layer(layer: Layer, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
-    """The activations behind a layer."""
+def _narrowing(fun: Apply) -> Apply:
+    return lambda p, h, key: fun(jax.tree.map(narrowed, p), h, key)
+
+
+@jax.custom_jvp
+def narrowed(x: jax.Array) -> jax.Array:
+    """`x` as a narrower type holds it. Its derivative is that of `x`, so gradients are not rounded."""
+    return x.astype(jnp.bfloat16).astype(x.dtype)
+
+
+narrowed.defjvps(lambda tangent, _, x: tangent)
+
+
+def apply_layer(layer: Layer, p: Params, h: jax.Array, key: jax.Array, *, narrows: bool = False) -> jax.Array:
+    """The activations behind a layer. narrows: whether it reads its parameters in a narrower type."""
     fun = RULES[layer.name].apply
+    if narrows:
+        fun = _narrowing(fun)
     if layer.wrap in _STACKS:
         return _apply_stack(layer.wrap, fun, p, h, key)
     match layer.wrap:

@@ -11,7 +11,17 @@ import numpy as np
 
 import minialpa
 import tests.equivalence.attention_layers  # noqa: F401 - adds its layers to the rules
-from tests.equivalence.layers import SHAPES, WIDTH, Layer, apply_layer, batch_norm, init, init_batch_norm, init_layer
+from tests.equivalence.layers import (
+    SHAPES,
+    WIDTH,
+    Layer,
+    apply_layer,
+    batch_norm,
+    init,
+    init_batch_norm,
+    init_layer,
+    narrowed,
+)
 
 TOKENS = 12
 POOLS = ("mean", "max", "last")
@@ -29,6 +39,7 @@ class Model:
     """kind: of the activations. boundary: the number of layers before the pipeline boundary; None for no boundary.
 
     from_tokens: a sequence is embedded from integers. tied: the head is the transpose of the input projection.
+    narrows: parameters are read in a narrower type, in which they have the same values.
     """
 
     kind: str
@@ -38,6 +49,7 @@ class Model:
     tied: bool = False
     pool: str = "mean"
     checkpoint: bool = False
+    narrows: bool = False
 
     @property
     def has_batch_norm(self) -> bool:
@@ -58,6 +70,8 @@ def init_model(model: Model, rng: np.random.Generator) -> tuple[Any, Any]:
             params[f"layer{i}"], stats[f"layer{i}"] = init_batch_norm(rng)
         else:
             params[f"layer{i}"] = init_layer(layer, rng)
+    if model.narrows:
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)
     return params, stats
 
 
@@ -83,6 +97,8 @@ def model_scores(model: Model, params: Any, stats: Any, x: jax.Array, key: jax.A
     """Scores (B, WIDTH) and the new running statistics. ghosts: parts of the batch that BatchNorm sees one by one."""
 
     def run(params: Any, stats: Any, x: jax.Array, key: jax.Array) -> Any:
+        if model.narrows:
+            params = {name: narrowed(p) if name in ("in", "head") else p for name, p in params.items()}
         h = params["in"][x] if model.from_tokens else x @ params["in"]
         new_stats = dict(stats)
         for i, layer in enumerate(model.layers):
@@ -92,7 +108,7 @@ def model_scores(model: Model, params: Any, stats: Any, x: jax.Array, key: jax.A
             if isinstance(layer, BatchNorm):
                 h, new_stats[f"layer{i}"] = batch_norm(layer.variance, p, stats[f"layer{i}"], h, ghosts)
             else:
-                h = apply_layer(layer, p, h, jax.random.fold_in(key, i))
+                h = apply_layer(layer, p, h, jax.random.fold_in(key, i), narrows=model.narrows)
         return _pooled(model, h) @ (params["in"].T if model.tied else params["head"]), new_stats
 
     return (jax.checkpoint(run) if model.checkpoint else run)(params, stats, x, key)

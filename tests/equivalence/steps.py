@@ -95,7 +95,7 @@ def make_args(training: Training) -> tuple[Any, ...]:
     if training.key == "state":
         state["key"] = np.asarray(jax.random.PRNGKey(training.seed))
     if "average" in training.carries or training.scheme == "teacher":
-        state["average"] = jax.tree.map(lambda p: (0.9 * p).astype(np.float32), params)
+        state["average"] = jax.tree.map(lambda p: (0.5 * p).astype(np.float32), params)
     if "scale" in training.carries:
         state |= {"scale": np.float32(8), "good_steps": np.int32(1)}
     if "integers" in training.carries:

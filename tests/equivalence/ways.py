@@ -26,7 +26,7 @@ from minialpa import (
     get_3d_parallel_method,
 )
 from minialpa.methods import AutoParallel, Method
-from minialpa.options import Attention
+from minialpa.options import Attention, PlanOptions
 
 ONE_STAGE: dict[str, Any] = {
     "shard": ShardParallel,
@@ -44,6 +44,7 @@ class Way:
     stages: of a pipeline, which divide the devices. remat: of its layers. manual: layers end at the model's boundary.
     attention: which attentions are one operation. first: the number of examples of a call before; 0 for no such call.
     gpus: whether it is planned for GPUs, whose programs are others, and runs here all the same.
+    casts_once: weights are cast to narrower types before the micro-batches, whether that is faster or not.
     """
 
     kind: str = "shard"
@@ -55,6 +56,7 @@ class Way:
     attention: Attention = "auto"
     first: int = 0
     gpus: bool = False
+    casts_once: bool = False
 
 
 #: Steps are small here, and searches are to be tested.
@@ -65,6 +67,22 @@ def make_method(way: Way) -> Method | None:
     """The method that `way` describes; None leaves everything to minialpa."""
     if way.kind == "none":
         return None
+    method = _method(way)
+    return _casting_once(method) if way.casts_once else method
+
+
+def _casting_once(method: Method) -> Method:
+    """The method with an option that it chooses by itself otherwise."""
+    kind: Any = type(method)
+
+    class CastingOnce(kind):  # type: ignore[misc]
+        def options(self) -> PlanOptions:
+            return dataclasses.replace(kind.options(self), cast_once=True)
+
+    return CastingOnce(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
+
+
+def _method(way: Way) -> Method:
     n_devices = math.prod(way.mesh)
     devices: Any = ClusterSpec.preset("h100", devices_per_host=n_devices) if way.gpus else jax.devices()[:n_devices]
     option = AutoShardingOption(attention=way.attention)
