@@ -9,13 +9,15 @@ of examples, such as the sum of the weights of the batch: they are small, and th
 micro-batch. Equations that compute again read copies behind an `optimization_barrier`; else a compiler would merge them
 with those of the forward pass. The barrier also waits for the cotangents and gradients of layers whose backward passes
 come first: a compiler that puts off gradients of weights, to run them beside collectives, would keep what they read of
-every layer.
+every layer. Weights that products alone read stay in front of it: these products wait for their other operands anyway,
+and on GPUs a barrier writes what is behind it once more.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from jax import lax
@@ -65,6 +67,8 @@ class _Rewritten:
     def __init__(self, traced: TracedStep, gradients: Mapping[int, Sequence[Var]]) -> None:
         """gradients: sums over the examples that backward passes make, by the numbers of their equations."""
         self.traced = traced
+        arguments = zip(traced.flat.invars, traced.batch_dims, strict=True)
+        self.weights = {v for v, dim in arguments if dim is None}
         self.gradients = dict(gradients)  # those that nothing waits for yet
         self.eqns = list(traced.flat.eqns)
         self.inserted: dict[int, list[tuple[JaxprEqn, Origin]]] = {}  # by the equation that they go before
@@ -74,7 +78,8 @@ class _Rewritten:
         ended = [i for i in self.gradients if i < readers[0]]
         gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
         awaited = dict.fromkeys([*_cotangents(self.traced, layer, readers[0]), *gradients])
-        copies, names = _copies([self.eqns[i] for i in again], list(awaited))
+        eqns = [self.eqns[i] for i in again]
+        copies, names = _copies(eqns, list(awaited), _only_in_products(eqns, self.weights))
         origins = [replace(self.traced.origins[again[k]], direction="backward") for _, k in copies]
         self.inserted.setdefault(readers[0], []).extend(
             (copy, origin) for (copy, _), origin in zip(copies, origins, strict=True)
@@ -244,14 +249,25 @@ def _cotangents(traced: TracedStep, layer: _Layer, first: int) -> list[Var]:
     return [operand for operand in dict.fromkeys(operands) if operand in computed]
 
 
-def _copies(eqns: Sequence[JaxprEqn], awaited: Sequence[Var]) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
+def _only_in_products(eqns: Sequence[JaxprEqn], weights: AbstractSet[Var]) -> set[Var]:
+    """The weights that no equation reads but products with something that is no weight."""
+    found, others = set[Var](), set[Var]()
+    for eqn in eqns:
+        operands = set(operand_vars(eqn))
+        (found if has_contraction(eqn) and operands - weights else others).update(operands & weights)
+    return found - others
+
+
+def _copies(
+    eqns: Sequence[JaxprEqn], awaited: Sequence[Var], in_front: AbstractSet[Var]
+) -> tuple[list[tuple[JaxprEqn, int]], dict[Var, Var]]:
     """A barrier and, behind it, copies of equations, each with the number of its equation; the names of the copies.
 
     The barrier waits for `awaited`, so that nothing is computed again before the backward pass has come that far. It
-    counts as part of the first equation.
+    counts as part of the first equation. in_front: what the copies read as it is in front of the barrier.
     """
-    results = {result for eqn in eqns for result in eqn.outvars}
-    inputs = dict.fromkeys(operand for eqn in eqns for operand in operand_vars(eqn) if operand not in results)
+    made = {result for eqn in eqns for result in eqn.outvars} | in_front
+    inputs = dict.fromkeys(operand for eqn in eqns for operand in operand_vars(eqn) if operand not in made)
     barrier, behind = _barrier([*inputs, *(value for value in awaited if value not in inputs)])
 
     copies = [(eqn, 0) for eqn in barrier]

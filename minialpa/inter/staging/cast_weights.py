@@ -5,7 +5,8 @@ Here the casts run before the first loop, and the loops read their results. Thes
 they can be gathered, once and in the narrower type, while the weights themselves stay sharded.
 
 A cast may stand behind a barrier, which rematerialisation has put there, or inside a scan over layers, which casts a
-slice of the weight in each iteration. The barrier and the scan then take the narrower array.
+slice of the weight in each iteration. The barrier and the scan then take the narrower array. But what products alone
+read passes no barrier: they wait for their other operands, and on GPUs a barrier writes what is behind it once more.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from minialpa.inter.microbatch.batching import is_barrier
 from minialpa.inter.microbatch.split_step import PROLOGUE, Op, SplitStep, is_loop
 from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
 from minialpa.intra.strategies.sharing import shared_copies
+from minialpa.rules.heavy import has_contraction
 from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.flattening import flat_body
 from minialpa.tracing.jaxprs import (
+    Atom,
     FlatJaxpr,
     aval_of,
     fresh_var,
@@ -113,8 +116,9 @@ class _Equations:
 
     def _type_read(self, eqn: JaxprEqn, k: int) -> np.dtype[Any] | None:
         """The type in which an equation can have operand `k`, if that is a narrower one."""
-        if eqn.primitive.name == "convert_element_type":
-            return np.dtype(eqn.params["new_dtype"]) if self._narrows(eqn) else None
+        if self._narrows(eqn):
+            dtype: np.dtype[Any] = np.dtype(eqn.params["new_dtype"])
+            return dtype
         if is_barrier(eqn):
             return self.type_of(eqn.outvars[k])
         if eqn.primitive.name == "scan":
@@ -123,6 +127,8 @@ class _Equations:
         return None
 
     def _narrows(self, eqn: JaxprEqn) -> bool:
+        if eqn.primitive.name != "convert_element_type":
+            return False
         before, after = aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
         is_float = is_inexact(eqn.invars[0]) and is_inexact(eqn.outvars[0])
         is_plain = not after.weak_type and eqn.outvars[0] not in self.left
@@ -132,6 +138,13 @@ class _Equations:
         """The narrower type in which all readers of a value can have it."""
         types = {self._type_read(eqn, k) for eqn, k in self._readers.get(var, ())}
         return types.pop() if len(types) == 1 and var not in self.left else None
+
+    def is_in_products(self, var: Var) -> bool:
+        """Whether nothing but products, or scans with products in them, reads what a value is cast to."""
+        return all(
+            self.is_in_products(eqn.outvars[0]) if self._narrows(eqn) else has_contraction(eqn)
+            for eqn, _ in self._readers.get(var, ())
+        )
 
     @cached_property
     def _readers(self) -> Mapping[Var, Sequence[tuple[JaxprEqn, int]]]:
@@ -179,7 +192,7 @@ class _Rewriting:
         if not narrow:
             return [reading(eqn, self._names)]
         if is_barrier(eqn):
-            return [self._barrier(eqn, narrow)]
+            return self._barrier(eqn, narrow)
         if eqn.primitive.name == "scan":
             scan = _scan_of(self._equations.body(eqn), narrow)
             return [reading(scan, self._names)]
@@ -187,14 +200,21 @@ class _Rewriting:
         self._names[eqn.outvars[0]] = narrow[weight]
         return []
 
-    def _barrier(self, eqn: JaxprEqn, narrow: _Narrow) -> JaxprEqn:
-        """The barrier before narrower arrays; all that reads what is behind it reads it narrow."""
+    def _barrier(self, eqn: JaxprEqn, narrow: _Narrow) -> list[JaxprEqn]:
+        """The barrier before narrower arrays, if any are left; all that reads what is behind it reads it narrow."""
+        passed: list[tuple[Atom, Var]] = []
         for atom, result in zip(eqn.invars, eqn.outvars, strict=True):
-            if not is_literal(atom) and atom in narrow:
+            if is_literal(atom) or atom not in narrow:
+                passed.append((atom, result))
+            elif self._equations.is_in_products(result):
+                self._narrow[result] = narrow[atom]
+            else:
                 self._narrow[result] = fresh_var(aval_of(narrow[atom]))
-        results = [self._narrow.get(v, v) for v in eqn.outvars]
-        passed: JaxprEqn = reading(reading(eqn, narrow), self._names).replace(outvars=results)
-        return passed
+                passed.append((narrow[atom], self._narrow[result]))
+        if not passed:
+            return []
+        barrier = eqn.replace(invars=[atom for atom, _ in passed], outvars=[result for _, result in passed])
+        return [reading(barrier, self._names)]
 
 
 def _scan_of(body: _Body, narrow: _Narrow) -> JaxprEqn:
