@@ -10,6 +10,8 @@ from minialpa.tracing.jaxprs import sub_jaxprs
 _CONTRACTIONS = frozenset(
     ("conv_general_dilated", "dot_general", "minialpa_attention", "minialpa_attention_gradient"),
 )
+#: Operations that products take in: they read the operand where it lies, in another order.
+_VIEWS = frozenset(("reshape", "squeeze", "transpose"))
 #: Operations that run once, and not again for each equation or task that reads their results.
 _HEAVY = _CONTRACTIONS | {"cholesky", "eigh", "lu", "qr", "sort", "svd"}
 
@@ -32,3 +34,13 @@ def has_contraction(eqn: JaxprEqn) -> bool:
 def is_heavy(eqn: JaxprEqn) -> bool:
     """Whether an equation is too expensive to run once for each equation or task that reads its results."""
     return eqn.primitive.name in _HEAVY or bool(sub_jaxprs(eqn))
+
+
+def is_view(eqn: JaxprEqn) -> bool:
+    """Whether what reads the result of an equation can read its operand in place of it."""
+    return eqn.primitive.name in _VIEWS
+
+
+def reads_in_place(eqn: JaxprEqn) -> bool:
+    """Whether kernels of an equation read an operand where it lies, when the others are there."""
+    return has_contraction(eqn) or eqn.primitive.name == "gather"

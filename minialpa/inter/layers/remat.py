@@ -9,8 +9,8 @@ of examples, such as the sum of the weights of the batch: they are small, and th
 micro-batch. Equations that compute again read copies behind an `optimization_barrier`; else a compiler would merge them
 with those of the forward pass. The barrier also waits for the cotangents and gradients of layers whose backward passes
 come first: a compiler that puts off gradients of weights, to run them beside collectives, would keep what they read of
-every layer. Weights that products alone read stay in front of it: these products wait for their other operands anyway,
-and on GPUs a barrier writes what is behind it once more.
+every layer. Weights that products and lookups alone read stay in front of it: these wait for their other operands
+anyway, and on GPUs a barrier writes what is behind it once more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, batch_kinds
 from minialpa.options import Remat
-from minialpa.rules.heavy import has_contraction
+from minialpa.rules.heavy import has_contraction, is_view, reads_in_place
 from minialpa.tracing.jaxprs import Atom, aval_of, fresh_var, is_extended, is_literal, operand_vars
 from minialpa.tracing.new_equations import equations_for
 from minialpa.tracing.origins import Origin
@@ -79,7 +79,7 @@ class _Rewritten:
         gradients = [gradient for i in ended for gradient in self.gradients.pop(i)]
         awaited = dict.fromkeys([*_cotangents(self.traced, layer, readers[0]), *gradients])
         eqns = [self.eqns[i] for i in again]
-        copies, names = _copies(eqns, list(awaited), _only_in_products(eqns, self.weights))
+        copies, names = _copies(eqns, list(awaited), _read_in_place(eqns, self.weights))
         origins = [replace(self.traced.origins[again[k]], direction="backward") for _, k in copies]
         self.inserted.setdefault(readers[0], []).extend(
             (copy, origin) for (copy, _), origin in zip(copies, origins, strict=True)
@@ -249,13 +249,20 @@ def _cotangents(traced: TracedStep, layer: _Layer, first: int) -> list[Var]:
     return [operand for operand in dict.fromkeys(operands) if operand in computed]
 
 
-def _only_in_products(eqns: Sequence[JaxprEqn], weights: AbstractSet[Var]) -> set[Var]:
-    """The weights that no equation reads but products with something that is no weight."""
-    found, others = set[Var](), set[Var]()
+def _read_in_place(eqns: Sequence[JaxprEqn], weights: AbstractSet[Var]) -> set[Var]:
+    """The weights that nothing reads but products with, and lookups by, what is no weight."""
+    views = set(weights)
     for eqn in eqns:
+        if is_view(eqn) and not views.isdisjoint(operand_vars(eqn)):
+            views.update(eqn.outvars)
+
+    behind = set[Var]()
+    for eqn in reversed(eqns):
         operands = set(operand_vars(eqn))
-        (found if has_contraction(eqn) and operands - weights else others).update(operands & weights)
-    return found - others
+        in_place = reads_in_place(eqn) and bool(operands - views)
+        if not in_place and (not is_view(eqn) or eqn.outvars[0] in behind):
+            behind |= operands
+    return set(weights) - behind
 
 
 def _copies(

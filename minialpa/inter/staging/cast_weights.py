@@ -5,8 +5,9 @@ Here the casts run before the first loop, and the loops read their results. Thes
 they can be gathered, once and in the narrower type, while the weights themselves stay sharded.
 
 A cast may stand behind a barrier, which rematerialisation has put there, or inside a scan over layers, which casts a
-slice of the weight in each iteration. The barrier and the scan then take the narrower array. But what products alone
-read passes no barrier: they wait for their other operands, and on GPUs a barrier writes what is behind it once more.
+slice of the weight in each iteration. The barrier and the scan then take the narrower array. But what products and
+lookups alone read passes no barrier: they wait for their other operands, and on GPUs a barrier writes what is behind it
+once more.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from minialpa.inter.microbatch.batching import is_barrier
 from minialpa.inter.microbatch.split_step import PROLOGUE, Op, SplitStep, is_loop
 from minialpa.inter.staging.split_values import combined_values, step_inputs, step_results
 from minialpa.intra.strategies.sharing import shared_copies
-from minialpa.rules.heavy import has_contraction
+from minialpa.rules.heavy import is_view, reads_in_place
 from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.flattening import flat_body
 from minialpa.tracing.jaxprs import (
@@ -139,10 +140,10 @@ class _Equations:
         types = {self._type_read(eqn, k) for eqn, k in self._readers.get(var, ())}
         return types.pop() if len(types) == 1 and var not in self.left else None
 
-    def is_in_products(self, var: Var) -> bool:
-        """Whether nothing but products, or scans with products in them, reads what a value is cast to."""
+    def is_read_in_place(self, var: Var) -> bool:
+        """Whether nothing but products, lookups, and scans with products in them reads what a value is cast to."""
         return all(
-            self.is_in_products(eqn.outvars[0]) if self._narrows(eqn) else has_contraction(eqn)
+            self.is_read_in_place(eqn.outvars[0]) if self._narrows(eqn) or is_view(eqn) else reads_in_place(eqn)
             for eqn, _ in self._readers.get(var, ())
         )
 
@@ -206,7 +207,7 @@ class _Rewriting:
         for atom, result in zip(eqn.invars, eqn.outvars, strict=True):
             if is_literal(atom) or atom not in narrow:
                 passed.append((atom, result))
-            elif self._equations.is_in_products(result):
+            elif self._equations.is_read_in_place(result):
                 self._narrow[result] = narrow[atom]
             else:
                 self._narrow[result] = fresh_var(aval_of(narrow[atom]))
