@@ -12,13 +12,19 @@ from benchmarks.registry import Rows, Size, all_benchmarks, benchmark
 from benchmarks.run import main, table
 from minialpa import Plan
 
+#: They take longest; the others are their short relatives.
+LONG = ("checkpoint", "gpu_overlap", "input_pipeline", "inter_plans", "overhead", "plan_memory", "plan_scaling")
 RAY = (pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     "name",
     # Those of the models are in tests/test_models_table.py.
-    [pytest.param(name, marks=RAY if name.startswith("ray_") else ()) for name in all_benchmarks() if name != "models"],
+    [
+        pytest.param(name, marks=RAY if name.startswith("ray_") else pytest.mark.slow if name in LONG else ())
+        for name in all_benchmarks()
+        if name != "models"
+    ],
 )
 def test_benchmark_gives_rows_of_numbers_and_text(name: str) -> None:
     rows = all_benchmarks()[name]("tiny")

@@ -32,6 +32,8 @@ SMALL = {
     "train_nnx": ["--hidden", "8"],
     "train_resnet": ["--width", "4", "--blocks", "1"],
 }
+#: Those that always run.
+SHORT = ("train_gpt", "train_nnx")
 Main = Callable[[list[str]], None]
 
 
@@ -74,7 +76,9 @@ def test_no_example_is_left_out() -> None:
     assert {path.stem for path in FOLDER.glob("train_*.py")} == set(SMALL)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in SMALL]
+)
 def test_an_example_trains_as_the_serial_loop_and_goes_on_as_a_pipeline(
     main_of: Callable[[str], Main], tmp_path: Path, name: str
 ) -> None:

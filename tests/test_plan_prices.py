@@ -28,14 +28,14 @@ def planned(name: str, method: Any) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("mesh", [LINE, HALVES], ids=["line", "halves"])
-@pytest.mark.parametrize("name", ["mlp", "gpt", "bert"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", pytest.param("bert", marks=pytest.mark.slow)])
 def test_the_loss_and_all_gradients_start_together(name: str, mesh: LogicalMesh) -> None:
     predicted_s, compiled_s, _ = planned(name, DataParallel(devices=mesh))
     assert predicted_s == pytest.approx(compiled_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("mesh", [LINE, HALVES], ids=["line", "halves"])
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_no_plan_is_dearer_than_data_parallelism(name: str, mesh: LogicalMesh) -> None:
     _, searched_s, _ = planned(name, ShardParallel(devices=mesh))
     _, data_s, _ = planned(name, DataParallel(devices=mesh))

@@ -49,6 +49,7 @@ def test_megatron_recipe_reduces_activations_once_for_each_pair() -> None:
     assert bytes_of(MLP, TP) == {"all-reduce": pytest.approx(3 * 16 * 64 * 4, rel=1e-3)}
 
 
+@pytest.mark.slow  # the other recipes are the short relative
 def test_sequence_recipe_gathers_and_scatters_where_megatron_reduces() -> None:
     """Embedding, attention and feed-forward forward; the latter two and the tied head backward."""
     activation = 8 * 16 * 128 * 4

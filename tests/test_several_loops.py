@@ -42,7 +42,7 @@ def _limited(kind: str, n_bytes: float | None) -> Method:
     return PipeshardParallel(num_micro_batches=4, layer_option="manual", default_auto_sharding_option=option)
 
 
-@pytest.mark.parametrize("kind", ["shard", "pipeline"])
+@pytest.mark.parametrize("kind", [pytest.param("shard", marks=pytest.mark.slow), "pipeline"])
 def test_rows_are_kept_where_there_is_memory_for_them(kind: str) -> None:
     """A loop back through the model reads what the first one computed; without the memory for it, it computes again."""
     step, args = wide_contrastive()
@@ -65,6 +65,7 @@ def test_memory_of_a_contrastive_step_falls_with_the_micro_batch() -> None:
     assert parts < 0.6 * whole
 
 
+@pytest.mark.slow  # the contrastive step is the short relative
 def test_memory_of_a_sharpness_aware_step_falls_with_the_micro_batch() -> None:
     step, args = wide_sharpness_aware()
     sizes = [_bytes_beside_parameters(step, args, n) for n in (1, 4, 16)]

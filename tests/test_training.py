@@ -55,7 +55,7 @@ def test_it_trains_as_the_serial_loop(serial: dict[int, float]) -> None:
 
 @pytest.mark.parametrize(
     "stop_at",
-    [SAVE_EVERY, SAVE_EVERY + 1, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, N_STEPS))],
+    [SAVE_EVERY + 1, *(pytest.param(step, marks=pytest.mark.slow) for step in (1, SAVE_EVERY, N_STEPS))],
 )
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, stop_at: int) -> None:
     class StopHere(Exception):

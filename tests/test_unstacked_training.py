@@ -166,6 +166,7 @@ def test_chunks_of_a_scan_go_round_the_stages(key: jax.Array) -> None:
     assert [stage.layers for stage in plan.stages] == [(0, 2), (1, 3)]
 
 
+@pytest.mark.slow  # the test before is the short relative
 def test_a_search_may_end_stages_in_a_scan(key: jax.Array) -> None:
     """Two hosts with a slow link, and more weights than activations: stages are cheaper than sharding."""
     case = models.build(
@@ -211,6 +212,7 @@ def test_one_mesh_keeps_the_scan(key: jax.Array) -> None:
     assert one_stage.plan(state, batch).row_blocks == ()
 
 
+@pytest.mark.slow  # the test before the last one is the short relative
 def test_blocks_go_from_one_plan_to_another(key: jax.Array) -> None:
     """State in blocks is an argument for any other step, and its blocks stay the caller's."""
     case = Perceptron(5, again=False).case()

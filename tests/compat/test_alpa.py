@@ -73,6 +73,7 @@ def test_a_pipeline_with_manual_boundaries_trains_as_on_one_device() -> None:
     assert len(executable.get_parallel_plan().stages) == 2
 
 
+@pytest.mark.slow  # boundaries by hand are the short relative
 def test_stages_by_hand_with_rematerialised_layers_train_as_on_one_device() -> None:
     alpa.init(cluster="local")
     method = alpa.PipeshardParallel(
@@ -103,6 +104,7 @@ def test_a_3d_method_trains_as_on_one_device() -> None:
     assert [stage.logical_shape for stage in plan.stages] == [(2, 2), (2, 2)]
 
 
+@pytest.mark.slow  # the tests below plan stages, too
 def test_stages_are_searched_with_alpas_defaults() -> None:
     alpa.init(cluster="local", num_nodes=1, num_devices_per_node=2)
     method = alpa.PipeshardParallel(
@@ -352,6 +354,7 @@ def test_a_logical_mesh_of_local_devices_shards_a_step() -> None:
         alpa.LocalPhysicalDeviceMesh([0, 1])  # type: ignore[list-item]
 
 
+@pytest.mark.slow  # tests/runtime/ray/test_ray_scripts.py has more scripts
 def test_a_script_runs_on_workers() -> None:
     with in_process_session(2, 2):
         cluster = alpa.get_global_cluster()
@@ -402,6 +405,7 @@ def test_times_that_nobody_measured_are_an_error() -> None:
     assert executable.get_execution_time_costs() == costs
 
 
+@pytest.mark.slow  # a script times its steps in the test above
 def test_the_execution_of_stages_is_measured() -> None:
     alpa.init(cluster="local", num_nodes=1, num_devices_per_node=4)
     method = alpa.PipeshardParallel(num_micro_batches=2, layer_option="manual")

@@ -105,6 +105,7 @@ def test_a_plan_without_a_search_is_the_better_one_of_its_two_choices() -> None:
     assert best.cost.total_s <= all_.cost.total_s <= 1.2 * best.cost.total_s
 
 
+@pytest.mark.slow  # the next test is the short relative
 def test_what_does_not_fit_as_one_stage_is_searched() -> None:
     """And comes to the same plan as if it had been searched from the beginning."""
     traced = mlp(64, n_layers=8)

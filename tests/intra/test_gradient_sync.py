@@ -33,7 +33,10 @@ def program_collectives(executable: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", [DataParallel(MESH, 4), Zero2Parallel(MESH, 4)], ids=["data", "zero-2"])
-@pytest.mark.parametrize(("name", "sizes"), [("mlp", {}), ("gpt", {"learning_rate": 1e-4})], ids=["mlp", "gpt"])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [pytest.param("mlp", {}, id="mlp"), pytest.param("gpt", {"learning_rate": 1e-4}, marks=pytest.mark.slow, id="gpt")],
+)
 def test_the_loop_sums_no_gradient(name: str, sizes: dict[str, Any], method: Any, key: jax.Array) -> None:
     case = models.build(name, **sizes)
     state, batch = case.init(key), case.make_batch(0, case.batch_size)
@@ -82,6 +85,7 @@ def test_input_gradients_are_added_before_they_are_reduced() -> None:
     assert executable.get_parallel_plan().cost.total_s <= 2 * mesh.all_reduce_s(h_bytes, (0,))
 
 
+@pytest.mark.slow  # tests/test_methods.py has a relative with one scan
 def test_a_scan_over_layers_costs_about_what_its_layers_cost(key: jax.Array) -> None:
     """On a mesh where only communication counts. A carry has one spec: the first layer cannot differ from the rest."""
     costs, moved = [], []

@@ -146,6 +146,7 @@ def test_decoders_do_not_see_the_future(name: str, seed: int) -> None:
     np.testing.assert_allclose(first_logits(batch), first_logits(changed), atol=1e-6)
 
 
+@pytest.mark.slow  # tests/inter/layers/test_unstack.py has its short relative
 def test_scanned_llama_equals_unrolled_llama(seed: int) -> None:
     (scanned, stacked), (unrolled, state) = _started("llama_scan", seed), _started("llama", seed)
     batch = scanned.make_batch(seed, 2)
@@ -155,6 +156,7 @@ def test_scanned_llama_equals_unrolled_llama(seed: int) -> None:
     np.testing.assert_allclose(_loss_of(scanned)(stacked, batch), _loss_of(unrolled)(state, batch), rtol=1e-5)
 
 
+@pytest.mark.slow  # llama in chunks is traced and refused in short tests
 def test_llama_with_a_loss_in_chunks_trains_like_llama(seed: int) -> None:
     (chunked, state), (whole, same) = _started("llama_loss_chunks", seed), _started("llama", seed)
     jax.tree.map(np.testing.assert_array_equal, state.params, same.params)

@@ -115,6 +115,7 @@ def test_collectives_are_those_of_the_plan_and_memory_is_counted(method: str) ->
     assert json.loads(found.to_json())["stages"][0]["compiled_bytes"] == found.stages[0].compiled_bytes
 
 
+@pytest.mark.slow  # the test before is the short relative
 def test_what_one_program_computes_again_it_does_not_keep() -> None:
     """XLA for GPUs drops optimization barriers, and moves gradients of weights behind the last layer."""
 

@@ -124,6 +124,7 @@ def test_no_more_devices_than_are_of_use() -> None:
     assert [stage.n_devices for stage in plan.stages] == [1] and plan.cluster == V100
 
 
+@pytest.mark.slow  # layers/test_remat.py has its short relative
 def test_memory_decides_on_rematerialisation_and_micro_batches() -> None:
     case = models.build("gpt", n_layers=2, hidden=512, seq_len=256, batch_size=32)
     state = jax.eval_shape(case.init, jax.random.key(0))

@@ -23,11 +23,19 @@ METHODS = {
     "zero-3": Zero3Parallel(GPUS, num_micro_batches=4),
     "pipeline": PipeshardParallel(GPUS, num_micro_batches=4, layer_option=AutoLayerOption(2), stage_option="uniform"),
 }
+#: Those that always run.
+SHORT = {(jnp.float32, "pipeline"), (jnp.bfloat16, "shard")}
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_step_equals_the_one_that_adds_apart(name: str, dtype: jnp.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        pytest.param(dtype, name, marks=() if (dtype, name) in SHORT else pytest.mark.slow)
+        for dtype in (jnp.float32, jnp.bfloat16)
+        for name in METHODS
+    ],
+)
+def test_a_step_equals_the_one_that_adds_apart(dtype: jnp.dtype, name: str) -> None:
     sizes = {"hidden": 64, "n_heads": 2, "n_layers": 2, "seq_len": 16, "vocab_size": 64}
     case = models.build("gpt", batch_size=16, dtype=dtype, **sizes)
     batch = case.make_batch(0, case.batch_size)

@@ -123,6 +123,7 @@ def test_depth_does_not_enlarge_the_graph() -> None:
     assert len(graph_of("gpt", n_layers=12).costs.nodes) == len(graph_of("gpt", n_layers=20).costs.nodes)
 
 
+@pytest.mark.slow  # the other tests plan folded layers, too
 def test_every_equation_and_input_has_a_spec() -> None:
     builder = graph_of("gpt", n_layers=12)
     sharding = builder.read(solve_graph(builder.graph()))

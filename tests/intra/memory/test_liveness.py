@@ -92,6 +92,8 @@ METHODS = {
     "accumulate": DataParallel(devices=FOUR, num_micro_batches=2),
     "pipeline": PipeshardParallel(num_micro_batches=2),
 }
+#: They compile for seconds; the MLP has all methods.
+LONG = {("gpt", "shard"), ("gpt", "zero"), ("gpt", "accumulate")}
 
 
 @functools.cache
@@ -100,8 +102,14 @@ def compiled_by(name: str, method: str) -> Case:
     return compiled(name, METHODS[method])
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["gpt", "mlp"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(name, method, marks=pytest.mark.slow if (name, method) in LONG else ())
+        for name in ("gpt", "mlp")
+        for method in METHODS
+    ],
+)
 def test_arguments_outputs_and_aliases_are_exact(name: str, method: str) -> None:
     case = compiled_by(name, method)
     for task, predicted in case.predicted.items():
@@ -112,7 +120,14 @@ def test_arguments_outputs_and_aliases_are_exact(name: str, method: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("gpt", "data"), ("t5", "zero"), ("vit", "shard"), ("resnet", "data"), ("mlp", "zero")]
+    ("name", "method"),
+    [
+        ("gpt", "data"),
+        pytest.param("t5", "zero", marks=pytest.mark.slow),
+        pytest.param("vit", "shard", marks=pytest.mark.slow),
+        ("resnet", "data"),
+        ("mlp", "zero"),
+    ],
 )
 def test_peak_is_that_of_the_compiled_program(name: str, method: str) -> None:
     case = compiled_by(name, method)
@@ -136,6 +151,7 @@ def plan_under(limit: float | None, **arguments: Any) -> Plan:
     return step.plan(jax.eval_shape(case.init, jax.random.key(0)), case.make_batch(0, case.batch_size))
 
 
+@pytest.mark.slow  # the limits of tests/xla_gpu are the short relative
 def test_a_limit_moves_activations_to_sharded_and_holds() -> None:
     sizes = {"n_layers": 1, "hidden": 64, "batch_size": 32, "seq_len": 32}
     free = plan_under(None, **sizes)

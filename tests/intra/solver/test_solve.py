@@ -157,6 +157,7 @@ def relabelled(graph: CostGraph, seed: int) -> CostGraph:
     )
 
 
+@pytest.mark.slow  # the test after the next one is the short relative
 def test_relabelling_a_large_graph_keeps_the_quality() -> None:
     graph = random_instance(0, n_nodes=300)
     graphs = [graph, *(relabelled(graph, seed) for seed in (1, 2))]

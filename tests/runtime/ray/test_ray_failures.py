@@ -144,6 +144,7 @@ def test_worker_killed_inside_a_step(training: Training, where: int, place: int)
     training.advance()
 
 
+@pytest.mark.slow  # tests/runtime/cluster/test_in_process_cluster.py has its short relative
 def test_stage_that_raises(training: Training) -> None:
     training.start(hosts=1)
     training.advance()
@@ -193,6 +194,7 @@ def test_worker_that_hangs(training: Training, is_stopped: bool) -> None:
     traces.assert_gone()
 
 
+@pytest.mark.slow  # tests/runtime/cluster/test_in_process_cluster.py has its short relative
 @pytest.mark.usefixtures("interrupts")
 def test_interrupt_of_the_caller(training: Training) -> None:
     training.start(hosts=1)
@@ -277,6 +279,7 @@ def test_port_taken_then_coordinator_killed(training: Training, tmp_path: Path, 
     traces.assert_gone()
 
 
+@pytest.mark.slow  # the next test is the short relative
 def test_one_host_of_a_mesh_killed(training: Training) -> None:
     training.start(hosts=2)
     training.advance()

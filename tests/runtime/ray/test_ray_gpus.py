@@ -87,6 +87,7 @@ def test_a_caller_whose_jax_has_a_gpu_already_is_warned() -> None:
     subprocess.run([sys.executable, "-c", STARTED], env=env, check=True, timeout=100)
 
 
+@pytest.mark.slow  # test_cli.py has a relative: a check of transports where jax sees no GPU
 @pytest.mark.ray
 @pytest.mark.xdist_group("ray")
 def test_hosts_that_have_no_gpu_after_all_are_named() -> None:

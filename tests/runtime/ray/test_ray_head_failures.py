@@ -58,6 +58,7 @@ def head_at(address: str) -> Iterator[None]:
             head.stdin.close()
 
 
+@pytest.mark.slow  # test_node_lost is the short relative
 def test_head_killed() -> None:
     with ray_nodes(1, 2) as cluster:
         ray.init(address=cluster.address, log_to_driver=False)

@@ -57,6 +57,7 @@ minialpa.shutdown()
 """
 
 
+@pytest.mark.slow  # test_ray_failures.py starts meshes on two hosts, too
 @needs_namespaces
 def test_a_mesh_on_hosts_behind_the_first_one_starts_at_their_addresses(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

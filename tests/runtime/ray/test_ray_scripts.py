@@ -134,6 +134,7 @@ def two_stages(*submeshes: tuple[int, int]) -> PipeshardParallel:
     return PipeshardParallel(num_micro_batches=4, layer_option="manual", stage_option=stages)
 
 
+@pytest.mark.slow  # tests/runtime/cluster has its short relative, in one process
 def test_functions_with_the_same_meshes_share_them_and_others_take_their_devices(cluster: Cluster) -> None:
     init(cluster, num_hosts=2)
     runtime = alpa.session.current_session().runtime

@@ -15,6 +15,7 @@ from tests.runtime.ray.ray_cluster import WORKER_ENV
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 
+@pytest.mark.slow  # tests/test_follow.py has its short relative, in one process
 def test_training_and_evaluation_in_turns_start_and_end_no_worker(cluster: Cluster) -> None:
     minialpa.init(cluster="ray", address=cluster.address, num_hosts=1, devices_per_host=2, worker_env=WORKER_ENV)
     runtime, expected = current_session().runtime, scanned.init(jax.random.key(0))

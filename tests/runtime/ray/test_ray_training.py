@@ -49,6 +49,7 @@ def kill_host(cluster: Any) -> str:
     return str(node.node_id)
 
 
+@pytest.mark.slow  # tests/test_training.py has its short relative, in one process
 def test_it_goes_on_with_one_host_of_two_and_with_both_when_it_is_back(tmp_path: Path) -> None:
     log, n_steps = Log(), 30
     with ray_nodes(2, 1) as cluster:
