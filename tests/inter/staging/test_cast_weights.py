@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 
 import minialpa
+from benchmarks.corpus import arguments
+from benchmarks.planning import traced_step
 from minialpa import AutoLayerOption, ClusterSpec, PipeshardParallel, Plan, Zero3Parallel, models
 from minialpa.inter import pipeline
+from minialpa.inter.layers.forward import assign_layers
+from minialpa.inter.layers.remat import rematerialise
+from minialpa.inter.microbatch.batching import is_barrier
+from minialpa.inter.microbatch.rewrite import split_micro_batches
+from minialpa.inter.microbatch.split_step import PROLOGUE
+from minialpa.inter.staging.cast_weights import with_weights_cast_once
 from minialpa.options import PlanOptions
 
 GPUS = ClusterSpec.preset("h100", devices_per_host=4)
@@ -102,6 +110,18 @@ def test_weights_that_a_step_reads_in_several_ways(monkeypatch: pytest.MonkeyPat
     assert plan.casts_once and not plan_of_each.casts_once
     for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_products_read_narrow_weights_in_front_of_barriers() -> None:
+    """Scales, biases and positions are combined element by element with what is computed again, and have to wait."""
+    case = models.build("gpt", batch_size=8, dtype=jnp.bfloat16, **SIZES)
+    traced = traced_step(case.train_step(minialpa.value_and_grad), *arguments(case))
+    again = rematerialise(traced, assign_layers(traced, AutoLayerOption(layer_num=2)), ("full", "full"))
+    split = with_weights_cast_once(split_micro_batches(again, 2))
+    casts = {op.eqn.outvars[0] for op in split.ops if op.segment == PROLOGUE}
+    behind = [v for op in split.ops if is_barrier(op.eqn) for v in op.eqn.invars if v in casts]
+    smallest_matrix = SIZES["hidden"] ** 2
+    assert behind and all(v.aval.size < smallest_matrix for v in behind)
 
 
 def test_weights_are_gathered_once_where_links_are_slow() -> None:
