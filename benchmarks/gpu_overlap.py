@@ -1,10 +1,11 @@
-"""What steps on GPUs wait for, by XLA for GPUs: as they are planned, and as they would be with all sums in the update.
+"""What steps on GPUs wait for, by XLA for GPUs: as they are planned, and with plain programs for each micro-batch.
 
     python -m benchmarks.gpu_overlap [--only PART ...] [--cache FOLDER] [--write PAGE]
 
-Each case is planned and compiled twice. `before`: passes leave gradients, other programs add them to totals and the
-update sums them over devices, and XLA schedules as it does by default. `after`: passes add to totals and the last one
-sums them (`inter/staging/last_pass.py`), with the options of XLA that the plan sets. From the compiled texts come
+Each case is planned and compiled twice. `before`: passes cast weights and leave gradients, other programs add these to
+totals and the update sums them over devices, and XLA schedules as it does by default. `after`: weights may be cast and
+gathered once (`inter/staging/cast_weights.py`), passes add to totals and the last one sums them
+(`inter/staging/last_pass.py`), with the options of XLA that the plan sets. From the compiled texts come
 
     exposed_ms     of a step: collectives that no kernel runs beside, at the plan's links
     hidden         of the bytes of collectives, the part beside which kernels run long enough
@@ -27,12 +28,13 @@ from typing import Any
 
 import minialpa.models
 from benchmarks.corpus import arguments
-from benchmarks.planning import planned, traced_step
+from benchmarks.planning import traced_step
 from benchmarks.registry import Rows, Size, benchmark
 from benchmarks.run import table
 from minialpa import ClusterSpec, hlo
 from minialpa.inter.lower.emit import emit_program
 from minialpa.inter.lower.mesh_programs import input_types, split_by_mesh
+from minialpa.inter.pipeline import plan_step
 from minialpa.methods import Method, Zero2Parallel, Zero3Parallel
 from minialpa.models.sizes import SIZES
 from minialpa.plan import Plan
@@ -95,10 +97,13 @@ def rows_of(case: Case, cache: Path | None) -> list[dict[str, Any]]:
     cluster = ClusterSpec.preset("h100", num_hosts=case.n_hosts)
     built = minialpa.models.build(case.model, **case.sizes)
     traced = traced_step(built.train_step(minialpa.value_and_grad), *arguments(built))
-    plan = planned(traced, cluster, case.method)
+    before, after = (
+        plan_step(traced, cluster, dataclasses.replace(case.method.options(), cast_once=cast_once))
+        for cast_once in (False, None)
+    )
     return [
-        {"case": case.name, "programs": name, **_columns(_programs(traced, each, cluster), plan, cache)}
-        for name, each in (("before", _with_sums_in_the_update(plan)), ("after", plan))
+        {"case": case.name, "programs": "before", **_columns(traced, _with_sums_in_the_update(before), before, cache)},
+        {"case": case.name, "programs": "after", **_columns(traced, after, after, cache)},
     ]
 
 
@@ -116,8 +121,10 @@ def _programs(traced: TracedStep, plan: Plan, cluster: ClusterSpec) -> MeshProgr
     return only
 
 
-def _columns(program: MeshProgram, plan: Plan, cache: Path | None) -> dict[str, Any]:
+def _columns(traced: TracedStep, compiled: Plan, plan: Plan, cache: Path | None) -> dict[str, Any]:
+    """Of the programs of `compiled`, beside what `plan` says of them."""
     (stage,), device = plan.stages, plan.cluster.device
+    program = _programs(traced, compiled, plan.cluster)
     target = target_of(device.name)
     requests = [Request(f, stage.logical_shape, stage.submesh[0], target) for f in program.functions]
     times = Counter(x.function for x in program.instructions if isinstance(x, Run | Accumulate))
