@@ -79,11 +79,12 @@ def _merged(recorder: Recorder, v: int, maker: JaxprEqn, groups: tuple[int, ...]
 
 def add_convolution(recorder: Recorder, eqn: JaxprEqn, reads: Sequence[int], writes: Sequence[int]) -> None:
     """Add a convolution. It reads and writes images with the batch first and features last, and reads kernels with
-    output features last, or both with features first; what is in another order is copied."""
+    output features last, on GPUs first; or all with features first. What is in another order is copied."""
     numbers = eqn.params["dimension_numbers"]
     features_first = recorder.on_gpu and recorder.values[writes[0]].dtype == "float32"
     (batch, features, *space), (out_features, in_features, *window) = numbers.lhs_spec, numbers.rhs_spec
-    orders = [(batch, *space, features), (*window, in_features, out_features)]
+    kernel = (out_features, *window, in_features) if recorder.on_gpu else (*window, in_features, out_features)
+    orders = [(batch, *space, features), kernel]
     if features_first:
         orders = [(batch, features, *space), (out_features, in_features, *window)]
     operands = [
