@@ -25,6 +25,7 @@ from minialpa import AutoShardingOption, PipeshardParallel, ShardParallel, Worke
 from minialpa.session import current_session
 from minialpa.testing import assert_allclose
 from tests.runtime.ray.ray_cluster import WORKER_ENV
+from tests.skips import skip
 
 #: Seconds within which an error has to come, once there are signs of it.
 SOON_S = 10.0
@@ -254,7 +255,7 @@ def memory_limit(pid: int, n_bytes: int) -> Iterator[None]:
         (group / limit).write_text(str(n_bytes))
         (group / "cgroup.procs").write_text(str(pid))
     except OSError as error:
-        pytest.skip(f"needs root and control groups, to limit the memory of a worker: {error}")
+        skip(f"needs root and control groups, to limit the memory of a worker: {error}")
     try:
         yield
     finally:
