@@ -148,10 +148,11 @@ def on_one_device() -> Any:
         return case, train(jax.jit(case.train_step(jax.value_and_grad)), case)
 
 
+@pytest.mark.slow  # the next tests run scripts with a smaller model
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(ShardParallel(), marks=pytest.mark.slow),
+        ShardParallel(),
         PipeshardParallel(num_micro_batches=1, layer_option=AutoLayerOption(layer_num=2), stage_option="uniform"),
     ],
     ids=["shard", "pipeshard"],

@@ -13,7 +13,19 @@ from benchmarks.run import main, table
 from minialpa import Plan
 
 #: They take longest; the others are their short relatives.
-LONG = ("checkpoint", "gpu_overlap", "input_pipeline", "inter_plans", "overhead", "plan_memory", "plan_scaling")
+LONG = (
+    "call",
+    "checkpoint",
+    "gpu_overlap",
+    "input_pipeline",
+    "inter_plans",
+    "long_context",
+    "overhead",
+    "plan_memory",
+    "plan_quality",
+    "plan_scaling",
+    "several_loops",
+)
 RAY = (pytest.mark.ray, pytest.mark.xdist_group("ray"), pytest.mark.slow)
 
 

@@ -98,7 +98,6 @@ SHORT = {
     ("mlp", "one device", "4 stages on 2 hosts"),
     ("mlp", "4 stages on 2 hosts", "2 stages"),
     ("mlp", "2 stages", "ZeRO-3 on 8"),
-    ("llama", "one device", "blocks on 2 workers"),
 }
 
 

@@ -56,7 +56,7 @@ def assert_read_in_place(step: Any, state: Any, batch: Any) -> None:
     ("name", "where"),
     [
         ("zero3", "local"),
-        ("blocks", "cluster"),
+        pytest.param("blocks", "cluster", marks=pytest.mark.slow),
         pytest.param("zero3", "cluster", marks=pytest.mark.slow),
         pytest.param("blocks", "local", marks=pytest.mark.slow),
     ],
@@ -107,6 +107,7 @@ def test_placements_are_those_that_the_step_reads() -> None:
     assert create.plan(jax.random.key(0)) == step.plan(jax.eval_shape(scanned.init, jax.random.key(0)), scanned.BATCH)
 
 
+@pytest.mark.slow  # the other tests make states in parts, too
 def test_no_device_and_no_host_holds_the_whole_state() -> None:
     # Each leaf is 1/36 of the state and is drawn on 8 devices, so a device needs less than a whole leaf at a time.
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}

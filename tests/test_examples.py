@@ -33,7 +33,7 @@ SMALL = {
     "train_resnet": ["--width", "4", "--blocks", "1"],
 }
 #: Those that always run.
-SHORT = ("train_gpt", "train_nnx")
+SHORT = ("train_gpt",)
 Main = Callable[[list[str]], None]
 
 
@@ -209,6 +209,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "metrics.csv").read_text()
 
 
+@pytest.mark.slow  # test_repeated_steps_leave_the_file_of_an_undisturbed_run is the short relative
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=() if seed == 0 else pytest.mark.slow) for seed in range(50)]
 )

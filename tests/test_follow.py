@@ -106,6 +106,7 @@ def test_training_and_evaluation_alternate_on_the_same_workers(is_told: bool, mo
         assert_allclose(found, jax.jit(scanned.evaluate)(expected, scanned.BATCH), rtol=1e-4)
 
 
+@pytest.mark.slow  # the other tests read all stages
 def test_a_function_that_reads_one_stage_only_leaves_the_other_idle() -> None:
     step, state, expected = training("blocks")
 
@@ -172,6 +173,7 @@ def test_a_function_with_a_state_on_the_meshes_of_a_training_step_runs_there(nam
     assert step.get_last_executable() is compiled
 
 
+@pytest.mark.slow  # the other tests follow an argument by its own name
 def test_a_name_of_the_argument_that_the_step_does_not_have_is_followed_too() -> None:
     step, state, expected = training("blocks")
     head_norm = minialpa.parallelize(lambda other: (other**2).sum())
@@ -184,6 +186,7 @@ def assert_read_in_place_alone(function: Any, leaf: Any) -> None:
     assert function.preshard_dynamic_args(leaf)[0] is leaf
 
 
+@pytest.mark.slow  # the other tests say what follows
 def test_a_training_step_and_a_method_that_asks_for_something_else_are_not_moved() -> None:
     step, state, _ = training("blocks")
     state, _ = step(state, scanned.BATCH)

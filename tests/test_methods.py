@@ -177,6 +177,7 @@ def test_examples_and_operators_of_a_scan_are_split_over_their_own_axes(key: jax
     assert any("y" in spec for spec in specs(executable, "state.params['blocks']"))
 
 
+@pytest.mark.slow  # the next test plans a scan with one axis for its layers' operators, too
 def test_zero3_gathers_one_scanned_layer_at_a_time_where_memory_is_short(key: jax.Array) -> None:
     n_layers, hidden, ffn = 6, 64, 256
     sizes = {"n_layers": n_layers, "hidden": hidden, "ffn": ffn, "batch_size": 8, "seq_len": 8, "learning_rate": 1e-4}

@@ -10,6 +10,8 @@ from tests.skips import skip
 
 #: What is quickly made again: the first mesh of each method with one micro-batch.
 FAST = [(entry, entry.meshes[0], 1) for entry in ENTRIES]
+#: Those of them that always run: with a pipeline, and without.
+SHORT = ("PipeshardParallel", "Zero2Parallel")
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +23,10 @@ def same_jax() -> None:
         )
 
 
-@pytest.mark.parametrize(("entry", "shape", "n"), FAST, ids=[entry.name for entry, *_ in FAST])
+@pytest.mark.parametrize(
+    ("entry", "shape", "n"),
+    [pytest.param(*one, marks=() if one[0].name in SHORT else pytest.mark.slow, id=one[0].name) for one in FAST],
+)
 def test_a_row_of_each_method_is_up_to_date(entry: Entry, shape: tuple[int, ...], n: int) -> None:
     section = PATH.read_text().split(f"## `{entry.name}`\n")[1].split("\n## ")[0]
     assert promise_of(entry) in section

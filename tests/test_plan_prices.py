@@ -28,7 +28,7 @@ def planned(name: str, method: Any) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("mesh", [LINE, HALVES], ids=["line", "halves"])
-@pytest.mark.parametrize("name", ["mlp", "gpt", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "bert"))])
 def test_the_loss_and_all_gradients_start_together(name: str, mesh: LogicalMesh) -> None:
     predicted_s, compiled_s, _ = planned(name, DataParallel(devices=mesh))
     assert predicted_s == pytest.approx(compiled_s, rel=1e-3)

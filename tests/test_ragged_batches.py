@@ -79,7 +79,7 @@ def runs_as_alone(step: Any, sizes: dict[int, int]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["shard", "pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("searched", "interleaved"))]
+    "name", ["pipeline", *(pytest.param(name, marks=pytest.mark.slow) for name in ("shard", "searched", "interleaved"))]
 )
 def test_a_ragged_batch_runs_in_the_most_micro_batches_that_divide_it(name: str) -> None:
     step = minialpa.parallelize(train_step, method=METHODS[name])
@@ -221,7 +221,7 @@ def samples(start: int, end: int, batch_size: int) -> Iterator[Any]:
         yield {name: values[i : min(i + batch_size, end)] for name, values in every.items()}
 
 
-@pytest.mark.parametrize("n_hosts", [1, 2])
+@pytest.mark.parametrize("n_hosts", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_epochs_with_ragged_ends_on_workers(n_hosts: int) -> None:
     """Two and a half batches of 16: workers read the full ones, and the last ones are laid out in fewer parts."""
     method = METHODS["shard"] if n_hosts == 1 else METHODS["pipeline"]

@@ -297,6 +297,7 @@ def test_it_goes_on_with_fewer_hosts_and_again_with_more(serial: dict[int, float
     ]
 
 
+@pytest.mark.slow  # test_it_goes_on_with_fewer_hosts_and_again_with_more is the short relative
 def test_it_waits_for_a_host_if_all_are_lost(undisturbed: dict[int, float], tmp_path: Path) -> None:
     room, log = Room(2), Log()
     timers: list[threading.Timer] = []

@@ -78,6 +78,7 @@ def train(case: models.ModelCase, method: Method, key: jax.Array, n_steps: int =
     return plan
 
 
+@pytest.mark.slow  # the scanned perceptron is the short relative
 @pytest.mark.parametrize(
     ("n_layers", "stages", "layer_num"),
     [
@@ -143,7 +144,7 @@ class Perceptron:
         )
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("stages", "layer_num", "options", "blocks"),
     [

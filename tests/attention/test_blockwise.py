@@ -226,6 +226,7 @@ def test_vmap_of_some_operands() -> None:
         jax.tree.map(lambda x, y, i=i: np.testing.assert_allclose(x[i], y, rtol=1e-5, atol=1e-5), together, alone)
 
 
+@pytest.mark.slow  # test_vmap_of_some_operands is the short relative
 def test_vmap_of_positions() -> None:
     kind = Attention(scale=0.5, right=0, masked_score=-1e9)
     case = make_case(np.random.default_rng(0), kind, sizes=_sizes())

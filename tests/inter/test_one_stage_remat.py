@@ -144,7 +144,11 @@ def dropout_and_statistics(params: Any, batch: Any) -> jax.Array:
     return jnp.mean(x**2)
 
 
-@pytest.mark.parametrize("method", [Zero3Parallel(remat="full"), ShardParallel(remat="dots")], ids=["zero3", "shard"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(Zero3Parallel(remat="full"), marks=pytest.mark.slow), ShardParallel(remat="dots")],
+    ids=["zero3", "shard"],
+)
 def test_masks_statistics_and_tied_weights_are_computed_again(method: Method, key: jax.Array) -> None:
     params = [jax.random.normal(k, (16, 16)) for k in jax.random.split(key, 4)]
     batch = jax.random.normal(key, (32, 16))
@@ -173,6 +177,7 @@ def test_a_scan_over_layers_is_cut_into_layers_that_compute_again(key: jax.Array
     minialpa.shutdown()
 
 
+@pytest.mark.slow  # the other tests run such plans as they are made
 def test_a_plan_that_computes_again_runs_from_a_file_and_for_another_batch(free: Plan) -> None:
     plan = planned(within(0.9 * free.stages[0].peak_bytes, **DATA))
     assert plan.remat

@@ -103,7 +103,7 @@ LOSSES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_sharding_gives_the_same_numbers(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loss_fn, params, batch = LOSSES[name]

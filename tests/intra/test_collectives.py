@@ -67,7 +67,7 @@ def test_data_parallel_compiles_to_gradient_all_reduces_only() -> None:
     assert {spec.partition_specs[0] for spec in inputs(executable)[:12]} == {P()}
 
 
-@pytest.mark.parametrize("name", ["gpt", "bert", "resnet"])
+@pytest.mark.parametrize("name", ["resnet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "bert"))])
 def test_data_parallel_models_compile_to_all_reduces_only(name: str, key: jax.Array) -> None:
     case = models.build(name, **({"n_layers": 1} if name != "resnet" else {}))
     step = minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=DataParallel(devices=UNIT))

@@ -28,7 +28,16 @@ def of_all_layers(name: str, key: jax.Array) -> int:
     return two + (n_layers - 2) // 2 * (four - two)
 
 
-@pytest.mark.parametrize("name", sorted(SIZES))
+#: The smallest size of each model always runs.
+SHORT = {
+    min((size.n_parameters, name) for name, size in SIZES.items() if size.model == model)[1]
+    for model in {size.model for size in SIZES.values()}
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in sorted(SIZES)]
+)
 def test_published_size_has_its_published_parameter_count(name: str, key: jax.Array) -> None:
     np.testing.assert_allclose(of_all_layers(name, key), SIZES[name].n_parameters, rtol=0.07)
 

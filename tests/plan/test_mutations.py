@@ -22,7 +22,9 @@ def assert_right_or_refused(first: int, n: int, names: tuple[str, ...]) -> None:
         assert found.kind in ("right", "refused"), (seed, edit, found)
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in SUBJECTS]
+)
 def test_a_plan_that_was_not_edited_is_right(name: str) -> None:
     on = subject(name)
     assert outcome_of(on, on.plan.to_json()).kind == "right"

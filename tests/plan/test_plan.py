@@ -32,6 +32,7 @@ def test_equal_inputs_give_equal_plans() -> None:
     assert pipeline_plan().to_json() == pipeline_plan().to_json()
 
 
+@pytest.mark.slow  # tests/test_plan_cache.py finds a plan from another process
 def test_plans_are_equal_in_processes_with_other_hash_seeds() -> None:
     """Sets and dicts of strings are ordered by the hash seed, addresses differ anyway."""
     code = "from tests import plans; print(plans.pipeline_plan().to_json())"

@@ -95,6 +95,7 @@ def test_a_scan_over_blocks_of_queries() -> None:
     assert compared(jax.value_and_grad(loss, (0, 1, 2)), *arrays).counts == (1, 1)
 
 
+@pytest.mark.slow  # the other tests have derivatives of first order
 def test_a_derivative_of_second_order_of_a_scan_with_a_bias() -> None:
     """The bias of a layer is a row that the derivative reads, of an array that is computed before the scan."""
 

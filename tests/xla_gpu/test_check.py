@@ -100,7 +100,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["shard", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_collectives_are_those_of_the_plan_and_memory_is_counted(method: str) -> None:
     case = models.build("gpt", n_layers=2, hidden=128, n_heads=4, seq_len=64, vocab_size=256, batch_size=16)
     state, batch = jax.eval_shape(case.init, jax.random.key(0)), case.make_batch(0, case.batch_size)

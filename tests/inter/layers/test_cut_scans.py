@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 
 from minialpa.inter.layers.cut_scans import cut_scans, with_longer_scans
@@ -33,6 +34,7 @@ def test_a_constant_that_each_row_had_a_copy_of_has_a_layer() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow  # the other test is the short relative
 @settings(max_examples=10)
 @given(MODELS)
 def test_rows_of_a_chunk_join_again(model: Model) -> None:

@@ -165,6 +165,7 @@ def composition(data: st.DataObject, n: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, n], strict=True))
 
 
+@pytest.mark.slow  # tests/test_unstacked_training.py trains with such blocks
 @settings(max_examples=6)
 @given(MODELS, st.booleans(), st.data())
 def test_blocks_compute_what_the_scan_does(model: Model, inline: bool, data: st.DataObject) -> None:

@@ -97,7 +97,10 @@ def normalised(width: int) -> Any:
     return step, (params, jax.random.normal(keys[2], (8, width)))
 
 
-@pytest.mark.parametrize(("width", "n_bytes", "is_joined"), [(8, None, True), (8, 4e3, False), (512, None, False)])
+@pytest.mark.parametrize(
+    ("width", "n_bytes", "is_joined"),
+    [(8, None, True), (8, 4e3, False), pytest.param(512, None, False, marks=pytest.mark.slow)],
+)
 def test_a_small_step_of_several_loops_is_one_function(width: int, n_bytes: float | None, is_joined: bool) -> None:
     step, args = normalised(width)
     method = ShardParallel(

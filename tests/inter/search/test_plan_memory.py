@@ -47,6 +47,7 @@ class Alive:
         patch.setattr(kind, "__init__", counted)
 
 
+@pytest.mark.slow  # other tests of the search have less to keep
 def test_without_room_a_search_keeps_one_solver_and_one_staged_step_and_finds_the_same_plan() -> None:
     traced = recogniser()
     expected = planned(traced, CPUS, METHOD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -44,8 +45,17 @@ def _force(monkeypatch: pytest.MonkeyPatch, cast_once: bool) -> None:
     monkeypatch.setattr(pipeline, "_or_planned_as", way)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("model", MODELS)
+#: What always runs.
+SHORT = ("llama", "pipeline, remat")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        pytest.param(*case, marks=() if case == SHORT else pytest.mark.slow)
+        for case in itertools.product(MODELS, METHODS)
+    ],
+)
 def test_a_step_that_casts_once_equals_one_that_casts_in_each_pass(
     monkeypatch: pytest.MonkeyPatch, model: str, name: str
 ) -> None:

@@ -79,7 +79,7 @@ def arguments(model: Callable[[Any, jax.Array], jax.Array]) -> tuple[Any, Any]:
     return (params, jax.tree.map(jnp.zeros_like, params)), batch
 
 
-@pytest.mark.parametrize("model", [unrolled, scanned])
+@pytest.mark.parametrize("model", [pytest.param(unrolled, marks=pytest.mark.slow), scanned])
 @pytest.mark.parametrize("method", [DATA, ZERO, PIPELINE, ONE], ids=["data", "zero-2", "pipeline", "one micro-batch"])
 def test_the_step_is_that_of_one_device(model: Callable[[Any, jax.Array], jax.Array], method: Method) -> None:
     state, batch = arguments(model)

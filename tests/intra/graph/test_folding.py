@@ -119,6 +119,7 @@ def test_the_best_plan_of_layers_alike_is_as_good_as_the_best_of_all(name: str) 
     assert each.cost * (1 - 1e-9) <= alike.cost <= each.cost * 1.01
 
 
+@pytest.mark.slow  # the other tests plan folded layers, too
 def test_depth_does_not_enlarge_the_graph() -> None:
     assert len(graph_of("gpt", n_layers=12).costs.nodes) == len(graph_of("gpt", n_layers=20).costs.nodes)
 

@@ -93,7 +93,7 @@ METHODS = {
     "pipeline": PipeshardParallel(num_micro_batches=2),
 }
 #: They compile for seconds; the MLP has all methods.
-LONG = {("gpt", "shard"), ("gpt", "zero"), ("gpt", "accumulate")}
+LONG = {("gpt", name) for name in METHODS}
 
 
 @functools.cache
@@ -125,7 +125,7 @@ def test_arguments_outputs_and_aliases_are_exact(name: str, method: str) -> None
         ("gpt", "data"),
         pytest.param("t5", "zero", marks=pytest.mark.slow),
         pytest.param("vit", "shard", marks=pytest.mark.slow),
-        ("resnet", "data"),
+        pytest.param("resnet", "data", marks=pytest.mark.slow),
         ("mlp", "zero"),
     ],
 )
@@ -161,6 +161,7 @@ def test_a_limit_moves_activations_to_sharded_and_holds() -> None:
     assert compiled("gpt", bound, **sizes).executable.get_total_allocation_size() <= 1.02 * limit
 
 
+@pytest.mark.slow  # test_largest_tensors_are_listed_by_size is the short relative
 def test_what_cannot_fit_is_told_with_the_largest_tensors() -> None:
     with pytest.raises(InfeasibleError, match=r"at least [\d,]+ bytes per device and the limit is 1,000") as error:
         plan_under(1000.0, vocab_size=2048)

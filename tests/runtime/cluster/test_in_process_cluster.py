@@ -39,7 +39,7 @@ def runtime() -> Iterator[ClusterRuntime]:
 
 
 #: What always runs.
-SHORT = {("mlp", 4), ("two_tower", 2)}
+SHORT = {("mlp", 4)}
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def test_a_session_on_fewer_hosts_is_still_that_of_its_first_arguments(hosts: Ho
             minialpa.init("ray", num_hosts=1)
 
 
+@pytest.mark.slow  # test_a_worker_that_hangs_is_named_after_the_timeout is the short relative
 def test_a_host_that_is_cut_off_is_found_and_named(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """No connection ends: its workers just do not answer any more."""
     training = Training()

@@ -54,6 +54,7 @@ def worker_pids() -> list[Any]:
     return [runtime.launcher.answer(worker.actor.call_aside("status")).pid for worker in runtime.workers]
 
 
+@pytest.mark.slow  # tests/test_checkpoint_workers.py has its short relative, in one process
 @pytest.mark.parametrize("n_moments", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_workers_write_their_shards_until_one_is_killed(
     n_moments: int, cluster: Cluster, seed: int, tmp_path: Path

@@ -18,6 +18,7 @@ from tests.runtime.ray.ray_cluster import WORKER_ENV
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.slow,  # tests/test_dtypes.py has the short relatives, in one process
     pytest.mark.xdist_group("ray"),
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning"),  # of 64 bits
 ]
@@ -37,8 +38,8 @@ def start(address: str) -> None:
     minialpa.init(cluster="ray", address=address, num_hosts=2, devices_per_host=2, worker_env=WORKER_ENV)
 
 
-@pytest.mark.parametrize("method", [pytest.param("pipeline", marks=pytest.mark.slow), "shard"])
-@pytest.mark.parametrize("x64", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("method", ["pipeline", "shard"])
+@pytest.mark.parametrize("x64", [False, True])
 def test_all_dtypes_at_once(method: str, x64: bool) -> None:
     with jax.enable_x64(x64):
         given = {name: values(name) for name in NAMES}

@@ -95,6 +95,7 @@ def test_worker_killed_while_it_compiles(training: Training) -> None:
     training.advance()
 
 
+@pytest.mark.slow  # a worker killed inside a step is the short relative
 def test_worker_killed_between_steps(training: Training) -> None:
     training.start(hosts=1)
     params, loss = training.advance()
@@ -174,6 +175,7 @@ def test_worker_that_the_kernel_kills_for_memory(training: Training) -> None:
     training.advance()
 
 
+@pytest.mark.slow  # tests/runtime/cluster/test_in_process_cluster.py has its short relative
 @pytest.mark.parametrize(
     "is_stopped", [pytest.param(True, id="stopped"), pytest.param(False, marks=pytest.mark.slow, id="busy")]
 )

@@ -35,6 +35,7 @@ def start(cluster: Cluster, env: dict[str, str]) -> None:
     minialpa.init(cluster="ray", address=cluster.address, worker_env={**env, "NPROC": "1"}, **part)
 
 
+@pytest.mark.slow  # test_programs_that_nobody_uses_leave_nothing_behind is the short relative
 def test_nothing_grows_after_the_first_steps(runtime: Any) -> None:
     warm_up, n_steps = 50, 250
     (_, before), (_, after) = steps(runtime, warm_up, n_steps, every=n_steps)

@@ -22,7 +22,8 @@ from tests.runtime.block_programs import LEAF, program
 from tests.runtime.ray.ray_cluster import WORKER_ENV
 from tests.test_unstacked_training import Perceptron, by_hand, pipeline
 
-pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
+# tests/runtime/test_leaf_border.py and tests/test_unstacked_training.py have the short relatives, in one process.
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 BATCH = 16
 TWO_STAGES = pipeline(UniformStageOption(2), 2)
@@ -50,7 +51,6 @@ def steps(method: PipeshardParallel = TWO_STAGES) -> tuple[Any, Any, Any]:
     return case, expected_step, minialpa.parallelize(case.train_step(minialpa.value_and_grad), method=method)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_presharded", [False, True])
 def test_blocks_stay_on_the_workers(is_presharded: bool, key: jax.Array) -> None:
     case, expected_step, actual_step = steps()
@@ -83,7 +83,6 @@ def test_blocks_stay_on_the_workers(is_presharded: bool, key: jax.Array) -> None
     ],
     ids=["blocks on other stages", "blocks of other rows"],
 )
-@pytest.mark.slow
 def test_blocks_go_from_one_plan_to_another(other: PipeshardParallel, is_fetched: bool, key: jax.Array) -> None:
     """Workers send each other blocks that lie elsewhere. What is given stays the caller's."""
     case, expected_step, actual_step = steps(pipeline(by_hand([[0], [1, 2, 3, 4]]), 5))
@@ -100,7 +99,6 @@ def test_blocks_go_from_one_plan_to_another(other: PipeshardParallel, is_fetched
     assert_allclose(actual, expected, rtol=2e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_step_on_one_mesh_takes_the_blocks(key: jax.Array) -> None:
     case, expected_step, actual_step = steps()
     batch = case.make_batch(0, BATCH)

@@ -55,6 +55,7 @@ def init(cluster: Cluster, **options: Any) -> None:
 # ---- the scripts ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/test_alpa_scripts.py has its short relative, in one process
 @pytest.mark.parametrize(
     "part",
     [
@@ -170,6 +171,7 @@ def test_functions_with_the_same_meshes_share_them_and_others_take_their_devices
     assert_allclose(first(trained, batch).params, train_step(expected, batch, jax.grad).params, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow  # the other scripts start workers, too
 def test_weights_that_lie_on_one_mesh_and_are_read_on_another_are_sent_by_the_workers(cluster: Cluster) -> None:
     init(cluster, num_hosts=2)
     w = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)

@@ -15,7 +15,6 @@ from tests.several_loops import NAMES, methods, run, serial
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("ray")]
 
 _CASES = list(itertools.product(NAMES, (4, 8), methods(4)))
-_SHORT = {("sharpness-aware", 4, "pipeline"), ("contrastive", 4, "pipeline")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,9 +22,10 @@ def _session(cluster: Cluster) -> None:
     minialpa.init(cluster="ray", address=cluster.address, num_hosts=2, devices_per_host=1, worker_env=WORKER_ENV)
 
 
+@pytest.mark.slow  # tests/test_several_loops.py has its short relative, in one process
 @pytest.mark.parametrize(
     ("name", "n", "method"),
-    [pytest.param(*case, marks=() if case in _SHORT else pytest.mark.slow) for case in _CASES],
+    _CASES,
 )
 def test_two_steps_on_a_cluster_equal_the_serial_run(name: str, n: int, method: str) -> None:
     assert_allclose(run(name, methods(n)[method]), serial(name), rtol=2e-4, atol=1e-5)

@@ -47,6 +47,7 @@ def start(address: str) -> None:
     minialpa.init(cluster="ray", address=address, num_hosts=2, devices_per_host=1, worker_env=WORKER_ENV)
 
 
+@pytest.mark.slow  # tests/runtime/cluster/test_in_process_cluster.py has its short relative
 def test_threads_start_the_meshes_once_and_train_as_one_thread_does(address: str) -> None:
     steps = parallel_steps(2, METHODS["pipeline"])
     threads = run_threads(N_THREADS, lambda thread: train(steps, thread, 6))
