@@ -7,6 +7,7 @@ import pytest
 from benchmarks.published_runs.choices import choose, designs
 from benchmarks.published_runs.errors import NotBuiltError
 from benchmarks.published_runs.gpus import chip_of, cluster_of_gpus, device_of, power_part
+from benchmarks.published_runs.predict import predict
 from benchmarks.published_runs.record import run_of
 from benchmarks.published_runs.trainers import Trainer, trainer_of
 
@@ -44,7 +45,8 @@ def test_an_unknown_gpu_is_left_out_with_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("notes", "bytes_per_s"), [("4x100 Gb/s Omni-Path per node", 50e9), ("8xHDR IB per node", 200e9), ("", 200e9)]
+    ("notes", "bytes_per_s"),
+    [("4x100 Gb/s", 50e9), ("4x100 Gb/s Omni-Path per node", 20.25e9), ("8xHDR IB per node", 200e9), ("", 200e9)],
 )
 def test_notes_say_what_a_host_sends(notes: str, bytes_per_s: float) -> None:
     cluster = cluster_of_gpus("A100-SXM-80GB", 2, 8, notes)
@@ -65,6 +67,7 @@ def test_notes_say_what_a_trainer_compiles_and_hides() -> None:
     assert trainer_of("torchtitan", "torch.compile").elementwise == "kernels"
     assert trainer_of("torchtitan", "2D + AsyncTP").hides_operators
     assert not trainer_of("torchtitan", "vanilla TP").hides_operators
+    assert trainer_of("Megatron-DeepSpeed", "Jean Zay").blocked_s > trainer_of("Megatron-DeepSpeed", "").blocked_s == 0
 
 
 ROW = {
@@ -103,6 +106,12 @@ def test_runs_of_other_dimensions_are_not_compared() -> None:
         assert run_of(0, ROW).group != run_of(2, {**ROW, **changed}).group
 
 
+@pytest.mark.parametrize(("params_b", "pp", "n_layers"), [(200, 8, 80), (194, 6, 78), (195, 11, 77), (183, 12, 72)])
+def test_a_model_without_a_number_of_layers_has_as_many_in_each_stage(params_b: int, pp: int, n_layers: int) -> None:
+    row = {**ROW, "layers": None, "hidden": 14400, "params_b": params_b, "pp": pp, "notes": "heads 96; vocab ~250k"}
+    assert run_of(0, row).model.n_layers == n_layers
+
+
 SMALL = {**ROW, "layers": 4, "hidden": 512, "gpus": 4, "gpus_per_node": 4, "global_batch": 8, "notes": "heads 4"}
 
 
@@ -124,3 +133,26 @@ def test_the_best_design_is_chosen_of_those_that_fit() -> None:
     # Data parallelism sends gradients once; tensor parallelism sends activations in each layer.
     assert choice.ours.run.dp == 2 and choice.ours.fits
     assert choice.ratio is not None and choice.ratio > 1.0
+
+
+def seconds(**changed: object) -> float:
+    found = predict(run_of(0, {**SMALL, "gpus": 1, "dp": 1, "tp": 1, "pp": 1, **changed})).step_s
+    assert found is not None
+    return found
+
+
+def test_heads_that_tensor_cores_do_not_take_are_slow() -> None:
+    # 64 and 60 features of a head; the products of weights are as fast.
+    assert seconds(hidden=960, notes="heads 16") > 1.1 * seconds(hidden=960, notes="heads 15")
+
+
+def test_products_start_later_where_the_host_waits_for_each_kernel() -> None:
+    assert seconds(notes="heads 4; Jean Zay") > seconds(notes="heads 4")
+
+
+def test_a_run_that_ran_is_planned_in_as_little_more_memory_as_is_enough() -> None:
+    # All that a device has to keep is 18 bytes for each of 1.2 10^9 parameters, and activations.
+    row = {**SMALL, "layers": 24, "hidden": 2048, "gpus": 1, "dp": 1, "tp": 1, "pp": 1, "gpu_kind": "A100-SXM-20GB"}
+    found = predict(run_of(0, row))
+    memory_bytes = device_of("A100-SXM-20GB").memory_bytes
+    assert not found.fits and memory_bytes < found.peak_bytes <= 4 * memory_bytes

@@ -47,6 +47,10 @@ _CHIPS: tuple[tuple[str, Chip], ...] = (
 )
 #: Bytes per second of the memory of chips that are also sold with an older one: 96 GB of HBM2e beside an H100.
 _OTHER_MEMORY = {("h100", "HBM2e"): 2.4e12}
+#: The part of an adapter's rate that NCCL reaches, where it is much less than the whole. Omni-Path: a sum of 4 GB over
+#: 32 GPUs of four hosts took 1.53 s on Jean Zay, 40.5 of the 100 Gb/s of the adapter that its ring went through
+#: (bigscience, experiments/bandwidth/all_reduce_bench-a100-n4.txt; NCCL 2.10).
+_REACHED = {"Omni-Path": 0.405}
 #: Bits per second of an adapter of each generation of InfiniBand.
 _INFINIBAND = {"EDR": 100e9, "HDR": 200e9, "NDR": 400e9, "XDR": 800e9}
 
@@ -112,6 +116,7 @@ def _noted_link(notes: str) -> float | None:
     """Bytes per second of the adapters of a host, as in "4x100 Gb/s" or "8xHDR"; None if notes have none."""
     found = re.search(r"(\d+) ?x ?(\d+) ?Gb/?p?s", notes)
     if found:
-        return int(found[1]) * int(found[2]) * 1e9 / 8
+        reached = next((part for name, part in _REACHED.items() if name in notes), 1.0)
+        return int(found[1]) * int(found[2]) * 1e9 / 8 * reached
     found = re.search(rf"(\d+) ?x ?({'|'.join(_INFINIBAND)})", notes)
     return int(found[1]) * _INFINIBAND[found[2]] / 8 if found else None

@@ -8,6 +8,7 @@ predict       seconds of a step, bytes of a device, and whether it fits
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -35,8 +36,9 @@ from minialpa.methods import Method
 from minialpa.recognition.step import recognise
 from minialpa.tracing.trace import TracedStep
 
-#: No limit at all, for a run that ran although its plan needs more memory than there is.
-PLENTY = 1e15
+#: Parts of the memory of a GPU in which a run is planned, the least of these in which there is a plan: some runs ran
+#: whose plans need more than there is.
+_MEMORIES = (1.0, 1.25, 1.5, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +68,35 @@ class Prediction:
 
 
 def predict(run: Run) -> Prediction:
-    """Plan a run in the memory of its GPUs; if that is too little, in any amount of it."""
+    """Plan a run in the memory of its GPUs; if that is too little, in as little more as is enough."""
     start = time.perf_counter()
     try:
-        plan = plan_of(run)
-    except MinialpaError:
-        try:
-            plan = plan_of(run, PLENTY)
-        except MinialpaError as error:
-            return Prediction(run, None, 0.0, False, time.perf_counter() - start, str(error).splitlines()[0])
-    peak_bytes = max(plan.cost.peak_bytes)
+        plan = least_plan_of(run)
+    except MinialpaError as error:
+        return Prediction(run, None, 0.0, False, time.perf_counter() - start, str(error).splitlines()[0])
+    peak_bytes = max(plan.cost.peak_bytes) - _spared_bytes(run)
     fits = peak_bytes <= plan.cluster.device.memory_bytes
     return Prediction(run, step_s(run, plan), peak_bytes, fits, time.perf_counter() - start)
+
+
+def least_plan_of(run: Run) -> Plan:
+    """The plan of a run's degrees in the memory of its GPUs, or in the least part more in which there is one.
+
+    Raises MinialpaError if there is none at all.
+    """
+    memory_bytes = cluster_of(run).device.memory_bytes
+    limits = [part * memory_bytes + _spared_bytes(run) for part in _MEMORIES]
+    for limit in limits[:-1]:
+        with contextlib.suppress(MinialpaError):
+            return plan_of(run, limit)
+    return plan_of(run, limits[-1])
+
+
+def _spared_bytes(run: Run) -> float:
+    """Bytes that a device's totals of gradients have less with the trainer than with minialpa, whose totals are
+    float32."""
+    n_totals = run.model.n_weights / (run.tp * run.pp) if run.n_micro_batches > 1 else 0.0
+    return (4 - run.trainer.total_bytes) * n_totals
 
 
 def plan_of(run: Run, memory_bytes: float | None = None) -> Plan:
@@ -123,6 +142,7 @@ def cluster_of(run: Run, change: Callable[[KernelRates], KernelRates] = lambda r
         kernels,
         attention_efficiency=attention_efficiency(trainer.attention, device.name) * power_part(run.gpu),
         memory_efficiency=kernels.memory_efficiency * part,
+        launch_s=kernels.launch_s + trainer.blocked_s,
         overlap=trainer.overlap,
     )
     device = dataclasses.replace(device, kernels=change(kernels))

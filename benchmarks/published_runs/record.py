@@ -168,10 +168,16 @@ def _model(row: Row, trainer: Trainer) -> Decoder:
         )
     if not name.startswith(("gpt-", "mpt-")) or name.startswith("gpt-oss"):
         raise NotBuiltError(f"{name}: its blocks")
-    n_layers = row["layers"] or round((row["params_b"] * 1e9 - vocab * hidden) / (12 * hidden**2))
+    n_layers = row["layers"] or _n_layers(row, vocab)
     return Decoder(
         family="gpt", n_layers=n_layers, n_heads=heads, n_kv_heads=heads, ffn=4 * hidden, vocab=vocab, **common
     )
+
+
+def _n_layers(row: Row, vocab: int) -> int:
+    """By the number of parameters: the nearest number that divides the stages of a pipeline."""
+    n_layers = (row["params_b"] * 1e9 - vocab * row["hidden"]) / (12 * row["hidden"] ** 2)
+    return max(1, round(n_layers / row["pp"])) * int(row["pp"])
 
 
 def _shards_parameters(row: Row) -> bool:

@@ -35,6 +35,9 @@ class Trainer:
         recomputes_unread: whether full recomputation runs all of a block again, also what no gradient needs, as PyTorch
             does.
         keeps_every_second: whether "selective" recomputation keeps every second product; else it is that of scores.
+        total_bytes: bytes of a number in the totals of gradients over micro-batches; minialpa's have 4.
+        blocked_s: seconds by which a product and the kernels around it are later because the host waits for each kernel
+            before it starts the next one.
     """
 
     attention: Attention = "flash-2"
@@ -48,11 +51,13 @@ class Trainer:
     fills_pipeline: bool = False
     recomputes_unread: bool = True
     keeps_every_second: bool = False
+    total_bytes: int = 4
+    blocked_s: float = 0.0
 
 
 #: Megatron before sequence parallelism and fused attention: Megatron-LM of SC21, and forks of it until 2022.
-#: They summed gradients behind the last backward pass.
-_EARLY = Trainer(attention="written", has_dropout=True, splits_positions=False, overlap=0.0)
+#: They summed gradients behind the last backward pass, and added them up in 16 bits.
+_EARLY = Trainer(attention="written", has_dropout=True, splits_positions=False, overlap=0.0, total_bytes=2)
 #: Transformer Engine: attention of cuDNN, user buffers that overlap products and collectives.
 _TRANSFORMER_ENGINE = Trainer(attention="cudnn", hides_operators=True, interleaves=True, gathers_ahead=True)
 
@@ -82,6 +87,10 @@ _ATTENTION: dict[tuple[Attention, str], float] = {
 #: What other kernels write in a second where each operator is a kernel of its own, as a part of what they write where
 #: norms, rotations and activations are one kernel each.
 OPERATORS_PART = 0.4
+#: Of runs with CUDA_LAUNCH_BLOCKING=1, without which those on Jean Zay hung (chronicles-prequel.md, "dealing with JZ
+#: hanging"): there, 80 GPUs with ten stages of eight blocks took 14.5 s more for 521 micro-batches with it, 3.5 ms for
+#: each block, which has 32 products.
+_BLOCKED_S = 1.1e-4
 #: The part of the seconds of tensor parallelism's collectives that is left where products hide them chunk by chunk: the
 #: first and the last chunk, and what links and memory take from products meanwhile.
 EXPOSED_PART = 0.3
@@ -96,6 +105,8 @@ def trainer_of(system: str, notes: str) -> Trainer:
         trainer = replace(trainer, elementwise="kernels")
     if re.search(r"\b(async ?TP|TP comm\w* overlap)", notes, re.IGNORECASE):
         trainer = replace(trainer, hides_operators=True)
+    if "Jean Zay" in notes:
+        trainer = replace(trainer, blocked_s=_BLOCKED_S)
     if re.search(r"\b(FA3|FlashAttention-?3|cuDNN)", notes, re.IGNORECASE):
         trainer = replace(trainer, attention="cudnn")
     return trainer
