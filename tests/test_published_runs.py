@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.published_runs.choices import choose, designs
+from benchmarks.published_runs.choices import choose, designs, split_totals_bytes
 from benchmarks.published_runs.errors import NotBuiltError
 from benchmarks.published_runs.gpus import chip_of, cluster_of_gpus, device_of, power_part
-from benchmarks.published_runs.predict import predict
+from benchmarks.published_runs.predict import plan_of, predict
 from benchmarks.published_runs.record import run_of
 from benchmarks.published_runs.trainers import Trainer, trainer_of
 
@@ -133,6 +133,15 @@ def test_the_best_design_is_chosen_of_those_that_fit() -> None:
     # Data parallelism sends gradients once; tensor parallelism sends activations in each layer.
     assert choice.ours.run.dp == 2 and choice.ours.fits
     assert choice.ratio is not None and choice.ratio > 1.0
+
+
+def test_totals_that_a_plan_splits_are_told_from_whole_ones() -> None:
+    large = {"layers": 8, "hidden": 1024, "seq": 256, "notes": "heads 8; vocab 1000"}
+    run = run_of(0, {**SMALL, **large, "global_batch": 32, "dp": 4, "tp": 1, "pp": 1})
+    plenty, little = plan_of(run), plan_of(run, 1.2e9)
+    assert max(plenty.cost.peak_bytes) > 1.2e9 >= max(little.cost.peak_bytes)
+    assert split_totals_bytes(run, plenty, 0) == 0
+    assert 0.1 < split_totals_bytes(run, little, 0) / (4 * run.model.n_weights) < 1
 
 
 def seconds(**changed: object) -> float:

@@ -1,7 +1,8 @@
 """The best run of a sweep in, the designs that its trainer could have run out, each with what minialpa predicts of it.
 
 A design is the degrees of data, tensor and pipeline parallelism and the examples of a micro-batch. Everything else is
-as in the run: model, machines, batch, kernels, and what is computed again.
+as in the run: model, machines, batch, kernels, and what is computed again. Each device has whole totals of gradients,
+as under ZeRO-1: plans that save memory with parts of totals are no designs of such trainers.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.published_runs.predict import Prediction, predict
+from benchmarks.published_runs.predict import Prediction, least_plan_of, predict
 from benchmarks.published_runs.record import Run
+from minialpa import Plan
 
 #: Examples of a micro-batch that are tried.
 _MICRO_BATCHES = (1, 2, 4, 8)
@@ -45,8 +47,36 @@ def choose(run: Run) -> Choice:
     """All designs of a run's trainer, priced. A run that does not fit by our prices is compared with those that do."""
     theirs = predict(run)
     found = [theirs, *map(predict, designs(run))]
-    ours = min(found, key=lambda one: (not one.fits, one.step_s if one.step_s is not None else math.inf))
+    found.sort(key=lambda one: (not one.fits, one.step_s if one.step_s is not None else math.inf))
+    ours = next((one for one in found if one is theirs or (one.fits and _fits_with_whole_totals(one))), theirs)
     return Choice(theirs, ours, len(found))
+
+
+def _fits_with_whole_totals(one: Prediction) -> bool:
+    plan = least_plan_of(one.run)
+    needed = [peak_bytes + split_totals_bytes(one.run, plan, k) for k, peak_bytes in enumerate(plan.cost.peak_bytes)]
+    return max(needed) <= plan.cluster.device.memory_bytes
+
+
+def split_totals_bytes(run: Run, plan: Plan, stage: int) -> float:
+    """What a device would need more if it had whole totals of gradients.
+
+    A whole total is scattered once in a step, with its 32 bits. The gradients of one that is split between the devices
+    that split the examples are scattered in each micro-batch, with 16 bits. So the bytes that are scattered tell how
+    many are split, but not with two micro-batches, where both are as many.
+    """
+    # With tensor parallelism, the second axis splits the positions between operators.
+    axes = {0} if run.tp > 1 else {0, 1}
+    scattered = sum(
+        one.n_bytes * one.times_per_step
+        for one in plan.collectives
+        if one.stage == stage and one.kind == "reduce-scatter" and set(one.axes) <= axes
+    )
+    if run.n_micro_batches <= 2:
+        return 0.0
+    once = 4 * run.model.n_weights / (run.tp * run.pp)
+    n_split = max(0.0, scattered - once) / (2 * run.n_micro_batches - 4)
+    return 4 * n_split * (1 - 1 / run.dp)
 
 
 def designs(run: Run) -> Iterator[Run]:

@@ -176,8 +176,9 @@ def _model(row: Row, trainer: Trainer) -> Decoder:
 
 def _n_layers(row: Row, vocab: int) -> int:
     """By the number of parameters: the nearest number that divides the stages of a pipeline."""
-    n_layers = (row["params_b"] * 1e9 - vocab * row["hidden"]) / (12 * row["hidden"] ** 2)
-    return max(1, round(n_layers / row["pp"])) * int(row["pp"])
+    hidden, pp = int(row["hidden"]), int(row["pp"] or 1)
+    n_layers = (float(row["params_b"]) * 1e9 - vocab * hidden) / (12 * hidden**2)
+    return max(1, round(n_layers / pp)) * pp
 
 
 def _shards_parameters(row: Row) -> bool:
