@@ -202,6 +202,7 @@ def test_a_training_step_and_a_method_that_asks_for_something_else_are_not_moved
     assert again.get_last_executable().get_parallel_plan() == by_itself
 
 
+@pytest.mark.slow  # test_what_cannot_be_followed_is_refused_by_name is the short relative
 def test_what_cannot_follow_is_planned_by_itself_with_a_warning_that_says_what_it_costs() -> None:
     _, state, expected = training("blocks")
 

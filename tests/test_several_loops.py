@@ -42,7 +42,8 @@ def _limited(kind: str, n_bytes: float | None) -> Method:
     return PipeshardParallel(num_micro_batches=4, layer_option="manual", default_auto_sharding_option=option)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("shard", marks=pytest.mark.slow), "pipeline"])
+@pytest.mark.slow  # test_a_plan_says_how_many_loops_it_has is the short relative
+@pytest.mark.parametrize("kind", ["shard", "pipeline"])
 def test_rows_are_kept_where_there_is_memory_for_them(kind: str) -> None:
     """A loop back through the model reads what the first one computed; without the memory for it, it computes again."""
     step, args = wide_contrastive()

@@ -320,6 +320,7 @@ def test_without_a_folder_a_loss_ends_the_run() -> None:
     assert "With a `folder`" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow  # test_it_goes_on_with_fewer_hosts_and_again_with_more is the short relative
 def test_a_step_that_ends_its_workers_each_time_ends_the_run(tmp_path: Path) -> None:
     room, n_ends = Room(2), 0
 

@@ -42,7 +42,7 @@ def _started(variant: str, seed: int) -> tuple[ModelCase, Any]:
 
 #: Models that other tests compare with a serial run.
 TRAINED = ("bert", "gpt", "mlp", "resnet", "two_tower", "unet")
-#: T5 takes long to compile, and its loss and its dropout are tested below.
+#: T5 takes long to compile; below, it is tested for what its decoder sees.
 LONG = (*TRAINED, "t5")
 
 
@@ -120,7 +120,13 @@ def _loss_of(case: ModelCase) -> Any:
     return jax.jit(lambda state, batch: step(state, batch)[1]["loss"])
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"bert", "resnet"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("t5", "unet") else ())
+        for name in sorted(set(MODELS) - {"bert", "resnet"})
+    ],
+)
 def test_loss_is_the_mean_of_the_losses_of_single_examples(name: str, seed: int) -> None:
     case, state = _started(name, seed)
     loss, batch = _loss_of(case), case.make_batch(seed, 3)

@@ -8,7 +8,7 @@ import pytest
 from tests.plan.mutations import SUBJECTS, mutation, outcome_of, subject
 
 #: Edits of a short run, and of each of the long ones.
-N_SHORT, N_LONG, N_RUNS = 60, 500, 10
+N_SHORT, N_LONG, N_RUNS = 40, 500, 10
 #: Of the short run: no pipeline, with tables and with loops, stages that end in a loop, and loops over micro-batches.
 SHORT = ("grid", "language", "scan", "blocks", "1f1b of two loops")
 

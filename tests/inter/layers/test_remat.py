@@ -162,6 +162,7 @@ def test_a_pipeline_trains_as_on_one_device(remat: Any, key: jax.Array) -> None:
         assert_allclose(metrics, wanted, rtol=2e-4)
 
 
+@pytest.mark.slow  # the programs of the tests above compute again, too
 def test_less_is_in_flight_the_more_is_computed_again() -> None:
     none, dots, full = (plan_for("gpt", remat) for remat in ("none", "dots", "full"))
     for k in range(2):

@@ -42,11 +42,12 @@ def plain(x: Any) -> Any:
     return np.asarray(jax.random.key_data(x) if isinstance(x, jax.Array) else x)
 
 
+@pytest.mark.slow  # tests/inter/lower/test_cross_mesh.py and the tests of transports are the short relatives
 @pytest.mark.parametrize(
     "meshes",
     [
-        pytest.param((MeshShape(0, (2, 2)), MeshShape(4, (2, 2))), marks=pytest.mark.slow, id="2x2 to 2x2"),
-        pytest.param((MeshShape(0, (2,)), MeshShape(2, (3, 2))), marks=pytest.mark.slow, id="1 host to 3"),
+        pytest.param((MeshShape(0, (2, 2)), MeshShape(4, (2, 2))), id="2x2 to 2x2"),
+        pytest.param((MeshShape(0, (2,)), MeshShape(2, (3, 2))), id="1 host to 3"),
         pytest.param((MeshShape(0, (1,)), MeshShape(1, (6,))), id="inside a host and over others"),
     ],
 )

@@ -197,6 +197,7 @@ def test_weights_that_lie_on_one_mesh_and_are_read_on_another_are_sent_by_the_wo
     np.testing.assert_allclose(used(doubled, x), np.tanh(x) @ (w * 2.0), rtol=1e-5)
 
 
+@pytest.mark.slow  # tests/runtime/cluster/test_in_process_cluster.py has its short relative
 def test_arguments_are_laid_out_beforehand(cluster: Cluster) -> None:
     init(cluster, num_hosts=2)
     state, batch = make_problem(manual=True)
