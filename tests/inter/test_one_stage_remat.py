@@ -162,7 +162,7 @@ def test_masks_statistics_and_tied_weights_are_computed_again(method: Method, ke
     assert_allclose(*results, rtol=1e-5)
 
 
-@pytest.mark.slow  # the other tests have layers without a scan
+@pytest.mark.slow  # tests/inter/layers/test_cut_scans.py has its short relative
 def test_a_scan_over_layers_is_cut_into_layers_that_compute_again(key: jax.Array) -> None:
     method = Zero3Parallel(remat="full")
     step = minialpa.parallelize(scanned.train_step, method=method)
