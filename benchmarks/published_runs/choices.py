@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.published_runs.predict import Prediction, least_plan_of, predict
+from benchmarks.published_runs.predict import Prediction, least_plan_of, predict, spared_bytes
 from benchmarks.published_runs.record import Run
 from minialpa import Plan
 
@@ -55,7 +55,7 @@ def choose(run: Run) -> Choice:
 def _fits_with_whole_totals(one: Prediction) -> bool:
     plan = least_plan_of(one.run)
     needed = [peak_bytes + split_totals_bytes(one.run, plan, k) for k, peak_bytes in enumerate(plan.cost.peak_bytes)]
-    return max(needed) <= plan.cluster.device.memory_bytes
+    return max(needed) - spared_bytes(one.run) <= plan.cluster.device.memory_bytes
 
 
 def split_totals_bytes(run: Run, plan: Plan, stage: int) -> float:

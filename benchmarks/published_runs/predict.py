@@ -36,8 +36,8 @@ from minialpa.methods import Method
 from minialpa.recognition.step import recognise
 from minialpa.tracing.trace import TracedStep
 
-#: Parts of the memory of a GPU in which a run is planned, the least of these in which there is a plan: some runs ran
-#: whose plans need more than there is.
+#: A run is planned in the smallest of these multiples of its GPUs' memory for which there is a plan: the plans of some
+#: runs that ran need more than there is.
 _MEMORIES = (1.0, 1.25, 1.5, 2.0, 4.0)
 
 
@@ -74,27 +74,26 @@ def predict(run: Run) -> Prediction:
         plan = least_plan_of(run)
     except MinialpaError as error:
         return Prediction(run, None, 0.0, False, time.perf_counter() - start, str(error).splitlines()[0])
-    peak_bytes = max(plan.cost.peak_bytes) - _spared_bytes(run)
+    peak_bytes = max(plan.cost.peak_bytes) - spared_bytes(run)
     fits = peak_bytes <= plan.cluster.device.memory_bytes
     return Prediction(run, step_s(run, plan), peak_bytes, fits, time.perf_counter() - start)
 
 
 def least_plan_of(run: Run) -> Plan:
-    """The plan of a run's degrees in the memory of its GPUs, or in the least part more in which there is one.
+    """The plan of a run's degrees in the memory of its GPUs, or in the smallest of `_MEMORIES` that is enough.
 
-    Raises MinialpaError if there is none at all.
+    Raises MinialpaError if none is.
     """
     memory_bytes = cluster_of(run).device.memory_bytes
-    limits = [part * memory_bytes + _spared_bytes(run) for part in _MEMORIES]
+    limits = [part * memory_bytes + spared_bytes(run) for part in _MEMORIES]
     for limit in limits[:-1]:
         with contextlib.suppress(MinialpaError):
             return plan_of(run, limit)
     return plan_of(run, limits[-1])
 
 
-def _spared_bytes(run: Run) -> float:
-    """Bytes that a device's totals of gradients have less with the trainer than with minialpa, whose totals are
-    float32."""
+def spared_bytes(run: Run) -> float:
+    """How many bytes less the trainer's totals of gradients take on a device than minialpa's, which are float32."""
     n_totals = run.model.n_weights / (run.tp * run.pp) if run.n_micro_batches > 1 else 0.0
     return (4 - run.trainer.total_bytes) * n_totals
 
