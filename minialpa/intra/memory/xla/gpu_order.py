@@ -1,7 +1,8 @@
 """The order in which kernels run on a GPU: XLA tries several and takes the one that needs least memory.
 
-list      of the kernels that are ready, the one that frees most bytes, less those that it writes   -> _greedy
-program   as the operations are in the program
+list         of the kernels that are ready, the one that frees most bytes, less those that it writes   -> _greedy
+program      as the operations are in the program
+depth first  each kernel right after what it reads, of which the largest part is computed first        -> _depth_first
 
 Sums over devices start as soon as they are ready, so that kernels run beside them.
 """
@@ -25,15 +26,51 @@ def run_order(
     """
     buffers = _Buffers(kernels, results, sizes)
     is_sum = [any(v in sums for v in kernel.writes) for kernel in kernels]
-    in_program = _sums_early(kernels, is_sum)
-    return min((_greedy(kernels, buffers, is_sum), in_program), key=buffers.peak_bytes)
+    orders = (
+        _greedy(kernels, buffers, is_sum),
+        _sums_early(range(len(kernels)), kernels, is_sum),
+        _sums_early(_depth_first(kernels, buffers, results), kernels, is_sum),
+    )
+    return min(orders, key=buffers.peak_bytes)
 
 
-def _sums_early(kernels: Sequence[Kernel], is_sum: Sequence[bool]) -> list[int]:
-    """The order of the program, but for sums, each of which follows the last kernel that it waits for."""
+def _sums_early(order: Sequence[int], kernels: Sequence[Kernel], is_sum: Sequence[bool]) -> list[int]:
+    """`order`, but for sums, each of which follows the last kernel that it waits for."""
+    made = {v: place for place, k in enumerate(order) for v in kernels[k].writes}
+    last = {k: max((made[v] for v in kernels[k].reads if v in made), default=-1) for k in order}
+    places = {k: (last[k] + 0.5, place) if is_sum[k] else (float(place), place) for place, k in enumerate(order)}
+    return sorted(order, key=places.__getitem__)
+
+
+def _depth_first(kernels: Sequence[Kernel], buffers: _Buffers, results: Sequence[int]) -> list[int]:
+    """The kernels that `results` wait for, and then the others, each after those that it reads from.
+
+    Of several that a kernel reads from, the one with the most other readers comes first, or else with the most bytes.
+    Both count with all that the kernel waits for.
+    """
     made = {v: k for k, kernel in enumerate(kernels) for v in kernel.writes}
-    last = [max((made[v] for v in kernel.reads if v in made), default=-1) for kernel in kernels]
-    return sorted(range(len(kernels)), key=lambda k: (last[k] + 0.5, k) if is_sum[k] else (float(k), k))
+    waits = [list(dict.fromkeys(made[v] for v in kernel.reads if v in made)) for kernel in kernels]
+    n_readers = [0] * len(kernels)
+    for k in (k for of_kernel in waits for k in of_kernel):
+        n_readers[k] += 1
+    # Bounded, as what several kernels wait for counts for each of them.
+    weights: list[tuple[float, float]] = []
+    for k, of_kernel in enumerate(waits):
+        below = [weights[one] for one in of_kernel]
+        others = max(n_readers[k] - 1, 0) + sum(n for n, _ in below)
+        weights.append((min(others, 1e15), min(buffers.writes[k] + sum(n for _, n in below), 1e30)))
+
+    order: dict[int, None] = {}
+    roots = list(dict.fromkeys(made[v] for v in results if v in made))
+    stack = [*range(len(kernels) - 1, -1, -1), *sorted(roots, key=weights.__getitem__)]
+    while stack:
+        k = stack[-1]
+        left = [one for one in waits[k] if one not in order] if k not in order else []
+        if left:
+            stack += sorted(left, key=weights.__getitem__)
+        else:
+            order[stack.pop()] = None
+    return list(order)
 
 
 class _Buffers:
