@@ -39,6 +39,7 @@ from minialpa.options import PlanOptions
 from minialpa.plan import Plan, PlanCost, PlannedCollective, PlannedOperator, StagePlan
 from minialpa.rules.heavy import is_contraction
 from minialpa.tracing.jaxprs import shape_of
+from minialpa.tracing.ragged_products import ragged_products
 
 
 class StageTooLargeError(InfeasibleError):
@@ -196,6 +197,7 @@ def build_plan(context: PlanningContext, placed: PlacedStages, solved: Sequence[
         casts_once=bool(options.cast_once) and options.n_micro_batches > 1,
         batch=layered.step.batch_arguments,
         compiler_options=compiler_options_of(context.cluster),
+        ragged_products=tuple(dict.fromkeys(ragged_products(context.traced.flat.eqns))),
     )
 
 

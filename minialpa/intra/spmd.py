@@ -44,6 +44,7 @@ from minialpa.tracing.jaxprs import (
     is_literal,
     shape_of,
 )
+from minialpa.tracing.ragged_products import only_keeps_apart
 
 T = TypeVar("T")
 
@@ -347,7 +348,7 @@ def _run_in_order(
     others = _run(mesh_shape)
 
     def run(eqn: JaxprEqn, factors: Factors, chosen: EquationSpecs, operands: list[Any]) -> list[Any]:
-        if eqn.primitive.name == "optimization_barrier":
+        if eqn.primitive.name == "optimization_barrier" and not only_keeps_apart(eqn):
             return wait_for_all(operands)
         return others(eqn, factors, chosen, operands)
 

@@ -17,6 +17,7 @@ from minialpa.options import AutoShardingOption, Remat
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.arguments import argument_name
 from minialpa.tracing.fingerprint import Fingerprint
+from minialpa.tracing.ragged_products import RaggedProduct
 
 #: The options of XLA that a plan may set. Plans come from files, and some of XLA's options write files.
 COMPILER_OPTIONS: Final = frozenset({"xla_gpu_enable_latency_hiding_scheduler"})
@@ -334,6 +335,7 @@ class PlanRecord:
             before plans had this field.
         compiler_options: options of XLA, by name, that all programs of the step are compiled with, so that they do
             what the plan counts on.
+        ragged_products: those of the step, which are compiled as dense products over all groups.
     """
 
     fingerprint: Fingerprint
@@ -355,6 +357,7 @@ class PlanRecord:
     casts_once: bool = field(default=False, metadata=MAY_BE_MISSING)
     batch: tuple[str, ...] = field(default=(), metadata=MAY_BE_MISSING)
     compiler_options: tuple[tuple[str, bool], ...] = field(default=(), metadata=MAY_BE_MISSING)
+    ragged_products: tuple[RaggedProduct, ...] = field(default=(), metadata=MAY_BE_MISSING)
 
     @property
     def n_examples(self) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minialpa.plan.record import Certificate, PlannedOperator, PlanRecord
+from minialpa.tracing.ragged_products import RaggedProduct
 
 
 def summary(plan: PlanRecord) -> str:
@@ -24,6 +25,7 @@ def summary(plan: PlanRecord) -> str:
     if plan.certificate is not None:
         lines.append(certificate_text(plan.certificate))
     lines.extend(f"Each micro-batch has its own {what}" for what in plan.per_micro_batch)
+    lines.extend(map(_ragged_text, plan.ragged_products))
     for k in range(len(plan.stages)):
         lines.extend(_stage_lines(plan, k))
     return "\n".join(lines)
@@ -45,6 +47,14 @@ def _stage_lines(plan: PlanRecord, k: int) -> list[str]:
             for c in collectives
         ),
     ]
+
+
+def _ragged_text(product: RaggedProduct) -> str:
+    return (
+        f"`ragged_dot` at {product.line} is compiled as a dense product over {count(product.n_groups, 'group')}: "
+        f"{product.n_groups} times the arithmetic of the routed rows. A grouped product with a rule by "
+        "`register_sharding_rule` avoids that."
+    )
 
 
 def certificate_text(found: Certificate) -> str:

@@ -1,4 +1,4 @@
-"""Contractions: `dot_general`, `ragged_dot_general` and `conv_general_dilated`.
+"""Contractions: `dot_general` and `conv_general_dilated`.
 
 All are linear in each of their first two operands, and splitting a contracted factor leaves partial sums.
 """
@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.rules.common import Dim, FactorTable, n_elements
 from minialpa.rules.factors import Dims, Factors, Shapes
-from minialpa.rules.known_rules import replicated_factors, rule
+from minialpa.rules.known_rules import rule
 from minialpa.tracing.jaxprs import shape_of
 
 
@@ -44,51 +44,6 @@ def _dot_general(eqn: JaxprEqn) -> Factors:
         linear="each",
         linear_operands=(0, 1),
         flops=2.0 * n_elements(eqn.outvars[0]) * math.prod(lhs_shape[i] for i in lhs_contract),
-    )
-
-
-@rule("ragged_dot_general")
-def _ragged_dot_general(eqn: JaxprEqn) -> Factors:
-    """Mixture of experts: the rows of the left side are in groups of lengths `group_sizes`. Both are blocked.
-
-    Ragged rows that are kept: `[m k], [g k n] -> [m n]`; ragged rows that are contracted: `[m k], [m n] -> [g k n]`.
-    """
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
-    (ragged,) = numbers.lhs_ragged_dimensions
-    lhs_shape, rhs_shape, groups_shape = (shape_of(atom) for atom in eqn.invars)
-    if ragged in lhs_batch or len(groups_shape) != 1:
-        return replicated_factors(eqn)
-
-    table = FactorTable()
-    group = table.dim(groups_shape[0], blocked=True)
-    batch = table.dims(lhs_shape[i] for i in lhs_batch)
-    contract = tuple(
-        table.dim(lhs_shape[i], blocked=True) if i == ragged else table.dim(lhs_shape[i], reduction="sum")
-        for i in lhs_contract
-    )
-    lhs = dict(zip((*lhs_batch, *lhs_contract), batch + contract, strict=True))
-    rhs = dict(zip((*rhs_batch, *rhs_contract), batch + contract, strict=True))
-    rhs |= dict.fromkeys(numbers.rhs_group_dimensions, group)
-
-    lhs_rest = {i: table.dim(size, blocked=i == ragged) for i, size in enumerate(lhs_shape) if i not in lhs}
-    rhs_rest = {i: table.dim(size) for i, size in enumerate(rhs_shape) if i not in rhs}
-
-    # Contracted ragged rows give a result for each group, whose sum has an equal share of the rows on average.
-    is_contracted = ragged in lhs_contract
-    group_of_result = (group,) if is_contracted else ()
-    if is_contracted:
-        n_terms = lhs_shape[ragged] / max(groups_shape[0], 1)
-    else:
-        n_terms = math.prod(lhs_shape[i] for i in lhs_contract)
-
-    return table.build(
-        eqn,
-        [_in_order(lhs | lhs_rest), _in_order(rhs | rhs_rest), (group,)],
-        [(*group_of_result, *batch, *lhs_rest.values(), *rhs_rest.values())],
-        linear="each",
-        linear_operands=(0, 1),
-        flops=2.0 * n_elements(eqn.outvars[0]) * n_terms,
     )
 
 

@@ -61,8 +61,9 @@ def innermost_line(eqn: JaxprEqn) -> str:
 
 
 def with_source_of(eqn: JaxprEqn, other: JaxprEqn) -> JaxprEqn:
-    """The equation with the source line and the name scopes of another one."""
-    new: JaxprEqn = eqn.replace(source_info=other.source_info)
+    """The equation with the source line of another one, inside the name scopes of that one."""
+    scopes = other.source_info.name_stack + eqn.source_info.name_stack
+    new: JaxprEqn = eqn.replace(source_info=other.source_info.replace(name_stack=scopes))
     return new
 
 

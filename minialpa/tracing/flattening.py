@@ -43,6 +43,7 @@ from minialpa.tracing.jaxprs import (
     sub_jaxprs,
     with_each_body,
 )
+from minialpa.tracing.ragged_products import dense_product
 
 #: Names of the primitives that have a rule of their own, which `keep` adds. All others are written out if they can be.
 _KEPT: set[str] = set()
@@ -154,7 +155,7 @@ class _Flattener:
                 self._inline(eqn, env, own)
             elif eqn.primitive.name in _OVER_AXES and all(isinstance(axis, int) for axis in eqn.params["axes"]):
                 self._reduce(eqn, env, own)
-            elif self.writes_out and (written := _written_out(eqn)) is not None:
+            elif self.writes_out and (written := written_out(eqn)) is not None:
                 self._replace(eqn, env, own, written)
             elif eqn.primitive.name == "reshard":  # to a mesh of the user; the plan decides on shardings
                 env[eqn.outvars[0]] = self.read(env, eqn.invars[0])
@@ -232,12 +233,10 @@ class _Flattener:
         return [atom if is_literal(atom) else next(behind) for atom in operands]
 
 
-def _written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
+def written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """What an equation of a primitive without a rule is compiled as; None if it is kept as it is."""
-    if eqn.primitive.name in _KEPT or eqn.effects:
-        return None
-    compiled = compiled_function(eqn.primitive)
-    if compiled is None:
+    compiled = _compiled_as(eqn)
+    if compiled is None or eqn.effects:
         return None
 
     # Traced here, on whole arrays and outside of any mesh: parameters may hold shapes, types and shardings.
@@ -252,13 +251,20 @@ def _written_out(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return None if traced.effects or types[0] != types[1] else traced
 
 
+def _compiled_as(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+    """The function that an equation of a primitive without a rule is compiled as, if it is a function of jax."""
+    if eqn.primitive.name == "ragged_dot_general":
+        return dense_product
+    return None if eqn.primitive.name in _KEPT else compiled_function(eqn.primitive)
+
+
 def _is_to_be_written_out(eqns: Iterable[JaxprEqn]) -> bool:
     """Whether equations, or those inside them, have a primitive that is written out."""
     for eqn in eqns:
         if is_call(eqn) or is_control_flow(eqn):
             if any(_is_to_be_written_out(inner.eqns) for inner in sub_jaxprs(eqn)):
                 return True
-        elif eqn.primitive.name not in _KEPT and compiled_function(eqn.primitive) is not None:
+        elif _compiled_as(eqn) is not None:
             return True
     return False
 

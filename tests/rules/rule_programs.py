@@ -145,7 +145,6 @@ _program(
     (4, 6),
     (6, 2),
 )
-_program("ragged dot", vjp(lambda x, w: lax.ragged_dot(x, w, jnp.array([2, 4], jnp.int32))), (6, 4), (2, 4, 8))
 
 
 def _conv(**options: Any) -> Callable[..., Any]:
