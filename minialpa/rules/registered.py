@@ -28,6 +28,7 @@ from minialpa.rules.factors import Factors, Shapes
 from minialpa.rules.known_rules import factors_of, forget, has_rule, is_kernel, replicated_factors, rule
 from minialpa.rules.sharding_rule import ShardingRule, shapes_of
 from minialpa.support.private_jax import changed_aval, define_batching, define_function, result_avals
+from minialpa.tracing.flattening import written_out
 from minialpa.tracing.jaxprs import aval_of, is_weak, sub_jaxprs
 
 #: Floating point operations, from the types of the operands.
@@ -75,7 +76,10 @@ def jaxpr_flops(jaxpr: Any) -> float:
 def _equation_flops(eqn: JaxprEqn) -> float:
     inner = [] if is_kernel(eqn) else [jaxpr_flops(body) for body in sub_jaxprs(eqn)]
     if not inner:
-        return factors_of(eqn).flops if has_rule(eqn.primitive.name) else 0.0
+        if has_rule(eqn.primitive.name):
+            return factors_of(eqn).flops
+        compiled = written_out(eqn)
+        return 0.0 if compiled is None else jaxpr_flops(compiled)
     if eqn.primitive.name == "cond":
         return max(inner)
     return sum(inner) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
@@ -279,7 +283,7 @@ def _backward(function: OpaqueFunction, arrays: Sequence[Any], cotangents: Seque
 _differentiable.defvjp(_forward, _backward)
 
 
-def _run(*arrays: Any, function: OpaqueFunction, text: ShardingRule, jaxpr: Any) -> list[Any]:
+def run_function(*arrays: Any, function: OpaqueFunction, text: ShardingRule, jaxpr: Any) -> list[Any]:
     del function, text
     return list(jaxpr_as_fun(jaxpr)(*arrays))
 
@@ -299,10 +303,10 @@ def _bind(function: OpaqueFunction, arrays: Sequence[Any]) -> list[Any]:
     return list(function_p.bind(*arrays, function=function, text=function.text, jaxpr=closed))
 
 
-function_p.def_impl(lambda *arrays, **params: jax.jit(functools.partial(_run, **params))(*arrays))
+function_p.def_impl(lambda *arrays, **params: jax.jit(functools.partial(run_function, **params))(*arrays))
 function_p.def_abstract_eval(lambda *avals, function, text, jaxpr: list(jaxpr.out_avals))
 define_batching(function_p, _batch)
-define_function(function_p, _run)
+define_function(function_p, run_function)
 
 
 def _local_function(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> dict[str, Any]:

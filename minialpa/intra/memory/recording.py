@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from minialpa.intra.spmd import ShardedEquations, ShardOps, split_axes, walk
 from minialpa.intra.strategies.loops import ScanBody
 from minialpa.intra.strategies.reshard import ReshardStep
 from minialpa.rules.factors import Factors
+from minialpa.rules.registered import function_p, run_function
 from minialpa.rules.shards import localize
 from minialpa.sharding import EquationSpecs
 from minialpa.tracing.flattening import flatten_calls
@@ -32,7 +33,11 @@ from minialpa.tracing.jaxprs import Atom, FlatJaxpr, bytes_of, dtype_name, is_li
 
 _LOOPS = ("scan", "while", "cond")
 #: Primitives that compilers see as the function that computes them.
-_FUNCTIONS = {attention_p: attend, attention_gradient_p: differentiate}
+_FUNCTIONS: dict[Primitive, Callable[..., Any]] = {
+    attention_p: attend,
+    attention_gradient_p: differentiate,
+    function_p: run_function,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
