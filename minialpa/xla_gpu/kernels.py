@@ -34,7 +34,9 @@ _MOST_OF_PRODUCT = 3.0
 #: each sector of memory.
 _MOST_OF_BYTES = 4.0
 #: Names of dtypes, and the rate of products of float32 in the precision that jax uses by default.
-_RATES = {"bf16": "bfloat16", "f16": "float16", "f32": "tensorfloat32", "f64": "float64"}
+_RATES = {"bf16": "bfloat16", "f16": "float16", "f32": "tensorfloat32", "f64": "float64"} | {
+    "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

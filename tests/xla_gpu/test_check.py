@@ -115,6 +115,28 @@ def test_collectives_are_those_of_the_plan_and_memory_is_counted(method: str) ->
     assert json.loads(found.to_json())["stages"][0]["compiled_bytes"] == found.stages[0].compiled_bytes
 
 
+@pytest.mark.parametrize("n_groups", [pytest.param(8, marks=pytest.mark.slow), 64])
+def test_ragged_products_take_what_their_dense_products_take(n_groups: int) -> None:
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        sizes = jnp.full(n_groups, x.shape[0] // n_groups, jnp.int32) + jnp.argmax(x[:n_groups, :2], axis=1)
+        hidden = jax.nn.relu(jax.lax.ragged_dot(x, weights["in"], sizes))
+        return jnp.mean(jax.lax.ragged_dot(hidden, weights["out"], sizes).astype(jnp.float32) ** 2)
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        value, gradients = minialpa.value_and_grad(loss)(weights, x)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients), value
+
+    d, f = 1024, 2048
+    shapes = {"in": (n_groups, d, f), "out": (n_groups, f, d)}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    arguments = weights, jax.ShapeDtypeStruct((8192, d), jnp.bfloat16)
+    cluster = ClusterSpec.preset("h100", devices_per_host=1)
+    plan = minialpa.plan(step, arguments, cluster=cluster)
+    (found,) = plan.check(step, arguments).stages
+    assert found.planned_s == pytest.approx(found.compiled_s, rel=0.2)
+    assert found.planned_bytes == pytest.approx(found.compiled_bytes, rel=0.2)
+
+
 @pytest.mark.slow  # the test before is the short relative
 def test_what_one_program_computes_again_it_does_not_keep() -> None:
     """XLA for GPUs drops optimization barriers, and moves gradients of weights behind the last layer."""

@@ -16,6 +16,7 @@ from minialpa.intra.memory.recording import record_equations
 from minialpa.intra.memory.xla.model import XLA_GPU
 from minialpa.programs.program import Function
 from minialpa.tracing.flattening import flatten_calls
+from minialpa.tracing.ragged_products import dense_product
 from minialpa.xla_gpu.compile import compile_for_gpus
 from minialpa.xla_gpu.compiled import GpuProgram
 from minialpa.xla_gpu.targets import TARGETS
@@ -69,6 +70,22 @@ def _convolutions(x: jax.Array, kernel: jax.Array) -> Any:
     return convolved(convolved(x))
 
 
+def _one_hot(index: jax.Array, w: jax.Array) -> Any:
+    return jax.nn.one_hot(index, D) @ w
+
+
+def _ragged(x: jax.Array, w: jax.Array, out_bar: jax.Array, sizes: jax.Array) -> Any:
+    """A ragged product, and the gradient of its weights."""
+
+    def product(lhs: jax.Array, rhs: jax.Array, contract: Any, groups: Any) -> jax.Array:
+        numbers = jax.lax.RaggedDotDimensionNumbers((contract, ((), ())), [0], groups)
+        options = {"precision": None, "preferred_element_type": None}
+        (out,) = dense_product(lhs, rhs, sizes, ragged_dot_dimension_numbers=numbers, **options)
+        return out
+
+    return jnp.tanh(product(x, w, ((1,), (1,)), (0,))), product(x, out_bar, ((0,), (0,)), ())
+
+
 def _attention(query: jax.Array, key: jax.Array, value: jax.Array, out_bar: jax.Array) -> Any:
     out, pull_back = jax.vjp(lambda *xs: fused(_KIND, *xs), query, key, value)
     return out, pull_back(out_bar)
@@ -93,6 +110,11 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]] = 
     "products of heads": (_heads, (_array(N, D, dtype=BF16), _array(D, D, dtype=BF16))),
     "convolutions, float32": (_convolutions, (_array(8, 64, 64, 64), _array(3, 3, 64, 64))),
     "convolutions, bfloat16": (_convolutions, (_array(8, 64, 64, 64, dtype=BF16), _array(3, 3, 64, 64, dtype=BF16))),
+    "a product with a mask as numbers": (_one_hot, (_array(N, dtype=jnp.int32), _array(D, D))),
+    "a ragged product and its gradients": (
+        _ragged,
+        (_array(N, D), _array(8, D, D), _array(N, D), _array(8, dtype=jnp.int32)),
+    ),
     "attention and its gradients": (_attention, (_QUERY, _KEY, _KEY, _QUERY)),
 }
 

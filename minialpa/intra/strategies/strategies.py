@@ -31,7 +31,7 @@ from minialpa.rules.heavy import has_contraction, is_attention, is_contraction
 from minialpa.rules.known_rules import factors_of, is_kernel
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.flattening import flat_body
-from minialpa.tracing.jaxprs import bytes_of, dtype_name, shape_of, sub_jaxprs
+from minialpa.tracing.jaxprs import bytes_of, dtype_name, is_inexact, shape_of, sub_jaxprs
 
 #: The `checkpoint_name` of a copy that several contractions read.
 SHARED_NAME = "minialpa_shared"
@@ -265,7 +265,8 @@ def work_of(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh) -> Work:
 
     if is_attention(eqn) and device.kernels is not None and not has_kernel(eqn):
         return Work(blockwise_s(eqn, factors, device), device.launch_s)
-    written = sum(map(bytes_of, eqn.outvars))
+    # XLA updates an array in place.
+    written = sum(map(bytes_of, eqn.invars[1:2] if eqn.primitive.name == "dynamic_update_slice" else eqn.outvars))
     if is_contraction(eqn) or is_kernel(eqn):
         read = sum(map(bytes_of, eqn.invars))
         seconds_of = device.attention_s if is_attention(eqn) else device.product_s
@@ -281,6 +282,8 @@ def _idle_s(eqn: JaxprEqn, mesh: LogicalMesh, candidates: Candidates) -> NDArray
         return 0.0
     (sums, _), (batch, _) = eqn.params["dimension_numbers"]
     n_batch, n_rows = len(batch), len(shape_of(eqn.invars[0])) - len(sums) - len(batch)
+    if n_rows == 0 or n_batch + n_rows == len(shape_of(eqn.outvars[0])):
+        return 0.0  # a product with a vector, which XLA computes as a sum, without tiles
 
     def waste_of(made: Spec) -> float:
         shape = made.shard_shape(shape_of(eqn.outvars[0]), mesh.shape)
@@ -300,8 +303,12 @@ def _idle_s(eqn: JaxprEqn, mesh: LogicalMesh, candidates: Candidates) -> NDArray
 
 
 def _rate_of(eqn: JaxprEqn) -> str:
-    """The name of the rate at which a product computes: its dtype, or "tensorfloat32" for float32 by default."""
-    dtype = dtype_name(eqn.invars[0]) if eqn.invars else "float32"
+    """The name of the rate at which a product computes: its dtype, or "tensorfloat32" for float32 by default.
+
+    The first floating point operand counts, as kernels may read integers first, such as the sizes of groups.
+    """
+    floats = (atom for atom in eqn.invars if is_inexact(atom))
+    dtype = dtype_name(next(floats, eqn.invars[0])) if eqn.invars else "float32"
     precision = eqn.params.get("precision")
     asked = {precision} if not isinstance(precision, tuple) else set(precision)
     return "tensorfloat32" if dtype == "float32" and asked <= {None, jax.lax.Precision.DEFAULT} else dtype

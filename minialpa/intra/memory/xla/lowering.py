@@ -161,8 +161,14 @@ def _add_loop(recorder: Recorder, equation: _Equation, by_constant: bool = False
             joins_sum=name in JOINS_SUM or by_constant,
             reduces=name in REDUCTIONS,
             work_bytes=WORK_BYTES.get(name, 0.0) * math.prod(recorder.values[result].shape),
-            converts=name == "convert_element_type",
+            converts=name == "convert_element_type" and _is_real(recorder, reads[0]) and _is_real(recorder, result),
         )
+
+
+def _is_real(recorder: Recorder, v: int) -> bool:
+    """Whether a value is of real numbers, whose conversions products can take in."""
+    dtype = recorder.values[v].dtype
+    return dtype != "bool" and not dtype.startswith("complex")
 
 
 def _add_division(recorder: Recorder, equation: _Equation) -> None:
