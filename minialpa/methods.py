@@ -110,7 +110,7 @@ class DataParallel(ShardParallel):
     """All devices split the batch and replicate everything else; gradients are all-reduced."""
 
     def options(self) -> PlanOptions:
-        return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=False, force_zero_stage_3=False)
+        return _shard_options(self, "DataParallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Zero2Parallel(ShardParallel):
     """
 
     def options(self) -> PlanOptions:
-        return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=False)
+        return _shard_options(self, "Zero2Parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +132,13 @@ class Zero3Parallel(ShardParallel):
     """
 
     def options(self) -> PlanOptions:
-        return _shard_options(self, force_data_parallel=True, prefer_reduce_scatter=True, force_zero_stage_3=True)
+        return _shard_options(self, "Zero3Parallel")
 
 
-def _shard_options(method: ShardParallel, **fields: Any) -> PlanOptions:
-    """The options of `method`, with the `fields` of the sharding option that the method's name stands for."""
-    given, default = method.auto_sharding_option or AutoShardingOption(), AutoShardingOption()
-    for name, value in fields.items():
-        own = getattr(given, name)
-        if own not in (value, getattr(default, name)):
-            raise ShardingError(
-                f"`{type(method).__name__}` stands for `{name}={value}`, and its `auto_sharding_option` has "
-                f"`{name}={own}`. Use `ShardParallel` with that option, or leave it out."
-            )
-    sharding = dataclasses.replace(given, **fields)
+def _shard_options(method: ShardParallel, name: str | None = None) -> PlanOptions:
+    """The options of `method`; `name`: of the data parallel method that it is, if it is one."""
+    given = method.auto_sharding_option or AutoShardingOption()
+    sharding = given if name is None else given.of_method(name)
     n = _micro_batches(1 if method.num_micro_batches is None else method.num_micro_batches)
     remats_of(method.remat)  # raises for unknown names before any long work
     return PlanOptions(

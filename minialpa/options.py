@@ -91,6 +91,17 @@ class AutoShardingOption:
         """Bytes per device that a plan may use; None if neither the option nor the device has a limit."""
         return self.memory_limit_bytes or (device.memory_bytes if device else None)
 
+    def of_method(self, name: str) -> AutoShardingOption:
+        """These options under the data parallel method `name`. Raises ShardingError if they contradict it."""
+        for field_name, value in DATA_PARALLEL_METHODS[name].items():
+            given = getattr(self, field_name)
+            if given not in (value, getattr(AutoShardingOption(), field_name)):
+                raise ShardingError(
+                    f"`{name}` stands for `{field_name}={value}`, and its `auto_sharding_option` has "
+                    f"`{field_name}={given}`. Use `ShardParallel` with that option, or leave it out."
+                )
+        return replace(self, **DATA_PARALLEL_METHODS[name])
+
     @property
     def forbidden_collectives(self) -> tuple[str, ...]:
         """Kinds of collectives that may not reshard a value."""
@@ -161,6 +172,14 @@ _SWITCHES = (
     "force_zero_stage_3",
     "prefer_reduce_scatter",
 )
+
+
+#: The fields of `AutoShardingOption` that each data parallel method by name stands for.
+DATA_PARALLEL_METHODS: Mapping[str, Mapping[str, Any]] = {
+    "DataParallel": {"force_data_parallel": True, "prefer_reduce_scatter": False, "force_zero_stage_3": False},
+    "Zero2Parallel": {"force_data_parallel": True, "prefer_reduce_scatter": True, "force_zero_stage_3": False},
+    "Zero3Parallel": {"force_data_parallel": True, "prefer_reduce_scatter": True, "force_zero_stage_3": True},
+}
 
 
 #: What the forward pass of a layer keeps for its backward pass: everything, results of matrix products and convolutions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ class PlanningContext:
         options: what the method asks for.
         logical_mesh: the view of all devices that the user gave in place of a cluster; None for the planner's choice.
         report: told of long work.
+        below_s: seconds of a step that the caller has a plan for already. What cannot be faster may be given up.
     """
 
     traced: TracedStep
@@ -35,6 +37,7 @@ class PlanningContext:
     options: PlanOptions
     logical_mesh: LogicalMesh | None
     report: Progress
+    below_s: float = math.inf
 
     def asking(self, **options: Any) -> PlanningContext:
         """The same step on the same cluster with some of the options replaced."""

@@ -43,7 +43,7 @@ _LAYERS = AutoLayerOption(remat="auto")
 
 def plan_in_one_stage(context: PlanningContext, whole: LayeredStep, stage: DecidedStage) -> Plan:
     """The plan of the step in one stage, with the rematerialisation of the options. Raises InfeasibleError."""
-    solver = StageSolver(context.compiler)
+    solver = StageSolver(context.compiler, below_s=context.below_s)
     choices = remats_of(context.options.remat)
     if choices == ("none",) or whole.step.n_groups == 0:  # without gradients, nothing waits for a backward pass
         return plan_stages(context, whole, [stage], solver)
@@ -94,7 +94,8 @@ class _Try:
 
     Attributes:
         plan: None if nothing fits.
-        free: its fastest shardings with no regard to memory; None where the options forbid all shardings.
+        free: its fastest shardings with no regard to memory; None where the options forbid all shardings, or where the
+            caller has a faster plan.
         failure: None if there is a plan.
     """
 
@@ -148,7 +149,9 @@ class _Tries:
 
     def computing_again(self, first: _Try, solver: StageSolver) -> Iterator[_Try]:
         """Tries that may beat `first`, which keeps all values."""
-        fastest_only = StageSolver(self.context.compiler, solver.strategy_cache, saves_memory=False)
+        fastest_only = StageSolver(
+            self.context.compiler, solver.strategy_cache, saves_memory=False, below_s=self.context.below_s
+        )
         kept: Remat = "none"
         choices: tuple[Remat, ...] = ("dots", "full")
         last = first
@@ -157,6 +160,8 @@ class _Tries:
             if found.plan is not None:
                 yield found
                 yield from self._mixes(kept, again, (last, found), fastest_only)
+                return
+            if found.free is None:  # too slow for the caller, and what computes more again is slower still
                 return
             kept, last = again, found
             yield found
@@ -177,6 +182,8 @@ class _Tries:
             n = min(enough - 1, max(too_few + 1, too_few + math.ceil(missing * (enough - too_few))))
 
             found = self._tried(again, kept, n, solver)
+            if found.free is None:
+                return
             yield found
             if found.plan is not None:
                 enough, free[1] = n, found.free

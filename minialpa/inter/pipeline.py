@@ -9,14 +9,17 @@ stages           none, those that the user gives, or the best of a search, if on
 plan_stages      tasks of every mesh -> shardings -> plan, for each choice that is tried build_plan.py
 refinements      one change at a time, kept where the plan gets faster                   refine.py
 variants         the same stages with rows kept, or with weights cast once per step      here
+by name          after a search: what methods by name make of the step, if that is better by_name.py
 """
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 from minialpa.cluster import ClusterSpec, LogicalMesh
 from minialpa.inter.best import best_of
+from minialpa.inter.by_name import best_with_methods_by_name
 from minialpa.inter.checks import check_fixed_paths, check_logical_mesh, warn_of_missing_rules
 from minialpa.inter.compilers import compiler_of
 from minialpa.inter.context import PlanningContext, Progress
@@ -61,7 +64,22 @@ def plan_step(
     check_fixed_paths(context)
     check_logical_mesh(context)
 
-    plan = _planned(context)
+    best_variant = partial(_best_variant, context)
+    if not isinstance(options.stages, AutoStageOption):
+        return best_variant(_planned(context))
+
+    # Some spaces of logical shapes stand for options of the shardings.
+    auto = options.stages
+    searched = context.asking(sharding=auto.sharding(options.sharding))
+    plan = plan_if_not_searched(searched, auto)
+    if plan is not None:
+        return best_variant(plan)
+    return best_with_methods_by_name(searched, auto, _planned, best_variant)
+
+
+def _best_variant(context: PlanningContext, plan: Plan) -> Plan:
+    """`plan`, or the same stages with rows kept, or weights cast once, where that is open, is faster and fits."""
+    options = context.options
     if options.keep_rows is None and plan.n_loops > 1:
         plan = _or_kept_rows(context, plan)
     if options.cast_once is None and plan.n_micro_batches > 1:
@@ -70,25 +88,19 @@ def plan_step(
 
 
 def _planned(context: PlanningContext) -> Plan:
-    """The best plan of what the options leave open."""
+    """The best plan of what the options leave open, but for variants of the same stages."""
     options = context.options
     whole = LayeredStep(step=context.traced, fingerprint=context.traced.fingerprint)
     if options.layers is None:
         return plan_on_submesh(context, whole)
     if not isinstance(options.stages, AutoStageOption):
         return plan_on_given_stages(context, whole, options.layers)
-
-    # Some spaces of logical shapes stand for options of the shardings.
-    searched = context.asking(sharding=options.stages.sharding(options.sharding))
     if context.traced.n_groups == 0:  # without layers, such as a step that computes no gradients
-        return plan_on_best_submesh(searched, whole, options.stages)
-    plan = plan_if_not_searched(searched, whole, options.layers, options.stages)
-    if plan is not None:
-        return plan
+        return plan_on_best_submesh(context, whole, options.stages)
     # Imported when something is searched: most small steps do without it.
     from minialpa.inter.searched_plan import plan_on_searched_stages
 
-    return plan_on_searched_stages(searched, whole, options.layers, options.stages)
+    return plan_on_searched_stages(context, whole, options.layers, options.stages)
 
 
 def _or_kept_rows(context: PlanningContext, best: Plan) -> Plan:

@@ -17,8 +17,10 @@ Nothing here reads a clock, so that a busy machine plans as a quiet one does.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -27,7 +29,8 @@ from jax.extend.core import JaxprEqn
 from minialpa.cluster import ClusterSpec
 from minialpa.errors import InfeasibleError, TraceError
 from minialpa.inter.best import best_of
-from minialpa.inter.build_plan import plan_stages
+from minialpa.inter.build_plan import build_plan, place_stages, solve_meshes
+from minialpa.inter.by_name import shardings_by_name
 from minialpa.inter.context import PlanningContext
 from minialpa.inter.layers.layered_step import LayeredStep
 from minialpa.inter.one_stage import plan_on_best_submesh
@@ -35,7 +38,8 @@ from minialpa.inter.search.stage_solve import StageSolver
 from minialpa.inter.search.submeshes import Candidate, candidates
 from minialpa.inter.search.user_stages import DecidedStage
 from minialpa.intra.strategies.strategies import work_of
-from minialpa.options import AutoStageOption, LayerOption, remats
+from minialpa.intra.strategies.strategy_cache import StrategyCache
+from minialpa.options import AutoShardingOption, AutoStageOption, LayerOption, remats
 from minialpa.plan import Plan
 from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.jaxprs import sub_jaxprs
@@ -52,13 +56,19 @@ def is_worth_searching(context: PlanningContext, layers: LayerOption, auto: Auto
     return _needs_search(context, layers, auto) or one_device_s(context) * auto.planned_steps > _search_s(context)
 
 
-def plan_if_not_searched(
-    context: PlanningContext, whole: LayeredStep, layers: LayerOption, auto: AutoStageOption
-) -> Plan | None:
-    """The plan without a search, if a search does not pay and the step fits in memory so; else None."""
+def plan_if_not_searched(context: PlanningContext, auto: AutoStageOption) -> Plan | None:
+    """The plan without a search, if a search does not pay and the step fits in memory so; else None.
+
+    Also None for a step without layers, such as one that computes no gradients.
+    """
+    layers = context.options.layers
+    assert layers is not None
+    if context.traced.n_groups == 0:
+        return None
     step_s, search_s = one_device_s(context), _search_s(context)
     if _needs_search(context, layers, auto) or step_s * auto.planned_steps > _LITTLE_LONGER * search_s:
         return None
+    whole = LayeredStep(step=context.traced, fingerprint=context.traced.fingerprint)
     try:
         plan = plan_without_search(context, whole, auto)
     except (InfeasibleError, TraceError):
@@ -94,11 +104,13 @@ def n_equations(eqns: Sequence[JaxprEqn]) -> int:
 def plan_without_search(context: PlanningContext, whole: LayeredStep, auto: AutoStageOption) -> Plan:
     """The step in one stage on all devices, or on one device where that is as fast and devices may be idle.
 
+    The plan on all devices costs at most as much as the plan of any method by name.
+
     Raises InfeasibleError where it fits on neither.
     """
     options = context.options
     asked = context.asking(n_micro_batches=1 if options.choose_micro_batches else options.n_micro_batches)
-    attempts = [partial(_on_all_devices, asked, whole, _whole_clusters(context, auto)[0])]
+    attempts = [partial(_on_all_devices, asked, whole, auto)]
     if not options.use_all_devices:
         attempts.append(partial(on_one_device, asked, whole, auto))
     return best_of(attempts)
@@ -112,9 +124,26 @@ def on_one_device(context: PlanningContext, whole: LayeredStep, auto: AutoStageO
     return dataclasses.replace(plan, cluster=cluster)
 
 
-def _on_all_devices(context: PlanningContext, whole: LayeredStep, candidate: Candidate) -> Plan:
-    stage = DecidedStage((), candidate, context.options.sharding, 0)
-    return plan_stages(context, whole, [stage], StageSolver(context.compiler))
+def _on_all_devices(context: PlanningContext, whole: LayeredStep, auto: AutoStageOption) -> Plan:
+    """The best plan in one stage on all devices, the plans of methods by name included."""
+    option = context.options.sharding
+    stage = DecidedStage((), _whole_clusters(context, auto)[0], option, 0)
+    placed, cache = place_stages(context.options, whole, [stage]), StrategyCache()
+
+    def attempt(sharding: AutoShardingOption, below_s: float) -> tuple[Plan, float]:
+        """The plan, and a lower bound on the seconds of every plan."""
+        named = dataclasses.replace(placed, stages=(dataclasses.replace(stage, option=sharding),))
+        solved = solve_meshes(context, named, StageSolver(context.compiler, cache, below_s=below_s))
+        free = solved[0].free
+        return build_plan(context, named, solved), free.bound_s if free is not None else 0.0
+
+    best, bound_s = attempt(option, math.inf)
+    for sharding in itertools.islice(shardings_by_name(option, auto), 1, None):
+        if best.cost.total_s <= bound_s:
+            break
+        with contextlib.suppress(InfeasibleError):
+            best = min(best, attempt(sharding, best.cost.total_s)[0], key=lambda plan: plan.cost.total_s)
+    return best
 
 
 def _whole_clusters(context: PlanningContext, auto: AutoStageOption) -> list[Candidate]:

@@ -13,8 +13,9 @@ but weights is gathered. If nothing else fits, the plans that everybody knows ar
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from jax.extend.core import Var
@@ -51,28 +52,38 @@ class FreeSolution:
         seconds: of one step, without waiting for other stages.
         n_bytes: that they need per device.
         limit_bytes: that each device has; inf without a limit.
+        bound_s: seconds of one step that any shardings take at least; 0 where that is not known.
     """
 
     seconds: float
     n_bytes: float
     limit_bytes: float
+    bound_s: float = 0.0
 
     @property
     def fits(self) -> bool:
         return self.n_bytes <= self.limit_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedStage:
     """Shardings of a stage, and what its tasks communicate and need in memory under them.
 
-    free: the cheapest shardings with no regard to memory, which these are if they fit; None where that is not known.
+    Attributes:
+        sharding: the shardings.
+        moved: what the tasks communicate.
+        measured: returns the memory that the tasks need, which is not computed for solutions that are too slow.
+        free: the cheapest shardings with no regard to memory, which these are if they fit; None if that is not known.
     """
 
     sharding: MeshSharding
     moved: tuple[TaskCollectives, ...]
-    memory: MeshMemory
+    measured: Callable[[], MeshMemory]
     free: FreeSolution | None = None
+
+    @property
+    def memory(self) -> MeshMemory:
+        return self.measured()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -257,8 +268,10 @@ def _with_less_room(
             room = replace(room, limit_bytes=(solved_bytes + hopeless_bytes) / 2)
             continue
 
+        if limit is None or room is None:
+            return solved
         n_needed = needed(solved.memory, moments)
-        if limit is None or room is None or n_needed <= limit.limit_bytes:
+        if n_needed <= limit.limit_bytes:
             return solved
 
         # Less room by what is missing, or half as much less where that much was too little. Room that the solution
@@ -285,8 +298,12 @@ def _solved(stage: Stage, room: MemoryLimit | None, deadline: Deadline) -> Solve
     """The solution with so much room, measured with its collectives and the places of its buffers."""
     solution = stage.solver.solve(room, deadline)
     programs = tuple(mesh_programs(stage.staged, stage.mesh, stage.problem, solution, stage.view))
-    memory = mesh_memory(stage.staged, stage.mesh, programs, solution, stage.view, compiler=stage.compiler)
-    return SolvedStage(solution, tuple(mesh_collectives(programs)), memory)
+
+    @functools.cache
+    def measured() -> MeshMemory:
+        return mesh_memory(stage.staged, stage.mesh, programs, solution, stage.view, compiler=stage.compiler)
+
+    return SolvedStage(sharding=solution, moved=tuple(mesh_collectives(programs)), measured=measured)
 
 
 def _explained(

@@ -45,6 +45,13 @@ _MAX_REPRICED, _MAX_REPRICED_IN_SHORT_MEMORY = 3, 1
 _LITTLE = 1e-3
 
 
+class NotFasterError(InfeasibleError):
+    """The cheapest shardings of a stage, with no regard to memory, are no faster than what there is already."""
+
+    def __init__(self, seconds: float, below_s: float) -> None:
+        super().__init__(f"A step takes {seconds:.3g} s at least, and there is a plan of {below_s:.3g} s.")
+
+
 class StageMemoryError(InfeasibleError):
     """Shardings do not fit in memory.
 
@@ -83,12 +90,19 @@ class StageSolver:
     """
 
     def __init__(
-        self, compiler: Compiler, strategy_cache: StrategyCache | None = None, *, saves_memory: bool = True
+        self,
+        compiler: Compiler,
+        strategy_cache: StrategyCache | None = None,
+        *,
+        saves_memory: bool = True,
+        below_s: float = math.inf,
     ) -> None:
         """`compiler`: of the programs of the stages. `strategy_cache`: shared with other problems.
 
         saves_memory: whether shardings that cost more are looked for where the cheapest ones do not fit.
+        below_s: seconds of a step from which a stage is given up.
         """
+        self.below_s = below_s
         self.compiler, self.strategy_cache, self.saves_memory = (
             compiler,
             strategy_cache or StrategyCache(),
@@ -105,7 +119,8 @@ class StageSolver:
     ) -> SolvedStage:  # fmt: skip
         """The cheapest shardings of a stage with so much in flight (see `live_counts`).
 
-        Raises StageMemoryError where they do not fit in memory, InfeasibleError where the options forbid all shardings.
+        Raises StageMemoryError where they do not fit in memory, NotFasterError where they are too slow in any memory,
+        InfeasibleError where the options forbid all shardings.
         """
         names = str(problem.paths) if option.fixed_specs else ""
         text = hashlib.sha256(f"{problem_key(problem)}\n{names}".encode()).hexdigest()
@@ -121,7 +136,7 @@ class StageSolver:
                     uncounted_bytes=self._uncounted.get(kind, 0.0),
                     free=free,
                 )
-                solved = _cheapest(stage, wanted)
+                solved = _cheapest(stage, wanted, self.below_s if free is None else math.inf)
                 if solved.sharding.counted_bytes:
                     self._uncounted[kind] = uncounted(solved, moments)
                 own = _Solution(
@@ -135,7 +150,12 @@ class StageSolver:
 
         n_bytes = option.limit_bytes(view.mesh.device) or math.inf
         found = solution(kind, replace(option, memory_limit_bytes=math.inf), None)
-        free = FreeSolution(seconds=found.seconds, n_bytes=needed(found.memory, moments), limit_bytes=n_bytes)
+        free = FreeSolution(
+            seconds=found.seconds,
+            n_bytes=needed(found.memory, moments),
+            limit_bytes=n_bytes,
+            bound_s=_bound_s(view, found.sharding),
+        )
         if not free.fits:
             if not self.saves_memory:
                 raise StageMemoryError(f"The cheapest shardings need {free.n_bytes:,.0f} bytes per device.", free)
@@ -174,7 +194,9 @@ class StageSolver:
             results={names[v]: spec for v, spec in solution.sharding.results.items()},
         )
         programs = mesh_programs(staged, mesh, problem, sharding, view)
-        return SolvedStage(sharding, tuple(mesh_collectives(programs)), solution.memory)
+        return SolvedStage(
+            sharding=sharding, moved=tuple(mesh_collectives(programs)), measured=lambda: solution.memory
+        )
 
 
 def _variables(problem: MeshEquations) -> tuple[Var, ...]:
@@ -183,14 +205,21 @@ def _variables(problem: MeshEquations) -> tuple[Var, ...]:
     return (*(v for v, _ in problem.inputs), *made, *problem.equal.values())
 
 
-def _cheapest(stage: Stage, wanted: Wanted) -> SolvedStage:
-    """As `StageSolver.solve`, from nothing.
+def _bound_s(view: ShardedView, sharding: MeshSharding) -> float:
+    """Seconds of one step that any shardings of a stage take at least; 0 where work may hide collectives."""
+    return 0.0 if is_gpu(view.mesh.device) else sharding.bound_s
+
+
+def _cheapest(stage: Stage, wanted: Wanted, below_s: float) -> SolvedStage:
+    """As `StageSolver.solve`, from nothing. Raises NotFasterError if it takes `below_s` seconds or more.
 
     Which sums start as one depends on the solution. So the first prices let as many share each start as can, which
     makes a bound, and the next ones as many as the last solution has; the best solution as its program runs is taken.
     """
     best = solve_in_memory(stage, wanted)
-    if needed(best.memory, wanted.moments) > wanted.n_bytes:
+    if (least_s := _bound_s(stage.view, best.sharding)) >= below_s:
+        raise NotFasterError(least_s, below_s)
+    if math.isfinite(wanted.n_bytes) and needed(best.memory, wanted.moments) > wanted.n_bytes:
         return best
 
     bound_s, seconds, counts = best.sharding.bound_s, seconds_of(stage, best), _starts(stage, best)
@@ -211,7 +240,10 @@ def _cheapest(stage: Stage, wanted: Wanted) -> SolvedStage:
         counts = _starts(stage, other)
         if (other_s := seconds_of(stage, other)) < seconds:
             best, seconds = other, other_s
-    return _or_hiding_more(stage, wanted, best)
+    best = _or_hiding_more(stage, wanted, best)
+    if (seconds := seconds_of(stage, best)) >= below_s:
+        raise NotFasterError(seconds, below_s)
+    return best
 
 
 def _or_hiding_more(stage: Stage, wanted: Wanted, best: SolvedStage) -> SolvedStage:

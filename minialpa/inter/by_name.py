@@ -1,0 +1,166 @@
+"""Methods by name as candidates of a search: a step and the options of the search in, the best of all plans out.
+
+A search adds up the costs of pieces, and such a sum can be larger than the memory, or smaller than the time, of the
+whole stage. So the search may refuse a step that fits, and may miss the fastest plan. Therefore `ShardParallel`,
+`DataParallel`, `Zero2Parallel` and `Zero3Parallel` on all devices are planned as well. If one of them fits, there is a
+plan, and the plan costs at most as much as the best of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from minialpa.errors import InfeasibleError, ShardingError, TraceError
+from minialpa.inter.context import PlanningContext
+from minialpa.options import (
+    DATA_PARALLEL_METHODS,
+    AutoShardingOption,
+    AutoStageOption,
+    FixedLayerOption,
+    PlanOptions,
+    RematChoice,
+)
+from minialpa.plan import Certificate, Plan
+
+#: The variants of a plan are tried if its step time is at most this multiple of the shortest. A choice: variants save
+#: about the same number of seconds in every plan.
+_NEARLY_AS_FAST = 1.01
+#: In steps of more equations, a method by name rematerialises either all layers or none. To choose layer by layer would
+#: take minutes there.
+_FEW_EQUATIONS = 10_000
+
+
+def best_with_methods_by_name(
+    context: PlanningContext,
+    auto: AutoStageOption,
+    planned: Callable[[PlanningContext], Plan],
+    best_variant: Callable[[Plan], Plan],
+) -> Plan:
+    """The plan of the search that the options ask for, or of a method by name that costs less.
+
+    Args:
+        context: the step, and the options of the search.
+        auto: what the search may choose from.
+        planned: makes the plan that the options of a context ask for.
+        best_variant: the plan itself, or a faster one with the same stages.
+
+    Raises the InfeasibleError of the search where no candidate fits in memory.
+    """
+    plans: list[Plan] = []
+    failure: InfeasibleError | None = None
+    try:
+        plans.append(planned(context))
+    except InfeasibleError as error:
+        failure = error
+
+    plans += _plans_by_name(context, auto, planned, plans)
+    if not plans:
+        assert failure is not None
+        raise failure
+    near = [plan for plan in plans if plan.cost.total_s <= _NEARLY_AS_FAST * _least_s(plans)]
+    best = min(map(best_variant, near), key=lambda plan: plan.cost.total_s)
+    return _certified(best, plans[0].certificate)
+
+
+def _least_s(plans: Sequence[Plan]) -> float:
+    """Seconds of a step of the fastest plan; inf without plans."""
+    return min((plan.cost.total_s for plan in plans), default=math.inf)
+
+
+def _certified(plan: Plan, found: Certificate | None) -> Plan:
+    """`plan` with the certificate of the search."""
+    if found is None:
+        return plan
+    return replace(plan, certificate=replace(found, bound_s=min(found.bound_s, plan.cost.total_s)))
+
+
+def _plans_by_name(
+    context: PlanningContext,
+    auto: AutoStageOption,
+    planned: Callable[[PlanningContext], Plan],
+    found: Sequence[Plan],
+) -> list[Plan]:
+    """Plans of methods by name. A method that cannot be faster than an earlier plan or than `found` has none.
+
+    The options or `found` give the number of micro-batches. If the options leave it open, the best method is also
+    planned with half and with twice as many, and so on while the plan gets faster.
+    """
+    plans: list[tuple[Plan, PlanOptions]] = []
+
+    def is_better(options: PlanOptions) -> bool:
+        least_s = _least_s([*found, *(plan for plan, _ in plans)])
+        below_s = least_s * (_NEARLY_AS_FAST if options.n_micro_batches > 1 else 1.0)
+        try:
+            plan = planned(replace(context, options=options, below_s=below_s))
+        except (InfeasibleError, TraceError):  # this number may not split the step
+            return False
+        plans.append((plan, options))
+        return plan.cost.total_s < least_s
+
+    numbers = context.options.micro_batch_choices(context.traced.batch_size)
+    # Without a plan to start from, each device has one example at a time.
+    first = found[0].n_micro_batches if found else max(1, numbers[-1] // context.cluster.n_devices)
+    first = max(n for n in numbers if n <= first or n == numbers[0])
+    for options in _options_by_name(context, auto, first):
+        is_better(options)
+
+    if plans and len(numbers) > 1:
+        _, best = min(plans, key=lambda pair: pair[0].cost.total_s)
+        for others in (_halves(numbers, first), _doubles(numbers, first)):
+            for n in others:
+                if not is_better(replace(best, n_micro_batches=n)):
+                    break
+    return [plan for plan, _ in plans]
+
+
+def _halves(numbers: Sequence[int], n: int) -> Iterator[int]:
+    """The largest of `numbers` that is at most half of `n`, the largest that is at most half of that, and so on."""
+    for m in sorted(numbers, reverse=True):
+        if 2 * m <= n:
+            yield m
+            n = m
+
+
+def _doubles(numbers: Sequence[int], n: int) -> Iterator[int]:
+    """The smallest of `numbers` that is at least twice `n`, the smallest that is at least twice that, and so on."""
+    for m in sorted(numbers):
+        if m >= 2 * n:
+            yield m
+            n = m
+
+
+def shardings_by_name(option: AutoShardingOption, auto: AutoStageOption) -> Iterator[AutoShardingOption]:
+    """`option`, then `option` under each data parallel method that it does not contradict.
+
+    Empty if `auto` excludes logical meshes of one axis, which these methods use.
+    """
+    if auto.submesh_logical_shape_space != "all":
+        return
+    yield option
+    if not option.enable_auto_sharding or option.data_parallel or option.force_batch_dim_to_mesh_dim is not None:
+        return
+    for name in DATA_PARALLEL_METHODS:
+        with contextlib.suppress(ShardingError):
+            yield option.of_method(name)
+
+
+def _options_by_name(context: PlanningContext, auto: AutoStageOption, n: int) -> Iterator[PlanOptions]:
+    """The options of each method by name with `n` micro-batches."""
+    options = context.options
+    asked = replace(options, n_micro_batches=n, choose_micro_batches=False, layers=None, stages=None)
+    for remat in _remats(context):
+        for sharding in shardings_by_name(options.sharding, auto):
+            yield replace(asked, sharding=sharding, remat=remat)
+
+
+def _remats(context: PlanningContext) -> tuple[RematChoice, ...]:
+    """The rematerialisation that the methods by name ask for, one after the other."""
+    layers = context.options.layers
+    if layers is None or isinstance(layers, FixedLayerOption):
+        return ("none",)
+    if layers.remat == "auto" and len(context.traced.flat.eqns) > _FEW_EQUATIONS:
+        return ("full", "none")
+    return (layers.remat,)

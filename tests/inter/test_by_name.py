@@ -1,0 +1,138 @@
+"""Methods by name as candidates of a search: it refuses nothing that one of them can do, and costs no more."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import minialpa
+from benchmarks.corpus import Case, arguments
+from benchmarks.planning import planned, traced_step
+from minialpa import (
+    AutoLayerOption,
+    AutoParallel,
+    AutoShardingOption,
+    AutoStageOption,
+    ClusterSpec,
+    DataParallel,
+    PipeshardParallel,
+    Plan,
+    ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+)
+from minialpa.errors import InfeasibleError
+from minialpa.inter import by_name, pipeline
+from minialpa.methods import Method
+from minialpa.options import DATA_PARALLEL_METHODS
+from minialpa.tracing.trace import TracedStep
+
+GPUS = ClusterSpec.preset("v100-p3.16xlarge", num_hosts=1, devices_per_host=4)
+CPUS = ClusterSpec.preset("cpu", num_hosts=1, devices_per_host=4)
+BY_NAME = (ShardParallel, DataParallel, Zero2Parallel, Zero3Parallel)
+
+
+def traced(model: str, **sizes: Any) -> TracedStep:
+    built = Case(model, model, tuple(sizes.items())).build()
+    return traced_step(built.train_step(minialpa.value_and_grad), *arguments(built))
+
+
+@pytest.fixture(scope="module")
+def mlp() -> TracedStep:
+    return traced("mlp", batch_size=256, hidden=128, n_layers=4)
+
+
+def searching(n: int | None, planned_steps: float, sharding: AutoShardingOption | None = None) -> Method:
+    stages = AutoStageOption(planned_steps=planned_steps)
+    if n is None:
+        return AutoParallel(stage_option=stages, auto_sharding_option=sharding)
+    layers = AutoLayerOption(remat="auto")
+    return PipeshardParallel(
+        num_micro_batches=n, layer_option=layers, stage_option=stages, default_auto_sharding_option=sharding
+    )
+
+
+def best_by_name(
+    step: TracedStep, cluster: ClusterSpec, numbers: Sequence[int], sharding: AutoShardingOption | None = None
+) -> Plan:
+    methods = [cls(num_micro_batches=n, auto_sharding_option=sharding) for cls in BY_NAME for n in numbers]
+    plans = []
+    for method in methods:
+        try:
+            plans.append(planned(step, cluster, method))
+        except InfeasibleError:
+            continue
+    return min(plans, key=lambda plan: plan.cost.total_s)
+
+
+@pytest.mark.parametrize(
+    "cluster, planned_steps, n",
+    [(GPUS, 10_000, None), (CPUS, 10_000, 4), (GPUS, math.inf, 4), (CPUS, math.inf, None)],
+)
+def test_no_method_by_name_is_faster(
+    mlp: TracedStep, cluster: ClusterSpec, planned_steps: float, n: int | None
+) -> None:
+    found = planned(mlp, cluster, searching(n, planned_steps))
+    assert found.cost.total_s <= best_by_name(mlp, cluster, (1, 2, 4) if n is None else (n,)).cost.total_s
+
+
+@pytest.mark.parametrize("slack", [pytest.param(1.0, marks=pytest.mark.slow), 1.2])
+def test_where_a_method_by_name_fits_the_search_finds_a_plan_that_is_no_slower(mlp: TracedStep, slack: float) -> None:
+    peaks = [planned(mlp, GPUS, cls(num_micro_batches=4)).stages[0].peak_bytes for cls in BY_NAME]
+    # Bytes that leave the reserve of the smallest.
+    limited = AutoShardingOption(memory_limit_bytes=1.06 * slack * min(peaks) + 1e5)
+    found = planned(mlp, GPUS, searching(4, math.inf, limited))
+    assert found.cost.total_s <= best_by_name(mlp, GPUS, (4,), limited).cost.total_s
+
+
+def test_a_search_that_finds_nothing_takes_what_fits_by_name(mlp: TracedStep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the number of micro-batches open, also at the best number near one example for each device."""
+    whole = pipeline._planned
+
+    def only_by_name(context: Any) -> Plan:
+        if context.options.layers is not None:
+            raise InfeasibleError("nothing fits")
+        return whole(context)
+
+    monkeypatch.setattr(pipeline, "_planned", only_by_name)
+    for n in (None, 4):
+        found = planned(mlp, GPUS, searching(n, math.inf))
+        assert found == dataclasses.replace(best_by_name(mlp, GPUS, (found.n_micro_batches,)), certificate=None)
+        assert n in (None, found.n_micro_batches)
+
+    nothing = AutoShardingOption(memory_limit_bytes=1000)
+    with pytest.raises(InfeasibleError, match="nothing fits"):
+        planned(mlp, GPUS, searching(4, math.inf, nothing))
+
+
+def test_methods_by_name_stand_for_their_options() -> None:
+    names = {cls.__name__: cls for cls in BY_NAME[1:]}
+    assert list(names) == list(DATA_PARALLEL_METHODS)
+    found = list(by_name.shardings_by_name(AutoShardingOption(), AutoStageOption()))
+    assert found == [AutoShardingOption(), *(cls().options().sharding for cls in names.values())]
+
+
+@pytest.mark.parametrize(
+    "given, auto, n_methods",
+    [
+        (AutoShardingOption(prefer_reduce_scatter=True), AutoStageOption(), 3),  # not DataParallel
+        (AutoShardingOption(allow_replicated_parameters=False), AutoStageOption(), 2),  # ZeRO-3
+        (AutoShardingOption(force_batch_dim_to_mesh_dim=0), AutoStageOption(), 1),
+        (AutoShardingOption(), AutoStageOption(submesh_logical_shape_space="same_as_physical"), 0),
+    ],
+)
+def test_what_the_user_asks_for_is_kept(given: AutoShardingOption, auto: AutoStageOption, n_methods: int) -> None:
+    found = list(by_name.shardings_by_name(given, auto))
+    assert len(found) == n_methods
+    for name in given.set_names:
+        assert all(getattr(option, name) == getattr(given, name) for option in found)
+
+
+def test_numbers_are_halved_and_doubled() -> None:
+    numbers = (1, 2, 3, 4, 6, 8, 12, 24)
+    assert list(by_name._halves(numbers, 12)) == [6, 3, 1]
+    assert list(by_name._doubles(numbers, 3)) == [6, 12, 24]
