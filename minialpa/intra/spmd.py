@@ -412,6 +412,11 @@ def _names(axes: Sequence[int]) -> tuple[str, ...]:
 
 def _run_once(eqn: JaxprEqn, operands: list[Any], n_axes: int) -> list[Any]:
     """An equation with side effects runs on the first device only; the others get its results."""
+    if any(type(effect).__name__ == "OrderedDebugEffect" for effect in eqn.effects):
+        raise TraceError(
+            f"`{eqn.primitive.name}` at {source_line(eqn)} runs an ordered `jax.debug` callback, which jax supports on "
+            "one device only. Use `ordered=False`, or `jax.experimental.io_callback(..., ordered=True)`."
+        )
     names = _names(range(n_axes))
     is_first = lax.axis_index(names) == 0
     zeros = [jnp.zeros(shape_of(v), aval_of(v).dtype) for v in eqn.outvars]

@@ -153,7 +153,10 @@ def replicated_factors(eqn: JaxprEqn, flops: float = 0.0) -> Factors:
 
 
 def factors_of(eqn: JaxprEqn) -> Factors:
-    """Factors of an equation by its primitive's rule; `replicated_factors` if there is no rule."""
+    """Factors of an equation by its primitive's rule; `replicated_factors` without a rule, or with side effects.
+
+    One device runs an equation with side effects, for all others, and the same for loops and branches around it.
+    """
     arrays = tuple((shape_of(atom), getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars))
     equal = equal_operands(eqn) if eqn.primitive.name in _BY_EQUAL_OPERANDS else ()
     key = (eqn.primitive.name, tuple(eqn.params.items()), arrays, settings_of(eqn), equal)
@@ -196,7 +199,10 @@ def _array_key(atom: Any) -> Hashable:
 
 def _by_rule(eqn: JaxprEqn) -> Factors:
     fun = _RULES.get(eqn.primitive.name)
-    return replicated_factors(eqn) if fun is None else fun(eqn)
+    if fun is None:
+        return replicated_factors(eqn)
+    factors = fun(eqn)
+    return replicated_factors(eqn, factors.flops) if eqn.effects else factors
 
 
 def localizer_of(eqn: JaxprEqn) -> Localizer | None:

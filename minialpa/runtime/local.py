@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from minialpa.errors import ShardingError, WorkerError
 from minialpa.programs.program import ConstantSlot, InputSlot, Program, Run, Transfer
 from minialpa.runtime.direct_calls import DirectCalls, is_direct
 from minialpa.runtime.local_arguments import LocalArguments
+from minialpa.runtime.steps.callback_errors import is_of_callback
 from minialpa.runtime.steps.compiled import allocation_size, compile_all, lower
 from minialpa.runtime.steps.interpreter import Action, Buffers, Callee, Interpreter
 from minialpa.runtime.steps.step_trace import StepTrace, TaskTime, from_start
@@ -94,9 +95,10 @@ class LocalExecutable:
                 return self._direct(leaves)
             except Exception as error:
                 # Leaves that jax cannot read fail before anything runs. What a call does with them says what is wrong.
-                if not any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+                has_run = is_of_callback(error) or any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+                if not has_run:
                     return None
-                raise self._failure(error, 0) from error
+                self._raise(error, 0)
 
     def learned(self, leaves: list[Any]) -> list[Any]:
         """Run the program as a call does. If they need no work, later calls with such leaves are `known`."""
@@ -109,7 +111,7 @@ class LocalExecutable:
             try:
                 return self._direct.learn(leaves, inputs)
             except Exception as error:
-                raise self._failure(error, 0) from error
+                self._raise(error, 0)
 
     def turn(self) -> AbstractContextManager[Any]:
         """See `Runner`."""
@@ -123,7 +125,7 @@ class LocalExecutable:
         try:
             self._interpreter.run(buffers, trace)
         except Exception as error:
-            raise self._failure(error, self._interpreter.position) from error
+            self._raise(error, self._interpreter.position)
         return [buffers[slot.buffers[0]] for slot in self.program.outputs]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
@@ -174,13 +176,15 @@ class LocalExecutable:
         assert self._trace is not None, "no step was traced"
         return from_start(self._trace.tasks())
 
-    def _failure(self, error: Exception, i: int) -> WorkerError:
-        """The error of instruction `i`."""
+    def _raise(self, error: Exception, i: int) -> NoReturn:
+        """Raise the error of instruction `i`: as a WorkerError, or as it is if it comes from the user's Python code."""
+        if is_of_callback(error):
+            raise error
         recent = ", ".join(type(x).__name__ for x in self.program.instructions[max(0, i - 4) : i])
-        return WorkerError(
+        raise WorkerError(
             f"Instruction {i} ({self._interpreter.name(i)}) failed: {error}\nInstructions before it: "
             f"{recent or 'none'}. If an argument was donated to an earlier call, pass that call's result instead."
-        )
+        ) from error
 
 
 class DevicePuts:

@@ -296,5 +296,6 @@ def _possible_numbers(pieces: PieceSolver, space: Space) -> tuple[tuple[int, ...
     except TraceError:
         if 1 not in space.micro_batches:
             raise
+        pieces.kinds(1, space.remats[0])  # stages the step, which says how many bytes cross its borders
         return (1,), 1
     return space.micro_batches, base

@@ -131,6 +131,7 @@ class _Collector:
         self.choices: dict[Var, Choice] = {}
         self.final: dict[Var, Choice] = {}
         self.records: list[AnyRecord] = []
+        self._not_partial = set(problem.not_partial)
 
         # These add to the costs, and read the choices that are made here.
         prices = MeshPrices(mesh, option, cache=cache, facts=facts, counted=counted, forbidden_s=forbidden_s)
@@ -141,7 +142,7 @@ class _Collector:
             option,
             costs=self.costs,
             choices=self.choices,
-            not_partial=problem.not_partial,
+            not_partial=self._not_partial,
             constraints=self._constraints,
             facts=facts,
             cache=cache,
@@ -230,7 +231,7 @@ class _Collector:
     def _set_results(self, eqn: JaxprEqn, choices: Sequence[Choice]) -> None:
         for var, choice in zip(eqn.outvars, choices, strict=True):
             self.choices[var] = choice
-            if var in self._problem.not_partial and choice.node is not None:
+            if var in self._not_partial and choice.node is not None:
                 self.costs.forbid(choice.node, [bool(spec.partial) for spec in choice.specs])
             total = self._problem.equal.get(var)
             if total is not None:
@@ -261,11 +262,15 @@ class _Collector:
         if is_literal(operand):
             return _replicated(operand)
         came = self._choice(operand)
-        if k not in occurrence.varied and occurrence.eqn.outvars[k] not in self._problem.not_partial:
+        is_complete = occurrence.eqn.outvars[k] in self._not_partial
+        if k not in occurrence.varied and not is_complete:
             return came
 
         # The operand may have another spec than the result: with a node of its own, the result can be resharded.
-        choice = Choice(self.costs.add_node([0.0] * len(came.specs)), came.specs)
+        specs = came.specs
+        if is_complete and all(spec.partial for spec in specs):
+            specs = _replicated(operand).specs
+        choice = Choice(self.costs.add_node([0.0] * len(specs)), specs)
         self._connect(occurrence, k, choice.node, choice.specs)
         return choice
 
@@ -281,12 +286,18 @@ class _Collector:
         self.choices.update((var, _replicated(var)) for var in scan.flat.constvars)
         self._constraints.enter_loop(occurrence.eqn, scan)
 
+        # What an iteration leaves as partial sums would be so in the stacked result.
+        stacked = zip(occurrence.eqn.outvars[scan.n_carry :], scan.flat.outvars[scan.n_carry :], strict=True)
+        complete = {v for out, v in stacked if out in self._not_partial and not is_literal(v)} - self._not_partial
+        self._not_partial |= complete
+
         operands = tuple(self._add_loop_operand(occurrence, scan, k) for k in range(len(scan.flat.invars)))
         inner_times = occurrence.times * scan.length
         body = tuple(
             self._add_equation(Occurrence(eqn, inner_times, occurrence.in_update, {})) for eqn in scan.flat.eqns
         )
         results = tuple(self._loop_result(scan, r, operands, inner_times) for r in range(len(scan.flat.outvars)))
+        self._not_partial -= complete  # another loop with this body may leave partial sums
 
         record = LoopRecord(scan, operands, results, body)
         self._set_results(occurrence.eqn, results)

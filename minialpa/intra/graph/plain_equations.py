@@ -8,6 +8,7 @@ each parameter has a handful of nodes. All other equations get a node of their o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import numpy as np
@@ -56,7 +57,7 @@ class PlainEquations:
         *,
         costs: CostTable,
         choices: Mapping[Var, Choice],
-        not_partial: frozenset[Var],
+        not_partial: AbstractSet[Var],
         constraints: OptionConstraints,
         facts: VariableFacts,
         cache: StrategyCache,
