@@ -32,6 +32,7 @@ from minialpa.pytrees import (
     with_static,
 )
 from minialpa.support.private_jax import ArrayImpl
+from minialpa.tracing.host_memory import host_kind
 
 #: Types that stand for an array if only its shape and dtype matter.
 Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
@@ -268,9 +269,13 @@ def leaf_types(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _leaf_key(leaf: Any) -> Hashable:
-    """A leaf's shape, dtype and weak type, on which dtypes of results depend. For others, their Python type."""
+    """A leaf's shape, dtype and weak type, on which dtypes of results depend, and whether it is in host memory.
+
+    For others, their Python type.
+    """
     if isinstance(leaf, jax.Array | np.ndarray | np.generic | Shape | RemoteArray):
-        return (leaf.shape, _canonical(leaf.dtype), bool(getattr(leaf, "weak_type", False)))
+        kind = (leaf.shape, _canonical(leaf.dtype), bool(getattr(leaf, "weak_type", False)))
+        return kind if host_kind(leaf) is None else (*kind, host_kind(leaf))
     # A step count that starts as a Python int is returned as a weakly typed array of the default integer type. Both
     # have the same key, so that the second call finds the program of the first.
     if type(leaf) in (int, float, complex):

@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective, CollectiveKind
-from minialpa.errors import VerifyError
+from minialpa.errors import TraceError, VerifyError
 from minialpa.intra.ordering import wait_for_all
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import eager_reductions
@@ -43,6 +43,7 @@ from minialpa.tracing.jaxprs import (
     is_extended,
     is_literal,
     shape_of,
+    source_line,
 )
 from minialpa.tracing.ragged_products import only_keeps_apart
 

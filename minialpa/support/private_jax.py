@@ -99,6 +99,12 @@ def under_settings_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:
     return manager
 
 
+def compute_place(eqn: JaxprEqn) -> str | None:
+    """Where `compute_on` has the equation run; None outside of it."""
+    place: str | None = getattr(eqn.ctx, "compute_type", None)
+    return place
+
+
 def bind_again(eqn: JaxprEqn, args: Sequence[Any], params: Mapping[str, Any]) -> Any:
     """Apply the equation's primitive to other arguments; new equations keep the source line of the old one."""
     bind_params = eqn.primitive.get_bind_params(dict(params))

@@ -11,6 +11,7 @@ import numpy as np
 
 from minialpa.arrays import RemoteArray
 from minialpa.errors import TraceError
+from minialpa.tracing.host_memory import why_in_host
 from minialpa.tracing.jaxprs import is_extended
 
 
@@ -23,7 +24,7 @@ def argument_name(path: str) -> str:
 def leaf_type(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of a leaf, without a sharding: the plan decides how arguments are sharded.
 
-    Raises TraceError, with the leaf's path, for what is no array of numbers.
+    Raises TraceError, with the leaf's path, for what is no array of numbers, and for what is in host memory.
     """
     found = leaf
     if not isinstance(leaf, jax.ShapeDtypeStruct | jax.core.ShapedArray | RemoteArray):
@@ -43,6 +44,9 @@ def leaf_type(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
             "numbers whose dimensions are known."
         )
 
+    reason = why_in_host(leaf, path)
+    if reason is not None:
+        raise TraceError(reason)
     return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=bool(getattr(found, "weak_type", False)))
 
 

@@ -25,6 +25,7 @@ from minialpa.support.private_jax import (
     with_some_line,
     with_source_of,
 )
+from minialpa.tracing.host_memory import refuse_host_memory
 from minialpa.tracing.jaxprs import (
     CALLS,
     Atom,
@@ -66,9 +67,11 @@ def keep(primitive: str) -> None:
 def trace_flat(fun: Callable[..., Any], *args: Any) -> tuple[FlatJaxpr, Any]:
     """Trace `fun` on abstract or concrete arguments. Returns the flat program and the pytree of output shapes.
 
-    Copies the NumPy arrays that `fun` captures, so that the program keeps their current values.
+    Copies the NumPy arrays that `fun` captures, so that the program keeps their current values. Raises TraceError if
+    it uses host memory.
     """
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    refuse_host_memory(closed)
     flat = flatten_calls(closed.jaxpr, tuple(closed.consts))
     return replace(flat, consts=_own_constants(flat.consts)), out_shape
 
@@ -127,6 +130,12 @@ def _warn_of_shardings(eqn: JaxprEqn) -> None:
         )
 
 
+def _only_places(eqn: JaxprEqn) -> bool:
+    """Whether an equation only moves arrays to devices or a mesh of the user. The plan decides where arrays are."""
+    places = eqn.params["devices"] if eqn.primitive.name == "device_put" else ()
+    return eqn.primitive.name == "reshard" or any(isinstance(place, Sharding | jax.Device) for place in places)
+
+
 class _Flattener:
     """Collects the equations of a program; the consts of inner closed jaxprs become additional constvars."""
 
@@ -157,8 +166,8 @@ class _Flattener:
                 self._reduce(eqn, env, own)
             elif self.writes_out and (written := written_out(eqn)) is not None:
                 self._replace(eqn, env, own, written)
-            elif eqn.primitive.name == "reshard":  # to a mesh of the user; the plan decides on shardings
-                env[eqn.outvars[0]] = self.read(env, eqn.invars[0])
+            elif _only_places(eqn):
+                env.update((var, self.read(env, atom)) for var, atom in zip(eqn.outvars, eqn.invars, strict=True))
             else:
                 self.emit(eqn, env, own)
 
@@ -259,12 +268,12 @@ def _compiled_as(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
 
 
 def _is_to_be_written_out(eqns: Iterable[JaxprEqn]) -> bool:
-    """Whether equations, or those inside them, have a primitive that is written out."""
+    """Whether equations, or those inside them, have a primitive that is written out or left out."""
     for eqn in eqns:
         if is_call(eqn) or is_control_flow(eqn):
             if any(_is_to_be_written_out(inner.eqns) for inner in sub_jaxprs(eqn)):
                 return True
-        elif _compiled_as(eqn) is not None:
+        elif _only_places(eqn) or _compiled_as(eqn) is not None:
             return True
     return False
 
