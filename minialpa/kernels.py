@@ -13,23 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import Primitive
 
 import minialpa.rules.table  # noqa: F401 (the rules of jax's own primitives come first)
 from minialpa.errors import ShardingError
-from minialpa.rules.factors import Factors, Reduction
-from minialpa.rules.known_rules import factors_of, is_kernel, operation_name
+from minialpa.rules.factors import Reduction
+from minialpa.rules.known_rules import is_kernel, operation_name
 from minialpa.rules.notation import parse_rule
-from minialpa.rules.parts import Part, cut, wholes
 from minialpa.rules.registered import Flops, OpaqueFunction, ParamsOf, opaque_call, register_primitive, register_target
-from minialpa.rules.shards import run_shard
+from minialpa.rules.rule_check import check_parts
+from minialpa.rules.sharding_rule import ShardingRule
 from minialpa.tracing.evaluation import eval_equation
 from minialpa.tracing.flattening import trace_flat
 from minialpa.tracing.jaxprs import is_literal
-
-#: Largest difference of results, as a part of their largest element, by bytes of the dtype.
-_TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-9}
 
 
 def register_sharding_rule(
@@ -42,6 +38,7 @@ def register_sharding_rule(
     static_argnums: Sequence[int] = (),
     localize: ParamsOf | None = None,
     flops: Flops | None = None,
+    check: bool = True,
 ) -> Any:
     """Say what may be split in an operation, so that devices and micro-batches share it.
 
@@ -59,11 +56,13 @@ def register_sharding_rule(
             and results to the parameters for shards.
         flops: floating point operations, from the types of the operands. Without it, those of a function are counted,
             and a primitive takes one for each element of its results.
+        check: whether the rule is tried out on small arrays when a step first uses it; see `check_sharding_rule`.
 
     Returns the function to call instead of `operation`, if that is a function: one equation with this rule. Its
     derivative computes the function again, with a rule that follows from this one. Otherwise returns None.
 
-    Raises ShardingError if the rule cannot be read, or if the operation has one.
+    Raises ShardingError if the rule cannot be read, or if the operation has one. A parallelized step raises it if the
+    rule is wrong.
     """
     text = parse_rule(rule, reductions=reductions, need_replication=need_replication, factor_sizes=factor_sizes)
     if isinstance(operation, Primitive):
@@ -73,10 +72,10 @@ def register_sharding_rule(
             raise ShardingError("`static_argnums` is for functions; parameters of a primitive are static.")
         target = operation.removeprefix("ffi:")
         if target == operation:
-            return register_primitive(operation, text, localize=localize, flops=flops)
+            return register_primitive(operation, text, localize=localize, flops=flops, check=check)
         if localize is not None:
             raise ShardingError("The result types of `ffi_call` are those of the shards; leave `localize` out.")
-        return register_target(target, text, flops=flops)
+        return register_target(target, text, flops=flops, check=check)
 
     if not callable(operation):
         raise ShardingError(f"A rule is for a function, a primitive or the name of one, not for {operation!r}.")
@@ -84,18 +83,24 @@ def register_sharding_rule(
         raise ShardingError(f"`{operation.__name__}` already has a sharding rule.")
     if localize is not None:
         raise ShardingError("A function is called on shards as it is; leave `localize` out.")
-    return _WithRule(operation, text, tuple(static_argnums), flops)
+    return _WithRule(operation, text, tuple(static_argnums), flops, check)
 
 
 class _WithRule:
     """A function that has a sharding rule. Its calls are equations of their own."""
 
     def __init__(
-        self, fun: Callable[..., Any], text: Any, static_argnums: tuple[int, ...], flops: Flops | None
+        self,
+        fun: Callable[..., Any],
+        text: ShardingRule,
+        static_argnums: tuple[int, ...],
+        flops: Flops | None,
+        check: bool,
     ) -> None:
         functools.update_wrapper(self, fun)
         self.__name__: str = getattr(fun, "__name__", type(fun).__name__)
         self._fun, self._text, self._static_argnums, self._flops = fun, text, static_argnums, flops
+        self._check = check
         self._functions: dict[Any, tuple[OpaqueFunction, list[Any]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +138,7 @@ class _WithRule:
             out_trees[:] = [out_tree]
             return results
 
-        return OpaqueFunction(self.__name__, flat, self._text, self._flops), out_trees
+        return OpaqueFunction(self.__name__, flat, self._text, self._flops, check=self._check), out_trees
 
 
 # ---- checking -------------------------------------------------------------------------------------------------------
@@ -179,78 +184,9 @@ def check_sharding_rule(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> t
         results = eval_equation(eqn, operands)
         if is_kernel(eqn):
             n_kernels += 1
-            checked += _check_equation(eqn, operands, results)
+            parts = check_parts(eqn, operands, results)
+            checked += [CheckedFactor(operation_name(eqn), dims, n) for dims, n in parts]
         env.update(zip(eqn.outvars, results, strict=True))
     if not n_kernels:
         raise ShardingError("The function runs no kernel outside of loops: nothing has a rule to be checked.")
     return tuple(checked)
-
-
-def _check_equation(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> list[CheckedFactor]:
-    factors = factors_of(eqn)
-    checked = []
-    for f, parts in factors.smallest_splits():
-        _check_factor(eqn, factors, (f, parts), operands, results)
-        checked.append(CheckedFactor(operation_name(eqn), _dims_of(factors, f), parts))
-    return checked
-
-
-def _dims_of(factors: Factors, factor: int) -> str:
-    found = [
-        f"{kind} {i}: {d}"
-        for kind, arrays in (("operand", factors.operands), ("result", factors.results))
-        for i, dims in enumerate(arrays)
-        for d, dim in enumerate(dims)
-        if factor in dim
-    ]
-    return ", ".join(found)
-
-
-def _check_factor(
-    eqn: JaxprEqn, factors: Factors, split: tuple[int, int], operands: Sequence[Any], results: Sequence[Any]
-) -> None:
-    """Raise ShardingError unless the parts of the operation along a factor give its results.
-
-    split: the factor, and into how many parts it is cut.
-    """
-    factor, n = split
-    where = (
-        f"The sharding rule of `{operation_name(eqn)}` says that it may be split along {_dims_of(factors, factor)} "
-        "(array: dimension)"
-    )
-
-    # A kernel that takes the whole only, by its own check of shapes for example, fails on parts.
-    shards = []
-    for number in range(n):
-        part = Part(factor, number, n)
-        own = [cut(x, dims, part) for x, dims in zip(operands, factors.operands, strict=True)]
-        try:
-            shards.append(run_shard(eqn, factors, own, {factor: n}, {}))
-        except ShardingError:
-            raise
-        except Exception as error:
-            raise ShardingError(f"{where}, and part {number} of {n} fails: {type(error).__name__}: {error}") from error
-
-    for r, expected in enumerate(results):
-        parts = [np.asarray(shard[r]) for shard in shards]
-        for found in wholes(parts, factors, factor, r):
-            problem = _difference(found, np.asarray(expected))
-            if problem:
-                raise ShardingError(f"{where}, and result {r} of {n} parts is not that of the whole: {problem}.")
-
-
-def _difference(found: np.ndarray, expected: np.ndarray) -> str:
-    """What is wrong with an array; empty if nothing is."""
-    if found.shape != expected.shape:
-        return f"its shape is {found.shape} instead of {expected.shape}"
-    if not jax.numpy.issubdtype(expected.dtype, np.inexact):
-        return "" if np.array_equal(found, expected) else f"{np.sum(found != expected)} elements differ"
-
-    wide = np.complex128 if np.iscomplexobj(expected) else np.float64
-    one, other = found.astype(wide), expected.astype(wide)
-    largest = float(np.max(np.abs(other), initial=0.0, where=np.isfinite(other)))
-    tolerance = _TOLERANCES[min(expected.dtype.itemsize, 8)] * max(largest, 1e-30)
-    is_same = np.isclose(one, other, rtol=0, atol=tolerance, equal_nan=True)
-    if np.all(is_same):
-        return ""
-    return f"{np.sum(~is_same)} of {found.size} elements differ, by up to {np.nanmax(np.abs(one - other)):.3g}"

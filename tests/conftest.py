@@ -44,6 +44,7 @@ def own_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (known_rules, "_RULES"),
         (known_rules, "_LOCALIZERS"),
         (known_rules, "_OPERATION_NAMES"),
+        (registered, "_PRIMITIVES"),
         (registered, "_TARGETS"),
     ):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))

@@ -53,6 +53,7 @@ from minialpa.methods import (
 from minialpa.plan import Plan
 from minialpa.pytrees import check_no_graph, update_modules
 from minialpa.recognition.step import recognise
+from minialpa.rules.rule_check import check_registered_rules
 from minialpa.session import Session, current_session, running_session
 from minialpa.support.collection import collection_paused
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
@@ -579,6 +580,7 @@ class ParallelizedFunc:
             if known.batch == "auto" and set(numbers) == {0, 1}:
                 _explain_sizes(call.leaves, paths, [number == 1 for number in numbers], error)
             raise
+        check_registered_rules(traced.flat.eqns, on_default_device=_runs_here())
         if known.batch != "auto":
             return traced
 
@@ -601,6 +603,12 @@ class ParallelizedFunc:
                 f"The step fails on these arguments: {error!r}. Their structure differs from that of earlier calls:\n"
                 f"  now     {call.tree[0]}\n  earlier {self._known_trees[-1][0]}"
             ) from error
+
+
+def _runs_here() -> bool:
+    """Whether steps run on the devices of this process. Otherwise it leaves them to the workers."""
+    session = running_session()
+    return session is None or session.runtime is None
 
 
 def _default(option: dataclasses.Field[Any]) -> Any:

@@ -157,17 +157,14 @@ def factors_of(eqn: JaxprEqn) -> Factors:
 
     One device runs an equation with side effects, for all others, and the same for loops and branches around it.
     """
-    arrays = tuple((shape_of(atom), getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars))
-    equal = equal_operands(eqn) if eqn.primitive.name in _BY_EQUAL_OPERANDS else ()
-    key = (eqn.primitive.name, tuple(eqn.params.items()), arrays, settings_of(eqn), equal)
     try:
-        return _factors(_EquationKey(key, eqn))
+        return _factors(kind_of(eqn))
     except TypeError:  # a parameter that cannot be hashed
         return _by_rule(eqn)
 
 
 @dataclass(frozen=True, slots=True)
-class _EquationKey:
+class EquationKind:
     """Equations with equal keys differ only in names and literals, which rules do not look at.
 
     Attributes:
@@ -179,8 +176,15 @@ class _EquationKey:
     eqn: JaxprEqn = field(compare=False)
 
 
+def kind_of(eqn: JaxprEqn) -> EquationKind:
+    """The kind of an equation. It cannot be hashed if a parameter cannot be."""
+    arrays = tuple((shape_of(atom), getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars))
+    equal = equal_operands(eqn) if eqn.primitive.name in _BY_EQUAL_OPERANDS else ()
+    return EquationKind((eqn.primitive.name, tuple(eqn.params.items()), arrays, settings_of(eqn), equal), eqn)
+
+
 @cached(maxsize=4096)
-def _factors(kind: _EquationKey) -> Factors:
+def _factors(kind: EquationKind) -> Factors:
     return _by_rule(kind.eqn)
 
 

@@ -88,7 +88,13 @@ def _equation_flops(eqn: JaxprEqn) -> float:
 # ---- primitives -----------------------------------------------------------------------------------------------------
 
 
-def register_primitive(name: str, text: ShardingRule, *, localize: ParamsOf | None, flops: Flops | None) -> None:
+#: Rules of users by primitive, those that are to be checked.
+_PRIMITIVES: dict[str, ShardingRule] = {}
+
+
+def register_primitive(
+    name: str, text: ShardingRule, *, localize: ParamsOf | None, flops: Flops | None, check: bool
+) -> None:
     """Give a primitive a rule. Raises ShardingError if it has one."""
     if has_rule(name):
         raise ShardingError(f"The primitive `{name}` already has a sharding rule.")
@@ -104,6 +110,8 @@ def register_primitive(name: str, text: ShardingRule, *, localize: ParamsOf | No
         return factors
 
     rule(name, localize=local, named=lambda eqn: name)(of_equation)
+    if check:
+        _PRIMITIVES[name] = text
     forget()
 
 
@@ -118,16 +126,17 @@ def _structs(atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 class _Target:
     text: ShardingRule
     flops: Flops | None
+    check: bool
 
 
 _TARGETS: dict[str, _Target] = {}
 
 
-def register_target(name: str, text: ShardingRule, *, flops: Flops | None) -> None:
+def register_target(name: str, text: ShardingRule, *, flops: Flops | None, check: bool) -> None:
     """Give calls of a foreign function a rule. Raises ShardingError if it has one."""
     if name in _TARGETS:
         raise ShardingError(f"The FFI target `{name}` already has a sharding rule.")
-    _TARGETS[name] = _Target(text, flops)
+    _TARGETS[name] = _Target(text, flops, check)
     forget()
 
 
@@ -163,12 +172,21 @@ class OpaqueFunction:
     its derivatives and batches.
     """
 
-    def __init__(self, name: str, fun: Callable[..., Any], text: ShardingRule, flops: Flops | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        fun: Callable[..., Any],
+        text: ShardingRule,
+        flops: Flops | None = None,
+        *,
+        check: bool = True,
+    ) -> None:
         """`fun` takes arrays and returns a list of arrays, also of shards; `text` is its rule.
 
         flops: floating point operations, from the types of its operands; None: those of its jaxpr.
+        check: whether the rule is tried out before it is used.
         """
-        self.name, self.fun, self.text, self.flops = name, fun, text, flops
+        self.name, self.fun, self.text, self.flops, self.check = name, fun, text, flops, check
         self._traced: dict[Any, Any] = {}
         self._derived: dict[Any, OpaqueFunction] = {}
 
@@ -213,7 +231,7 @@ class OpaqueFunction:
 
             flops = self.flops
             own = None if flops is None else lambda *types: 3.0 * flops(*types[:n])
-            self._derived[key] = OpaqueFunction(f"derivative of {self.name}", fun, text, own)
+            self._derived[key] = OpaqueFunction(f"derivative of {self.name}", fun, text, own, check=self.check)
         return self._derived[key]
 
     def batched(self, is_batched: Sequence[bool], operands: Shapes, results: Shapes) -> OpaqueFunction:
@@ -231,7 +249,7 @@ class OpaqueFunction:
                 return float(n) * flops(*rest)
 
             given = None if flops is None else own
-            self._derived[key] = OpaqueFunction(self.name, fun, text, given)
+            self._derived[key] = OpaqueFunction(self.name, fun, text, given, check=self.check)
         return self._derived[key]
 
 
@@ -323,3 +341,16 @@ def _function(eqn: JaxprEqn) -> Factors:
     factors = named.factors(own)
     check_shards(eqn, factors, tuple(named.sizes), function.name, _local_function)
     return factors
+
+
+def rule_to_check(eqn: JaxprEqn) -> ShardingRule | None:
+    """The rule that a user has registered for an equation; None if it needs no check."""
+    match eqn.primitive.name:
+        case "minialpa_function":
+            function: OpaqueFunction = eqn.params["function"]
+            return function.text if function.check else None
+        case "ffi_call":
+            target = _TARGETS.get(eqn.params["target_name"])
+            return target.text if target is not None and target.check else None
+        case name:
+            return _PRIMITIVES.get(name)

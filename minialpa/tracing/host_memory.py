@@ -1,7 +1,7 @@
 """Host memory in steps and arguments, which is refused: arrays of a plan are in the memory of devices.
 
-jax has four ways to it: an array whose type says so, as `jax.device_put` and checkpoint policies that offload make it;
-the memory kind of a sharding; `compute_on`; and arguments that are there already.
+jax offers it in four ways: types of arrays in host memory, which `jax.device_put` and checkpoint policies that offload
+make; the memory kind of a sharding; `compute_on`; and arguments that are already there.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ def refuse_host_memory(closed: ClosedJaxpr) -> None:
         if what is not None:
             raise TraceError(
                 f"`{eqn.primitive.name}` at {source_line(eqn)} {what}. {_KEPT} Leave it out: results can be moved after "
-                "the step; instead of a checkpoint policy that offloads, use one that saves or computes again, such as "
+                "the step; instead of a checkpoint policy that offloads, use one that saves, such as "
                 "`save_only_these_names`; `Zero3Parallel`, `remat` and more devices save memory, too."
             )
     if any(_is_in_host(var.aval) for var in closed.jaxpr.constvars):
-        raise TraceError(f"The step reads an array in host memory by closure. {_KEPT} Pass it as an argument on devices.")
+        raise TraceError(
+            f"The step reads an array in host memory by closure. {_KEPT} Pass it as an argument on devices."
+        )
 
 
 def why_in_host(leaf: Any, path: str) -> str | None:
@@ -53,7 +55,7 @@ def why_in_host(leaf: Any, path: str) -> str | None:
 
 
 def _use_of_host(eqn: JaxprEqn) -> str | None:
-    """What an equation does with the host, for a message; None if it does nothing with it."""
+    """How an equation uses the host, for a message; None if it does not."""
     if compute_place(eqn) == "device_host":
         return "runs on the host, as `compute_on` says"
 
@@ -74,7 +76,7 @@ def _is_in_host(aval: Any) -> bool:
 
 
 def _all_equations(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """Equations, and those inside them."""
+    """Equations, and the equations inside them."""
     for eqn in eqns:
         yield eqn
         for body in sub_jaxprs(eqn):

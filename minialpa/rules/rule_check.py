@@ -1,0 +1,382 @@
+"""The check of rules that users register: parts of an operation, computed one by one, give the results of the whole.
+
+`check_parts` cuts the factors of an equation on given values. `check_registered_rules` does so for each kernel of a
+step on small arrays of random values. It shrinks factors in all arrays together, so that the rule still fits, and less
+so if the operation does not take such shapes. If the parts do not give the whole, the largest sizes decide.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from minialpa.errors import ShardingError
+from minialpa.rules.factors import Factors, Shapes
+from minialpa.rules.known_rules import EquationKind, cached, factors_of, kind_of, localizer_of, operation_name
+from minialpa.rules.parts import Part, cut, wholes
+from minialpa.rules.registered import rule_to_check
+from minialpa.rules.sharding_rule import NamedFactors, Names, ShardingRule, shapes_of
+from minialpa.rules.shards import localize
+from minialpa.support.private_jax import changed_aval, result_avals, under_settings_of
+from minialpa.tracing.evaluation import eval_on_shards
+from minialpa.tracing.flattening import flatten_calls
+from minialpa.tracing.jaxprs import (
+    aval_of,
+    fresh_var,
+    is_extended,
+    is_literal,
+    sub_jaxprs,
+    with_each_body,
+)
+
+#: Largest difference of results, as a part of their largest element, by bytes of the dtype.
+_TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-9}
+#: Lengths to which factors are shrunk, the smallest first; the last try is with the call's own lengths.
+_LENGTHS = (4, 16, 64, 256)
+#: Elements of all arrays together, and floating point operations, up to which an equation is computed for a check.
+_MOST_ELEMENTS, _MOST_FLOPS = 1 << 22, 4e9
+
+
+# ---- parts of an equation on given values ----------------------------------------------------------------------------
+
+
+def check_parts(eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> Iterator[tuple[str, int]]:
+    """Cut each factor that may be split into parts, whose results must be `results` together.
+
+    Yields the dimensions that were cut and the number of parts. Raises ShardingError if the rule is wrong.
+    """
+    factors = factors_of(eqn)
+    for f, n in factors.smallest_splits():
+        problem = _problem_of(eqn, factors, (f, n), operands, results)
+        if problem:
+            raise ShardingError(f"{_claim(eqn, factors, f)}, and {problem}.")
+        yield _dims_of(factors, f), n
+
+
+def _claim(eqn: JaxprEqn, factors: Factors, factor: int) -> str:
+    """What the rule of an equation claims about a factor, by the user's name for it if the user has given the rule."""
+    dims, rule, operation = _dims_of(factors, factor), rule_to_check(eqn), operation_name(eqn)
+    if rule is None:
+        return f"The sharding rule of `{operation}` says that it may be split along {dims} (array: dimension)"
+    name = list(rule.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), operation).sizes)[factor]
+    how = f", and its parts combined by {factors.reductions[factor]}" if factor in factors.reductions else ""
+    return f"The sharding rule of `{operation}`, `{rule.text}`, says that `{name}` may be split ({dims}){how}"
+
+
+def _dims_of(factors: Factors, factor: int) -> str:
+    found = [
+        f"{kind} {i}: {d}"
+        for kind, arrays in (("operand", factors.operands), ("result", factors.results))
+        for i, dims in enumerate(arrays)
+        for d, dim in enumerate(dims)
+        if factor in dim
+    ]
+    return ", ".join(found)
+
+
+def _problem_of(
+    eqn: JaxprEqn, factors: Factors, split: tuple[int, int], operands: Sequence[Any], results: Sequence[Any]
+) -> str:
+    """How the parts of an equation along a factor differ from its results; empty if they do not.
+
+    split: the factor, and into how many parts it is cut.
+    """
+    factor, n = split
+
+    # A kernel that takes the whole only, by its own check of shapes for example, fails on parts.
+    shards = []
+    for number in range(n):
+        part = Part(factor, number, n)
+        own = [cut(x, dims, part) for x, dims in zip(operands, factors.operands, strict=True)]
+        try:
+            shards.append(_run(eqn, localize(eqn, factors, {factor: n}), own))
+        except ShardingError:
+            raise
+        except Exception as error:
+            return f"part {number} of {n} fails: {type(error).__name__}: {error}"
+
+    for r, expected in enumerate(results):
+        parts = [_as_numpy(shard[r]) for shard in shards]
+        for found in wholes(parts, factors, factor, r):
+            problem = _difference(found, _as_numpy(expected))
+            if problem:
+                return f"result {r} of {n} parts is not that of the whole: {problem}"
+    return ""
+
+
+def _as_numpy(array: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(array) if is_extended(array.dtype) else array)
+
+
+def _difference(found: np.ndarray, expected: np.ndarray) -> str:
+    """How an array differs from the expected one; empty if it does not."""
+    if found.shape != expected.shape:
+        return f"its shape is {found.shape} instead of {expected.shape}"
+    if found.dtype != expected.dtype:
+        return f"its dtype is {found.dtype} instead of {expected.dtype}"
+    if not jnp.issubdtype(expected.dtype, np.inexact):
+        return "" if np.array_equal(found, expected) else f"{np.sum(found != expected)} elements differ"
+
+    wide = np.complex128 if np.iscomplexobj(expected) else np.float64
+    one, other = found.astype(wide), expected.astype(wide)
+    largest = float(np.max(np.abs(other), initial=0.0, where=np.isfinite(other)))
+    tolerance = _TOLERANCES[min(expected.dtype.itemsize, 8)] * max(largest, 1e-30)
+    is_same = np.isclose(one, other, rtol=0, atol=tolerance, equal_nan=True)
+    if np.all(is_same):
+        return ""
+    return f"{np.sum(~is_same)} of {found.size} elements differ, by up to {np.nanmax(np.abs(one - other)):.3g}"
+
+
+def _run(eqn: JaxprEqn, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
+    """The results of an equation; on CPUs, where Pallas compiles no kernels, these are interpreted."""
+    devices = [x.devices() for x in operands if isinstance(x, jax.Array)]
+    if all(device.platform == "cpu" for some in devices for device in some):
+        params = {name: _interpreted(x) if isinstance(x, ClosedJaxpr) else x for name, x in params.items()}
+    return eval_on_shards(eqn, operands, params)
+
+
+@functools.lru_cache(maxsize=256)
+def _interpreted(program: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with its Pallas kernels interpreted; the same program if it has no kernel."""
+    if not _has_kernel(program.jaxpr):
+        return program
+    flat = flatten_calls(program.jaxpr, tuple(program.consts))
+    eqns = [
+        with_each_body(_interpreted, eqn)
+        if eqn.primitive.name != "pallas_call"
+        else eqn.replace(params=dict(eqn.params, interpret=True))
+        for eqn in flat.eqns
+    ]
+    body = program.jaxpr.replace(constvars=list(flat.constvars), eqns=eqns, outvars=list(flat.outvars))
+    return ClosedJaxpr(body, list(flat.consts))
+
+
+def _has_kernel(program: Any) -> bool:
+    return any(eqn.primitive.name == "pallas_call" or any(map(_has_kernel, sub_jaxprs(eqn))) for eqn in program.eqns)
+
+
+# ---- the rules of a step, on small arrays ----------------------------------------------------------------------------
+
+
+def check_registered_rules(eqns: Iterable[JaxprEqn], *, on_default_device: bool) -> None:
+    """Try out the rules that users have registered for equations, also for equations in loops and branches.
+
+    Each kind of equation is checked once, on the CPU. on_default_device: whether kernels that do not run there may run
+    on jax's default device. Raises ShardingError if a rule is wrong; warns if an operation runs nowhere here.
+    """
+    for eqn in eqns:
+        if rule_to_check(eqn) is not None:
+            kind = kind_of(eqn)
+            check = _why_unchecked_once if _can_be_hashed(kind) else _why_unchecked
+            unchecked = check(kind, on_default_device)
+            if unchecked:
+                warnings.warn(unchecked, UserWarning, stacklevel=2)
+        for body in sub_jaxprs(eqn):
+            check_registered_rules(body.eqns, on_default_device=on_default_device)
+
+
+def _why_unchecked(kind: EquationKind, on_default_device: bool) -> str:
+    """Why a kind of equation cannot be checked here; empty if its rule is right. Raises ShardingError if it is wrong."""
+    rule = rule_to_check(kind.eqn)
+    assert rule is not None
+    if not any(True for _ in factors_of(kind.eqn).smallest_splits()):
+        return ""
+
+    failure = "it is too large"
+    for device in _devices(on_default_device):
+        with _undisturbed(device, kind.eqn):
+            outcome = _tried(kind.eqn, rule)
+        if outcome.wrong is not None:
+            raise ShardingError(
+                f"{outcome.wrong} This is what small arrays of random values show. Add the factor to "
+                "`need_replication`, or correct the rule or `reductions`. `register_sharding_rule(..., check=False)` "
+                "skips this check."
+            )
+        if outcome.has_run:
+            return ""
+        failure = outcome.failure or failure
+    return (
+        f"The sharding rule of `{operation_name(kind.eqn)}`, `{rule.text}`, is not checked, because the operation does "
+        f"not run here: {failure}. Try it with `minialpa.check_sharding_rule` where it runs, and register it with "
+        "`check=False`."
+    )
+
+
+_why_unchecked_once = cached(maxsize=4096)(_why_unchecked)
+
+
+def _can_be_hashed(kind: EquationKind) -> bool:
+    try:
+        hash(kind)
+    except TypeError:
+        return False
+    return True
+
+
+def _devices(on_default_device: bool) -> Iterator[jax.Device]:
+    try:
+        yield jax.devices("cpu")[0]
+    except RuntimeError:  # `jax_platforms` leaves it out
+        pass
+    if on_default_device and jax.default_backend() != "cpu":
+        yield jax.devices()[0]
+
+
+def _undisturbed(device: jax.Device, eqn: JaxprEqn) -> ExitStack:
+    """A context for values on one device, in which the equation's settings hold, and no checks of the user's."""
+    stack = ExitStack()
+    for context in (
+        under_settings_of(eqn),
+        jax.default_device(device),
+        jax.transfer_guard("allow"),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+    ):
+        stack.enter_context(context)
+    return stack
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What came of trying a rule.
+
+    Attributes:
+        has_run: whether the operation ran at all.
+        wrong: how the rule fails, in words; None if it holds.
+        failure: why the operation does not run, if it does not.
+    """
+
+    has_run: bool = False
+    wrong: str | None = None
+    failure: str | None = None
+
+
+def _tried(eqn: JaxprEqn, rule: ShardingRule) -> _Outcome:
+    """The outcome of trying a rule at the smallest sizes that run and, if it is wrong there, at the largest."""
+    sizes = _sizes_to_try(eqn, rule)
+    first = _first_that_runs(eqn, sizes)
+    # Sizes may be too small for the parts, as a block that is computed at once may be.
+    return first if first.wrong is None else _first_that_runs(eqn, sizes[::-1])
+
+
+def _first_that_runs(eqn: JaxprEqn, sizes: Iterable[tuple[Shapes, Shapes]]) -> _Outcome:
+    outcome = _Outcome()
+    for operands, results in sizes:
+        try:
+            small = _with_shapes(eqn, operands, results)
+            if factors_of(small).flops > _MOST_FLOPS:
+                continue
+            values, whole = _computed(small)
+        except Exception as error:
+            outcome = _Outcome(failure=f"{type(error).__name__}: {error}")
+            continue
+
+        try:
+            for _ in check_parts(small, values, whole):
+                pass
+            return _Outcome(has_run=True)
+        except ShardingError as error:
+            return _Outcome(has_run=True, wrong=str(error))
+    return outcome
+
+
+def _sizes_to_try(eqn: JaxprEqn, rule: ShardingRule) -> list[tuple[Shapes, Shapes]]:
+    """Shapes of operands and results that the rule fits, the smallest first, the call's own last, if they are small."""
+    named = rule.named_factors(shapes_of(eqn.invars), shapes_of(eqn.outvars), operation_name(eqn))
+    given = {name for name, _ in rule.sizes}
+    found: dict[tuple[Shapes, Shapes], int] = {}
+    for most in (*_LENGTHS, max(named.sizes.values(), default=1)):
+        # An operation may need the full length of some factors, most likely of factors that are not split.
+        for kept in (given, given | named.blocked()):
+            sizes = {name: n if name in kept else _shrunk(n, most) for name, n in named.sizes.items()}
+            shapes = _shapes(named, named.operands, sizes), _shapes(named, named.results, sizes)
+            n_elements = sum(math.prod(shape) for some in shapes for shape in some)
+            if n_elements <= _MOST_ELEMENTS:
+                found[shapes] = n_elements
+    return sorted(found, key=lambda shapes: found[shapes])
+
+
+def _shrunk(n: int, most: int) -> int:
+    """A length of at most `most` in the place of n: the largest divisor of n, so that what divided it mostly still does;
+    `most` itself, if no divisor but 1 is so short."""
+    if n <= most:
+        return n
+    return next((d for d in range(most, 1, -1) if n % d == 0), most)
+
+
+def _shapes(named: NamedFactors, arrays: Sequence[tuple[Names, ...]], sizes: Mapping[str, int]) -> Shapes:
+    # Dimensions of length 1 have no factors.
+    return tuple(tuple(math.prod(sizes[name] for name in dim) for dim in dims) for dims in arrays)
+
+
+def _with_shapes(eqn: JaxprEqn, operands: Shapes, results: Shapes) -> JaxprEqn:
+    """The equation on arrays of these shapes. Raises if the operation does not take operands of such shapes, or makes
+    other results of them."""
+    if (operands, results) == (shapes_of(eqn.invars), shapes_of(eqn.outvars)):
+        return eqn
+    local = localizer_of(eqn)
+    params = dict(eqn.params) if local is None else local(eqn, operands, results)
+    avals = [changed_aval(aval_of(atom), shape=shape) for atom, shape in zip(eqn.invars, operands, strict=True)]
+    made = result_avals(eqn, avals, params)
+    if shapes_of(made) != results:
+        raise ShardingError(f"of shapes {list(operands)} it makes results of shapes {list(shapes_of(made))}")
+    invars = [atom if is_literal(atom) else fresh_var(aval) for atom, aval in zip(eqn.invars, avals, strict=True)]
+    small: JaxprEqn = eqn.replace(invars=invars, outvars=list(map(fresh_var, made)), params=params)
+    return small
+
+
+def _computed(eqn: JaxprEqn) -> tuple[list[Any], list[Any]]:
+    """Random operands of an equation and its results: numbers of both signs, if these have finite results."""
+    for draw in (_any_numbers, _positive_numbers):
+        values = _drawn(eqn, draw)
+        results = _run(eqn, eqn.params, values)
+        if all(np.all(np.isfinite(x)) for x in results if jnp.issubdtype(x.dtype, np.inexact)):
+            break
+    return values, results
+
+
+def _any_numbers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.normal(size=shape)
+
+
+def _positive_numbers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return rng.uniform(0.1, 0.9, shape)
+
+
+def _drawn(eqn: JaxprEqn, draw: Any) -> list[Any]:
+    """Values of the operands. Integers may be positions, so they are less than every length."""
+    rng = np.random.default_rng(0)
+    most = min((n for shape in shapes_of(eqn.invars) for n in shape if n > 1), default=2)
+
+    def value(atom: Any) -> Any:
+        if is_literal(atom):
+            return atom.val
+        aval = aval_of(atom)
+        shape, dtype = tuple(aval.shape), aval.dtype
+        if is_extended(dtype):
+            return _keys(shape, dtype)
+        if jnp.issubdtype(dtype, np.complexfloating):
+            return jnp.asarray(draw(rng, shape) + 1j * draw(rng, shape), dtype)
+        if jnp.issubdtype(dtype, np.inexact):
+            return jnp.asarray(draw(rng, shape), dtype)
+        return jnp.asarray(rng.integers(0, 2 if dtype == np.bool_ else most, shape), dtype)
+
+    return list(map(value, eqn.invars))
+
+
+def _keys(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Random keys of a dtype, whose implementation only an array tells."""
+    found: list[Any] = []
+    jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), jax.ShapeDtypeStruct(shape, dtype))
+    key = jax.random.key(0, impl=found[0])
+    return jax.random.split(key, shape) if shape else key

@@ -1,0 +1,171 @@
+"""Rules that users register are tried out on small arrays before a step is planned: right ones pass, wrong ones do not.
+
+Each wrong rule is one that plans would use without a word.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import minialpa
+from minialpa import DataParallel, ShardingError
+from minialpa.rules import rule_check
+from minialpa.rules.rule_check import check_registered_rules
+from minialpa.tracing.flattening import trace_flat
+from tests.rules.rule_programs import floats
+
+pytestmark = pytest.mark.usefixtures("own_rules")
+
+Function = Callable[..., Any]
+
+
+@jax.custom_vjp
+def _clipped_by_all(x: Any) -> Any:
+    return jnp.tanh(x)
+
+
+_clipped_by_all.defvjp(lambda x: (jnp.tanh(x), None), lambda _, bar: (bar / jnp.sqrt(jnp.sum(bar * bar)),))
+
+
+def _dropout(x: Any) -> Any:
+    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x, 0)
+
+
+def _smoothed(x: Any) -> Any:
+    return x + jnp.concatenate([x[1:], jnp.zeros_like(x[:1])])
+
+
+def _cumsum_of_blocks(x: Any) -> Any:
+    return jnp.cumsum(x.reshape(x.shape[0], -1, 8), 2).reshape(x.shape)
+
+
+_SLOW = pytest.mark.slow
+WRONG = {
+    "a running sum": (lambda x: jnp.cumsum(x, 0), "b d -> b d", {}),
+    "a softmax": pytest.param(lambda x: jax.nn.softmax(x, 1), "b d -> b d", {}, marks=_SLOW),
+    "a halo": (_smoothed, "b d -> b d", {}),
+    "a mean": (lambda x: jnp.mean(x, 1), "b d -> b", {"reductions": "d"}),
+    "a sum of maxima": pytest.param(lambda x: jnp.max(x, 1), "b d -> b", {"reductions": "d"}, marks=_SLOW),
+    "a maximum of sums": (lambda x: jnp.sum(x, 1), "b d -> b", {"reductions": {"d": "max"}}),
+    "what follows a sum": pytest.param(
+        lambda x: jnp.tanh(jnp.sum(x, 1)), "b d -> b", {"reductions": "d"}, marks=_SLOW
+    ),
+    "a term that is added once": (lambda x: jnp.sum(x, 1) + 1, "b d -> b", {"reductions": "d"}),
+    "sums that are rounded": (lambda x: jnp.sum(x, 1).astype(np.int32), "b d -> b", {"reductions": "d"}),
+    "a position": (lambda x: x * jnp.arange(len(x), dtype=x.dtype)[:, None], "b d -> b d", {}),
+    "the position of a maximum": (lambda x: jnp.argmax(x, 1), "b d -> b", {"reductions": {"d": "max"}}),
+    "an order": pytest.param(lambda x: x[::-1], "b d -> b d", {}, marks=_SLOW),
+    "a transposed result": (lambda x: jnp.tanh(x).T, "b d -> b d", {}),
+    "a length": pytest.param(lambda x: x / np.float32(len(x)), "b d -> b d", {}, marks=_SLOW),
+    "examples that are normalised together": (lambda x: x - jnp.mean(x, 0, keepdims=True), "b d -> b d", {}),
+    "random numbers": (_dropout, "b d -> b d", {}),
+    "a gradient of all examples": (_clipped_by_all, "b d -> b d", {}),
+}  # fmt: skip
+RIGHT = {
+    "elementwise": (jnp.tanh, "b d -> b d", {}),
+    "only positive numbers": (jnp.log, "b d -> b d", {}),
+    "a softmax of rows": (lambda x: jax.nn.softmax(x, 1), "b d -> b d", {"need_replication": "d"}),
+    "a sum": (lambda x: jnp.sum(x, 1), "b d -> b", {"reductions": "d"}),
+    "a maximum": pytest.param(lambda x: jnp.max(x, 1), "b d -> b", {"reductions": {"d": "max"}}, marks=_SLOW),
+    "a narrower type": pytest.param(lambda x: x.astype(jnp.bfloat16), "b d -> b d", {}, marks=_SLOW),
+    "blocks of a fixed length": (_cumsum_of_blocks, "b d -> b d", {}),
+    "a table of a fixed length": (lambda x: x * np.ones((1, 16), np.float32), "b d -> b d", {"need_replication": "d"}),
+}  # fmt: skip
+
+
+def _named(fun: Function) -> Function:
+    def kernel(x: Any) -> Any:
+        return fun(x)
+
+    return kernel
+
+
+def _check(fun: Function, *args: Any) -> None:
+    check_registered_rules(trace_flat(fun, *args)[0].eqns, on_default_device=False)
+
+
+def _loss(kernel: Function) -> Function:
+    """A function with the kernel's derivative in it, if it has one."""
+    return jax.grad(lambda x: jnp.sum(kernel(x).astype(x.dtype) ** 2))
+
+
+def _params(table: dict[str, Any]) -> list[Any]:
+    return [case if hasattr(case, "marks") else pytest.param(*case) for case in table.values()]
+
+
+@pytest.mark.parametrize(("fun", "rule", "options"), _params(WRONG), ids=list(WRONG))
+def test_a_wrong_rule_is_refused(fun: Function, rule: str, options: dict[str, Any]) -> None:
+    kernel = minialpa.register_sharding_rule(_named(fun), rule, **options)
+    with pytest.raises(ShardingError, match=r"`(derivative of )?kernel`.* says that `[bd]` may be split"):
+        _check(_loss(kernel), floats((16, 16), 0))
+
+
+@pytest.mark.parametrize(("fun", "rule", "options"), _params(RIGHT), ids=list(RIGHT))
+def test_a_right_rule_passes(fun: Function, rule: str, options: dict[str, Any]) -> None:
+    kernel = minialpa.register_sharding_rule(_named(fun), rule, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _check(_loss(kernel), floats((16, 16), 0))
+
+
+def test_arrays_that_are_too_large_are_shrunk() -> None:
+    large = jax.ShapeDtypeStruct((1 << 20, 1 << 20), np.float32)
+    _check(minialpa.register_sharding_rule(_named(jnp.tanh), "b d -> b d"), large)
+    wrong = minialpa.register_sharding_rule(_named(lambda x: jnp.cumsum(x, 0)), "b d -> b d")
+    with pytest.raises(ShardingError, match="says that `b` may be split"):
+        _check(wrong, large)
+
+
+def test_keys_and_positions_are_drawn() -> None:
+    keys, x = jax.random.split(jax.random.key(0), 4), floats((4, 6), 0)
+    mask = lambda keys, x: jax.vmap(lambda key, row: row + jax.random.normal(key, row.shape))(keys, x)  # noqa: E731
+    _check(minialpa.register_sharding_rule(mask, "b, b d -> b d", need_replication="d"), keys, x)
+    lookup = minialpa.register_sharding_rule(lambda table, i: table[i], "v d, b -> b d")
+    _check(lookup, floats((4, 6), 0), np.arange(4))
+
+
+def test_rules_in_loops_and_branches_are_tried() -> None:
+    wrong = minialpa.register_sharding_rule(_named(lambda x: jnp.cumsum(x, 0)), "b d -> b d")
+    for fun in (
+        lambda x: jax.lax.scan(lambda c, _: (wrong(c), None), x, None, length=2)[0],
+        lambda x: jax.lax.cond(x[0, 0] > 0, wrong, lambda x: x, x),
+    ):
+        with pytest.raises(ShardingError, match="`kernel`"):
+            _check(fun, floats((4, 6), 0))
+
+
+def test_a_kernel_is_tried_once_for_each_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = minialpa.register_sharding_rule(_named(jnp.tanh), "b d -> b d")
+    tried: list[Any] = []
+    monkeypatch.setattr(rule_check, "check_parts", lambda eqn, *_: tried.append(eqn) or ())
+    for _ in range(2):
+        _check(lambda x: kernel(kernel(x)), floats((4, 6), 0))
+    assert len(tried) == 1
+
+
+def test_what_does_not_run_here_is_named_in_a_warning() -> None:
+    call = lambda x: jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)  # noqa: E731
+    kernel = minialpa.register_sharding_rule(_named(call), "b d -> b d")
+    with pytest.warns(UserWarning, match=r"rule of `kernel`, `b d -> b d`, is not checked.*No FFI handler"):
+        _check(kernel, floats((4, 6), 0))
+    minialpa.register_sharding_rule("ffi:nowhere", "b d -> b d", check=False)
+    _check(call, floats((4, 6), 0))
+
+
+def test_a_step_with_a_wrong_rule_is_refused_unless_it_is_not_to_be_checked() -> None:
+    fun = lambda x: jnp.cumsum(x, 0)  # noqa: E731
+    for check in (True, False):
+        kernel = minialpa.register_sharding_rule(_named(fun), "b d -> b d", check=check)
+        step = minialpa.parallelize(lambda x, f=kernel: f(x), method=DataParallel(jax.devices()[:2]), batch_argnums=0)
+        if check:
+            with pytest.raises(ShardingError, match="`b` may be split"):
+                step.plan(floats((4, 6), 0))
+        else:
+            step.plan(floats((4, 6), 0))
