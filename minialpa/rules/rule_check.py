@@ -11,7 +11,7 @@ import functools
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,7 +186,7 @@ def check_registered_rules(eqns: Iterable[JaxprEqn], *, on_default_device: bool)
 
 
 def _why_unchecked(kind: EquationKind, on_default_device: bool) -> str:
-    """Why a kind of equation cannot be checked here; empty if its rule is right. Raises ShardingError if it is wrong."""
+    """Why a kind of equation cannot be checked here; empty if its rule holds. Raises ShardingError if it does not."""
     rule = rule_to_check(kind.eqn)
     assert rule is not None
     if not any(True for _ in factors_of(kind.eqn).smallest_splits()):
@@ -224,10 +224,8 @@ def _can_be_hashed(kind: EquationKind) -> bool:
 
 
 def _devices(on_default_device: bool) -> Iterator[jax.Device]:
-    try:
+    with suppress(RuntimeError):  # `jax_platforms` may leave it out
         yield jax.devices("cpu")[0]
-    except RuntimeError:  # `jax_platforms` leaves it out
-        pass
     if on_default_device and jax.default_backend() != "cpu":
         yield jax.devices()[0]
 
@@ -307,8 +305,7 @@ def _sizes_to_try(eqn: JaxprEqn, rule: ShardingRule) -> list[tuple[Shapes, Shape
 
 
 def _shrunk(n: int, most: int) -> int:
-    """A length of at most `most` in the place of n: the largest divisor of n, so that what divided it mostly still does;
-    `most` itself, if no divisor but 1 is so short."""
+    """A length of at most `most` instead of n: its largest divisor, to which most blocks still fit, or `most` itself."""
     if n <= most:
         return n
     return next((d for d in range(most, 1, -1) if n % d == 0), most)

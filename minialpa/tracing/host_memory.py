@@ -33,8 +33,8 @@ def refuse_host_memory(closed: ClosedJaxpr) -> None:
         what = _use_of_host(eqn)
         if what is not None:
             raise TraceError(
-                f"`{eqn.primitive.name}` at {source_line(eqn)} {what}. {_KEPT} Leave it out: results can be moved after "
-                "the step; instead of a checkpoint policy that offloads, use one that saves, such as "
+                f"`{eqn.primitive.name}` at {source_line(eqn)} {what}. {_KEPT} Leave it out: results can be moved "
+                "after the step; instead of a checkpoint policy that offloads, use one that saves, such as "
                 "`save_only_these_names`; `Zero3Parallel`, `remat` and more devices save memory, too."
             )
     if any(_is_in_host(var.aval) for var in closed.jaxpr.constvars):
