@@ -305,7 +305,7 @@ def _sizes_to_try(eqn: JaxprEqn, rule: ShardingRule) -> list[tuple[Shapes, Shape
 
 
 def _shrunk(n: int, most: int) -> int:
-    """A length of at most `most` instead of n: its largest divisor, to which most blocks still fit, or `most` itself."""
+    """A length of at most `most` instead of n: its largest divisor, to which most blocks fit, or `most` itself."""
     if n <= most:
         return n
     return next((d for d in range(most, 1, -1) if n % d == 0), most)
