@@ -199,8 +199,8 @@ def _why_unchecked(kind: EquationKind, on_default_device: bool) -> str:
         if outcome.wrong is not None:
             raise ShardingError(
                 f"{outcome.wrong} This is what small arrays of random values show. Add the factor to "
-                "`need_replication`, or correct the rule or `reductions`. If the operation needs other values than random "
-                "ones, try it with `minialpa.check_sharding_rule` on yours, and register it with `check=False`."
+                "`need_replication`, or correct the rule or `reductions`. If the operation needs other values than "
+                "random ones, try it with `minialpa.check_sharding_rule` on yours, and register it with `check=False`."
             )
         if outcome.has_run:
             return ""
