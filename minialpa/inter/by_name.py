@@ -149,18 +149,17 @@ def shardings_by_name(option: AutoShardingOption, auto: AutoStageOption) -> Iter
 
 def _options_by_name(context: PlanningContext, auto: AutoStageOption, n: int) -> Iterator[PlanOptions]:
     """The options of each method by name with `n` micro-batches."""
-    options = context.options
+    options, layers = context.options, context.options.layers
     asked = replace(options, n_micro_batches=n, choose_micro_batches=False, layers=None, stages=None)
-    for remat in _remats(context):
-        for sharding in shardings_by_name(options.sharding, auto):
+    shardings = list(shardings_by_name(options.sharding, auto))
+    remat: RematChoice = "none" if layers is None or isinstance(layers, FixedLayerOption) else layers.remat
+    if remat != "auto" or len(context.traced.flat.eqns) <= _FEW_EQUATIONS:
+        for sharding in shardings:
             yield replace(asked, sharding=sharding, remat=remat)
+        return
 
-
-def _remats(context: PlanningContext) -> tuple[RematChoice, ...]:
-    """The rematerialisation that the methods by name ask for, one after the other."""
-    layers = context.options.layers
-    if layers is None or isinstance(layers, FixedLayerOption):
-        return ("none",)
-    if layers.remat == "auto" and len(context.traced.flat.eqns) > _FEW_EQUATIONS:
-        return ("full", "none")
-    return (layers.remat,)
+    for sharding in shardings:
+        yield replace(asked, sharding=sharding, remat="full")
+    # Without rematerialisation, free shardings that save memory take the solver longest, and the search has tried them.
+    for sharding in shardings[1:]:
+        yield replace(asked, sharding=sharding, remat="none")
