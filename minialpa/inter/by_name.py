@@ -158,8 +158,8 @@ def _options_by_name(context: PlanningContext, auto: AutoStageOption, n: int) ->
             yield replace(asked, sharding=sharding, remat=remat)
         return
 
-    for sharding in shardings:
-        yield replace(asked, sharding=sharding, remat="full")
     # Without rematerialisation, free shardings that save memory take the solver longest, and the search has tried them.
     for sharding in shardings[1:]:
         yield replace(asked, sharding=sharding, remat="none")
+    for sharding in shardings:
+        yield replace(asked, sharding=sharding, remat="full")

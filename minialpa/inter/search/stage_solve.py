@@ -26,7 +26,7 @@ from minialpa.inter.search.stage_in_memory import (
     uncounted,
 )
 from minialpa.inter.search.stage_memory import MeshMemory, Moments
-from minialpa.inter.search.stage_times import gradient_starts, starts_s
+from minialpa.inter.search.stage_times import gradient_starts, stage_times, starts_s
 from minialpa.inter.staging.mesh_problem import ShardedView, mesh_collectives, mesh_programs
 from minialpa.inter.staging.tasks import StagedStep
 from minialpa.intra.graph.problem import MeshEquations, MeshSharding
@@ -210,6 +210,13 @@ def _bound_s(view: ShardedView, sharding: MeshSharding) -> float:
     return 0.0 if is_gpu(view.mesh.device) else sharding.bound_s
 
 
+def _compute_s(stage: Stage, solved: SolvedStage) -> float:
+    """Seconds of one step that the passes of a solution compute, as if all of its collectives were hidden."""
+    split = stage.staged.split
+    times = stage_times(stage.problem, solved.sharding, solved.moved, stage.view.mesh, split.n_loops)
+    return split.n_micro_batches * sum(one.compute_s for one in times.passes)
+
+
 def _cheapest(stage: Stage, wanted: Wanted, below_s: float) -> SolvedStage:
     """As `StageSolver.solve`, from nothing. Raises NotFasterError if it takes `below_s` seconds or more.
 
@@ -217,7 +224,7 @@ def _cheapest(stage: Stage, wanted: Wanted, below_s: float) -> SolvedStage:
     makes a bound, and the next ones as many as the last solution has; the best solution as its program runs is taken.
     """
     best = solve_in_memory(stage, wanted)
-    if (least_s := _bound_s(stage.view, best.sharding)) >= below_s:
+    if (least_s := max(_bound_s(stage.view, best.sharding), _compute_s(stage, best))) >= below_s:
         raise NotFasterError(least_s, below_s)
     if math.isfinite(wanted.n_bytes) and needed(best.memory, wanted.moments) > wanted.n_bytes:
         return best
