@@ -211,9 +211,9 @@ def _bound_s(view: ShardedView, sharding: MeshSharding) -> float:
 
 
 def _compute_s(stage: Stage, solved: SolvedStage) -> float:
-    """Seconds of one step that the passes of a solution compute, as if all of its collectives were hidden."""
+    """Seconds of one step that the passes of a solution compute, without collectives and without adding to totals."""
     split = stage.staged.split
-    times = stage_times(stage.problem, solved.sharding, solved.moved, stage.view.mesh, split.n_loops)
+    times = stage_times(stage.problem, solved.sharding, solved.moved, stage.view.mesh, split.n_loops, hides=False)
     return split.n_micro_batches * sum(one.compute_s for one in times.passes)
 
 
