@@ -71,9 +71,10 @@ class LoopValues:
             return run_shard(eqn, factors, arrays, n_splits, dict.fromkeys(positional, m))
 
         eqns, results = equations_for(on_rows, self.draft.micro_index(), *operands)
-        for one in eqns:
-            self.add(with_source_of(one, eqn))
-        return list(results)
+        made = {var for one in eqns for var in self.add(with_source_of(one, eqn))}
+        # A loop may hand an operand back, such as weights that it carries. What leaves a micro-batch is its own.
+        is_made = [not is_literal(out) and out in made for out in results]
+        return [x if made else self.compute("copied", jnp.copy, x) for x, made in zip(results, is_made, strict=True)]
 
     def compute(self, key: Hashable, fun: Callable[..., Any], *operands: Atom) -> Atom:
         """Write the equations of `fun`; its result. Functions of one `key` do the same."""

@@ -290,3 +290,42 @@ def test_a_mask_that_leaves_the_loop_is_that_of_the_full_batch() -> None:
         # Sums of products of about 1, which processors add in different orders.
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
     assert _runs_in_loop(split)
+
+
+def _weights_and_rows_as_results(h: Any, w: Any, keys: Any) -> Any:
+    def body(h: Any, one: Any) -> Any:
+        w, key = one
+        return _dropout(h, w, key, 0), (w, key, jnp.ones(3))
+
+    return lax.scan(jax.checkpoint(body), h, (w, keys))
+
+
+def _weights_in_the_carry(h: Any, w: Any, keys: Any) -> Any:
+    def body(carry: Any, key: Any) -> Any:
+        h, w, x = carry
+        return (_dropout(h, w[0], key, 0), w, x), None
+
+    (out, *others), _ = lax.scan(jax.checkpoint(body), (h, w, h), keys)
+    return out, others
+
+
+@pytest.mark.parametrize("loop", [_weights_and_rows_as_results, _weights_in_the_carry])
+def test_a_loop_that_hands_its_operands_back(loop: Callable[..., Any]) -> None:
+    def step(w: Any, x: Any, key: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h, others = loop(x, w, jax.random.split(key, L))
+            return jnp.mean(h**2), others
+
+        (value, others), grads = value_and_grad(loss, has_aux=True)(w)
+        return w - 0.1 * grads, value, jax.tree.map(_data, others)
+
+    args = _normal(L, H, H), _normal(B, H, seed=1), jax.random.key(0)
+    split = split_micro_batches(trace(step, *args), 4)
+    made = {var for op in split.ops for var in op.eqn.outvars}
+    assert all(part.loop in made for part in (*split.accumulators, *split.stacks))
+    for got, right in zip(jax.tree.leaves(run_split(split, args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-6)
+
+
+def _data(x: Any) -> Any:
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
