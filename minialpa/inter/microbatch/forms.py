@@ -49,6 +49,7 @@ class Partial:
         count: number of elements that were added into each entry, over the full batch; 0 if it is not known.
         rescale: what a part of the full mean is multiplied by to be the micro-batch's own mean: the number of
             micro-batches, once the sum was divided by its count; until then None.
+        factors: the known numbers that the sum, or since then the mean, was multiplied by.
         scale: what the total has yet to be multiplied by, or None.
     """
 
@@ -56,14 +57,17 @@ class Partial:
     reduction: str
     count: int = 0
     rescale: float | None = None
+    factors: tuple[float, ...] = ()
     scale: Scale | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """The micro-batch's own value in `loop`."""
+    """The micro-batch's own value in `loop`. count, factors: those of the means that it is computed from."""
 
     loop: int
+    count: int = 0
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,31 +1,41 @@
 """Normalisations over examples, as in BatchNorm: which equations of a step read the moments of an array.
 
-A normalisation of activations x is recognised by all of
+A micro-batch may take the moments of an array x as its own if all of these hold:
 
-    1. totals m of the first and second moments of x, with a dimension for features;
-    2. every forward equation on examples that reads such a total maps x to a x + b, with a and b of these totals;
-    3. one of these a has an inverse root (rsqrt, sqrt or pow) in it;
-    4. the result is scaled or shifted by parameters, or the totals enter running averages that the step returns.
+    1. x is computed from parameters: arguments whose new values depend on a backward pass;
+    2. the step returns running averages of the first and of the second moment of x, see `averages`;
+    3. every forward equation on examples that reads such a total maps x to a x + b, with a and b of these totals;
+    4. they meet no other totals in the forward pass, as a term of a loss on them would.
 
-A standardised loss, advantages that are divided by their spread, or a whitening loss lacks 1 or 4.
+Standardised advantages and targets lack 1, whitening losses and means that are kept for a log lack 2.
 
 `find_moments` gathers the `Moments` of each array of a traced step, from how its values depend on examples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.inter.microbatch.averages import OTHER, Moment, Value, mixes, replaced_inputs, result_values
 from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier
 from minialpa.tracing.jaxprs import Atom, is_inexact, is_literal, operand_vars, shape_of
 from minialpa.tracing.trace import TracedStep
 
-_ROOTS = ("rsqrt", "sqrt", "pow")
 _AFFINE = ("add", "add_any", "sub", "mul", "div")
-_MOVES = ("convert_element_type", "copy", "neg", "reduce_precision")
+_MOVES = (
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "neg",
+    "reduce_precision",
+    "reshape",
+    "squeeze",
+    "stop_gradient",
+    "transpose",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,26 +45,32 @@ class Moments:
     Attributes:
         x: the array, with a dimension of examples.
         entries: equations on examples that read the moments.
-        totals: equations that compute the moments, or what follows from them alone, in order.
-        first: the first of them; -1 before there is one.
-        is_affine: whether all forward entries are as in 2.
-        divides: whether one of the entries multiplies or divides by an inverse root, as in 3.
-        is_adjusted: whether parameters or running averages are involved, as in 4.
-        in_backward: whether a backward pass computes some of the moments, again.
+        totals: equations that compute the moments, or what follows from them, in order.
+        averages: those of `totals` that add moments to running averages.
+        results: what the step returns of the moments besides running averages.
+        of_batch: whether x is computed from the batch alone.
+        of_weights: whether 1 holds.
+        averaged: the degrees of the moments that 2 holds for.
+        is_affine: whether all forward entries are as in 3.
+        is_used_otherwise: whether 4 does not hold.
+        in_backward: whether a backward pass computes some of the moments, for a second time.
     """
 
     x: Var
     entries: list[int] = field(default_factory=list)
     totals: list[int] = field(default_factory=list)
-    first: int = -1
+    averages: list[int] = field(default_factory=list)
+    results: set[Var] = field(default_factory=set)
+    of_batch: bool = False
+    of_weights: bool = False
+    averaged: set[int] = field(default_factory=set)
     is_affine: bool = True
-    divides: bool = False
-    is_adjusted: bool = False
+    is_used_otherwise: bool = False
     in_backward: bool = False
 
     @property
     def is_normalisation(self) -> bool:
-        return self.is_affine and self.divides and self.is_adjusted
+        return self.of_weights and self.averaged >= {1, 2} and self.is_affine and not self.is_used_otherwise
 
 
 def find_moments(step: TracedStep, kinds: Kinds) -> list[Moments]:
@@ -67,22 +83,21 @@ class _Walk:
 
     def __init__(self, step: TracedStep, kinds: Kinds) -> None:
         self.step, self.kinds = step, kinds
-        self.inputs = set(step.flat.invars)  # and what is computed from inputs alone
         self.root: dict[Var, tuple[Var, int]] = {}  # array on examples -> the x that it is a polynomial of, degree
         self.summed: set[Var] = set()  # those that were summed over other dimensions of each example
-        self.moment: dict[Var, Var | None] = {}  # total -> the x whose moments it is computed from; None: of others
-        self.rooted: set[Var] = set()  # totals with an inverse root
-        self.adjusted: set[Var] = set()  # totals that arguments of the step are part of
-        self.normalised: dict[Var, Var] = {}  # result of a normalisation -> its x
+        self.value: dict[Var, Value] = {}  # of what has no examples
         self.moments: dict[Var, Moments] = {}
 
     def run(self) -> list[Moments]:
+        inputs = zip(self.step.flat.invars, self.step.batch_dims, strict=True)
+        self.value.update((var, Value(inputs=frozenset([i]))) for i, (var, dim) in enumerate(inputs) if dim is None)
         for i, eqn in enumerate(self.step.flat.eqns):
             if is_barrier(eqn):
                 self._pass_on(eqn)
             else:
                 self._visit(i, eqn)
-        self._find_running_averages()
+
+        self._find_results()
         return list(self.moments.values())
 
     def _visit(self, i: int, eqn: JaxprEqn) -> None:
@@ -90,70 +105,67 @@ class _Walk:
         on_examples = [var for var in operands if isinstance(self.kinds.get(var), int)]
         totals = [var for var in operands if self.kinds.get(var) == AGGREGATE]
 
-        if on_examples:
-            self._visit_on_examples(i, eqn, on_examples, totals)
-        elif totals:
-            self._of_totals(i, eqn, totals)
-        elif any(var in self.inputs for var in operands):
-            self.inputs.update(eqn.outvars)
-
-    def _visit_on_examples(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], totals: Sequence[Var]) -> None:
-        if any(self.kinds.get(var) == AGGREGATE for var in eqn.outvars):
-            self._reduce(i, eqn, on_examples)
+        if not on_examples:
+            self._visit_without_examples(i, eqn)
+        elif any(self.kinds.get(var) == AGGREGATE for var in eqn.outvars):
+            self._reduce(i, eqn, on_examples, totals)
         elif totals:
             self._read(i, eqn, on_examples, totals)
         else:
             self._follow(eqn, on_examples)
-
-        # Scaled or shifted by a parameter.
-        adjusts = eqn.primitive.name in _AFFINE and any(map(self._is_parameter, eqn.invars))
-        if adjusts and on_examples[0] in self.normalised:
-            self.moments[self.normalised[on_examples[0]]].is_adjusted = True
 
     def _pass_on(self, eqn: JaxprEqn) -> None:
         """What passes a barrier is what it was."""
         for var, out in zip(eqn.invars, eqn.outvars, strict=True):
             if is_literal(var):
                 continue
-            if var in self.moment:
-                self.moment[out] = self.moment[var]
-            if var in self.normalised:
-                self.normalised[out] = self.normalised[var]
-            for group in (self.inputs, self.summed, self.rooted, self.adjusted):
-                if var in group:
-                    group.add(out)
+            self.value[out] = self._value(var)
             self.root[out] = self._root(var)
+            if var in self.summed:
+                self.summed.add(out)
 
     def _root(self, var: Var) -> tuple[Var, int]:
         return self.root.get(var, (var, 1))
 
-    def _is_parameter(self, atom: Atom) -> bool:
-        """Whether an operand is computed from arguments of the step that are not examples, and has features."""
-        return not is_literal(atom) and atom in self.inputs and atom not in self.kinds and bool(shape_of(atom))
+    def _value(self, atom: Atom) -> Value:
+        if is_literal(atom) or (atom not in self.value and atom not in self.kinds):
+            return Value()
+        return self.value.get(atom, OTHER)
 
-    def _reduce(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var]) -> None:
+    def _of(self, value: Value) -> list[Moments]:
+        return [self.moments[x] for x in value.arrays if x is not None]
+
+    # ---- totals ---------------------------------------------------------------------------------------------------
+
+    def _reduce(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], totals: Sequence[Var]) -> None:
         """A sum over examples is a moment of x if it sums a polynomial of x of degree 1 or 2, feature by feature."""
+        self._note_reader(i, totals, is_affine=False)
         (x, degree), *others = {self._root(var) for var in on_examples}
         (out, *more) = eqn.outvars
         is_moment = eqn.primitive.name == "reduce_sum" and not others and not more and degree <= 2
-        is_moment = is_moment and is_inexact(out) and bool(shape_of(out))
-        self.moment.update((var, x if is_moment else None) for var in eqn.outvars)
-        if is_moment:
-            moments = self.moments.setdefault(x, Moments(x=x, first=i))
-            moments.totals.append(i)
-            moments.in_backward |= self.step.origins[i].direction == "backward"
+        if not (is_moment and is_inexact(out) and bool(shape_of(out))):
+            self.value.update(dict.fromkeys(eqn.outvars, OTHER))
+            return
 
-    def _of_totals(self, i: int, eqn: JaxprEqn, totals: Sequence[Var]) -> None:
-        """What follows from the moments of one x alone belongs to it."""
-        of = {self.moment.get(var) for var in totals}
-        x = of.pop() if len(of) == 1 else None
-        self.moment.update((var, x) for var in eqn.outvars)
-        if x is not None:
-            self.moments[x].totals.append(i)
-        if eqn.primitive.name in _ROOTS or any(var in self.rooted for var in totals):
-            self.rooted.update(eqn.outvars)
-        if any(var in self.adjusted for var in totals) or any(map(self._is_parameter, eqn.invars)):
-            self.adjusted.update(eqn.outvars)
+        self.value[out] = Value(moments=frozenset([Moment(x, degree)]))
+        moments = self.moments.setdefault(x, Moments(x=x))
+        moments.totals.append(i)
+        moments.in_backward |= self.step.origins[i].direction == "backward"
+
+    def _visit_without_examples(self, i: int, eqn: JaxprEqn) -> None:
+        """What follows from moments belongs to them; a derivative, which is of the loss, does not."""
+        operands = [self._value(atom) for atom in eqn.invars]
+        direction = self.step.origins[i].direction
+        adds_moments = any(value.moments and not value.is_average for value in operands)
+
+        for var, value in zip(eqn.outvars, result_values(eqn, operands), strict=True):
+            is_mixed = mixes(eqn, operands, value)
+            self.value[var] = OTHER if is_mixed and direction == "backward" else value
+            for moments in self._of(self.value[var]):
+                moments.totals.append(i)
+                moments.is_used_otherwise |= is_mixed and direction == "forward"
+                if value.is_average and adds_moments:
+                    moments.averages.append(i)
 
     # ---- equations on examples ------------------------------------------------------------------------------------
 
@@ -165,8 +177,6 @@ class _Walk:
         if name in _MOVES or (name in ("mul", "div") and any(map(_is_number, eqn.invars))):
             self.root[out] = x, degree
             self.summed.update(eqn.outvars if operand in self.summed else ())
-            if operand in self.normalised:
-                self.normalised[out] = self.normalised[operand]
         elif name == "reduce_sum":
             self.root[out] = x, degree
             self.summed.add(out)
@@ -180,20 +190,20 @@ class _Walk:
         return eqn.primitive.name == "square" or (eqn.primitive.name == "integer_pow" and eqn.params["y"] == 2)
 
     def _read(self, i: int, eqn: JaxprEqn, on_examples: Sequence[Var], totals: Sequence[Var]) -> None:
-        """Note that an equation on examples reads totals, and whether it maps x to a x + b."""
-        operand = on_examples[0]
-        x = self._root(operand)[0]
-        if operand in self.normalised and any(var in self.adjusted and self.moment.get(var) is not x for var in totals):
-            self.moments[self.normalised[operand]].is_adjusted = True  # by a parameter that an update has changed
-
+        """Follow what is linear in x through an equation that maps it to a x + b."""
         is_affine = self._is_affine(eqn, on_examples, totals)
-        for var in totals:
-            of = self.moment.get(var)
-            if of is not None and (is_affine or self.step.origins[i].direction != "backward"):
-                self.moments[of].entries.append(i)
-                self.moments[of].is_affine &= is_affine
+        self._note_reader(i, totals, is_affine=is_affine)
         if is_affine:
-            self._normalise(eqn, operand, totals[0])
+            self.root[eqn.outvars[0]] = self._root(on_examples[0])[0], 1
+
+    def _note_reader(self, i: int, totals: Sequence[Var], *, is_affine: bool) -> None:
+        """Note that an equation on examples reads totals. Derivatives of a normalisation are not affine."""
+        if not is_affine and self.step.origins[i].direction == "backward":
+            return
+        for var in totals:
+            for moments in self._of(self._value(var)):
+                moments.entries.append(i)
+                moments.is_affine &= is_affine
 
     def _is_affine(self, eqn: JaxprEqn, on_examples: Sequence[Var], totals: Sequence[Var]) -> bool:
         """Whether an equation adds a total of x to what is linear in x, or multiplies or divides it by one."""
@@ -202,25 +212,52 @@ class _Walk:
         operand = on_examples[0]
         x, degree = self._root(operand)
         is_linear = degree == 1 and operand not in self.summed
-        return (
-            is_linear and self.moment.get(totals[0]) is x and (eqn.primitive.name != "div" or eqn.invars[0] is operand)
-        )
+        is_of_x = self._value(totals[0]).arrays == {x}
+        return is_linear and is_of_x and (eqn.primitive.name != "div" or eqn.invars[0] is operand)
 
-    def _normalise(self, eqn: JaxprEqn, operand: Var, total: Var) -> None:
-        x, out = self._root(operand)[0], eqn.outvars[0]
-        self.root[out] = x, 1
-        if eqn.primitive.name in ("mul", "div") and total in self.rooted:
-            self.moments[x].divides = True
-            self.moments[x].is_adjusted |= total in self.adjusted
-            self.normalised[out] = x
-        elif operand in self.normalised:
-            self.normalised[out] = x
+    # ---- results --------------------------------------------------------------------------------------------------
 
-    def _find_running_averages(self) -> None:
-        for var in self.step.flat.outvars:
-            of = None if is_literal(var) else self.moment.get(var)
-            if of is not None and var in self.adjusted:
-                self.moments[of].is_adjusted = True
+    def _find_results(self) -> None:
+        """Note which moments are averaged in the state, and which are of weights."""
+        outvars = self.step.flat.outvars
+        values = [self._value(atom) for atom in outvars]
+        replaced = replaced_inputs(self.step, values)
+        for atom, value, inputs in zip(outvars, values, replaced, strict=True):
+            for moment in value.moments if None not in value.arrays else ():
+                assert moment.x is not None, moment
+                if not value.is_average:
+                    self.moments[moment.x].results.add(atom)
+                elif inputs:
+                    self.moments[moment.x].averaged.add(moment.degree)
+
+        arguments = [var for var, dim in zip(self.step.flat.invars, self.step.batch_dims, strict=True) if dim is None]
+        of_arguments = _computed_from(self.step.flat.eqns, arguments)
+        of_weights = self._of_weights(values, replaced)
+        for moments in self.moments.values():
+            moments.of_batch = moments.x not in of_arguments
+            moments.of_weights = moments.x in of_weights
+
+    def _of_weights(self, values: Sequence[Value], replaced: Sequence[frozenset[int]]) -> set[Var]:
+        """What is computed from arguments that a backward pass changes, or whose gradients the step returns."""
+        flat, origins = self.step.flat, self.step.origins
+        backward = [eqn for eqn, origin in zip(flat.eqns, origins, strict=True) if origin.direction == "backward"]
+        changed = _computed_from(flat.eqns, (var for eqn in backward for var in eqn.outvars))
+
+        weights = set[Var]()
+        for atom, value, inputs, like in zip(flat.outvars, values, replaced, self.step.layouts, strict=True):
+            is_statistic = value.is_average and not any(moments.in_backward for moments in self._of(value))
+            if not is_literal(atom) and atom in changed and not is_statistic:
+                weights.update(flat.invars[i] for i in (*inputs, like) if i is not None)
+        return _computed_from(flat.eqns, weights)
+
+
+def _computed_from(eqns: Sequence[JaxprEqn], start: Iterable[Var]) -> set[Var]:
+    """`start`, and what is computed from it."""
+    found = set(start)
+    for eqn in eqns:
+        if not found.isdisjoint(operand_vars(eqn)):
+            found.update(eqn.outvars)
+    return found
 
 
 def _is_number(atom: Atom) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -16,6 +17,8 @@ from minialpa.rules.known_rules import factors_of
 from minialpa.tracing.jaxprs import operand_vars
 from minialpa.tracing.trace import TracedStep
 
+_Mean = TypeVar("_Mean", Partial, Own)
+
 
 class OnTotals:
     """Sets the forms of the results and returns the segments of equations on totals.
@@ -24,7 +27,7 @@ class OnTotals:
         own: numbers of the equations that take totals as the micro-batch's own.
         chunk_of: the chunk of each equation, where it is known: sums of different chunks stay apart.
         shares: what an unbiased variance is multiplied by, so that n parts of it add up to the mean of the
-            micro-batches' variances.
+            micro-batches' variances, each over one element less.
     """
 
     def __init__(
@@ -65,8 +68,23 @@ class OnTotals:
     def place_own(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
         """The segment of an equation whose results each micro-batch computes for itself."""
         loop = max(form.after + 1 if isinstance(form, Once) else form.loop for form in forms)
-        self.forms.set_results(eqn, Own(loop))
+        counts = {form.count for form in forms if isinstance(form, Partial | Own)}
+        form = Own(loop, counts.pop() if len(counts) == 1 else 0)
+
+        factor = self.forms.factor(eqn)
+        if factor is not None:
+            before = next((f.factors for f in forms if isinstance(f, Partial | Own)), ())
+            form = self._unbiased(eqn, replace(form, factors=(*before, factor)))
+        self.forms.set_results(eqn, form)
         return 2 * loop - 1
+
+    def _unbiased(self, eqn: JaxprEqn, form: _Mean) -> _Mean:
+        """The form without the factors that make a variance unbiased; notes what a micro-batch multiplies it by."""
+        share = self.forms.unbiased(form.count, form.factors)
+        if share == 1:
+            return form
+        self.shares.update((var, share) for var in eqn.outvars)
+        return replace(form, factors=())
 
     def _place_behind_loops(self, eqn: JaxprEqn, forms: Sequence[Form]) -> int:
         after = max(self.levels.of(atom) for atom in eqn.invars)
@@ -85,7 +103,7 @@ class OnTotals:
         if partial is not None and is_own and partial.rescale not in (None, n):
             self.shares.update((var, (partial.rescale or 1.0) / self.forms.n) for var in eqn.outvars)
             return replace(partial, rescale=n)
-        return partial
+        return self._unbiased(eqn, partial) if partial is not None and is_own else partial
 
     def _joins_chunks(self, eqn: JaxprEqn) -> bool:
         """Whether partial operands of `eqn` come from different chunks."""

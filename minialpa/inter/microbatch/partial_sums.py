@@ -6,6 +6,7 @@ where a micro-batch takes its own, it takes the mean of its own examples.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -109,7 +110,9 @@ class ValueForms:
         if is_own and (others or any(form.rescale != first.rescale for form in more)):
             return None
         summed = [factors.sizes[factor] for factor in factors.reductions if factor not in factors.positional]
-        return replace(first, count=first.count * int(np.prod(summed or [1])))
+        factors_of_all = {form.factors for form in partials.values()}
+        same_factors = first.factors if len(factors_of_all) == 1 else ()
+        return replace(first, count=first.count * int(np.prod(summed or [1])), factors=same_factors)
 
     def _known_in(self, atom: Atom, loop: int) -> bool:
         """Whether a loop has a value, or each micro-batch's of it."""
@@ -118,21 +121,47 @@ class ValueForms:
 
     def _scaled(self, eqn: JaxprEqn, form: Partial) -> Partial:
         """Recognise the division of a sum by its number of examples or terms, or by one less (unbiased variance)."""
-        known = next((constant for constant in map(self._constant, eqn.invars) if constant is not None), None)
-        if form.rescale is not None or form.count == 0 or not known:
+        factor = self.factor(eqn)
+        if form.count == 0 or not factor:
+            return form
+        form = replace(form, factors=(*form.factors, factor))
+        if form.rescale is not None:
             return form
 
+        # An unbiased variance may be a mean times B / (B - 1), so that all factors together say what it is.
+        rescales = (self._rescale(form.count, form.factors[k:]) for k in range(len(form.factors)))
+        rescale = next((found for found in rescales if found is not None), None)
+        return form if rescale is None else replace(form, rescale=rescale, factors=())
+
+    def _rescale(self, count: int, factors: Sequence[float]) -> float | None:
+        """`Partial.rescale` of a sum of `count` elements times `factors`; None if that is no mean."""
         # A divisor in the program is a float, so it is one only up to rounding.
-        divisor = {"div": known, "mul": 1 / known}.get(eqn.primitive.name, 0.0)
-        n_terms = round(divisor)
+        divisor = 1 / product if (product := math.prod(factors)) else math.inf
+        n_terms = round(divisor) if math.isfinite(divisor) else 0
         if n_terms == 0 or abs(divisor - n_terms) > _INTEGER_TOLERANCE * n_terms:
-            return form
+            return None
 
-        if form.count % n_terms == 0 and n_terms % self.batch_size == 0:
-            return replace(form, rescale=float(self.n))
-        if n_terms == form.count - 1:
-            return replace(form, rescale=n_terms / max(form.count / self.n - 1, 1))
-        return form
+        if count % n_terms == 0 and n_terms % self.batch_size == 0:
+            return float(self.n)
+        return n_terms / max(count / self.n - 1, 1) if n_terms == count - 1 else None
+
+    def factor(self, eqn: JaxprEqn) -> float | None:
+        """The known number that an equation multiplies a value by."""
+        known = next((constant for constant in map(self._constant, eqn.invars) if constant), None)
+        if known is None or eqn.primitive.name not in ("mul", "div"):
+            return None
+        return known if eqn.primitive.name == "mul" else 1 / known
+
+    def unbiased(self, count: int, factors: Sequence[float]) -> float:
+        """What b / (b - 1) in place of B / (B - 1) changes, if these are the last factors of a mean of B elements.
+
+        b: the number of elements in a micro-batch. 1 if they are other factors.
+        """
+        for k in range(len(factors) if count > 1 else 0):
+            if math.isclose(math.prod(factors[k:]), count / (count - 1), rel_tol=_INTEGER_TOLERANCE):
+                n_own = count / self.n
+                return n_own / max(n_own - 1, 1) * (count - 1) / count
+        return 1.0
 
     def _constant(self, atom: Atom) -> float | None:
         """The value of a real scalar that is known now: `jnp.var` computes its divisor in the program."""

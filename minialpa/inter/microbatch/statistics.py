@@ -10,7 +10,7 @@ equation that they come from tells them apart, or else its line in the program.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +20,7 @@ from minialpa.errors import TraceError
 from minialpa.inter.microbatch.batching import AGGREGATE, Kinds, is_barrier
 from minialpa.inter.microbatch.normalisations import Moments
 from minialpa.support.private_jax import innermost_line
-from minialpa.tracing.jaxprs import dtype_name, is_literal, operand_vars, shape_of, source_line
+from minialpa.tracing.jaxprs import dtype_name, is_inexact, is_literal, operand_vars, shape_of, source_line
 from minialpa.tracing.trace import TracedStep
 
 _PER_MICRO_BATCH: Final = "minialpa_per_micro_batch"
@@ -61,8 +61,9 @@ def normalisations(step: TracedStep, kinds: Kinds, moments: Sequence[Moments]) -
         return []  # lines do not tell the derivatives of statistics from derivatives of these
 
     lines = _Lines(step)
-    # A forward pass that only its derivative needs is computed again in the backward pass, and nowhere else.
-    others = [m for m in moments if m.divides and not m.is_normalisation and not m.in_backward]
+    # A forward pass that only its derivative needs is computed again in the backward pass, and nowhere else. Moments of
+    # the batch itself have no derivatives that could be taken for those of statistics.
+    others = [m for m in moments if not (m.is_normalisation or m.in_backward or m.of_batch)]
     elsewhere = lines.of(i for m in others for i in m.entries) | lines.of(_on_totals_alone(step, kinds, moments))
     return [m for m in moments if m.is_normalisation and not lines.of(m.entries) & elsewhere]
 
@@ -99,45 +100,54 @@ def find_statistics(
 
     own = _own_in_forward(step, normal, moments, marked, lines)
     derivatives = _Derivatives(step, kinds, own, lines).find()
-    reads = sorted(own.entries | derivatives)
+    reads = own.entries | derivatives
+    read = own.read | {var for i in reads for var in operand_vars(eqns[i])}
     asked_for = [eqns[i] for i in sorted(marked) if not eqns[i].params["cotangent_of"]]
     found = [_described(step, kinds, m) for m in normal]
     found += [f"`per_micro_batch` at {source_line(eqn)}" for eqn in asked_for]
-    return Statistics(frozenset(_needed_by(eqns, sorted(own.totals), reads)), tuple(dict.fromkeys(found)))
+    needed = _needed_by(eqns, sorted(own.totals), read)
+    return Statistics(frozenset([*reads, *needed]), tuple(dict.fromkeys(found)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Own:
     """The totals that are a micro-batch's own in the forward pass.
 
     Attributes:
         entries: numbers of the equations that read them.
         totals: numbers of the equations that compute them.
+        read: what examples, running averages and results read of them.
         keys: the keys of these equations, by which their derivatives are recognised.
     """
 
     entries: set[int]
     totals: set[int]
+    read: set[Var]
     keys: set[_Key]
 
 
 def _own_in_forward(
     step: TracedStep, normal: Sequence[Moments], moments: Sequence[Moments], marked: set[int], lines: _Lines
 ) -> _Own:
-    keys = {lines.key(i) for m in normal for i in _needed_by(step.flat.eqns, m.totals, m.entries)}
+    eqns = step.flat.eqns
+    read = {var for m in normal for i in m.entries for var in operand_vars(eqns[i])}
+    # A flag has no average: it is computed from the averages of what it depends on.
+    read.update(var for m in normal for i in m.averages for var in operand_vars(eqns[i]) if is_inexact(var))
+    read.update(var for m in normal for var in m.results if is_inexact(var))
+    keys = {lines.key(i) for m in normal for i in (*m.entries, *_needed_by(eqns, m.totals, read))}
 
     # Parts of a block that are computed again have the lines of its forward pass.
     forward = {line for _, line in keys}
     again = [m for m in moments if m.in_backward and lines.of(m.entries) & forward]
     entries = {i for m in (*normal, *again) for i in m.entries} | marked
     totals = {i for m in (*normal, *again) for i in m.totals}
-    return _Own(entries, totals, keys)
+    return _Own(entries=entries, totals=totals, read=read, keys=keys)
 
 
-def _needed_by(eqns: Sequence[JaxprEqn], totals: Sequence[int], entries: Sequence[int]) -> list[int]:
-    """`entries` and the equations of `totals` that they need, without those that only running averages need."""
-    needed = {var for i in entries for var in operand_vars(eqns[i])}
-    out = list(entries)
+def _needed_by(eqns: Sequence[JaxprEqn], totals: Sequence[int], read: Collection[Var]) -> list[int]:
+    """The equations of `totals` that compute the variables `read`. Running averages themselves are made once."""
+    needed = set(read)
+    out = []
     for i in reversed(totals):
         if any(var in needed for var in eqns[i].outvars):
             out.append(i)
@@ -146,7 +156,7 @@ def _needed_by(eqns: Sequence[JaxprEqn], totals: Sequence[int], entries: Sequenc
 
 
 def _described(step: TracedStep, kinds: Kinds, moments: Moments) -> str:
-    x, eqn = moments.x, step.flat.eqns[moments.first]
+    x, eqn = moments.x, step.flat.eqns[moments.totals[0]]
     shape = ", ".join("batch" if dim == kinds.get(x) else str(n) for dim, n in enumerate(shape_of(x)))
     return f"mean and variance of {dtype_name(x)} ({shape}) at {source_line(eqn)}"
 

@@ -309,24 +309,30 @@ def test_a_standardised_loss_is_that_of_the_whole_batch() -> None:
 
 
 def test_whitened_embeddings_are_those_of_the_whole_batch() -> None:
-    """A normalisation without parameters or running averages, as in losses on the correlation of features."""
+    """A normalisation without running averages, as in losses on the correlation of features, also with a gain."""
 
     def loss(params: Any, batch: Any) -> Any:
         z = jnp.tanh(batch["x"] @ params["w"])
-        z = (z - z.mean(0, keepdims=True)) / jnp.sqrt(z.var(0, keepdims=True) + 1e-3)
+        z = (z - z.mean(0, keepdims=True)) / jnp.sqrt(z.var(0, keepdims=True) + 1e-3) * params["b"][None]
         return jnp.sum((z.T @ z / B - jnp.eye(D)) ** 2)
 
     assert _check(_training(loss), _params(), _batch(), rtol=1e-4).own == ()
 
 
 def test_statistics_are_listed_with_their_line() -> None:
-    def loss(params: Any, batch: Any) -> Any:
-        hidden = batch["x"] @ params["w"]
-        mean, var = hidden.mean(0, keepdims=True), hidden.var(0, keepdims=True)
-        normed = (hidden - mean) * jax.lax.rsqrt(var + 1e-3)
-        return jnp.mean((normed * params["b"][None]) @ params["v"] - batch["y"])
+    def step(state: Any, batch: Any) -> Any:
+        def loss(params: Any, batch: Any) -> Any:
+            hidden = batch["x"] @ params["w"]
+            mean, var = hidden.mean(0), hidden.var(0)
+            normed = (hidden - mean[None]) * jax.lax.rsqrt(var + 1e-3)[None]
+            return jnp.mean((normed * params["b"][None]) @ params["v"] - batch["y"]), (mean, var)
 
-    split = split_micro_batches(trace(_training(loss), _params(), _batch()), 4)
+        (_, stats), grads = value_and_grad(loss, has_aux=True)(state["params"], batch)
+        running = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state["running"], stats)
+        return {"params": _sgd(state["params"], grads), "running": running}
+
+    state = {"params": _params(), "running": (np.zeros(D, np.float32), np.ones(D, np.float32))}
+    split = split_micro_batches(trace(step, state, _batch()), 4)
     (found,) = split.own
     assert re.fullmatch(r"mean and variance of float32 \(batch, 4\) at .*test_rewrite.py:\d+.*", found), found
 

@@ -1,0 +1,168 @@
+"""Running averages: which values without examples are affine in an argument of the step and in moments of examples.
+
+    new state = a * old state + b * moment + c          a, b, c: known without the examples
+
+A `Value` is followed through the equations: the arguments that it is affine in, and the moments that it is computed
+from. So all ways to write an average are alike: a decay that is an argument, a correction for the first steps, a
+choice by a flag, a cast, several layers in one array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from jax.extend.core import JaxprEqn, Var
+
+from minialpa.tracing.jaxprs import Atom, aval_of, called, is_call, is_inexact, is_literal
+from minialpa.tracing.trace import TracedStep
+
+#: Of values that are put together, or of parts of one, each entry is an entry of one of them.
+_MOVES: Final = (
+    "broadcast_in_dim",
+    "concatenate",
+    "convert_element_type",
+    "copy",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "gather",
+    "neg",
+    "pad",
+    "reduce_precision",
+    "reshape",
+    "rev",
+    "scatter",
+    "select_n",
+    "slice",
+    "squeeze",
+    "stop_gradient",
+    "transpose",
+)
+_SUMS: Final = ("add", "add_any", "sub")
+_SQUARES: Final = ("integer_pow", "square")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of `x` over the examples, of degree 1 or 2; of another total, `x` is None."""
+
+    x: Var | None
+    degree: int
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """inputs: numbers of the arguments that a value is affine in. moments: what it is computed from."""
+
+    inputs: frozenset[int] = frozenset()
+    moments: frozenset[Moment] = frozenset()
+
+    @property
+    def arrays(self) -> frozenset[Var | None]:
+        """The arrays of whose moments it is computed; None among them for other totals."""
+        return frozenset(moment.x for moment in self.moments)
+
+    @property
+    def is_average(self) -> bool:
+        return bool(self.inputs) and bool(self.moments) and None not in self.arrays
+
+
+#: A total of examples that is no moment.
+OTHER: Final = Value(moments=frozenset([Moment(None, 1)]))
+
+
+def result_values(eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+    """The values of the results of an equation that reads no examples."""
+    if eqn.primitive.name == "cond":
+        index, *others = operands
+        branches = [_of_program(branch.jaxpr, others) for branch in eqn.params["branches"]]
+        return [_union([_chosen_by(index), *results]) for results in zip(*branches, strict=True)]
+    if is_call(eqn):
+        inner, atoms = called(eqn)
+        by_atom = dict(zip(map(id, eqn.invars), operands, strict=True))
+        return _of_program(getattr(inner, "jaxpr", inner), [by_atom[id(atom)] for atom in atoms])
+    return [_result(eqn, operands)] * len(eqn.outvars)
+
+
+def mixes(eqn: JaxprEqn, operands: Sequence[Value], result: Value) -> bool:
+    """Whether moments of different arrays, or other totals, meet in a result, and not side by side or as averages."""
+    if None in result.arrays and len(result.arrays) > 1:
+        return True
+    is_control = eqn.primitive.name == "cond" or is_call(eqn)
+    arrays = {operand.arrays for operand in operands if operand.moments}
+    return len(arrays) > 1 and not (result.is_average or is_control or eqn.primitive.name in _MOVES)
+
+
+def replaced_inputs(step: TracedStep, results: Sequence[Value]) -> list[frozenset[int]]:
+    """For each result, the arguments of its type that it is affine in and that it replaces in the next call."""
+    invars, outvars = step.flat.invars, step.flat.outvars
+    replaced: list[set[int]] = [set() for _ in outvars]
+    for i, var in enumerate(invars):
+        kind = aval_of(var).shape, aval_of(var).dtype
+        may_replace = [
+            j
+            for j, (atom, value) in enumerate(zip(outvars, results, strict=True))
+            if i in value.inputs and (aval_of(atom).shape, aval_of(atom).dtype) == kind
+        ]
+        # The state of the next call is in the place of the argument; or else, what no example has changed.
+        in_place = [j for j in may_replace if step.layouts[j] == i]
+        unchanged = [j for j in may_replace if not results[j].moments]
+        for j in in_place or unchanged or may_replace:
+            replaced[j].add(i)
+    return [frozenset(inputs) for inputs in replaced]
+
+
+def _of_program(jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
+    """The values of the results of a branch, or of a function, on these operands."""
+    known: dict[Var, Value] = dict(zip(jaxpr.invars, operands, strict=True))
+
+    def read(atom: Atom) -> Value:
+        return Value() if is_literal(atom) else known.get(atom, Value())
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, result_values(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _result(eqn: JaxprEqn, operands: Sequence[Value]) -> Value:
+    """What an equation makes of its operands, if it is no control flow."""
+    name = eqn.primitive.name
+    if name == "select_n":
+        return _union([_chosen_by(operands[0]), *operands[1:]])
+    if name in _MOVES or name in _SUMS:
+        floats = [value for atom, value in zip(eqn.invars, operands, strict=True) if is_inexact(atom)]
+        return _union(floats or operands)
+
+    both = _union(operands)
+    if name in ("mul", "dot_general"):
+        first, second = operands
+        if first.moments and second.moments:
+            return replace(_with_degree(both, 2), inputs=frozenset())
+        return replace(both, inputs=first.inputs | second.inputs if not both.moments else _of_moments(first, second))
+    if name == "div":
+        return replace(both, inputs=frozenset() if operands[1].moments else operands[0].inputs)
+    if name in _SQUARES:
+        return replace(_with_degree(both, 2), inputs=frozenset())
+    return replace(both, inputs=frozenset())
+
+
+def _of_moments(first: Value, second: Value) -> frozenset[int]:
+    """The arguments that a product of moments and known values is affine in: those of its moments."""
+    return first.inputs if first.moments else second.inputs
+
+
+def _chosen_by(index: Value) -> Value:
+    """What the choice of a branch adds to its results: they are no function of other totals that are merely tested."""
+    return Value(moments=frozenset(moment for moment in index.moments if moment.x is not None))
+
+
+def _union(values: Sequence[Value]) -> Value:
+    return Value(
+        frozenset[int]().union(*(value.inputs for value in values)),
+        frozenset[Moment]().union(*(value.moments for value in values)),
+    )
+
+
+def _with_degree(value: Value, degree: int) -> Value:
+    return replace(value, moments=frozenset(replace(moment, degree=degree) for moment in value.moments))
