@@ -15,9 +15,9 @@ from typing import Any
 
 from minialpa.options import Attention
 from tests.equivalence.attention_layers import FUSED, WRITTEN
-from tests.equivalence.layers import IN_BRANCHES, KINDS, RULES, VARIANCES, WRAPS, Layer
+from tests.equivalence.layers import AVERAGES, IN_BRANCHES, KINDS, OWN, RETURNS_WEIGHTS, RULES, VARIANCES, WRAPS, Layer
 from tests.equivalence.losses import JOINS, PAIRING, PER_EXAMPLE, REDUCTIONS, RESULTS, Loss, Term
-from tests.equivalence.model import POOLS, BatchNorm, Model
+from tests.equivalence.model import DATA, POOLS, BatchNorm, Model
 from tests.equivalence.steps import (
     CARRIED,
     FLOAT_INPUT,
@@ -52,7 +52,9 @@ def example_of(number: int) -> Example:
 
 def pieces(example: Example) -> frozenset[str]:
     """The parts of the grammar that an example is drawn from, by which outcomes are counted."""
-    names = {layer.name for layer in example.training.model.layers if isinstance(layer, Layer)}
+    model = example.training.model
+    names = {layer.name for layer in model.layers if isinstance(layer, Layer)}
+    norms = [layer for layer in model.layers if isinstance(layer, BatchNorm)]
     found = {
         "attention": bool(names & {*ATTENTIONS}),
         "fused attention": bool(names & {*ATTENTIONS}) and example.way.attention == "fused",
@@ -62,6 +64,10 @@ def pieces(example: Example) -> frozenset[str]:
         "narrower types": example.training.model.narrows,
         "casts once": example.way.casts_once,
         "branches with dropout": bool(names & {*IN_BRANCHES}),
+        "batch norm": any(norm.may_be_own for norm in norms),
+        "norm of the whole batch": any(not norm.may_be_own for norm in norms),
+        "standardised data": model.data != DATA[0],
+        "returned weights": any(isinstance(layer, Layer) and layer.wrap == RETURNS_WEIGHTS for layer in model.layers),
         "kernels": any("pallas" in name or name in ("registered_function", "partitioned") for name in names),
     }
     return frozenset(name for name, is_in in found.items() if is_in)
@@ -90,7 +96,7 @@ def _model(random: Random, scheme: str) -> Model:
     """A model that a scheme of training can work with."""
     kind = _often(random, (5, ["vector"]), (4, ["sequence"]), (2, ["image"]))
     n_layers = random.randint(1, 3)
-    return Model(
+    model = Model(
         kind,
         tuple(_layer(random, kind, scheme) for _ in range(n_layers)),
         boundary=random.randint(0, n_layers),
@@ -99,13 +105,17 @@ def _model(random: Random, scheme: str) -> Model:
         pool=random.choice(POOLS),
         checkpoint=random.random() < 0.1,
     )
+    if model.from_tokens or scheme in NO_BATCH_NORM:
+        return model
+    return dataclasses.replace(model, data=_often(random, (8, DATA[:1]), (1, DATA)))
 
 
 def _layer(random: Random, kind: str, scheme: str) -> Layer | BatchNorm:
     """A layer for activations of a kind, which a scheme of training can work with; some want examples by themselves."""
     may_meet = scheme not in NO_BATCH_NORM
     if may_meet and random.random() < 0.1:
-        return BatchNorm(random.choice(list(VARIANCES)))
+        averages = _often(random, (2, [OWN]), (1, [tuple(AVERAGES)]))
+        return BatchNorm(random.choice(list(VARIANCES)), (random.choice(averages), random.choice(averages)))
     meets = may_meet and random.random() < 0.01
     names = (_MEETING if meets else _LAYERS)[kind]
     if not meets:

@@ -135,6 +135,7 @@ def _simpler_models(model: Model) -> Iterator[Model]:
         {"narrows": False},
         {"tied": False},
         {"from_tokens": False},
+        {"data": "as it is"},
         {"pool": "mean"},
         {"boundary": None},
     ):

@@ -61,16 +61,18 @@ def layer_rule(
 
 #: What a layer can be wrapped in. `stack`: two copies under a scan, with one key or with a key for each; the wrap that
 #: carries keys makes the next one from the last. `by example`: the scan is under `vmap`, and each example has its
-#: own keys. `tied`: applied twice.
+#: own keys. `that returns weights`: they go to the state, as modules of flax nnx return theirs. `tied`: applied twice.
 WRAPS = (
     "plain", "residual", "checkpoint", "checkpoint dots", "jit", "vmap", "stack", "checkpointed stack",
     "unrolled stack", "stack with keys", "checkpointed stack with keys", "stack that carries keys", "tied",
     "custom_vjp", "cond", "fori", "detached branch", "stack by example", "checkpointed stack by example",
+    "stack that returns weights",
 )  # fmt: skip
 _STACKS = (
     "stack", "unrolled stack", "checkpointed stack", "stack with keys", "checkpointed stack with keys",
-    "stack that carries keys", "stack by example", "checkpointed stack by example",
+    "stack that carries keys", "stack by example", "checkpointed stack by example", "stack that returns weights",
 )  # fmt: skip
+RETURNS_WEIGHTS = "stack that returns weights"
 #: Wraps that apply a layer under `vmap`.
 _BY_EXAMPLE = ("vmap", "stack by example", "checkpointed stack by example")
 
@@ -127,6 +129,8 @@ def apply_layer(layer: Layer, p: Params, h: jax.Array, key: jax.Array, *, narrow
     fun = RULES[layer.name].apply
     if narrows:
         fun = _narrowing(fun)
+    if layer.wrap == RETURNS_WEIGHTS:
+        return stack_that_returns_weights(layer, p, h, key, narrows=narrows)[0]
     if layer.wrap in _STACKS:
         return _apply_stack(layer.wrap, fun, p, h, key)
     match layer.wrap:
@@ -153,6 +157,19 @@ def apply_layer(layer: Layer, p: Params, h: jax.Array, key: jax.Array, *, narrow
         case "detached branch":
             return fun(p, h, key) + jax.lax.stop_gradient(jnp.sin(h))
     raise ValueError(layer.wrap)
+
+
+def stack_that_returns_weights(
+    layer: Layer, p: Params, h: jax.Array, key: jax.Array, *, narrows: bool
+) -> tuple[jax.Array, Params]:
+    """The activations behind two copies of a layer, and the parameters as the scan hands them back."""
+    fun = RULES[layer.name].apply
+    again = jax.checkpoint(_narrowing(fun) if narrows else fun)
+
+    def body(h: jax.Array, row: tuple[Params, jax.Array]) -> tuple[jax.Array, Params]:
+        return again(row[0], h, row[1]), row[0]
+
+    return jax.lax.scan(jax.checkpoint(body), h, (p, jax.random.split(key, 2)), length=2)
 
 
 def _apply_stack(wrap: str, fun: Apply, p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
@@ -854,7 +871,7 @@ def scaled_by_the_largest(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     return h / jax.lax.stop_gradient(jnp.max(jnp.abs(h)))
 
 
-# ---- BatchNorm, the one layer with statistics of a micro-batch's own ------------------------------------------------
+# ---- normalisations over the batch ----------------------------------------------------------------------------------
 
 
 def init_batch_norm(rng: np.random.Generator) -> tuple[Params, Params]:
@@ -870,14 +887,30 @@ VARIANCES: dict[str, Callable[[jax.Array, jax.Array, tuple[int, ...]], jax.Array
     "var": lambda x, mean, axes: jnp.var(x, axes, keepdims=True),
 }
 
+#: How running statistics follow those of a batch. Only with `OWN` may a micro-batch take its own.
+AVERAGES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "decay": lambda old, new: 0.9 * old + 0.1 * new,
+    "step": lambda old, new: old + jax.lax.stop_gradient(0.2 * (new - old)),
+    "branch": lambda old, new: jax.lax.cond(old[0] < 9, lambda: 0.5 * old + 0.5 * new, lambda: old),
+    "none": lambda old, new: old,
+    "last": lambda old, new: new,
+}
+OWN = ("decay", "step", "branch")
 
-def batch_norm(variance: str, p: Params, stats: Params, h: jax.Array, ghosts: int) -> tuple[jax.Array, Params]:
-    """Normalises within each of `ghosts` equal parts of the batch; running statistics are averaged over these."""
+
+def batch_norm(
+    variance: str, averages: tuple[str, str], p: Params, stats: Params, h: jax.Array, ghosts: int
+) -> tuple[jax.Array, Params]:
+    """Normalises within each of `ghosts` equal parts of the batch; running statistics are averaged over these.
+
+    averages: how those of the mean and of the variance follow.
+    """
     parts = h if ghosts == 1 else h.reshape(ghosts, h.shape[0] // ghosts, *h.shape[1:])
     axes = tuple(range(0 if ghosts == 1 else 1, parts.ndim - 1))
     mean = jnp.mean(parts, axes, keepdims=True)
     var = VARIANCES[variance](parts, mean, axes)
     normal = ((parts - mean) * jax.lax.rsqrt(var + 1e-1)).reshape(h.shape)
     found = {"mean": jnp.mean(mean.reshape(-1, WIDTH), 0), "var": jnp.mean(var.reshape(-1, WIDTH), 0)}
-    new_stats = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, stats, found)
+    follow = dict(zip(("mean", "var"), averages, strict=True))
+    new_stats = {name: AVERAGES[follow[name]](stats[name], found[name]) for name in found}
     return normal * wide(p["scale"], h) + wide(p["bias"], h), new_stats

@@ -114,6 +114,19 @@ def _covariance(v: jax.Array, s: jax.Array, b: Batch) -> jax.Array:
     return jnp.mean((z.T @ z / s.shape[0] - jnp.eye(WIDTH)) ** 2) + jnp.mean(v)
 
 
+def _decorrelated(v: jax.Array, s: jax.Array, b: Batch) -> jax.Array:
+    """Standardised scores with a gain, as in Barlow Twins."""
+    gain = jnp.linspace(0.5, 1.5, WIDTH, dtype=s.dtype)
+    z = (s - jnp.mean(s, 0)[None]) / jnp.sqrt(jnp.var(s, 0) + 0.1)[None] * gain[None]
+    return jnp.mean((z.T @ z / s.shape[0] - jnp.eye(WIDTH)) ** 2)
+
+
+def _by_rewards(v: jax.Array, s: jax.Array, b: Batch) -> jax.Array:
+    """Targets of the batch, standardised feature by feature, as weights."""
+    z = (b["target"] - jnp.mean(b["target"], 0)[None]) / (jnp.std(b["target"], 0) + 0.1)[None]
+    return jnp.mean(z * s) + 0.1 * jnp.mean(v)
+
+
 def _correlation(v: jax.Array, s: jax.Array, b: Batch) -> jax.Array:
     x, y = _deviations(v), _deviations(b["target"][:, 0])
     return -jnp.sum(x * y) / jnp.sqrt(jnp.sum(x**2) * jnp.sum(y**2) + 1e-3)
@@ -182,6 +195,8 @@ REDUCTIONS: dict[str, Reduction] = {
     "entropy of the mean": _entropy_of_the_mean,
     "covariance": _covariance,
     "correlation": _correlation,
+    "decorrelated": _decorrelated,
+    "by rewards": _by_rewards,
     "standardised": _standardised,
     "advantage": _advantage,
     "softplus of deviations": lambda v, s, b: jnp.mean(jax.nn.softplus(_deviations(v))),

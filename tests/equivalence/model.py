@@ -12,6 +12,8 @@ import numpy as np
 import minialpa
 import tests.equivalence.attention_layers  # noqa: F401 - adds its layers to the rules
 from tests.equivalence.layers import (
+    OWN,
+    RETURNS_WEIGHTS,
     SHAPES,
     WIDTH,
     Layer,
@@ -21,6 +23,7 @@ from tests.equivalence.layers import (
     init_batch_norm,
     init_layer,
     narrowed,
+    stack_that_returns_weights,
 )
 
 TOKENS = 12
@@ -29,9 +32,19 @@ POOLS = ("mean", "max", "last")
 
 @dataclass(frozen=True, slots=True)
 class BatchNorm:
-    """variance: a key of `layers.VARIANCES`."""
+    """variance: a key of `layers.VARIANCES`. averages: of the mean and the variance, keys of `layers.AVERAGES`."""
 
     variance: str = "deviations"
+    averages: tuple[str, str] = ("decay", "decay")
+
+    @property
+    def may_be_own(self) -> bool:
+        """Whether a micro-batch may take statistics of its own."""
+        return all(name in OWN for name in self.averages)
+
+
+#: What is done to inputs of floats; those of `averaged` are standardised, and running statistics of them are kept.
+DATA = ("as it is", "centred", "standardised", "averaged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +52,7 @@ class Model:
     """kind: of the activations. boundary: the number of layers before the pipeline boundary; None for no boundary.
 
     from_tokens: a sequence is embedded from integers. tied: the head is the transpose of the input projection.
-    narrows: parameters are read in a narrower type, in which they have the same values.
+    narrows: parameters are read in a narrower type, in which they have the same values. data: one of `DATA`.
     """
 
     kind: str
@@ -50,26 +63,32 @@ class Model:
     pool: str = "mean"
     checkpoint: bool = False
     narrows: bool = False
+    data: str = "as it is"
 
     @property
     def has_batch_norm(self) -> bool:
-        return any(isinstance(layer, BatchNorm) for layer in self.layers)
+        """Whether micro-batches may have statistics of their own."""
+        return any(isinstance(layer, BatchNorm) and layer.may_be_own for layer in self.layers)
 
 
 def init_model(model: Model, rng: np.random.Generator) -> tuple[Any, Any]:
-    """Parameters, and running statistics of the BatchNorm layers."""
+    """Parameters; and running statistics, with the weights that layers return."""
     rows = TOKENS if model.from_tokens else WIDTH
     params: dict[str, Any] = {"in": init("in", (), (rows, WIDTH), rng)}
     if model.from_tokens:
         params["in"] *= 2
     if not model.tied:  # a tied head of an embedding has a score for each token
         params["head"] = init("head", (), (WIDTH, WIDTH), rng)
-    stats = {}
+    stats: dict[str, Any] = {}
     for i, layer in enumerate(model.layers):
         if isinstance(layer, BatchNorm):
             params[f"layer{i}"], stats[f"layer{i}"] = init_batch_norm(rng)
         else:
             params[f"layer{i}"] = init_layer(layer, rng)
+            if layer.wrap == RETURNS_WEIGHTS:
+                stats[f"layer{i}"] = init_layer(layer, rng)
+    if model.data == "averaged":
+        stats["data"] = init_batch_norm(rng)[1]
     if model.narrows:
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), params)
     return params, stats
@@ -99,19 +118,37 @@ def model_scores(model: Model, params: Any, stats: Any, x: jax.Array, key: jax.A
     def run(params: Any, stats: Any, x: jax.Array, key: jax.Array) -> Any:
         if model.narrows:
             params = {name: narrowed(p) if name in ("in", "head") else p for name, p in params.items()}
-        h = params["in"][x] if model.from_tokens else x @ params["in"]
         new_stats = dict(stats)
+        if not model.from_tokens:
+            x = _prepared(model.data, x, new_stats)
+        h = params["in"][x] if model.from_tokens else x @ params["in"]
         for i, layer in enumerate(model.layers):
             if i == model.boundary:
                 minialpa.mark_pipeline_boundary()
             p = params[f"layer{i}"]
             if isinstance(layer, BatchNorm):
-                h, new_stats[f"layer{i}"] = batch_norm(layer.variance, p, stats[f"layer{i}"], h, ghosts)
+                parts = ghosts if layer.may_be_own else 1
+                h, new_stats[f"layer{i}"] = batch_norm(layer.variance, layer.averages, p, stats[f"layer{i}"], h, parts)
+            elif layer.wrap == RETURNS_WEIGHTS:
+                own = jax.random.fold_in(key, i)
+                h, new_stats[f"layer{i}"] = stack_that_returns_weights(layer, p, h, own, narrows=model.narrows)
             else:
                 h = apply_layer(layer, p, h, jax.random.fold_in(key, i), narrows=model.narrows)
         return _pooled(model, h) @ (params["in"].T if model.tied else params["head"]), new_stats
 
     return (jax.checkpoint(run) if model.checkpoint else run)(params, stats, x, key)
+
+
+def _prepared(data: str, x: jax.Array, new_stats: dict[str, Any]) -> jax.Array:
+    """Inputs as a model reads them; their running statistics are put into `new_stats`."""
+    axes = tuple(range(x.ndim - 1))
+    mean, var = jnp.mean(x, axes, keepdims=True), jnp.var(x, axes, keepdims=True)
+    if data == "averaged":
+        found = {"mean": mean.reshape(-1), "var": var.reshape(-1)}
+        new_stats["data"] = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, new_stats["data"], found)
+    if data == "centred":
+        return x - mean
+    return x if data == "as it is" else (x - mean) / jnp.sqrt(var + 0.1)
 
 
 def _pooled(model: Model, h: jax.Array) -> jax.Array:
