@@ -105,10 +105,10 @@ def replaced_inputs(step: TracedStep, results: Sequence[Value]) -> list[frozense
             for j, (atom, value) in enumerate(zip(outvars, results, strict=True))
             if i in value.inputs and (aval_of(atom).shape, aval_of(atom).dtype) == kind
         ]
-        # The state of the next call is in the place of the argument; or else, what no example has changed.
+        # If the step hands the argument on, what it adds to it elsewhere is a log.
+        unchanged = [j for j in may_replace if results[j] == Value(inputs=frozenset([i]))]
         in_place = [j for j in may_replace if step.layouts[j] == i]
-        unchanged = [j for j in may_replace if not results[j].moments]
-        for j in in_place or unchanged or may_replace:
+        for j in unchanged or in_place or may_replace:
             replaced[j].add(i)
     return [frozenset(inputs) for inputs in replaced]
 

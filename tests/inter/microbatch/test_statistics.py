@@ -336,6 +336,17 @@ def test_other_statistics_are_the_whole_batchs(name: str) -> None:
     _assert_equal(_training("mean", normalise=WHOLE[name]), value_and_grad, (_state(), _batch()), False)
 
 
+def test_averages_beside_the_state_that_is_handed_on_are_a_log() -> None:
+    def step(differentiate: Any, n_parts: int) -> Callable[..., Any]:
+        def run(state: Any, x: Any) -> Any:
+            new, value = _training("mean")(differentiate, n_parts)(state, x)
+            return new["stats"], {**new, "stats": state["stats"]}, value
+
+        return run
+
+    _assert_equal(step, value_and_grad, (_state(), _batch()), False)
+
+
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_statistics_that_are_a_term_of_the_loss_are_the_whole_batchs(gradient: str) -> None:
     def step(differentiate: Any, n_parts: int) -> Callable[..., Any]:
