@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -46,10 +46,11 @@ def attend(*operands: jax.Array, kind: Attention) -> list[jax.Array]:
     """The results of `attention_p`."""
     query, key, value, *others = operands
     problem = _problem(query, key, value, others, kind)
-    maximum, total, mixed = _walk(problem)
+    shrink = _shrink(problem)
+    maximum, total, mixed = _walk(replace(problem, value=problem.value * shrink))
 
     # If no key has a score above -inf, total is 0, and the result NaN, as it is where softmax is written out.
-    out = problem.rows.unpad(mixed / total[..., None], 3)
+    out = problem.rows.unpad(mixed / total[..., None] / shrink, 3)
     logsumexp = problem.rows.unpad(_finite(maximum) + jnp.log(total), 3)
     statistics = np.promote_types(query.dtype, np.float32)
     return [out.transpose(0, 3, 1, 2, 4).astype(value.dtype), logsumexp.transpose(0, 3, 1, 2).astype(statistics)]
@@ -91,7 +92,7 @@ def differentiate(
         problem.columns.n_blocks, add_column, (jnp.zeros_like(problem.query), bias_bars)
     )
     query_bar, bias_bars = carry
-    query_bar = problem.rows.unpad(query_bar * jnp.asarray(kind.scale, problem.dtype), 3).transpose(0, 3, 1, 2, 4)
+    query_bar = problem.rows.unpad(query_bar, 3).transpose(0, 3, 1, 2, 4)
     key_bar, value_bar = (
         problem.columns.unpad(problem.columns.join(x, 2), 2).transpose(0, 2, 1, 3) for x in (key_bar, value_bar)
     )
@@ -182,7 +183,7 @@ class _Problem:
         dtype: of all sums.
         rows: blocks of queries.
         columns: blocks of keys.
-        query: [b g r t d], times the scale.
+        query: [b g r t d].
         key: [b g s d].
         value: [b g s e].
         positions: of queries [t] and keys [s], or nothing.
@@ -205,6 +206,10 @@ class _Problem:
     def masked_score(self) -> jax.Array:
         return jnp.asarray(self.kind.masked_score, self.dtype)
 
+    def scaled(self, x: jax.Array) -> jax.Array:
+        # Behind the product, as users write it: a scaled query may be beyond the largest number, or below the smallest.
+        return x if self.kind.scale == 1 else x * jnp.asarray(self.kind.scale, self.dtype)
+
     def cut(self, x: jax.Array, i: Any, j: Any) -> jax.Array:
         """What an array of [b g r t s] has for a pair of blocks."""
         return self.columns.cut(self.rows.cut(x, i, 3), j, 4)
@@ -224,7 +229,7 @@ class _Problem:
     def scores(self, i: Any, j: Any) -> tuple[jax.Array, jax.Array | None]:
         """Scores [b g r t s] of a pair of blocks, and which of them are not masked; None for all."""
         query, key = self.rows.cut(self.query, i, 3), self.columns.cut(self.key, j, 2)
-        score = _product(query, key, ((4,), (3,)))
+        score = self.scaled(_product(query, key, ((4,), (3,))))
         for bias in self.biases:
             score = score + self.cut(bias, i, j).astype(self.dtype)
 
@@ -271,7 +276,7 @@ def _problem(query: jax.Array, key: jax.Array, value: jax.Array, others: Sequenc
         dtype=dtype,
         rows=rows,
         columns=columns,
-        query=rows.pad(query.transpose(0, 2, 3, 1, 4).astype(dtype) * jnp.asarray(kind.scale, dtype), 3),
+        query=rows.pad(query.transpose(0, 2, 3, 1, 4).astype(dtype), 3),
         key=columns.pad(key.transpose(0, 2, 1, 3).astype(dtype), 2),
         value=columns.pad(value.transpose(0, 2, 1, 3).astype(dtype), 2),
         positions=[_pad_positions(axis, x) for axis, x in zip((rows, columns), positions, strict=False)],
@@ -334,17 +339,21 @@ def _add_scores(problem: _Problem, i: Any, j: Any, state: State) -> State:
 
 
 def _add_masked(problem: _Problem, j: Any, value_sums: jax.Array, state: State) -> State:
-    """`_add_scores` of a block of keys that are all masked."""
-    if problem.kind.masked_score == -math.inf:
-        return state
+    """`_add_scores` of a block of keys that are all masked. Where their weight is 0, 0 times infinity is NaN, too."""
     old, total, mixed = state
     maximum = jnp.maximum(old, problem.masked_score)
-    weight, kept = jnp.exp(problem.masked_score - maximum), jnp.exp(old - maximum)
+    shift = _finite(maximum)
+    weight, kept = jnp.exp(problem.masked_score - shift), jnp.exp(old - shift)
     n_keys = jnp.minimum(problem.columns.block, problem.columns.length - j * problem.columns.block)
-    value_sum = lax.dynamic_index_in_dim(value_sums, j, 2)[:, :, None]
-    # So that sums beyond the largest number do no harm where they have no weight.
-    new = jnp.where(weight[..., None] == 0, 0, weight[..., None] * value_sum)
+    new = weight[..., None] * lax.dynamic_index_in_dim(value_sums, j, 2)[:, :, None]
     return maximum, kept * total + n_keys.astype(problem.dtype) * weight, kept[..., None] * mixed + new
+
+
+def _shrink(problem: _Problem) -> jax.Array:
+    """1; a smaller power of 2 for values so large that their sum, which is divided last, would be infinite."""
+    power = math.ceil(math.log2(2 * max(problem.columns.length, 1)))
+    limit = jnp.finfo(problem.dtype).max * 2.0**-power
+    return jnp.where((jnp.abs(problem.value) > limit).any(), 2.0**-power, 1.0).astype(problem.dtype)
 
 
 def _value_sums(problem: _Problem) -> jax.Array:
@@ -396,8 +405,7 @@ def _rows_of_gradient(problem: _Problem, out: jax.Array, logsumexp: jax.Array, o
     is_coarse = jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > COARSE)
     shift, factor = lax.cond(is_coarse.any(), again, lambda: (logsumexp, jnp.ones_like(logsumexp)))
 
-    weight = (jnp.exp(problem.masked_score - shift) * factor)[..., None]
-    masked = jnp.where(weight == 0, 0, weight * out_bar)
+    masked = (jnp.exp(problem.masked_score - shift) * factor)[..., None] * out_bar
     b, g, r, _, e = masked.shape
     blocks = masked.reshape(b, g, r, problem.rows.n_blocks, problem.rows.block, e)
     return _Rows(
@@ -418,7 +426,11 @@ def _pair_gradient(problem: _Problem, rows: _Rows, wanted: Sequence[int], i: Any
     shapes = jax.eval_shape(seen)
 
     def masked() -> Any:
+        # A product with scores' cotangents that are 0 is 0, or NaN where the other factor is infinite or NaN.
+        query, key = problem.rows.cut(problem.query, i, 3), problem.columns.cut(problem.key, j, 2)
         query_bar, key_bar, value_bar, bias_bars = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        query_bar += (0 * key).sum(axis=2)[:, :, None, None]
+        key_bar += (0 * query).sum(axis=(2, 3))[:, :, None]
         return query_bar, key_bar, value_bar + lax.dynamic_index_in_dim(rows.masked, i, 2), bias_bars
 
     return lax.cond(some_seen, seen, masked)
@@ -433,11 +445,13 @@ def _gradient_of_scores(problem: _Problem, rows: _Rows, wanted: Sequence[int], i
     score, seen = problem.scores(i, j)
     p = jnp.exp(score - shift) * factor
     p_bar = _product(out_bar, value, ((4,), (3,)))
-    score_bar = p * (p_bar - inner)
+    # Without brackets: the difference may be infinite where p has none of it.
+    score_bar = p * p_bar - p * inner
     if seen is not None:
         score_bar = jnp.where(seen, score_bar, 0)
 
     bias_bars = [_sum_to(score_bar, problem.cut(problem.biases[n], i, j).shape) for n in wanted]
+    score_bar = problem.scaled(score_bar)
     return (
         _product(score_bar, key, ((4,), (2,))),
         _product(score_bar, query, ((2, 3), (2, 3))),
