@@ -13,10 +13,12 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.attention.operation import Attention, attention_gradient_p, attention_p
-from minialpa.recognition.algebra import Axes, Label, Leaf, NoFormula
 from minialpa.recognition.masks import MaskReader, Part
+from minialpa.recognition.numbering import FLOATS, has_all
 from minialpa.recognition.positions import Window
-from minialpa.recognition.scores import Role, Scores
+from minialpa.recognition.rewrites import SCORE_FEATURE, VALUE_FEATURE
+from minialpa.recognition.roles import Role
+from minialpa.recognition.terms import Axes, Label, Leaf, NoFormula, Softmax
 from minialpa.tracing.jaxprs import Atom, aval_of, shape_of
 from minialpa.tracing.new_equations import equations_for
 
@@ -44,7 +46,7 @@ class Operands:
     """The arrays that an attention reads, and what the indices of its dimensions are.
 
     Attributes:
-        scores: how the scores are made.
+        softmax: the softmax of the scores.
         value: the array of values.
         cotangent: the cotangent of the result; None for the forward pass.
         window: the window of positions.
@@ -52,7 +54,7 @@ class Operands:
         sizes: the length of each index.
     """
 
-    scores: Scores
+    softmax: Softmax
     value: Leaf
     cotangent: Leaf | None
     window: Window | None
@@ -61,7 +63,7 @@ class Operands:
 
     @property
     def variables(self) -> list[Var]:
-        leaves = [self.scores.query, self.scores.key, self.value, *(leaf for leaf, _ in self.scores.biases)]
+        leaves = [self.softmax.query, self.softmax.key, self.value, *(leaf for leaf, _ in self.softmax.scores.biases)]
         cotangent = [] if self.cotangent is None else [self.cotangent]
         found = [*(leaf.var for leaf in (*leaves, *cotangent)), *(part.var for part in self.parts)]
         return list(dict.fromkeys(found))
@@ -71,76 +73,75 @@ class Operands:
         """The index of query positions: that of the window, else the longest that the keys do not have."""
         if self.window is not None:
             return self.window.query
-        axes = [label for label in self.scores.query.axes if label in self.scores.query_positions]
+        axes = [label for label in self.softmax.query.axes if label in self.softmax.query_positions]
         return max(axes, key=lambda label: self.sizes[label])
 
     @property
     def groups(self) -> dict[str, Group]:
         """The indices behind each letter of the primitives' layouts."""
-        scores = self.scores
-        order = [label for leaf in (scores.query, scores.key, self.value) for label in leaf.axes]
-        order += sorted(scores.batch, key=str)
-        batch = tuple(label for label in dict.fromkeys(order) if label in scores.batch)
-        rest = tuple(label for label in scores.query.axes if label in scores.query_positions - {self.position})
+        softmax = self.softmax
+        order = [label for leaf in (softmax.query, softmax.key, self.value) for label in leaf.axes]
+        order += sorted(softmax.batch, key=str)
+        batch = tuple(label for label in dict.fromkeys(order) if label in softmax.batch)
+        rest = tuple(label for label in softmax.query.axes if label in softmax.query_positions - {self.position})
         return {
             "b": batch[:1] if len(batch) < 2 else batch[:-1],
             "g": batch[1:] if len(batch) < 2 else batch[-1:],
             "r": rest,
             "t": (self.position,),
-            "s": (scores.key_position,),
+            "s": (softmax.key_position,),
         }
 
     @property
     def n_scores(self) -> int:
         """Query positions times key positions."""
-        return self.sizes[self.position] * self.sizes[self.scores.key_position]
+        return self.sizes[self.position] * self.sizes[self.softmax.key_position]
 
 
-def operands_of(role: Role, reader: Callable[[Scores], MaskReader], fixed: frozenset[Label]) -> Operands:
+def operands_of(role: Role, reader: Callable[[Softmax], MaskReader]) -> Operands:
     """What the attention of a role reads. Raises NoFormula if the primitives cannot have it."""
-    scores, value = role.scores, role.value
+    softmax, value, cotangent = role.softmax, role.value, role.cotangent
     if value is None:
         raise NoFormula
-    window, parts = reader(scores).read(scores.masks)
-    features = value.labels - fixed
-    cotangent = role.cotangent
-    is_plain = len(features) == 1 and value.labels - features <= scores.labels
+    window, parts = reader(softmax).read(softmax.scores.masks)
+    if window is not None and window.is_empty:
+        raise NoFormula
+    is_plain = value.labels <= softmax.labels | {VALUE_FEATURE}
     if cotangent is not None:
-        is_plain = is_plain and cotangent.labels <= scores.labels - {scores.key_position} | features
+        is_plain = is_plain and cotangent.labels <= softmax.labels - {softmax.key_position} | {VALUE_FEATURE}
     if not is_plain:
         raise NoFormula
 
-    leaves = [scores.query, scores.key, value, *(leaf for leaf, _ in scores.biases)]
-    leaves += [mask.leaf for mask in scores.masks] + ([] if cotangent is None else [cotangent])
+    leaves = [softmax.query, softmax.key, value, *(leaf for leaf, _ in softmax.scores.biases)]
+    leaves += [mask.leaf for mask in softmax.scores.masks] + ([] if cotangent is None else [cotangent])
     sizes: dict[Label, int] = {}
     for leaf in leaves:
         sizes |= _named_sizes(leaf.axes, shape_of(leaf.var))
-    return Operands(scores=scores, value=value, cotangent=cotangent, window=window, parts=parts, sizes=sizes)
+    return Operands(softmax=softmax, value=value, cotangent=cotangent, window=window, parts=parts, sizes=sizes)
 
 
-def with_cotangent(operands: Operands, role: Role, fixed: frozenset[Label]) -> Operands | None:
+def with_cotangent(operands: Operands, role: Role) -> Operands | None:
     """The operands of a forward pass, with the cotangent that a role names."""
     cotangent = role.cotangent
-    features = set() if cotangent is None else cotangent.labels - fixed
-    if cotangent is None or len(features) != 1 or not cotangent.labels - features <= operands.scores.labels:
+    if cotangent is None or not cotangent.labels <= operands.softmax.labels | {VALUE_FEATURE}:
         return None
-    (feature,) = operands.value.labels - operands.scores.labels
-    axes = tuple(feature if label in features else label for label in cotangent.axes)
-    sizes = dict(zip(axes, shape_of(cotangent.var), strict=True))
-    if operands.scores.key_position in axes or sizes[feature] != operands.sizes[feature]:
+    sizes = _named_sizes(cotangent.axes, shape_of(cotangent.var))
+    is_plain = operands.softmax.key_position not in sizes and VALUE_FEATURE in sizes
+    if not is_plain or sizes[VALUE_FEATURE] != operands.sizes[VALUE_FEATURE]:
         return None
-    return replace(operands, cotangent=Leaf(cotangent.number, axes, cotangent.var))
+    return replace(operands, cotangent=cotangent)
 
 
 def shared_dtype(operands: Operands, results: Sequence[Request]) -> Any:
     """The dtype of query, key and value: at least that of the written result."""
-    scores = operands.scores
-    atoms = [scores.query.var, scores.key.var, operands.value.var]
+    atoms = [operands.softmax.query.var, operands.softmax.key.var, operands.value.var]
     atoms += [request.var for request in results if request.role.name == "out"]
-    dtype = aval_of(atoms[0]).dtype
-    for atom in atoms[1:]:
-        dtype = jnp.promote_types(dtype, aval_of(atom).dtype)
-    return dtype
+    return _common_dtype([aval_of(atom).dtype for atom in atoms])
+
+
+def _common_dtype(dtypes: Sequence[Any]) -> Any:
+    """The narrowest dtype that has all numbers of these."""
+    return next(np.dtype(name) for name in FLOATS if all(has_all(name, dtype) for dtype in dtypes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,13 +186,11 @@ def emit_gradient(operands: Operands, forward: Sequence[Atom], requests: Sequenc
     variables, cotangent = operands.variables, operands.cotangent
     assert cotangent is not None, operands
     wanted = tuple(any(_is_bias(request, i) for request in requests) for i in range(writer.kind.n_biases))
-    biases = [leaf for leaf, _ in operands.scores.biases]
+    biases = [leaf for leaf, _ in operands.softmax.scores.biases]
 
     def dtype_of(name: str, default: Any, bias: int = 0) -> str:
         asked = [aval_of(r.var).dtype for r in requests if r.role.name == name and r.role.bias == bias]
-        for other in asked:
-            default = other if other is asked[0] else jnp.promote_types(default, other)
-        return str(np.dtype(default))
+        return str(_common_dtype(asked or [default]))
 
     names = ("query", "key", "value")
     dtypes = (
@@ -201,8 +200,7 @@ def emit_gradient(operands: Operands, forward: Sequence[Atom], requests: Sequenc
 
     def compute(out: Any, logsumexp: Any, *arrays: Any) -> list[Any]:
         read = dict(zip(variables, arrays, strict=True))
-        (feature,) = operands.value.labels - operands.scores.labels
-        out_bar = writer.operand(read[cotangent.var], cotangent.axes, "btgr", (feature,))
+        out_bar = writer.operand(read[cotangent.var], cotangent.axes, "btgr", (VALUE_FEATURE,))
         out_bar = lax.convert_element_type(out_bar, dtype)
         raw = attention_gradient_p.bind(
             *writer.main(read), out, logsumexp, out_bar, *writer.others(read),
@@ -230,7 +228,7 @@ def _is_bias(request: Request, i: int) -> bool:
 
 def _only_free(axes: Axes, writer: _Writer) -> Group:
     """The index of features of a result."""
-    return tuple(label for label in axes if label is not None and label not in writer.operands.scores.labels)
+    return tuple(label for label in axes if label is not None and label not in writer.operands.softmax.labels)
 
 
 class _Writer:
@@ -239,7 +237,7 @@ class _Writer:
     def __init__(self, operands: Operands, dtype: Any) -> None:
         self.operands, self.dtype = operands, dtype
         self.groups = operands.groups
-        scores, window = operands.scores, operands.window
+        scores, window = operands.softmax.scores, operands.window
         self.shift = 0
         left, right = (None, None) if window is None else (window.left, window.right)
         # A window that lies behind the query is one that ends at a query further back.
@@ -247,25 +245,23 @@ class _Writer:
             self.shift, left, right = right, None if left is None else left + right, 0
         elif left is not None and left < 0:
             self.shift, left, right = -left, 0, None if right is None else right + left
-        if min(left or 0, right or 0) < 0:
-            raise NoFormula
+        assert min(left or 0, right or 0) >= 0, window
         self.kind = Attention(
             scale=scores.scale,
             left=left,
             right=right,
-            masked_score=scores.masked_score if scores.masks else -math.inf,
+            masked_score=scores.masked_score,
             n_biases=len(scores.biases),
             n_masks=len(operands.parts),
         )
 
     def main(self, read: Mapping[Var, Any]) -> list[Any]:
         """Query, key and value."""
-        scores, value = self.operands.scores, self.operands.value
-        (score_feature,), (value_feature,) = scores.features, value.labels - scores.labels
+        query, key, value = self.operands.softmax.query, self.operands.softmax.key, self.operands.value
         arrays = (
-            self.operand(read[scores.query.var], scores.query.axes, "btgr", (score_feature,)),
-            self.operand(read[scores.key.var], scores.key.axes, "bsg", (score_feature,)),
-            self.operand(read[value.var], value.axes, "bsg", (value_feature,)),
+            self.operand(read[query.var], query.axes, "btgr", (SCORE_FEATURE,)),
+            self.operand(read[key.var], key.axes, "bsg", (SCORE_FEATURE,)),
+            self.operand(read[value.var], value.axes, "bsg", (VALUE_FEATURE,)),
         )
         return [lax.convert_element_type(array, self.dtype) for array in arrays]
 
@@ -276,9 +272,9 @@ class _Writer:
             sizes = [self.operands.sizes[self.groups[letter][0]] for letter in "ts"]
             queries, keys = (lax.iota(np.int32, size) for size in sizes)
             out += [lax.add(queries, np.int32(self.shift)) if self.shift else queries, keys]
-        for leaf, factor in self.operands.scores.biases:
+        for leaf, sign in self.operands.softmax.scores.biases:
             bias = self.operand(read[leaf.var], leaf.axes, "bgrts", None)
-            out.append(bias if factor == 1 else bias * factor)
+            out.append(bias if sign == 1 else lax.neg(bias))
         for part in self.operands.parts:
             mask = self.operand(read[part.var], part.axes, "bgrts", None)
             out.append(mask if part.positive else lax.bitwise_not(mask))
@@ -308,11 +304,10 @@ class _Writer:
     def bias_gradient(self, x: Any, bias: Leaf, request: Request) -> Any:
         groups = [self.groups[letter] for letter in "bgrts"]
         labels = [label for group in groups for label in group if set(group) & bias.labels]
-        factor = self.operands.scores.biases[request.role.bias][1]
-        return self._in_layout(x if factor == 1 else x * factor, labels, {}, request)
+        return self._in_layout(x, labels, {}, request)
 
     def _in_layout(self, x: Any, labels: Sequence[Label], others: Mapping[Label, int], request: Request) -> Any:
-        axes, ratio = request.role.axes, request.role.ratio
+        axes = request.role.axes
         sizes = {**self.operands.sizes, **others}
         x = _reshaped(x, [sizes[label] for label in labels])
         own = [label for label in axes if label is not None]
@@ -327,8 +322,6 @@ class _Writer:
         x = _reshaped(x, [1 if label is None else size for label, size in zip(axes, shape, strict=True)])
         if x.shape != shape:
             x = lax.broadcast_in_dim(x, shape, range(len(shape)))
-        if ratio != 1:
-            x = x * ratio
         return lax.convert_element_type(x, aval_of(request.var).dtype)
 
 

@@ -1,66 +1,42 @@
 """The formula of each value of a program: equations in, `Form`s out.
 
 Formulas are made for the values between the scores of a softmax and the gradients that follow from it: forward from
-each `exp` whose operand is computed from a product of matrices. Every other array is a `Leaf`. Conversions between
-float dtypes and barriers do not change a formula.
+each `exp` whose operand is computed from a product of matrices. Every other array is a `Leaf`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from minialpa.recognition.algebra import ZERO, Label, Leaf, NoFormula, number, of_atom
-from minialpa.recognition.elementwise import BY_NUMBERS, ELEMENTWISE
-from minialpa.recognition.form import Form, has_ended
+from minialpa.recognition.equations import OUTSIDE, RULES, dot_general
 from minialpa.recognition.indices import Indices
-from minialpa.recognition.layouts import LAYOUTS, narrows, same
-from minialpa.recognition.numbering import Numbers
-from minialpa.recognition.products import PRODUCTS, dot_general
+from minialpa.recognition.layouts import LAYOUTS
+from minialpa.recognition.numbering import FLOATS, Numbers
+from minialpa.recognition.roles import find_role
 from minialpa.recognition.rule import Rule
+from minialpa.recognition.terms import RESULTS, Form, Leaf, NoFormula, Number, Part, Scores, kind_of
 from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars, shape_of
 
 #: Equations from an `exp` back to the product of its scores, at most.
 _DEPTH = 12
 
-_RULES: Mapping[str, Rule] = {**LAYOUTS, **ELEMENTWISE, **PRODUCTS, "optimization_barrier": same}
-#: What an array that is no score goes through on its way to an attention.
-_OUTSIDE: Mapping[str, Rule] = {**LAYOUTS, **BY_NUMBERS}
 #: What may stand between the product of queries and keys and the `exp`.
-_TO_SCORES = frozenset(_RULES) - {"exp", "log", "reduce_sum", "ge", "gt", "integer_pow", "square", "abs"}
-
-#: Whether a value with this form, given the indices whose names are fixed, is what an attention computes.
-IsResult = Callable[[Form, frozenset[Label]], bool]
+_TO_SCORES = frozenset(RULES) - {"exp", "integer_pow", "reduce_sum"}
 
 
-@dataclass(frozen=True, slots=True)
-class Formulas:
-    """The formulas of a program.
-
-    Attributes:
-        of: the form of each variable that depends on an exponential of scores.
-        fixed: the indices of scores, whose names mean the same in all forms.
-    """
-
-    of: Mapping[Var, Form]
-    fixed: frozenset[Label]
-
-
-def find_formulas(eqns: Sequence[JaxprEqn], producers: Mapping[Var, JaxprEqn], is_result: IsResult) -> Formulas:
-    """The formulas of the values that depend on an exponential of scores.
+def find_forms(eqns: Sequence[JaxprEqn], producers: Mapping[Var, JaxprEqn]) -> dict[Var, Form]:
+    """The forms of the variables that depend on an exponential of scores.
 
     producers: the equation of each variable, also of those around a scan.
     """
     to_exponentials = _equations_to_exponentials(eqns)
-    if not to_exponentials:
-        return Formulas({}, frozenset())
-    follower = _Follower(producers, is_result)
-    for eqn in eqns:
+    follower = _Follower(producers)
+    for eqn in eqns if to_exponentials else ():
         follower.follow(eqn, id(eqn) in to_exponentials)
-    return Formulas(follower.followed, frozenset(follower.indices.fixed))
+    return follower.followed
 
 
 def _equations_to_exponentials(eqns: Sequence[JaxprEqn]) -> set[int]:
@@ -89,8 +65,7 @@ def _equations_to_exponentials(eqns: Sequence[JaxprEqn]) -> set[int]:
 class _Follower:
     """Makes the forms of a program, one equation after the other."""
 
-    def __init__(self, producers: Mapping[Var, JaxprEqn], is_result: IsResult) -> None:
-        self._is_result = is_result
+    def __init__(self, producers: Mapping[Var, JaxprEqn]) -> None:
         self.indices = Indices()
         #: The variables that depend on an exponential of scores.
         self.followed: dict[Var, Form] = {}
@@ -102,7 +77,7 @@ class _Follower:
         is_to_exponential: whether it is on the way from a product of matrices to an `exp`.
         """
         name = eqn.primitive.name
-        rule = _RULES.get(name)
+        rule = RULES.get(name)
         is_after = any(var in self.followed for var in operand_vars(eqn))
         if rule is None or not (is_after or is_to_exponential):
             return
@@ -129,16 +104,12 @@ class _Follower:
                 continue
             if atom in self.followed:
                 forms[out] = self.followed[out] = self.followed[atom]
-            elif atom in forms and forms[atom].sources:
+            elif atom in forms and isinstance(forms[atom].term, Scores | Part):
                 forms[out] = forms[atom]
 
     def _has_finished(self, var: Var) -> bool:
         form = self.followed.get(var)
-        return form is not None and has_ended(form, self.indices.fixed) and self._is_result(form, self._fixed)
-
-    @property
-    def _fixed(self) -> frozenset[Label]:
-        return frozenset(self.indices.fixed)
+        return form is not None and kind_of(form.term) in RESULTS and find_role(form) is not None
 
 
 class _Known:
@@ -159,10 +130,10 @@ class _Known:
         self.forms: dict[Var, Form] = {}
         self._producers, self._followed = producers, followed
         self._numbers = Numbers(producers) if numbers is None else numbers
-        self._rules: Mapping[str, Rule] = _OUTSIDE
+        self._rules: Mapping[str, Rule] = OUTSIDE
         self._factors = self
         if numbers is None:
-            self._rules = {**_OUTSIDE, "dot_general": dot_general}
+            self._rules = {**OUTSIDE, "dot_general": dot_general}
             self._factors = _Known(producers, indices, followed, self._numbers)
 
     def __getitem__(self, atom: Atom) -> Form:
@@ -178,22 +149,18 @@ class _Known:
     def factor(self, atom: Atom) -> Form:
         return self._factors[atom]
 
-    def is_followed(self, atom: Atom) -> bool:
-        return not is_literal(atom) and atom in self._followed
-
     def _outside(self, var: Var) -> Form:
         """The form of an array that is not followed: a leaf in some layout, or a product of two."""
         eqn = self._producers.get(var)
         rule = None if eqn is None else self._rules.get(eqn.primitive.name)
-        # Products of rotated keys that were rounded to bfloat16, say, are written for units of that dtype.
-        if eqn is None or rule is None or narrows(eqn) or any(map(self.is_followed, operand_vars(eqn))):
+        if eqn is None or rule is None or any(var in self._followed for var in operand_vars(eqn)):
             return self._leaf(var)
         form = _form_by(rule, self, eqn)
         return self._leaf(var) if form is None else form
 
     def _leaf(self, var: Var) -> Form:
         axes = self.indices.new_axes(shape_of(var))
-        return Form(axes, of_atom(Leaf(self._numbers(var), axes, var)))
+        return Form(axes, Leaf(self._numbers(var), axes, var))
 
 
 def _form_by(rule: Rule, known: _Known, eqn: JaxprEqn) -> Form | None:
@@ -206,6 +173,6 @@ def _form_by(rule: Rule, known: _Known, eqn: JaxprEqn) -> Form | None:
 def _form_of_literal(literal: Literal) -> Form:
     """A number."""
     value = np.asarray(literal.val)
-    if value.ndim or (value.dtype.kind not in "biuf" and value.dtype.name != "bfloat16"):
+    if value.ndim or (value.dtype.kind not in "biuf" and value.dtype.name not in FLOATS):
         raise NoFormula
-    return Form((), ZERO if value == 0 else number(float(value)))
+    return Form((), Number(float(value)))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from minialpa.recognition.algebra import Axes, Label, NoFormula, renamed
-from minialpa.recognition.form import Form
+from minialpa.recognition.terms import Axes, Form, Label, NoFormula, Part, Scores, renamed
 
 
 class Indices:
@@ -25,7 +24,7 @@ class Indices:
     def apart(self, form: Form, taken: Iterable[Label]) -> Form:
         """The form with other names for its indices, but for those that are fixed and those not in `taken`."""
         taken = set(taken)
-        own = form.expr.labels | set(form.axes) - {None}
+        own = form.term.labels | set(form.axes) - {None}
         return with_names(form, {label: next(self._names) for label in own if label in taken - self.fixed})
 
     def with_fixed_names(self, form: Form) -> Form:
@@ -54,7 +53,7 @@ class Indices:
             out.append(with_names(form, _changes(form.axes, axes)))
 
         named = check_apart(axes)
-        if any(form.expr.labels - named for form in out):
+        if any(form.term.labels - named for form in out):
             raise NoFormula
         return axes, out
 
@@ -71,7 +70,7 @@ class Indices:
 
         # Scores keep the names of their indices: then a saved product has the same ones in the backward pass.
         for form in forms:
-            for i, label in enumerate(form.axes if form.sources else ()):
+            for i, label in enumerate(form.axes if isinstance(form.term, Scores | Part) else ()):
                 if axes[i] is None and label not in axes:
                     axes[i] = label
         return tuple(axes)
@@ -80,7 +79,7 @@ class Indices:
 
     def joined(self, left: Form, right: Form, pairs: Iterable[tuple[int, int]]) -> tuple[Form, Form]:
         """The operands of a product, with one name for the dimensions of each pair, and else with different ones."""
-        right = self.apart(right, left.expr.labels | set(left.axes) - {None})
+        right = self.apart(right, left.term.labels | set(left.axes) - {None})
         for i, j in pairs:
             a, b = left.axes[i], right.axes[j]
             if a is None or b is None or a == b:
@@ -97,7 +96,7 @@ class Indices:
 def with_names(form: Form, names: Mapping[Label, Label]) -> Form:
     """The form with other names for some of its indices."""
     axes = tuple(label if label is None else names.get(label, label) for label in form.axes)
-    return Form(axes, renamed(form.expr, names), form.sources)
+    return Form(axes, renamed(form.term, names))
 
 
 def check_apart(axes: Axes) -> set[Label]:

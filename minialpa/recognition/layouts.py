@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.recognition.algebra import Label, NoFormula
-from minialpa.recognition.form import Form
 from minialpa.recognition.numbering import FLOATS, keeps_elements
+from minialpa.recognition.rewrites import converted
 from minialpa.recognition.rule import Known, Rule
+from minialpa.recognition.terms import Form, Label, NoFormula, Number
 from minialpa.tracing.jaxprs import aval_of, shape_of
 
 
@@ -23,22 +23,15 @@ def same(known: Known, eqn: JaxprEqn) -> Form:
 def _convert(known: Known, eqn: JaxprEqn) -> Form:
     old, new = (aval_of(atom).dtype.name for atom in (eqn.invars[0], eqn.outvars[0]))
     form = known[eqn.invars[0]]
-    if old == new or (old in FLOATS and new in FLOATS):
+    if old == new:
         return form
+    if old in FLOATS and new in FLOATS:
+        return Form(form.axes, converted(form.term, old, new))
 
-    # Every dtype of whole numbers has those below 128.
-    c = form.expr.constant
-    if c is not None and (new in FLOATS or (c in range(128) and "int" in new)):
+    # Every dtype has the whole numbers below 128.
+    if isinstance(form.term, Number) and form.term.value in range(128) and (new in FLOATS or "int" in new):
         return form
     raise NoFormula
-
-
-def narrows(eqn: JaxprEqn) -> bool:
-    """Whether an equation rounds floats to a shorter dtype."""
-    if eqn.primitive.name != "convert_element_type":
-        return False
-    old, new = (aval_of(atom).dtype for atom in (eqn.invars[0], eqn.outvars[0]))
-    return bool(old.itemsize > new.itemsize)
 
 
 def _reduce_precision(known: Known, eqn: JaxprEqn) -> Form:
@@ -50,7 +43,7 @@ def _reduce_precision(known: Known, eqn: JaxprEqn) -> Form:
 
 def _transpose(known: Known, eqn: JaxprEqn) -> Form:
     form = known[eqn.invars[0]]
-    return Form(tuple(form.axes[i] for i in eqn.params["permutation"]), form.expr, form.sources)
+    return Form(tuple(form.axes[i] for i in eqn.params["permutation"]), form.term)
 
 
 def _broadcast_in_dim(known: Known, eqn: JaxprEqn) -> Form:
@@ -58,7 +51,7 @@ def _broadcast_in_dim(known: Known, eqn: JaxprEqn) -> Form:
     axes: list[Label | None] = [None] * len(shape_of(eqn.outvars[0]))
     for label, i in zip(form.axes, eqn.params["broadcast_dimensions"], strict=True):
         axes[i] = label
-    return Form(tuple(axes), form.expr, form.sources)
+    return Form(tuple(axes), form.term)
 
 
 def _reshape(known: Known, eqn: JaxprEqn) -> Form:
@@ -71,15 +64,15 @@ def _reshape(known: Known, eqn: JaxprEqn) -> Form:
     if [size for size in old if size != 1] != [size for size in new if size != 1]:
         raise NoFormula
     left = iter(kept)
-    return Form(tuple(None if size == 1 else next(left) for size in new), form.expr, form.sources)
+    return Form(tuple(None if size == 1 else next(left) for size in new), form.term)
 
 
 def _part_of_number(known: Known, eqn: JaxprEqn) -> Form:
     """A part of an array whose elements are all one number, such as the head mask of ones that no user gave."""
     form = known[eqn.invars[0]]
-    if form.expr.constant is None:
+    if not isinstance(form.term, Number):
         raise NoFormula
-    return Form((None,) * len(shape_of(eqn.outvars[0])), form.expr, form.sources)
+    return Form((None,) * len(shape_of(eqn.outvars[0])), form.term)
 
 
 LAYOUTS: Mapping[str, Rule] = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.recognition.algebra import Axes, Label, Mask
 from minialpa.recognition.positions import LAYOUTS, Window, WindowReader, operand_axes, shrunk
+from minialpa.recognition.terms import Axes, Label, Mask
 from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, shape_of
 
 

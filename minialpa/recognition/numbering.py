@@ -1,8 +1,8 @@
 """In: how variables are computed. Out: a number for each, so that arrays with equal numbers have equal elements.
 
-`tracing/values.py` numbers the values of a program, too. There, an equation that changes nothing but the dtype of
-floats, or a barrier, makes a new value; here the number is that of its operand, because the equations of one attention
-read its scores on both sides of such equations.
+`tracing/values.py` numbers the values of a program, too. There, an equation that gives floats a wider dtype, or a
+barrier, makes a new value; here the number is that of its operand, because the equations of one attention read its
+scores on both sides of such equations.
 """
 
 from __future__ import annotations
@@ -17,8 +17,14 @@ from minialpa.tracing.jaxprs import Atom, aval_of, is_literal
 
 #: Equations that arrays are compared by, from the one that makes an array backwards.
 _DEPTH = 12
-#: Floats whose conversions into each other do not change a formula.
+#: Dtypes of floats that attentions have, narrower ones first.
 FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def has_all(wide: Any, narrow: Any) -> bool:
+    """Whether a dtype of floats has all numbers of another one."""
+    a, b = jnp.finfo(wide), jnp.finfo(narrow)
+    return bool(a.nmant >= b.nmant and a.nexp >= b.nexp)
 
 
 class Numbers:
@@ -60,10 +66,11 @@ class Numbers:
 
 
 def keeps_elements(eqn: JaxprEqn) -> bool:
-    """Whether an equation only changes the dtype of floats, or nothing at all."""
+    """Whether an equation only gives floats a wider dtype, or changes nothing at all."""
     name = eqn.primitive.name
     if name == "convert_element_type":
-        return all(aval_of(atom).dtype.name in FLOATS for atom in (eqn.invars[0], eqn.outvars[0]))
+        old, new = (aval_of(atom).dtype for atom in (eqn.invars[0], eqn.outvars[0]))
+        return old.name in FLOATS and new.name in FLOATS and has_all(new, old)
     if name == "reduce_precision":
         info = jnp.finfo(aval_of(eqn.outvars[0]).dtype)
         return bool(eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.recognition.algebra import Axes, Label
+from minialpa.recognition.terms import Axes, Label
 from minialpa.tracing.jaxprs import Atom, aval_of, is_literal, shape_of
 
 
@@ -23,6 +23,11 @@ class Window:
     key: Label
     left: int | None = None
     right: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no query sees any key."""
+        return self.left is not None and self.right is not None and self.left + self.right < 0
 
     def and_also(self, other: Window) -> Window:
         def least(a: int | None, b: int | None) -> int | None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from minialpa.recognition.algebra import LogSum, NoFormula
 from minialpa.recognition.emission import (
     Operands,
     Request,
@@ -26,15 +25,13 @@ from minialpa.recognition.emission import (
     shared_dtype,
     with_cotangent,
 )
-from minialpa.recognition.forms import Formulas, find_formulas
+from minialpa.recognition.forms import find_forms
 from minialpa.recognition.masks import MaskReader
-from minialpa.recognition.scores import Role, Scores, find_role
+from minialpa.recognition.roles import Role, find_role
+from minialpa.recognition.terms import Form, NoFormula, Part, Softmax
 from minialpa.support.private_jax import with_source_of
 from minialpa.tracing.jaxprs import Atom, is_literal, operand_vars
 from minialpa.tracing.new_equations import equations_for
-
-#: What tells attentions apart: their scores, and the products that these are made of.
-Name = tuple[LogSum, frozenset[Var]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,38 +89,44 @@ def rewrite(
     section: for each equation, the number of its section; empty for one section.
     """
     producers = {**written.producers, **{var: eqn for eqn in eqns for var in eqn.outvars}}
-    formulas = find_formulas(eqns, producers, lambda form, fixed: find_role(form, fixed) is not None)
-    if not formulas.of:
+    forms = find_forms(eqns, producers)
+    if not forms:
         return None
-    rewriter = _Rewriter(eqns, outvars, formulas, replace(written, producers=producers), accept)
+    rewriter = _Rewriter(eqns, outvars, forms, replace(written, producers=producers), accept)
     return rewriter.run(section or (0,) * len(eqns))
 
 
-def _parts_by_scores(eqns: Sequence[JaxprEqn], formulas: Formulas) -> dict[Set[Var], list[int]]:
-    """The equations of each attention, by its scores: those that make them, and what depends on their exponential."""
-    parts: dict[Set[Var], list[int]] = defaultdict(list)
+def _parts_by_softmax(eqns: Sequence[JaxprEqn], forms: Mapping[Var, Form]) -> dict[Softmax, list[int]]:
+    """The equations of each attention: the product of its scores, and what depends on their exponential."""
+    parts: dict[Softmax, set[int]] = defaultdict(set)
     maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
-    for var, form in formulas.of.items():
-        if var in maker:
-            parts[form.scores].append(maker[var])
-    return {scores: sorted({*own, *(maker[var] for var in scores if var in maker)}) for scores, own in parts.items()}
+    for var, form in forms.items():
+        assert isinstance(form.term, Part), form
+        softmax = form.term.softmax
+        parts[softmax] |= {maker[one] for one in (var, softmax.scores.var) if one in maker}
+    return {softmax: sorted(own) for softmax, own in parts.items()}
 
 
 class _Rewriter:
     def __init__(
-        self, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom], formulas: Formulas, written: Written, accept: Accept
+        self,
+        eqns: Sequence[JaxprEqn],
+        outvars: Sequence[Atom],
+        forms: Mapping[Var, Form],
+        written: Written,
+        accept: Accept,
     ) -> None:
-        self._eqns, self._outvars, self._formulas = eqns, outvars, formulas
+        self._eqns, self._outvars, self._forms = eqns, outvars, forms
         self._written, self._accept = written, accept
         self._roles: dict[Var, Role | None] = {}
         self._operands: dict[Var, Operands | None] = {}
-        self._parts = _parts_by_scores(eqns, formulas)
+        self._parts = _parts_by_softmax(eqns, forms)
 
     def run(self, section: Sequence[int]) -> list[NewEquation] | None:
-        left: set[Name] = set()
+        left: set[Softmax] = set()
         while True:
             attentions, kept = self._choose(left)
-            refused = {name for name, attention in attentions.items() if not self._is_good(name, attention, kept)}
+            refused = {softmax for softmax, asked in attentions.items() if not self._is_good(softmax, asked, kept)}
             if not refused:
                 break
             left |= refused
@@ -139,10 +142,10 @@ class _Rewriter:
 
     # ---- which attentions ------------------------------------------------------------------------------------------
 
-    def _choose(self, left: Set[Name]) -> tuple[dict[Name, _Attention], dict[int, set[Var]]]:
+    def _choose(self, left: Set[Softmax]) -> tuple[dict[Softmax, _Attention], dict[int, set[Var]]]:
         """What is asked of each attention, and the equations that stay, with their results that are needed."""
         needed = {atom for atom in self._outvars if not is_literal(atom)}
-        attentions: dict[Name, _Attention] = {}
+        attentions: dict[Softmax, _Attention] = {}
         kept: dict[int, set[Var]] = {}
         for i in range(len(self._eqns) - 1, -1, -1):
             eqn = self._eqns[i]
@@ -150,13 +153,12 @@ class _Rewriter:
             if not wanted and not eqn.effects:
                 continue
             role = self._role(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
-            name = None if role is None else self._name(eqn.outvars[0], role)
-            if role is None or name is None or name in left:
+            if role is None or role.softmax in left:
                 kept[i] = wanted
                 needed.update(operand_vars(self._needed_part(eqn, wanted)))
                 continue
 
-            attention = attentions.setdefault(name, _Attention())
+            attention = attentions.setdefault(role.softmax, _Attention())
             request = Request(var=eqn.outvars[0], role=role, place=i)
             (attention.results if role.cotangent is None else attention.gradients).append(request)
             needed.update(self._variables(request))
@@ -172,12 +174,9 @@ class _Rewriter:
 
     def _role(self, var: Var) -> Role | None:
         if var not in self._roles:
-            form = self._formulas.of.get(var)
-            self._roles[var] = None if form is None else find_role(form, self._formulas.fixed)
+            form = self._forms.get(var)
+            self._roles[var] = None if form is None else find_role(form)
         return self._roles[var]
-
-    def _name(self, var: Var, role: Role) -> Name:
-        return role.scores.log_sum, self._formulas.of[var].scores
 
     def _variables(self, request: Request) -> list[Var]:
         """The variables that a request makes the new program read."""
@@ -185,25 +184,25 @@ class _Rewriter:
         operands = self._operands_of(request)
         if operands is not None:
             return operands.variables
-        leaves = [role.scores.query, role.scores.key, *([role.cotangent] if role.cotangent is not None else [])]
+        leaves = [role.softmax.query, role.softmax.key, *([role.cotangent] if role.cotangent is not None else [])]
         return [leaf.var for leaf in leaves]
 
     def _operands_of(self, request: Request) -> Operands | None:
         if request.var not in self._operands:
             try:
-                found = operands_of(request.role, self._reader, self._formulas.fixed)
+                found = operands_of(request.role, self._reader)
             except NoFormula:
                 found = None
             self._operands[request.var] = found
         return self._operands[request.var]
 
-    def _reader(self, scores: Scores) -> MaskReader:
-        return MaskReader(self._written.producers, self._written.consts, scores.key_position, scores.query_positions)
+    def _reader(self, softmax: Softmax) -> MaskReader:
+        return MaskReader(self._written.producers, self._written.consts, softmax.key_position, softmax.query_positions)
 
-    def _is_good(self, name: Name, attention: _Attention, kept: Mapping[int, set[Var]]) -> bool:
+    def _is_good(self, softmax: Softmax, attention: _Attention, kept: Mapping[int, set[Var]]) -> bool:
         """Whether one call of each primitive computes everything that is asked, and the scores are gone."""
         forward, backward = self._sides(attention)
-        if forward is None or len(name[1]) != 1 or (attention.gradients and backward is None):
+        if forward is None or (attention.gradients and backward is None):
             return False
         requests = attention.results + attention.gradients
         values = {request.role.value.number for request in requests if request.role.value is not None}
@@ -212,15 +211,14 @@ class _Rewriter:
             return False
         if any(request.role.value is not None and self._operands_of(request) is None for request in requests):
             return False
-        (scores,) = name[1]
-        if any(scores in self._eqns[i].outvars for i in self._parts[name[1]] if i in kept):
+        if any(softmax.scores.var in self._eqns[i].outvars for i in self._parts[softmax] if i in kept):
             return False
-        return self._accept(forward, [i for i in self._parts[name[1]] if i not in kept])
+        return self._accept(forward, [i for i in self._parts[softmax] if i not in kept])
 
     def _cotangent_key(self, request: Request) -> object:
         cotangent = request.role.cotangent
         assert cotangent is not None, request
-        return cotangent.number, tuple(label if label in self._formulas.fixed else None for label in cotangent.axes)
+        return cotangent.number, cotangent.axes
 
     def _sides(self, attention: _Attention) -> tuple[Operands | None, Operands | None]:
         """The operands of the forward pass and of the gradient, if some request names all of them."""
@@ -232,7 +230,7 @@ class _Rewriter:
         forward = replace(known[0], cotangent=None)
         if attention.gradients and not backward:
             # The gradient of the values alone does not depend on them.
-            return forward, with_cotangent(forward, attention.gradients[0].role, self._formulas.fixed)
+            return forward, with_cotangent(forward, attention.gradients[0].role)
         return forward, (backward[0] if backward else None)
 
     # ---- the new equations -----------------------------------------------------------------------------------------

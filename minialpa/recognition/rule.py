@@ -1,6 +1,6 @@
 """What a rule is: it takes an equation and the forms of its operands, and returns the form of its only result.
 
-The rules are in `layouts`, `elementwise` and `products`.
+The rules are in `layouts` and `equations`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Protocol
 
 from jax.extend.core import JaxprEqn
 
-from minialpa.recognition.form import Form
 from minialpa.recognition.indices import Indices
+from minialpa.recognition.terms import Form
 from minialpa.tracing.jaxprs import Atom
 
 
@@ -27,9 +27,6 @@ class Known(Protocol):
 
     def factor(self, atom: Atom) -> Form:
         """The form of an operand of a product of matrices, which is a leaf even if it is such a product itself."""
-
-    def is_followed(self, atom: Atom) -> bool:
-        """Whether an operand depends on an exponential of scores."""
 
 
 #: The form of the only result of an equation. Raises NoFormula if it has none.

@@ -1,0 +1,416 @@
+"""The rewrite rules of attention: how kinds of terms follow from each other. `REWRITES` lists them.
+
+A row states that an equation whose operands are terms of these kinds computes a term of another kind. It holds for
+every float: for zeros of both signs, infinities, NaN, the smallest and the largest numbers, in each dtype that the
+row's condition admits. It may differ by roundings, as programs do that add in another order, and where finite
+cotangents add up to infinity, by NaN in place of infinity or a number. What holds for most numbers only has no row, and
+an attention that needs such a step stays as it was written. Examples:
+
+- exp(x) / sum exp(x) without a maximum, and (sum w value) / z: sums may be infinite;
+- exp(x - logsumexp(x)): if all scores are far below zero, the logarithm of the number of keys is rounded away;
+- z > 0: NaN is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from minialpa.recognition.numbering import has_all
+from minialpa.recognition.terms import (
+    OF_QUERIES,
+    RESULTS,
+    Kind,
+    Label,
+    Leaf,
+    Mask,
+    NoFormula,
+    Number,
+    Part,
+    Scores,
+    Softmax,
+    Term,
+    kind_of,
+)
+from minialpa.tracing.jaxprs import aval_of
+
+#: The indices of features: d of queries and keys, e of values.
+SCORE_FEATURE, VALUE_FEATURE = "d", "e"
+#: How products are computed that the primitives compute, too.
+_PRECISIONS = (
+    None,
+    lax.Precision.DEFAULT,
+    (lax.Precision.DEFAULT, lax.Precision.DEFAULT),
+    lax.DotAlgorithmPreset.BF16_BF16_F32,
+)
+
+#: The term of the result. `over`: the indices that the equation sums over, or takes the maximum over.
+Build = Callable[[JaxprEqn, Sequence[Any], frozenset[Label]], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewrite:
+    """A rule.
+
+    Attributes:
+        primitive: of the equation.
+        operands: their kinds.
+        result: the kind of the result.
+        condition: what has to hold besides, or nothing.
+        build: makes the term of the result. Raises NoFormula where the condition does not hold.
+    """
+
+    primitive: str
+    operands: tuple[Kind, ...]
+    result: Kind
+    condition: str = ""
+    build: Build
+
+    @property
+    def name(self) -> str:
+        return f"{self.primitive}({', '.join(kind.name for kind in self.operands)}) = {self.result.name}"
+
+
+def rewritten(eqn: JaxprEqn, terms: Sequence[Term], over: frozenset[Label] = frozenset()) -> Term:
+    """The term that an equation computes of others. Raises NoFormula if no rule says so."""
+    rule = _RULES.get((eqn.primitive.name, tuple(kind_of(term) for term in terms)))
+    if rule is None:
+        raise NoFormula
+    term: Term = rule.build(eqn, terms, over)
+    return term
+
+
+# ---- scores --------------------------------------------------------------------------------------------------------
+
+
+def _product(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    left, right = terms
+    # A number beyond 65504 is infinite in float16.
+    if len(over) != 1 or eqn.params["precision"] not in _PRECISIONS or aval_of(eqn.outvars[0]).dtype == jnp.float16:
+        raise NoFormula
+    (feature,) = over
+    if feature not in left.labels & right.labels:
+        raise NoFormula
+    return Scores(var=eqn.outvars[0], left=left, right=right, feature=feature)
+
+
+def _scaled(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    scores, c = _other_and_number(terms)
+    return replace(scores, scale=_factor(eqn, c))
+
+
+def _factor(eqn: JaxprEqn, c: float) -> float:
+    """The factor that a product with c is, or a division by c, if it and its inverse are neither 0 nor infinite."""
+    info = jnp.finfo(aval_of(eqn.outvars[0]).dtype)
+    if not float(info.tiny) <= abs(c) <= 1 / float(info.tiny):
+        raise NoFormula
+    return c if eqn.primitive.name == "mul" else 1 / c
+
+
+def _biased(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    scores, bias = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
+    # Where a number of 16 bits is large, what is added to it is rounded away.
+    if aval_of(eqn.outvars[0]).dtype.itemsize < 4 or scores.masks:
+        raise NoFormula
+    return replace(scores, biases=(*scores.biases, (bias, -1.0 if eqn.primitive.name == "sub" else 1.0)))
+
+
+def _masked(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    mask, scores, c = _choice(terms)
+    if math.isnan(c) or c == math.inf or (scores.masks and scores.masked_score != c):
+        raise NoFormula
+    return replace(scores, masks=(*scores.masks, mask), masked_score=c)
+
+
+def _choice(terms: Sequence[Any]) -> tuple[Mask, Any, float]:
+    """Of select_n(boolean, if_false, if_true) with a number as one case: the mask of the other case, and both."""
+    which, if_false, if_true = terms
+    if isinstance(if_false, Number):
+        return Mask(which, True), if_true, if_false.value
+    return Mask(which, False), if_false, if_true.value
+
+
+# ---- softmax and its derivative ------------------------------------------------------------------------------------
+
+
+def _maximum(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    if len(over) != 1:
+        raise NoFormula
+    (key,) = over
+    softmax = Softmax(terms[0], key)
+    return Part(kind=Kind.MAXIMUM, softmax=softmax, labels=softmax.labels - over)
+
+
+def _part(kind: Kind) -> Build:
+    """The result, if all operands are whole parts of one softmax, or products of its values and one cotangent."""
+
+    def build(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+        parts = [term for term in terms if isinstance(term, Part)]
+        softmax = parts[0].softmax
+        if any(part.softmax != softmax or not part.is_whole for part in parts):
+            raise NoFormula
+        pairs = {(part.value, part.cotangent) for part in parts if part.value is not None}
+        for term in terms:
+            if isinstance(term, Scores) and term != softmax.scores:
+                pairs.add(_value_and_cotangent(term, softmax))
+        own = frozenset({softmax.key_position}) if kind in OF_QUERIES else frozenset()
+        if len(pairs) > 1 or (over and over != own):
+            raise NoFormula
+        value, cotangent = pairs.pop() if pairs else (None, None)
+        return Part(kind=kind, softmax=softmax, labels=softmax.labels - own, value=value, cotangent=cotangent)
+
+    return build
+
+
+def _shifted(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    if terms[0] != terms[1].softmax.scores:
+        raise NoFormula
+    return _part(Kind.SHIFTED)(eqn, terms, over)
+
+
+def _value_and_cotangent(product: Scores, softmax: Softmax) -> tuple[Leaf, Leaf]:
+    """The factors of p_bar = sum_e out_bar value."""
+    is_value = [softmax.key_position in leaf.labels for leaf in (product.left, product.right)]
+    if sorted(is_value) != [False, True] or not product.labels <= softmax.labels:
+        raise NoFormula
+    value, cotangent = (product.left, product.right) if is_value[0] else (product.right, product.left)
+    if value.labels & softmax.query_positions:
+        raise NoFormula
+    return _with_feature(value, product.feature), _with_feature(cotangent, product.feature)
+
+
+def _with_feature(leaf: Leaf, feature: Label) -> Leaf:
+    return replace(leaf, axes=tuple(VALUE_FEATURE if label == feature else label for label in leaf.axes))
+
+
+def _inverse_square(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    if eqn.params["y"] != -2:
+        raise NoFormula
+    return _part(Kind.TOTAL_SQUARED)(eqn, terms, over)
+
+
+def _lower_bound(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    part, c = _other_and_number(terms)
+    if c != -math.inf:
+        raise NoFormula
+    return part
+
+
+def _hidden(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    mask, part, c = _choice(terms)
+    if c != 0 or mask not in part.softmax.scores.masks or not part.is_whole or part.is_scaled:
+        raise NoFormula
+    return replace(part, hidden=part.hidden | {mask})
+
+
+def _scaled_bar(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    part, c = _other_and_number(terms)
+    if not is_derivative(part) or not part.is_whole or part.is_scaled or _factor(eqn, c) != part.softmax.scores.scale:
+        raise NoFormula
+    return replace(part, is_scaled=True)
+
+
+def is_derivative(part: Part) -> bool:
+    """Whether a SCORE_BAR is 0 wherever a mask hides the score."""
+    return part.hidden == frozenset(part.softmax.scores.masks)
+
+
+# ---- results -------------------------------------------------------------------------------------------------------
+
+
+def _mixed(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    """A product of probabilities: with values, summed over keys, or with the cotangent, summed over queries."""
+    part, leaf = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
+    softmax, key = part.softmax, part.softmax.key_position
+    features = leaf.labels - softmax.labels
+    if len(features) != 1 or features & over or not over or not over <= softmax.labels:
+        raise NoFormula
+    named = _with_feature(leaf, *features)
+    labels = (softmax.labels | features) - over
+    if key in over:
+        if over != {key} or key not in leaf.labels or leaf.labels & softmax.query_positions:
+            raise NoFormula
+        return Part(kind=Kind.OUT, softmax=softmax, labels=labels, value=named)
+    if key in leaf.labels:
+        raise NoFormula
+    return Part(kind=Kind.VALUE_BAR, softmax=softmax, labels=labels, cotangent=named)
+
+
+def _operand_bar(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    """A product of the scores' cotangent: with keys, summed over keys, or with queries, summed over queries."""
+    part, leaf = (terms[1], terms[0]) if isinstance(terms[0], Leaf) else terms
+    softmax = part.softmax
+    if not is_derivative(part) or not part.is_whole or part.is_scaled != (softmax.scores.scale != 1):
+        raise NoFormula
+    is_query = softmax.key_position in over
+    other = softmax.key if is_query else softmax.query
+    features = leaf.labels - softmax.labels
+    if len(features) != 1 or features & over or not over or not over <= softmax.labels:
+        raise NoFormula
+    (feature,) = features
+    if leaf != replace(other, axes=tuple(feature if label == softmax.feature else label for label in other.axes)):
+        raise NoFormula
+    kind = Kind.QUERY_BAR if is_query else Kind.KEY_BAR
+    return replace(part, kind=kind, labels=(softmax.labels | features) - over, hidden=frozenset(), is_scaled=False)
+
+
+def _summed(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+    return replace(terms[0], labels=terms[0].labels - over)
+
+
+# ---- identities ----------------------------------------------------------------------------------------------------
+
+
+def _same(number: float) -> Build:
+    """The other operand, if one is this number and nothing is summed."""
+
+    def build(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+        other, c = _other_and_number(terms)
+        if c != number or over:
+            raise NoFormula
+        return other
+
+    return build
+
+
+def _other_and_number(terms: Sequence[Any]) -> tuple[Any, float]:
+    first, second = terms
+    return (second, first.value) if isinstance(first, Number) else (first, second.value)
+
+
+def _either(*builds: Build) -> Build:
+    """The first term of several that can be made."""
+
+    def build(eqn: JaxprEqn, terms: Sequence[Any], over: frozenset[Label]) -> Any:
+        for one in builds[:-1]:
+            try:
+                return one(eqn, terms, over)
+            except NoFormula:
+                continue
+        return builds[-1](eqn, terms, over)
+
+    return build
+
+
+# ---- conversions ---------------------------------------------------------------------------------------------------
+
+
+def converted(term: Term, old: Any, new: Any) -> Term:
+    """A term whose elements are rounded from one dtype of floats to another. Raises NoFormula if it is another one.
+
+    A wider dtype changes nothing. bfloat16 has the range of float32, so it rounds a term as any product in bfloat16 is
+    rounded. It must not round biased scores: where a bias is large, nothing is left of the scores.
+    """
+    old, new = np.dtype(old), np.dtype(new)
+    is_wider = has_all(new, old)
+    if isinstance(term, Number):
+        return Number(_rounded(term.value, new))
+    if is_wider or isinstance(term, Leaf):
+        if isinstance(term, Leaf) and not is_wider:
+            raise NoFormula
+        return term
+    if kind_of(term) in RESULTS or kind_of(term) is Kind.PROBABILITY:
+        return term
+    if (old, new) != (jnp.float32, jnp.bfloat16) or (isinstance(term, Scores) and term.biases):
+        raise NoFormula
+    if isinstance(term, Scores) and term.masks:
+        return replace(term, masked_score=_rounded(term.masked_score, new))
+    return term
+
+
+def _rounded(value: float, dtype: Any) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.asarray(value, dtype))
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+K = Kind
+_WHOLE = "all of one softmax, one array of values and one cotangent; nothing is summed yet"
+_FACTOR = "nothing scales the scores before; the number and its inverse are neither 0 nor infinite in the dtype"
+_BIAS = "the dtype has 32 bits or more, and nothing is masked yet"
+_MASK = "the number is finite or -inf, and the same for all masks"
+
+
+def _row(
+    primitive: str, operands: Sequence[Kind], result: Kind, build: Build | None = None, condition: str = ""
+) -> Rewrite:
+    is_plain = build is None
+    return Rewrite(
+        primitive=primitive,
+        operands=tuple(operands),
+        result=result,
+        condition=_WHOLE if is_plain else condition,
+        build=_part(result) if build is None else build,
+    )
+
+
+def _rows_of_scores(scores: Kind) -> list[Rewrite]:
+    by_number = _either(_same(1.0), _scaled) if scores is K.PRODUCT else _same(1.0)
+    one = _FACTOR if scores is K.PRODUCT else "the number is 1"
+    return [
+        _row("mul", (scores, K.NUMBER), K.SCORE, by_number, one),
+        _row("mul", (K.NUMBER, scores), K.SCORE, by_number, one),
+        _row("div", (scores, K.NUMBER), K.SCORE, by_number, one),
+        _row("add", (scores, K.NUMBER), K.SCORE, _same(0.0), "the number is 0"),
+        _row("add", (scores, K.LEAF), K.SCORE, _biased, _BIAS),
+        _row("add", (K.LEAF, scores), K.SCORE, _biased, _BIAS),
+        _row("sub", (scores, K.LEAF), K.SCORE, _biased, _BIAS),
+        _row("select_n", (K.LEAF, K.NUMBER, scores), K.SCORE, _masked, _MASK),
+        _row("select_n", (K.LEAF, scores, K.NUMBER), K.SCORE, _masked, _MASK),
+        _row("reduce_max", (scores,), K.MAXIMUM, _maximum, "over positions of keys only"),
+        _row("sub", (scores, K.MAXIMUM), K.SHIFTED, _shifted, "the maximum is that of the same scores"),
+    ]
+
+
+_IS_ZERO_WHERE_HIDDEN = "0 wherever a score is masked, and scaled as the scores are"
+_HIDDEN = "one of the masks of the scores, with 0 as the number, before the scale"
+
+REWRITES: tuple[Rewrite, ...] = (
+    _row("dot_general", (K.LEAF, K.LEAF), K.PRODUCT, _product, "one index is summed; not in float16; usual precision"),
+    *_rows_of_scores(K.PRODUCT),
+    *_rows_of_scores(K.SCORE),
+    _row("max", (K.NUMBER, K.MAXIMUM), K.MAXIMUM, _lower_bound, "the number is -inf"),
+    _row("exp", (K.SHIFTED,), K.WEIGHT),
+    _row("reduce_sum", (K.WEIGHT,), K.TOTAL),
+    _row("div", (K.WEIGHT, K.TOTAL), K.PROBABILITY),
+    _row("mul", (K.PROBABILITY, K.NUMBER), K.PROBABILITY, _same(1.0), "the number is 1"),
+    _row("dot_general", (K.PROBABILITY, K.NUMBER), K.PROBABILITY, _same(1.0), "the number is 1, and nothing is summed"),
+    _row("dot_general", (K.NUMBER, K.PROBABILITY), K.PROBABILITY, _same(1.0), "the number is 1, and nothing is summed"),
+    _row("dot_general", (K.PRODUCT, K.NUMBER), K.PRODUCT, _same(1.0), "the number is 1, and nothing is summed"),
+    _row("dot_general", (K.NUMBER, K.PRODUCT), K.PRODUCT, _same(1.0), "the number is 1, and nothing is summed"),
+    *(
+        _row("dot_general", operands, result, _mixed, "over keys with values that have keys, or over queries only")
+        for operands in ((K.PROBABILITY, K.LEAF), (K.LEAF, K.PROBABILITY))
+        for result in (K.OUT, K.VALUE_BAR)
+    ),
+    # The derivative of a quotient, as jax writes it.
+    _row("integer_pow", (K.TOTAL,), K.TOTAL_SQUARED, _inverse_square, "the power is -2"),
+    _row("div", (K.PRODUCT, K.TOTAL), K.DIVIDED),
+    _row("mul", (K.PRODUCT, K.TOTAL_SQUARED), K.DIVIDED_TWICE),
+    _row("mul", (K.DIVIDED_TWICE, K.WEIGHT), K.WEIGHTED),
+    _row("reduce_sum", (K.WEIGHTED,), K.MEAN),
+    _row("neg", (K.MEAN,), K.MINUS_MEAN),
+    _row("add_any", (K.DIVIDED, K.MINUS_MEAN), K.CENTRED),
+    _row("mul", (K.CENTRED, K.WEIGHT), K.SCORE_BAR),
+    _row("select_n", (K.LEAF, K.NUMBER, K.SCORE_BAR), K.SCORE_BAR, _hidden, _HIDDEN),
+    _row("select_n", (K.LEAF, K.SCORE_BAR, K.NUMBER), K.SCORE_BAR, _hidden, _HIDDEN),
+    _row("mul", (K.SCORE_BAR, K.NUMBER), K.SCORE_BAR, _scaled_bar, "the factor of the scores"),
+    _row("mul", (K.NUMBER, K.SCORE_BAR), K.SCORE_BAR, _scaled_bar, "the factor of the scores"),
+    _row("div", (K.SCORE_BAR, K.NUMBER), K.SCORE_BAR, _scaled_bar, "the factor of the scores"),
+    *(
+        _row("dot_general", operands, result, _operand_bar, _IS_ZERO_WHERE_HIDDEN)
+        for operands in ((K.SCORE_BAR, K.LEAF), (K.LEAF, K.SCORE_BAR))
+        for result in (K.QUERY_BAR, K.KEY_BAR)
+    ),
+    *(_row("reduce_sum", (kind,), kind, _summed) for kind in (K.SCORE_BAR, K.QUERY_BAR, K.KEY_BAR, K.VALUE_BAR)),
+)
+
+_RULES = {(row.primitive, row.operands): row for row in REWRITES}
