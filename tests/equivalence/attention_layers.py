@@ -1,12 +1,14 @@
 """The grammar of attention: layers of sequences, and of images, that users and libraries write in many ways.
 
-`FUSED` and `WRITTEN` list what has the form of an attention, and what is close to it and has to stay as it is written.
+`FUSED` and `WRITTEN` list what has the form of an attention, and what is close to it and has to stay as it is written;
+`MASKED` lists combinations of masks, softmaxes, guards and dtypes.
 Importing this module adds them to `layers.RULES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from random import Random
 
 import jax
 import jax.numpy as jnp
@@ -354,3 +356,112 @@ def not_quite_a_softmax(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
     scores = jnp.einsum("bthd,bshd->bhts", q, k) / _ROOT
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True)))
     return _merged(p, jnp.einsum("bhts,bshd->bthd", weights / (jnp.sum(weights, -1, keepdims=True) + 0.1), v))
+
+
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+#: Which key positions a query sees, [b 1 t s] or with dimensions of length 1.
+_SEEN: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "causal": lambda h: _causal(TIME, TIME)[None, None],
+    "padding": lambda h: ~_is_padding(h, 1)[:, None, None, :],
+    "all_padding": lambda h: ~_is_padding(h, 0)[:, None, None, :],
+    "window": lambda h: (_causal(TIME, TIME) & ~_causal(TIME, TIME + 2)[:, :TIME])[None, None],
+    "empty_window": lambda h: (_ahead() <= 0)[None, None] & (_ahead() > 0)[None, None],
+    "rows_of_padding": lambda h: ~(_is_padding(h, 1)[:, None, :, None] | _is_padding(h, 0)[:, None, None, :]),
+    "never": lambda h: _causal(TIME, TIME)[None, None] & (_ahead() >= 2)[None, None],
+}
+
+
+def _ahead() -> jax.Array:
+    return jnp.arange(TIME)[None] - jnp.arange(TIME)[:, None]
+
+
+def _where(value: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda scores, seen: jnp.where(seen, scores, jnp.asarray(value, scores.dtype))
+
+
+def _plus(value: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda scores, seen: scores + (1 - seen.astype(scores.dtype)) * jnp.asarray(value, scores.dtype)
+
+
+#: How scores are masked.
+_HIDDEN: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "where_infinite": _where(-np.inf),
+    "where_far_below": _where(-1e9),
+    "where_a_little_below": _where(-3.0),
+    "where_lowest": lambda scores, seen: jnp.where(seen, scores, jnp.finfo(scores.dtype).min),
+    "plus_a_few_thousand": _plus(-1e4),
+    "plus_a_billion": _plus(-1e9),
+    "plus_lowest": lambda scores, seen: scores + jnp.where(seen, 0, jnp.finfo(scores.dtype).min).astype(scores.dtype),
+    "minus": lambda scores, seen: scores - jnp.asarray(1e9, scores.dtype) * (1 - seen.astype(scores.dtype)),
+}
+
+
+def _weights(scores: jax.Array, seen: jax.Array, guard: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    top = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0))
+    return weights / guard(jnp.sum(weights, -1, keepdims=True))
+
+
+def _without_maximum(scores: jax.Array, seen: jax.Array) -> jax.Array:
+    weights = jnp.exp(scores)
+    total = jnp.sum(weights, -1, keepdims=True)
+    return weights / jnp.where(total > 0, total, 1)
+
+
+#: Softmaxes, with guards and without.
+_SOFTMAX: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "softmax": lambda scores, seen: jax.nn.softmax(scores),
+    "by_hand": lambda scores, seen: _softmax_by_hand(scores),
+    "where_seen": lambda scores, seen: jax.nn.softmax(scores, where=jnp.broadcast_to(seen, scores.shape)),
+    "guarded": lambda scores, seen: _weights(scores, seen, lambda total: jnp.where(total > 0, total, 1)),
+    "unguarded": lambda scores, seen: _weights(scores, seen, lambda total: total),
+    "plus_epsilon": lambda scores, seen: _weights(scores, seen, lambda total: total + 1e-6),
+    "guarded_without_maximum": _without_maximum,
+    "log": lambda scores, seen: jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True)),
+}
+#: What is done to the weights.
+_OUTER: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "": lambda weights, seen: weights,
+    "hidden": lambda weights, seen: jnp.where(seen, weights, 0),
+    "multiplied": lambda weights, seen: weights * seen.astype(weights.dtype),
+    "without_nan": lambda weights, seen: jnp.nan_to_num(weights),
+}
+#: The dtype of scores.
+_DTYPES = {"": np.float32, "short": jnp.bfloat16}
+
+
+def _masked(parts: tuple[str, ...]) -> Apply:
+    """The layer of these keys of the tables above, and whether it has a gradient."""
+    seen_by, hidden, softmax, outer, dtype, is_evaluated = parts
+
+    def apply(p: Params, h: jax.Array, key: jax.Array) -> jax.Array:
+        q, k, v = _qkv(p, h)
+        if dtype:  # products of whole numbers, which are exact
+            q, k = (jnp.round(3 * x) for x in (q, k))
+        seen = _SEEN[seen_by](h)
+        scores = jnp.einsum("bthd,bshd->bhts", *(x.astype(_DTYPES[dtype]) for x in (q, k)))
+        scores = _HIDDEN[hidden](scores, seen).astype(h.dtype)
+        weights = _OUTER[outer](_SOFTMAX[softmax](scores, seen), seen)
+        mixed = jnp.einsum("bhts,bshd->bthd", weights, v)
+        # So that one query that sees nothing does not make all results NaN.
+        out = _merged(p, jnp.where(jnp.isnan(mixed), 0.5, mixed))
+        return h + jax.lax.stop_gradient(out) if is_evaluated else h + out
+
+    apply.__name__ = "_".join(part for part in ("masked", *parts) if part)
+    return apply
+
+
+def _some_masked(n: int) -> Iterator[tuple[str, ...]]:
+    """Combinations of the parts of masked layers: at most `n`, always the same ones."""
+    random, tables = Random(0), (_SEEN, _HIDDEN, _SOFTMAX, _OUTER, _DTYPES, {"": 0, "evaluated": 0})
+    for i in range(n):
+        seen, hidden, *others = (random.choice([*table]) for table in tables)
+        # Guards and outer masks matter most where a query sees nothing and the masked score is infinite.
+        yield ("all_padding", "where_infinite", *others) if i % 3 == 0 else (seen, hidden, *others)
+
+
+#: Names of layers with masks.
+MASKED: list[str] = []
+for _parts in dict.fromkeys(_some_masked(192)):
+    _attention(MASKED, **_PROJECTIONS)(_masked(_parts))

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from minialpa.options import Attention
-from tests.equivalence.attention_layers import FUSED, WRITTEN
+from tests.equivalence.attention_layers import FUSED, MASKED, WRITTEN
 from tests.equivalence.layers import AVERAGES, IN_BRANCHES, KINDS, OWN, RETURNS_WEIGHTS, RULES, VARIANCES, WRAPS, Layer
 from tests.equivalence.losses import JOINS, PAIRING, PER_EXAMPLE, REDUCTIONS, RESULTS, Loss, Term
 from tests.equivalence.model import DATA, POOLS, BatchNorm, Model
@@ -57,6 +57,7 @@ def pieces(example: Example) -> frozenset[str]:
     norms = [layer for layer in model.layers if isinstance(layer, BatchNorm)]
     found = {
         "attention": bool(names & {*ATTENTIONS}),
+        "masks": bool(names & {*MASKED}),
         "fused attention": bool(names & {*ATTENTIONS}) and example.way.attention == "fused",
         "ragged batch": example.training.batch_size % example.way.n != 0,
         "another batch before": bool(example.way.first),
@@ -84,11 +85,13 @@ def _some(random: Random, names: Sequence[str], most: int) -> tuple[str, ...]:
 
 
 #: Layers with the form of an attention, or close to it.
-ATTENTIONS = ("attention", "causal_heads", *FUSED, *WRITTEN)
+ATTENTIONS = ("attention", "causal_heads", *FUSED, *WRITTEN, *MASKED)
 
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 _LAYERS = {kind: [name for name, rule in RULES.items() if kind in rule.kinds and not rule.mixes] for kind in KINDS}
+#: Without layers that there are many of: these are drawn by themselves.
+_FEW = {kind: [name for name in names if name not in MASKED] for kind, names in _LAYERS.items()}
 _MEETING = {kind: [name for name, rule in RULES.items() if kind in rule.kinds and rule.mixes] for kind in KINDS}
 
 
@@ -117,10 +120,10 @@ def _layer(random: Random, kind: str, scheme: str) -> Layer | BatchNorm:
         averages = _often(random, (2, [OWN]), (1, [tuple(AVERAGES)]))
         return BatchNorm(random.choice(list(VARIANCES)), (random.choice(averages), random.choice(averages)))
     meets = may_meet and random.random() < 0.01
-    names = (_MEETING if meets else _LAYERS)[kind]
+    names = (_MEETING if meets else _FEW)[kind]
     if not meets:
-        new = _often(random, (14, [()]), (5, [(*FUSED, *WRITTEN)]), (1, [IN_BRANCHES]))
-        names = [name for name in names if name in new] or names
+        new = _often(random, (14, [()]), (5, [(*FUSED, *WRITTEN)]), (4, [MASKED]), (1, [IN_BRANCHES]))
+        names = [name for name in _LAYERS[kind] if name in new] or names
     name = random.choice([name for name in names if scheme not in RULES[name].without])
     wraps = [wrap for wrap in WRAPS if wrap not in RULES[name].without]
     return Layer(name, "plain" if meets else _often(random, (3, ["plain", "residual"]), (4, wraps)))
