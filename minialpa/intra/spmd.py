@@ -24,6 +24,7 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import TraceError, VerifyError
+from minialpa.intra.all_reduce import all_reduce, reduce_scatter
 from minialpa.intra.ordering import wait_for_all
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import eager_reductions
@@ -31,7 +32,7 @@ from minialpa.intra.strategies.combining import Sharing, n_together, sum_groups
 from minialpa.intra.strategies.loops import ScanBody, body_specs, scan_body
 from minialpa.intra.strategies.overlap import hidden_values
 from minialpa.intra.strategies.reshard import ReshardStep, reshard_table
-from minialpa.rules.factors import Factors, Reduction
+from minialpa.rules.factors import Factors
 from minialpa.rules.known_rules import factors_of
 from minialpa.rules.shards import run_shard
 from minialpa.sharding import AXIS_NAMES, EquationSpecs, Spec, abstract_mesh
@@ -422,13 +423,10 @@ def _run_once(eqn: JaxprEqn, operands: list[Any], n_axes: int) -> list[Any]:
     is_first = lax.axis_index(names) == 0
     zeros = [jnp.zeros(shape_of(v), aval_of(v).dtype) for v in eqn.outvars]
     results = lax.cond(is_first, lambda *xs: eval_equation(eqn, xs), lambda *_: zeros, *operands)
-    return [_all_reduce(result, names, "or" if result.dtype == np.bool_ else "sum") for result in results]
+    return [all_reduce(result, names, "or" if result.dtype == np.bool_ else "sum") for result in results]
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
-
-
-_REDUCE: dict[Reduction, Callable[..., Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 
 
 def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
@@ -444,9 +442,9 @@ def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
         case "all-gather":
             return lax.all_gather(x, names, axis=step.dim, tiled=True)
         case "all-reduce":
-            return _all_reduce(x, names, step.reduction)
+            return all_reduce(x, names, step.reduction)
         case "reduce-scatter":
-            return lax.psum_scatter(x, names, scatter_dimension=step.dim, tiled=True)
+            return reduce_scatter(x, names, step.dim)
         case "all-to-all":
             return lax.all_to_all(x, names, step.dim, step.source, tiled=True)
         case "cut-halves":
@@ -468,18 +466,3 @@ def _swap(x: Any, dim: int, names: tuple[str, ...], n: int) -> Any:
     kept, sent = jnp.split(x, 2, axis=dim)
     received = lax.ppermute(sent, names, [(i, n - 1 - i) for i in range(n)])
     return jnp.concatenate([kept, received], axis=dim)
-
-
-def _all_reduce(x: Any, names: tuple[str, ...], reduction: Reduction) -> Any:
-    if reduction in _REDUCE:
-        return _REDUCE[reduction](x, names)
-    if reduction in ("and", "or") and x.dtype == np.bool_:
-        over = lax.pmin if reduction == "and" else lax.pmax
-        return over(x.astype(np.int8), names).astype(np.bool_)
-    return _gathered(x, names, reduction)
-
-
-def _gathered(x: Any, names: tuple[str, ...], reduction: Reduction) -> Any:
-    """Reductions that no collective does: every device gathers all parts and reduces them."""
-    parts = lax.all_gather(x, names)
-    return {"prod": jnp.prod, "and": jnp.bitwise_and.reduce, "or": jnp.bitwise_or.reduce}[reduction](parts, axis=0)

@@ -67,11 +67,15 @@ class FactorTable:
         if not linear_operands or not all(is_summable(atom) for atom in summed):
             linear, linear_operands = "none", ()
 
+        # XLA computes products of matrices of booleans with `and` and `or`.
+        logical = all(str(getattr(var.aval, "dtype", None)) == "bool" for var in eqn.outvars)
+        reductions: dict[int, Reduction] = {f: "or" if logical and how == "sum" else how for f, how in self.reductions.items()}
+
         return Factors(
             sizes=tuple(self.sizes),
             operands=tuple(operands),
             results=tuple(results),
-            reductions=self.reductions,
+            reductions=reductions,
             blocked=frozenset(self.blocked),
             positional=frozenset(self.positional),
             linear=linear,

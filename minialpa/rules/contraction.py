@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from minialpa.rules.common import Dim, FactorTable, n_elements
+from minialpa.rules.common import Dim, FactorTable, is_inexact, n_elements
 from minialpa.rules.factors import Dims, Factors, Shapes
 from minialpa.rules.known_rules import rule
 from minialpa.tracing.jaxprs import shape_of
@@ -30,7 +30,11 @@ def _dot_general(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
 
     batch = table.dims(lhs_shape[i] for i in lhs_batch)
-    contract = tuple(table.dim(lhs_shape[i], reduction="sum") for i in lhs_contract)
+    # The sum of fractions is rounded to an integer, which parts of it are not.
+    is_rounded = is_inexact(eqn.invars[0]) and not is_inexact(eqn.outvars[0])
+    contract = tuple(
+        table.dim(lhs_shape[i], blocked=is_rounded, reduction=None if is_rounded else "sum") for i in lhs_contract
+    )
     lhs = dict(zip((*lhs_batch, *lhs_contract), batch + contract, strict=True))
     rhs = dict(zip((*rhs_batch, *rhs_contract), batch + contract, strict=True))
 

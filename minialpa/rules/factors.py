@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 
 from minialpa.tracing.jaxprs import is_control_flow
 
-Reduction = Literal["sum", "max", "min", "and", "or", "prod"]
+Reduction = Literal["sum", "max", "min", "and", "or", "prod", "xor"]
 Dims = tuple[tuple[int, ...], ...]
 #: Shapes of several arrays.
 Shapes = tuple[tuple[int, ...], ...]

@@ -7,26 +7,14 @@ rules by this law (`check_sharding_rule`), and the tests all rules.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from minialpa.rules.factors import Dims, Factors, Reduction
-
-#: How two partial results are combined.
-_COMBINE: Mapping[Reduction, Callable[[Any, Any], Any]] = MappingProxyType(
-    {
-        "and": np.bitwise_and,
-        "max": np.maximum,
-        "min": np.minimum,
-        "or": np.bitwise_or,
-        "prod": np.multiply,
-        "sum": np.add,
-    }
-)
+from minialpa.rules.factors import Dims, Factors
+from minialpa.rules.reductions import combine
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,5 +44,5 @@ def wholes(parts: Sequence[np.ndarray], factors: Factors, factor: int, result: i
     if axes:
         return [np.concatenate(parts, axis=axes[0])]
     if factors.is_partial(factor, result):
-        return [np.asarray(functools.reduce(_COMBINE[factors.reductions[factor]], parts))]
+        return [np.asarray(functools.reduce(functools.partial(combine, factors.reductions[factor]), parts))]
     return list(parts)

@@ -15,7 +15,7 @@ from minialpa.rules.factors import Dims, Factors, Reduction
 from minialpa.rules.known_rules import rule
 from minialpa.tracing.jaxprs import shape_of
 
-#: How partial results of a reduction are combined. reduce_xor is left out, as no collective computes it.
+#: How partial results of a reduction are combined.
 _COMBINED: dict[str, Reduction] = {
     "reduce_and": "and",
     "reduce_max": "max",
@@ -23,6 +23,7 @@ _COMBINED: dict[str, Reduction] = {
     "reduce_or": "or",
     "reduce_prod": "prod",
     "reduce_sum": "sum",
+    "reduce_xor": "xor",
 }
 
 
@@ -44,7 +45,7 @@ def _blocked_axes(table: FactorTable, shape: tuple[int, ...], axes: Iterable[int
     return tuple(table.dim(size, blocked=i in blocked) for i, size in enumerate(shape))
 
 
-@rule("argmax", "argmin", "reduce_xor")
+@rule("argmax", "argmin")
 def _reduce_whole(eqn: JaxprEqn) -> Factors:
     table = FactorTable()
     axes = set(eqn.params["axes"])

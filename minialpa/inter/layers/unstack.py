@@ -20,12 +20,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from minialpa.errors import VerifyError
@@ -33,6 +30,7 @@ from minialpa.inter.layers.row_blocks import BlockedProgram, GroupKey, Owner, Ro
 from minialpa.inter.layers.stacks import BlockwiseEquation, Stacks, find_stacks
 from minialpa.rules.factors import Reduction
 from minialpa.rules.known_rules import factors_of
+from minialpa.rules.reductions import combine
 from minialpa.rules.shards import localize
 from minialpa.support.private_jax import changed_aval
 from minialpa.tracing.flattening import flatten_calls
@@ -49,14 +47,6 @@ from minialpa.tracing.jaxprs import (
 from minialpa.tracing.origins import Origin
 from minialpa.tracing.trace import Part, TracedStep
 
-_COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
-    "and": operator.and_,
-    "max": lax.max,
-    "min": lax.min,
-    "or": operator.or_,
-    "prod": operator.mul,
-    "sum": operator.add,
-}
 #: The owner of equations that join or cut the results of the step: they belong to no forward group.
 _OF_RESULTS = Owner(Origin(direction="other", group=None, layer=0), None)
 
@@ -233,8 +223,8 @@ def _cut_rows(program: BlockedProgram, eqn: JaxprEqn, origin: Origin, stack: int
 
 def _combined(program: BlockedProgram, reduction: Reduction, partial_results: Sequence[Atom], owner: Owner) -> Atom:
     """The reduction over all rows, from that of each block."""
-    combine = _COMBINE[reduction]
-    return program.compute(reduction, lambda *xs: functools.reduce(combine, xs), *partial_results, owner=owner)
+    pair = functools.partial(combine, reduction)
+    return program.compute(reduction, lambda *xs: functools.reduce(pair, xs), *partial_results, owner=owner)
 
 
 # ---- arguments and results -------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ that micro-batches accumulate them without communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from minialpa.inter.microbatch.split_step import Stack
 from minialpa.intra.spmd import ShardedEquations, shard_program
 from minialpa.programs.mesh_program import STAND_INS
 from minialpa.programs.program import Function
+from minialpa.rules.factors import Reduction
+from minialpa.rules.reductions import combine
 from minialpa.sharding import Spec
 from minialpa.tracing.jaxprs import aval_of, is_weak
 
@@ -45,16 +47,6 @@ def task_function(name: str, mesh: int, program: ShardedEquations) -> Function:
     )
 
 
-_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
-    "sum": lambda a, b: a + b.astype(a.dtype),
-    "max": jnp.maximum,
-    "min": jnp.minimum,
-    "and": jnp.logical_and,
-    "or": jnp.logical_or,
-    "prod": lambda a, b: a * b,
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTotals:
     """The values of a task that are combined over micro-batches.
@@ -64,7 +56,7 @@ class TaskTotals:
         mesh_shape: its logical shape.
         values: the variables of one micro-batch.
         totals: for each of them, the variable of all micro-batches; its dtype may be wider.
-        reductions: how each is combined, a key of `_COMBINE`.
+        reductions: how each is combined.
         specs: specs of the variables of the mesh. A total has that of its value.
     """
 
@@ -72,7 +64,7 @@ class TaskTotals:
     mesh_shape: tuple[int, ...]
     values: Sequence[Var]
     totals: Sequence[Var]
-    reductions: Sequence[str]
+    reductions: Sequence[Reduction]
     specs: Mapping[Var, Spec]
 
     @property
@@ -94,7 +86,7 @@ def accumulate_function(combined: TaskTotals) -> Function:
     n_totals, reductions = len(combined.totals), combined.reductions
 
     def fun(*args: Any) -> tuple[Any, ...]:
-        return tuple(_COMBINE[r](a, b) for r, a, b in zip(reductions, args[:n_totals], args[n_totals:], strict=True))
+        return tuple(combine(r, a, b.astype(a.dtype)) for r, a, b in zip(reductions, args[:n_totals], args[n_totals:], strict=True))
 
     return Function(
         name=f"accumulate{combined.mesh}",

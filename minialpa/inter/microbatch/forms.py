@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from jax.extend.core import Var
 
+from minialpa.rules.factors import Reduction
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -54,7 +56,7 @@ class Partial:
     """
 
     loop: int
-    reduction: str
+    reduction: Reduction
     count: int = 0
     rescale: float | None = None
     factors: tuple[float, ...] = ()

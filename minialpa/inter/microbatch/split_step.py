@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Var
 
+from minialpa.rules.factors import Reduction
 from minialpa.tracing.jaxprs import Atom
 from minialpa.tracing.trace import TracedStep
 
@@ -34,7 +35,7 @@ class Accumulator:
 
     loop: Var
     total: Var
-    reduction: str
+    reduction: Reduction
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import as_one_of
+from minialpa.intra.all_reduce import is_gathered
 from minialpa.intra.strategies.attentions import blockwise_s, has_kernel
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates
@@ -31,7 +32,7 @@ from minialpa.rules.heavy import has_contraction, is_attention, is_contraction
 from minialpa.rules.known_rules import factors_of, is_kernel
 from minialpa.sharding import EquationSpecs, Spec
 from minialpa.tracing.flattening import flat_body
-from minialpa.tracing.jaxprs import bytes_of, dtype_name, is_inexact, shape_of, sub_jaxprs
+from minialpa.tracing.jaxprs import aval_of, bytes_of, dtype_name, is_inexact, shape_of, sub_jaxprs
 
 #: The `checkpoint_name` of a copy that several contractions read.
 SHARED_NAME = "minialpa_shared"
@@ -209,10 +210,7 @@ def _balanced(eqn: JaxprEqn, factors: Factors, mesh: LogicalMesh, strategies: St
 
 def _is_gathered(result: Var, step: ReshardStep | None) -> bool:
     """Whether a reduction gathers its parts on every device, as there is no other collective for it."""
-    if step is None:
-        return False
-    is_bitwise = step.reduction in ("and", "or") and dtype_name(result) != "bool"
-    return is_bitwise or step.reduction == "prod"
+    return step is not None and is_gathered(step.reduction, aval_of(result).dtype)
 
 
 def _bill_s(eqn: JaxprEqn, bill: Bill, mesh: LogicalMesh, sharing: Sharing) -> float:

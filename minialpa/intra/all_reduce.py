@@ -1,0 +1,77 @@
+"""All-reduces: every device gets the reduction of all parts along mesh axes, as one device would compute it.
+
+    sums                        integers wrap around in their dtype             psum, of two bits in eight
+    maxima, minima              a NaN wins, and -0 < 0                          pmax, pmin of integers in the same order
+    and, or of booleans         are the minimum and the maximum                 pmin, pmax
+    all others                  no collective computes them                     all-gather, then each device by itself
+
+The collectives of XLA drop a NaN that meets a number in a maximum, on CPUs and on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from minialpa.rules.factors import Reduction
+from minialpa.rules.reductions import combine_along
+
+#: Of booleans, the reductions that are a minimum or a maximum.
+_OF_BOOLEANS: dict[Reduction, Reduction] = {"and": "min", "max": "max", "min": "min", "or": "max"}
+
+
+def is_gathered(how: Reduction, dtype: Any) -> bool:
+    """Whether every device gathers all parts, as there is no other collective for this reduction."""
+    if dtype == np.bool_:
+        return how not in _OF_BOOLEANS
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return how not in (("sum",) if is_complex else ("sum", "max", "min"))
+
+
+def all_reduce(x: Any, names: Sequence[str], how: Reduction) -> Any:
+    """The reduction of the parts `x` of all devices along these mesh axes."""
+    if is_gathered(how, x.dtype):
+        return combine_along(how, lax.all_gather(x, names))
+    if x.dtype == np.bool_:
+        return all_reduce(x.astype(np.int8), names, _OF_BOOLEANS[how]).astype(np.bool_)
+    if how == "sum":
+        return lax.psum(_in_bytes(x), names).astype(x.dtype)
+
+    over = lax.pmax if how == "max" else lax.pmin
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return over(_in_bytes(x), names).astype(x.dtype)
+    wide = x.astype(np.float32) if x.dtype.itemsize < 2 else x
+    return _float(over(_ordered(wide, how), names), wide.dtype).astype(x.dtype)
+
+
+def reduce_scatter(x: Any, names: Sequence[str], dim: int) -> Any:
+    """This device's part, along dimension `dim`, of the sum of the parts `x` of all devices."""
+    return lax.psum_scatter(_in_bytes(x), names, scatter_dimension=dim, tiled=True).astype(x.dtype)
+
+
+def _in_bytes(x: Any) -> Any:
+    """Integers of less than eight bits in eight; modulo a power of two, their sums are the same."""
+    is_narrow = jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8
+    return x.astype(np.int8) if is_narrow else x
+
+
+def _ordered(x: Any, how: Reduction) -> Any:
+    """Integers in the order of floats, of which a NaN is the largest, or for a minimum the smallest."""
+    dtype = np.dtype(f"int{8 * x.dtype.itemsize}")
+    bounds = np.iinfo(dtype)
+    of_nan = np.array(bounds.max if how == "max" else bounds.min, dtype)
+    return jnp.where(jnp.isnan(x), of_nan, _turned(lax.bitcast_convert_type(x, dtype)))
+
+
+def _float(ordered: Any, dtype: Any) -> Any:
+    """The reverse of `_ordered`."""
+    return lax.bitcast_convert_type(_turned(ordered), dtype)
+
+
+def _turned(bits: Any) -> Any:
+    """The bits of floats as integers in the same order, and the reverse: the larger a negative float, the smaller."""
+    return jnp.where(bits < 0, bits ^ np.array(np.iinfo(bits.dtype).max, bits.dtype), bits)
