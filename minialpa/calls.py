@@ -31,16 +31,12 @@ from minialpa.pytrees import (
     variables_in,
     with_static,
 )
-from minialpa.support.private_jax import ArrayImpl
+from minialpa.support.private_jax import ArrayImpl, current_settings
 from minialpa.tracing.host_memory import host_kind
 
 #: Types that stand for an array if only its shape and dtype matter.
 Shape = jax.ShapeDtypeStruct | jax.core.ShapedArray
 Argnums = int | Sequence[int] | Literal["auto"]
-
-
-#: Settings of jax that change what a step computes, and not only whether it is accepted.
-_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +49,7 @@ class Call:
         static: The position or name, and the value, of each static argument.
         n_args: The number of positional arguments.
         has_static: Whether the pytree holds functions, each in a `StaticLeaf`.
-        settings: The settings of jax that change what a step computes, as they were when the call was made.
+        settings: The settings of jax when the call was made, see `current_settings`.
         graph: The structure of the modules of flax.nnx among the arguments, whose values are leaves; None without any.
         modules: These modules, which are the caller's and get new values after the step.
         given: The arguments that are not static, as the caller gave them, if there are modules among them.
@@ -63,7 +59,7 @@ class Call:
     tree: Any
     static: tuple[tuple[int | str, Hashable], ...]
     n_args: int
-    settings: tuple[Hashable, ...]
+    settings: Hashable
     has_static: bool = False
     graph: GraphArguments | None = None
     modules: tuple[Any, ...] = ()
@@ -242,11 +238,6 @@ def _signature_of(fun: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def current_settings() -> tuple[Hashable, ...]:
-    """The settings of jax that change what a step computes."""
-    return tuple(getattr(jax.config, name) for name in _SETTINGS)
-
-
 def are_alive(leaves: Sequence[Any]) -> bool:
     """Whether a program may run on these leaves: none was deleted, and none is traced or only a shape."""
     # Mostly jax's own arrays, and a few others behind them.
@@ -342,11 +333,13 @@ def shown(tree: PyTreeDef) -> Callable[[Sequence[Any]], Any]:
 
 
 def is_numeric(value: Any) -> bool:
-    """Whether a value is an array or a number. A bool is neither, so that flags are static by default."""
+    """Whether a value is an array, would be one in `jnp.asarray`, or is a number.
+
+    A bool is neither, so that flags are static by default."""
     if isinstance(value, bool | np.bool_):
         return False
     arrays = jax.Array | Shape | np.ndarray | np.generic | RemoteArray
-    return isinstance(value, arrays | int | float | complex)
+    return isinstance(value, arrays | int | float | complex) or hasattr(value, "__jax_array__")
 
 
 def _hashable(name: str, value: Any) -> Hashable:

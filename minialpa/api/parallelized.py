@@ -31,7 +31,6 @@ from minialpa.calls import (
     Parameters,
     Shape,
     are_alive,
-    current_settings,
     is_train_state,
     leaf_types,
     on_leaves,
@@ -56,6 +55,7 @@ from minialpa.recognition.step import recognise
 from minialpa.rules.rule_check import check_registered_rules
 from minialpa.session import Session, current_session, running_session
 from minialpa.support.collection import collection_paused
+from minialpa.support.private_jax import current_settings
 from minialpa.tracing.arguments import find_batch_dims, leaf_type
 from minialpa.tracing.trace import NoBatch, TracedStep, trace_step, with_batch
 
@@ -84,7 +84,7 @@ class Recent:
     session: Session
     n_training_steps: int
     types: object
-    settings: tuple[Hashable, ...]
+    settings: Hashable
     leaf_types: list[Any]
     compiled: Compiled
     pattern: CallPattern | None
@@ -398,13 +398,13 @@ class ParallelizedFunc:
         """The result leaves of a call with these leaves that is like the recent one in all else; None if it has to be
         checked."""
         executable = recent.compiled[0]
-        is_current = recent.session is running_session()
+        is_current = recent.session is running_session() and current_settings() == recent.settings
         if not is_current or len(recent.session.training_steps) != recent.n_training_steps:
             return None
         results: list[Any] | None = None
         if executable.direct is not None:
             results = executable.direct.known(leaves)
-        elif are_alive(leaves) and (current_settings(), leaf_types(leaves)) == (recent.settings, recent.leaf_types):
+        elif are_alive(leaves) and leaf_types(leaves) == recent.leaf_types:
             results = executable.run(leaves)
         if results is not None:
             self._last = executable
@@ -471,6 +471,12 @@ class ParallelizedFunc:
         return getattr(self._fun, "__qualname__", None) or repr(self._fun)
 
     def _compile(self, call: Call, session: Session, followed: Followed | None) -> Executable:
+        config: Any = jax.config  # which does not declare its flags
+        if config.jax_disable_jit:
+            raise TraceError(
+                f"`jax_disable_jit` is on, and {self._name} runs as compiled programs. Turn it off, or call the plain "
+                "function to go through it step by step."
+            )
         traced = self._trace(call)
         if not isinstance(self._method, CreateStateParallel):
             plan, target = self._plan_for(call, traced, session, followed)

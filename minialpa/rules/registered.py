@@ -27,7 +27,13 @@ from minialpa.rules.derived_rules import batched_rule, derivative_rule
 from minialpa.rules.factors import Factors, Shapes
 from minialpa.rules.known_rules import factors_of, forget, has_rule, is_kernel, replicated_factors, rule
 from minialpa.rules.sharding_rule import ShardingRule, shapes_of
-from minialpa.support.private_jax import changed_aval, define_batching, define_function, result_avals
+from minialpa.support.private_jax import (
+    changed_aval,
+    current_settings,
+    define_batching,
+    define_function,
+    result_avals,
+)
 from minialpa.tracing.flattening import written_out
 from minialpa.tracing.jaxprs import aval_of, is_weak, sub_jaxprs
 
@@ -195,7 +201,7 @@ class OpaqueFunction:
 
     def jaxpr(self, avals: Sequence[Any]) -> Any:
         """The function on operands of these types, as a closed jaxpr."""
-        key = (_jax_settings(), *((tuple(aval.shape), str(aval.dtype), is_weak(aval)) for aval in avals))
+        key = (current_settings(), *((tuple(aval.shape), str(aval.dtype), is_weak(aval)) for aval in avals))
         if key not in self._traced:
             structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=is_weak(a)) for a in avals]
             closed = jax.make_jaxpr(self.fun)(*structs)
@@ -252,16 +258,6 @@ class OpaqueFunction:
             self._derived[key] = OpaqueFunction(self.name, fun, text, given, check=self.check)
         return self._derived[key]
 
-
-def _jax_settings() -> tuple[Any, ...]:
-    """The settings of jax that tracing depends on."""
-    return tuple(getattr(jax.config, name) for name in _SETTINGS)
-
-
-_SETTINGS = (
-    "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion", "jax_threefry_partitionable",
-)  # fmt: skip
 
 function_p = Primitive("minialpa_function")
 function_p.multiple_results = True

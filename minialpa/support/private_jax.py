@@ -6,6 +6,7 @@ All of it works with jax 0.10.2, the oldest version that minialpa takes. A test 
 |---|---|---|
 | `JaxprEqn.source_info`, `user_frames` | source lines and name scopes of equations | accessors in `jax.extend.core` |
 | `JaxprEqn.ctx` | the settings that an equation was traced under | an accessor in `jax.extend.core` |
+| `config.trace_context` | the settings under which `jax.jit` does not trace a function again | it in `jax.config` |
 | `Primitive.get_bind_params`, `abstract_eval` | running an equation again; its result types | a function for both |
 | `ShapedArray.update` | the aval of a part of an array | avals made by `jax.extend.core` |
 | `ShapedArray.manual_axis_type` | the axes of a `shard_map` that a new primitive's results vary over | the same |
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax._src.array import ArrayImpl as ArrayImpl
+from jax._src.config import trace_context
 from jax._src.interpreters import mlir as private_mlir
 from jax._src.source_info_util import user_frames
 from jax.extend import source_info_util
@@ -84,6 +86,18 @@ def _has_user_line(traceback: Any) -> bool:
     return next(user_frames(traceback), None) is not None
 
 
+# ---- settings ---------------------------------------------------------------------------------------------------------
+
+
+def current_settings() -> Hashable:
+    """The settings of jax in this thread that a traced function depends on; takes less than a microsecond.
+
+    All under which `jax.jit` traces anew, and the generator of `jax.random.key`, for which it does not.
+    """
+    config: Any = jax.config  # which does not declare its flags
+    return trace_context(), config.jax_default_prng_impl
+
+
 # ---- equations that run again ----------------------------------------------------------------------------------------
 
 
@@ -91,6 +105,16 @@ def settings_of(eqn: JaxprEqn) -> Hashable:
     """The jax settings that the equation was traced under, such as `jax_threefry_partitionable`, to compare."""
     context: Hashable = eqn.ctx
     return context
+
+
+def unusual_settings(eqn: JaxprEqn) -> str:
+    """The settings that the equation was traced under and that change what it computes, if jax has others by default;
+    the same text in every process."""
+    found = {
+        "compute_type": eqn.ctx.compute_type,
+        "threefry_partitionable": None if eqn.ctx.threefry_partitionable else False,
+    }
+    return " ".join(f"{name}={value}" for name, value in found.items() if value is not None)
 
 
 def under_settings_of(eqn: JaxprEqn) -> AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from minialpa.support.private_jax import unusual_settings
 from minialpa.tracing.jaxprs import dtype_name, is_literal, shape_of
 
 #: Number of prefixes with a digest of their own; a change is found within 1/32 of the equations.
@@ -103,7 +104,7 @@ def _program_lines(inputs: Sequence[Any], eqns: Sequence[JaxprEqn], outputs: Seq
 
     lines = [" ".join(map(name, inputs))]
     for eqn in eqns:
-        params = _param_text(dict(eqn.params))
+        params = _param_text(dict(eqn.params)) + unusual_settings(eqn)
         lines.append(" ".join((eqn.primitive.name, params, *map(name, eqn.invars), "->", *map(name, eqn.outvars))))
     lines.append(" ".join(map(name, outputs)))
     return lines
