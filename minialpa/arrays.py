@@ -7,7 +7,7 @@ A `RemoteArray` knows its shape and dtype, which is enough to plan a call, and f
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -129,6 +129,10 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
     def __getitem__(self, index: Any) -> Any:
         return self._fetch()[index]
 
+    def __iter__(self) -> Iterator[Any]:
+        # By index it would never end: arrays of jax, such as those of keys, take an index beyond the last for the last.
+        return iter(self._fetch())
+
     def __float__(self) -> float:
         return float(self._fetch())
 
@@ -152,7 +156,8 @@ class RemoteArray(NDArrayOperatorsMixin, abc.ABC):
 
     def __reduce__(self) -> Any:
         """Pickles and copies are plain arrays."""
-        return (np.asarray, (self._fetch(),))
+        is_keys = jax.numpy.issubdtype(self.dtype, jax.dtypes.extended)
+        return (jax.numpy.asarray if is_keys else np.asarray, (self._fetch(),))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"

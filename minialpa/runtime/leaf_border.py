@@ -17,6 +17,7 @@ from minialpa.arrays import RemoteArray
 from minialpa.programs.leaf_blocks import BlockRows, LeafBlocks
 from minialpa.runtime.arrays import BlockedArray, LeafRows
 from minialpa.runtime.runner import Runner
+from minialpa.tracing.jaxprs import is_extended
 
 
 class BlockedCalls:
@@ -72,11 +73,20 @@ def _block(leaf: Any, rows: tuple[int, int]) -> Any:
 
 
 def joined_leaves(results: Sequence[Any], blocks: Sequence[BlockRows | None]) -> list[Any]:
-    """The result leaves of a step, from those of its program: a `BlockedArray` for each that is in blocks."""
+    """The result leaves of a step, from those of its program: a `BlockedArray` for each that is in blocks.
+
+    Typed keys in this process are put together: functions of `jax.random` take jax's own arrays of them, and no others.
+    """
     if not blocks:
         return list(results)
     parts = iter(results)
-    return [next(parts) if of_leaf is None else BlockedArray([next(parts) for _ in of_leaf]) for of_leaf in blocks]
+    return [next(parts) if of_leaf is None else _joined([next(parts) for _ in of_leaf]) for of_leaf in blocks]
+
+
+def _joined(blocks: Sequence[Any]) -> Any:
+    array = BlockedArray(blocks)
+    is_here = all(isinstance(block, jax.Array) for block in blocks)
+    return array.rows(0, array.shape[0]) if is_here and is_extended(array.dtype) else array
 
 
 def _placed_leaf(leaf: Any, blocks: Sequence[tuple[Any, Any]]) -> Any:

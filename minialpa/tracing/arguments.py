@@ -30,7 +30,7 @@ def leaf_type(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
     if not isinstance(leaf, jax.ShapeDtypeStruct | jax.core.ShapedArray | RemoteArray):
         try:
             found = jax.typeof(leaf)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # a ValueError for what jax took once, such as a masked array
             raise TraceError(_why_no_array(leaf, path)) from error
         if not isinstance(found, jax.core.ShapedArray):  # a Ref has a shape, too
             raise TraceError(_why_no_array(leaf, path))
@@ -55,7 +55,12 @@ def _why_no_array(leaf: Any, path: str) -> str:
     otherwise = "other values as whole arguments listed in `static_argnums`"
     if not isinstance(leaf, np.ndarray | np.generic):
         kind = type(leaf).__name__
+        if hasattr(leaf, "__jax_array__"):
+            return f"Argument leaf `{path}` is a {kind}, which has `__jax_array__` and is no array. Pass `jnp.asarray(x)`."
         return f"Argument leaf `{path}` is a {kind}, not an array. Pass arrays and numbers in pytrees, and {otherwise}."
+
+    if isinstance(leaf, np.ma.MaskedArray):
+        return f"Argument leaf `{path}` is a masked array, and jax has none. Pass `x.filled()`, and the mask by itself."
 
     dtype = leaf.dtype
     given = f"Argument leaf `{path}` is a NumPy array of {dtype}"
