@@ -67,9 +67,15 @@ class FactorTable:
         if not linear_operands or not all(is_summable(atom) for atom in summed):
             linear, linear_operands = "none", ()
 
-        # XLA computes products of matrices of booleans with `and` and `or`.
-        logical = all(str(getattr(var.aval, "dtype", None)) == "bool" for var in eqn.outvars)
-        reductions: dict[int, Reduction] = {f: "or" if logical and how == "sum" else how for f, how in self.reductions.items()}
+        reductions = dict(self.reductions)
+        for f, how in self.reductions.items():
+            # XLA computes products of matrices of booleans with `and` and `or`.
+            if how == "sum" and all(map(is_boolean, eqn.outvars)):
+                reductions[f] = "or"
+            # Of two complex numbers with a NaN, the second is the larger one and the smaller one: the order decides.
+            if how in ("max", "min") and any(map(is_complex, eqn.outvars)):
+                self.blocked.add(f)
+                del reductions[f]
 
         return Factors(
             sizes=tuple(self.sizes),
@@ -93,6 +99,16 @@ def is_summable(atom: Any) -> bool:
 def is_inexact(atom: Any) -> bool:
     """Whether the values of a jaxpr atom are floating point or complex numbers."""
     return bool(jnp.issubdtype(getattr(atom.aval, "dtype", np.bool_), np.inexact))
+
+
+def is_boolean(atom: Any) -> bool:
+    """Whether the values of a jaxpr atom are booleans."""
+    return bool(jnp.issubdtype(getattr(atom.aval, "dtype", np.int32), np.bool_))
+
+
+def is_complex(atom: Any) -> bool:
+    """Whether the values of a jaxpr atom are complex numbers."""
+    return bool(jnp.issubdtype(getattr(atom.aval, "dtype", np.int32), np.complexfloating))
 
 
 def n_elements(atom: Any) -> int:

@@ -86,7 +86,7 @@ def _has_user_line(traceback: Any) -> bool:
     return next(user_frames(traceback), None) is not None
 
 
-# ---- settings ---------------------------------------------------------------------------------------------------------
+# ---- settings --------------------------------------------------------------------------------------------------------
 
 
 def current_settings() -> Hashable:

@@ -56,7 +56,9 @@ def _why_no_array(leaf: Any, path: str) -> str:
     if not isinstance(leaf, np.ndarray | np.generic):
         kind = type(leaf).__name__
         if hasattr(leaf, "__jax_array__"):
-            return f"Argument leaf `{path}` is a {kind}, which has `__jax_array__` and is no array. Pass `jnp.asarray(x)`."
+            return (
+                f"Argument leaf `{path}` is a {kind}, which has `__jax_array__` and is no array. Pass `jnp.asarray(x)`."
+            )
         return f"Argument leaf `{path}` is a {kind}, not an array. Pass arrays and numbers in pytrees, and {otherwise}."
 
     if isinstance(leaf, np.ma.MaskedArray):

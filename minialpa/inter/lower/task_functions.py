@@ -86,7 +86,10 @@ def accumulate_function(combined: TaskTotals) -> Function:
     n_totals, reductions = len(combined.totals), combined.reductions
 
     def fun(*args: Any) -> tuple[Any, ...]:
-        return tuple(combine(r, a, b.astype(a.dtype)) for r, a, b in zip(reductions, args[:n_totals], args[n_totals:], strict=True))
+        return tuple(
+            combine(r, a, b.astype(a.dtype))
+            for r, a, b in zip(reductions, args[:n_totals], args[n_totals:], strict=True)
+        )
 
     return Function(
         name=f"accumulate{combined.mesh}",
