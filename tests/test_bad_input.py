@@ -169,6 +169,22 @@ def test_a_leaf_that_is_no_array_of_numbers_is_named(leaf: str) -> None:
     works(parallel, make_params(), batch)
 
 
+class _Lazy:
+    def __jax_array__(self) -> jax.Array:
+        return jnp.ones((N_EXAMPLES, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "reason"),
+    [(_Lazy(), r"_Lazy, which has `__jax_array__`.*jnp\.asarray"), (np.ma.masked_array(np.ones(4)), "masked array")],
+    ids=["lazy", "masked"],
+)
+def test_what_only_looks_like_an_array_is_refused_by_what_it_is(leaf: Any, reason: str) -> None:
+    parallel = minialpa.parallelize(train_step)
+    refused(TraceError, reason, parallel, make_params(), {**make_batch(), "more": leaf})
+    refused(TraceError, reason, parallel, make_params(), leaf)
+
+
 def test_a_tree_that_lacks_a_key() -> None:
     parallel = minialpa.parallelize(train_step)
     params, batch = placed_args(parallel)

@@ -24,8 +24,8 @@ from jax.extend.core import JaxprEqn, Var
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import Collective, CollectiveKind
 from minialpa.errors import TraceError, VerifyError
-from minialpa.intra.all_reduce import all_reduce, reduce_scatter
 from minialpa.intra.ordering import wait_for_all
+from minialpa.intra.strategies.all_reduce import all_reduce, is_narrow
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import eager_reductions
 from minialpa.intra.strategies.combining import Sharing, n_together, sum_groups
@@ -431,6 +431,8 @@ def _run_once(eqn: JaxprEqn, operands: list[Any], n_axes: int) -> list[Any]:
 
 def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
     """One step of a resharding on the shard `x` of this device, together with those along the axes of the step."""
+    if is_narrow(x.dtype):
+        return take_step(x.astype(np.int8), step, mesh_shape).astype(x.dtype)
     names = _names(step.axes)
     n_devices = math.prod(mesh_shape[axis] for axis in step.axes)
     match step.kind:
@@ -444,7 +446,7 @@ def take_step(x: Any, step: ReshardStep, mesh_shape: tuple[int, ...]) -> Any:
         case "all-reduce":
             return all_reduce(x, names, step.reduction)
         case "reduce-scatter":
-            return reduce_scatter(x, names, step.dim)
+            return lax.psum_scatter(x, names, scatter_dimension=step.dim, tiled=True)
         case "all-to-all":
             return lax.all_to_all(x, names, step.dim, step.source, tiled=True)
         case "cut-halves":

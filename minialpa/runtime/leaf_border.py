@@ -17,7 +17,6 @@ from minialpa.arrays import RemoteArray
 from minialpa.programs.leaf_blocks import BlockRows, LeafBlocks
 from minialpa.runtime.arrays import BlockedArray, LeafRows
 from minialpa.runtime.runner import Runner
-from minialpa.tracing.jaxprs import is_extended
 
 
 class BlockedCalls:
@@ -85,8 +84,9 @@ def joined_leaves(results: Sequence[Any], blocks: Sequence[BlockRows | None]) ->
 
 def _joined(blocks: Sequence[Any]) -> Any:
     array = BlockedArray(blocks)
+    are_keys = jax.numpy.issubdtype(array.dtype, jax.dtypes.extended)
     is_here = all(isinstance(block, jax.Array) for block in blocks)
-    return array.rows(0, array.shape[0]) if is_here and is_extended(array.dtype) else array
+    return array.rows(0, array.shape[0]) if are_keys and is_here else array
 
 
 def _placed_leaf(leaf: Any, blocks: Sequence[tuple[Any, Any]]) -> Any:

@@ -87,7 +87,7 @@ class Reference:
 def reference(step: Callable[..., Any], args: Sequence[Any], seed: int = 0, n_runs: int = N_RUNS) -> Reference:
     """The serial run of `step` on `args`, with tolerances from `n_runs` on inputs rounded differently."""
     jitted = jax.jit(step)
-    args = jax.tree.map(_host, tuple(args))
+    args = jax.tree.map(host, tuple(args))
     serial = _values(jitted(*args), args[0])
     rng = np.random.default_rng(seed)
 
@@ -167,11 +167,11 @@ def _minus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _values(out: Any, state: Any) -> list[_Result]:
     """Results in order; floats in double precision, and those of the new state less the old state."""
     new_state, results = out
-    old = {jax.tree_util.keystr(path): _host(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    old = {jax.tree_util.keystr(path): host(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
     found = []
     for name, tree in (("state", new_state), ("results", results)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            key, value = jax.tree_util.keystr(path), _host(leaf)
+            key, value = jax.tree_util.keystr(path), host(leaf)
             dtype, before, rounding = value.dtype, old.get(key) if name == "state" else None, 0.0
             if before is not None and before.dtype == value.dtype and before.shape == value.shape and _is_float(value):
                 rounding = 0.5 * float(jax.numpy.finfo(dtype).eps) * _norm(value.astype(np.float64))
@@ -186,10 +186,11 @@ def _is_float(value: np.ndarray) -> bool:
     return bool(jax.numpy.issubdtype(value.dtype, jax.numpy.floating))
 
 
-def _host(leaf: Any) -> np.ndarray:
+def host(leaf: Any) -> np.ndarray:
+    """The value of a leaf, of typed keys the integers in them, in memory of its own."""
     if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
+    return np.array(leaf)
 
 
 def _round_differently(leaf: np.ndarray, rng: np.random.Generator) -> np.ndarray:

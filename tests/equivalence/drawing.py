@@ -15,6 +15,7 @@ from typing import Any
 
 from minialpa.options import Attention
 from tests.equivalence.attention_layers import FUSED, MASKED, WRITTEN
+from tests.equivalence.exact import draw_counted
 from tests.equivalence.layers import AVERAGES, IN_BRANCHES, KINDS, OWN, RETURNS_WEIGHTS, RULES, VARIANCES, WRAPS, Layer
 from tests.equivalence.losses import JOINS, PAIRING, PER_EXAMPLE, REDUCTIONS, RESULTS, Loss, Term
 from tests.equivalence.model import DATA, POOLS, BatchNorm, Model
@@ -29,7 +30,7 @@ from tests.equivalence.steps import (
     SEVERAL,
     Training,
 )
-from tests.equivalence.ways import ONE_STAGE, Way
+from tests.equivalence.ways import FLAGS, ONE_STAGE, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ def example_of(number: int) -> Example:
     inside = 0 < (training.model.boundary or 0) < len(training.model.layers)
     way = _way(random, inside)
     way = dataclasses.replace(way, attention=_attention(random, training.model))
-    return _in_narrower_types(random, _on_gpus(random, _other_batches(random, Example(training, way))))
+    example = _in_narrower_types(random, _on_gpus(random, _other_batches(random, Example(training, way))))
+    return _with_flags_and_keys(random, _with_counts(random, example))
 
 
 def pieces(example: Example) -> frozenset[str]:
@@ -63,6 +65,9 @@ def pieces(example: Example) -> frozenset[str]:
         "another batch before": bool(example.way.first),
         "planned for GPUs": example.way.gpus,
         "narrower types": example.training.model.narrows,
+        "counts": bool(example.training.counted),
+        "typed keys": example.training.typed,
+        "a flag before": bool(example.way.flag),
         "casts once": example.way.casts_once,
         "branches with dropout": bool(names & {*IN_BRANCHES}),
         "batch norm": any(norm.may_be_own for norm in norms),
@@ -211,6 +216,24 @@ def _in_narrower_types(random: Random, example: Example) -> Example:
     training = dataclasses.replace(training, model=dataclasses.replace(training.model, narrows=True))
     casts_once = way.kind != "none" and way.n > 1 and random.random() < 0.8
     return Example(training, dataclasses.replace(way, casts_once=casts_once))
+
+
+def _with_counts(random: Random, example: Example) -> Example:
+    """The example, with exact reductions of other arrays with two in five."""
+    if random.random() > 0.4:
+        return example
+    training = dataclasses.replace(example.training, counted=draw_counted(random))
+    return Example(training, example.way)
+
+
+def _with_flags_and_keys(random: Random, example: Example) -> Example:
+    """The example with typed keys, with one in four; and behind a call under another setting, with one in eight."""
+    training, way = example.training, example.way
+    if random.random() < 0.25:
+        training = dataclasses.replace(training, typed=True)
+    if random.random() < 0.125:
+        way = dataclasses.replace(way, flag=random.choice(list(FLAGS)))
+    return Example(training, way)
 
 
 # ---- ways to run them -----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tests.equivalence.losses import Loss
 from tests.equivalence.model import Model
 from tests.equivalence.outcomes import Outcome, outcome_of
 from tests.equivalence.steps import Training, batch_argnums, make_args, make_step
-from tests.equivalence.ways import Way, make_method
+from tests.equivalence.ways import FLAGS, Way, make_method
 
 
 def run(example: Example) -> Outcome:
@@ -64,6 +64,7 @@ def _run(example: Example, n_runs: int) -> Outcome:
         batch_argnums(training),
         reference_for,
         before,
+        (example.way.flag, FLAGS[example.way.flag]) if example.way.flag else None,
     )
     if found.kind == "crash":
         reference_for(1, make_args(training))
@@ -94,7 +95,7 @@ def _simpler(example: Example) -> Iterator[Example]:
 
 
 def _simpler_ways(way: Way) -> Iterator[Way]:
-    names = ("attention", "first", "gpus", "casts_once")
+    names = ("attention", "first", "gpus", "casts_once", "flag")
     kept: dict[str, Any] = {name: getattr(way, name) for name in names}
     for candidate in (
         Way("shard", (1,), way.n, **kept),
@@ -107,6 +108,8 @@ def _simpler_ways(way: Way) -> Iterator[Way]:
         yield dataclasses.replace(way, first=0)
     if way.attention != "auto":
         yield dataclasses.replace(way, attention="auto")
+    if way.flag:
+        yield dataclasses.replace(way, flag="")
     if way.n > 2:
         yield dataclasses.replace(way, n=2)
     for name in ("gpus", "casts_once"):
@@ -122,6 +125,8 @@ def _simpler_trainings(training: Training) -> Iterator[Training]:
         if field.name in ("model", "loss") or getattr(training, field.name) == getattr(plain, field.name):
             continue
         yield dataclasses.replace(training, **{field.name: getattr(plain, field.name)})
+    for i in range(len(training.counted) if len(training.counted) > 1 else 0):
+        yield dataclasses.replace(training, counted=training.counted[:i] + training.counted[i + 1 :])
     for loss in _simpler_losses(training.loss):
         yield dataclasses.replace(training, loss=loss)
     for model in _simpler_models(training.model):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 import minialpa
 from minialpa.errors import InfeasibleError, ShardingError, TraceError
 from minialpa.methods import Method
-from tests.equivalence.comparison import Reference, differences
+from tests.equivalence.comparison import Reference, differences, host
 
 #: `equal`: the serial run's results. `refused`: by a TraceError that names an operation and a line of source.
 #: `rejected`: an error of another kind that is raised on purpose: no sharding or no stages fit.
@@ -71,11 +71,12 @@ def outcome_of(
     batch_argnums: Sequence[int],
     reference_for: ReferenceFor,
     before: Sequence[Any] | None = None,
+    flag: tuple[str, Any] | None = None,
 ) -> Outcome:
     """Runs the step under `method` (None: chosen by minialpa) and compares it with the serial run.
 
-    before: arguments of a call before this one, which goes on from the state that the call returns. All warnings but
-    those of `_MAY_WARN` are errors.
+    before: arguments of a call before this one, which goes on from the state that the call returns. flag: a setting of
+    jax under which the step is called first, to no effect. All warnings but those of `_MAY_WARN` are errors.
     """
     parallel = minialpa.parallelize(step, method=method, batch_argnums=batch_argnums)
     try:
@@ -86,8 +87,11 @@ def outcome_of(
             if before is not None:
                 state, _ = parallel(*before)
                 # The state stays where the first call left it; the serial run goes on from a copy.
-                args = (jax.tree.map(np.array, state), *args[1:])
+                args = (jax.tree.map(host, state), *args[1:])
                 caught.clear()
+            if flag is not None:
+                with _under(*flag):
+                    parallel(*args)
             found = parallel(*(args if before is None else (state, *args[1:])))
         plan = parallel.get_last_executable().get_parallel_plan()
     except TraceError as error:
@@ -107,6 +111,17 @@ def outcome_of(
     expected = reference_for(plan.n_micro_batches if plan.per_micro_batch else 1, args)
     wrong = differences(found, expected)
     return Outcome("wrong" if wrong else "equal", "; ".join(map(str, wrong[:4])), expected.is_sharp)
+
+
+@contextlib.contextmanager
+def _under(name: str, value: Any) -> Iterator[None]:
+    """With a setting of jax that has another value."""
+    old = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, old)
 
 
 def _fault_of_warnings(n: int, method: Method | None, messages: Sequence[str]) -> str:

@@ -29,6 +29,7 @@ import jax
 
 from tests.equivalence import engine
 from tests.equivalence.drawing import Example, example_of, pieces
+from tests.equivalence.exact import Counted
 from tests.equivalence.layers import Layer
 from tests.equivalence.losses import Loss, Term
 from tests.equivalence.model import BatchNorm, Model
@@ -36,7 +37,7 @@ from tests.equivalence.outcomes import Outcome
 from tests.equivalence.steps import Training
 from tests.equivalence.ways import Way
 
-_NAMES = {cls.__name__: cls for cls in (BatchNorm, Example, Layer, Loss, Model, Term, Training, Way)}
+_NAMES = {cls.__name__: cls for cls in (BatchNorm, Counted, Example, Layer, Loss, Model, Term, Training, Way)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 import minialpa
+from tests.equivalence.exact import Counted, counted_batch, counted_results, counted_state
 from tests.equivalence.layers import WIDTH
 from tests.equivalence.losses import PER_EXAMPLE, RESULTS, Batch, Loss, loss_value
 from tests.equivalence.model import Model, init_model, make_batch, model_scores
@@ -27,7 +28,8 @@ class Training:
     """A training step of a model.
 
     gradient: whose function takes the gradients. key: where random keys come from: an `argument`, or the `state`,
-    which keeps a new one. carries: what else the state holds, see `CARRIED`.
+    which keeps a new one; typed: whether these are typed keys. carries: what else the state holds, see `CARRIED`.
+    counted: reductions of other arrays of the batch.
     """
 
     model: Model
@@ -41,6 +43,8 @@ class Training:
     shows_gradients: bool = False
     batch_size: int = 8
     seed: int = 0
+    typed: bool = False
+    counted: tuple[Counted, ...] = ()
 
 
 #: moving average of the parameters; loss scale with skipped steps; integers; a constant; the batch as a result.
@@ -93,7 +97,7 @@ def make_args(training: Training) -> tuple[Any, ...]:
         "count": np.int32(3),
     }
     if training.key == "state":
-        state["key"] = np.asarray(jax.random.PRNGKey(training.seed))
+        state["key"] = _key(training, training.seed)
     if "average" in training.carries or training.scheme == "teacher":
         state["average"] = jax.tree.map(lambda p: (0.5 * p).astype(np.float32), params)
     if "scale" in training.carries:
@@ -105,8 +109,13 @@ def make_args(training: Training) -> tuple[Any, ...]:
     batches = [
         make_batch(training.model, training.batch_size, rng) for _ in range(1 + (training.scheme in SECOND_BATCH))
     ]
-    keys = [] if training.key == "state" else [np.asarray(jax.random.PRNGKey(training.seed + 1))]
-    return (state, *batches, *keys)
+    keys = [] if training.key == "state" else [_key(training, training.seed + 1)]
+    batches[0] |= counted_batch(training.counted, training.batch_size)
+    return ({**state, **counted_state(training.counted)}, *batches, *keys)
+
+
+def _key(training: Training, seed: int) -> Any:
+    return jax.random.key(seed) if training.typed else np.asarray(jax.random.PRNGKey(seed))
 
 
 def batch_argnums(training: Training) -> tuple[int, ...]:
@@ -438,7 +447,8 @@ def make_step(training: Training, ghosts: int = 1) -> Callable[..., Any]:
             results["gradients"] = grads
         if "batch" in training.carries:
             results["batch"] = batches[0]
-        return new_state, results
+        kept, counts = counted_results(training.counted, state, batches[0])
+        return {**new_state, **kept}, {**results, **counts}
 
     return step
 

@@ -45,6 +45,7 @@ class Way:
     attention: which attentions are one operation. first: the number of examples of a call before; 0 for no such call.
     gpus: whether it is planned for GPUs, whose programs are others, and runs here all the same.
     casts_once: weights are cast to narrower types before the micro-batches, whether that is faster or not.
+    flag: the setting of jax that a call before has otherwise, see `FLAGS`; empty for no such call.
     """
 
     kind: str = "shard"
@@ -57,8 +58,16 @@ class Way:
     first: int = 0
     gpus: bool = False
     casts_once: bool = False
+    flag: str = ""
 
 
+#: Settings of jax, each with another value than the one that the tests have.
+FLAGS: dict[str, Any] = {
+    "jax_threefry_partitionable": False,
+    "jax_default_matmul_precision": "highest",
+    "jax_numpy_rank_promotion": "warn",
+    "jax_softmax_custom_jvp": False,
+}
 #: Steps are small here, and searches are to be tested.
 _SEARCHED = AutoStageOption(planned_steps=math.inf)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import jax
@@ -201,6 +202,15 @@ def test_deleted_arrays_are_refused(make: Any) -> None:
     for use in (step, step.place):
         with pytest.raises(WorkerError, match="has been deleted: it was donated to another call"):
             use([leaf])
+
+
+def test_keys_in_blocks_come_back_as_keys_of_jax() -> None:
+    keys = jax.random.split(jax.random.key(0), 5)
+    (joined,) = joined_leaves([keys[:2], keys[2:]], [((0, 2), (2, 5))])
+    assert jnp.array_equal(jax.random.key_data(joined), jax.random.key_data(keys))
+    remote = BlockedArray([keys[:2], keys[2:]])
+    assert len(list(remote)) == len(keys)
+    assert jnp.array_equal(jax.random.key_data(pickle.loads(pickle.dumps(remote))), jax.random.key_data(keys))
 
 
 def test_a_remote_array_that_was_given_away_is_refused() -> None:

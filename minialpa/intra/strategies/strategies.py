@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from minialpa.cluster import LogicalMesh
 from minialpa.cost import as_one_of
-from minialpa.intra.all_reduce import is_gathered
+from minialpa.intra.strategies.all_reduce import is_gathered
 from minialpa.intra.strategies.attentions import blockwise_s, has_kernel
 from minialpa.intra.strategies.balance import balance_of
 from minialpa.intra.strategies.candidates import Bill, Candidates, Specs, enumerate_candidates, follow_candidates

@@ -1,11 +1,12 @@
 """All-reduces: every device gets the reduction of all parts along mesh axes, as one device would compute it.
 
-    sums                        integers wrap around in their dtype             psum, of two bits in eight
+    sums                        integers wrap around in their dtype             psum
     maxima, minima              a NaN wins, and -0 < 0                          pmax, pmin of integers in the same order
     and, or of booleans         are the minimum and the maximum                 pmin, pmax
     all others                  no collective computes them                     all-gather, then each device by itself
 
-The collectives of XLA drop a NaN that meets a number in a maximum, on CPUs and on GPUs.
+The collectives of XLA drop a NaN that meets a number in a maximum, on CPUs and on GPUs. Those of integers of less than
+eight bits, in which XLA's may write over other memory, go in eight: modulo a power of two, results are the same.
 """
 
 from __future__ import annotations
@@ -32,31 +33,27 @@ def is_gathered(how: Reduction, dtype: Any) -> bool:
     return how not in (("sum",) if is_complex else ("sum", "max", "min"))
 
 
+def is_narrow(dtype: Any) -> bool:
+    """Whether it is one of integers of less than eight bits."""
+    return bool(jnp.issubdtype(dtype, jnp.integer)) and jnp.iinfo(dtype).bits < 8
+
+
 def all_reduce(x: Any, names: Sequence[str], how: Reduction) -> Any:
     """The reduction of the parts `x` of all devices along these mesh axes."""
+    if is_narrow(x.dtype):
+        return all_reduce(x.astype(np.int8), names, how).astype(x.dtype)
     if is_gathered(how, x.dtype):
         return combine_along(how, lax.all_gather(x, names))
     if x.dtype == np.bool_:
         return all_reduce(x.astype(np.int8), names, _OF_BOOLEANS[how]).astype(np.bool_)
     if how == "sum":
-        return lax.psum(_in_bytes(x), names).astype(x.dtype)
+        return lax.psum(x, names)
 
     over = lax.pmax if how == "max" else lax.pmin
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        return over(_in_bytes(x), names).astype(x.dtype)
+        return over(x, names)
     wide = x.astype(np.float32) if x.dtype.itemsize < 2 else x
     return _float(over(_ordered(wide, how), names), wide.dtype).astype(x.dtype)
-
-
-def reduce_scatter(x: Any, names: Sequence[str], dim: int) -> Any:
-    """This device's part, along dimension `dim`, of the sum of the parts `x` of all devices."""
-    return lax.psum_scatter(_in_bytes(x), names, scatter_dimension=dim, tiled=True).astype(x.dtype)
-
-
-def _in_bytes(x: Any) -> Any:
-    """Integers of less than eight bits in eight; modulo a power of two, their sums are the same."""
-    is_narrow = jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8
-    return x.astype(np.int8) if is_narrow else x
 
 
 def _ordered(x: Any, how: Reduction) -> Any:

@@ -1,0 +1,316 @@
+"""Every reduction of jax as a function of an array and an axis, steps with many of them, and what becomes of each."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+import minialpa
+from minialpa.methods import Method
+
+N, WIDTH = 8, 8
+#: Without `jax_enable_x64`, those of 64 bits are of 32.
+DTYPES = (
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (4, 8, 16, 32, 64)),
+    *("float16", "bfloat16", "float32", "float64", "complex64"),
+)
+#: (array, axis) -> array. An axis of None is both.
+Reduction = Callable[[Any, int | None], Any]
+
+
+def _axes(x: Any, axis: int | None) -> tuple[int, ...]:
+    return (0, 1) if axis is None else (axis,)
+
+
+def _rows(x: Any, axis: int | None) -> tuple[Any, int]:
+    """The array and an axis of it; a vector for None."""
+    return (x.reshape(-1), 0) if axis is None else (x, axis)
+
+
+def _reducer(combine: Callable[[Any, Any], Any], identity: Callable[[Any], Any]) -> Reduction:
+    return lambda x, axis: lax.reduce(x, jnp.asarray(identity(x.dtype), x.dtype), combine, _axes(x, axis))
+
+
+def _least(dtype: Any) -> Any:
+    if dtype == np.bool_:
+        return False
+    return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, np.integer) else -jnp.inf
+
+
+def _by_index(method: str) -> Reduction:
+    """Updates at indices, several of which are equal."""
+
+    def reduce(x: Any, axis: int | None) -> Any:
+        x, axis = _rows(x, axis)
+        x = jnp.moveaxis(x, axis, 0)
+        start = jnp.full((3, *x.shape[1:]), 1, x.dtype)
+        return getattr(start.at[jnp.arange(x.shape[0]) % 3], method)(x)
+
+    return reduce
+
+
+def _by_segment(fun: Callable[..., Any]) -> Reduction:
+    def reduce(x: Any, axis: int | None) -> Any:
+        x, axis = _rows(x, axis)
+        x = jnp.moveaxis(x, axis, 0)
+        return fun(x, jnp.arange(x.shape[0]) % 3, 4)
+
+    return reduce
+
+
+def _scanned(combine: Callable[[Any, Any], Any]) -> Reduction:
+    def reduce(x: Any, axis: int | None) -> Any:
+        x, axis = _rows(x, axis)
+        x = jnp.moveaxis(x, axis, 0)
+        return lax.scan(lambda total, row: (combine(total, row), None), jnp.ones_like(x[0]), x)[0]
+
+    return reduce
+
+
+def _along(fun: Callable[..., Any]) -> Reduction:
+    def reduce(x: Any, axis: int | None) -> Any:
+        x, axis = _rows(x, axis)
+        return fun(x, axis=axis)
+
+    return reduce
+
+
+def _windows(init: Callable[[Any], Any], combine: Callable[..., Any]) -> Reduction:
+    def reduce(x: Any, axis: int | None) -> Any:
+        window = tuple(2 if i in _axes(x, axis) else 1 for i in range(x.ndim))
+        return lax.reduce_window(x, jnp.asarray(init(x.dtype), x.dtype), combine, window, window, "VALID")
+
+    return reduce
+
+
+def _dot(x: Any, axis: int | None) -> Any:
+    match axis:
+        case 0:
+            return jnp.einsum("bi,bj->ij", x, x)
+        case 1:
+            return jnp.einsum("bi,ci->bc", x, x[:3])
+    return jnp.einsum("bi,bi->", x, x)
+
+
+REDUCTIONS: dict[str, Reduction] = {
+    "sum": lambda x, axis: jnp.sum(x, axis),
+    "sum of its dtype": lambda x, axis: jnp.sum(x, axis, dtype=x.dtype),
+    "prod": lambda x, axis: jnp.prod(x, axis),
+    "prod of its dtype": lambda x, axis: jnp.prod(x, axis, dtype=x.dtype),
+    "max": lambda x, axis: jnp.max(x, axis),
+    "min": lambda x, axis: jnp.min(x, axis),
+    "any": lambda x, axis: jnp.any(x, axis),
+    "all": lambda x, axis: jnp.all(x, axis),
+    "bitwise and": lambda x, axis: jnp.bitwise_and.reduce(x, axis=axis),
+    "bitwise or": lambda x, axis: jnp.bitwise_or.reduce(x, axis=axis),
+    "bitwise xor": lambda x, axis: jnp.bitwise_xor.reduce(x, axis=axis),
+    "lax.reduce and": lambda x, axis: lax.reduce_and(x, _axes(x, axis)),
+    "lax.reduce or": lambda x, axis: lax.reduce_or(x, _axes(x, axis)),
+    "lax.reduce xor": lambda x, axis: lax.reduce_xor(x, _axes(x, axis)),
+    "argmax": lambda x, axis: jnp.argmax(x, axis),
+    "argmin": lambda x, axis: jnp.argmin(x, axis),
+    "nansum": lambda x, axis: jnp.nansum(x, axis),
+    "nanprod": lambda x, axis: jnp.nanprod(x, axis),
+    "nanmax": lambda x, axis: jnp.nanmax(x, axis),
+    "nanmin": lambda x, axis: jnp.nanmin(x, axis),
+    "nanmean": lambda x, axis: jnp.nanmean(x, axis),
+    "nanargmax": lambda x, axis: jnp.nanargmax(x, axis),
+    "logsumexp": lambda x, axis: jax.nn.logsumexp(x, axis),
+    "mean": lambda x, axis: jnp.mean(x, axis),
+    "var": lambda x, axis: jnp.var(x, axis),
+    "std": lambda x, axis: jnp.std(x, axis),
+    "median": lambda x, axis: jnp.median(x, axis),
+    "quantile": lambda x, axis: jnp.quantile(x, jnp.float32(0.3), axis),
+    "sort": _along(jnp.sort),
+    "argsort": _along(jnp.argsort),
+    "top_k": lambda x, axis: lax.top_k(jnp.moveaxis(*_rows(x, axis), -1), 2)[0],
+    "ptp": lambda x, axis: jnp.ptp(x, axis),
+    "count_nonzero": lambda x, axis: jnp.count_nonzero(x, axis),
+    "norm": lambda x, axis: jnp.linalg.norm(x, axis=axis),
+    "cumsum": _along(jnp.cumsum),
+    "cumprod": _along(jnp.cumprod),
+    "cummax": _along(lax.cummax),
+    "cummin": _along(lax.cummin),
+    "cumlogsumexp": _along(lax.cumlogsumexp),
+    "lax.reduce by add": _reducer(lax.add, lambda dtype: 0),
+    "lax.reduce by mul": _reducer(lax.mul, lambda dtype: 1),
+    "lax.reduce by max": _reducer(lax.max, _least),
+    "lax.reduce by or": _reducer(lax.bitwise_or, lambda dtype: 0),
+    "lax.reduce by xor": _reducer(lax.bitwise_xor, lambda dtype: 0),
+    "lax.reduce from three": _reducer(lax.add, lambda dtype: 3),
+    "lax.reduce by a function": _reducer(lambda a, b: a * b + a + b, lambda dtype: 0),
+    "windows by add": _windows(lambda dtype: 0, lax.add),
+    "windows by max": _windows(_least, lax.max),
+    "windows by mul": _windows(lambda dtype: 1, lax.mul),
+    "segment_sum": _by_segment(jax.ops.segment_sum),
+    "segment_prod": _by_segment(jax.ops.segment_prod),
+    "segment_max": _by_segment(jax.ops.segment_max),
+    "segment_min": _by_segment(jax.ops.segment_min),
+    "at add": _by_index("add"),
+    "at subtract": _by_index("subtract"),
+    "at multiply": _by_index("multiply"),
+    "at max": _by_index("max"),
+    "at min": _by_index("min"),
+    "at set": _by_index("set"),
+    "bincount": lambda x, axis: jnp.bincount(x.reshape(-1), length=5),
+    "histogram": lambda x, axis: jnp.histogram(x, 4, (-2, 2))[0],
+    "einsum": _dot,
+    "einsum to 32 bits": lambda x, axis: jnp.einsum("bi,bj->ij", x, x, preferred_element_type=jnp.int32),
+    "scan of add": _scanned(operator.add),
+    "scan of mul": _scanned(operator.mul),
+    "scan of max": _scanned(jnp.maximum),
+    "scan of xor": _scanned(operator.xor),
+    "fori_loop": lambda x, axis: lax.fori_loop(0, x.shape[0], lambda i, a: a + x[i], jnp.zeros_like(x[0])),
+    "associative_scan": _along(lambda x, axis: lax.associative_scan(jnp.add, x, axis=axis)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A reduction of an array (N, WIDTH) of a dtype.
+
+    of: the batch, activations or weights, which are also a state that the step replaces with the reduction. axis: that
+    of the examples, 0, the other one, or None for both.
+    """
+
+    name: str
+    dtype: str
+    of: str = "batch"
+    axis: int | None = 0
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def values(name: str, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Integers of all sizes, of which products wrap around; floats with exact sums, among them -0, inf and NaN."""
+    rng, dtype = np.random.default_rng(seed), numpy_dtype(name)
+    if name == "bool":
+        return rng.random((N, WIDTH)) < 0.7
+    if "int" in name:
+        info = ml_dtypes.iinfo(dtype)
+        kind = np.uint64 if int(info.min) == 0 else np.int64
+        drawn = rng.integers(int(info.min), int(info.max), (N, WIDTH), kind, endpoint=True)
+        # Products of odd numbers are never zero.
+        return np.where(np.arange(WIDTH) < 2, drawn, drawn | kind(1)).astype(dtype)
+    x = rng.choice([-2.0, -1.0, -0.5, 0.5, 1.0, 2.0], (N, WIDTH))
+    x[:, 1] = rng.choice([0.0, -0.0], N)
+    if name == "complex64":  # products of complex infinities depend on their order
+        x = x + 1j * x[:, ::-1]
+        x[N // 2, 2] = np.nan
+        return x.astype(dtype)
+    x[N // 2, 2], x[1, 3], x[N - 1, 4] = np.nan, np.inf, -np.inf
+    return x.astype(dtype)
+
+
+def make_step(cases: Sequence[Case]) -> Callable[[Any, Any], Any]:
+    """A training step of two layers, (state, batch) -> (state, (loss, results)), with a result for each case."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = jnp.tanh(batch["h"] @ w[0])
+            minialpa.mark_pipeline_boundary()
+            found = [REDUCTIONS[case.name](_operand(case, state, batch), case.axis) for case in cases]
+            return jnp.mean((h @ w[1]) ** 2), found
+
+        (value, found), grads = minialpa.value_and_grad(loss, has_aux=True)(state["w"])
+        w = [w - np.float32(0.1) * g for w, g in zip(state["w"], grads, strict=True)]
+        return {**state, "w": w, "count": {k: _added(v, batch["x"][k]) for k, v in state["count"].items()}}, (
+            value,
+            found,
+        )
+
+    return step
+
+
+def _operand(case: Case, state: Any, batch: Any) -> Any:
+    x, s = batch["x"][case.dtype], state["s"][case.dtype]
+    return {"batch": x, "weights": s, "activation": x ^ s if x.dtype == np.bool_ else x + s}[case.of]
+
+
+def _added(count: Any, x: Any) -> Any:
+    """A running count, of booleans a running parity."""
+    if x.dtype == np.bool_:
+        return count ^ jnp.bitwise_xor.reduce(x, axis=0)
+    return count + jnp.sum(x, 0, dtype=x.dtype)
+
+
+def make_args(cases: Sequence[Case]) -> tuple[Any, Any]:
+    rng, dtypes = np.random.default_rng(1), sorted({case.dtype for case in cases})
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    state = {
+        "w": [draw(WIDTH, WIDTH), draw(WIDTH, WIDTH)],
+        "s": {name: values(name, seed=2) for name in dtypes},
+        "count": {name: values(name, seed=3)[0] for name in dtypes},
+    }
+    return state, {"h": draw(N, WIDTH), "x": {name: values(name) for name in dtypes}}
+
+
+# ---- what becomes of them -------------------------------------------------------------------------------------------
+
+
+def verdicts(cases: Sequence[Case], method: Method) -> dict[Case, str]:
+    """`equal`, what is wrong, or why it is refused, of each case that `jax.jit` takes."""
+    if not cases:
+        return {}
+    step, args = make_step(cases), make_args(cases)
+    try:
+        expected = jax.block_until_ready(jax.jit(step)(*args))
+        found = minialpa.parallelize(step, method=method, batch_argnums=(1,), donate_argnums=())(*args)
+    except Exception as error:
+        if len(cases) > 1:
+            half = len(cases) // 2
+            return verdicts(cases[:half], method) | verdicts(cases[half:], method)
+        return {cases[0]: f"refused: {error}"} if isinstance(error, minialpa.MinialpaError) else _crash(cases[0], error)
+
+    made = {case: _difference(*pair) for case, *pair in zip(cases, expected[1][1], found[1][1], strict=True)}
+    for name in expected[0]["count"]:
+        text = _difference(expected[0]["count"][name], found[0]["count"][name])
+        assert not text, f"running count of {name}: {text}"
+    return {case: text or "equal" for case, text in made.items()}
+
+
+def _crash(case: Case, error: Exception) -> dict[Case, str]:
+    """Nothing where `jax.jit` fails as well."""
+    try:
+        jax.block_until_ready(jax.jit(make_step([case]))(*make_args([case])))
+    except Exception:
+        return {}
+    return {case: f"crash: {error!r}"}
+
+
+def _difference(expected: Any, found: Any) -> str:
+    a, b = np.asarray(expected), np.asarray(found)
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f"wrong: {b.dtype}{b.shape} in place of {a.dtype}{a.shape}"
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return "" if np.array_equal(a, b) else f"wrong: {b} in place of {a}"
+    wide = [x.astype(np.complex128) for x in (a, b)]
+    # Large terms of a mean may cancel.
+    rounding = 8 * float(jnp.finfo(a.dtype).eps)
+    largest = np.abs(wide[0], where=np.isfinite(wide[0]), out=np.zeros(a.shape)).max(initial=1)
+    close = np.allclose(*wide, rtol=rounding, atol=rounding * float(largest), equal_nan=True)
+    return "" if close else f"wrong: {b} in place of {a}"
+
+
+def taken(cases: Sequence[Case]) -> list[Case]:
+    """The cases that jax traces."""
+
+    def is_taken(case: Case) -> bool:
+        try:
+            jax.eval_shape(make_step([case]), *make_args([case]))
+        except (TypeError, ValueError):
+            return False
+        return True
+
+    return [case for case in cases if is_taken(case)]
