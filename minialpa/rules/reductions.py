@@ -1,4 +1,4 @@
-"""How partial results of a reduction are combined, whoever has them: micro-batches, rows, stages or devices.
+"""How partial results of a reduction are combined: those of micro-batches, rows, stages or devices.
 
     combine(how, a, b) = a o b          combine_along(how, x) = x[0] o x[1] o ...
 

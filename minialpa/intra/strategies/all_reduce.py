@@ -5,8 +5,8 @@
     and, or of booleans         are the minimum and the maximum                 pmin, pmax
     all others                  no collective computes them                     all-gather, then each device by itself
 
-The collectives of XLA drop a NaN that meets a number in a maximum, on CPUs and on GPUs. Those of integers of less than
-eight bits, in which XLA's may write over other memory, go in eight: modulo a power of two, results are the same.
+The collectives of XLA drop a NaN that meets a number in a maximum, on CPUs and on GPUs. On integers of less than eight
+bits they may write over other memory, so these are sent as eight bits: modulo a power of two, results are the same.
 """
 
 from __future__ import annotations
